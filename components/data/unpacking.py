@@ -21,6 +21,7 @@ VALUE_BYTES = 8
 """Memory of a reference, and so the least that a value takes."""
 _PART = 2**24
 _BATCH_ROWS = 1024
+_DELTA = "DELTA_BYTE_ARRAY"
 
 
 class Allowance:
@@ -77,12 +78,34 @@ def parquet_batches(path: Path) -> Iterator[Any]:
     # Before anything is unpacked: run lengths make a billion values of a few bytes.
     declared = sum(max(column.total_uncompressed_size, VALUE_BYTES * column.num_values) for column in columns)
     Allowance(path).add(declared + ROW_BYTES * metadata.num_rows)
-    # A dictionary stays one until its values were counted: a text of 20 MB in a thousand rows is stored once.
-    texts = {column.path_in_schema for column in columns if column.physical_type == "BYTE_ARRAY"}
-    with pyarrow.parquet.ParquetFile(path, read_dictionary=sorted(texts)) as file:
-        for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+    deltas = {column.path_in_schema for column in columns if _DELTA in column.encodings}
+    leaves = [metadata.schema.column(number) for number in range(len(metadata.schema))]
+    # Decimals can be stored as bytes too, but have no dictionaries in Arrow.
+    texts = {leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY" and leaf.converted_type != "DECIMAL"}
+    _check_dictionaries(path, metadata.num_row_groups, sorted(texts - deltas))
+    # Texts that share the beginning of the one before are written out by the reader, so few of them are read at once.
+    longest = max((column.total_uncompressed_size for column in columns if column.path_in_schema in deltas), default=1)
+    rows = min(_BATCH_ROWS, max(1, LIMIT_BYTES // (8 * max(longest, 1))))
+    with pyarrow.parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=rows):
             allowance.add(unpacked_bytes(batch))
             yield batch
+
+
+def _check_dictionaries(path: Path, groups: int, columns: list[str]) -> None:
+    """Count the texts of a Parquet file before its dictionaries are written out.
+
+    A text of 20 MB in a thousand rows is stored once.
+    """
+    import pyarrow.parquet
+
+    if not columns:
+        return
+    allowance = Allowance(path)
+    with pyarrow.parquet.ParquetFile(path, read_dictionary=columns) as file:
+        for number in range(groups):
+            for batch in file.read_row_group(number, columns=columns).to_batches():
+                allowance.add(unpacked_bytes(batch))
 
 
 def ipc_batches(path: Path) -> Iterator[Any]:

@@ -188,3 +188,14 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("q,y,q\na,b,c\n")
     with pytest.raises(ValueError, match=says("a.csv", "'q'")):
         read_records(tmp_path / "a.csv")
+
+
+def test_maps_and_decimals_of_a_table_are_objects_and_numbers(tmp_path: Path) -> None:
+    columns = {
+        "m": pyarrow.array([[("a", 1), ("b", None)]], pyarrow.map_(pyarrow.string(), pyarrow.int64())),
+        "d": pyarrow.array([Decimal("12345678901234567890.50")]),
+        "b": pyarrow.array([b"\xff"]),
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet", store_decimal_as_integer=False)
+    (row,) = read_records(tmp_path / "a.parquet")
+    assert row == {"m": {"a": 1}, "d": Decimal("12345678901234567890.50"), "b": b"\xff"}

@@ -127,6 +127,10 @@ def write_bomb(path: Path) -> None:
         path.write_bytes(gzip.compress(line[name.split(".")[1]].encode()))
     elif name == "texts.parquet":
         parquet(path, pyarrow.table({"q": repeated("a" * 2**20, 100)}))
+    elif name == "beginnings.parquet":
+        column = pyarrow.table({"q": ["a" * 2**20 + str(number) for number in range(50)]})
+        encoding = {"q": "DELTA_BYTE_ARRAY"}
+        pyarrow.parquet.write_table(column, path, use_dictionary=False, column_encoding=encoding, compression="zstd")
     elif name == "nested.parquet":
         # Parquet cannot be written from nested dictionaries.
         column = in_list(pyarrow.array(["a" * 2**17] * 64))
@@ -144,7 +148,15 @@ def write_bomb(path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("a.csv.gz", "a.json.gz", "a.jsonl.gz", "texts.parquet", "nested.parquet", "numbers.parquet"),
+        *(
+            "a.csv.gz",
+            "a.json.gz",
+            "a.jsonl.gz",
+            "texts.parquet",
+            "nested.parquet",
+            "numbers.parquet",
+            "beginnings.parquet",
+        ),
         *("stream.arrow", "file.arrow", "rows.arrow", "dictionary.arrow"),
     ],
 )
@@ -160,7 +172,9 @@ def test_a_small_file_that_unpacks_to_a_large_one_is_refused(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.csv.gz", "texts.parquet", "numbers.parquet", "file.arrow"])
+@pytest.mark.parametrize(
+    "name", ["a.jsonl.gz", "a.csv.gz", "texts.parquet", "numbers.parquet", "file.arrow", "beginnings.parquet"]
+)
 def test_a_higher_limit_lets_it_in_and_it_is_one_by_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
