@@ -98,6 +98,18 @@ def _read_fields(readers: Mapping[str, Callable[[Any], Any]], value: Mapping[str
     return None if value is None else {name: readers[name](field) for name, field in value.items()}
 
 
+def without_surrogates(value: Any) -> Any:
+    """Replace halves of surrogate pairs, which no tokenizer takes, by question marks in all texts of a value.
+
+    JSON and Python can hold them, so what a program returns may.
+    """
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, Mapping):
+        return {without_surrogates(name): without_surrogates(item) for name, item in value.items()}
+    return [without_surrogates(item) for item in value] if isinstance(value, list) else value
+
+
 def without_nulls(value: Any) -> Any:
     """Drop the null fields of objects, at any depth; nulls that are items of lists keep their place."""
     if isinstance(value, dict):
@@ -143,7 +155,7 @@ def keep_spelling(records: Any, key: str, reparse: Callable[[], Any]) -> None:
         parent[name].spelling = spelling
 
 
-def text_or_messages(value: Any, where: str, option: str) -> str | list[dict[str, Any]]:
+def text_or_messages(value: Any, where: str, mend: str) -> str | list[dict[str, Any]]:
     """Return a cell that a model reads: text, or chat messages whose contents are text.
 
     A list of text parts as the content of a message is joined, and null fields of a message are dropped. The content
@@ -152,7 +164,7 @@ def text_or_messages(value: Any, where: str, option: str) -> str | list[dict[str
     Args:
         value: of the cell.
         where: names the file, the row and the column in errors.
-        option: names the option that chooses the column.
+        mend: ends errors: what to set, or to write instead.
 
     Raises:
         ValueError: it is something else, or has parts that are no text.
@@ -162,7 +174,7 @@ def text_or_messages(value: Any, where: str, option: str) -> str | list[dict[str
     if value is None:
         raise ValueError(
             f"{where} is null or absent, expected a string or a list of {{role, content}} messages; take the row out, "
-            f"or set {option} to a column that every row has"
+            f"or {mend}"
         )
     if (
         not isinstance(value, Sequence)
@@ -170,13 +182,12 @@ def text_or_messages(value: Any, where: str, option: str) -> str | list[dict[str
         or not all(isinstance(item, Mapping) and "role" in item for item in value)
     ):
         raise ValueError(
-            f"{where}: expected a string or a list of {{role, content}} messages, found {kind_of(value)}; set {option} "
-            "to the column that has them"
+            f"{where}: expected a string or a list of {{role, content}} messages, found {kind_of(value)}; {mend}"
         )
     try:
         return [_message(item, f"message {number}") for number, item in enumerate(value)]
     except ValueError as error:
-        raise ValueError(f"{where}, {error}; mend the row, or set {option} to another column") from error
+        raise ValueError(f"{where}, {error}; {mend}") from error
 
 
 def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -188,7 +188,7 @@ def pair_texts(rows: Sequence[Mapping[str, Any]], form: PairFormat) -> Iterator[
     for row in rows:
         for column in filter(None, (form.prompt_key, form.chosen_key, form.rejected_key)):
             if isinstance(row.get(column), str | list):
-                cell = text_or_messages(row[column], f"column {column!r}", "data.chosen_key")
+                cell = text_or_messages(row[column], f"column {column!r}", "mend the row")
                 yield from (str(message["content"] or "") for message in as_messages(cell))
 
 
@@ -293,7 +293,7 @@ def _column(row: Mapping[str, Any], name: str, option: str) -> Any:
     if row.get(name) is None:
         columns = sorted(map(str, row))
         raise ValueError(f"column {name!r} is null or absent; there are the columns {columns}; set data.{option}")
-    return text_or_messages(row[name], f"column {name!r}", f"data.{option}")
+    return text_or_messages(row[name], f"column {name!r}", f"set data.{option} to another column, or mend the row")
 
 
 def _common_start(chosen: str, rejected: str) -> str:

@@ -32,6 +32,7 @@ Overlong = Literal["leave_out", "left", "right", "middle"]
 
 DEFAULT_TASK_ROWS = 10_000
 """Prompts drawn from a task when the caller names no number."""
+MEND_PROMPT = "set input_key to the column with the prompt, or mend the row"
 DEFAULT_DATASOURCE = "default"
 """What the rows of data are said to come from when they do not say it themselves."""
 
@@ -271,7 +272,7 @@ class PromptSource:
         """Write out and encode prompts; an error says which row it is about."""
         texts: list[str] = []
         for row in rows:
-            prompt = text_or_messages(self.rows[row]["input"], f"row {row}", "input_key")
+            prompt = text_or_messages(self.rows[row]["input"], f"row {row}", MEND_PROMPT)
             try:
                 text = render_prompt(
                     prompt,
@@ -308,7 +309,7 @@ def _rows_of(records: list[dict[str, Any]], source: str, input_key: str, label_k
         where = f"{source}, row {number}"
         if input_key not in record:
             raise _missing(input_key, record, where)
-        prompt = text_or_messages(record[input_key], f"{where}, column {input_key!r}", "input_key")
+        prompt = text_or_messages(record[input_key], f"{where}, column {input_key!r}", MEND_PROMPT)
         datasource = record.get("datasource")
         row = {
             "input": prompt,

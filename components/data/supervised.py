@@ -59,8 +59,8 @@ class DemonstrationFormat:
                 f"the column {missing[0]!r} is null or absent; there are {sorted(map(str, record))}; set "
                 "data.prompt_key and data.response_key, or give 'messages'"
             )
-        option = "data.response_key or data.prompt_key"
-        row = {kind: text_or_messages(record[name], f"column {name!r}", option) for kind, name in columns.items()}
+        mend = "set data.response_key or data.prompt_key to another column, or mend the row"
+        row = {kind: text_or_messages(record[name], f"column {name!r}", mend) for kind, name in columns.items()}
         _check_row(row)
         return row
 

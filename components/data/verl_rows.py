@@ -80,7 +80,9 @@ def _row_of(
     for option, key in (("prompt_key", prompt_key), ("reward_fn_key", source_key)):
         if record.get(key) is None:
             raise lacks(repr(key), f"set {option} to one that every row has, or take the row out")
-    prompt = text_or_messages(record[prompt_key], f"{where}, column {prompt_key!r}", "prompt_key")
+    prompt = text_or_messages(
+        record[prompt_key], f"{where}, column {prompt_key!r}", "set prompt_key to another column, or mend the row"
+    )
     if others := [name for name in OTHER_INPUTS if record.get(name)]:
         raise ValueError(f"{where} has {', '.join(others)}, which the policy would not see; only text is supported")
     truth = cell_at(record, "reward_model.ground_truth")

@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from components.data.cells import check_one_kind, label_of, number_of, text_or_messages
+from components.data.cells import check_one_kind, label_of, number_of, text_or_messages, without_surrogates
 from components.data.prompts import load_rows
 from components.data.records import read_records
 from tests.messages import says
@@ -199,3 +199,7 @@ def test_maps_and_decimals_of_a_table_are_objects_and_numbers(tmp_path: Path) ->
     pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet", store_decimal_as_integer=False)
     (row,) = read_records(tmp_path / "a.parquet")
     assert row == {"m": {"a": 1}, "d": Decimal("12345678901234567890.50"), "b": b"\xff"}
+
+
+def test_halves_of_surrogate_pairs_are_replaced_wherever_they_are() -> None:
+    assert without_surrogates({"a\ud83d": ["b\udc00", 1, None], "c": "😀"}) == {"a?": ["b?", 1, None], "c": "😀"}
