@@ -305,6 +305,8 @@ class PromptSource:
 
 def _rows_of(records: list[dict[str, Any]], source: str, input_key: str, label_key: str | None) -> list[dict[str, Any]]:
     rows = []
+    # A reward function takes a column by its name, also where no row of a batch has a value in it.
+    empty: dict[str, Any] = dict.fromkeys(name for record in records for name in record)
     for number, record in enumerate(records):
         where = f"{source}, row {number}"
         if input_key not in record:
@@ -316,7 +318,7 @@ def _rows_of(records: list[dict[str, Any]], source: str, input_key: str, label_k
             "label": "" if label_key is None else _label(record, label_key, where),
             "datasource": DEFAULT_DATASOURCE if datasource is None else str(datasource),
         }
-        if others := _other_columns(record | {input_key: prompt}, input_key, label_key):
+        if others := _other_columns(empty | record | {input_key: prompt}, input_key, label_key):
             row["extra_info"] = others
         rows.append(row)
     check_one_kind((row["input"] for row in rows), source)

@@ -278,3 +278,8 @@ def test_labels_that_no_checkpoint_could_hold_are_found_before_a_queue_of_them_i
     PromptSource([{"input": "ab", "label": {"a": [1, "b"]}}], tokenizer, 0).check_savable()
     with pytest.raises(ValueError, match=says("labels", "asynchronous.enabled")):
         PromptSource([{"input": "ab", "label": {"a": {1, 2}}}], tokenizer, 0).check_savable()
+
+
+def test_a_column_without_a_value_in_a_row_is_none_for_reward_functions(tmp_path: Path) -> None:
+    source = write(tmp_path / "data.jsonl", [{"input": "a"}, {"input": "b", "hint": "c"}, {"input": "d", "hint": None}])
+    assert [row["extra_info"] for row in load_rows(source)] == [{"hint": None}, {"hint": "c"}, {"hint": None}]
