@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from components.data.cells import text_or_messages, without_surrogates
 from components.data.rewards import read_columns
-from components.data.text import are_messages
 from components.engines.config import EVALUATION_STEP
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def read_reset(result: Any) -> tuple[Observation, Sequence[Mapping[str, Any]]]:
     tools = result.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise ValueError(f"reset: 'tools' is {_shown(tools)}; return a list of JSON schemas of functions")
-    return _read_observation(result["observation"], "reset", "observation"), tools
+    return _read_observation(result["observation"], "reset", "observation"), without_surrogates(tools)
 
 
 def read_step(result: Any, where: str) -> StepResult:
@@ -150,9 +150,13 @@ def _warn_changed() -> None:
 
 
 def _read_observation(value: Any, where: str, key: str) -> Observation:
-    if isinstance(value, str) or (isinstance(value, list) and are_messages(value)):
-        return value
-    raise ValueError(f"{where}: {key!r} is {_shown(value)}; return text, or a list of messages with role and content")
+    if not isinstance(value, str | list):
+        raise ValueError(
+            f"{where}: {key!r} is {_shown(value)}; return text, or a list of messages with role and content"
+        )
+    value = without_surrogates(value)
+    mend = "return text, or a list of messages with role and content"
+    return value if value == [] else text_or_messages(value, f"{where}: {key!r}", mend)
 
 
 def _shown(value: Any) -> str:

@@ -23,6 +23,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, validate_call
 
 from agents.environments import TextEnvironment
 from agents.user_code import Overdue, in_thread, in_time
+from components.data.cells import without_surrogates
 from components.data.child_process import short_line
 from components.data.sandbox import Limits, cut, run_python_async
 
@@ -187,8 +188,7 @@ class Tool:
                 result = json.dumps(result, ensure_ascii=False)
             except (TypeError, ValueError):
                 result = str(result)
-        # Half a character, as JSON can write one, is nothing that a tokenizer takes.
-        return result.encode(errors="replace").decode()
+        return without_surrogates(result)
 
 
 def python_tool(limits: Limits | None = None) -> Tool:

@@ -111,7 +111,7 @@ def check_prompts(
         seed: of the run.
         settings: of reward code; its functions are called with the first row.
         max_new_tokens: see `check_encoding`.
-        notes: what `try_reward` found is appended.
+        notes: what `try_reward` found is appended, and how many rows max_samples leaves out.
 
     Returns:
         How many rows there are to train on; of those beyond CHECKED_ROWS, the too long ones included.
@@ -119,18 +119,22 @@ def check_prompts(
     Raises:
         ValueError: they cannot, or do not; the message says what to set.
     """
+    from components.data.cells import check_one_kind
     from components.data.rewards import check_reward, is_reward_file, reward_parts
     from components.data.scorers import get_scorer, scorer_names
 
     check_model(model.path)
     if reward is not None:
         check_reward(reward)
-    rows, heldout = data.rows(seed), evaluation.rows(data)
+    rows, heldout = data.rows(seed, notes), evaluation.rows(data, notes)
     parts = {part for _, part in reward_parts(reward)} if reward else set[str]()
     for scorer in parts.intersection(scorer_names()):
         # A label that the scorer cannot read is a wrong label_key; one row shows it.
         for row in (rows[0], *heldout[:1]):
             get_scorer(scorer)("", str(row["label"]))
+    if any(map(is_reward_file, parts)):
+        for path, some in ((data.path, rows), (evaluation.path, heldout)):
+            check_one_kind((row["input"] for row in some), str(path))
     too_long = check_encoding(model, data, rows, seed, max_new_tokens)
     for part in filter(is_reward_file, sorted(parts)):
         found = try_reward(part, rows[0], settings)

@@ -38,7 +38,7 @@ from components.ranges import (
 from core import beat
 from training.checkpoint import Checkpoints
 from training.machines import Machines
-from training.schema import Options, at_home, recipe_of, refuse, tried, where
+from training.schema import Options, at_home, limit_note, recipe_of, refuse, tried, where
 from training.tracking import WandbConfig
 from training.tracking.endpoint_address import endpoint_fault
 
@@ -186,8 +186,10 @@ class DataOptions(Options, group="data"):
         if template is not None and self.apply_chat_template:
             yield "data.apply_chat_template and data.input_template exclude each other; unset one of them"
 
-    def rows(self, seed: int) -> list[dict[str, Any]]:
-        """The prompts and labels; `seed` draws those of a generated task."""
+    def rows(self, seed: int, notes: list[str] | None = None) -> list[dict[str, Any]]:
+        """The prompts and labels; `seed` draws those of a generated task. `notes` gets how many max_samples leaves
+        out.
+        """
         from components.data.prompts import load_rows
 
         return load_rows(
@@ -198,6 +200,7 @@ class DataOptions(Options, group="data"):
             max_rows=self.max_samples,
             seed=seed,
             probs=self.probs,
+            note=limit_note(notes, "data.max_samples"),
         )
 
     def source(
@@ -590,14 +593,22 @@ class EvaluationOptions(Options, group="evaluation"):
         """Whether to evaluate after this step."""
         return is_last or (self.every > 0 and step % self.every == 0)
 
-    def rows(self, data: DataOptions) -> list[dict[str, Any]]:
-        """The held-out prompts, none without a path. The same for every seed, so that runs compare."""
+    def rows(self, data: DataOptions, notes: list[str] | None = None) -> list[dict[str, Any]]:
+        """The held-out prompts, none without a path. The same for every seed, so that runs compare. `notes` gets how
+        many max_samples leaves out.
+        """
         from components.data.prompts import load_rows
 
         if self.path is None:
             return []
         return load_rows(
-            self.path, data.input_key, data.label_key, split=self.split, heldout=True, max_rows=self.max_samples
+            self.path,
+            data.input_key,
+            data.label_key,
+            split=self.split,
+            heldout=True,
+            max_rows=self.max_samples,
+            note=limit_note(notes, "evaluation.max_samples"),
         )
 
 

@@ -108,6 +108,11 @@ def idle_options(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
             yield from idle_options(value, f"{name}.")
 
 
+def limit_note(notes: list[str] | None, option: str) -> Callable[[str], None] | None:
+    """Return a function that appends a sentence about an option to notes; None without notes."""
+    return None if notes is None else lambda text: notes.append(f"{option}: {text}")
+
+
 def without_effect(idle: Collection[tuple[bool, str, str]], given: Collection[str]) -> list[str]:
     """A line for each (has no effect, option, why) whose option a user has named."""
     return [f"no effect of {name}: {why}" for is_idle, name, why in idle if is_idle and name in given]

@@ -18,6 +18,7 @@ from training.config import CommandLine
 from training.inputs import check_model, check_vocabulary
 from training.launch import STOP_GRACE_S
 from training.plan import Plan, attention_notes, steps_text
+from training.schema import limit_note
 from training.supervised_options import PairOptions, Rows, Source, SupervisedOptions
 from training.warm_start import WARM_START_PREFIX, resolve_model
 
@@ -25,7 +26,7 @@ C = TypeVar("C", bound=SupervisedOptions)
 P = TypeVar("P", bound=PairOptions)
 
 FIRST_ROWS = 100
-"""So many of each part of the data are looked at before anything starts."""
+"""Rows of each part of the data that are tokenized, and rows of a task that are drawn, before anything starts."""
 
 
 def supervised_job(config: SupervisedOptions, *, trainer: str, model: str, role: str = Role.ACTOR) -> JobBuilder:
@@ -78,29 +79,45 @@ class SupervisedCommand(Command[C]):
         """See that models and data can be there."""
         for option, path in plan.config.models.items():
             check_model(path, option)
-        self.check_data(plan.config)
+        notes: list[str] = []
+        self.check_data(plan.config, notes)
+        plan.notes = [*plan.notes, *notes]
 
-    def check_data(self, config: C) -> None:
-        """See that the first rows of each part of the data hold examples, and that the model knows its tokens.
+    def check_data(self, config: C, notes: list[str]) -> None:
+        """See that the rows of each part of the data hold examples, and that the model knows its tokens.
 
         Raises:
             ValueError: they do not, or it does not.
         """
-        for source in config.sources:
-            self.first_rows(config, source)
+        self.rows(config, notes)
         for option, path in config.models.items():
             if not path.startswith(WARM_START_PREFIX):
                 with naming(option, path):
                     check_vocabulary(config.tokenizer(path), config.model)
 
-    def first_rows(self, config: C, source: Source) -> Rows:
-        """A few rows of a part of the data, for a look at them before anything starts.
+    def rows(self, config: C, notes: list[str]) -> list[tuple[Source, Rows]]:
+        """Read the rows of each part of the data, or a few of a generated task, before anything starts.
+
+        Args:
+            config: of the run.
+            notes: gets how many rows max_samples leaves out.
 
         Raises:
-            ValueError: it cannot be read; the message begins with its option.
+            ValueError: a part cannot be read; the message begins with its option.
         """
-        with naming(source.option, source.name):
-            return config.load(source.name, source.split, FIRST_ROWS)
+        parts: list[tuple[Source, Rows]] = []
+        limits = {"data.path": config.data.max_samples, "evaluation.path": config.evaluation.max_samples}
+        for source in config.sources:
+            is_drawn = source.name.startswith(TASK_PREFIX)
+            limit = FIRST_ROWS if is_drawn else limits[source.option]
+            with naming(source.option, source.name):
+                note = limit_note(notes, source.option.replace("path", "max_samples"))
+                parts.append((source, config.load(source.name, source.split, limit, note)))
+        for option, limit in limits.items():
+            count = sum(len(rows) for source, rows in parts if source.option == option)
+            if limit is not None and sum(source.option == option for source, _ in parts) > 1 and count > limit:
+                notes.append(f"{option.replace('path', 'max_samples')}={limit}: the parts have {count} rows together")
+        return parts
 
     def ready(self, config: C) -> C:
         """With the paths of demonstration models, which are made where they are not there yet."""
@@ -125,14 +142,16 @@ class SupervisedCommand(Command[C]):
 class PairCommand(SupervisedCommand[P]):
     """Of a recipe that learns from pairs."""
 
-    def check_data(self, config: P) -> None:
-        """See that the first rows hold pairs, as the tokenizer reads them, and that all models read the same tokens."""
+    def check_data(self, config: P, notes: list[str]) -> None:
+        """See that all rows hold pairs, the first ones as the tokenizer reads them, and that all models read the same
+        tokens.
+        """
         # Before a model is made that is to read them.
-        rows = [(source, self.first_rows(config, source)) for source in config.sources]
+        rows = self.rows(config, notes)
         made_for = {f"{TASK_PREFIX}{path.removeprefix(WARM_START_PREFIX)}" for path in config.models.values()}
         if made_for == {source.name for source, _ in rows}:
             return  # the model is made for these very pairs, and a tokenizer takes seconds to import
-        from components.data.preferences import read_pairs
+        from components.data.preferences import check_pairs, read_pairs
         from components.data.text import same_vocabulary
 
         config = self.with_models(config)
@@ -149,7 +168,8 @@ class PairCommand(SupervisedCommand[P]):
                     )
         for source, own in rows:
             with naming(source.option, source.name):
-                read_pairs(own, config.pair_format(source.name), tokenizer)
+                check_pairs(own, config.pair_format(source.name))
+                read_pairs(own[:FIRST_ROWS], config.pair_format(source.name), tokenizer)
 
 
 def arithmetic(config: SupervisedOptions, count: int) -> str:

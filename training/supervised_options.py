@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
-from components.data.mixture import mixed, mixture_probabilities, source_names
+from components.data.mixture import Note, mixed, mixture_probabilities, source_names
 from components.engines.choice import choose_attention
 from components.engines.config import TrainConfig
 from components.ranges import Count, CountFromZero
@@ -230,13 +230,13 @@ class SupervisedOptions(RunOptions):
             found += [Source("evaluation.path", name, self.evaluation.split) for name in names]
         return found
 
-    def load(self, source: str, split: str, max_rows: int | None) -> Rows:
-        """Rows of one part of the data, at most so many.
+    def load(self, source: str, split: str, max_rows: int | None, note: Note | None = None) -> Rows:
+        """Rows of one part of the data, at most so many; `note` reports how many are left out.
 
         Raises:
             ValueError: it cannot be read, or holds something else.
         """
-        raise NotImplementedError(f"{type(self).__name__} reads no data; define load(source, split, max_rows)")
+        raise NotImplementedError(f"{type(self).__name__} reads no data; define load(source, split, max_rows, note)")
 
     def training_examples(self, read: Callable[[Rows, str], list[T]]) -> list[T]:
         """All examples of the data.
@@ -284,11 +284,11 @@ class PairOptions(SupervisedOptions):
         idle = [(has_no_place, "data.input_template", "it goes around a prompt of its own column, data.prompt_key")]
         return without_effect(idle, given) + super().notes(given)
 
-    def load(self, source: str, split: str, max_rows: int | None) -> Rows:
+    def load(self, source: str, split: str, max_rows: int | None, note: Note | None = None) -> Rows:
         """See `SupervisedOptions.load`."""
         from components.data.preferences import load_pairs
 
-        return load_pairs(source, split=split, max_rows=max_rows, seed=self.seed)
+        return load_pairs(source, split=split, max_rows=max_rows, seed=self.seed, note=note)
 
     def pair_format(self, source: str) -> PairFormat:
         """Where the rows of a source have their pairs."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
 
 T = TypeVar("T")
+Note = Callable[[str], None]
+"""Takes a sentence that the user reads before the run starts."""
 
 
 def source_names(source: str) -> list[str]:
@@ -60,6 +62,15 @@ def mixed(parts: Sequence[Sequence[T]], probabilities: Sequence[float] | None, s
     if probabilities is None:
         return rows
     return [rows[i] for i in _interleave([len(part) for part in parts], probabilities, seed)]
+
+
+def first_rows(rows: list[T], most: int | None, source: str, note: Note | None) -> list[T]:
+    """Return the first `most` rows of a source (None: all), and report how many are left out."""
+    if most is None or len(rows) <= most:
+        return rows
+    if note is not None:
+        note(f"{most:,} of {len(rows):,} rows of {source} are used, {len(rows) - most:,} are left out")
+    return rows[:most]
 
 
 def _interleave(lengths: list[int], probabilities: Sequence[float], seed: int) -> list[int]:

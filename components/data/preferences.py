@@ -5,7 +5,6 @@ P pairs; B = 2P sequences, a pair's chosen response first and the rejected one n
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,9 +17,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from components.batch import Batch
-from components.data.records import kind_of, read_records
+from components.data.cells import check_one_kind, kind_of, number_of, text_or_messages
+from components.data.mixture import Note, first_rows
+from components.data.records import read_records
 from components.data.tasks import get_task
-from components.data.text import TextEncoder, are_messages, as_messages, render_conversation, render_prompt
+from components.data.text import TextEncoder, as_messages, render_conversation, render_prompt
 
 ANSWER_MARK = "\n\nAssistant:"
 """Before each response of dialogues that are one string, as in hh-rlhf."""
@@ -85,13 +86,20 @@ class PreferenceData:
 
 
 def load_pairs(
-    source: str, *, split: str = "train", max_rows: int | None = None, seed: int = 0
+    source: str,
+    *,
+    split: str = "train",
+    max_rows: int | None = None,
+    seed: int = 0,
+    note: Note | None = None,
 ) -> list[dict[str, Any]]:
-    """Read rows of pairs from what `read_records` takes, or draw those of `task:<name>`: 10,000, or `max_rows`."""
+    """Read rows of pairs from what `read_records` takes, or draw those of `task:<name>`: 10,000, or `max_rows`.
+    `note` is called with a sentence if `max_rows` leaves rows out.
+    """
     kind, _, task = source.partition(":")
     if kind == "task":
         return list(get_task(task).pairs(max_rows or 10_000, seed))
-    return read_records(source, split=split)[:max_rows]
+    return first_rows(read_records(source, split=split), max_rows, source, note)
 
 
 def read_pairs(rows: Sequence[Mapping[str, Any]], form: PairFormat, tokenizer: PreTrainedTokenizerBase) -> list[Pair]:
@@ -111,6 +119,20 @@ def read_pairs(rows: Sequence[Mapping[str, Any]], form: PairFormat, tokenizer: P
         except ValueError as error:
             raise ValueError(f"row {number}: {error}") from error
     return pairs
+
+
+def check_pairs(rows: Sequence[Mapping[str, Any]], form: PairFormat) -> None:
+    """See that all rows have their columns, without a tokenizer.
+
+    Raises:
+        ValueError: as of `read_pairs`.
+    """
+    for number, row in enumerate(rows):
+        try:
+            _columns(row, form)
+        except ValueError as error:
+            raise ValueError(f"row {number}: {error}") from error
+    check_one_kind((row[form.chosen_key] for row in rows), f"column {form.chosen_key!r}")
 
 
 def encode_pairs(
@@ -166,7 +188,8 @@ def pair_texts(rows: Sequence[Mapping[str, Any]], form: PairFormat) -> Iterator[
     for row in rows:
         for column in filter(None, (form.prompt_key, form.chosen_key, form.rejected_key)):
             if isinstance(row.get(column), str | list):
-                yield from (str(message.get("content")) for message in as_messages(row[column]))
+                cell = text_or_messages(row[column], f"column {column!r}", "mend the row")
+                yield from (str(message["content"] or "") for message in as_messages(cell))
 
 
 def scored_tokens(text: str, encoder: TextEncoder) -> list[int]:
@@ -226,13 +249,7 @@ def check_shares(ranks: int, train: Batch, heldout: Batch | None) -> None:
 
 
 def _read_pair(row: Mapping[str, Any], form: PairFormat, tokenizer: PreTrainedTokenizerBase) -> Pair:
-    chosen, rejected = _column(row, form.chosen_key, "chosen_key"), _column(row, form.rejected_key, "rejected_key")
-    prompt = None if form.prompt_key is None else _column(row, form.prompt_key, "prompt_key")
-    margin = row.get("margin") if form.with_margin else 0.0
-    if not isinstance(margin, int | float) or not math.isfinite(margin):
-        raise ValueError(
-            f"its column 'margin' holds {margin!r}; give a finite number, or leave algorithm.margin_loss out"
-        )
+    prompt, chosen, rejected, margin = _columns(row, form)
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise ValueError(
             f"{form.chosen_key!r} is {kind_of(chosen)} and {form.rejected_key!r} {kind_of(rejected)}; give strings in "
@@ -259,12 +276,24 @@ def _read_pair(row: Mapping[str, Any], form: PairFormat, tokenizer: PreTrainedTo
     return _pair(text, chosen, rejected, margin, tokenizer, opening=prompt.partition(ANSWER_MARK)[0])
 
 
+def _columns(row: Mapping[str, Any], form: PairFormat) -> tuple[Any, Any, Any, float]:
+    """Read prompt (None without a column for it), chosen, rejected and margin of a row."""
+    chosen, rejected = _column(row, form.chosen_key, "chosen_key"), _column(row, form.rejected_key, "rejected_key")
+    prompt = None if form.prompt_key is None else _column(row, form.prompt_key, "prompt_key")
+    margin = 0.0
+    if form.with_margin:
+        try:
+            margin = number_of(row.get("margin"), "its column 'margin'")
+        except ValueError as error:
+            raise ValueError(f"{error}, or leave algorithm.margin_loss out") from error
+    return prompt, chosen, rejected, margin
+
+
 def _column(row: Mapping[str, Any], name: str, option: str) -> Any:
-    found = row.get(name)
-    if not isinstance(found, str) and not (found and are_messages(found)):
-        has = f"found {kind_of(found)}" if name in row else f"found the columns {sorted(map(str, row))}"
-        raise ValueError(f"column {name!r} must hold text or a list of chat messages, {has}; set data.{option}")
-    return found
+    if row.get(name) is None:
+        columns = sorted(map(str, row))
+        raise ValueError(f"column {name!r} is null or absent; there are the columns {columns}; set data.{option}")
+    return text_or_messages(row[name], f"column {name!r}", f"set data.{option} to another column, or mend the row")
 
 
 def _common_start(chosen: str, rejected: str) -> str:

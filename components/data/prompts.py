@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
-from components.data.mixture import mixed, mixture_probabilities, source_names
+from components.data.cells import cell_at, check_one_kind, label_of, text_or_messages
+from components.data.mixture import Note, first_rows, mixed, mixture_probabilities, source_names
 from components.data.reasoning_gym_rows import draw_rows
-from components.data.records import kind_of, read_records
+from components.data.records import read_records
 from components.data.scorers import REASONING_GYM_PREFIX, TASK_PREFIX
 from components.data.tasks import Split, get_task
-from components.data.text import TextEncoder, are_messages, render_prompt
+from components.data.text import TextEncoder, render_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,6 +32,7 @@ Overlong = Literal["leave_out", "left", "right", "middle"]
 
 DEFAULT_TASK_ROWS = 10_000
 """Prompts drawn from a task when the caller names no number."""
+MEND_PROMPT = "set input_key to the column with the prompt, or mend the row"
 DEFAULT_DATASOURCE = "default"
 """What the rows of data are said to come from when they do not say it themselves."""
 
@@ -45,6 +47,7 @@ def load_rows(
     max_rows: int | None = None,
     seed: int = 0,
     probs: str | None = None,
+    note: Note | None = None,
 ) -> list[dict[str, Any]]:
     """Load prompts as rows of `{"input", "label", "datasource"}`, with `extra_info` where there are further columns.
 
@@ -64,6 +67,7 @@ def load_rows(
         probs: with which probability the next row comes from which part: a positive number for each, with commas
             between them, 1 in all. They continue until every row of every part was used, so those of small parts come
             more than once. None lays the parts end to end.
+        note: is called with a sentence for each source of which `max_rows` leaves rows out.
     """
     names = source_names(source)
     probabilities = mixture_probabilities(probs, len(names))
@@ -82,9 +86,10 @@ def load_rows(
             parts.append([{**row, "datasource": task.name} for row in rows])
         else:
             # More than the first max_rows of a part are never among the first max_rows of a blend.
-            records = read_records(name, split=split or "train")[:max_rows]
+            records = read_records(name, split=split or "train", label_key=label_key)
+            records = first_rows(records, max_rows, name, note)
             parts.append(_rows_of(records, name, input_key, label_key))
-    return mixed(parts, probabilities, seed)[:max_rows]
+    return first_rows(mixed(parts, probabilities, seed), max_rows, source, note)
 
 
 @dataclass(eq=False)
@@ -267,8 +272,7 @@ class PromptSource:
         """Write out and encode prompts; an error says which row it is about."""
         texts: list[str] = []
         for row in rows:
-            prompt = self.rows[row]["input"]
-            check_prompt(prompt, f"row {row}")
+            prompt = text_or_messages(self.rows[row]["input"], f"row {row}", MEND_PROMPT)
             try:
                 text = render_prompt(
                     prompt,
@@ -301,19 +305,23 @@ class PromptSource:
 
 def _rows_of(records: list[dict[str, Any]], source: str, input_key: str, label_key: str | None) -> list[dict[str, Any]]:
     rows = []
+    # A reward function takes a column by its name, also where no row of a batch has a value in it.
+    empty: dict[str, Any] = dict.fromkeys(name for record in records for name in record)
     for number, record in enumerate(records):
+        where = f"{source}, row {number}"
         if input_key not in record:
-            raise _missing(input_key, record, f"{source}, row {number}")
-        check_prompt(record[input_key], f"{source}, row {number}, field {input_key!r}")
+            raise _missing(input_key, record, where)
+        prompt = text_or_messages(record[input_key], f"{where}, column {input_key!r}", MEND_PROMPT)
         datasource = record.get("datasource")
         row = {
-            "input": record[input_key],
-            "label": "" if label_key is None else _field(record, label_key, f"{source}, row {number}"),
+            "input": prompt,
+            "label": "" if label_key is None else _label(record, label_key, where),
             "datasource": DEFAULT_DATASOURCE if datasource is None else str(datasource),
         }
-        if others := _other_columns(record, input_key, label_key):
+        if others := _other_columns(empty | record | {input_key: prompt}, input_key, label_key):
             row["extra_info"] = others
         rows.append(row)
+    check_one_kind((row["input"] for row in rows), source)
     return rows
 
 
@@ -326,22 +334,17 @@ def described(text: str, ids: Sequence[int], limit: int = 300) -> str:
     return f"({len(text)} characters, {len(ids)} tokens): {shown}"
 
 
-def _field(record: Mapping[str, Any], key: str, where: str) -> Any:
-    """A field of a row, or with dots a field of its fields."""
-    if key in record:
-        return record[key]
-    found: Any = record
-    for part in key.split("."):
-        if not isinstance(found, Mapping) or part not in found:
-            raise _missing(key, record, where)
-        found = found[part]
-    return found
+def _label(record: Mapping[str, Any], key: str, where: str) -> Any:
+    value = cell_at(record, key)
+    if value is None:
+        raise _missing(key, record, where)
+    return label_of(value, f"{where}, column {key!r}", "label_key")
 
 
 def _missing(key: str, record: Mapping[str, Any], where: str) -> ValueError:
     return ValueError(
-        f"{where}: there is no field {key!r}, only {', '.join(map(repr, record))}; set input_key and label_key to "
-        "fields that every row has"
+        f"{where}: the column {key!r} is null or absent; there are {', '.join(map(repr, record))}; set input_key and "
+        "label_key to columns that every row has, or take the row out"
     )
 
 
@@ -357,14 +360,3 @@ def _cut(ids: list[int], most: int, side: Overlong) -> list[int]:
         return ids[-most:]
     head = most if side == "right" else most // 2
     return ids[:head] + ids[len(ids) - most + head :]
-
-
-def check_prompt(prompt: Any, where: str, key: str = "input_key") -> None:
-    """ValueError unless it is a text or a list of messages; `key` is the option that names its field."""
-    if isinstance(prompt, str):
-        return
-    if not prompt or not are_messages(prompt):
-        raise ValueError(
-            f"{where}: expected a string or a list of {{role, content}} messages, found {kind_of(prompt)}; "
-            f"set {key} to the field with the prompt"
-        )

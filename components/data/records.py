@@ -5,7 +5,6 @@ Whatever reads them is imported where it is needed: a recipe's `main.py` checks 
 
 from __future__ import annotations
 
-import gzip
 import json
 import logging
 import re
@@ -15,6 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from components.data.cells import keep_spelling, kind_of, rows_of
+from components.data.data_folders import folder_files
+from components.data.unpacking import ipc_batches, parquet_batches, read_bytes
 from components.hub import first_line, why_unreachable
 
 FILE_TYPES = (".json", ".jsonl", ".parquet", ".csv", ".arrow")
@@ -24,8 +26,11 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def read_records(source: str | Path, *, split: str = "train") -> list[dict[str, Any]]:
+def read_records(source: str | Path, *, split: str = "train", label_key: str | None = None) -> list[dict[str, Any]]:
     """Read a list of objects with plain Python values.
+
+    A column that is null in a row is absent from it. Null fields of objects are dropped as well where a file has types
+    (Parquet, Arrow, the hub); in a JSON file, which writes what is meant, they stay. Every cell of a CSV file is text.
 
     Args:
         source: a .json, .jsonl, .parquet, .csv or .arrow file, of text also gzipped (.jsonl.gz); a folder that
@@ -33,6 +38,7 @@ def read_records(source: str | Path, *, split: str = "train") -> list[dict[str, 
             data set on the hub. `<folder>@<data_dir>` and `<name>@<data_dir>` take the files of one folder inside it,
             and `json@<folder>` is that folder.
         split: which part of a folder or a data set; a file has only "train".
+        label_key: column whose numbers keep their spelling in a JSON file, for `label_of`.
 
     Raises:
         ValueError: it is not there, cannot be read, has no such split, or holds no objects.
@@ -45,14 +51,14 @@ def read_records(source: str | Path, *, split: str = "train") -> list[dict[str, 
         if f".{name}" in FILE_TYPES and Path(data_dir).expanduser().is_dir():
             path, data_dir = Path(data_dir).expanduser(), None
     if path.is_dir():
-        records = _read_folder(path, data_dir, split)
+        records = _read_folder(path, data_dir, split, label_key)
     elif path.is_file():
         if split != "train" or data_dir is not None:
             raise ValueError(
                 f"data file {str(source)!r} has one split, 'train', and no folders; found split={split!r}: unset it, "
                 "or give a folder with a file for each split"
             )
-        records = _read_file(path)
+        records = _read_file(path, label_key)
     elif _type_of(path) in FILE_TYPES or name.startswith(("/", ".", "~")) or not _HUB_NAME.fullmatch(name):
         types = ", ".join(FILE_TYPES)
         raise ValueError(
@@ -66,14 +72,7 @@ def read_records(source: str | Path, *, split: str = "train") -> list[dict[str, 
     for number, record in enumerate(records):
         if not isinstance(record, dict):
             raise ValueError(f"data {str(source)!r}, row {number}: expected an object, found {kind_of(record)}")
-    return records
-
-
-def kind_of(value: Any) -> str:
-    """Describe a value of the wrong kind for an error message."""
-    if isinstance(value, (list, dict, str)):
-        return f"a {type(value).__name__} of length {len(value)}"
-    return f"a {type(value).__name__} ({value!r:.80})"
+    return [{name: cell for name, cell in record.items() if cell is not None} for record in records]
 
 
 def _type_of(path: Path) -> str:
@@ -81,86 +80,83 @@ def _type_of(path: Path) -> str:
     return path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
 
 
-def _read_file(path: Path) -> Any:
+def _read_file(path: Path, label_key: str | None) -> Any:
     kind = _type_of(path)
+    if kind not in FILE_TYPES:
+        raise ValueError(f"data file {str(path)!r} is none of {', '.join(FILE_TYPES)}; convert it to one of them")
     try:
-        if kind in (".json", ".jsonl"):
-            with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
-                text = file.read()
-            if kind == ".json":
-                try:
-                    return _parse_json(text, str(path))
-                except ValueError as error:
-                    # Many are JSON lines by another name.
-                    if "Extra data" not in str(error):
-                        raise
-            # Not splitlines(): a string may hold any of the other line separators.
-            lines = enumerate(text.split("\n"), 1)
-            return [_parse_json(line, f"{path}, line {n}") for n, line in lines if line.strip()]
+        return _read_json(path, label_key) if kind in (".json", ".jsonl") else _read_table(path)
+    except MemoryError as error:
+        raise ValueError(f"data file {str(path)!r} does not fit into memory; split it, or use fewer rows") from error
+
+
+def _read_json(path: Path, label_key: str | None) -> Any:
+    try:
+        text = read_bytes(path).decode("utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(
             f"data file {str(path)!r} cannot be read as UTF-8 text ({error}); mend or convert it"
         ) from error
-    if kind not in FILE_TYPES:
-        raise ValueError(f"data file {str(path)!r} is none of {', '.join(FILE_TYPES)}; convert it to one of them")
+    except ValueError as error:  # of its size
+        raise ValueError(f"data file {str(path)!r} cannot be read: {error}") from error
+    if _type_of(path) == ".json":
+        try:
+            return _parse_json(text, str(path), label_key)
+        except ValueError as error:
+            # Many are JSON lines by another name.
+            if "Extra data" not in str(error):
+                raise
+    # Not splitlines(): a string may hold any of the other line separators.
+    lines = enumerate(text.split("\n"), 1)
+    return [_parse_json(line, f"{path}, line {n}", label_key) for n, line in lines if line.strip()]
+
+
+def _read_table(path: Path) -> list[dict[str, Any]]:
     # Most runs read no table; pyarrow is the slowest import on the way to an error message.
     import pyarrow
 
+    batches = {".parquet": parquet_batches, ".csv": _csv_batches}.get(_type_of(path), ipc_batches)
     try:
-        return _read_table(path).to_pylist()
-    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # the last two are of single values
-        raise ValueError(f"data file {str(path)!r} cannot be read ({_reason(error)}); mend or replace it") from error
+        return rows_of(batches(path))
+    except (pyarrow.ArrowException, OSError, EOFError, zlib.error, ValueError) as error:
+        raise ValueError(f"data file {str(path)!r} cannot be read ({first_line(error)}); mend or replace it") from error
 
 
-def _read_table(path: Path) -> Any:
+def _csv_batches(path: Path) -> list[Any]:
     import pyarrow
     import pyarrow.csv
-    import pyarrow.parquet
 
-    if path.suffix == ".parquet":
-        return pyarrow.parquet.read_table(path)
-    if _type_of(path) == ".csv":
-        content = pyarrow.input_stream(path).read()  # which unpacks by the name
-        parse = pyarrow.csv.ParseOptions(newlines_in_values=True)
-        # In one piece: a row that lies across two cannot be read, and prompts can be long.
-        read = pyarrow.csv.ReadOptions(block_size=min(max(len(content), 2**20), 2**31 - 1))
-        table = pyarrow.csv.read_csv(pyarrow.BufferReader(content), read, parse)
-        # A date is text like any other here: a label is compared with what the model writes.
-        dates = {field.name: pyarrow.string() for field in table.schema if pyarrow.types.is_temporal(field.type)}
-        if dates:
-            convert = pyarrow.csv.ConvertOptions(column_types=dates)
-            table = pyarrow.csv.read_csv(pyarrow.BufferReader(content), read, parse, convert)
-        return table
-    with pyarrow.memory_map(str(path)) as file:
-        try:
-            return pyarrow.ipc.open_stream(file).read_all()
-        except pyarrow.ArrowInvalid:
-            # `datasets` writes streams; others write the format with an index at its end.
-            return pyarrow.ipc.open_file(file).read_all()
+    content = read_bytes(path)
+    parse = pyarrow.csv.ParseOptions(newlines_in_values=True)
+    # In one piece: a row that lies across two cannot be read, and prompts can be long.
+    read = pyarrow.csv.ReadOptions(block_size=min(max(len(content), 2**20), 2**31 - 1))
+    # All cells stay as they are written: a label such as 0.50, 007 or a date is compared with what the model writes.
+    # Text that is not UTF-8 is found later, with its row.
+    convert = pyarrow.csv.ConvertOptions(default_column_type=pyarrow.string(), check_utf8=False)
+    return pyarrow.csv.read_csv(pyarrow.BufferReader(content), read, parse, convert).to_batches()
 
 
-def _read_folder(folder: Path, data_dir: str | None, split: str) -> list[dict[str, Any]]:
-    import datasets
-
+def _read_folder(folder: Path, data_dir: str | None, split: str, label_key: str | None) -> list[Any]:
     place = folder / (data_dir or "")
     try:
         with _quiet():
-            if (place / "dataset_dict.json").is_file():
-                parts: Any = datasets.load_from_disk(place)
-            elif (place / "state.json").is_file() and (place / "dataset_info.json").is_file():
-                parts = {"train": datasets.load_from_disk(place)}
-            else:
-                return datasets.load_dataset(str(folder), data_dir=data_dir, split=split).to_list()
-            if split in parts:
-                return parts[split].to_list()
-    except Exception as error:  # the readers of a dozen file types raise what they like
+            files = folder_files(folder, data_dir, FILE_TYPES)
+    except Exception as error:  # the library that knows the names of splits raises what it likes
         raise ValueError(
-            f"data folder {str(place)!r}, split {split!r}, cannot be read ({_reason(error)}); give a folder with "
+            f"data folder {str(place)!r}, split {split!r}, cannot be read ({first_line(error)}); give a folder with "
             f"{', '.join(FILE_TYPES)} files, or one that save_to_disk wrote"
         ) from error
-    raise ValueError(
-        f"data folder {str(place)!r} has no split {split!r}; set it to one of: {', '.join(map(repr, parts))}"
-    )
+    if split not in files:
+        raise ValueError(
+            f"data folder {str(place)!r} has no split {split!r}; set it to one of: {', '.join(map(repr, files))}"
+        )
+    records: list[Any] = []
+    for path in files[split]:
+        rows = _read_file(path, label_key)
+        if not isinstance(rows, list):
+            raise ValueError(f"data file {str(path)!r} must hold a list of objects; it holds {kind_of(rows)}")
+        records += rows
+    return records
 
 
 def _read_hub(name: str, data_dir: str | None, split: str) -> list[dict[str, Any]]:
@@ -178,7 +174,8 @@ def _read_hub(name: str, data_dir: str | None, split: str) -> list[dict[str, Any
             reason = why_unreachable(name, "dataset")
             # Without this, it tries again and again for half a minute before it looks into its cache.
             config.HF_HUB_OFFLINE = was_offline or reason is not None
-            return datasets.load_dataset(name, data_dir=data_dir, split=split).to_list()
+            loaded: Any = datasets.load_dataset(name, data_dir=data_dir, split=split).with_format("arrow")
+            return rows_of(loaded[:].to_batches())
         except Exception as error:  # file readers and HTTP clients raise what they like
             raise ValueError(
                 f"there is no file or folder {name!r} here, and the hub did not give a data set of that name, split "
@@ -222,7 +219,7 @@ def _reason(error: BaseException) -> str:
     return first_line(error)
 
 
-def _parse_json(text: str, where: str) -> Any:
+def _parse_json(text: str, where: str, label_key: str | None) -> Any:
     try:
         value = json.loads(text)
     except ValueError as error:  # of JSON, or of a number with too many digits
@@ -232,7 +229,14 @@ def _parse_json(text: str, where: str) -> Any:
     # Half of a pair of escapes, which no tokenizer takes.
     if _SURROGATE.search(text) and (half := _half_character(value)):
         raise ValueError(f"{where}: \\u{ord(half):04x} alone is no character; mend or remove it")
+    if label_key is not None:
+        rows = _as_list(value)
+        keep_spelling(rows, label_key, lambda: _as_list(json.loads(text, parse_float=str)))
     return value
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _half_character(value: Any) -> str:

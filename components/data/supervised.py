@@ -14,6 +14,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from components.batch import Batch
+from components.data.cells import check_one_kind, text_or_messages
+from components.data.mixture import Note, first_rows
 from components.data.records import read_records
 from components.data.tasks import get_task
 from components.data.text import TextEncoder, are_messages, as_messages, render_conversation, render_prompt
@@ -54,10 +56,11 @@ class DemonstrationFormat:
         missing = [name for name in columns.values() if name not in record]
         if missing:
             raise ValueError(
-                f"there is no column {missing[0]!r}, only {sorted(map(str, record))}; set data.prompt_key and "
-                "data.response_key, or give 'messages'"
+                f"the column {missing[0]!r} is null or absent; there are {sorted(map(str, record))}; set "
+                "data.prompt_key and data.response_key, or give 'messages'"
             )
-        row = {kind: record[name] for kind, name in columns.items()}
+        mend = "set data.response_key or data.prompt_key to another column, or mend the row"
+        row = {kind: text_or_messages(record[name], f"column {name!r}", mend) for kind, name in columns.items()}
         _check_row(row)
         return row
 
@@ -102,9 +105,10 @@ def load_demonstrations(
     split: str = "train",
     max_rows: int | None = None,
     seed: int = 0,
+    note: Note | None = None,
 ) -> list[dict[str, Any]]:
     """Read rows, as `DemonstrationFormat.read` gives them, from what `read_records` takes, or draw those of
-    `task:<name>`: 10,000, or `max_rows`.
+    `task:<name>`: 10,000, or `max_rows`. `note` is called with a sentence if `max_rows` leaves rows out.
 
     Raises:
         ValueError: the source cannot be read, or a row has no demonstration. It names the row.
@@ -113,11 +117,13 @@ def load_demonstrations(
     if kind == "task":
         return list(get_task(task).demonstrations(max_rows or 10_000, seed))
     rows = []
-    for number, record in enumerate(read_records(source, split=split)[:max_rows]):
+    for number, record in enumerate(first_rows(read_records(source, split=split), max_rows, str(source), note)):
         try:
             rows.append(form.read(record))
         except ValueError as error:
             raise ValueError(f"{source}, row {number}: {error}") from error
+    for kind in ("prompt", "response"):
+        check_one_kind((row.get(kind) for row in rows), f"{source}, its {kind}s")
     return rows
 
 

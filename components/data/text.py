@@ -179,13 +179,27 @@ def _templated(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBas
             "the tokenizer has no chat template; set apply_chat_template=False and give prompts as strings"
         )
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        text = _filled(messages, tokenizer, options)
     except Exception as error:  # a template is a program and can raise anything
         raise ValueError(
             f"the chat template refuses the messages {messages!r:.200} ({first_line(error)}); mend the one or the other"
         ) from error
     assert isinstance(text, str)
     return text
+
+
+def _filled(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> Any:
+    """Fill in the chat template. A content that is null, beside tool calls, is not written as the word None."""
+    if all(message.get("content") is not None for message in messages):
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    empty = [{**message, "content": message.get("content") or ""} for message in messages]
+    with_empty = tokenizer.apply_chat_template(empty, tokenize=False, **options)
+    try:
+        # The form that OpenAI's API has; some templates test for it.
+        with_null = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except TypeError:  # a template that joins contents to other text
+        return with_empty
+    return with_empty if str(with_null).count("None") > str(with_empty).count("None") else with_null
 
 
 def pad_apart_from_end(tokenizer: PreTrainedTokenizerBase) -> str | None:

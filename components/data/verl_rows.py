@@ -9,7 +9,9 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from components.data.prompts import check_prompt, load_rows
+from components.data.cells import cell_at, check_one_kind, text_or_messages
+from components.data.mixture import Note, first_rows
+from components.data.prompts import load_rows
 from components.data.records import read_records
 from components.data.scorers import REASONING_GYM_PREFIX, TASK_PREFIX
 
@@ -31,6 +33,7 @@ def load_verl_rows(
     max_rows: int | None = None,
     draw: bool = False,
     seed: int = 0,
+    note: Note | None = None,
 ) -> list[dict[str, Any]]:
     """Read rows as `load_rows` gives them, with `extra_info` where a row has it.
 
@@ -44,6 +47,7 @@ def load_verl_rows(
         max_rows: so many at most.
         draw: which of them is drawn by `seed`; else they are the first.
         seed: see `draw`; also draws a task's rows.
+        note: is called with a sentence if `max_rows` leaves rows out.
     """
     rows: list[dict[str, Any]] = []
     for name in files:
@@ -55,31 +59,37 @@ def load_verl_rows(
                 found = [{**row, "datasource": f"{REASONING_GYM_PREFIX}{row['datasource']}"} for row in found]
             rows += found
             continue
-        for number, record in enumerate(read_records(name)):
+        records = read_records(name)
+        for number, record in enumerate(records):
             where = f"{name}, row {number}"
             if single_turn:
                 _check_single_turn(record, where)
             rows.append(_row_of(record, where, prompt_key, source_key, needs_truth))
-    if max_rows is None or len(rows) <= max_rows:
-        return rows
-    return random.Random(seed).sample(rows, max_rows) if draw else rows[:max_rows]
+        check_one_kind((row["input"] for row in rows[-len(records) :]), name)
+    first = first_rows(rows, max_rows, ", ".join(files), note)
+    return random.Random(seed).sample(rows, len(first)) if draw and len(first) < len(rows) else first
 
 
 def _row_of(
     record: Mapping[str, Any], where: str, prompt_key: str, source_key: str, needs_truth: bool
 ) -> dict[str, Any]:
-    found, reward = f"{where}: there is no field {{}}, only {', '.join(map(repr, record))}", record.get("reward_model")
+    def lacks(column: str, mend: str) -> ValueError:
+        columns = ", ".join(map(repr, record))
+        return ValueError(f"{where}: the column {column} is null or absent; there are {columns}; {mend}")
+
     for option, key in (("prompt_key", prompt_key), ("reward_fn_key", source_key)):
         if record.get(key) is None:
-            raise ValueError(f"{found.format(repr(key))}; set {option} to one that every row has")
-    check_prompt(record[prompt_key], f"{where}, field {prompt_key!r}", "prompt_key")
+            raise lacks(repr(key), f"set {option} to one that every row has, or take the row out")
+    prompt = text_or_messages(
+        record[prompt_key], f"{where}, column {prompt_key!r}", "set prompt_key to another column, or mend the row"
+    )
     if others := [name for name in OTHER_INPUTS if record.get(name)]:
         raise ValueError(f"{where} has {', '.join(others)}, which the policy would not see; only text is supported")
-    if needs_truth and not (isinstance(reward, Mapping) and reward.get("ground_truth") is not None):
-        raise ValueError(f"{found.format('reward_model.ground_truth')}, and the reward function asks for it")
-    truth = reward.get("ground_truth") if isinstance(reward, Mapping) else None
+    truth = cell_at(record, "reward_model.ground_truth")
+    if needs_truth and truth is None:
+        raise lacks("reward_model.ground_truth", "the reward function needs it in every row")
     label = "" if truth is None else truth
-    row = {"input": record[prompt_key], "label": label, "datasource": str(record[source_key])}
+    row = {"input": prompt, "label": label, "datasource": str(record[source_key])}
     return {**row, "extra_info": record["extra_info"]} if "extra_info" in record else row
 
 

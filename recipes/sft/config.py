@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
+from components.data.mixture import Note
 from components.data.tasks import get_task
-from components.ranges import Count
 from training.adapters.openrlhf import supervised
 from training.options import CheckpointOptions, ModelOptions
 from training.schema import tried
@@ -38,7 +38,6 @@ class DemonstrationOptions(ExampleOptions):
     plain_text: bool = False
     """Rows are texts, in the column prompt_key, `text` or `input`, and every token is learnt; what is too long is
     cut."""
-    max_samples: Count | None = 100_000
 
     def form(self, source: str) -> DemonstrationFormat:
         """Where the rows of a source have their demonstrations."""
@@ -77,8 +76,9 @@ class SFTConfig(SupervisedOptions):
         """See `SupervisedOptions.models`."""
         return {} if self.model.path.startswith(NEW) else super().models
 
-    def load(self, source: str, split: str, max_rows: int | None) -> Rows:
+    def load(self, source: str, split: str, max_rows: int | None, note: Note | None = None) -> Rows:
         """See `SupervisedOptions.load`."""
         from components.data.supervised import load_demonstrations
 
-        return load_demonstrations(source, self.data.form(source), split=split, max_rows=max_rows, seed=self.seed)
+        form = self.data.form(source)
+        return load_demonstrations(source, form, split=split, max_rows=max_rows, seed=self.seed, note=note)

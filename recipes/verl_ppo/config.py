@@ -16,7 +16,7 @@ from components.ranges import Count, Positive, Range
 from training.options import DataOptions, EvaluationOptions, RewardOptions, RolloutOptions
 from training.ppo_options import BY_RESPONSE, Aggregation, KLEstimator, PPOOptions, PPORunOptions
 from training.rl_options import PolicyTrainOptions
-from training.schema import tried, where
+from training.schema import limit_note, tried, where
 
 from .adapter import VERL
 from .resource_pool import PoolOptions
@@ -376,9 +376,9 @@ class VerlPPOConfig(PPORunOptions):
 
     # --- the data
 
-    def rows(self, heldout: bool = False) -> list[dict[str, Any]]:
+    def rows(self, heldout: bool = False, notes: list[str] | None = None) -> list[dict[str, Any]]:
         """The rows to train on, or the held-out ones, of which there may be none; with `extra_info` where they have it.
-        Held-out ones are the same for every seed, so that runs compare.
+        Held-out ones are the same for every seed, so that runs compare. `notes` gets how many max_samples leaves out.
         """
         path = self.evaluation.path if heldout else self.data.path
         return load_verl_rows(
@@ -392,6 +392,7 @@ class VerlPPOConfig(PPORunOptions):
             max_rows=self.evaluation.max_samples if heldout else self.data.max_samples,
             draw=self.data.shuffle and not heldout,
             seed=0 if heldout else self.seed,
+            note=limit_note(notes, "evaluation.max_samples" if heldout else "data.max_samples"),
         )
 
     def notes(self, given: Collection[str]) -> list[str]:

@@ -9,9 +9,9 @@ from .config import VerlPPOConfig
 from .reward import check_rewards
 
 
-def check_inputs(config: VerlPPOConfig) -> int:
+def check_inputs(config: VerlPPOConfig, notes: list[str]) -> int:
     """See that models, data and reward can be there and fit together, before any process starts; how many prompts there
-    are.
+    are. `notes` gets how many rows are left out.
 
     Raises:
         ConfigError: one of them cannot; the message says what to set.
@@ -22,8 +22,8 @@ def check_inputs(config: VerlPPOConfig) -> int:
             check_model(config.critic.path, "critic.path")
         if config.reward.model_path:
             check_reward_model(config.reward.model_path, "reward.model_path", config.model)
-        rows = config.rows()
-        check_rewards(config, rows, config.rows(heldout=True))
+        rows = config.rows(notes=notes)
+        check_rewards(config, rows, config.rows(heldout=True, notes=notes))
         most = None if config.agent.func_path else config.rollout.max_new_tokens
         too_long = check_encoding(config.model, config.data, rows, config.seed, most)
     except ValueError as error:

@@ -217,7 +217,7 @@ def test_pairs_that_cannot_be_used_are_left_out_and_counted(letters: PreTrainedT
         ({"chosen": 3, "rejected": "b"}, {}, ["'chosen'", "int", 3, "chosen_key"]),
         ({"chosen": "a", "rejected": []}, {}, ["'rejected'", "list", "length 0", "rejected_key"]),
         ({"chosen": "a", "rejected": ["b"]}, {}, ["'rejected'", "list", "length 1", "rejected_key"]),
-        ({"chosen": "a", "rejected": None}, {}, ["'rejected'", None, "rejected_key"]),
+        ({"chosen": "a", "rejected": None}, {}, ["'rejected'", "null", "rejected_key"]),
         ({"chosen": "a", "rejected": "b"}, {"prompt_key": "ask"}, ["'ask'", "prompt_key"]),
         ({"chosen": "a", "rejected": [user("b")]}, {}, ["'chosen'", "str", "'rejected'", "list"]),
         ({"chosen": "a", "rejected": "b"}, {"apply_chat_template": True}, ["apply_chat_template", "prompt_key"]),
@@ -227,7 +227,7 @@ def test_pairs_that_cannot_be_used_are_left_out_and_counted(letters: PreTrainedT
                 {"with_margin": True},
                 ["'margin'", repr(margin), "margin_loss"],
             )
-            for margin in (float("nan"), float("inf"), "1", None, [1])
+            for margin in (float("nan"), float("inf"), "one", "nan", True, None, [1])
         ),
     ],
 )

@@ -25,6 +25,8 @@ from tests.messages import says
 
 PROJECT = Path(__file__).parents[3]
 RECORDS = [{"question": "ab", "answer": 1}, {"question": "c\nd, e", "answer": 2}]
+AS_TEXT = [{name: str(cell) for name, cell in record.items()} for record in RECORDS]
+"""The same rows in a CSV file, whose cells have no types."""
 
 
 def write(path: Path, records: list[dict[str, Any]] = RECORDS) -> Path:
@@ -56,7 +58,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("suffix", [".json", ".jsonl", ".parquet", ".csv", ".arrow"])
 def test_all_file_types_give_the_same_records(tmp_path: Path, suffix: str) -> None:
     path = write(tmp_path / f"data{suffix}")
-    assert read_records(path) == RECORDS
+    assert read_records(path) == (AS_TEXT if suffix == ".csv" else RECORDS)
     with pytest.raises(ValueError, match=says(str(path), "'train'", "'test'")):
         read_records(str(path), split="test")
 
@@ -72,7 +74,7 @@ def test_a_gzipped_file_of_text_reads_like_the_file_in_it(tmp_path: Path, suffix
     packed = tmp_path / f"packed.of.data{suffix}.gz"
     packed.write_bytes(gzip.compress(text))
     assert read_records(packed) == read_records(tmp_path / f"data{suffix}")
-    assert read_records(packed)[2] == {"question": "ä\u2028", "answer": 3}
+    assert read_records(packed)[2] == {"question": "ä\u2028", "answer": "3" if suffix == ".csv" else 3}
     for content in (gzip.compress(text)[:-12], text, gzip.compress(text)[:20] + b"?" * 20):
         packed.write_bytes(content)
         with pytest.raises(ValueError, match=says(packed)) as caught:
@@ -126,7 +128,7 @@ def test_a_folder_of_data_files_has_the_splits_that_their_names_tell(
     write(tmp_path / "more" / "train.csv")
     before = datasets.is_progress_bar_enabled()
     assert read_records(tmp_path, split="test") == mixed
-    assert read_records(f"{tmp_path}@more") == RECORDS
+    assert read_records(f"{tmp_path}@more") == AS_TEXT
     with pytest.raises(ValueError, match=says(tmp_path, "'dev'", "'train'")):
         read_records(tmp_path, split="dev")
     assert capfd.readouterr() == ("", "")

@@ -247,3 +247,18 @@ def test_a_vocabulary_is_the_same_when_all_tokens_have_the_same_ids() -> None:
     assert same_vocabulary(word_tokenizer(ADDS_BOS), word_tokenizer(ADDS_EOS, TURNS))
     assert not same_vocabulary(character_tokenizer("abc"), character_tokenizer("acb"))
     assert not same_vocabulary(character_tokenizer("abc"), character_tokenizer("abcd"))
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% for m in messages %}[{{ m.content }}]{% endfor %}", "[a][]"),
+        ("{% for m in messages %}{{ '[' + m.content + ']' }}{% endfor %}", "[a][]"),
+        ("{% for m in messages %}[{{ 'call' if m.content is none else m.content }}]{% endfor %}", "[a][call]"),
+    ],
+)
+def test_a_null_content_beside_tool_calls_is_not_written_as_none(template: str, text: str) -> None:
+    tokenizer = character_tokenizer("ab")
+    tokenizer.chat_template = template
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    assert render_conversation([{"role": "user", "content": "a"}, call], tokenizer) == text

@@ -1,0 +1,280 @@
+"""Cells of rows as the text, chat messages, label or number that an option reads from them.
+
+Rows come from JSON, from text (CSV), and from files with types (Parquet, Arrow). The same data means the same in each:
+a null is an absent column, and a label that is a number or a Boolean is its text, as JSON writes it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from decimal import Decimal
+from functools import partial
+from typing import Any
+
+
+class SpelledFloat(float):
+    """A number of a JSON file that keeps its spelling, such as 0.50, beside its value."""
+
+    spelling: str
+
+
+def kind_of(value: Any) -> str:
+    """Describe a value of the wrong kind for an error message."""
+    if isinstance(value, (list, dict, str)):
+        return f"a {type(value).__name__} of length {len(value)}"
+    return f"a {type(value).__name__} ({value!r:.80})"
+
+
+def rows_of(batches: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return the rows of Arrow record batches as objects, without null fields at any depth.
+
+    A table has the fields of all its structs in each: a tool call with a city gets the zone of another one as a null.
+
+    Raises:
+        ValueError: two columns have one name, or a cell has no value in Python. It names the row and the column.
+    """
+    import pyarrow
+
+    rows: list[dict[str, Any]] = []
+    for batch in batches:
+        names = batch.schema.names
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"there are several columns {repeated[0]!r}; rename all but one")
+        # It takes three times as long, and most tables have no maps.
+        maps: Any = "strict" if "map<" in str(batch.schema) else None
+        try:
+            records = _shortest_floats(batch).to_pylist(maps_as_pydicts=maps)
+        except (pyarrow.ArrowException, ValueError, OverflowError, KeyError) as error:
+            raise _bad_cell(batch, len(rows), error) from error
+        if "arrow.json" in str(batch.schema):
+            readers = {field.name: _json_reader(field.type) for field in batch.schema}
+            records = [{name: readers[name](cell) for name, cell in record.items()} for record in records]
+        rows += map(without_nulls, records)
+    return rows
+
+
+def _shortest_floats(batch: Any) -> Any:
+    """Make 0.1 of a float32 that is shown as 0.1, and not 0.10000000149011612."""
+    import pyarrow
+
+    for place, field in enumerate(batch.schema):
+        if pyarrow.types.is_float32(field.type) or pyarrow.types.is_float16(field.type):
+            wide = batch.column(place).cast(pyarrow.string()).cast(pyarrow.float64())
+            batch = batch.set_column(place, field.name, wide)
+    return batch
+
+
+def _bad_cell(batch: Any, start: int, error: Exception) -> ValueError:
+    """Find the first cell that has no value in Python, such as text with half of a surrogate pair."""
+    import pyarrow
+
+    for name, column in zip(batch.schema.names, batch.columns):
+        for number, cell in enumerate(column, start):
+            try:
+                cell.as_py(maps_as_pydicts="strict")
+            except (pyarrow.ArrowException, ValueError, OverflowError, KeyError) as reason:
+                return ValueError(f"row {number}, column {name!r}: {reason}")
+    return ValueError(str(error))
+
+
+def _json_reader(kind: Any) -> Callable[[Any], Any]:
+    """Return a function that decodes the JSON texts in values of an Arrow type; `datasets` writes mixed types so."""
+    import pyarrow
+
+    if isinstance(kind, pyarrow.JsonType):
+        return lambda text: None if text is None else json.loads(text)
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+        read_item = _json_reader(kind.value_type)
+        return lambda items: None if items is None else [read_item(item) for item in items]
+    if pyarrow.types.is_struct(kind):
+        return partial(_read_fields, {field.name: _json_reader(field.type) for field in kind})
+    return lambda value: value
+
+
+def _read_fields(readers: Mapping[str, Callable[[Any], Any]], value: Mapping[str, Any] | None) -> Any:
+    return None if value is None else {name: readers[name](field) for name, field in value.items()}
+
+
+def without_surrogates(value: Any) -> Any:
+    """Replace halves of surrogate pairs, which no tokenizer takes, by question marks in all texts of a value.
+
+    JSON and Python can hold them, so what a program returns may.
+    """
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, Mapping):
+        return {without_surrogates(name): without_surrogates(item) for name, item in value.items()}
+    return [without_surrogates(item) for item in value] if isinstance(value, list) else value
+
+
+def without_nulls(value: Any) -> Any:
+    """Drop the null fields of objects, at any depth; nulls that are items of lists keep their place."""
+    if isinstance(value, dict):
+        return {name: without_nulls(field) for name, field in value.items() if field is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def cell_at(record: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a column, or with dots that of a field of a column; None if there is none."""
+    if key in record:
+        return record[key]
+    value: Any = record
+    for part in key.split("."):
+        if not isinstance(value, Mapping):
+            return None
+        value = value.get(part)
+    return value
+
+
+def keep_spelling(records: Any, key: str, reparse: Callable[[], Any]) -> None:
+    """Replace the labels that are floats, in place, where their text in the file was another than Python's.
+
+    Args:
+        records: rows of a JSON file; anything but a list of objects is left alone.
+        key: column of the label, see `cell_at`.
+        reparse: returns the same rows with all floats as text. It is called only if it is needed.
+    """
+    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
+        return
+    numbers = [number for number, record in enumerate(records) if type(cell_at(record, key)) is float]
+    spelled = reparse() if numbers else []
+    for number in numbers:
+        label, spelling = cell_at(records[number], key), cell_at(spelled[number], key)
+        if not isinstance(spelling, str) or spelling == repr(label):
+            continue
+        parent, name = records[number], key
+        while name not in parent:
+            first, _, name = name.partition(".")
+            parent = parent[first]
+        parent[name] = SpelledFloat(label)
+        parent[name].spelling = spelling
+
+
+def text_or_messages(value: Any, where: str, mend: str) -> str | list[dict[str, Any]]:
+    """Return a cell that a model reads: text, or chat messages whose contents are text.
+
+    A list of text parts as the content of a message is joined, and null fields of a message are dropped. The content
+    may be null only beside the tool calls of an assistant.
+
+    Args:
+        value: of the cell.
+        where: names the file, the row and the column in errors.
+        mend: ends errors: what to set, or to write instead.
+
+    Raises:
+        ValueError: it is something else, or has parts that are no text.
+    """
+    if isinstance(value, str):
+        return value
+    if value is None:
+        raise ValueError(
+            f"{where} is null or absent, expected a string or a list of {{role, content}} messages; take the row out, "
+            f"or {mend}"
+        )
+    if (
+        not isinstance(value, Sequence)
+        or not value
+        or not all(isinstance(item, Mapping) and "role" in item for item in value)
+    ):
+        raise ValueError(
+            f"{where}: expected a string or a list of {{role, content}} messages, found {kind_of(value)}; {mend}"
+        )
+    try:
+        return [_message(item, f"message {number}") for number, item in enumerate(value)]
+    except ValueError as error:
+        raise ValueError(f"{where}, {error}; {mend}") from error
+
+
+def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
+    message = {name: field for name, field in item.items() if field is not None}
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str):
+        raise ValueError(f"{where}: its role must be text, such as user, found {kind_of(role)}")
+    if content is None or content == []:
+        if role != "assistant" or not (message.get("tool_calls") or message.get("function_call")):
+            raise ValueError(
+                f"{where}: its role is {role!r}, and its content is null or absent; only an assistant's with "
+                "tool_calls may be"
+            )
+        return {**message, "content": None}
+    if isinstance(content, list):
+        return {**message, "content": "".join(_part(part, where) for part in content)}
+    if not isinstance(content, str):
+        raise ValueError(f"{where}: its content must be text or a list of text parts, found {kind_of(content)}")
+    return message
+
+
+def _part(part: Any, where: str) -> str:
+    fields = without_nulls(part) if isinstance(part, dict) else {}
+    kind = fields.get("type", "text")
+    if kind != "text":
+        raise ValueError(f"{where}: its content has a part of type {kind!r}; only text parts can be read")
+    if not isinstance(fields.get("text"), str):
+        raise ValueError(f'{where}: its content has the part {part!r:.80}; write {{"type": "text", "text": ...}}')
+    return fields["text"]
+
+
+def label_of(value: Any, where: str, option: str) -> Any:
+    """Return a label as what responses are compared with: numbers, Booleans and dates as text.
+
+    A number of a JSON file is written as it was there, a number of a typed file as JSON writes it, a decimal with its
+    digits, a Boolean as true or false, a date as ISO 8601. Lists and objects stay what they are.
+
+    Raises:
+        ValueError: it is null, not finite, or has no text.
+    """
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, SpelledFloat):
+        return value.spelling
+    if isinstance(value, (str, list, dict)):
+        return value
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    if isinstance(value, (int, float, Decimal)) and math.isfinite(value):
+        return str(value)
+    if value is None:
+        raise ValueError(f"{where} is null or absent; take the row out, or set {option} to a column that every row has")
+    raise ValueError(f"{where}: a label is text, a finite number, a list or an object, found {kind_of(value)}")
+
+
+def number_of(value: Any, where: str) -> float:
+    """Return a cell as a number; in a CSV file it is text.
+
+    Raises:
+        ValueError: it is no finite number.
+    """
+    number = math.nan
+    if isinstance(value, (int, float, Decimal, str)) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except (ValueError, OverflowError):
+            number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{where} holds {value!r:.80}; give a finite number")
+    return number
+
+
+def check_one_kind(prompts: Iterable[Any], source: str) -> None:
+    """Refuse text in some rows and chat messages in others.
+
+    A reward function is called with a whole batch: it would get texts for prompts that are messages.
+
+    Args:
+        prompts: of all rows, in order; None where a row has none.
+        source: names where they are from.
+    """
+    first: dict[bool, int] = {}
+    for number, prompt in enumerate(prompts):
+        if prompt is not None:
+            first.setdefault(isinstance(prompt, str), number)
+        if len(first) > 1:
+            raise ValueError(
+                f"{source}: row {first[True]} has text and row {first[False]} has chat messages; write all rows as "
+                "one of the two"
+            )
