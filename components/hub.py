@@ -32,6 +32,17 @@ def why_unreachable(name: str, kind: Literal["model", "dataset"]) -> str | None:
     return None
 
 
+def cached_folder(name: str) -> Path:
+    """Return the folder where the hub's library keeps the newest cached model of this name; it may not exist."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        config = try_to_load_from_cache(name, "config.json")
+    except ValueError:
+        config = None
+    return Path(config).parent if isinstance(config, str) else Path(name)
+
+
 def find_model(path: str) -> PretrainedConfig:
     """The config.json of a model, in a folder, in the local cache, or on the hub.
 

@@ -134,7 +134,8 @@ class ModelOptions(Options, group="model"):
         from training.warm_start import resolve_model
 
         path = resolve_model(self.path)
-        return replace(self, path=model_view(path, run_dir / "model", self.config_overrides, self.tokenizer_path))
+        view = model_view(path, run_dir / "model", self.config_overrides, self.tokenizer_path, self.chat_template)
+        return replace(self, path=view)
 
     def tokenizer(self, path: str | None = None) -> PreTrainedTokenizerBase:
         """The model's tokenizer, or that of the model at `path`, with the template and token given here. It pads with
@@ -143,7 +144,13 @@ class ModelOptions(Options, group="model"):
         from components.data.text import load_tokenizer
 
         found = self.tokenizer_path or path or self.path
-        return load_tokenizer(found, chat_template=self.chat_template, pad_token=self.pad_token, pad_with_end=True)
+        return load_tokenizer(
+            found,
+            chat_template=self.chat_template,
+            pad_token=self.pad_token,
+            pad_with_end=True,
+            model_path=path or self.path,
+        )
 
 
 @dataclass(kw_only=True)

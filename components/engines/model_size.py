@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from components.data.tasks import get_task
+from components.hub import cached_folder
 
 TASK_MODEL: dict[str, Any] = {
     "model_type": "qwen2",
@@ -126,7 +127,7 @@ def model_size(path: str) -> ModelSize | None:
         return size_of(TASK_MODEL | {"vocab_size": found.vocabulary or len(found.alphabet) + 3})
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        folder = _cached(path)
+        folder = cached_folder(path)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         config = config.get("text_config", config)
@@ -217,14 +218,3 @@ def _stored(folder: Path) -> tuple[int, int] | None:
             count += numbers
             head += numbers if tensor == "lm_head.weight" else 0
     return count, head
-
-
-def _cached(name: str) -> Path:
-    """Where the hub's library keeps the newest model of this name that it has; it may not be there."""
-    from huggingface_hub import try_to_load_from_cache
-
-    try:
-        found = try_to_load_from_cache(name, "config.json")
-    except ValueError:
-        found = None
-    return Path(found).parent if isinstance(found, str) else Path(name)
