@@ -86,12 +86,16 @@ class SupervisedCommand(Command[C]):
         Raises:
             ValueError: they do not, or it does not.
         """
-        for source in config.sources:
-            self.first_rows(config, source)
+        rows = [(source, self.first_rows(config, source)) for source in config.sources]
         for option, path in config.models.items():
-            if not path.startswith(WARM_START_PREFIX):
-                with naming(option, path):
-                    check_vocabulary(config.tokenizer(path), config.model)
+            if path.startswith(WARM_START_PREFIX):
+                continue
+            with naming(option, path):
+                tokenizer = config.tokenizer(path)
+                check_vocabulary(tokenizer, config.model)
+            for source, own in rows:
+                with naming(source.option, source.name):
+                    config.check_examples(own, source.name, tokenizer)
 
     def first_rows(self, config: C, source: Source) -> Rows:
         """A few rows of a part of the data, for a look at them before anything starts.
@@ -132,7 +136,7 @@ class PairCommand(SupervisedCommand[P]):
         made_for = {f"{TASK_PREFIX}{path.removeprefix(WARM_START_PREFIX)}" for path in config.models.values()}
         if made_for == {source.name for source, _ in rows}:
             return  # the model is made for these very pairs, and a tokenizer takes seconds to import
-        from components.data.preferences import read_pairs
+        from components.data.preferences import check_pairs, read_pairs
         from components.data.text import same_vocabulary
 
         config = self.with_models(config)
@@ -141,15 +145,20 @@ class PairCommand(SupervisedCommand[P]):
             tokenizer = config.tokenizer(first)
             if "model.path" in config.models:  # it is not made here, for this very tokenizer
                 check_vocabulary(tokenizer, config.model)
+        readers = {first: tokenizer}
         for option, path in config.models.items():
             with naming(option, path):
-                if path != first and not same_vocabulary(tokenizer, config.tokenizer(path)):
+                readers.setdefault(path, tokenizer if path == first else config.tokenizer(path))
+                if not same_vocabulary(tokenizer, readers[path]):
                     raise ValueError(
                         f"it has another vocabulary than model.path={first}; set a model of the same family"
                     )
         for source, own in rows:
             with naming(source.option, source.name):
-                read_pairs(own, config.pair_format(source.name), tokenizer)
+                pairs = read_pairs(own, config.pair_format(source.name), tokenizer)
+                # Models of a family may differ in the rows of their embeddings.
+                for reader in readers.values():
+                    check_pairs(pairs, reader)
 
 
 def arithmetic(config: SupervisedOptions, count: int) -> str:
