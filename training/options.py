@@ -622,10 +622,10 @@ class CheckpointOptions(Options, group="checkpoint"):
     export_path: str | None = None
     """A second place for the trained policy; it is always in the checkpoints."""
 
-    def store(self, run_dir: str) -> Checkpoints:
-        """The step folders of a run."""
+    def store(self, run_dir: str, least_bytes: int = 0) -> Checkpoints:
+        """The step folders of a run, of which each takes `least_bytes` at least."""
         most = math.inf if self.max_gb is None else self.max_gb * 1e9
-        return Checkpoints(self.path or Path(run_dir) / "checkpoints", self.keep, most)
+        return Checkpoints(self.path or Path(run_dir) / "checkpoints", self.keep, most, least_bytes)
 
 
 @dataclass(kw_only=True)

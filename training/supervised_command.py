@@ -17,6 +17,7 @@ from training.command import Command
 from training.config import CommandLine
 from training.inputs import check_model, check_vocabulary
 from training.launch import STOP_GRACE_S
+from training.options import ModelOptions
 from training.plan import Plan, attention_notes, steps_text
 from training.supervised_options import PairOptions, Rows, Source, SupervisedOptions
 from training.warm_start import WARM_START_PREFIX, resolve_model
@@ -105,6 +106,10 @@ class SupervisedCommand(Command[C]):
         """
         with naming(source.option, source.name):
             return config.load(source.name, source.split, FIRST_ROWS)
+
+    def exported(self, config: C) -> ModelOptions | None:
+        """See `Command.exported`."""
+        return config.model if "model.path" in config.models else None
 
     def ready(self, config: C) -> C:
         """With the paths of demonstration models, which are made where they are not there yet."""
