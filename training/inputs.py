@@ -7,10 +7,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from components.engines.choice import choose_attention
-from components.hub import find_model
+from components.engines.tensor_header import check_weight_files
+from components.hub import cached_folder, find_model
 from training.options import DataOptions, EvaluationOptions, ModelOptions, RunOptions
 
 if TYPE_CHECKING:
@@ -63,6 +65,8 @@ def check_model(path: str, option: str = "model.path") -> None:
             get_task(path.removeprefix(WARM_START_PREFIX))
         else:
             find_model(path)
+            folder = Path(path).expanduser()
+            check_weight_files(folder if folder.is_dir() else cached_folder(path))
     except ValueError as error:
         raise ValueError(f"{option}={path}: {error}") from error
 
