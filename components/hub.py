@@ -6,6 +6,7 @@ Nothing here needs torch: a recipe's `main.py` checks its inputs before anything
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -42,6 +43,12 @@ def why_unreachable(name: str, kind: Literal["model", "dataset"]) -> str | None:
     except Exception as error:  # noqa: BLE001 - which HTTP library's errors these are depends on the version
         return first_line(error)
     return None
+
+
+def cache_root() -> Path:
+    """Find the folder for what can be made again: $TROUPE_CACHE, $XDG_CACHE_HOME/troupe or ~/.cache/troupe."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("TROUPE_CACHE") or f"{base}/troupe").expanduser().absolute()
 
 
 def cached_folder(name: str) -> Path:

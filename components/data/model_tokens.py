@@ -29,7 +29,7 @@ _TOOL = {
 }
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 _USER, _ASSISTANT = {"role": "user", "content": "hello"}, {"role": "assistant", "content": _RESPONSE}
-_CONVERSATIONS: tuple[tuple[list[dict[str, Any]], dict[str, Any]], ...] = (
+CONVERSATIONS: tuple[tuple[list[dict[str, Any]], dict[str, Any]], ...] = (
     ([_USER], {"add_generation_prompt": True}),
     ([_USER, _ASSISTANT], {}),
     ([{"role": "system", "content": "be brief"}, _USER, _ASSISTANT, _USER], {"add_generation_prompt": True}),
@@ -140,7 +140,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """
     if not hasattr(tokenizer, _ROWS) or getattr(tokenizer, _CHECKED, None) == tokenizer.chat_template:
         return
-    for messages, options in _CONVERSATIONS:
+    for messages, options in CONVERSATIONS:
         ids = tokenizer(_rendered(tokenizer, messages, **options), add_special_tokens=False)["input_ids"]
         check_ids(ids, tokenizer, "the text that the chat template writes")
     setattr(tokenizer, _CHECKED, tokenizer.chat_template)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from components.data.model_tokens import check_ids, check_template, end_ids, limit_rows
+from components.data.tokenizer_trial import try_tokenizer
 from components.hub import first_line
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ def load_tokenizer(
     Raises:
         ValueError: there is none, or it cannot be trained with; the message says what to set.
     """
+    template = None if chat_template is None else _template_text(chat_template)
+    try_tokenizer(path, template)
     from transformers import AutoTokenizer
 
     try:
@@ -248,6 +251,16 @@ def read_template(chat_template: str) -> str:
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    chat_template = _template_text(chat_template)
+    try:
+        # Of no conversation at all: it is compiled, with the tags that chat templates have of their own, and not run.
+        render_jinja_template([], chat_template=chat_template)
+    except TemplateSyntaxError as error:
+        raise ValueError(f"chat_template is no valid Jinja: line {error.lineno}: {error.message}; mend it") from error
+    return chat_template
+
+
+def _template_text(chat_template: str) -> str:
     # Jinja without a tag would be the same prompt for everybody: it is the name of a file.
     if not any(tag in chat_template for tag in ("{{", "{%")):
         file = Path(chat_template).expanduser()
@@ -258,11 +271,6 @@ def read_template(chat_template: str) -> str:
                 f"chat_template={chat_template!r} is neither Jinja text nor a file that can be read "
                 f"({first_line(error)}); set it to one of them"
             ) from error
-    try:
-        # Of no conversation at all: it is compiled, with the tags that chat templates have of their own, and not run.
-        render_jinja_template([], chat_template=chat_template)
-    except TemplateSyntaxError as error:
-        raise ValueError(f"chat_template is no valid Jinja: line {error.lineno}: {error.message}; mend it") from error
     return chat_template
 
 

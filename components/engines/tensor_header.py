@@ -134,8 +134,9 @@ def _is_entry(entry: Any) -> bool:
     if not isinstance(entry, dict):
         return False
     shape, offsets = entry.get("shape"), entry.get("data_offsets")
-    are_lists = isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2
-    if not are_lists or not isinstance(entry.get("dtype"), str):
+    if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
+        return False
+    if not isinstance(entry.get("dtype"), str):
         return False
     numbers = [*shape, *offsets]
     return all(isinstance(number, int) and 0 <= number < 2**63 for number in numbers) and offsets[0] <= offsets[1]
