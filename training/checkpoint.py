@@ -58,15 +58,17 @@ class Checkpoints:
         folder: where the steps lie; made when it is not there.
         keep: how many of the newest steps stay, at least 1. The best stays beside them.
         max_bytes: what all steps together may take; the latest and the best stay whatever they take.
+        least_bytes: size of a step, at least; 0: not known.
 
     Raises:
         ValueError: the folder cannot be made or written into.
     """
 
-    def __init__(self, folder: str | Path, keep: int = 3, max_bytes: float = math.inf) -> None:
+    def __init__(self, folder: str | Path, keep: int = 3, max_bytes: float = math.inf, least_bytes: int = 0) -> None:
         self.folder = Path(folder).expanduser().absolute()
         self.keep = keep
         self.max_bytes = max_bytes
+        self.least_bytes = least_bytes
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._sweep()
@@ -79,6 +81,27 @@ class Checkpoints:
                 f"checkpoints cannot be written to {self.folder}: {error.strerror or error}; set another checkpoint "
                 "folder, or run_dir"
             ) from error
+
+    def try_write(self, write: Callable[[Path], object]) -> None:
+        """Write something into the folder of the steps as a checkpoint would, and remove it.
+
+        Args:
+            write: fills the folder it is given, whose names are as long as those of a step.
+
+        Raises:
+            ValueError: the disk does not take it. Other errors of `write` pass through.
+        """
+        probe = self.folder / ".probe.partial"
+        try:
+            probe.mkdir()
+            write(probe)
+        except Exception as error:
+            fault = _disk_fault(error, self.folder)
+            if fault is None:
+                raise
+            raise ValueError(f"a trial export could not be written to {self.folder}: {fault}") from error
+        finally:
+            shutil.rmtree(probe, ignore_errors=True)
 
     def save(self, step: int, state: Mapping[str, Any], write: Callable[[Path], object]) -> Path:
         """Write one step whole, make it the latest, and remove what is over the limits.
@@ -105,6 +128,7 @@ class Checkpoints:
         aside = self.folder / f".step_{step}.partial"
         try:
             self._sweep()
+            self._check_space()
             (aside / "state").mkdir(parents=True)
             write(aside)
             (aside / STATE_FILE).write_text(text, encoding="utf-8")
@@ -170,6 +194,15 @@ class Checkpoints:
             is_over = name in over or sum(size.values()) > self.max_bytes
             if is_over and name not in safe and _remove(self.folder / name):
                 size.pop(name, None)
+
+    def _check_space(self) -> None:
+        """Raise the OSError of a full disk where a step cannot fit, before minutes are spent on writing most of it."""
+        latest = self.folder / (_read_name(self.folder, LATEST) or LATEST)
+        # The latest may hold batches that waited to be trained on, which the next one has not.
+        needed = self.least_bytes or (_bytes_of(latest) // 2 if latest.is_dir() else 0)
+        if shutil.disk_usage(self.folder).free < needed:
+            advice = "it takes {:.1f} MB at least; lower checkpoint.keep or checkpoint.max_gb"
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {advice.format(needed / 1e6)}")
 
     def _commit(self, aside: Path, name: str) -> Path:
         """Give the whole folder its name and make it the latest; undone when one half fails."""

@@ -14,9 +14,10 @@ from typing import Any, Generic, NoReturn, TypeVar
 from core import Job
 from core.placement import detect_devices
 from training.config import CommandLine, read_file
+from training.early_writes import check_writes
 from training.launch import open_endpoint, open_run, run_job
 from training.machines import Machines, assuming
-from training.options import RunOptions
+from training.options import ModelOptions, RunOptions
 from training.plan import Plan
 from training.schema import describe_options
 
@@ -61,6 +62,18 @@ class Command(ABC, Generic[C]):
     @abstractmethod
     def ready(self, config: C) -> C:
         """The configuration that the job is given; makes a demonstration's model where one is asked for."""
+
+    def check_writes(self, plan: Plan) -> list[str]:
+        """Try to write now what a run writes late; returns notes.
+
+        Raises:
+            ValueError: something cannot be written; the message says what to set.
+        """
+        return check_writes(plan.config, self.exported(plan.config), plan.step_count)
+
+    @abstractmethod
+    def exported(self, config: C) -> ModelOptions | None:
+        """Return the model that the run exports; None where it is still to be made."""
 
     def words(self, arguments: list[str]) -> list[str]:
         """The command line as `CommandLine` reads it, of one that is written in another way."""
@@ -119,7 +132,9 @@ class Command(ABC, Generic[C]):
             config = plan.config
             endpoint = open_endpoint(config, plan.job, plan.recipe)
             run_dir = open_run(config.run_dir, config.resume, config.checkpoint.path, plan.json())
-            plan.job.config = self.ready(replace(config, run_dir=str(run_dir)))
+            config = replace(config, run_dir=str(run_dir))
+            plan.notes = [*plan.notes, *self.check_writes(plan)]
+            plan.job.config = self.ready(config)
         except (ValueError, OSError) as error:
             if endpoint is not None:
                 endpoint.close()

@@ -7,10 +7,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from components.engines.choice import choose_attention
-from components.hub import find_model
+from components.engines.tensor_header import check_weight_files
+from components.hub import cached_folder, find_model
 from training.options import DataOptions, EvaluationOptions, ModelOptions, RunOptions
 
 if TYPE_CHECKING:
@@ -63,6 +65,8 @@ def check_model(path: str, option: str = "model.path") -> None:
             get_task(path.removeprefix(WARM_START_PREFIX))
         else:
             find_model(path)
+            folder = Path(path).expanduser()
+            check_weight_files(folder if folder.is_dir() else cached_folder(path))
     except ValueError as error:
         raise ValueError(f"{option}={path}: {error}") from error
 
@@ -88,6 +92,29 @@ def check_reward_model(path: str, option: str, policy: ModelOptions) -> None:
         raise ValueError(
             f"{option}={path} has another vocabulary than model.path={policy.path}, so it would read other words; use "
             "one of the same family, or serve it, and give its URL as reward.source"
+        )
+    check_reader(path, option, policy)
+
+
+def check_reader(path: str, option: str, policy: ModelOptions) -> None:
+    """Check that a model that an option names can be there, and has an embedding for each token of the policy.
+
+    Raises:
+        ValueError: it cannot, or has not; the message says what to set.
+    """
+    from training.warm_start import WARM_START_PREFIX
+
+    check_model(path, option)
+    if path.startswith(WARM_START_PREFIX) or policy.path.startswith(WARM_START_PREFIX):
+        return
+    rows = getattr(find_model(path).get_text_config(), "vocab_size", sys.maxsize)
+    policy_rows = getattr(find_model(policy.path).get_text_config(), "vocab_size", sys.maxsize)
+    # Rows beyond the tokenizer's fill an embedding up, and no policy learns to draw them.
+    tokens = min(len(policy.tokenizer()), policy_rows)
+    if tokens > rows:
+        raise ValueError(
+            f"{option}={path} has {rows} rows in its embedding (vocab_size), and model.path={policy.path} writes "
+            f"{tokens} tokens; use a model with as many rows"
         )
 
 
@@ -136,6 +163,7 @@ def check_prompts(
         for path, some in ((data.path, rows), (evaluation.path, heldout)):
             check_one_kind((row["input"] for row in some), str(path))
     too_long = check_encoding(model, data, rows, seed, max_new_tokens)
+    check_heldout(model, data, heldout, seed, max_new_tokens)
     for part in filter(is_reward_file, sorted(parts)):
         found = try_reward(part, rows[0], settings)
         if notes is not None:
@@ -165,6 +193,26 @@ def try_reward(part: str, row: Mapping[str, Any], settings: RewardSettings | Non
         )
     earned = "no reward" if tried.absent else f"{float(tried.reward_B[0]):g}"
     return f"reward.source={part} gives {earned} to the first row of the data, its label as the response"
+
+
+def check_heldout(
+    model: ModelOptions,
+    data: DataOptions,
+    rows: list[dict[str, Any]],
+    seed: int,
+    max_new_tokens: int | None,
+) -> None:
+    """Check held-out prompts as `check_encoding` checks those to train on; there may be none.
+
+    Raises:
+        ValueError: they do not fit the model; the message begins with their option.
+    """
+    if not rows:
+        return
+    try:
+        check_encoding(model, data, rows, seed, max_new_tokens)
+    except ValueError as error:
+        raise ValueError(f"evaluation.path: {error}") from error
 
 
 def check_encoding(

@@ -19,7 +19,13 @@ TOKENIZER_FILES = (
 )
 
 
-def model_view(path: str, folder: Path, overrides: Mapping[str, Any], tokenizer_path: str | None = None) -> str:
+def model_view(
+    path: str,
+    folder: Path,
+    overrides: Mapping[str, Any],
+    tokenizer_path: str | None = None,
+    chat_template: str | None = None,
+) -> str:
     """Make a folder of links to the files of a model, but for those that are to be others.
 
     Args:
@@ -27,6 +33,7 @@ def model_view(path: str, folder: Path, overrides: Mapping[str, Any], tokenizer_
         folder: what to make; all machines of a run have to see it.
         overrides: what config.json is to say otherwise.
         tokenizer_path: whose tokenizer it gets. Default: its own.
+        chat_template: Jinja text, or a file that holds it; engines find the end of a turn in it. Default: its own.
 
     Returns:
         The folder, or the path itself where there is nothing to change.
@@ -34,7 +41,7 @@ def model_view(path: str, folder: Path, overrides: Mapping[str, Any], tokenizer_
     Raises:
         ValueError: there is no such model, or it has no such settings.
     """
-    if not overrides and not tokenizer_path:
+    if not overrides and not tokenizer_path and not chat_template:
         return path
     unknown = sorted(set(overrides) - set(find_model(path).to_dict()))
     if unknown:
@@ -50,6 +57,12 @@ def model_view(path: str, folder: Path, overrides: Mapping[str, Any], tokenizer_
         _link(folder, (file for pattern in TOKENIZER_FILES for file in other.glob(pattern)))
     settings = json.loads((source / "config.json").read_text(encoding="utf-8")) | dict(overrides)
     (folder / "config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+    if chat_template:
+        from components.data.text import read_template
+
+        template = folder / "chat_template.jinja"
+        template.unlink(missing_ok=True)
+        template.write_text(read_template(chat_template), encoding="utf-8")
     return str(folder)
 
 

@@ -135,7 +135,8 @@ class ModelOptions(Options, group="model"):
         from training.warm_start import resolve_model
 
         path = resolve_model(self.path)
-        return replace(self, path=model_view(path, run_dir / "model", self.config_overrides, self.tokenizer_path))
+        view = model_view(path, run_dir / "model", self.config_overrides, self.tokenizer_path, self.chat_template)
+        return replace(self, path=view)
 
     def tokenizer(self, path: str | None = None) -> PreTrainedTokenizerBase:
         """The model's tokenizer, or that of the model at `path`, with the template and token given here. It pads with
@@ -144,7 +145,13 @@ class ModelOptions(Options, group="model"):
         from components.data.text import load_tokenizer
 
         found = self.tokenizer_path or path or self.path
-        return load_tokenizer(found, chat_template=self.chat_template, pad_token=self.pad_token, pad_with_end=True)
+        return load_tokenizer(
+            found,
+            chat_template=self.chat_template,
+            pad_token=self.pad_token,
+            pad_with_end=True,
+            model_path=path or self.path,
+        )
 
 
 @dataclass(kw_only=True)
@@ -627,10 +634,10 @@ class CheckpointOptions(Options, group="checkpoint"):
     export_path: str | None = None
     """A second place for the trained policy; it is always in the checkpoints."""
 
-    def store(self, run_dir: str) -> Checkpoints:
-        """The step folders of a run."""
+    def store(self, run_dir: str, least_bytes: int = 0) -> Checkpoints:
+        """The step folders of a run, of which each takes `least_bytes` at least."""
         most = math.inf if self.max_gb is None else self.max_gb * 1e9
-        return Checkpoints(self.path or Path(run_dir) / "checkpoints", self.keep, most)
+        return Checkpoints(self.path or Path(run_dir) / "checkpoints", self.keep, most, least_bytes)
 
 
 @dataclass(kw_only=True)

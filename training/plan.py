@@ -133,6 +133,8 @@ class Plan:
     choices: Sequence[str]
     """Engines and precision, and the reasons."""
     notes: Sequence[str] = ()
+    step_count: int | None = None
+    """Steps of the run; None: not known before the data are read."""
     overlaps: bool = False
     """Roles work at the same time."""
     capacity: Capacity | None = None

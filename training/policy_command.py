@@ -16,6 +16,7 @@ from training.command import Command
 from training.config import CommandLine
 from training.inputs import check_prompts, resolved
 from training.launch import STOP_GRACE_S, threads_each
+from training.options import ModelOptions
 from training.plan import Estimate, Plan, attention_notes, steps_text
 from training.rl_options import RLOptions
 from training.schema import ConfigError
@@ -163,13 +164,19 @@ class PolicyCommand(Command[C]):
         notes: list[str] = []
         count = self.count_prompts(config, notes)
         plan.notes = [*plan.notes, *notes]
-        if config.steps(count * config.data.epochs) < 1:
+        steps = config.steps(count * config.data.epochs)
+        plan.step_count = steps
+        if steps < 1:
             raise ConfigError(
                 f"{config.data.path} gives {count} prompts, fewer than prompts_per_step={config.prompts_per_step}; "
                 "lower it, or raise data.max_samples or data.epochs"
             )
         _check_positions(config)
         plan.steps = config.arithmetic(count)
+
+    def exported(self, config: C) -> ModelOptions:
+        """See `Command.exported`."""
+        return config.model
 
     def ready(self, config: C) -> C:
         """With the path of the demonstration's model, which is made where it is not there yet."""

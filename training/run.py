@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from training.early_writes import checkpoint_bytes
 from training.phase_clock import PhaseClock
 from training.progress import Progress, RunCheckpoints
 from training.tracking import Tracker, redact
@@ -90,7 +91,7 @@ class Run(Generic[Item]):
         own, trainer = self.config, self.trainer
         self.stream = stream
         self.checkpoints = RunCheckpoints(
-            store=own.checkpoint.store(own.run_dir),
+            store=own.checkpoint.store(own.run_dir, checkpoint_bytes(own)),
             stream=stream,
             parts={**parts, "progress": self.progress},
             write=self.clock.outside_step("checkpoint", write),

@@ -17,6 +17,7 @@ from training.command import Command
 from training.config import CommandLine
 from training.inputs import check_model, check_vocabulary
 from training.launch import STOP_GRACE_S
+from training.options import ModelOptions
 from training.plan import Plan, attention_notes, steps_text
 from training.schema import limit_note
 from training.supervised_options import PairOptions, Rows, Source, SupervisedOptions
@@ -26,7 +27,9 @@ C = TypeVar("C", bound=SupervisedOptions)
 P = TypeVar("P", bound=PairOptions)
 
 FIRST_ROWS = 100
-"""Rows of each part of the data that are tokenized, and rows of a task that are drawn, before anything starts."""
+"""Rows of a task that are drawn before anything starts."""
+ENCODED_ROWS = 1_000
+"""Maximum number of rows of each source that are tokenized before anything starts."""
 
 
 def supervised_job(config: SupervisedOptions, *, trainer: str, model: str, role: str = Role.ACTOR) -> JobBuilder:
@@ -89,11 +92,16 @@ class SupervisedCommand(Command[C]):
         Raises:
             ValueError: they do not, or it does not.
         """
-        self.rows(config, notes)
+        rows = self.rows(config, notes)
         for option, path in config.models.items():
-            if not path.startswith(WARM_START_PREFIX):
-                with naming(option, path):
-                    check_vocabulary(config.tokenizer(path), config.model)
+            if path.startswith(WARM_START_PREFIX):
+                continue
+            with naming(option, path):
+                tokenizer = config.tokenizer(path)
+                check_vocabulary(tokenizer, config.model)
+            for source, own in rows:
+                with naming(source.option, source.name):
+                    config.check_examples(own[:ENCODED_ROWS], source.name, tokenizer)
 
     def rows(self, config: C, notes: list[str]) -> list[tuple[Source, Rows]]:
         """Read the rows of each part of the data, or a few of a generated task, before anything starts.
@@ -118,6 +126,10 @@ class SupervisedCommand(Command[C]):
             if limit is not None and sum(source.option == option for source, _ in parts) > 1 and count > limit:
                 notes.append(f"{option.replace('path', 'max_samples')}={limit}: the parts have {count} rows together")
         return parts
+
+    def exported(self, config: C) -> ModelOptions | None:
+        """See `Command.exported`."""
+        return config.model if "model.path" in config.models else None
 
     def ready(self, config: C) -> C:
         """With the paths of demonstration models, which are made where they are not there yet."""
@@ -151,7 +163,7 @@ class PairCommand(SupervisedCommand[P]):
         made_for = {f"{TASK_PREFIX}{path.removeprefix(WARM_START_PREFIX)}" for path in config.models.values()}
         if made_for == {source.name for source, _ in rows}:
             return  # the model is made for these very pairs, and a tokenizer takes seconds to import
-        from components.data.preferences import check_pairs, read_pairs
+        from components.data.preferences import check_pair_tokens, check_pairs, read_pairs
         from components.data.text import same_vocabulary
 
         config = self.with_models(config)
@@ -160,16 +172,21 @@ class PairCommand(SupervisedCommand[P]):
             tokenizer = config.tokenizer(first)
             if "model.path" in config.models:  # it is not made here, for this very tokenizer
                 check_vocabulary(tokenizer, config.model)
+        readers = {first: tokenizer}
         for option, path in config.models.items():
             with naming(option, path):
-                if path != first and not same_vocabulary(tokenizer, config.tokenizer(path)):
+                readers.setdefault(path, tokenizer if path == first else config.tokenizer(path))
+                if not same_vocabulary(tokenizer, readers[path]):
                     raise ValueError(
                         f"it has another vocabulary than model.path={first}; set a model of the same family"
                     )
         for source, own in rows:
             with naming(source.option, source.name):
                 check_pairs(own, config.pair_format(source.name))
-                read_pairs(own[:FIRST_ROWS], config.pair_format(source.name), tokenizer)
+                pairs = read_pairs(own[:ENCODED_ROWS], config.pair_format(source.name), tokenizer)
+                # Models of a family may differ in the rows of their embeddings.
+                for reader in readers.values():
+                    check_pair_tokens(pairs, reader)
 
 
 def arithmetic(config: SupervisedOptions, count: int) -> str:

@@ -238,6 +238,14 @@ class SupervisedOptions(RunOptions):
         """
         raise NotImplementedError(f"{type(self).__name__} reads no data; define load(source, split, max_rows, note)")
 
+    def check_examples(self, rows: Rows, source: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Check that rows of one part of the data can be encoded with tokens that the model has.
+
+        Raises:
+            ValueError: one cannot. It names the row.
+        """
+        raise NotImplementedError(f"{type(self).__name__} encodes no data; define check_examples(rows, source, ...)")
+
     def training_examples(self, read: Callable[[Rows, str], list[T]]) -> list[T]:
         """All examples of the data.
 

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from components.data.tasks import get_task
+from components.hub import cache_root
 from components.ranges import Checked, Count
 from training.config import load_config
 from training.programs import PROJECT, start_program
@@ -60,12 +61,6 @@ class WarmStartSettings(Checked):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, getattr(lessons, name))
         super().__post_init__()
-
-
-def cache_root() -> Path:
-    """Find the folder for what can be made again: $TROUPE_CACHE, $XDG_CACHE_HOME/troupe or ~/.cache/troupe."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get("TROUPE_CACHE") or f"{base}/troupe").expanduser().absolute()
 
 
 def ensure_warm_start(settings: WarmStartSettings, progress: Callable[[str], None] = print) -> Path:

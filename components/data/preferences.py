@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from components.batch import Batch
 from components.data.cells import check_one_kind, kind_of, number_of, text_or_messages
 from components.data.mixture import Note, first_rows
+from components.data.model_tokens import turn_end_id
 from components.data.records import read_records
 from components.data.tasks import get_task
 from components.data.text import TextEncoder, as_messages, render_conversation, render_prompt
@@ -133,6 +134,21 @@ def check_pairs(rows: Sequence[Mapping[str, Any]], form: PairFormat) -> None:
         except ValueError as error:
             raise ValueError(f"row {number}: {error}") from error
     check_one_kind((row[form.chosen_key] for row in rows), f"column {form.chosen_key!r}")
+
+
+def check_pair_tokens(pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that each pair can be encoded with tokens that the model has.
+
+    Raises:
+        ValueError: one cannot. It names the row.
+    """
+    encoder = TextEncoder(tokenizer)
+    for number, pair in enumerate(pairs):
+        try:
+            for response in (pair.chosen, pair.rejected):
+                _encode(pair.prompt, response, encoder, apart=True)
+        except ValueError as error:
+            raise ValueError(f"row {number}: {error}") from error
 
 
 def encode_pairs(
@@ -334,14 +350,19 @@ def _pair(
     prompt: str, chosen: str, rejected: str, margin: float, tokenizer: PreTrainedTokenizerBase, opening: str = ""
 ) -> Pair:
     opening = opening or prompt.partition(ANSWER_MARK)[0] or prompt.strip() or chosen
-    end = str(tokenizer.eos_token)
-    return Pair(prompt, _without_end(chosen, end), _without_end(rejected, end), float(margin), opening)
+    better, worse = (_without_end(response, tokenizer) for response in (chosen, rejected))
+    return Pair(prompt, better, worse, float(margin), opening)
 
 
-def _without_end(response: str, end: str) -> str:
+def _without_end(response: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a response without the tokenizer's end token; one that ends a turn by another token keeps that, as its
+    last token.
+    """
+    end, turn_end = str(tokenizer.eos_token), turn_end_id(tokenizer)
     while (cut := response.rstrip()).endswith(end):
         response = cut.removesuffix(end)
-    return response
+    is_ended = turn_end is not None and cut.endswith(str(tokenizer.convert_ids_to_tokens(turn_end)))
+    return cut if is_ended else response
 
 
 def _encode(prompt: str, response: str, encoder: TextEncoder, apart: bool) -> tuple[list[int], int]:
@@ -351,7 +372,11 @@ def _encode(prompt: str, response: str, encoder: TextEncoder, apart: bool) -> tu
     if not isinstance(end, int):
         raise ValueError("the tokenizer has no end token (eos), and responses end with one; set it")
     if not apart:
-        whole = _without_end(prompt + response, str(tokenizer.eos_token))
-        return [*encoder.encode_prompt(whole), end], 0
+        return _ended(encoder.encode_prompt(_without_end(prompt + response, tokenizer)), end, encoder), 0
     before = encoder.encode_prompt(prompt)
-    return [*before, *encoder.encode(response), end], len(before)
+    return [*before, *_ended(encoder.encode(response), end, encoder)], len(before)
+
+
+def _ended(ids: list[int], end: int, encoder: TextEncoder) -> list[int]:
+    """Return `ids` with an end token; the one that ends a turn is one."""
+    return ids if ids and ids[-1] in encoder.end_ids else [*ids, end]

@@ -182,6 +182,22 @@ def encode_demonstrations(
     return SupervisedData(batch=batch, kept=len(kept), dropped=dropped, cut=cut)
 
 
+def check_demonstrations(
+    rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, form: DemonstrationFormat
+) -> None:
+    """Check that each row can be written out and encoded with tokens that the model has.
+
+    Raises:
+        ValueError: one cannot. It names the row.
+    """
+    encoder = TextEncoder(tokenizer)
+    for number, row in enumerate(rows):
+        try:
+            _encode(row, encoder, form)
+        except ValueError as error:
+            raise ValueError(f"row {number}: {error}") from error
+
+
 def _encode(row: Mapping[str, Any], encoder: TextEncoder, form: DemonstrationFormat) -> _Example:
     if "text" in row:
         tokens = encoder.encode_prompt(row["text"])
@@ -208,14 +224,14 @@ def _encode_pair(row: Mapping[str, Any], encoder: TextEncoder, input_template: s
     response_ids = encoder.encode(row["response"])
     while response_ids and response_ids[-1] == tokenizer.eos_token_id:
         response_ids.pop()
-    response_ids.append(_eos(tokenizer))
+    if not response_ids or response_ids[-1] not in encoder.end_ids:
+        response_ids.append(_eos(tokenizer))
     return _Example(prompt_ids + response_ids, [False] * len(prompt_ids) + [True] * len(response_ids))
 
 
 def _encode_messages(messages: list[dict[str, Any]], encoder: TextEncoder, learnt_turns: Sequence[int]) -> _Example:
     """Render the conversation turn by turn, so that the tokens of each turn that is learnt are known exactly."""
     tokenizer = encoder.tokenizer
-    eos = _eos(tokenizer)
     tokens: list[int] = []
     mask: list[bool] = []
     done = ""
@@ -233,15 +249,16 @@ def _encode_messages(messages: list[dict[str, Any]], encoder: TextEncoder, learn
         if not opened and before == response[:1]:
             # Nothing stands before an assistant's first turn but the BOS, which the template writes as well.
             response = response[1:]
-        learnt = response.index(eos) + 1 if eos in response else len(response)
+        # The end of a turn may be another token than the tokenizer's end token.
+        learnt = next((place + 1 for place, token in enumerate(response) if token in encoder.end_ids), len(response))
         tokens += before + response
         mask += [False] * len(before) + [True] * learnt + [False] * (len(response) - learnt)
         done = closed
     if True in mask:
         end = len(mask) - mask[::-1].index(True)
         tokens, mask = tokens[:end], mask[:end]
-        if tokens[-1] != eos:
-            tokens, mask = [*tokens, eos], [*mask, True]
+        if tokens[-1] not in encoder.end_ids:
+            tokens, mask = [*tokens, _eos(tokenizer)], [*mask, True]
     return _Example(tokens, mask)
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from components.data.model_tokens import check_ids, check_template, end_ids, limit_rows
+from components.data.tokenizer_trial import try_tokenizer
 from components.hub import first_line
 
 if TYPE_CHECKING:
@@ -13,9 +16,16 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(
-    path: str | Path, *, chat_template: str | None = None, pad_token: str | None = None, pad_with_end: bool = False
+    path: str | Path,
+    *,
+    chat_template: str | None = None,
+    pad_token: str | None = None,
+    pad_with_end: bool = False,
+    model_path: str | Path | None = None,
 ) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer and see that it can be trained with: it has an end token and one for padding.
+    """Load a model's tokenizer and check that it can be trained with: it has an end token and one for padding.
+
+    Tokens that the model has no embedding for are an error wherever a text is encoded with them, see `TextEncoder`.
 
     Args:
         path: a folder or a name on the hub, as `from_pretrained` takes it.
@@ -23,7 +33,13 @@ def load_tokenizer(
         pad_token: a token of the vocabulary; None keeps the tokenizer's own. None is ever added, as the model would
             have no embedding for it.
         pad_with_end: where there is none for padding, the end token is that too; otherwise it is an error.
+        model_path: the model that reads its tokens. Default: the one at `path`.
+
+    Raises:
+        ValueError: there is none, or it cannot be trained with; the message says what to set.
     """
+    template = None if chat_template is None else _template_text(chat_template)
+    try_tokenizer(path, template)
     from transformers import AutoTokenizer
 
     try:
@@ -53,7 +69,8 @@ def load_tokenizer(
             f"pad_token={tokenizer.eos_token!r}"
         )
     if chat_template is not None:
-        tokenizer.chat_template = _read_template(chat_template)
+        tokenizer.chat_template = read_template(chat_template)
+    limit_rows(tokenizer, model_path or path)
     return tokenizer
 
 
@@ -63,7 +80,11 @@ def same_vocabulary(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> b
 
 
 class TextEncoder:
-    """Turns text into token ids, and refuses characters that a character tokenizer would silently lose."""
+    """Turns text into token ids.
+
+    It refuses characters that a character tokenizer would silently lose, and tokens that the model of a tokenizer from
+    `load_tokenizer` has no embedding for.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -73,10 +94,17 @@ class TextEncoder:
         self._bos = [] if tokenizer.bos_token_id is None else [cast(int, tokenizer.bos_token_id)]
         self._adds_bos = self._find_adds_bos()
 
+    @cached_property
+    def end_ids(self) -> list[int]:
+        """Tokens that end a response: the tokenizer's end token first, see `end_ids` of model_tokens.py."""
+        return end_ids(self.tokenizer)
+
     def encode(self, text: str) -> list[int]:
         """Give the ids of `text`, nothing added; special tokens written in the text count as such."""
         self._check_alphabet(text)
-        return self._tokenize([text])[0]
+        ids = self._tokenize([text])[0]
+        check_ids(ids, self.tokenizer, f"the text {text!r:.200}")
+        return ids
 
     def encode_prompt(self, text: str) -> list[int]:
         """Give the ids of a text that begins a sequence: with one BOS if this tokenizer uses one, and no end token.
@@ -101,6 +129,7 @@ class TextEncoder:
 
     def _with_bos(self, text: str, ids: list[int]) -> list[int]:
         self._check_alphabet(text)
+        check_ids(ids, self.tokenizer, f"the text {text!r:.200}")
         if self._bos and ids[:2] == self._bos * 2:
             raise ValueError(
                 f"the prompt {text!r:.200} begins with two {self.tokenizer.bos_token!r}, written by its text or by its "
@@ -185,6 +214,7 @@ def _templated(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBas
             f"the chat template refuses the messages {messages!r:.200} ({first_line(error)}); mend the one or the other"
         ) from error
     assert isinstance(text, str)
+    check_template(tokenizer)
     return text
 
 
@@ -226,10 +256,25 @@ def pad_apart_from_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return spare[0]
 
 
-def _read_template(chat_template: str) -> str:
+def read_template(chat_template: str) -> str:
+    """Return the Jinja text of a chat template, given as such or as the name of a file.
+
+    Raises:
+        ValueError: it is neither, or no valid Jinja.
+    """
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    chat_template = _template_text(chat_template)
+    try:
+        # Of no conversation at all: it is compiled, with the tags that chat templates have of their own, and not run.
+        render_jinja_template([], chat_template=chat_template)
+    except TemplateSyntaxError as error:
+        raise ValueError(f"chat_template is no valid Jinja: line {error.lineno}: {error.message}; mend it") from error
+    return chat_template
+
+
+def _template_text(chat_template: str) -> str:
     # Jinja without a tag would be the same prompt for everybody: it is the name of a file.
     if not any(tag in chat_template for tag in ("{{", "{%")):
         file = Path(chat_template).expanduser()
@@ -240,11 +285,6 @@ def _read_template(chat_template: str) -> str:
                 f"chat_template={chat_template!r} is neither Jinja text nor a file that can be read "
                 f"({first_line(error)}); set it to one of them"
             ) from error
-    try:
-        # Of no conversation at all: it is compiled, with the tags that chat templates have of their own, and not run.
-        render_jinja_template([], chat_template=chat_template)
-    except TemplateSyntaxError as error:
-        raise ValueError(f"chat_template is no valid Jinja: line {error.lineno}: {error.message}; mend it") from error
     return chat_template
 
 

@@ -32,6 +32,7 @@ from transformers import (
 from components.batch import Batch
 from components.engines.context import Context, context_of
 from components.engines.empty_model import empty_model, model_folder, small_copy
+from components.engines.end_tokens import use_end_tokens
 from components.engines.head_logprobs import has_plain_head, logprobs_for_logits, mark_plain_head, plain_head
 from components.engines.logprobs import label_logprobs
 from components.engines.packing import packed_inputs, packs, use_packing
@@ -85,6 +86,7 @@ def load_policy(
     """
     model, probe = _open(AutoModelForCausalLM, path, dtype, attn_implementation, empty)
     keep_freed_memory(model)
+    use_end_tokens(model, path)
     own: Any = probe.config._attn_implementation
     # Flash attention is for GPUs, and the model is not on one yet.
     probe.set_attn_implementation("eager")

@@ -76,12 +76,17 @@ def _by_two_products(
     scaling: float | None,
 ) -> Tensor:
     rows, key_heads, group, size = query_RKGD.shape
+    # In float32, as torch's own attention: rounded to bfloat16 after each of these operations, scores and weights
+    # would be several times as far from the exact ones. For float32 nothing is copied.
+    dtype = query_RKGD.dtype
+    query_RKGD, key_RKCD, value_RKCD = query_RKGD.float(), key_RKCD.float(), value_RKCD.float()
     scaled = query_RKGD * (size**-0.5 if scaling is None else scaling)
     score = torch.bmm(scaled.flatten(0, 1), key_RKCD.flatten(0, 1).transpose(1, 2))
     score[..., positions:] = -torch.inf
     if mask_R1xS is not None:
         score.view(rows, key_heads, group, -1)[..., :positions].masked_fill_(~mask_R1xS, -torch.inf)
-    return torch.bmm(score.softmax(-1), value_RKCD.flatten(0, 1)).view(rows, key_heads, group, -1)
+    output = torch.bmm(score.softmax(-1), value_RKCD.flatten(0, 1))
+    return output.view(rows, key_heads, group, -1).to(dtype)
 
 
 def _whole_capacity(x_RKSD: Tensor) -> Tensor | None:

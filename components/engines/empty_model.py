@@ -47,7 +47,7 @@ def empty_model(kind: Any, path: str | Path, dtype: torch.dtype, attention: str 
     _make_buffers(model, files)
     model.weight_files = files
     if model.can_generate():
-        model.generation_config = _generation_config(path)
+        model.generation_config = generation_config(path)
     return model.eval()
 
 
@@ -113,7 +113,8 @@ def _make_buffers(model: PreTrainedModel, files: WeightFiles) -> None:
     model.initialize_weights()
 
 
-def _generation_config(path: str | Path) -> Any:
+def generation_config(path: str | Path) -> Any:
+    """Return the generation_config.json of a model, or what its config.json has in place of one."""
     from transformers import GenerationConfig
 
     try:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from components.engines.causal import ValueModel
+from components.engines.model_settings import save_settings
 from components.engines.tensor_file import TensorFile
 
 if TYPE_CHECKING:
@@ -52,9 +53,7 @@ def save_model(
     config = copy.deepcopy(policy.config)
     config.architectures = [type(policy).__name__.removeprefix("FSDP")]
     config.dtype = dtype
-    config.save_pretrained(folder)
-    if policy.can_generate():
-        policy.generation_config.save_pretrained(folder)
+    save_settings(folder, config, policy.generation_config if policy.can_generate() else None)
     older = _OlderNames(policy, tensors)
     _write(folder, older.tensors, older.undone(weights), file_bytes)
 

@@ -83,7 +83,7 @@ class HFRolloutEngine(RolloutEngine):
     def __init__(self, model_path: str | Path, config: HFRolloutConfig | None = None) -> None:
         """
         Args:
-            model_path: folder or hub name of a causal model; its generation_config names the end tokens.
+            model_path: folder or hub name of a causal model; for the tokens that end a response see end_tokens.py.
             config: of this engine.
         """
         super().__init__()

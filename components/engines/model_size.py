@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from components.data.tasks import get_task
+from components.engines.tensor_header import SINGLE, index_of, read_header
+from components.hub import cached_folder, check_sizes
 
 TASK_MODEL: dict[str, Any] = {
     "model_type": "qwen2",
@@ -126,8 +128,9 @@ def model_size(path: str) -> ModelSize | None:
         return size_of(TASK_MODEL | {"vocab_size": found.vocabulary or len(found.alphabet) + 3})
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        folder = _cached(path)
+        folder = cached_folder(path)
     try:
+        check_sizes(folder / "config.json")
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         config = config.get("text_config", config)
         stored = _stored(folder)
@@ -202,29 +205,15 @@ def _stored(folder: Path) -> tuple[int, int] | None:
     """Parameters in the weight files of a folder, and those of its output layer, from their headers; None without such
     files, or where one of them is missing.
     """
-    index = folder / "model.safetensors.index.json"
-    names = {"model.safetensors"}
-    if index.is_file():
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    index = index_of(folder)
     count = head = 0
-    for name in names:
+    for name in {SINGLE} if index is None else set(index.values()):
         if not (folder / name).is_file():
             return None
         with (folder / name).open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        for tensor, entry in header.items():
-            numbers = 0 if tensor == "__metadata__" else math.prod(entry["shape"])
+            _, entries = read_header(file.fileno())
+        for tensor, entry in entries.items():
+            numbers = math.prod(entry["shape"])
             count += numbers
             head += numbers if tensor == "lm_head.weight" else 0
     return count, head
-
-
-def _cached(name: str) -> Path:
-    """Where the hub's library keeps the newest model of this name that it has; it may not be there."""
-    from huggingface_hub import try_to_load_from_cache
-
-    try:
-        found = try_to_load_from_cache(name, "config.json")
-    except ValueError:
-        found = None
-    return Path(found).parent if isinstance(found, str) else Path(name)

@@ -38,7 +38,7 @@ def open_rollout_engine(model_path: str | Path, config: RolloutConfig) -> Rollou
     """The engine that `config` is of, with the weights at `model_path`.
 
     Args:
-        model_path: folder or hub name of a causal model; its generation_config names the end tokens.
+        model_path: folder or hub name of a causal model; for the tokens that end a response see end_tokens.py.
         config: of the engine.
     """
     if isinstance(config, HFRolloutConfig):
@@ -53,7 +53,7 @@ async def open_async_engine(model_path: str | Path, config: RolloutConfig) -> As
     """The engine that `config` is of, with the weights at `model_path`, for the loop that this runs in.
 
     Args:
-        model_path: folder or hub name of a causal model; its generation_config names the end tokens.
+        model_path: folder or hub name of a causal model; for the tokens that end a response see end_tokens.py.
         config: of the engine.
     """
     if isinstance(config, VLLMRolloutConfig):

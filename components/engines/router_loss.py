@@ -64,9 +64,24 @@ class Routers:
         rows = logits[0].shape[0]
         counted_R = torch.ones(rows, device=logits[0].device)
         if not packed:
-            column_T = torch.arange(rows // len(micro), device=logits[0].device)
-            counted_R = (column_T < micro.lengths.to(column_T.device).unsqueeze(1)).flatten().float()
+            width = rows // len(micro)
+            column_T = torch.arange(width, device=logits[0].device)
+            # A policy does not read the last token of the longest sequence. That of a shorter one lies inside the
+            # padded rectangle; it is not counted either, or packing would change the loss.
+            unread = int(micro.lengths.max()) - width
+            read_B = (micro.lengths.to(column_T.device) - unread).clamp(min=0)
+            counted_R = (column_T < read_B.unsqueeze(1)).flatten().float()
         return load_balancing_loss(logits, counted_R, self._top_k)
+
+
+def row_share(micro: Batch, minibatch: Batch) -> float:
+    """Return the share of an optimizer step's routed rows that a micro-batch has.
+
+    All sequences count, also those without a token to learn: they are routed like the others. Each counts by the
+    tokens that something is predicted from, as transformers weighs them in one batch.
+    """
+    rows = minibatch.num_tokens - len(minibatch)
+    return (micro.num_tokens - len(micro)) / max(1, rows)
 
 
 def load_balancing_loss(logits: Sequence[Tensor], counted_R: Tensor, top_k: int) -> Tensor:
@@ -86,5 +101,6 @@ def load_balancing_loss(logits: Sequence[Tensor], counted_R: Tensor, top_k: int)
         chosen_RK = probability_RE.topk(top_k, dim=-1).indices
         assigned_E = assigned_E.index_add(0, chosen_RK.flatten(), counted_R.repeat_interleave(top_k))
         probability_E = probability_E + (probability_RE.float() * counted_R.unsqueeze(-1)).sum(0)
-    rows = counted_R.sum() * len(logits)
+    # Sequences of one token have no counted row; the loss is 0 then.
+    rows = (counted_R.sum() * len(logits)).clamp(min=1)
     return experts * (assigned_E / rows * probability_E / rows).sum()

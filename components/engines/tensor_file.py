@@ -18,6 +18,7 @@ from safetensors.torch import _TYPES as _DTYPES
 from torch import Tensor
 
 from components.engines.blocks import Block
+from components.engines.tensor_header import check_data, read_header
 
 _TYPES = {dtype: name for name, dtype in _DTYPES.items()}
 
@@ -39,19 +40,13 @@ class TensorReader:
             raise
 
     def _read_header(self, size: int) -> dict[str, tuple[torch.Size, torch.dtype, int]]:
-        length = int.from_bytes(os.pread(self._file, 8, 0), "little")
-        if length > size - 8:
-            raise ValueError(f"its header has {length} bytes, and the file {size}")
-        entries: dict[str, Any] = json.loads(os.pread(self._file, length, 8))
-        entries.pop("__metadata__", None)
-        ends = [entry["data_offsets"][1] for entry in entries.values()]
-        if size != 8 + length + max(ends, default=0):
-            raise ValueError(f"its header describes {8 + length + max(ends, default=0)} bytes, and the file has {size}")
+        start, entries = read_header(self._file)
+        check_data(entries, start, size)
         unknown = sorted({entry["dtype"] for entry in entries.values()} - set(_DTYPES))
         if unknown:
             raise ValueError(f"it has numbers of the type {unknown[0]}")
         return {
-            name: (torch.Size(entry["shape"]), _DTYPES[entry["dtype"]], 8 + length + entry["data_offsets"][0])
+            name: (torch.Size(entry["shape"]), _DTYPES[entry["dtype"]], start + entry["data_offsets"][0])
             for name, entry in entries.items()
         }
 

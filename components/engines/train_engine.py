@@ -33,7 +33,7 @@ from components.engines.mesh import Axes
 from components.engines.packing import packs
 from components.engines.passes import evaluate_together
 from components.engines.precision import compute_in
-from components.engines.router_loss import Routers
+from components.engines.router_loss import Routers, row_share
 from components.engines.shared_prompts import (
     runs_of,
     saved_by,
@@ -250,7 +250,8 @@ class TrainEngine(ABC):
             index = own[i] if i < len(own) else _shortest(minibatch, group_size)
             counts = 1.0 if i < len(own) else 0.0
             self._begin_pass(is_last=i == forwards - 1)
-            output = self._loss(loss_fn, minibatch.select(index).to(self.device), totals)
+            micro = minibatch.select(index)
+            output = self._loss(loss_fn, micro.to(self.device), totals, row_share(micro, minibatch))
             # Gradients are averaged over ranks, and the loss is already divided by the total of all ranks.
             self._backward(output.loss * (self.axes.shards.size() * counts))
             beat()
@@ -267,18 +268,18 @@ class TrainEngine(ABC):
             self.average.update(self._state().master_weights())
         return metrics | {"grad_norm": grad_norm, "learning_rate": learning_rate} | self._gpu_metrics(minibatch, began)
 
-    def _loss(self, loss_fn: LossFunction, micro: Batch, totals: Totals) -> LossOutput:
-        """What is minimised on a micro-batch; of a mixture of experts the load-balancing loss too, by its share of the
-        step's sequences.
+    def _loss(self, loss_fn: LossFunction, micro: Batch, totals: Totals, share: float) -> LossOutput:
+        """Compute the loss of a micro-batch; of a mixture of experts also the load-balancing loss, weighted by the
+        micro-batch's `share` of the rows that the step routes.
         """
         coefficient = self.config.router_aux_loss_coef
         if not coefficient or not self.routers:
             return loss_fn(self._trained, micro, totals)
         with self.routers.watched() as logits:
             output = loss_fn(self._trained, micro, totals)
-        share = self.routers.loss(logits, micro, packs(self.model)) * (len(micro) / totals.sequences)
-        metrics = output.metrics | {"router_aux_loss": share.detach()}
-        return LossOutput(output.loss + coefficient * share, metrics)
+        balance = self.routers.loss(logits, micro, packs(self.model)) * share
+        metrics = output.metrics | {"router_aux_loss": balance.detach()}
+        return LossOutput(output.loss + coefficient * balance, metrics)
 
     def _gpu_metrics(self, minibatch: Batch, began: float) -> dict[str, float]:
         """On GPUs the most that tensors have taken so far on any of them, and torch for them, in GB; and of the step

@@ -15,6 +15,7 @@ from typing import Any
 
 from components.engines.async_engine import AsyncEngine, Generation, Piece, Request
 from components.engines.config import SamplingConfig, VLLMRolloutConfig
+from components.engines.end_tokens import end_tokens_of
 from components.engines.sampling import request_seeds
 from components.engines.vllm_adapters import adapter_request, arrived, no_change
 from components.engines.vllm_options import (
@@ -87,6 +88,7 @@ class AsyncVLLMEngine(AsyncEngine):
         self.config = config
         self.positions = positions_of(model_path, config)
         self._model_path = model_path
+        self._end_tokens = end_tokens_of(model_path)
         self._llm: Any = llm
         self._ids = itertools.count()
         self._awake: set[str] = set()
@@ -98,7 +100,7 @@ class AsyncVLLMEngine(AsyncEngine):
         """Start an engine.
 
         Args:
-            model_path: folder or hub name of a causal model; its generation_config names the end tokens.
+            model_path: folder or hub name of a causal model; for the tokens that end a response see end_tokens.py.
             config: of this engine; it always has a process of its own.
         """
         config = config or VLLMRolloutConfig()
@@ -126,7 +128,7 @@ class AsyncVLLMEngine(AsyncEngine):
         from vllm.sampling_params import RequestOutputKind
 
         seed = int(request_seeds(sampling.seed, sampling.step, prompt_id, sample_id, len(tokens))[0])
-        parameters = sampling_parameters(sampling, seed, sampling.max_new_tokens)
+        parameters = sampling_parameters(sampling, seed, sampling.max_new_tokens, self._end_tokens)
         parameters.output_kind = RequestOutputKind.DELTA
         request_id = f"request-{next(self._ids)}"
         prompt = {"prompt_token_ids": list(tokens)}

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from components.batch import Batch
 from components.engines.config import SamplingConfig, VLLMRolloutConfig
+from components.engines.end_tokens import end_tokens_of
 from components.engines.rollout_engine import Completions, RolloutEngine
 from components.engines.vllm_adapters import adapter_request, arrived, no_change
 from components.engines.vllm_options import (
@@ -43,13 +44,14 @@ class VLLMRolloutEngine(RolloutEngine):
     def __init__(self, model_path: str | Path, config: VLLMRolloutConfig | None = None) -> None:
         """
         Args:
-            model_path: folder or hub name of a causal model; its generation_config names the end tokens.
+            model_path: folder or hub name of a causal model; for the tokens that end a response see end_tokens.py.
             config: of this engine.
         """
         super().__init__()
         self.config = config or VLLMRolloutConfig()
         self.positions = positions_of(model_path, self.config)
         self._model_path = model_path
+        self._end_tokens = end_tokens_of(model_path)
         self._awake: set[str] = set()
         prepare_process(self.config, in_process=not self.config.own_process)
         set_num_threads, dtype = torch.set_num_threads, torch.get_default_dtype()
@@ -70,7 +72,8 @@ class VLLMRolloutEngine(RolloutEngine):
     def _complete(self, prompts: Batch, sampling: SamplingConfig) -> Completions:
         outputs: list[Any] = []
         if len(prompts):
-            outputs = self._llm.generate(*requests(prompts, sampling), use_tqdm=False, lora_request=self._adapters)
+            rows, parameters = requests(prompts, sampling, self._end_tokens)
+            outputs = self._llm.generate(rows, parameters, use_tqdm=False, lora_request=self._adapters)
         return completions([output.outputs[0] for output in outputs], sampling.max_new_tokens)
 
     def _beat_at_each_step(self) -> None:

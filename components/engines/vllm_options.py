@@ -15,7 +15,7 @@ import math
 import os
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -221,13 +221,16 @@ def same_digests(parts: list[dict[str, str]]) -> dict[str, str]:
     return {name: found if all(part.get(name) == found for part in parts) else "" for name, found in parts[0].items()}
 
 
-def sampling_parameters(sampling: SamplingConfig, seed: int | None, max_tokens: int) -> Any:
+def sampling_parameters(
+    sampling: SamplingConfig, seed: int | None, max_tokens: int, end_tokens: Sequence[int] = ()
+) -> Any:
     """VLLM's `SamplingParams` of one request.
 
     Args:
         sampling: how to draw.
         seed: of this request; greedy ones need none.
         max_tokens: of this request.
+        end_tokens: that end it, beside those that vLLM finds in the model's generation_config.json.
     """
     from vllm import SamplingParams
 
@@ -237,19 +240,23 @@ def sampling_parameters(sampling: SamplingConfig, seed: int | None, max_tokens: 
         top_k=sampling.top_k if sampling.temperature else 0,
         seed=seed if sampling.temperature else None,
         max_tokens=max_tokens,
+        stop_token_ids=list(end_tokens),
         logprobs=0,
         detokenize=False,
     )
 
 
-def requests(prompts: Batch, sampling: SamplingConfig) -> tuple[list[Any], list[Any]]:
-    """Prompts as vLLM takes them, and how each is continued."""
+def requests(prompts: Batch, sampling: SamplingConfig, end_tokens: Sequence[int] = ()) -> tuple[list[Any], list[Any]]:
+    """Prompts as vLLM takes them, and how each is continued; see `sampling_parameters` for `end_tokens`."""
     seeds = request_seeds(
         sampling.seed, sampling.step, prompts["prompt_id"], prompts["sample_id"], position_B=prompts.lengths
     )
     rows = [{"prompt_token_ids": tokens} for tokens in prompts.lists("tokens")]
     limit_B = limits(prompts, sampling).tolist()
-    return rows, [sampling_parameters(sampling, int(seed), limit) for seed, limit in zip(seeds, limit_B, strict=True)]
+    parameters = [
+        sampling_parameters(sampling, int(seed), limit, end_tokens) for seed, limit in zip(seeds, limit_B, strict=True)
+    ]
+    return rows, parameters
 
 
 def drawn_logprobs(output: Any) -> list[float]:

@@ -9,7 +9,6 @@ a layer are: transformers' rules of conversion are asked, for one parameter at a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from copy import deepcopy
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from components.engines.blocks import Block, local_part, own_block
 from components.engines.tensor_file import TensorReader
+from components.engines.tensor_header import SINGLE, index_of
 from components.heartbeat import beat
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 READ_BYTES = 64 * 2**20
 """What is read at a time on its way into a parameter, in float32; a single row may be more."""
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class ReadWhole(Exception):
@@ -252,12 +251,13 @@ def _chunks(tensor: Tensor) -> Iterator[tuple[int, int]]:
 
 def _files(folder: Path) -> dict[str, str]:
     """In which file of the folder each tensor is."""
-    if (folder / _INDEX).is_file():
-        return json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-    if not (folder / _SINGLE).is_file():
+    index = index_of(folder)
+    if index is not None:
+        return index
+    if not (folder / SINGLE).is_file():
         raise ReadWhole(f"{folder} has no safetensors files")
     try:
-        with TensorReader(folder / _SINGLE) as reader:
-            return dict.fromkeys(reader, _SINGLE)
+        with TensorReader(folder / SINGLE) as reader:
+            return dict.fromkeys(reader, SINGLE)
     except ValueError as error:
-        raise ReadWhole(f"{folder / _SINGLE}: {error}") from error
+        raise ReadWhole(f"{folder / SINGLE}: {error}") from error

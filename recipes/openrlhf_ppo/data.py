@@ -5,7 +5,7 @@ of the user's own has to be looked at.
 from components.data.rewards import check_reward
 from components.data.scorers import get_scorer, scorer_names
 from components.hub import find_model
-from training.inputs import check_model, check_reward_model
+from training.inputs import check_reader, check_reward_model
 from training.warm_start import WARM_START_PREFIX
 
 from .config import PPOConfig
@@ -23,7 +23,7 @@ def check_models(config: PPOConfig) -> None:
         if own.normalize and not path.startswith(WARM_START_PREFIX):
             _check_statistics(path)
     if config.needs_critic and config.critic.path:
-        check_model(config.critic.path, "critic.path")
+        check_reader(config.critic.path, "critic.path", config.model)
     if heldout_source is not None:
         check_reward(heldout_source)
     if heldout_source in scorer_names() and config.evaluation.path is not None:

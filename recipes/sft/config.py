@@ -17,6 +17,8 @@ from training.schema import tried
 from training.supervised_options import ExampleOptions, Rows, SupervisedOptions
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from components.data.supervised import DemonstrationFormat
 
 NEW = "new:"
@@ -82,3 +84,9 @@ class SFTConfig(SupervisedOptions):
 
         form = self.data.form(source)
         return load_demonstrations(source, form, split=split, max_rows=max_rows, seed=self.seed, note=note)
+
+    def check_examples(self, rows: Rows, source: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        """See `SupervisedOptions.check_examples`."""
+        from components.data.supervised import check_demonstrations
+
+        check_demonstrations(rows, tokenizer, self.data.form(source))

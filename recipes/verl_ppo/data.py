@@ -2,7 +2,7 @@
 looked at.
 """
 
-from training.inputs import check_encoding, check_model, check_reward_model
+from training.inputs import check_encoding, check_heldout, check_model, check_reader, check_reward_model
 from training.schema import ConfigError
 
 from .config import VerlPPOConfig
@@ -19,13 +19,15 @@ def check_inputs(config: VerlPPOConfig, notes: list[str]) -> int:
     try:
         check_model(config.model.path)
         if config.needs_critic and config.critic.path:
-            check_model(config.critic.path, "critic.path")
+            check_reader(config.critic.path, "critic.path", config.model)
         if config.reward.model_path:
             check_reward_model(config.reward.model_path, "reward.model_path", config.model)
         rows = config.rows(notes=notes)
-        check_rewards(config, rows, config.rows(heldout=True, notes=notes))
+        heldout = config.rows(heldout=True, notes=notes)
+        check_rewards(config, rows, heldout)
         most = None if config.agent.func_path else config.rollout.max_new_tokens
         too_long = check_encoding(config.model, config.data, rows, config.seed, most)
+        check_heldout(config.model, config.data, heldout, config.seed, most)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return len(rows) - too_long

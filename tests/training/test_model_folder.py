@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from components.data.tasks import get_task
 from components.data.tiny_model import task_tokenizer, tiny_model
+from components.engines.end_tokens import end_tokens_of
 from tests.messages import says
 from training.model_folder import model_view
 from training.options import ModelOptions
@@ -50,6 +51,15 @@ def test_a_tokenizer_of_another_folder_is_the_one_that_is_loaded(model: Path, tm
     prepared = options.prepared(tmp_path)
     for found in (options.tokenizer(), prepared.tokenizer(), AutoTokenizer.from_pretrained(prepared.path)):
         assert found.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+
+
+def test_a_chat_template_of_the_user_is_in_the_folder_that_engines_load(model: Path, tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m['content'] }}<pad>{% endfor %}"
+    prepared = ModelOptions(path=str(model), chat_template=template).prepared(tmp_path)
+    assert AutoTokenizer.from_pretrained(prepared.path).chat_template == template
+    assert AutoTokenizer.from_pretrained(model).chat_template != template
+    assert end_tokens_of(prepared.path) == [0, 2]  # <pad> ends a turn here, beside the model's own <eos>
+    assert end_tokens_of(model) == [2]
 
 
 def test_a_setting_that_the_model_does_not_have_is_named(model: Path, tmp_path: Path) -> None:

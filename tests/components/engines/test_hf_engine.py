@@ -240,6 +240,20 @@ def test_attention_over_grouped_heads_equals_attention_over_repeated_ones(layout
         torch.testing.assert_close(grouped, repeated)
 
 
+def test_decoding_in_bfloat16_is_no_further_from_exact_attention_than_torchs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(64, 4, 1, 32, generator=generator).bfloat16()
+    key, value = torch.randn(2, 64, 2, 256, 32, generator=generator).bfloat16()[..., :200, :]
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2  # pyright: ignore[reportArgumentType]
+    exact, _ = sdpa_attention_forward(module, query.double(), key.double(), value.double(), None, scaling=0.3)
+    grouped, _ = _grouped_decoding(module, query, key, value, None, scaling=0.3)
+    torchs, _ = sdpa_attention_forward(module, query, key, value, None, scaling=0.3)
+    assert grouped.dtype == torch.bfloat16
+    error, torch_error = ((x.double() - exact).abs().mean() for x in (grouped, torchs))
+    assert 0 < error <= torch_error
+
+
 def test_decoding_by_two_products_draws_what_torchs_attention_draws(
     untied_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

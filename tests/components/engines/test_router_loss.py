@@ -10,7 +10,10 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from components.batch import Batch
 from components.engines.causal import load_policy, load_value_model, state_values, token_logprobs
-from components.engines.router_loss import Routers, load_balancing_loss
+from components.engines.config import TrainConfig
+from components.engines.opening import open_engine
+from components.engines.router_loss import Routers, load_balancing_loss, row_share
+from components.rl.aggregation import LossOutput, Totals
 
 SIZES: dict[str, Any] = {
     "vocab_size": 20,
@@ -68,8 +71,8 @@ def test_padding_is_not_counted(experts: Path, packed: bool) -> None:
     routers, batch = Routers(model), Batch.from_rows({"tokens": ROWS})
     with routers.watched() as logits:
         token_logprobs(model, batch)
-    # Nothing is predicted from a sequence's last token. With padding only the longest is spared it.
-    read = [row[:-1] for row in ROWS] if packed else [ROWS[0][:-1], *ROWS[1:]]
+    # Nothing is predicted from a sequence's last token, which is not counted in either layout.
+    read = [row[:-1] for row in ROWS]
     assert len(logits) == 2
     assert float(routers.loss(logits, batch, packed).detach()) == pytest.approx(expected(experts, read), rel=1e-5)
 
@@ -92,6 +95,37 @@ def test_a_value_model_has_its_routers_too_and_a_step_along_the_gradient_balance
         state_values(model, batch)
     # The same tokens go to the same experts after so small a step, whose probabilities are lower.
     assert routers.loss(logits, batch, packed=False) < loss
+
+
+def test_micro_batches_share_a_step_by_their_routed_rows() -> None:
+    # 4, 1 and 2 tokens predict another one.
+    minibatch = Batch.from_rows({"tokens": ROWS})
+    assert row_share(minibatch, minibatch) == 1
+    assert row_share(minibatch.select(torch.tensor([0])), minibatch) == pytest.approx(4 / 7)
+    assert row_share(minibatch.select(torch.tensor([1, 2])), minibatch) == pytest.approx(3 / 7)
+    alone = Batch.from_rows({"tokens": [[3], [4]]})
+    assert row_share(alone, alone) == 0
+    assert float(load_balancing_loss([torch.zeros(2, 3)], torch.zeros(2), 1)) == 0
+
+
+@pytest.mark.parametrize("max_tokens", [1000, 6])
+@pytest.mark.parametrize("packing", [False, True])
+def test_sequences_without_a_token_to_learn_count_as_they_do_in_transformers(
+    experts: Path, packing: bool, max_tokens: int
+) -> None:
+    # Two pairs of equal sequences, so that a micro-batch of one pair has the loss of both.
+    rows = [ROWS[0], ROWS[0], ROWS[0], ROWS[0]]
+    learnt = [[True] * 5, [True] * 5, [False] * 5, [False] * 5]
+    config = TrainConfig(max_tokens=max_tokens, learning_rate=1e-6, router_aux_loss_coef=0.1)
+    engine = open_engine(load_policy(experts, packing=packing), config)
+
+    def loss(model: torch.nn.Module, micro: Batch, totals: Totals) -> LossOutput:
+        return LossOutput(-(token_logprobs(model, micro).logprob_N * micro["loss_mask"]).sum() / totals.tokens)
+
+    value = expected(experts, [ROWS[0][:-1]])
+    for mask in (learnt, [[True] * 5] * 4):
+        minibatch = Batch.from_rows({"tokens": rows, "loss_mask": mask})
+        assert engine.train_step(minibatch, loss)["router_aux_loss"] == pytest.approx(value, rel=1e-4)
 
 
 def test_a_dense_model_has_none(tmp_path: Path) -> None:
