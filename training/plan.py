@@ -105,6 +105,8 @@ class Place:
     """Of each role on a machine; None: it is a GPU."""
     phases: Mapping[str, int] = field(default_factory=dict)
     """The most in each phase of a step."""
+    is_known: bool = True
+    """False where the size of a model in it is not known, so that it may hold more."""
 
     @property
     def verdict(self) -> str:
@@ -113,6 +115,8 @@ class Place:
             return "not known"
         if self.least > self.there:
             return "too much"
+        if not self.is_known:
+            return "not known"
         return "maybe too much" if self.most > self.there else "fits"
 
 
@@ -135,6 +139,8 @@ class Plan:
     notes: Sequence[str] = ()
     overlaps: bool = False
     """Roles work at the same time."""
+    absent: Mapping[str, str] = field(default_factory=dict)
+    """Models that this machine lacks, by option, with the reason."""
     capacity: Capacity | None = None
     """Default: what there is here."""
 
@@ -163,37 +169,34 @@ class Plan:
         return json.dumps(
             own
             | {"assumed": str(assumed() or "") or None, "nodes": node_lines(self.job, self.nodes)}
-            | {"verdicts": self.verdicts()}
+            | {"verdicts": self.verdicts(), "idle_nodes": max(self._idle_nodes(), 0), "absent": dict(self.absent)}
             | {"changed": self.changed, "memory": memory, "places": places, "arithmetic": self.steps},
             indent=2,
         )
 
-    def is_all(self, asked: Any, given: Collection[str]) -> bool:
-        """Print what `--print_config` or `--dry_run` ask for, and say whether one of them did. For a person there is on
-        stderr: with `--print_config` what should be known of these options; with `--dry_run`, and where a run cannot
-        fit, the table.
+    def print_config(self, asked: Any, given: Collection[str]) -> None:
+        """Print the configuration, and the notes on stderr.
 
         Args:
             asked: the configuration before anything was filled in.
             given: the options that the user has named.
+        """
+        print(printed(asked, given))
+        self._info(self.notes)
+
+    def check_and_show(self, always: bool = False) -> None:
+        """Check the memory. The table goes to stderr where a run cannot fit, or always.
 
         Raises:
             ValueError: as `check`.
         """
-        if asked.print_config:
-            print(printed(asked, given))
-            self._info(self.notes)
-            return True
-        if asked.dry_run:
-            print(self.json())
         try:
             self.check()
         except ValueError:
             self._info(self.lines())
             raise
-        if asked.dry_run:
+        if always:
             self._info(self.lines())
-        return asked.dry_run
 
     def _info(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -244,10 +247,23 @@ class Plan:
             "changed": self._changed(),
         }
         if not all(need.is_known for need in self.needs.values()):
-            parts["unknown"] = "? where the sizes of a model, or the memory of a GPU, are not known here"
+            parts["unknown"] = (
+                "? where the sizes of a model, or the memory of a GPU, are not known here; for a model a folder with "
+                "its config.json is enough"
+            )
         for name, text in parts.items():
             found += self._wrapped(name, text) if text else []
+        if (idle := self._idle_nodes()) > 0:
+            text = f"{idle} of {idle + self.job.node_num} machines: set placement.nodes={idle + self.job.node_num}"
+            found += self._wrapped("idle", f"{text} to use them all")
+        for option, why in self.absent.items():
+            found += self._wrapped("absent", f"{option}: {why}; a run needs it")
         return found + list(self.notes)
+
+    def _idle_nodes(self) -> int:
+        """Return the number of assumed machines that the run does not use."""
+        machines = assumed()
+        return (machines.nodes or 0) - self.job.node_num if machines else 0
 
     @property
     def _width(self) -> int:
@@ -323,6 +339,8 @@ class Plan:
         if place.there is None:
             return f"what it has is not known: set {self._to_say(place)}"
         found = f"it has {amount(place.there)}: {place.verdict}"
+        if place.verdict == "not known":
+            return f"{found}, as the size of a model is not"
         return found if place.verdict == "fits" else f"{found}, {self._remedy(place)}"
 
     def _to_say(self, place: Place) -> str:
@@ -354,6 +372,7 @@ class Plan:
                     most=base + max(phase.most for phase in found_phases),
                     there=self.there.device,
                     phases={phase.name: base + phase.most for phase in found_phases},
+                    is_known=all(need.is_known for need in needs),
                 )
             )
         machines: dict[tuple[int, int], list[int]] = {}
@@ -393,7 +412,10 @@ class Plan:
         # All roles load at the same time.
         now = {"start": most + loading, "work": most + working}
         shown = {name: count for name, count in now.items() if count > most} if loading else {}
-        return Place("", certain, sum(certain.values()), max(now.values()), self.there.machine, counts, shown)
+        sums, there = (sum(certain.values()), max(now.values())), self.there.machine
+        # A model of unknown size may be offloaded, asleep or loading here, also where it runs on a GPU.
+        is_known = all(self.needs[role].weights is not None for role in counts)
+        return Place("", certain, *sums, there, counts, shown, is_known)
 
     def _remedy(self, place: Place, role: str = "") -> str:
         """What to set, of the options of this recipe; with a role, so that it takes less in any case."""

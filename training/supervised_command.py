@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from training.config import CommandLine
 from training.inputs import check_model, check_vocabulary
 from training.launch import STOP_GRACE_S
 from training.plan import Plan, attention_notes, steps_text
+from training.schema import ConfigError
 from training.supervised_options import PairOptions, Rows, Source, SupervisedOptions
 from training.warm_start import WARM_START_PREFIX, resolve_model
 
@@ -77,11 +78,41 @@ class SupervisedCommand(Command[C]):
     def check(self, plan: Plan) -> None:
         """See that models and data can be there."""
         for option, path in plan.config.models.items():
-            check_model(path, option)
-        self.check_data(plan.config)
+            if option not in plan.absent:
+                check_model(path, option)
+        self.check_held_out(plan.config)
+        self.check_data(plan.config, plan.absent)
 
-    def check_data(self, config: C) -> None:
+    def models(self, config: C) -> dict[str, str]:
+        """See `Command.models`."""
+        return config.models
+
+    def check_held_out(self, config: C) -> None:
+        """See that the held-out examples leave some to train on.
+
+        Raises:
+            ValueError: they do not; the message begins with their option.
+        """
+        held = 0 if config.evaluation.path else config.evaluation.held_out
+        parts = [source for source in config.sources if source.option == "data.path"]
+        count = 0
+        for source in parts if held else []:
+            with naming(source.option, source.name):
+                count += len(config.load(source.name, source.split, min(held + 1, config.data.max_samples or held + 1)))
+            if count > held:
+                return
+        if held:
+            raise ConfigError(
+                f"evaluation.held_out={held} holds out all {count} {config.EXAMPLES} of data.path={config.data.path}; "
+                "lower it, or set evaluation.path to held-out data of its own"
+            )
+
+    def check_data(self, config: C, absent: Collection[str] = ()) -> None:
         """See that the first rows of each part of the data hold examples, and that the model knows its tokens.
+
+        Args:
+            config: of the run.
+            absent: options whose models this machine lacks; a plan is made without them.
 
         Raises:
             ValueError: they do not, or it does not.
@@ -89,7 +120,7 @@ class SupervisedCommand(Command[C]):
         for source in config.sources:
             self.first_rows(config, source)
         for option, path in config.models.items():
-            if not path.startswith(WARM_START_PREFIX):
+            if option not in absent and not path.startswith(WARM_START_PREFIX):
                 with naming(option, path):
                     check_vocabulary(config.tokenizer(path), config.model)
 
@@ -125,13 +156,15 @@ class SupervisedCommand(Command[C]):
 class PairCommand(SupervisedCommand[P]):
     """Of a recipe that learns from pairs."""
 
-    def check_data(self, config: P) -> None:
+    def check_data(self, config: P, absent: Collection[str] = ()) -> None:
         """See that the first rows hold pairs, as the tokenizer reads them, and that all models read the same tokens."""
         # Before a model is made that is to read them.
         rows = [(source, self.first_rows(config, source)) for source in config.sources]
         made_for = {f"{TASK_PREFIX}{path.removeprefix(WARM_START_PREFIX)}" for path in config.models.values()}
         if made_for == {source.name for source, _ in rows}:
             return  # the model is made for these very pairs, and a tokenizer takes seconds to import
+        if absent:
+            return  # without its models a plan knows no tokenizer
         from components.data.preferences import read_pairs
         from components.data.text import same_vocabulary
 

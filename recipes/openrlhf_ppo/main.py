@@ -74,10 +74,18 @@ class PPOCommand(PolicyCommand[PPOConfig]):
             Role.REWARD: together(Need(), *rewards),
         }
 
+    def models(self, config: PPOConfig) -> dict[str, str]:
+        """See `Command.models`."""
+        own = super().models(config)
+        if config.needs_critic and config.critic.path:
+            own["critic.path"] = config.critic.path
+        # Several reward models are one option.
+        return own | {f"reward_model.path[{i}]": path for i, path in enumerate(config.reward_model.paths)}
+
     def check(self, plan: Plan) -> None:
         """See `PolicyCommand.check`; critic and reward models too."""
         super().check(plan)
-        check_models(plan.config)
+        check_models(plan.config, plan.absent)
 
 
 COMMAND = PPOCommand(PPOConfig, Path(__file__).parent, build_job)
