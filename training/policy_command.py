@@ -14,9 +14,10 @@ from core.placement import detect_devices
 from training.adapter import as_text
 from training.command import Command
 from training.config import CommandLine
+from training.estimate import Estimate
 from training.inputs import check_prompts, resolved
 from training.launch import STOP_GRACE_S, threads_each
-from training.plan import Estimate, Plan, attention_notes, steps_text
+from training.plan import Plan, attention_notes, steps_text
 from training.rl_options import RLOptions
 from training.schema import ConfigError
 

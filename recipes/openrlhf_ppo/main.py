@@ -5,8 +5,9 @@ from pathlib import Path
 from components.engines.memory import Need, together
 from core import Job, RLJobBuilder, Role
 from core.placement import detect_devices
+from training.estimate import Estimate
 from training.launch import STOP_GRACE_S
-from training.plan import Estimate, Plan
+from training.plan import Plan
 from training.policy_command import PolicyCommand, frozen_role
 
 from .config import PPOConfig

@@ -7,8 +7,9 @@ from pathlib import Path
 from components.engines.memory import Need, together
 from core import Job, JobBuilder
 from core.placement import detect_devices
+from training.estimate import Estimate
 from training.launch import STOP_GRACE_S, threads_each
-from training.plan import Estimate, Plan
+from training.plan import Plan
 from training.policy_command import PolicyCommand
 from training.schema import ConfigError
 
