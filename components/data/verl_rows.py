@@ -15,6 +15,9 @@ from components.data.scorers import REASONING_GYM_PREFIX, TASK_PREFIX
 
 HELDOUT_ROWS = 2_048
 """Held-out prompts drawn from a task when the caller names no number."""
+SOURCE_KEY = "data_source"
+UNKNOWN_SOURCE = "unknown"
+"""Data source of a row without that field, as in verl's reward managers."""
 SINGLE_TURN = "single_turn_agent"
 """verl's name of the agent that answers in one turn."""
 OTHER_INPUTS = ("images", "videos", "audios")
@@ -24,7 +27,7 @@ def load_verl_rows(
     files: Sequence[str],
     *,
     prompt_key: str = "prompt",
-    source_key: str = "data_source",
+    source_key: str = SOURCE_KEY,
     needs_truth: bool = True,
     single_turn: bool = False,
     heldout: bool = False,
@@ -37,7 +40,7 @@ def load_verl_rows(
     Args:
         files: each is what `read_records` takes, `task:<name>` or `reasoning_gym:<task>`, whose data source is that.
         prompt_key: the field with the prompt.
-        source_key: the field that tells where a row is from.
+        source_key: the field that tells where a row is from; a row may lack the default one.
         needs_truth: a row without a ground truth is an error; else its label is "".
         single_turn: a row for an agent, or with tools, is an error.
         heldout: the rows are for evaluation: of a task those that are kept for it.
@@ -70,7 +73,7 @@ def _row_of(
 ) -> dict[str, Any]:
     found, reward = f"{where}: there is no field {{}}, only {', '.join(map(repr, record))}", record.get("reward_model")
     for option, key in (("prompt_key", prompt_key), ("reward_fn_key", source_key)):
-        if record.get(key) is None:
+        if record.get(key) is None and (key in record or key != SOURCE_KEY):
             raise ValueError(f"{found.format(repr(key))}; set {option} to one that every row has")
     check_prompt(record[prompt_key], f"{where}, field {prompt_key!r}", "prompt_key")
     if others := [name for name in OTHER_INPUTS if record.get(name)]:
@@ -79,7 +82,7 @@ def _row_of(
         raise ValueError(f"{found.format('reward_model.ground_truth')}, and the reward function asks for it")
     truth = reward.get("ground_truth") if isinstance(reward, Mapping) else None
     label = "" if truth is None else truth
-    row = {"input": record[prompt_key], "label": label, "datasource": str(record[source_key])}
+    row = {"input": record[prompt_key], "label": label, "datasource": str(record.get(source_key, UNKNOWN_SOURCE))}
     return {**row, "extra_info": record["extra_info"]} if "extra_info" in record else row
 
 

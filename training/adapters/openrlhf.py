@@ -132,7 +132,12 @@ def _placement(flags: Computed) -> None:
     elif colocates:
         flags.put("placement.colocate", True)
     engines_sleep = ("vllm_enable_sleep", "vllm.enable_sleep")
-    if flags.get(*engines_sleep) and (overlaps or not colocates):
+    if flags.get(*engines_sleep) and overlaps and colocates:
+        flags.faults.append(
+            f"async_train with {flags.name(*engines_sleep)}: engines that generate ahead of training cannot sleep "
+            "while it runs (the hybrid engine); leave one of them out"
+        )
+    elif flags.get(*engines_sleep) and (overlaps or not colocates):
         flags.idle("the engines share no devices", *engines_sleep)
     elif flags.get(*engines_sleep):
         flags.put("placement.engines_sleep", True)
