@@ -28,6 +28,14 @@ MOST_SIZES = {
 """Sizes in a config.json, at most: far above those of any model, and small enough to compute with."""
 
 
+WEIGHTS = ("*.safetensors", "*.bin")
+"""Patterns of the files that hold a model's weights."""
+
+
+class ModelNotFound(ValueError):
+    """Raised for a model that this machine does not have, though another one may."""
+
+
 def why_unreachable(name: str, kind: Literal["model", "dataset"]) -> str | None:
     """Say why the hub cannot be asked about a model or data set; None when it answers, whatever it answers."""
     from huggingface_hub import HfApi
@@ -66,14 +74,15 @@ def find_model(path: str) -> PretrainedConfig:
     """The config.json of a model, in a folder, in the local cache, or on the hub.
 
     Raises:
-        ValueError: there is none; the message continues after `option=path: `.
+        ModelNotFound: no folder, cache or hub has the model; the message continues after `option=path: `.
+        ValueError: it is there and cannot be used.
     """
     from transformers import AutoConfig
 
     folder = Path(path).expanduser()
     is_folder = folder.exists() or path.startswith(("/", ".", "~"))
     if is_folder and not folder.exists():
-        raise ValueError("it does not exist")
+        raise ModelNotFound("it does not exist")
     if is_folder and not (folder / "config.json").is_file():
         raise ValueError("there is no model (no config.json in it); give a folder that has one")
     reason = None if is_folder else why_unreachable(path, "model")
@@ -86,7 +95,7 @@ def find_model(path: str) -> PretrainedConfig:
         reason = reason or first_line(error)
         if is_folder:
             raise ValueError(f"its config.json cannot be used: {reason}") from error
-        raise ValueError(f"it is no folder here, and the hub did not give it ({reason})") from error
+        raise ModelNotFound(f"it is no folder here, and the hub did not give it ({reason})") from error
 
 
 def check_sizes(file: Path) -> None:

@@ -112,6 +112,14 @@ What is different on purpose:
 
 - **Losses** are means over the tokens (or responses) of a whole optimizer step on all ranks; micro-batch sizes and the
   number of ranks change memory and speed, never what a mini-batch comes to. A mini-batch divides a step.
+- **`policy_loss.loss_mode`**: gspo, sapo and geo_mean are means over responses whatever `loss_agg_mode` is, as there
+  (`algorithm.policy_aggregation`); `loss_agg_mode` is for entropy and KL then. With `bypass_mode` the loss is that of
+  `rollout_correction.loss_type` whatever `loss_mode` is, as there. A line at the start names both.
+- **`grad_clip`** limits gradients where `optim.clip_grad` is not set, as up to 0.6; later ones read the latter alone.
+- **`optimal_token_baseline`** compares responses after as many tokens of the policy, so that with an environment in
+  between it is `tir_optimal_token_baseline`; there it counts the environment's tokens too. A line at the start says so.
+- **`trainer.ref_update_freq`** of the spin recipe has no effect: the reference stays the policy of the start.
+- **Speculative decoding** and other arguments of `engine_kwargs` that change speed alone are taken and have no effect.
 - **Epochs**: prompts at the end of one that fill no step begin the next one's first step; there they are dropped.
 - **`balance_batch`** is always on, and changes no mini-batch; there which responses are in which changes with the
   number of ranks.

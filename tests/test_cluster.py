@@ -315,6 +315,15 @@ def test_a_dry_run_prints_a_script_that_bash_reads_with_what_was_asked_for(
     assert subprocess.run(["bash", "-n"], input=script, text=True, timeout=LIMIT_S).returncode == 0
 
 
+def test_nodes_that_the_options_do_not_use_are_refused() -> None:
+    asked = ["slurm", "recipes/grpo", "--nodes", "4", "--gpus_per_node", "8", "--dry_run", "--"]
+    done = submit(*asked, "run_dir=/shared/run")
+    assert done.returncode == 2
+    assert re.search(says("--nodes 4", "placement.nodes=1", "placement.nodes=4"), done.stderr)
+    done = submit(*asked, "run_dir=/shared/run", "placement.nodes=4")
+    assert done.returncode == 0, done.stderr
+
+
 def test_what_a_recipe_refuses_is_refused_before_anything_is_sent() -> None:
     done = submit("slurm", "recipes/grpo", "--nodes", "1", "--", "placement.nods=2")
     assert done.returncode == 2

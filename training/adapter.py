@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -124,6 +124,8 @@ class Computed:
     faults: list[str] = field(default_factory=list)
     written: dict[str, str] = field(default_factory=dict)
     """Option here -> what its value was written as."""
+    names: Collection[str] = ()
+    """Names there of options that are written."""
 
     def name(self, *names: str) -> str | None:
         """Which of these names there has a value."""
@@ -233,9 +235,10 @@ class Adapter:
             else:
                 idle.setdefault(entry.why, []).append(option.name)
         found.notes += [f"no effect of {_some(list(dict.fromkeys(names)))}: {why}" for why, names in idle.items()]
-        if raw and self.compute is not None:
+        is_adapted = bool(raw) or any(own != name for name, own in found.written.items())
+        if is_adapted and self.compute is not None:
             self._compute(raw, found, after)
-        if raw or any(own != name for name, own in found.written.items()):
+        if is_adapted:
             found.options = [Given(name, value) for name, value in self.defaults.items()] + found.options
         return found
 
@@ -281,7 +284,8 @@ class Adapter:
     def _compute(self, raw: Mapping[str, Given], found: Translation, after: Iterable[Given]) -> None:
         assert self.compute is not None
         values: dict[str, Any] = {}
-        result = Computed(values, {option.name: option.value for option in found.options})
+        names = set(found.written.values())
+        result = Computed(values, {option.name: option.value for option in found.options}, names=names)
         for name, option in raw.items():
             try:
                 values[name] = _of_kind(option.value, self.computed[self._computed_of(name) or name])

@@ -15,8 +15,9 @@ from core import Job
 from core.placement import detect_devices
 from training.config import CommandLine, read_file
 from training.early_writes import check_writes
+from training.inputs import absent_models
 from training.launch import open_endpoint, open_run, run_job
-from training.machines import Machines, assuming
+from training.machines import Machines, assuming, is_here
 from training.options import ModelOptions, RunOptions
 from training.plan import Plan
 from training.schema import describe_options
@@ -58,6 +59,10 @@ class Command(ABC, Generic[C]):
         Raises:
             ValueError, OSError: they cannot.
         """
+
+    def models(self, config: C) -> dict[str, str]:  # noqa: ARG002 - for a subclass
+        """Return the paths of the models that a run reads, by option."""
+        return {}
 
     @abstractmethod
     def ready(self, config: C) -> C:
@@ -124,10 +129,17 @@ class Command(ABC, Generic[C]):
         try:
             with assuming(_machines(line)):
                 asked = self.asked(line)
+                absent = absent_models(self.models(asked)) if asked.dry_run else {}
                 plan = self.plan(asked, line)
+                plan.absent = absent
                 plan.notes = [*line.notes, *(line.renamed(note) for note in plan.notes)]
-                if plan.is_all(asked, line.named):
+                if asked.print_config:
+                    plan.print_config(asked, line.named)
                     return 0
+                if asked.dry_run:
+                    self._dry_run(plan)
+                    return 0
+                plan.check_and_show()
                 self.check(plan)
             config = plan.config
             endpoint = open_endpoint(config, plan.job, plan.recipe)
@@ -152,6 +164,25 @@ class Command(ABC, Generic[C]):
             seconds={"warm_start": time.time() - began},
             endpoint=endpoint,
         )
+
+    def _dry_run(self, plan: Plan) -> None:
+        """Run all checks of a run, and print the plan. Where the run is planned for other machines, faults of models
+        and data are notes: what this machine has need not be what they have.
+
+        Raises:
+            ValueError, OSError: the run would be refused.
+        """
+        fault = None
+        try:
+            self.check(plan)
+        except (ValueError, OSError) as error:
+            fault = error
+            if not is_here():
+                plan.notes = [*plan.notes, f"with the models and data of this machine it would be refused: {error}"]
+        print(plan.json())
+        plan.check_and_show(always=True)
+        if fault is not None and is_here():
+            raise fault
 
     def run(self) -> NoReturn:
         """`main`, as a program."""

@@ -14,7 +14,7 @@ import itertools
 import math
 import re
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_args, get_origin
 
@@ -29,6 +29,8 @@ from training.synonyms import answer
 
 T = TypeVar("T")
 
+_ASSIGNMENT = re.compile(r"--|\+{0,2}([A-Za-z_][\w.-]*)=")
+"""Begin of an option on the command line."""
 _SWITCH_WORDS = {"true", "false", "yes", "no", "on", "off", "1", "0"}
 
 
@@ -169,7 +171,7 @@ def _read_arguments(schema: Any, arguments: Sequence[str]) -> tuple[list[Given],
         word = rest.pop(0)
         name, equals, value = word.partition("=")
         if not name.strip("-") or not (equals or word.startswith("--")):
-            words = [word, *itertools.takewhile(lambda later: not re.match(r"--|[\w.+]+=", later), rest)]
+            words = [word, *itertools.takewhile(lambda later: not _ASSIGNMENT.match(later), rest)]
             del rest[: len(words) - 1]
             faults.append(f"cannot read {' '.join(words)!r} on the command line; write key=value or --key value")
             continue
@@ -178,7 +180,8 @@ def _read_arguments(schema: Any, arguments: Sequence[str]) -> tuple[list[Given],
             found.append(Given(key, value))
             continue
         try:
-            found.append(Given(key, _take_values(word, _kind_of(schema, key, fields), rest)))
+            following = _count_values(rest, lambda name: _kind_of(schema, name, fields) is not None)
+            found.append(Given(key, _take_values(word, _kind_of(schema, key, fields), rest, *following)))
         except ConfigError as error:
             faults.append(str(error))
     return found, faults
@@ -190,24 +193,45 @@ def _kind_of(schema: Any, key: str, fields: Mapping[str, Any]) -> Any:
     return fields.get(key) if kind is None else kind
 
 
-def _take_values(word: str, kind: Any, rest: list[str]) -> Any:
+def _count_values(rest: Sequence[str], is_option: Callable[[str], bool]) -> tuple[int, int]:
+    """Return the number of words before the next option: one that is known, and any word that looks like one.
+
+    The value of a flag that takes one value may look like an option, as a path or a template does.
+    """
+    known = listed = 0
+    for word in rest:
+        assignment = _ASSIGNMENT.match(word)
+        if word.startswith("--") or (assignment and is_option(assignment[1].replace("-", "_"))):
+            break
+        known += 1
+        if assignment is None and listed == known - 1:
+            listed += 1
+    return known, listed
+
+
+def _take_values(word: str, kind: Any, rest: list[str], following: int, listed: int) -> Any:
+    """Remove the values of a flag from the words behind it, and return them.
+
+    Args:
+        word: the flag.
+        kind: type of its value; None where the flag is unknown.
+        rest: the words behind it.
+        following: number of words before the next known option.
+        listed: number of words before the next word that looks like an option; a list ends there.
+    """
     kind = without_none(kind)
-    following = 0
-    while following < len(rest) and not rest[following].startswith("--"):
-        following += 1
     if kind is bool:
         return rest.pop(0) if rest and rest[0].lower() in _SWITCH_WORDS else "true"
-    if kind is None:  # nobody knows how many belong to it
-        following -= sum("=" in later for later in rest[:following])
-        return [rest.pop(0) for _ in range(following)]
-    if get_origin(kind) is list:
-        return [rest.pop(0) for _ in range(following)]
-    wanted = len(get_args(kind)) if get_origin(kind) is tuple else 1
+    if kind is None or get_origin(kind) is list:
+        return [rest.pop(0) for _ in range(listed)]
+    is_tuple = get_origin(kind) is tuple
+    wanted = len(get_args(kind)) if is_tuple else 1
+    following = listed if is_tuple else following
     if following < wanted:
         del rest[:following]
         raise ConfigError(f"{word} takes {wanted} value{'s' if wanted > 1 else ''}, but {following} follow")
     values = [rest.pop(0) for _ in range(wanted)]
-    return values if get_origin(kind) is tuple else values[0]
+    return values if is_tuple else values[0]
 
 
 def read_file(schema: Any, path: Path) -> list[Given]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from components.engines.choice import choose_attention
 from components.engines.tensor_header import check_weight_files
-from components.hub import cached_folder, find_model
+from components.hub import WEIGHTS, ModelNotFound, cached_folder, find_model
 from training.options import DataOptions, EvaluationOptions, ModelOptions, RunOptions
 
 if TYPE_CHECKING:
@@ -68,7 +68,32 @@ def check_model(path: str, option: str = "model.path") -> None:
             folder = Path(path).expanduser()
             check_weight_files(folder if folder.is_dir() else cached_folder(path))
     except ValueError as error:
-        raise ValueError(f"{option}={path}: {error}") from error
+        raise type(error)(f"{option}={path}: {error}") from error
+
+
+def absent_models(models: Mapping[str, str]) -> dict[str, str]:
+    """Return the models that this machine lacks, by option, with the reason. A plan needs no more than a config.json,
+    which is fetched into the cache of the hub.
+
+    Args:
+        models: path of each model, by option.
+    """
+    from training.warm_start import WARM_START_PREFIX
+
+    absent = dict[str, str]()
+    for option, path in models.items():
+        if path.startswith(WARM_START_PREFIX):
+            continue
+        folder = Path(path).expanduser()
+        try:
+            find_model(path)
+        except ModelNotFound as error:
+            absent[option] = str(error)
+        except ValueError:
+            continue  # the checks before a run report it
+        if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in WEIGHTS):
+            absent[option] = "the folder has no weights"
+    return absent
 
 
 def check_reward_model(path: str, option: str, policy: ModelOptions) -> None:
@@ -127,6 +152,8 @@ def check_prompts(
     settings: RewardSettings | None = None,
     max_new_tokens: int | None = None,
     notes: list[str] | None = None,
+    *,
+    encodes: bool = True,
 ) -> int:
     """See that model, prompts and reward can be there and fit together, before anything starts.
 
@@ -139,6 +166,7 @@ def check_prompts(
         settings: of reward code; its functions are called with the first row.
         max_new_tokens: see `check_encoding`.
         notes: what `try_reward` found is appended, and how many rows max_samples leaves out.
+        encodes: read the prompts with the policy's tokenizer; False where a plan is made without the model.
 
     Returns:
         How many rows there are to train on; of those beyond CHECKED_ROWS, the too long ones included.
@@ -150,7 +178,8 @@ def check_prompts(
     from components.data.rewards import check_reward, is_reward_file, reward_parts
     from components.data.scorers import get_scorer, scorer_names
 
-    check_model(model.path)
+    if encodes:
+        check_model(model.path)
     if reward is not None:
         check_reward(reward)
     rows, heldout = data.rows(seed, notes), evaluation.rows(data, notes)
@@ -162,8 +191,10 @@ def check_prompts(
     if any(map(is_reward_file, parts)):
         for path, some in ((data.path, rows), (evaluation.path, heldout)):
             check_one_kind((row["input"] for row in some), str(path))
-    too_long = check_encoding(model, data, rows, seed, max_new_tokens)
-    check_heldout(model, data, heldout, seed, max_new_tokens)
+    too_long = 0
+    if encodes:
+        too_long = check_encoding(model, data, rows, seed, max_new_tokens)
+        check_heldout(model, data, heldout, seed, max_new_tokens)
     for part in filter(is_reward_file, sorted(parts)):
         found = try_reward(part, rows[0], settings)
         if notes is not None:

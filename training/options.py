@@ -74,7 +74,7 @@ class RunOptions(Options):
     """Print what would run where, as JSON, and start nothing."""
     assume_devices: str | None = None
     """With dry_run: plan for other machines than this one, written as GPUs of each x machines, 8x2, with a GPU's memory
-    8x2x80GB; or as 8, for as many machines as the run asks for."""
+    8x2x80GB; or as 8, for as many machines as the run asks for. Faults of models and data that are here are notes."""
     print_config: bool = False
     """Print the whole configuration as YAML, and start nothing."""
     resume: str = "auto"

@@ -18,16 +18,7 @@ from typing import Any
 
 from components.data.prompts import DEFAULT_TASK_ROWS, REASONING_GYM_PREFIX, TASK_PREFIX
 from components.engines.choice import attention_note
-from components.engines.config import FrozenConfig, RolloutConfig, TrainConfig
-from components.engines.memory import (
-    PROCESS_BYTES,
-    Need,
-    frozen,
-    learning,
-    phases,
-    sampling,
-)
-from components.engines.model_size import model_size
+from components.engines.memory import PROCESS_BYTES, Need, phases
 from core import Job
 from core.placement import detect_devices
 from core.plan import HostPlan
@@ -105,6 +96,8 @@ class Place:
     """Of each role on a machine; None: it is a GPU."""
     phases: Mapping[str, int] = field(default_factory=dict)
     """The most in each phase of a step."""
+    is_known: bool = True
+    """False where the size of a model in it is not known, so that it may hold more."""
 
     @property
     def verdict(self) -> str:
@@ -113,6 +106,8 @@ class Place:
             return "not known"
         if self.least > self.there:
             return "too much"
+        if not self.is_known:
+            return "not known"
         return "maybe too much" if self.most > self.there else "fits"
 
 
@@ -137,6 +132,8 @@ class Plan:
     """Steps of the run; None: not known before the data are read."""
     overlaps: bool = False
     """Roles work at the same time."""
+    absent: Mapping[str, str] = field(default_factory=dict)
+    """Models that this machine lacks, by option, with the reason."""
     capacity: Capacity | None = None
     """Default: what there is here."""
 
@@ -165,37 +162,34 @@ class Plan:
         return json.dumps(
             own
             | {"assumed": str(assumed() or "") or None, "nodes": node_lines(self.job, self.nodes)}
-            | {"verdicts": self.verdicts()}
+            | {"verdicts": self.verdicts(), "idle_nodes": max(self._idle_nodes(), 0), "absent": dict(self.absent)}
             | {"changed": self.changed, "memory": memory, "places": places, "arithmetic": self.steps},
             indent=2,
         )
 
-    def is_all(self, asked: Any, given: Collection[str]) -> bool:
-        """Print what `--print_config` or `--dry_run` ask for, and say whether one of them did. For a person there is on
-        stderr: with `--print_config` what should be known of these options; with `--dry_run`, and where a run cannot
-        fit, the table.
+    def print_config(self, asked: Any, given: Collection[str]) -> None:
+        """Print the configuration, and the notes on stderr.
 
         Args:
             asked: the configuration before anything was filled in.
             given: the options that the user has named.
+        """
+        print(printed(asked, given))
+        self._info(self.notes)
+
+    def check_and_show(self, always: bool = False) -> None:
+        """Check the memory. The table goes to stderr where a run cannot fit, or always.
 
         Raises:
             ValueError: as `check`.
         """
-        if asked.print_config:
-            print(printed(asked, given))
-            self._info(self.notes)
-            return True
-        if asked.dry_run:
-            print(self.json())
         try:
             self.check()
         except ValueError:
             self._info(self.lines())
             raise
-        if asked.dry_run:
+        if always:
             self._info(self.lines())
-        return asked.dry_run
 
     def _info(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -246,10 +240,23 @@ class Plan:
             "changed": self._changed(),
         }
         if not all(need.is_known for need in self.needs.values()):
-            parts["unknown"] = "? where the sizes of a model, or the memory of a GPU, are not known here"
+            parts["unknown"] = (
+                "? where the sizes of a model, or the memory of a GPU, are not known here; for a model a folder with "
+                "its config.json is enough"
+            )
         for name, text in parts.items():
             found += self._wrapped(name, text) if text else []
+        if (idle := self._idle_nodes()) > 0:
+            text = f"{idle} of {idle + self.job.node_num} machines: set placement.nodes={idle + self.job.node_num}"
+            found += self._wrapped("idle", f"{text} to use them all")
+        for option, why in self.absent.items():
+            found += self._wrapped("absent", f"{option}: {why}; a run needs it")
         return found + list(self.notes)
+
+    def _idle_nodes(self) -> int:
+        """Return the number of assumed machines that the run does not use."""
+        machines = assumed()
+        return (machines.nodes or 0) - self.job.node_num if machines else 0
 
     @property
     def _width(self) -> int:
@@ -325,6 +332,8 @@ class Plan:
         if place.there is None:
             return f"what it has is not known: set {self._to_say(place)}"
         found = f"it has {amount(place.there)}: {place.verdict}"
+        if place.verdict == "not known":
+            return f"{found}, as the size of a model is not"
         return found if place.verdict == "fits" else f"{found}, {self._remedy(place)}"
 
     def _to_say(self, place: Place) -> str:
@@ -356,6 +365,7 @@ class Plan:
                     most=base + max(phase.most for phase in found_phases),
                     there=self.there.device,
                     phases={phase.name: base + phase.most for phase in found_phases},
+                    is_known=all(need.is_known for need in needs),
                 )
             )
         machines: dict[tuple[int, int], list[int]] = {}
@@ -395,7 +405,10 @@ class Plan:
         # All roles load at the same time.
         now = {"start": most + loading, "work": most + working}
         shown = {name: count for name, count in now.items() if count > most} if loading else {}
-        return Place("", certain, sum(certain.values()), max(now.values()), self.there.machine, counts, shown)
+        sums, there = (sum(certain.values()), max(now.values())), self.there.machine
+        # A model of unknown size may be offloaded, asleep or loading here, also where it runs on a GPU.
+        is_known = all(self.needs[role].weights is not None for role in counts)
+        return Place("", certain, *sums, there, counts, shown, is_known)
 
     def _remedy(self, place: Place, role: str = "") -> str:
         """What to set, of the options of this recipe; with a role, so that it takes less in any case."""
@@ -497,41 +510,3 @@ def attention_notes(asked: str | None) -> list[str]:
     """What is to be said of attention that is not the one asked for."""
     note = attention_note(asked, detect_devices())
     return [f"model.{note}"] if note else []
-
-
-class Estimate:
-    """What roles take that work on the same sequences."""
-
-    def __init__(self, job: Job, policy: str, max_prompt: int, max_new: int, agent: Any) -> None:
-        """
-        Args:
-            job: what runs where.
-            policy: the model that writes the sequences.
-            max_prompt: tokens of a prompt.
-            max_new: tokens of a response.
-            agent: the options of agents, which know how long an episode may be.
-        """
-        self._gpu, self._processes = job.device_type == "GPU", job.placement.processes
-        self._device = Capacity.here(self._gpu, job.node_num).device
-        read, size = agent.longest_prompt(max_prompt, max_new), model_size(policy)
-        limits = (read and read + max_new, size and size.positions)
-        self._longest = min(filter(None, limits), default=max_prompt + max_new)
-
-    def trained(self, role: str, model: str, config: TrainConfig, sequences: int, **options: Any) -> Need:
-        """A model under an engine, whose optimizer steps have so many sequences; options as in `training`."""
-        ranks = self._processes.get(role)
-        if ranks is None:
-            return Need()  # nobody has this role
-        return learning(model_size(model), config, ranks, self._longest, sequences, gpu=self._gpu, **options)
-
-    def inferred(self, role: str, model: str, config: FrozenConfig, sequences: int, has_head: bool = True) -> Need:
-        """A model under a frozen engine, which the workers of this role ask about so many sequences."""
-        most, rows = config.limits.max_tokens, config.limits.max_sequences
-        tokens = max(self._longest, min(most, min(rows or sequences, sequences) * self._longest))
-        options = {"gpu": self._gpu, "has_head": has_head, "ranks": self._processes.get(role, 1)}
-        return frozen(model_size(model), config.precision, tokens=tokens, layout=config.layout, **options)
-
-    def sampled(self, role: str, model: str, config: RolloutConfig, responses: int) -> Need:
-        """One of the engines that share so many responses."""
-        rows = -(-responses // self._processes.get(role, 1))
-        return sampling(model_size(model), config, rows, self._longest, self._device, gpu=self._gpu)

@@ -14,10 +14,11 @@ from core.placement import detect_devices
 from training.adapter import as_text
 from training.command import Command
 from training.config import CommandLine
+from training.estimate import Estimate
 from training.inputs import check_prompts, resolved
 from training.launch import STOP_GRACE_S, threads_each
 from training.options import ModelOptions
-from training.plan import Estimate, Plan, attention_notes, steps_text
+from training.plan import Plan, attention_notes, steps_text
 from training.rl_options import RLOptions
 from training.schema import ConfigError
 
@@ -112,8 +113,6 @@ class PolicyCommand(Command[C]):
     def plan(self, asked: C, line: CommandLine[C]) -> Plan:
         """See `Command.plan`."""
         config = self.resolved(asked)
-        if config.dry_run and not config.assume_devices:
-            _check_positions(config)
         job = self.build_job(config)
         job.global_env |= {"TROUPE_SANDBOX": "unsafe"} if config.sandbox == "unsafe" else {}
         data, train = config.data, config.train
@@ -150,20 +149,27 @@ class PolicyCommand(Command[C]):
             Role.REFERENCE: estimate.inferred(Role.REFERENCE, model, config.frozen_engine, size),
         }
 
-    def count_prompts(self, config: C, notes: list[str]) -> int:
-        """How many rows there are to train on; see `check_prompts`."""
-        own = config
+    def models(self, config: C) -> dict[str, str]:
+        """See `Command.models`."""
+        return {"model.path": config.model.path}
+
+    def count_prompts(self, plan: Plan, notes: list[str]) -> int:
+        """Return the number of rows to train on; see `check_prompts`."""
+        own: C = plan.config
         most = None if own.agent.func_path else own.rollout.max_new_tokens
+        reward, settings = own.reward_source, own.reward.settings()
+        encodes = "model.path" not in plan.absent
         return check_prompts(
-            own.model, own.data, own.evaluation, own.reward_source, own.seed, own.reward.settings(), most, notes
+            own.model, own.data, own.evaluation, reward, own.seed, settings, most, notes, encodes=encodes
         )
 
     def check(self, plan: Plan) -> None:
         """See that model, prompts and reward can be there, and count the prompts."""
         config = plan.config
         notes: list[str] = []
-        count = self.count_prompts(config, notes)
+        count = self.count_prompts(plan, notes)
         plan.notes = [*plan.notes, *notes]
+        plan.steps = config.arithmetic(count)
         steps = config.steps(count * config.data.epochs)
         plan.step_count = steps
         if steps < 1:
@@ -172,7 +178,6 @@ class PolicyCommand(Command[C]):
                 "lower it, or raise data.max_samples or data.epochs"
             )
         _check_positions(config)
-        plan.steps = config.arithmetic(count)
 
     def exported(self, config: C) -> ModelOptions:
         """See `Command.exported`."""

@@ -303,7 +303,9 @@ class RLOptions(RunOptions):
         steps = self.steps(total)
         unused = max(total - steps * self.prompts_per_step, 0)
         at_most = "at most " if self.filter_range else ""
-        left_over = f"; the last {unused} prompts fill no step and are not used" if unused else ""
+        left_over = f"; the last {unused} prompts do not fill a step and are unused" if unused else ""
+        if unused >= self.prompts_per_step and steps == self.max_steps:
+            left_over = f"; {unused} of {total} prompts are unused: max_steps={self.max_steps} ends the run before"
         return (
             f"{at_most}{steps} steps of {self.prompts_per_step} prompts x {self.samples_per_prompt} {self.ROLLOUTS} = "
             f"{self.step_size}; in each {self.updates_per_step} optimizer steps of "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from training.inputs import check_model, check_vocabulary
 from training.launch import STOP_GRACE_S
 from training.options import ModelOptions
 from training.plan import Plan, attention_notes, steps_text
-from training.schema import limit_note
+from training.schema import ConfigError, limit_note
 from training.supervised_options import PairOptions, Rows, Source, SupervisedOptions
 from training.warm_start import WARM_START_PREFIX, resolve_model
 
@@ -28,6 +28,8 @@ P = TypeVar("P", bound=PairOptions)
 
 FIRST_ROWS = 100
 """Rows of a task that are drawn before anything starts."""
+DRAWN_ROWS = 10_000
+"""Rows of a task that a run draws without a limit."""
 ENCODED_ROWS = 1_000
 """Maximum number of rows of each source that are tokenized before anything starts."""
 
@@ -81,20 +83,54 @@ class SupervisedCommand(Command[C]):
     def check(self, plan: Plan) -> None:
         """See that models and data can be there."""
         for option, path in plan.config.models.items():
-            check_model(path, option)
+            if option not in plan.absent:
+                check_model(path, option)
         notes: list[str] = []
-        self.check_data(plan.config, notes)
+        rows = self.rows(plan.config, notes)
+        self.check_held_out(plan.config, rows)
+        self.check_data(plan.config, rows, plan.absent)
         plan.notes = [*plan.notes, *notes]
 
-    def check_data(self, config: C, notes: list[str]) -> None:
-        """See that the rows of each part of the data hold examples, and that the model knows its tokens.
+    def models(self, config: C) -> dict[str, str]:
+        """See `Command.models`."""
+        return config.models
+
+    def check_held_out(self, config: C, rows: list[tuple[Source, Rows]]) -> None:
+        """Check that the held-out examples leave some to train on.
+
+        Raises:
+            ConfigError: they do not.
+        """
+        held = 0 if config.evaluation.path else config.evaluation.held_out
+        # A task draws as many as are wanted.
+        is_drawn = any(source.name.startswith(TASK_PREFIX) for source, _ in rows)
+        most = config.data.max_samples
+        count = sum(len(part) for source, part in rows if source.option == "data.path")
+        if is_drawn:
+            count = most or DRAWN_ROWS
+        if held and min(count, most or count) <= held:
+            raise ConfigError(
+                f"evaluation.held_out={held} holds out all {count} {config.EXAMPLES} of data.path={config.data.path}; "
+                "lower it, or set evaluation.path to held-out data of its own"
+            )
+
+    def check_data(self, config: C, rows: list[tuple[Source, Rows]], absent: Collection[str] = ()) -> None:
+        """Check that the model knows the tokens of each part of the data.
+
+        Args:
+            config: of the run.
+            rows: of each part of the data.
+            absent: options whose models this machine lacks; a plan is made without them.
+
+        Args:
+            config: of the run.
+            absent: options whose models this machine lacks; a plan is made without them.
 
         Raises:
             ValueError: they do not, or it does not.
         """
-        rows = self.rows(config, notes)
         for option, path in config.models.items():
-            if path.startswith(WARM_START_PREFIX):
+            if option in absent or path.startswith(WARM_START_PREFIX):
                 continue
             with naming(option, path):
                 tokenizer = config.tokenizer(path)
@@ -154,15 +190,15 @@ class SupervisedCommand(Command[C]):
 class PairCommand(SupervisedCommand[P]):
     """Of a recipe that learns from pairs."""
 
-    def check_data(self, config: P, notes: list[str]) -> None:
-        """See that all rows hold pairs, the first ones as the tokenizer reads them, and that all models read the same
+    def check_data(self, config: P, rows: list[tuple[Source, Rows]], absent: Collection[str] = ()) -> None:
+        """Check that all rows hold pairs, the first ones as the tokenizer reads them, and that all models read the same
         tokens.
         """
-        # Before a model is made that is to read them.
-        rows = self.rows(config, notes)
         made_for = {f"{TASK_PREFIX}{path.removeprefix(WARM_START_PREFIX)}" for path in config.models.values()}
         if made_for == {source.name for source, _ in rows}:
             return  # the model is made for these very pairs, and a tokenizer takes seconds to import
+        if absent:
+            return  # without its models a plan knows no tokenizer
         from components.data.preferences import check_pair_tokens, check_pairs, read_pairs
         from components.data.text import same_vocabulary
 

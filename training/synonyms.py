@@ -77,14 +77,16 @@ def answer(unknown: str, options: Mapping[str, str], recipe: str, others: Collec
     for name in longer:
         if told := _of_table(name, written, options):
             return told
-    has_group = any(option.startswith(f"{written.partition('.')[0]}.") for option in options)
+    group = f"{written.partition('.')[0]}."
+    has_group = any(name.startswith(group) for name in (*options, *others))
     if not has_group and (told := _of_other_recipes([written], recipe)):
         return told
     if told := _of_table(last, written, options):
         return told
     for name in (*longer, last):
         namesakes = [option for option in synonyms().recipes if option.rpartition(".")[2] == name]
-        if told := _of_other_recipes([written, *synonyms().meant_by(name), *namesakes], recipe):
+        own = [] if has_group else [written]
+        if told := _of_other_recipes([*own, *synonyms().meant_by(name), *namesakes], recipe):
             return told
     for name in difflib.get_close_matches(last, synonyms().names, n=1, cutoff=_TYPO):
         if told := _of_table(name, written, options):

@@ -17,6 +17,9 @@ from components.data.scorers import REASONING_GYM_PREFIX, TASK_PREFIX
 
 HELDOUT_ROWS = 2_048
 """Held-out prompts drawn from a task when the caller names no number."""
+SOURCE_KEY = "data_source"
+UNKNOWN_SOURCE = "unknown"
+"""Data source of a row without that field, as in verl's reward managers."""
 SINGLE_TURN = "single_turn_agent"
 """verl's name of the agent that answers in one turn."""
 OTHER_INPUTS = ("images", "videos", "audios")
@@ -26,7 +29,7 @@ def load_verl_rows(
     files: Sequence[str],
     *,
     prompt_key: str = "prompt",
-    source_key: str = "data_source",
+    source_key: str = SOURCE_KEY,
     needs_truth: bool = True,
     single_turn: bool = False,
     heldout: bool = False,
@@ -40,7 +43,7 @@ def load_verl_rows(
     Args:
         files: each is what `read_records` takes, `task:<name>` or `reasoning_gym:<task>`, whose data source is that.
         prompt_key: the field with the prompt.
-        source_key: the field that tells where a row is from.
+        source_key: the field that tells where a row is from; a row may lack the default one.
         needs_truth: a row without a ground truth is an error; else its label is "".
         single_turn: a row for an agent, or with tools, is an error.
         heldout: the rows are for evaluation: of a task those that are kept for it.
@@ -78,7 +81,8 @@ def _row_of(
         return ValueError(f"{where}: the column {column} is null or absent; there are {columns}; {mend}")
 
     for option, key in (("prompt_key", prompt_key), ("reward_fn_key", source_key)):
-        if record.get(key) is None:
+        # Rows without the usual column of the data source are scored by the user's function.
+        if record.get(key) is None and (key in record or key != SOURCE_KEY):
             raise lacks(repr(key), f"set {option} to one that every row has, or take the row out")
     prompt = text_or_messages(
         record[prompt_key], f"{where}, column {prompt_key!r}", "set prompt_key to another column, or mend the row"
@@ -89,7 +93,7 @@ def _row_of(
     if needs_truth and truth is None:
         raise lacks("reward_model.ground_truth", "the reward function needs it in every row")
     label = "" if truth is None else truth
-    row = {"input": prompt, "label": label, "datasource": str(record[source_key])}
+    row = {"input": prompt, "label": label, "datasource": str(record.get(source_key, UNKNOWN_SOURCE))}
     return {**row, "extra_info": record["extra_info"]} if "extra_info" in record else row
 
 

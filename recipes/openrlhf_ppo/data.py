@@ -2,6 +2,8 @@
 of the user's own has to be looked at.
 """
 
+from collections.abc import Collection
+
 from components.data.rewards import check_reward
 from components.data.scorers import get_scorer, scorer_names
 from components.hub import find_model
@@ -11,18 +13,24 @@ from training.warm_start import WARM_START_PREFIX
 from .config import PPOConfig
 
 
-def check_models(config: PPOConfig) -> None:
-    """See that critic, reward models and what scores held-out responses can be there, before any process starts.
+def check_models(config: PPOConfig, absent: Collection[str] = ()) -> None:
+    """Check the critic, the reward models and the score of held-out responses before any process starts.
+
+    Args:
+        config: of the run.
+        absent: options whose models this machine lacks; a plan is made without them.
 
     Raises:
         ValueError: one of them cannot; the message says what to set.
     """
     own, heldout_source = config.reward_model, config.reward.heldout_source
-    for path in own.paths:
+    for i, path in enumerate(own.paths):
+        if {"model.path", f"reward_model.path[{i}]"} & set(absent):
+            continue
         check_reward_model(path, "reward_model.path", config.model)
         if own.normalize and not path.startswith(WARM_START_PREFIX):
             _check_statistics(path)
-    if config.needs_critic and config.critic.path:
+    if config.needs_critic and config.critic.path and "critic.path" not in absent:
         check_reader(config.critic.path, "critic.path", config.model)
     if heldout_source is not None:
         check_reward(heldout_source)

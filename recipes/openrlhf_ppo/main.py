@@ -5,8 +5,9 @@ from pathlib import Path
 from components.engines.memory import Need, together
 from core import Job, RLJobBuilder, Role
 from core.placement import detect_devices
+from training.estimate import Estimate
 from training.launch import STOP_GRACE_S
-from training.plan import Estimate, Plan
+from training.plan import Plan
 from training.policy_command import PolicyCommand, frozen_role
 
 from .config import PPOConfig
@@ -74,10 +75,18 @@ class PPOCommand(PolicyCommand[PPOConfig]):
             Role.REWARD: together(Need(), *rewards),
         }
 
+    def models(self, config: PPOConfig) -> dict[str, str]:
+        """See `Command.models`."""
+        own = super().models(config)
+        if config.needs_critic and config.critic.path:
+            own["critic.path"] = config.critic.path
+        # Several reward models are one option.
+        return own | {f"reward_model.path[{i}]": path for i, path in enumerate(config.reward_model.paths)}
+
     def check(self, plan: Plan) -> None:
         """See `PolicyCommand.check`; critic and reward models too."""
         super().check(plan)
-        check_models(plan.config)
+        check_models(plan.config, plan.absent)
 
 
 COMMAND = PPOCommand(PPOConfig, Path(__file__).parent, build_job)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from training.adapter import Adapter, Computed, as_value
+from training.ppo_options import BY_RESPONSE
 from training.rl_options import RLOptions
 
 ACTOR, ROLLOUT, REFERENCE = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
@@ -42,6 +43,8 @@ def compute(keys: Computed) -> None:
         read_data,
         read_batches,
         read_models,
+        read_gradients,
+        read_loss,
         read_algorithm,
         read_correction,
         read_reward,
@@ -52,9 +55,61 @@ def compute(keys: Computed) -> None:
         part(keys)
 
 
+def read_loss(keys: Computed) -> None:
+    """The policy loss, where verl takes another than the one that is named, or weighs its tokens otherwise."""
+    name, kind = f"{ACTOR}.policy_loss.loss_mode", keys.option("algorithm.policy_loss", "ppo")
+    if keys.option("algorithm.bypass") and "algorithm.rollout_correction.bypass_mode" in keys.names:
+        loss = "reinforce" if keys.get("algorithm.rollout_correction.loss_type") == "reinforce" else "ppo"
+        keys.put("algorithm.policy_loss", loss, "algorithm.rollout_correction.loss_type")
+        if kind not in ("ppo", loss):
+            keys.notes.append(
+                f"no effect of {name}={kind}: with bypass_mode verl takes rollout_correction.loss_type, ppo_clip or "
+                "reinforce"
+            )
+    elif kind in BY_RESPONSE and keys.option("algorithm.policy_aggregation") is None:
+        keys.put("algorithm.policy_aggregation", "seq-mean-token-mean", name)
+        if keys.option("algorithm.loss_aggregation", "token-mean") != "seq-mean-token-mean":
+            keys.notes.append(
+                f"{name}={kind} is a mean over responses whatever {ACTOR}.loss_agg_mode is, as in verl; that is for "
+                "entropy and KL alone"
+            )
+    if (share := keys.get(f"{ACTOR}.k_percent")) is not None:  # of the entropy recipe, before 0.5
+        if kind == "kl_cov" and keys.option("algorithm.cov_share") is None:
+            keys.put("algorithm.cov_share", share / 100, f"{ACTOR}.k_percent")
+        else:
+            keys.idle("kl_cov alone reads it, where kl_cov_ratio is not set", f"{ACTOR}.k_percent")
+    if keys.option("algorithm.estimator") == "optimal_token_baseline" and keys.option("agent.func_path"):
+        keys.notes.append(
+            "optimal_token_baseline compares responses after as many tokens of the policy, which is verl's "
+            "tir_optimal_token_baseline; verl's other one counts the environment's tokens too"
+        )
+
+
+def read_gradients(keys: Computed) -> None:
+    """The largest norm of a gradient: of the optimizer, else the older key of actor and critic."""
+    for group, owner in (("train", ACTOR), ("critic", "critic")):
+        older, newer = f"{owner}.grad_clip", f"{owner}.optim.clip_grad"
+        if (norm := keys.get(newer, older)) is None:
+            continue
+        keys.put(f"{group}.max_grad_norm", norm, keys.name(newer, older) or newer)
+        if keys.name(newer) and keys.get(older) not in (None, norm):
+            keys.idle(f"{newer}={norm} is the limit", older)
+        elif not keys.name(newer) and norm != 1.0:
+            keys.notes.append(
+                f"{older}={norm} is the largest norm of a gradient, as in verl up to 0.6; later releases read "
+                f"{newer} alone, and leave it at 1.0"
+            )
+
+
 def elsewhere(keys: Computed) -> Iterator[str]:
     """What is of another way to train, to sample or to act than those that are here."""
     name = str(keys.get("config_name", default="")).removesuffix(".yaml")
+    parts = [keys.get(f"{ACTOR}.strategy"), keys.get("critic.strategy")]
+    if None not in parts and len({part == "megatron" for part in parts}) == 2:
+        yield (
+            f"{ACTOR}.strategy={parts[0]} beside critic.strategy={parts[1]}: verl trains actor and critic with one "
+            "kind of engine; set both to fsdp2, or both to megatron"
+        )
     trains = (keys.get(f"{ACTOR}.strategy"), keys.get("critic.strategy"), keys.get("model_engine"))
     for other in [str(one) for one in trains if one not in (None, "fsdp", "fsdp2", "dp", "megatron")][:1]:
         yield f"{other} (actor_rollout_ref.actor.strategy) {OTHER_ENGINE}"
@@ -230,8 +285,6 @@ def _estimator(keys: Computed, key: str, usual: str) -> str:
 def read_correction(keys: Computed) -> None:
     """Weights for what the engine computed otherwise, under their names of three releases."""
     group = "algorithm.rollout_correction"
-    if keys.get(f"{group}.loss_type") == "reinforce" and keys.option("algorithm.bypass"):
-        keys.put("algorithm.policy_loss", "reinforce", f"{group}.loss_type")
     level = keys.get(f"{group}.rollout_is")
     bound = keys.get(f"{group}.rollout_is_threshold", default=2.0)
     if keys.get("algorithm.rollout_is") is True:  # 0.6.0

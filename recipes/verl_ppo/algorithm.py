@@ -179,7 +179,12 @@ def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: VerlPPOC
     # A ratio to the engine is its own correction.
     is_weighed = own.correction != "none" and (not own.bypass or own.policy_loss == "reinforce")
     weight_N = micro["correction"] if is_weighed else None
-    policy = mean(surrogate(output.logprob_N, micro, config), mask_N=micro["action_mask"], weight_N=weight_N)
+    policy = mean(
+        surrogate(output.logprob_N, micro, config),
+        mask_N=micro["action_mask"],
+        weight_N=weight_N,
+        aggregation=own.policy_aggregation or own.loss_aggregation,
+    )
     entropy = mean(policy_losses.entropy_loss(output.entropy_N, mask_N))
     loss, metrics = policy.loss, policy.metrics | entropy.metrics | {"policy_loss": policy.loss.detach()}
     if own.entropy_coef:

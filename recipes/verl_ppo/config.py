@@ -58,6 +58,9 @@ class AlgorithmOptions(PPOOptions):
     loss_aggregation: Aggregation = "token-mean"
     """How tokens are weighed: each the same (token-mean, or not divided by their count token-sum), each response the
     same (seq-mean-token-mean), or each response's sum (seq-mean-token-sum, and with -norm divided by loss_length)."""
+    policy_aggregation: Aggregation | None = None
+    """Weights of the tokens in the policy loss alone. Default: loss_aggregation, which entropy and KL have in any case.
+    verl's gspo, sapo and geo_mean are always seq-mean-token-mean."""
     loss_length: int | None = None
     """See loss_aggregation. Default: rollout.max_new_tokens."""
     kl_target: float | None = where(None, kl_in_reward=True)
@@ -208,6 +211,8 @@ class FunctionOptions(RewardOptions):
     """Further arguments of it, or of the built-in function."""
     whole_batches: bool = where(False, source=True)
     """The function gets lists, of all responses of a batch."""
+    num_examine: Annotated[int, Range(least=0)] = 0
+    """Number of scored responses of each data source that are printed in each training step and evaluation."""
     model_path: str = ""
     """A reward model: a sequence classifier with one label and the policy's vocabulary."""
     model_max_tokens: int = where(32768, model_path=True)
@@ -386,7 +391,8 @@ class VerlPPOConfig(PPORunOptions):
             prompt_key=self.data.input_key,
             source_key=self.data.source_key,
             # A reward model reads the responses alone, and an agent's environment has rewards of its own.
-            needs_truth=not (self.reward.model_path or self.agent.func_path),
+            # A function of the user's own may need none either.
+            needs_truth=not (self.reward.model_path or self.agent.func_path or self.reward.source),
             single_turn=self.agent.func_path is None,
             heldout=heldout,
             max_rows=self.evaluation.max_samples if heldout else self.data.max_samples,
@@ -399,9 +405,9 @@ class VerlPPOConfig(PPORunOptions):
         """What a user who has named the options `given` should know of before the run starts."""
         own = self.algorithm
         found = list[str]()
-        if own.policy_loss in BY_RESPONSE and own.loss_aggregation == "token-mean":
+        if own.policy_loss in BY_RESPONSE and (own.policy_aggregation or own.loss_aggregation) == "token-mean":
             found.append(
-                f"{own.policy_loss} is a mean over responses in its paper; that is algorithm.loss_aggregation="
+                f"{own.policy_loss} is a mean over responses in its paper; that is algorithm.policy_aggregation="
                 "seq-mean-token-mean"
             )
         if own.estimator in get_args(Compared) and self.samples_per_prompt == 1:

@@ -2,6 +2,8 @@
 looked at.
 """
 
+from collections.abc import Collection
+
 from training.inputs import check_encoding, check_heldout, check_model, check_reader, check_reward_model
 from training.schema import ConfigError
 
@@ -9,25 +11,33 @@ from .config import VerlPPOConfig
 from .reward import check_rewards
 
 
-def check_inputs(config: VerlPPOConfig, notes: list[str]) -> int:
-    """See that models, data and reward can be there and fit together, before any process starts; how many prompts there
-    are. `notes` gets how many rows are left out.
+def check_inputs(config: VerlPPOConfig, notes: list[str], absent: Collection[str] = ()) -> int:
+    """Check models, data and rewards before any process starts, and return the number of prompts.
+
+    Args:
+        config: of the run.
+        notes: gets how many rows are left out.
+        absent: options whose models this machine lacks; a plan is made without them.
 
     Raises:
         ConfigError: one of them cannot; the message says what to set.
     """
     try:
-        check_model(config.model.path)
-        if config.needs_critic and config.critic.path:
+        encodes = "model.path" not in absent
+        if encodes:
+            check_model(config.model.path)
+        if config.needs_critic and config.critic.path and "critic.path" not in absent:
             check_reader(config.critic.path, "critic.path", config.model)
-        if config.reward.model_path:
+        if config.reward.model_path and encodes and "reward.model_path" not in absent:
             check_reward_model(config.reward.model_path, "reward.model_path", config.model)
         rows = config.rows(notes=notes)
         heldout = config.rows(heldout=True, notes=notes)
         check_rewards(config, rows, heldout)
         most = None if config.agent.func_path else config.rollout.max_new_tokens
-        too_long = check_encoding(config.model, config.data, rows, config.seed, most)
-        check_heldout(config.model, config.data, heldout, config.seed, most)
+        too_long = 0
+        if encodes:
+            too_long = check_encoding(config.model, config.data, rows, config.seed, most)
+            check_heldout(config.model, config.data, heldout, config.seed, most)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return len(rows) - too_long

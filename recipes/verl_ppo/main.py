@@ -7,8 +7,9 @@ from pathlib import Path
 from components.engines.memory import Need, together
 from core import Job, JobBuilder
 from core.placement import detect_devices
+from training.estimate import Estimate
 from training.launch import STOP_GRACE_S, threads_each
-from training.plan import Estimate
+from training.plan import Plan
 from training.policy_command import PolicyCommand
 from training.schema import ConfigError
 
@@ -119,9 +120,17 @@ class VerlCommand(PolicyCommand[VerlPPOConfig]):
             needs[role] = together(Need(), *held)
         return needs
 
-    def count_prompts(self, config: VerlPPOConfig, notes: list[str]) -> int:
+    def models(self, config: VerlPPOConfig) -> dict[str, str]:
+        """See `Command.models`."""
+        others = {
+            "critic.path": config.critic.path if config.needs_critic else "",
+            "reward.model_path": config.reward.model_path,
+        }
+        return super().models(config) | {option: path for option, path in others.items() if path}
+
+    def count_prompts(self, plan: Plan, notes: list[str]) -> int:
         """See `PolicyCommand.count_prompts`."""
-        return check_inputs(config, notes)
+        return check_inputs(plan.config, notes, plan.absent)
 
 
 COMMAND = VerlCommand(VerlPPOConfig, Path(__file__).parent, build_job)

@@ -2,6 +2,7 @@
 B responses. Nothing here imports torch before there are responses.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,12 @@ def check_rewards(config: VerlPPOConfig, *parts: Sequence[Mapping[str, Any]]) ->
         return
     code.check()
     for rows in parts:
+        without = sum(row["label"] == "" for row in rows)
+        if config.reward.source and 0 < without < len(rows):
+            raise ValueError(
+                f"{without} of {len(rows)} rows have no reward_model.ground_truth, and the others have one; add it, or "
+                "take it out of all rows"
+            )
         check_sources(code, (row["datasource"] for row in rows))
         code.check_labels(rows)
 
@@ -124,12 +131,27 @@ class RewardManager:
         others = {name: said for name, said in output.texts.items() if name != PREDICTION}
         told = [{name: said[i] for name, said in others.items() if said[i] is not None} for i in range(len(samples))]
         scored = scored.with_objects(info_pred=predicted, info=[each or None for each in told])
-        return self._less_overlong(self._with_model(scored) if "rm_score" in samples else scored)
+        scored = self._less_overlong(self._with_model(scored) if "rm_score" in samples else scored)
+        self._print_examples(scored)
+        return scored
 
     def close(self) -> None:
         """End the processes."""
         if self._workers is not None:
             self._workers.close()
+
+    def _print_examples(self, scored: "Batch") -> None:
+        """Print the first responses of each data source with what they earned."""
+        shown: Counter[str] = Counter()
+        for i, source in enumerate(scored["datasource"]):
+            if shown[source] == self._config.reward.num_examine:
+                continue
+            shown[source] += 1
+            tokens, acts = scored.row(i, "tokens"), scored.row(i, "action_mask")
+            response = self._tokenizer.decode(tokens[acts], skip_special_tokens=True)
+            about = {"prompt": scored["prompt"][i], "response": response, "ground_truth": scored["label"][i]}
+            about |= {"score": f"{float(scored['score'][i]):g}", "reward": f"{float(scored['reward'][i]):g}"}
+            self._info(f"{source}: " + "; ".join(f"[{name}] {value}" for name, value in about.items()))
 
     def _with_model(self, scored: "Batch") -> "Batch":
         """Add the model's score to the function's, which a response may lack."""

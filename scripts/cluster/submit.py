@@ -121,11 +121,17 @@ def refuse_keys(asked: argparse.Namespace) -> None:
 
 
 def check_nodes(asked: argparse.Namespace, plan: dict[str, Any]) -> None:
-    """Refused unless Slurm is asked for as many nodes as the plan needs."""
+    """Refused unless Slurm is asked for as many nodes as the plan needs, and no more than it uses."""
     on = {tuple(bundle["machine"]) for bundle in plan["placement"]["bundles"] if bundle.get("machine")}
     needed = max([index for _, index in on], default=0) + 1
     if asked.nodes < needed:
         raise Refused(f"--nodes {asked.nodes}, but the options put a role on {needed} machines; set --nodes {needed}")
+    used = max(plan.get("node_num", 1), needed)
+    if asked.nodes > used:
+        raise Refused(
+            f"--nodes {asked.nodes}, but the options use {used} (placement.nodes={used}), so that the others would be "
+            f"idle; set placement.nodes={asked.nodes} behind --, or --nodes {used}"
+        )
     if asked.nodes > needed and asked.gpus_per_node == 0:
         log_line(asked, f"the options put each role on up to {needed} of {asked.nodes} nodes")
 

@@ -131,6 +131,10 @@ def test_newer_names_give_the_configuration_of_the_older_ones() -> None:
         # So has an episode.
         ("--max_len 500 --max_new_tokens 200 --agent_func_path env:guess", 300, 200, 500),
         ("--prompt_max_len 300 --generate_max_len 200 --agent_func_path env:guess", 300, 200, 500),
+        # Of several limits of an episode the lowest holds.
+        ("--prompt_max_len 48 --generate_max_len 24 --max_len 999 --agent_func_path env:guess", 48, 24, 72),
+        ("--prompt_max_len 300 --generate_max_len 200 --max_len 72 --agent_func_path env:guess", 300, 200, 72),
+        ("--max_len 72 --prompt_max_len 48 --agent_func_path env:guess", 48, 1024, 72),
     ],
 )
 def test_lengths_are_what_they_are_in_each_release(options: str, prompt: int, new: int, both: int | None) -> None:
@@ -195,6 +199,15 @@ def test_engines_have_devices_of_their_own_while_responses_are_generated_ahead()
     own = read_config(["--colocate_all_models", "--vllm_enable_sleep", "--deepspeed_enable_sleep"]).placement
     assert (own.colocate, own.engines_sleep, own.learners_sleep) == (True, True, True)
     assert not read_config(["--vllm_enable_sleep"]).placement.engines_sleep
+
+
+def test_engines_that_generate_ahead_cannot_be_part_of_the_hybrid_engine() -> None:
+    for names in (
+        "--colocate_all_models --async_train --vllm_enable_sleep",
+        "--train.colocate_all --train.async_enable --vllm.enable_sleep",
+    ):
+        with pytest.raises(ConfigError, match=says("async", "enable_sleep", "hybrid engine")):
+            read_config(names.split())
 
 
 def test_a_command_with_canonical_names_and_openrlhfs_has_both() -> None:

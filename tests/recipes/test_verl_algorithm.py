@@ -303,6 +303,22 @@ def test_where_the_engine_is_believed_it_is_compared_with_the_policy_of_each_pas
     assert loss(f"{own}rollout_rs=token_k1", f"{own}rollout_rs_threshold=3.0") == pytest.approx(-1.2 / 2)
 
 
+def test_the_policy_loss_of_whole_responses_is_a_mean_over_responses_and_the_kl_is_as_asked() -> None:
+    # Responses of one token and of three, with advantages 1 and 5, and a KL of log 4 per token of the second one.
+    mask_N = torch.tensor([False, True, False, True, True, True])
+    even_N = torch.full((6,), math.log(1 / 4))
+    micro = Batch([2, 4], {"tokens": torch.arange(6) % 4, "action_mask": mask_N, "logprob": even_N})
+    reference_N = torch.tensor([0.0, even_N[1], 0.0, 0.0, 0.0, 0.0])
+    micro = micro.with_tokens(advantage=torch.tensor([0.0, 1.0, 0.0, 5.0, 5.0, 5.0]), reference_logprob=reference_N)
+    actor = "actor_rollout_ref.actor"
+    kl = [f"{actor}.use_kl_loss=true", f"{actor}.kl_loss_coef=0.5", f"{actor}.kl_loss_type=abs"]
+    for loss_mode, mean in (("vanilla", -(1 + 3 * 5) / 4), ("gspo", -(1 + 5) / 2)):
+        own = config(f"{actor}.policy_loss.loss_mode={loss_mode}", *kl)
+        metrics = policy_loss(Even(), micro, Totals(tokens=4, sequences=2, rows=2), own).metrics
+        assert float(metrics["policy_loss"]) == pytest.approx(mean)
+        assert float(metrics["kl_loss"]) == pytest.approx(math.log(4) * 3 / 4)
+
+
 def test_a_single_response_to_a_prompt_is_worth_its_reward() -> None:
     for estimator in ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline"):
         own = config(f"algorithm.adv_estimator={estimator}", "actor_rollout_ref.rollout.n=1")

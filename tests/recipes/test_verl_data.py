@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -353,6 +354,28 @@ def test_each_answer_is_rewarded_by_the_function_of_its_data_source() -> None:
     assert flexible["reward"].tolist() == [1.0, 1.0]
     with pytest.raises(ValueError, match="data source 'mine'"):
         rewarded(responses(("mine", "a", "a")))
+
+
+def test_num_examine_prints_so_many_responses_of_each_source() -> None:
+    samples = responses(
+        ("sort", "abc", "abc"), ("sort", "b", "abc"), ("sort", "c", "abc"), ("openai/gsm8k", "#### 7", "7")
+    )
+    _, said = rewarded(samples, "reward_model.num_examine=2")
+    assert [line.partition(":")[0] for line in said] == ["sort", "sort", "openai/gsm8k"]
+    assert re.search(says("[prompt] q", "[response] abc", "[ground_truth] abc", "[score] 1"), said[0])
+    assert rewarded(samples)[1] == []
+
+
+def test_ground_truths_that_some_rows_lack_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth=None, **_):\n    return 1.0\n"
+    )
+    truth = {"reward_model": {"ground_truth": "1"}}
+    for rows, refused in (([{}, {}], False), ([truth, truth], False), ([truth, {}], True)):
+        write_lines(tmp_path / "a.jsonl", [{"prompt": "q", **row} for row in rows])
+        own = config_of(f"data.train_files={tmp_path}/a.jsonl", f"custom_reward_function.path={tmp_path}/own.py")
+        with pytest.raises(ValueError, match=says("1 of 2 rows", "ground_truth")) if refused else nullcontext():
+            check_rewards(own, own.rows())
 
 
 SCORE = """

@@ -1,6 +1,6 @@
 """The schema, files and the command line: what wins, and how mistakes are answered."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -51,6 +51,26 @@ def test_how_many_values_an_option_takes_follows_from_its_field() -> None:
         colocate_all=True, betas=(0.8, 0.9), names=["a", "b"], optimizer=Optimizer(learning_rate=1e-4), path="007"
     )
     assert load_config(Options, ["--colocate_all", "false", "steps=1"]) == Options(steps=1)
+
+
+@pytest.mark.parametrize("last", ["steps=7", "--steps=7", "optimizer.learning_rate=2e-3", "+steps=7"])
+def test_the_values_of_a_flag_end_before_the_next_option(last: str) -> None:
+    expected = load_config(Options, [last.lstrip("+")]) if "+" not in last else None
+    for words, values in (
+        (["--names", "a", "b"], {"names": ["a", "b"]}),
+        (["--betas", "0.8", "0.9"], {"betas": (0.8, 0.9)}),
+        (["--path", "a"], {"path": "a"}),
+        (["--colocate_all"], {"colocate_all": True}),
+        (["--names"], {}),
+    ):
+        if expected is None:  # a schema without Hydra's signs refuses the option, and keeps the values before it
+            with pytest.raises(ConfigError, match=says("+steps")):
+                load_config(Options, [*words, last])
+            continue
+        assert load_config(Options, [*words, last]) == replace(expected, **values)
+    # A value may look like an option that there is not.
+    assert load_config(Options, ["--path", "runs/x=1", "steps=7"]) == Options(path="runs/x=1", steps=7)
+    assert load_config(Options, ["--path", "x=1"]) == Options(path="x=1")
 
 
 def test_help_says_what_each_option_means_and_what_it_is_without() -> None:
@@ -111,6 +131,9 @@ def test_files_come_before_the_command_line_and_later_files_win(tmp_path: Path) 
         (["kind=gea"], ["kind", "gea", "gae", "rloo"]),
         (["--betas", "1"], ["--betas", 2, 1]),
         (["--path"], ["--path", 1, 0]),
+        (["--path", "steps=7"], ["--path", 1, 0]),
+        (["--betas", "0.8", "steps=7"], ["--betas", 2, 1]),
+        (["--names", "a", "stepz=7"], ["stepz", "'steps'"]),
         (["word"], ["word", "key=value"]),
         (["steps=-1"], ["steps=-1", "steps=0"]),
         (["config=/no/such.yaml"], ["/no/such.yaml"]),

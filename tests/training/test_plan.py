@@ -179,12 +179,14 @@ def test_steps_are_told_where_rows_are_counted_quickly(tmp_path: Path) -> None:
 
 
 def test_rows_that_are_all_held_out_make_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.jsonl").write_text('{"x": 1}\n' * 20)
+    (tmp_path / "a.jsonl").write_text('{"chosen": "a", "rejected": "b"}\n' * 20)
     main, shown = import_module("recipes.dpo.main").main, list[str]()
     for held in (256, 4):
         options = ["model.path=p", f"data.path={tmp_path}/a.jsonl", f"evaluation.held_out={held}", "train.batch_size=8"]
-        assert main([*options, "train.epochs=3", "--dry_run"]) == 0
-        shown.append(json.loads(capsys.readouterr().out)["arithmetic"])
+        assert main([*options, "train.epochs=3", "--dry_run"]) == (2 if held == 256 else 0)
+        printed = capsys.readouterr()
+        shown.append(json.loads(printed.out)["arithmetic"])
+        assert ("evaluation.held_out=256 holds out all 20 pairs of data.path" in printed.err) == (held == 256)
     assert re.search(says("evaluation.held_out=256", "20 pairs"), shown[0])
     assert re.search(says("6 optimizer steps", "8 pairs", "16 pairs", "3 epochs", "4 held out"), shown[1])
 

@@ -69,14 +69,22 @@ def _reward(flags: Computed) -> None:
 
 
 def _lengths(flags: Computed) -> None:
-    """max_len is of prompt and response together; without max_new_tokens a response gets what its prompt leaves."""
+    """Read the limits on tokens. max_len is of prompt and response together, and of a whole episode; without
+    max_new_tokens a response gets the tokens that its prompt leaves.
+    """
     names = ("max_len", "data.max_len")
     most = flags.get(*names)
     prompt, new = flags.option("data.max_prompt_tokens"), flags.option("rollout.max_new_tokens")
     has_agent = flags.option("agent.func_path") is not None
-    if most is None:
-        if has_agent and prompt and new:
-            flags.put("agent.max_tokens", prompt + new)
+    if has_agent and prompt and new:
+        # Each of them is a limit of an episode where it stands alone, so the lower one holds.
+        flags.put("agent.max_tokens", min(prompt + new, most or prompt + new))
+        if most is not None and most > prompt + new:
+            flags.idle(f"prompt_max_len + generate_max_len={prompt + new} is the lower limit", *names)
+    elif has_agent and most is not None and prompt is not None:
+        flags.put("agent.max_tokens", most)
+    elif most is None:
+        return
     elif prompt is not None:
         flags.idle("prompt_max_len and generate_max_len set it", *names)
     elif new is None:
@@ -124,7 +132,12 @@ def _placement(flags: Computed) -> None:
     elif colocates:
         flags.put("placement.colocate", True)
     engines_sleep = ("vllm_enable_sleep", "vllm.enable_sleep")
-    if flags.get(*engines_sleep) and (overlaps or not colocates):
+    if flags.get(*engines_sleep) and overlaps and colocates:
+        flags.faults.append(
+            f"async_train with {flags.name(*engines_sleep)}: engines that generate ahead of training cannot sleep "
+            "while it runs (the hybrid engine); leave one of them out"
+        )
+    elif flags.get(*engines_sleep) and (overlaps or not colocates):
         flags.idle("the engines share no devices", *engines_sleep)
     elif flags.get(*engines_sleep):
         flags.put("placement.engines_sleep", True)

@@ -94,3 +94,12 @@ def test_columns_may_have_other_names_and_where_nobody_asks_a_ground_truth_may_b
     path = write(tmp_path / "a.jsonl", {"question": "q", "origin": 3, "reward_model": {"style": "model"}})
     found = load_verl_rows([path], prompt_key="question", source_key="origin", needs_truth=False)
     assert found == [{"input": "q", "label": "", "datasource": "3"}]
+
+
+def test_a_prompt_is_enough_where_nothing_chooses_a_function(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"prompt": "q"})
+    assert load_verl_rows([path], needs_truth=False) == [{"input": "q", "label": "", "datasource": "unknown"}]
+    with pytest.raises(ValueError, match=says("reward_model.ground_truth")):
+        load_verl_rows([path])
+    with pytest.raises(ValueError, match=says("'origin'", "reward_fn_key")):
+        load_verl_rows([path], source_key="origin", needs_truth=False)
