@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
+import math
 import sys
 import types
 from collections.abc import Iterator
@@ -45,8 +46,7 @@ _FUNCTIONS = {
     "heapq": "heapify heappop heappush nlargest nsmallest",
     "itertools": "permutations combinations chain zip_longest islice accumulate groupby starmap takewhile dropwhile",
     "json": "dumps loads",
-    "math": "sqrt isqrt floor ceil fabs trunc gcd lcm comb perm factorial prod hypot dist exp log log2 log10 sin cos "
-    "tan atan2 degrees radians isnan isinf isfinite copysign fmod fsum pi e inf nan tau",
+    "math": " ".join(name for name in dir(math) if not name.startswith("_")),
     "random": "seed randint shuffle sample randrange",
     "statistics": "mean fmean median mode stdev pstdev variance pvariance",
 }
