@@ -118,7 +118,11 @@ class Link:
             if kind == "value":
                 return content
             if kind == "raised":
-                raise self._error(*content)
+                error = self._error(*content)
+                if isinstance(error, StopIteration | StopAsyncIteration) and operation not in ("next", "send"):
+                    # It would end a loop of the test's, as `all(map(check, cases))`, before its first case.
+                    raise ProgramError(f"the program has raised {type(error).__name__}")
+                raise error
             self._serve(*content)
 
     def serve(self) -> None:

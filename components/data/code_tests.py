@@ -88,7 +88,7 @@ async def _passed(program: str, assertions: Sequence[str], dialogues: Sequence[t
     ends_at = time.monotonic() + TOTAL_S
     passed = 0
     if assertions:
-        passed += sum((await _run_assertions(program, assertions, LIMITS, TOTAL_S)).passed)
+        passed += sum((await run_assertions_now(program, assertions, LIMITS, TOTAL_S)).passed)
     for given, expected in dialogues:
         left_s = ends_at - time.monotonic()
         if left_s <= 0:
@@ -137,10 +137,11 @@ async def run_assertions_async(
         limits: of each test, and of the program before them.
         total_s: seconds for all of them; tests that have not ended by then have failed.
     """
-    return await in_place(_run_assertions(program, tests, limits or Limits(), total_s))
+    return await in_place(run_assertions_now(program, tests, limits or Limits(), total_s))
 
 
-async def _run_assertions(program: str, tests: Sequence[str], limits: Limits, total_s: float) -> AssertionResult:
+async def run_assertions_now(program: str, tests: Sequence[str], limits: Limits, total_s: float) -> AssertionResult:
+    """`run_assertions_async` without a wait for a place."""
     count = len(tests)
     total_s = min(total_s, limits.timeout_s * (count + 1))
     side_limits = replace(limits, timeout_s=total_s + START_S)
