@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Json, PositiveInt, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Json, PositiveInt, ValidationError
 
 from agents.tools import OPEN, parse_calls
 from components.engines.config import EVALUATION_STEP, SamplingConfig
@@ -68,14 +68,15 @@ class CompletionRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    messages: list[Message] = []
+    # An error for each of many wrong values would take far more memory than these.
+    messages: Annotated[list[Message], FailFast()] = []
     prompt: str = ""
     model: str = "policy"
-    tools: list[dict[str, Any]] = []
+    tools: Annotated[list[dict[str, Any]], FailFast()] = []
     tool_choice: Literal["auto", "none"] = "auto"
     max_tokens: PositiveInt = sys.maxsize
     max_completion_tokens: PositiveInt = sys.maxsize
-    stop: Annotated[list[str], BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)] = []
+    stop: Annotated[list[str], FailFast(), BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)] = []
     n: PositiveInt = 1
     logprobs: bool = False
     stream: bool = False
@@ -134,6 +135,11 @@ class CompletionRequest(BaseModel):
         return head | {"choices": [{"index": i, **choice} for i, choice in enumerate(choices)], "usage": usage}
 
 
+def _json(body: bytes) -> Any:
+    """JSON in UTF-8, in which the limits of the body were checked."""
+    return json.loads(body.decode())
+
+
 def read_request(body: bytes, sampling: SamplingConfig) -> tuple[CompletionRequest, SamplingConfig]:
     """Read a request, and how its responses are drawn; a field that is null counts as absent.
 
@@ -144,7 +150,7 @@ def read_request(body: bytes, sampling: SamplingConfig) -> tuple[CompletionReque
         RequestError: a field is missing, unknown, or not to be had.
     """
     try:
-        fields = {name: value for name, value in dict(json.loads(body)).items() if value is not None}
+        fields = {name: value for name, value in dict(_json(body)).items() if value is not None}
         request = CompletionRequest.model_validate(fields)
         if bool(request.messages) == bool(request.prompt) or not all(request.stop):
             raise ValueError("it needs messages, or a prompt that is one text, and no empty stop")

@@ -29,7 +29,7 @@ try:
     from starlette.routing import Route
     from uvicorn.server import ServerState
 
-    from components.http_server import read_body, server_config
+    from components.http_server import BodyLimits, server_config
 except ModuleNotFoundError as error:
     raise ValueError(f"OpenAIAgentExecutor needs {error.name}; run: bash scripts/setup.sh recipes endpoint") from error
 
@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 
 BACKLOG = 1024
 """Connections that may wait to be taken."""
+BODY_MB, TEXT_MB, MOST_VALUES, MOST_DEPTH = 16.0, 2.0, 100_000, 100
+"""Sizes of a request and of one text in it, its number of values, and of brackets in brackets: all of it is rendered
+and tokenized in the loop of the engine."""
 
 
 @dataclass(eq=False)
@@ -165,6 +168,7 @@ class Server:
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
+        self._limits = BodyLimits(mb=BODY_MB, values=MOST_VALUES, text_mb=TEXT_MB, depth=MOST_DEPTH)
         routes = [
             Route("/health", lambda _: JSONResponse({"status": "ok"})),
             Route("/v1/models", self._models),
@@ -215,7 +219,8 @@ class Server:
 
     async def _complete(self, http: Request) -> Response:
         session = self._session(http)
-        request, sampling = read_request(await read_body(http), session.task.sampling)
+        async with self._limits.body(http) as body:
+            request, sampling = read_request(body, session.task.sampling)
         drawing = asyncio.create_task(session.draw(request, sampling))
         watching = asyncio.create_task(_watch(http, session, drawing))
         session.drawing.add(drawing)

@@ -14,12 +14,13 @@ but the last. Look at responses when the score is too good.
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from agents.environments import TextEnvironment, read_label
-from components.data.code_tests import program_in, run_assertions_async, same_lines
-from components.data.sandbox import Limits, cut, run_python_async
+from components.data.code_tests import program_in, run_assertions_now, same_lines
+from components.data.sandbox import Limits, cut, in_place, run_now
 
 EXAMPLE = '{"tests": ["assert add(1, 2) == 3", {"input": "1 2", "output": "3"}]}'
 
@@ -30,6 +31,9 @@ class AgentInstance(TextEnvironment):
     tries: ClassVar[int] = 4
     limits: ClassVar[Limits] = Limits()
     """Of each test."""
+    total_s: ClassVar[float] = 40.0
+    """Seconds for all tests of a try, below agent.step_timeout_s: a program that takes long in each of many tests has
+    failed one, and does not end its episode. Waiting for a place to run (see `run_python_async`) does not count."""
 
     async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:  # noqa: ARG002 - room for more
         """Begin with the prompt."""
@@ -45,9 +49,17 @@ class AgentInstance(TextEnvironment):
         """Run the tests up to the first that fails."""
         self._tried += 1
         program = program_in(states["action_text"])
-        passed, fault = 0, None
+        passed = 0
+        fault = None
+        used_s = 0.0
         for test in self._tests:
-            fault = await self._fault(program, test, is_last=passed == len(self._tests) - 1)
+            left_s = self.total_s - used_s
+            if left_s <= 0:
+                fault = f"All tests together took more than {self.total_s:g} s.\n"
+                break
+            is_last = passed == len(self._tests) - 1
+            fault, seconds = await in_place(self._timed_fault(program, test, left_s, is_last=is_last))
+            used_s += seconds
             if fault is not None:
                 break
             passed += 1
@@ -61,17 +73,26 @@ class AgentInstance(TextEnvironment):
             "extra_logs": {"tries": self._tried, "passed_share": passed / len(self._tests)},
         }
 
-    async def _fault(self, program: str, test: str | dict[str, str], *, is_last: bool) -> str | None:
+    async def _timed_fault(
+        self, program: str, test: str | dict[str, str], left_s: float, *, is_last: bool
+    ) -> tuple[str | None, float]:
+        """`_fault`, and the seconds that the test took."""
+        began = time.monotonic()
+        fault = await self._fault(program, test, left_s, is_last=is_last)
+        return fault, time.monotonic() - began
+
+    async def _fault(self, program: str, test: str | dict[str, str], left_s: float, *, is_last: bool) -> str | None:
         """What the policy reads of a test that fails, in whole lines; None when it passes."""
         # All of the output is compared, and the policy reads some of it.
-        limits, most = replace(self.limits, max_output=self.limits.file_bytes), self.limits.max_output
+        limits = replace(self.limits, max_output=self.limits.file_bytes, timeout_s=min(self.limits.timeout_s, left_s))
+        most = self.limits.max_output
         if isinstance(test, str):
-            found = await run_assertions_async(program, [test], limits)
+            found = await run_assertions_now(program, [test], limits, left_s)
             if all(found.passed):
                 return None
             return "" if is_last else f"{test}\n{cut(found.text, most)}\n"
-        result = await run_python_async(program, test["input"], limits)
-        if result.exit == 0 and same_lines(result.stdout, test["output"]):
+        result = await run_now(program, test["input"], limits)
+        if result.exit == 0 and not result.reason and same_lines(result.stdout, test["output"]):
             return None
         parts = {"Input": test["input"], "Expected": test["output"], "Found": result.text}
         if is_last:

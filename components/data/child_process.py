@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -120,7 +120,11 @@ class Child:
 
 
 async def run_program(
-    command: Sequence[str], limit_s: float | None = None, started: Callable[[], None] | None = None, **options: Any
+    command: Sequence[str],
+    limit_s: float | None = None,
+    started: Callable[[], None] | None = None,
+    until: Collection[asyncio.Future[Any]] = (),
+    **options: Any,
 ) -> int | None:
     """Run a program in a process group of its own, and end what is left of that, also when nobody waits any more.
 
@@ -128,16 +132,18 @@ async def run_program(
         command: the program and its arguments.
         limit_s: seconds that it may take.
         started: called once it runs.
+        until: the program is ended as soon as one of these is done.
         options: as `asyncio.create_subprocess_exec` takes them.
 
     Returns:
-        Its exit code, below 0 the number of the signal that ended it; None: it took longer.
+        Its exit code, below 0 the number of the signal that ended it; None: it took longer, or `until` ended it.
     """
     program = await asyncio.create_subprocess_exec(*command, start_new_session=True, **options)
     try:
         if started is not None:
             started()
-        await asyncio.wait({asyncio.ensure_future(program.wait())}, timeout=limit_s)
+        ends = {asyncio.ensure_future(program.wait()), *until}
+        await asyncio.wait(ends, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         return program.returncode
     finally:
         with suppress(ProcessLookupError):

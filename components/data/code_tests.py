@@ -9,26 +9,40 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import socket
-import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from components.data.sandbox import Limits, SandboxResult, in_place, run_now, run_python
+from components.data.sandbox import BoundedPipe, Limits, SandboxResult, in_place, run_now
 
 MOST_TESTS = 10
 """So many of a response's tests are run, the first ones."""
 LIMITS = Limits(timeout_s=5.0, cpu_s=5, max_output=2**20)
-"""Of each. All of a response's tests are done within the minute that reward code has for it."""
-
-START_S = 10.0
+"""Of each."""
+TOTAL_S = 48.0
+"""Seconds for all tests of a response, from the start of the first one. What is not done by then counts as failed: with
+the start, it is less than the minute that reward code has, so that no program decides whether its response has a score.
+"""
+START_S = 8.0
 """Seconds that the start of both sandboxes may take."""
+GRACE_S = 1.0
+"""Seconds that a program has to end once its tests are done; they count, however it ends."""
 
-_CHILD = Path(__file__).with_name("code_test_child.py").read_text(encoding="utf-8")
+_MODULES = ("code_values", "code_link", "code_names", "code_test_child")
+"""For both sandboxes, in which there is nothing of ours; each imports the ones before it."""
+_CHILD = f"""\
+import sys, types
+for name, text in {[(name, Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")) for name in _MODULES]!r}:
+    module = sys.modules["components.data." + name] = types.ModuleType("components.data." + name)
+    exec(compile(text, name, "exec"), vars(module))
+module.main(sys.argv[1:])
+"""
 _BLOCK = re.compile(r"```[ \t]*+(\w*+)[^\n`]*+\n(.*?)(?:```|\Z)", re.DOTALL)
 _PYTHON = ("", "py", "python", "python3")
 _CALL = """\
@@ -64,15 +78,26 @@ def code_score(
     count = len(assertions) + len(dialogues)
     if not count:
         raise ValueError(f"the ground truth {ground_truth!r:.80} has no tests")
-    program, passed = program_in(solution_str), 0
-    if assertions and program.strip():
-        passed += sum(run_assertions(program, assertions, LIMITS).passed)
-    for given, expected in dialogues if program.strip() else ():
-        result = run_python(program, given, LIMITS)
-        passed += result.exit == 0 and same_lines(result.stdout, expected)
+    program = program_in(solution_str)
+    passed = asyncio.run(in_place(_passed(program, assertions, dialogues))) if program.strip() else 0
+    return {"score": passed / count, "acc": float(passed == count)}
+
+
+async def _passed(program: str, assertions: Sequence[str], dialogues: Sequence[tuple[str, Any]]) -> int:
+    """The number of tests that a program passes."""
+    ends_at = time.monotonic() + TOTAL_S
+    passed = 0
+    if assertions:
+        passed += sum((await run_assertions_now(program, assertions, LIMITS, TOTAL_S)).passed)
+    for given, expected in dialogues:
+        left_s = ends_at - time.monotonic()
+        if left_s <= 0:
+            break
+        result = await run_now(program, given, replace(LIMITS, timeout_s=min(LIMITS.timeout_s, left_s)))
+        passed += result.exit == 0 and not result.reason and same_lines(result.stdout, expected)
         if result.reason:  # what has met a limit once does so again
             break
-    return {"score": passed / count, "acc": float(passed == count)}
+    return passed
 
 
 def program_in(text: str) -> str:
@@ -101,46 +126,56 @@ def run_assertions(program: str, tests: Sequence[str], limits: Limits | None = N
     return asyncio.run(run_assertions_async(program, tests, limits))
 
 
-async def run_assertions_async(program: str, tests: Sequence[str], limits: Limits | None = None) -> AssertionResult:
-    """Run a program, then each test on the program as its last line has left it.
+async def run_assertions_async(
+    program: str, tests: Sequence[str], limits: Limits | None = None, total_s: float = math.inf
+) -> AssertionResult:
+    """Import a program, then run each test on the program as its last line has left it.
 
     Args:
-        program: Python.
+        program: Python. It is imported: what stands under `if __name__ == "__main__"` is not run.
         tests: Python, such as `assert add(1, 2) == 3`, with the program's names.
         limits: of each test, and of the program before them.
+        total_s: seconds for all of them; tests that have not ended by then have failed.
     """
-    return await in_place(_run_assertions(program, tests, limits or Limits()))
+    return await in_place(run_assertions_now(program, tests, limits or Limits(), total_s))
 
 
-async def _run_assertions(program: str, tests: Sequence[str], limits: Limits) -> AssertionResult:
+async def run_assertions_now(program: str, tests: Sequence[str], limits: Limits, total_s: float) -> AssertionResult:
+    """`run_assertions_async` without a wait for a place."""
     count = len(tests)
-    program_limits = replace(limits, timeout_s=limits.timeout_s * (count + 1) + START_S)
-    test_limits = replace(program_limits, cpu_s=limits.cpu_s * (count + 1))
+    total_s = min(total_s, limits.timeout_s * (count + 1))
+    side_limits = replace(limits, timeout_s=total_s + START_S)
     with ExitStack() as stack:
-        report = stack.enter_context(tempfile.TemporaryFile())
-        pairs = [socket.socketpair() for _ in tests]
-        for pair in pairs:
-            for end in pair:
-                stack.enter_context(end)
-        side = _side("program", program, "", program_limits, [], [end for end, _ in pairs])
+        report = stack.enter_context(BoundedPipe(limits.file_bytes))
+        pairs = [[stack.enter_context(end) for end in socket.socketpair()] for _ in tests]
+        is_done = asyncio.get_running_loop().create_future()
+        side = _side("program", program, "", side_limits, [], [end for end, _ in pairs], is_done)
         runner = asyncio.create_task(side)
         try:
-            given = json.dumps([list(tests), limits.timeout_s])
-            await _side("tests", "", given, test_limits, [report.fileno()], [end for _, end in pairs])
-            report.seek(0)
-            # The last may be cut off, where the tests' side has met a limit.
-            outcomes = [json.loads(line) for line in report if line.endswith(b"\n")]
-            is_late = len(outcomes) < count or any(outcome is not None and outcome[1] for outcome in outcomes)
-            ended = None if is_late else await runner
+            given = json.dumps([list(tests), limits.timeout_s, total_s])
+            await _side("tests", "", given, side_limits, [report.writing.fileno()], [end for _, end in pairs])
+            # What the program has printed is complete once it has ended by itself.
+            await asyncio.wait({runner}, timeout=GRACE_S)
+            is_done.set_result(None)
+            ended = await runner
         finally:
             runner.cancel()
             await asyncio.gather(runner, return_exceptions=True)
+        lines = report.text().splitlines(keepends=True)
+    # The last may be cut off, where the tests' side has met a limit.
+    outcomes = [json.loads(line) for line in lines if line.endswith("\n")]
     passed = [outcome is None for outcome in outcomes] + [False] * (count - len(outcomes))
-    return AssertionResult(tuple(passed), _report(ended, outcomes, limits))
+    return AssertionResult(tuple(passed), _report(ended, outcomes, count, limits))
 
 
 async def _side(
-    side: str, program: str, stdin: str, limits: Limits, kept: list[int], ends: list[socket.socket]
+    side: str,
+    program: str,
+    stdin: str,
+    limits: Limits,
+    kept: list[int],
+    ends: list[socket.socket],
+    until: asyncio.Future[Any] | None = None,
 ) -> SandboxResult:
     """One of the two sandboxes; the ends of its connections are closed here once it has them."""
 
@@ -149,17 +184,20 @@ async def _side(
             end.close()
 
     inherited = [*kept, *(end.fileno() for end in ends)]
-    return await run_now(program, stdin, limits, ["-c", _CHILD, side, *map(str, inherited)], inherited, close)
+    return await run_now(
+        program, stdin, limits, ["-c", _CHILD, side, *map(str, inherited)], inherited, close, until=until
+    )
 
 
-def _report(ended: SandboxResult | None, outcomes: Sequence[Any], limits: Limits) -> str:
-    if ended is None:
+def _report(ended: SandboxResult, outcomes: Sequence[Any], count: int, limits: Limits) -> str:
+    if len(outcomes) < count or any(outcome is not None and outcome[1] for outcome in outcomes):
         return f"ended: it took more than {limits.timeout_s:g} s"
-    parts = [ended.stdout, ended.stderr, ended.reason]
-    fault = next((outcome[0] for outcome in outcomes if outcome is not None), "")
-    # A program that failed by itself has said how.
-    if ended.exit == 0:
-        parts.append(fault)
+    parts = [ended.stdout, ended.stderr]
+    # A program that failed by itself has said how. One that was ended here has not failed.
+    if ended.exit > 0:
+        parts.append(ended.reason)
+    else:
+        parts.append(next((outcome[0] for outcome in outcomes if outcome is not None), ""))
     return "\n".join(part.rstrip("\n") for part in parts if part)
 
 

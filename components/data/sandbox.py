@@ -9,21 +9,23 @@ the program runs as the user who trains then, and can read, write and delete tha
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import functools
 import json
 import logging
 import os
 import platform
+import shutil
 import signal
 import sys
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 from components.data.child_process import run_program
 from components.data.sandbox_filter import call_filter
@@ -35,6 +37,9 @@ HOME = "/sandbox"
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/nix/store")
 """What an interpreter needs of the system, beside itself."""
 PERMISSION = "TROUPE_SANDBOX"
+
+_PREFIX = "troupe-program-"
+_STATUS_BYTES = 100
 
 T = TypeVar("T")
 
@@ -54,7 +59,8 @@ class Limits(Checked):
     memory_bytes: Count = 2**29
     """Of address space."""
     file_bytes: Count = 2**20
-    """Of one file that it writes; standard output and error are such files."""
+    """Of one file that it writes, of its standard output and of its standard error. A program that writes more to the
+    last two is ended."""
     max_output: Count = 4000
     """Characters that are kept of standard output, and of standard error."""
 
@@ -122,6 +128,7 @@ async def run_now(
     inherited: Sequence[int] = (),
     started: Callable[[], None] | None = None,
     isolate: bool | None = None,
+    until: asyncio.Future[Any] | None = None,
 ) -> SandboxResult:
     """`run_python_async` without a wait for a place.
 
@@ -133,28 +140,25 @@ async def run_now(
         inherited: descriptors that it has under the same numbers.
         started: called once it has them.
         isolate: give it a machine of its own. Default: where the system lets us.
+        until: the program is ended as soon as this is done.
     """
     is_isolated = _can_isolate() if isolate is None else isolate
-    with (
-        tempfile.TemporaryDirectory(prefix="troupe-sandbox-", ignore_cleanup_errors=True) as folder,
-        ExitStack() as files,
-    ):
+    with ExitStack() as stack:
+        folder = "/" if is_isolated else stack.enter_context(_folder())
         home = HOME if is_isolated else folder
         if not is_isolated:
             Path(folder, "main.py").write_bytes(_encoded(program))
-        # Files, and not pipes: a program that writes without end meets file_bytes, and our memory never holds more.
-        given, text, out, err, status = (files.enter_context(tempfile.TemporaryFile()) for _ in range(5))
-        for file, content in ((given, stdin), (text, program)):
-            file.write(_encoded(content))
-            file.seek(0)
+        given, text = (stack.enter_context(_sealed(_encoded(content))) for content in (stdin, program))
+        flood = asyncio.get_running_loop().create_future()
+        out, err = (stack.enter_context(BoundedPipe(limits.file_bytes, flood)) for _ in range(2))
+        status = stack.enter_context(BoundedPipe(_STATUS_BYTES))
         settings = {
             "parent": os.getpid(),
             "isolate": is_isolated,
-            "root": folder,
             "trees": _trees() if is_isolated else [],
             "filter": call_filter(platform.machine()).hex() if is_isolated else "",
             "program": text.fileno(),
-            "status": status.fileno(),
+            "status": status.writing.fileno(),
             "keep": list(inherited),
             "cpu_s": limits.cpu_s,
             "memory_bytes": limits.memory_bytes,
@@ -165,27 +169,131 @@ async def run_now(
             [sys.executable, "-I", "-S", CHILD, json.dumps(settings)],
             limits.timeout_s,
             started,
+            [flood, *([] if until is None else [until])],
             stdin=given,
-            stdout=out,
-            stderr=err,
-            pass_fds=[status.fileno(), text.fileno(), *inherited],
+            stdout=out.writing,
+            stderr=err.writing,
+            pass_fds=[status.writing.fileno(), text.fileno(), *inherited],
             cwd=folder,
             env={"HOME": home, "TMPDIR": home, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
-        stdout, stderr = (_shown(_read(each, limits.file_bytes), home, limits.max_output) for each in (out, err))
-        how = _read(status, 100).split()
-    is_late = code is None
+        stdout, stderr = (_shown(pipe.text(), home, limits.max_output) for pipe in (out, err))
+        how = status.text().split()
     if code not in (None, -signal.SIGKILL) and not how:
         raise RuntimeError(f"the sandbox could not start a program: {stderr or 'no reason given'}")
-    # Nobody was left to say how it ended: the time was up, or it has killed its own process group.
+    is_late = code is None and not flood.done() and (until is None or not until.done())
+    # Nobody was left to say how it ended: it was ended from here, or it has killed its own process group.
     code, used_s = (int(how[0]), float(how[1])) if how else (-signal.SIGKILL, 0.0)
-    if is_late:
+    if flood.done():
+        reason = f"ended: it wrote more than {limits.file_bytes} bytes of output"
+    elif is_late:
         reason = f"ended: it took more than {limits.timeout_s:g} s"
     elif code == -signal.SIGXCPU or (code == -signal.SIGKILL and used_s >= limits.cpu_s):
         reason = f"ended: it took more than {limits.cpu_s} s of CPU time"
     else:
         reason = f"ended by {signal.Signals(-code).name}" if code < 0 else ""
     return SandboxResult(stdout, stderr, code, reason, is_isolated)
+
+
+class BoundedPipe:
+    """A pipe whose other end a program has. At most `limit` bytes of it are kept, and a pipe holds no more than 1 MiB:
+    a file would grow at the program's will, by calls that no limit on the size of files covers.
+
+    It is read in the event loop in which it is made.
+    """
+
+    def __init__(self, limit: int, overflow: asyncio.Future[Any] | None = None) -> None:
+        """
+        Args:
+            limit: bytes that are kept.
+            overflow: done once there are more.
+        """
+        self.content = bytearray()
+        self._limit = limit
+        self._overflow = overflow
+        self._loop = asyncio.get_running_loop()
+        reading, writing = os.pipe()
+        self._reading: Any = os.fdopen(reading, "rb", buffering=0)
+        self.writing = os.fdopen(writing, "wb", buffering=0)
+        """The program's end."""
+
+    def __enter__(self) -> BoundedPipe:
+        os.set_blocking(self._reading.fileno(), False)
+        self._loop.add_reader(self._reading.fileno(), self.read)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+        self._reading.close()
+        self.writing.close()
+
+    def read(self) -> bool:
+        """Read what has come, at most 64 KiB; return False where there is nothing now, or never again."""
+        part = self._reading.read(2**16)
+        if part:
+            room = self._limit - len(self.content)
+            self.content += part[:room]
+            if len(part) <= room:
+                return True
+            if self._overflow is not None and not self._overflow.done():
+                self._overflow.set_result(None)
+        if part is not None:
+            self._stop()
+        return False
+
+    def _stop(self) -> None:
+        self._loop.remove_reader(self._reading.fileno())
+
+    def text(self) -> str:
+        """All that has been written up to now, as far as it is kept."""
+        while self.read():
+            pass
+        return self.content.decode(errors="replace")
+
+
+def _sealed(content: bytes) -> IO[bytes]:
+    """A file in memory that holds this, and that nobody can change or extend."""
+    file = os.fdopen(os.memfd_create("troupe", os.MFD_ALLOW_SEALING), "wb+", buffering=0)
+    rest = memoryview(content)
+    while rest:
+        rest = rest[file.write(rest) :]
+    file.seek(0)
+    seals = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
+    return file
+
+
+@contextmanager
+def _folder() -> Iterator[str]:
+    """A folder for one program, without a machine of its own; those that killed processes have left are removed."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError), _locked(left):
+            shutil.rmtree(left, ignore_errors=True)
+    with ExitStack() as stack:
+        while True:
+            folder = tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)
+            stack.enter_context(folder)
+            # Before it is locked, another process may take it for one that was left.
+            with suppress(OSError):
+                stack.enter_context(_locked(Path(folder.name)))
+                if Path(folder.name).is_dir():
+                    break
+        yield folder.name
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, which ends with this process.
+
+    Raises:
+        OSError: another process holds it, or the folder is not ours.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @functools.cache
@@ -241,11 +349,6 @@ def _warn(fault: str) -> None:
         PERMISSION,
         fault,
     )
-
-
-def _read(file: IO[bytes], most: int) -> str:
-    file.seek(0)
-    return file.read(most).decode(errors="replace")
 
 
 def _shown(text: str, folder: str, most: int) -> str:

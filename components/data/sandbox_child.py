@@ -74,9 +74,12 @@ def mount(source: str, target: str, kind: str | None, flags: int, data: str | No
     checked(_libc.mount(*coded, ctypes.c_ulong(flags), None if data is None else data.encode()), f"mount {target}")
 
 
-def make_root(root: str, trees: list[str]) -> None:
-    """Make the file system that the program sees in the empty folder `root`, and change to it."""
+def make_root(trees: list[str]) -> None:
+    """Make the file system that the program sees, and change to it."""
     mount("none", "/", None, RECURSIVE | PRIVATE)
+    # On top of /proc, which every system has and no tree lies in, and in these namespaces alone: a folder made for
+    # each program would stay on the disk when the process that made it is killed.
+    root = "/proc"
     mount("tmpfs", root, "tmpfs", NOSUID | NODEV, "mode=0755,size=1m")
     for path in [*trees, *(f"/dev/{name}" for name in DEVICES)]:
         show(path, root + path)
@@ -198,7 +201,7 @@ def main() -> None:
         die_with_parent()
         # A program of the same user may send it signals, and those that nobody handles are not for an init.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        make_root(settings["root"], settings["trees"])
+        make_root(settings["trees"])
         with os.fdopen(settings["program"], "rb", closefd=False) as program, open("main.py", "wb") as file:
             file.write(program.read())
         if os.getuid() == 0:

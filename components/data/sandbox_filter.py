@@ -30,14 +30,19 @@ SOCKET_CALLS = {"x86_64": (41, 53), "aarch64": (198, 199)}
 CLONE = {"x86_64": 56, "aarch64": 220}
 CLONE3 = 435
 """Its flags lie in memory, where no filter looks. Without it, the C library takes clone."""
-NEW_CALLS = (425, 426, 427, 428, 429, 430, 431, 432, 433, 442, 447)
-"""io_uring_*, which makes calls past any filter; open_tree to fspick and mount_setattr; memfd_secret."""
+NEW_CALLS = (425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 442, 447, 463, 467)
+"""io_uring_*, which makes calls past any filter; open_tree to fspick, mount_setattr and open_tree_attr; pidfd_getfd;
+memfd_secret; setxattrat."""
 OLD_CALLS = {
-    "x86_64": (29, 64, 68, 101, 155, 165, 166, 248, 249, 250, 272, 298, 308, 310, 311, 321, 323),
-    "aarch64": (194, 190, 186, 117, 41, 40, 39, 217, 218, 219, 97, 241, 268, 270, 271, 280, 282),
+    "x86_64": (29, 64, 68, 101, 155, 165, 166, 248, 249, 250, 272, 298, 308, 310, 311, 321, 323, 319, 240)
+    + (188, 189, 190, 312),
+    "aarch64": (194, 190, 186, 117, 41, 40, 39, 217, 218, 219, 97, 241, 268, 270, 271, 280, 282, 279, 180)
+    + (5, 6, 7, 272),
 }
 """shmget, semget, msgget, ptrace, pivot_root, mount, umount2, add_key, request_key, keyctl, unshare, perf_event_open,
-setns, process_vm_readv, process_vm_writev, bpf, userfaultfd."""
+setns, process_vm_readv, process_vm_writev, bpf, userfaultfd, memfd_create, mq_open, setxattr, lsetxattr,
+fsetxattr, kcmp. Files of memfd_create and message queues take memory that belongs to no file system with a size, and
+attributes of a file are not bounded by the limit of its size."""
 
 
 @functools.cache

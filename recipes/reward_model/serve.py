@@ -12,7 +12,6 @@ are answered.
 
 import asyncio
 import hmac
-import json
 import math
 import signal
 import socket
@@ -41,17 +40,17 @@ try:
     import uvicorn
     from fastapi import FastAPI, HTTPException, Request, Response
     from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-    from pydantic import BaseModel, ValidationError
+    from pydantic import BaseModel, FailFast, ValidationError
     from starlette.exceptions import HTTPException as AnyHTTPException
     from starlette.responses import JSONResponse
 
-    from components.http_server import GONE, read_body, server_config
+    from components.http_server import BUSY, GONE, BodyLimits, read_json, server_config
 
     from .service import QueueFull, Scored, ScoringService
 except ModuleNotFoundError as error:
     sys.exit(f"serve: {error.name} is missing; run: bash scripts/setup.sh recipes serve")
 
-UNAUTHORIZED, INVALID, FAILED, BUSY = 401, 422, 500, 503
+UNAUTHORIZED, INVALID, FAILED = 401, 422, 500
 
 
 @dataclass(kw_only=True)
@@ -80,6 +79,10 @@ class ServeConfig(Options):
     """Texts that may wait; beyond that requests get status 503."""
     max_request_mb: Positive = 64.0
     """Size of a request's body."""
+    max_text_mb: Positive = 1.0
+    """Size of one text in it; a larger one is refused with status 413."""
+    max_values: Count = 1_000_000
+    """Number of values in a request's body, with those in labels; more are refused with status 413."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16 is faster on a GPU. A score then depends a little on what shares its pass."""
     grace_s: Count = 60
@@ -99,8 +102,9 @@ class ServeConfig(Options):
 class Query(BaseModel):
     """The body of a request."""
 
-    query: list[str]
-    prompts: list[str] | None = None
+    # An error for each of a million wrong values would take gigabytes.
+    query: Annotated[list[str], FailFast()]
+    prompts: list[Any] | None = None
     labels: list[Any] | None = None
 
 
@@ -134,6 +138,14 @@ def load_service(config: ServeConfig) -> ScoringService:
 
 def make_app(service: ScoringService, config: ServeConfig) -> FastAPI:
     """The server's three addresses."""
+    limits = BodyLimits(
+        mb=config.max_request_mb,
+        values=config.max_values,
+        text_mb=config.max_text_mb,
+        seconds=config.grace_s,
+        all_mb=4 * config.max_request_mb,
+        names={"mb": "max_request_mb", "values": "max_values", "text_mb": "max_text_mb"},
+    )
 
     @asynccontextmanager
     async def running(_: FastAPI) -> AsyncIterator[None]:
@@ -146,9 +158,10 @@ def make_app(service: ScoringService, config: ServeConfig) -> FastAPI:
     async def get_reward(request: Request) -> JSONResponse:
         began = time.monotonic()
         check_token(request, config.token)
-        asked = await read_query(request, config, service.queue_size)
-        with service.metrics.under_way.track_inprogress():
-            found = await scored_for(request, service, asked.query)
+        async with limits.body(request) as body:
+            asked = read_query(body, service.queue_size)
+            with service.metrics.under_way.track_inprogress():
+                found = await scored_for(request, service, asked.query)
         rewards = [one.reward for one in found]
         odd = next((number for number, reward in enumerate(rewards) if not math.isfinite(reward)), None)
         if odd is not None:
@@ -213,17 +226,19 @@ async def scored_for(request: Request, service: ScoringService, texts: list[str]
         leaving.cancel()
 
 
-async def read_query(request: Request, config: ServeConfig, most_texts: int) -> Query:
-    """The body of a request, read no further than it may be long."""
-    body = await read_body(request, config.max_request_mb, config.grace_s)
+def read_query(body: bytes, most_texts: int) -> Query:
+    """What the body of a request asks for."""
     try:
-        asked = Query.model_validate(json.loads(body))
+        asked = Query.model_validate(read_json(body))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the body"
         raise HTTPException(INVALID, f"{where}: {first['msg']}; send an object with a list of texts, query") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise HTTPException(INVALID, f"the body is no JSON: {error}") from error
+    odd = next((number for number, prompt in enumerate(asked.prompts or ()) if not isinstance(prompt, str)), None)
+    if odd is not None:
+        raise HTTPException(INVALID, f"prompts.{odd}: it is no text; send an object with a list of texts, query")
     for name in ("prompts", "labels"):
         column = getattr(asked, name)
         if column is not None and len(column) != len(asked.query):

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -13,6 +13,8 @@ from components.batch import Batch
 from components.data.preferences import scored_tokens
 from components.data.text import TextEncoder
 from components.engines.reward_model import RewardModel
+
+PORTION_CHARACTERS = 2**17
 
 
 class QueueFull(Exception):
@@ -50,6 +52,18 @@ class Metrics:
         self.waiting = Gauge(f"{name}waiting", "Texts that wait for a pass", registry=self.registry)
         sizes = [2**power for power in range(11)]
         self.together = Histogram(f"{name}pass_texts", "Texts of one pass", buckets=sizes, registry=self.registry)
+
+
+def _portions(texts: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """First and last number of texts that are tokenized at once."""
+    start = size = 0
+    for number, text in enumerate(texts):
+        size += len(text)
+        if size >= PORTION_CHARACTERS:
+            yield start, number + 1
+            start = number + 1
+            size = 0
+    yield start, len(texts)
 
 
 class ScoringService:
@@ -102,9 +116,12 @@ class ScoringService:
         """
         self._check_space(len(texts))
         loop = asyncio.get_running_loop()
-        rows = await loop.run_in_executor(self._tokenizer, self._encode, texts)
+        waiting: list[_Waiting] = []
+        for start, end in _portions(texts):
+            # In turns with the texts of other callers, so that one caller's long ones do not hold up all.
+            rows = await loop.run_in_executor(self._tokenizer, self._encode, texts, start, end)
+            waiting += [_Waiting(*row) for row in rows]
         self._check_space(len(texts))  # others have come meanwhile
-        waiting = [_Waiting(row[-self._max_len :], len(row) > self._max_len) for row in rows]
         self._queue += waiting
         self.metrics.waiting.set(len(self._queue))
         self._arrived.set()
@@ -120,14 +137,16 @@ class ScoringService:
         if len(self._queue) + count > self.queue_size:
             raise QueueFull(f"{len(self._queue)} texts wait, and no more than {self.queue_size} may; try again")
 
-    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+    def _encode(self, texts: Sequence[str], start: int, end: int) -> list[tuple[list[int], bool]]:
+        """The last tokens of some of the texts, and whether there were more."""
         rows = []
-        for number, text in enumerate(texts):
+        for number in range(start, end):
             try:
-                text.encode()  # JSON can write halves of a character, which no tokenizer reads
-                rows.append(scored_tokens(text, self._encoder))
+                texts[number].encode()  # JSON can write halves of a character, which no tokenizer reads
+                row = scored_tokens(texts[number], self._encoder)
             except ValueError as error:
                 raise ValueError(f"query {number}: {error}") from error
+            rows.append((row[-self._max_len :], len(row) > self._max_len))
         return rows
 
     async def _make_passes(self) -> None:

@@ -13,10 +13,20 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from uvicorn.server import ServerState
 
-from components.http_server import HEAD_BYTES, read_body, server_config
+from components.http_server import HEAD_BYTES, BodyLimits, read_body, read_json, server_config
 
 GUARD_S = 120
 HEAD = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n"
+
+
+LIMITS = {"mb": 0.01, "values": 40, "text_mb": 0.001, "depth": 9, "all_mb": 0.015}
+"""Of the server in these tests, as `BodyLimits` has them."""
+_limits = BodyLimits(**LIMITS, names={"values": "max_values"})
+
+
+async def parsed(request: Request) -> JSONResponse:
+    async with _limits.body(request) as body:
+        return JSONResponse(len(read_json(body)))
 
 
 async def echo(request: Request) -> JSONResponse:
@@ -24,10 +34,13 @@ async def echo(request: Request) -> JSONResponse:
     return JSONResponse(body.decode())
 
 
+ROUTES = [Route("/", echo, methods=["POST"]), Route("/json", parsed, methods=["POST"])]
+
+
 @asynccontextmanager
 async def serving(head_s: float) -> AsyncIterator[int]:
     """A server in this process; gives its port."""
-    config = server_config(Starlette(routes=[Route("/", echo, methods=["POST"])]), head_s, lifespan="off")
+    config = server_config(Starlette(routes=ROUTES), head_s, lifespan="off")
     config.load()
     state = ServerState()
     protocol = partial(config.http_protocol_class, config, state, {})
@@ -134,3 +147,75 @@ def test_a_request_in_time_is_answered_however_long_the_connection_has_been_open
             writer.close()
 
     asyncio.run(talk())
+
+
+BODIES: dict[str, tuple[bytes, int, bytes]] = {
+    "numbers": (b"[" + b"1," * 39 + b"1]", 413, b"40 values (max_values)"),
+    "empty lists": (b"[" + b"[]," * 39 + b"[]]", 413, b"40 values"),
+    "a list of the limit": (b"[" + b"1," * 37 + b"1]", 200, b"38"),
+    "objects": (b'{"a":' * 10 + b"1" + b"}" * 10, 413, b"brackets"),
+    "lists in lists": (b"[" * 10 + b"]" * 10, 413, b"9 brackets in brackets"),
+    "lists one after the other": (b"[" + b"[]," * 15 + b"[]]", 200, b"16"),
+    "a text": (b'["' + b"a" * 1001 + b'"]', 413, b"a text is larger than 0.001 MB"),
+    "a text of the limit": (b'["' + b"a" * 1000 + b'"]', 200, b"1"),
+    "texts": (b'["' + b"a" * 900 + b'","' + b"b" * 900 + b'"]', 200, b"2"),
+    "marks in a text": (b'["' + b"[,{:" * 100 + b'"]', 200, b"1"),
+    "quotes in a text": (b'["' + rb"\"\\" * 100 + b'", 1]', 200, b"2"),
+    "quotes that hide numbers": (b'["\\\\", ' + b"1," * 50 + b'"\\""]', 413, b"40 values"),
+    "a text that does not end": (b'["' + b"a" * 2000, 413, b"a text"),
+}
+
+
+@pytest.mark.parametrize("step", [1, 2, 7, 10**6])
+@pytest.mark.parametrize("case", BODIES)
+def test_json_is_measured_while_it_arrives_however_it_is_cut(case: str, step: int) -> None:
+    body, status, fact = BODIES[case]
+
+    async def send() -> None:
+        async with serving(head_s=GUARD_S) as port:
+            parts = [body[start : start + step] for start in range(0, len(body), step)]
+            chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+            head = b"POST /json HTTP/1.1\r\nHost: a\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+            reply = await replied(port, head + chunks)
+            assert reply.startswith(b"HTTP/1.1 %d" % status), reply
+            assert fact in reply
+            assert _limits.held_bytes == 0
+
+    asyncio.run(send())
+
+
+def test_a_length_over_the_limit_is_refused_before_the_body_comes() -> None:
+    async def send() -> None:
+        async with serving(head_s=GUARD_S) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"POST /json HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999\r\n\r\n")
+            reply = await asyncio.wait_for(reader.readuntil(b"send less"), GUARD_S)
+            assert b" 413 " in reply and b"0.01 MB" in reply
+            writer.close()
+
+    asyncio.run(send())
+
+
+def test_all_bodies_together_are_limited() -> None:
+    async def send() -> None:
+        async with serving(head_s=GUARD_S) as port:
+            head = b"POST /json HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 9500\r\n\r\n"
+            body = b"[" + (b'"' + b"a" * 900 + b'",') * 10
+            _, holding = await asyncio.open_connection("127.0.0.1", port)
+            holding.write(head + body)
+            while _limits.held_bytes < len(body):
+                await asyncio.sleep(0.01)
+            reply = await replied(port, head + body)
+            assert reply.startswith(b"HTTP/1.1 503")
+            assert b"retry-after" in reply.lower()
+            holding.close()
+            while _limits.held_bytes:
+                await asyncio.sleep(0.01)
+            await answered(port)
+
+    asyncio.run(send())
+
+
+def test_only_utf_8_is_read_as_that_is_what_was_measured() -> None:
+    with pytest.raises(ValueError, match="utf-8"):
+        read_json("[1, 2]".encode("utf-16"))

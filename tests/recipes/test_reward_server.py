@@ -95,9 +95,12 @@ class Server:
         self.process.communicate(timeout=GUARD_S)
 
 
+LIMITS = ("--max_request_mb", "0.1", "--max_text_mb", "0.05", "--max_values", "8000", "--queue_size", "3000")
+
+
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    server = Server(folder, "--max_request_mb", "0.1", "--queue_size", "3000", TROUPE_REWARD_TOKEN=TOKEN)
+    server = Server(folder, *LIMITS, TROUPE_REWARD_TOKEN=TOKEN)
     yield server
     server.stop()
 
@@ -159,7 +162,11 @@ def test_of_a_long_text_the_end_is_read_and_that_is_said(server: Server, folder:
         ({"query": ["a"] * 3001}, 422, [3001, 3000]),
         ({"query": ["dbcaf>", "no?"]}, 422, ["query 1", "tokenizer"]),
         (b'{"query": ["\\ud800"]}', 422, ["query 0", "utf-8"]),
-        ({"query": ["a" * 100_000]}, 413, ["body", "0.1 MB"]),
+        ({"query": ["a" * 100_000]}, 413, ["body", "0.1 MB", "max_request_mb"]),
+        ({"query": ["a" * 60_000]}, 413, ["text", "0.05 MB", "max_text_mb"]),
+        (b'{"query": [' + b"1," * 9000 + b"1]}", 413, ["values", "8000", "max_values"]),
+        (b'{"query": [' + b"[]," * 9000 + b"[]]}", 413, ["values", "8000", "max_values"]),
+        ({"query": [1] * 7000}, 422, ["query.0", "string"]),
     ],
 )
 def test_what_is_no_query_is_refused_with_the_reason(

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -102,6 +103,35 @@ def test_writing_stops_at_the_limit_of_a_file() -> None:
 def test_output_without_end_is_isolated_and_says_so() -> None:
     result = run_python("while True: print('x' * 99)", limits=Limits(file_bytes=10_000, max_output=50))
     assert result.stdout == f"{'x' * 50}\n... (10000 characters, cut after 50)"
+    assert re.search(says("10000 bytes"), result.reason)
+    assert result.exit == -signal.SIGKILL
+
+
+def test_output_of_exactly_the_limit_is_kept() -> None:
+    limits = Limits(file_bytes=10_000, max_output=10_000)
+    result = run_python("import os\nos.write(1, b'x' * 10_000)\nos.write(2, b'y' * 10_000)", limits=limits)
+    assert result == SandboxResult("x" * 10_000, "y" * 10_000, 0, "", IS_ISOLATED)
+
+
+def test_a_killed_parent_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without namespaces a program has a folder on the disk; a later program removes it."""
+    code = "import asyncio, sys\nfrom components.data.sandbox import *\nfrom components.data.sandbox import run_now\n"
+    code += "program = 'print(1, flush=True)\\nwhile True: pass'\n"
+    code += "asyncio.run(run_now(program, '', Limits(timeout_s=3600, cpu_s=60), isolate=sys.argv[1] == 'True'))"
+    env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(PROJECT)}
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    for is_isolated in sorted({False, IS_ISOLATED}, reverse=True):
+        parent = subprocess.Popen([sys.executable, "-c", code, str(is_isolated)], env=env)
+        while not any("main.py" in line and str(parent.pid) in line for line in processes_with("sandbox_child.py")):
+            time.sleep(0.02)
+            if not is_isolated and list(tmp_path.iterdir()):
+                break
+        parent.kill()
+        parent.wait()
+        assert len(list(tmp_path.iterdir())) == (not is_isolated)
+    asyncio.run(sandbox.run_now("pass", "", Limits(timeout_s=60), isolate=False))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_there_is_no_network() -> None:

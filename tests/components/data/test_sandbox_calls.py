@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from components.data import sandbox
+from components.data.code_tests import run_assertions
 from components.data.sandbox import Limits, run_python
+from components.data.sandbox_child import HOME_BYTES
 from components.data.sandbox_filter import (
     ALLOW,
     AUDIT,
@@ -59,6 +61,12 @@ NUMBERED = {
     "add_key": 7,
     "keyctl": 9,
     "bpf": 15,
+    "memfd_create": 17,
+    "mq_open": 18,
+    "setxattr": 19,
+    "lsetxattr": 20,
+    "fsetxattr": 21,
+    "kcmp": 22,
     "io_uring": -1,
 }
 """By their place in OLD_CALLS; io_uring_setup is the first of NEW_CALLS."""
@@ -137,6 +145,55 @@ print(json.dumps([os.getuid(), ends]))
 def test_a_program_has_no_descriptor_but_its_three() -> None:
     program = "import os\nfor fd in range(64):\n  try: os.fstat(fd)\n  except OSError: continue\n  print(fd)"
     assert run_python(program).stdout == "0\n1\n2\n"
+
+
+GROW = """
+import ctypes, json, os
+call = ctypes.CDLL(None, use_errno=True).fallocate
+call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+held = {}
+for fd in range(3, 64):
+  try: os.fstat(fd)
+  except OSError: continue
+  held[fd] = "inherited"
+held |= {0: "stdin", 1: "stdout", 2: "stderr"}
+grown = []
+for fd, name in held.items():
+  for mode in (0, 1, 0x10, 0x11, 3):
+    if call(fd, mode, 0, 2**32) == 0: grown.append([name, mode])
+  for how in (os.ftruncate, 2**32), (os.pwrite, b"x", 2**31), (os.posix_fallocate, 0, 99):
+    try: how[0](fd, *how[1:])
+    except OSError: continue
+    grown.append([name, "changed"])
+os.write(1, json.dumps(grown).encode())
+"""
+"""Tries to extend each descriptor that a program has."""
+
+
+def test_no_descriptor_that_a_program_has_can_grow_a_file() -> None:
+    assert run_python(GROW, "some input").stdout == "[]"
+
+
+def test_the_program_beside_its_tests_has_no_descriptor_that_grows_either() -> None:
+    passed = run_assertions(f"{GROW}\ndef f(): return grown", ["assert f() == []"], Limits(timeout_s=60)).passed
+    assert passed == (True,)
+
+
+def test_files_of_a_program_take_no_more_than_its_file_system() -> None:
+    program = """
+import ctypes, os
+call = ctypes.CDLL(None, use_errno=True).fallocate
+call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+total = 0
+for number in range(1000):
+  with open(f"f{number}", "wb") as file:
+    for mode in (0, 1):
+      for start in range(0, 2**28, 2**20): call(file.fileno(), mode, start, 2**20)
+    total += os.fstat(file.fileno()).st_blocks * 512
+print(total)
+"""
+    total = int(run_python(program, limits=Limits(timeout_s=60, cpu_s=60)).stdout)
+    assert not IS_ISOLATED or total <= HOME_BYTES
 
 
 def test_where_memory_runs_short_a_program_goes_before_all_others() -> None:
