@@ -124,7 +124,8 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
             return episode
         query = policy.decode(episode.tokens)
         ids = episode.tokens[turn.start :]
-        row = {"columns": copy.deepcopy(task.extra_info), "completion_ids": ids}
+        row = {"columns": copy.deepcopy(task.extra_info), "completion_ids": ids, "data_source": task.data_source}
+        row["step"] = max(task.sampling.step - 1, 0)  # finished steps, as in the recipes without an agent
         texts = [policy.decode(ids, skip_special_tokens=True)]
         ask = partial(by_names(self.reward), [query], [task.prompt], [copy.deepcopy(task.label)], texts, [row])
         try:

@@ -31,6 +31,10 @@ FUNCTION_NAME = "reward_func"
 FUNCTION_NAMES = (FUNCTION_NAME, "compute_score")
 """What a reward file calls its function, where its name does not follow the path, as in `style.py:brevity`."""
 
+READ_COLUMNS = ("tokens", "prompt_length", "prompt", "label", "datasource", "extra_info")
+"""Columns of a batch of rollouts that reward code reads, `extra_info` with all further columns of the data. A batch
+that is sent to another process for its rewards needs those of them that it has."""
+
 FUNCTION_NODES = (ast.FunctionDef, ast.AsyncFunctionDef)
 _FILE = re.compile(r"(?P<path>.+\.py)(:(?P<name>[^\W\d]\w*))?")
 

@@ -90,13 +90,14 @@ class RewardManager:
         if config.agent.func_path is None:
             self._workers = WorkerReward(self._code.reward_code(), config.reward.settings())
 
-    def __call__(self, samples: "Batch") -> "Batch":
+    def __call__(self, samples: "Batch", step: int = 0) -> "Batch":
         """Reward B responses.
 
         Args:
             samples: with `tokens`, `action_mask` and `prompt_length`, the objects `prompt`, `label`, `datasource` and
                 maybe `extra_info`, and where a model has scored them `rm_score`. Those that have a `reward` are
                 episodes, and stay as they are.
+            step: finished training steps; a function for whole batches may read it.
 
         Returns:
             With `reward`, `score`, `reward_failed`, a `log_<name>` for each other number that the function gives, NaN
@@ -113,7 +114,7 @@ class RewardManager:
         if self._workers is None or "reward" in samples:
             return add_rewards(samples, None, self._tokenizer, self._info)
         check_sources(self._code, samples["datasource"])
-        output = ask_for_rewards(samples, self._workers, self._tokenizer)
+        output = ask_for_rewards(samples, self._workers, self._tokenizer, step)
         what = "score" if self._code.optional else "reward"
         scored = with_rewards(samples, output, self._info, what)
         # Of every batch, as batches of other data sources may come beside it.
