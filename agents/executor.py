@@ -132,6 +132,10 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
             columns = await in_time(in_thread(ask), self._limit_s)
         except Overdue:
             raise TimeoutError(f"the reward gave no response in {self._limit_s:g} s (agent.step_timeout_s)") from None
+        if columns.failures or columns.absent:
+            reason, trace = columns.failures.get(0, ("it returned None", ""))
+            episode.fail(f"the reward: {reason}", trace)
+            return episode
         turn.reward = episode.reward = columns.rewards[0]
         episode.score = columns.scores[0]
         episode.logs = {name: values[0] for name, values in columns.logs.items()}
