@@ -154,7 +154,15 @@ class PolicyCommand(Command[C]):
         own = config
         most = None if own.agent.func_path else own.rollout.max_new_tokens
         return check_prompts(
-            own.model, own.data, own.evaluation, own.reward_source, own.seed, own.reward.settings(), most, notes
+            own.model,
+            own.data,
+            own.evaluation,
+            own.reward_source,
+            own.seed,
+            own.reward.settings(),
+            most,
+            notes,
+            calls_servers=not own.dry_run,
         )
 
     def check(self, plan: Plan) -> None:

@@ -201,7 +201,10 @@ def read_rewards(found: Any, count: int) -> Columns:
         return read_columns(found, count)
     values = list(found)
     if len(values) != count:
-        raise WrongCountError(f"returned {len(values)} rewards for {count} responses; return one for each response")
+        of_type = f", of type {type(values[0]).__name__}" if values else ""
+        raise WrongCountError(
+            f"returned {len(values)} rewards for {count} responses{of_type}; return one number for each response"
+        )
     if any(isinstance(value, Mapping) for value in values):
         return read_scores(values)
     absent = [place for place, value in enumerate(values) if value is None]

@@ -6,13 +6,15 @@ from components.data.rewards import check_reward
 from components.data.scorers import get_scorer, scorer_names
 from components.hub import find_model
 from training.inputs import check_model, check_reward_model
+from training.reward_trial import try_rewards
 from training.warm_start import WARM_START_PREFIX
 
 from .config import PPOConfig
 
 
-def check_models(config: PPOConfig) -> None:
-    """See that critic, reward models and what scores held-out responses can be there, before any process starts.
+def check_models(config: PPOConfig) -> list[str]:
+    """See that critic, reward models and what scores held-out responses can be there, before any process starts;
+    returns the notes of `try_rewards`.
 
     Raises:
         ValueError: one of them cannot; the message says what to set.
@@ -29,6 +31,11 @@ def check_models(config: PPOConfig) -> None:
     if heldout_source in scorer_names() and config.evaluation.path is not None:
         label = config.evaluation.rows(config.data)[0]["label"]
         get_scorer(heldout_source)("", str(label))  # one that it cannot read is a wrong label_key
+    if heldout_source is None or config.evaluation.path is None:
+        return []
+    rows = {"the held-out data": config.evaluation.rows(config.data)}
+    settings = config.reward.settings()
+    return try_rewards(heldout_source, "reward.heldout_source", rows, settings, calls_servers=not config.dry_run)
 
 
 def _check_statistics(path: str) -> None:

@@ -77,7 +77,7 @@ class PPOCommand(PolicyCommand[PPOConfig]):
     def check(self, plan: Plan) -> None:
         """See `PolicyCommand.check`; critic and reward models too."""
         super().check(plan)
-        check_models(plan.config)
+        plan.notes = [*plan.notes, *check_models(plan.config)]
 
 
 COMMAND = PPOCommand(PPOConfig, Path(__file__).parent, build_job)

@@ -6,12 +6,12 @@ from training.inputs import check_encoding, check_model, check_reward_model
 from training.schema import ConfigError
 
 from .config import VerlPPOConfig
-from .reward import check_rewards
+from .reward import check_rewards, try_function
 
 
-def check_inputs(config: VerlPPOConfig) -> int:
+def check_inputs(config: VerlPPOConfig, notes: list[str]) -> int:
     """See that models, data and reward can be there and fit together, before any process starts; how many prompts there
-    are.
+    are. What the trial of a reward function found is appended to `notes`.
 
     Raises:
         ConfigError: one of them cannot; the message says what to set.
@@ -22,10 +22,11 @@ def check_inputs(config: VerlPPOConfig) -> int:
             check_model(config.critic.path, "critic.path")
         if config.reward.model_path:
             check_reward_model(config.reward.model_path, "reward.model_path", config.model)
-        rows = config.rows()
-        check_rewards(config, rows, config.rows(heldout=True))
+        rows, heldout = config.rows(), config.rows(heldout=True)
+        check_rewards(config, rows, heldout)
         most = None if config.agent.func_path else config.rollout.max_new_tokens
         too_long = check_encoding(config.model, config.data, rows, config.seed, most)
+        notes += try_function(config, {"the data": rows, "the held-out data": heldout})
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return len(rows) - too_long

@@ -108,9 +108,9 @@ class VerlCommand(PolicyCommand[VerlPPOConfig]):
             needs[role] = together(Need(), *held)
         return needs
 
-    def count_prompts(self, config: VerlPPOConfig, notes: list[str]) -> int:  # noqa: ARG002 - nothing is tried
+    def count_prompts(self, config: VerlPPOConfig, notes: list[str]) -> int:
         """See `PolicyCommand.count_prompts`."""
-        return check_inputs(config)
+        return check_inputs(config, notes)
 
 
 COMMAND = VerlCommand(VerlPPOConfig, Path(__file__).parent, build_job)

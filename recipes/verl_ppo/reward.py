@@ -9,6 +9,7 @@ from components.data.code_tests import code_score
 from components.data.reward_functions import PREDICTION
 from components.data.reward_workers import WorkerReward
 from components.data.score_functions import ScoreCode, ScoreFunction, default_functions
+from training.reward_trial import try_code
 
 from .config import VerlPPOConfig
 
@@ -57,6 +58,14 @@ def check_rewards(config: VerlPPOConfig, *parts: Sequence[Mapping[str, Any]]) ->
     for rows in parts:
         check_sources(code, (row["datasource"] for row in rows))
         code.check_labels(rows)
+
+
+def try_function(config: VerlPPOConfig, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Call the user's function once with rows of each part of the data; see `try_code`."""
+    code = score_code(config)
+    if config.agent.func_path is not None or code.path is None:
+        return []
+    return try_code(code.reward_code(), f"reward.source={code.spec}", rows, config.reward.settings())
 
 
 def check_sources(code: ScoreCode, sources: Iterable[str]) -> None:
