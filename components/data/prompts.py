@@ -84,7 +84,7 @@ def load_rows(
             # More than the first max_rows of a part are never among the first max_rows of a blend.
             records = read_records(name, split=split or "train")[:max_rows]
             parts.append(_rows_of(records, name, input_key, label_key))
-    return mixed(parts, probabilities, seed)[:max_rows]
+    return _with_all_columns(mixed(parts, probabilities, seed)[:max_rows])
 
 
 @dataclass(eq=False)
@@ -297,6 +297,18 @@ class PromptSource:
         for row in self.rows:
             digest.update(repr((row["input"], row["label"])).encode())
         return f"{len(self.rows)} rows, {digest.hexdigest()}"
+
+
+def _with_all_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Give every row all further columns of the data, None where its file or line lacks one, as a table has them.
+
+    Otherwise a reward function would lack a column of its parameters wherever no row beside it has that column.
+    """
+    columns: dict[str, None] = {name: None for row in rows for name in row.get("extra_info") or {}}
+    for row in rows:
+        if len(row.get("extra_info") or {}) < len(columns):
+            row["extra_info"] = columns | (row.get("extra_info") or {})
+    return rows
 
 
 def _rows_of(records: list[dict[str, Any]], source: str, input_key: str, label_key: str | None) -> list[dict[str, Any]]:

@@ -120,6 +120,7 @@ def by_names(
     """
     parameters = list(inspect.signature(function).parameters.values())
     names, given = {parameter.name for parameter in parameters}, dict(arguments or {})
+    is_trl = _is_trl(names)
     if names.intersection(OF_ONE[:3]) if of_one is None else of_one:
 
         def call_one(*row: Any) -> Any:
@@ -128,7 +129,6 @@ def by_names(
         if any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
             return ConcurrentCalls(call_one)
         return lambda *columns: read_scores([_awaited(call_one(*row)) for row in zip(*columns)])
-    is_trl = bool(names.intersection(TRL)) and names.isdisjoint({*OURS} - {*TRL})
     others = TRL if is_trl else OURS if of_one is None else OF_ALL
 
     def call(queries: Sequence[str], *columns: Sequence[Any]) -> Columns:
@@ -148,6 +148,22 @@ def by_names(
         return Columns(found.rewards, found.scores, found.logs | logged, found.texts | texts, found.absent)
 
     return call
+
+
+def column_parameters(function: RewardFunction) -> list[str]:
+    """Return the parameters of a function in TRL's or verl's signature that only columns of the data can fill."""
+    parameters = inspect.signature(function).parameters.values()
+    required = [
+        p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    names = {p.name for p in parameters}
+    if not _is_trl(names) and names.isdisjoint((*OF_ONE, *OF_ALL)):
+        return []
+    return [name for name in required if name not in {*OF_ONE, *OF_ALL, *OURS, *TRL, "query", "prompt"}]
+
+
+def _is_trl(names: Collection[str]) -> bool:
+    return not {*TRL}.isdisjoint(names) and ({*OURS} - {*TRL}).isdisjoint(names)
 
 
 @dataclass

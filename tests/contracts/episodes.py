@@ -2,7 +2,7 @@
 
 Of an agent only its methods are known, so that any class fits:
 
-    async reset({"observation": prompt, "label": label}) -> {"observation": text or messages}
+    async reset({"observation": prompt, "label": label, "extra_info": columns}) -> {"observation": text or messages}
     async step({"observation_text", "action_text", "finish", "label", "sampling_params"})
         -> {"rewards", "scores"?, "environment_feedback", "done", "sampling_params"?, "extra_logs"?}
 """
@@ -121,6 +121,7 @@ class EpisodeRunner:
         max_turns: int | None = None,
     ) -> Episode:
         states: dict[str, Any] = {"observation": sample.prompt, "label": copy.deepcopy(sample.label)}
+        states["extra_info"] = copy.deepcopy(dict(sample.columns))
         observation, _ = _read(read_reset, await self._call(agent, "reset", states, f"reset of {name}"))
         if after_reset is not None:
             await after_reset()

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args
 
+from components.data.reward_functions import OF_ALL, OF_ONE, OURS, TRL
 from components.data.rewards import FUNCTION_NAME
 from components.data.scorers import get_scorer, scorer_names
 
@@ -168,7 +169,9 @@ def _kind_of(value: Any, spec: str) -> Kind:
         )
     parameters = inspect.signature(value).parameters.values()
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    if getattr(value, "__name__", "") == FUNCTION_NAME or open_ended or len(parameters) >= REWARD_PARAMETERS:
+    names = {parameter.name for parameter in parameters}
+    is_named = not names.isdisjoint((*OURS, *TRL, *OF_ONE, *OF_ALL))
+    if getattr(value, "__name__", "") == FUNCTION_NAME or open_ended or is_named or len(names) >= REWARD_PARAMETERS:
         return "reward"
     return "scorer"
 
