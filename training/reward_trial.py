@@ -88,14 +88,17 @@ def try_code(
             if not part:
                 continue
             chosen = _trial_rows(part)
-            called = f"{option}: called with the first row of {where} and {len(chosen) - 1} more, their labels as the"
-            called += " responses"
             try:
-                output = _call(function, chosen)
+                output, problem = _call(function, chosen), ""
             except RewardError as error:
-                raise ValueError(f"{called}: {error}") from error
-            if output.failures:
-                raise ValueError(f"{called}, {function.source} fails: {next(iter(output.failures.values()))}")
+                output, problem = None, str(error)
+            if output is not None and output.failures:
+                problem = f"{function.source} fails: {next(iter(output.failures.values()))}"
+            if output is None or problem:
+                raise ValueError(
+                    f"{option}: called with the first row of {where} and {len(chosen) - 1} more, their labels as the "
+                    f"responses: {problem}"
+                )
             if not notes:
                 notes = _described(option, where, output)
     return notes
@@ -128,11 +131,11 @@ def _try_servers(
                 for where_rows in filter(None, rows.values()):
                     _call(server, _trial_rows(where_rows))
             except RefusedError as error:  # another server would be no excuse for a wrong one
-                raise ValueError(f"{option}: called with rows of the data before the start, {error}") from error
+                raise ValueError(f"{option}: called before the start with rows of the data: {error}") from error
             except RewardError as error:
                 problems.append(str(error))
     if len(problems) == len(urls):
-        raise ValueError(f"{option}: called with rows of the data before the start, {problems[0]}")
+        raise ValueError(f"{option}: called before the start with rows of the data: {problems[0]}")
     return [f"{option}: a run uses the other servers, as {problem}" for problem in problems]
 
 

@@ -9,7 +9,7 @@ from .config import VerlPPOConfig
 from .reward import check_rewards, try_function
 
 
-def check_inputs(config: VerlPPOConfig, notes: list[str]) -> int:
+def check_inputs(config: VerlPPOConfig, notes: list[str] | None = None) -> int:
     """See that models, data and reward can be there and fit together, before any process starts; how many prompts there
     are. What the trial of a reward function found is appended to `notes`.
 
@@ -26,7 +26,9 @@ def check_inputs(config: VerlPPOConfig, notes: list[str]) -> int:
         check_rewards(config, rows, heldout)
         most = None if config.agent.func_path else config.rollout.max_new_tokens
         too_long = check_encoding(config.model, config.data, rows, config.seed, most)
-        notes += try_function(config, {"the data": rows, "the held-out data": heldout})
+        found = try_function(config, {"the data": rows, "the held-out data": heldout})
+        if notes is not None:
+            notes += found
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return len(rows) - too_long

@@ -62,6 +62,10 @@ class EpisodeRunner:
         self._max_turns = max_turns
         self._emit = emit
 
+    async def run(self, how: str, samples: Sequence[Sample]) -> list[Episode]:
+        """Play the samples by the method `how`."""
+        return await getattr(self, how)(samples)
+
     async def alone(self, samples: Sequence[Sample]) -> list[Episode]:
         """Play one after the other, each with an instance of its own."""
         return [
@@ -175,6 +179,8 @@ def _text(value: Any) -> str:
 
 def serve(connection: Connection, address: str, max_turns: int) -> None:
     """Answer requests of how to play which samples, until the connection closes."""
+    from tests.contracts.executors import runner_of  # which imports this file
+
     try:
         agent = load_value(address, "agent")
     except BaseException as error:  # noqa: BLE001 - the agent's module may raise anything, SystemExit included
@@ -190,9 +196,9 @@ def serve(connection: Connection, address: str, max_turns: int) -> None:
             how, samples = connection.recv()
         except EOFError:
             return
-        runner = EpisodeRunner(agent, max_turns, emit)
         try:
-            runner.played.episodes = asyncio.run(getattr(runner, how)(samples))
+            runner = runner_of(agent)(agent, max_turns, emit)
+            runner.played.episodes = asyncio.run(runner.run(how, samples))
             connection.send(("played", runner.played))
         except Fault as fault:
             connection.send(("fault", str(fault)))

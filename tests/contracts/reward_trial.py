@@ -61,7 +61,10 @@ class RewardTrial:
         """Ask again with somebody watching; return what `Watched` saw and what failed, a line for each."""
         if self._given_up:
             self.fail(f"not asked for {what}: {self._given_up}")
-        output, warnings = self._call(samples, watched=True)
+        try:
+            output, warnings = self._call(samples, watched=True)
+        except RewardError as error:  # a wrong number of rewards, which has a contract of its own
+            return [str(error)]
         # A chunk that fails is asked for again answer by answer, and may then do nothing wrong.
         return [*warnings, *output.failures.values()]
 

@@ -199,3 +199,34 @@ def test_columns_and_chat_messages_of_the_users_rows_reach_the_reward(tmp_path: 
     assert samples[1] == Sample("1 + 2?", "it is 1", "", columns={"prompt": turns, "solution": "1"})
     failures, printed = run_contracts(tmp_path, "--target=chat.py:accuracy", f"--samples={tmp_path}/rows.jsonl")
     assert failures == {"chat.py:accuracy": {}}, printed
+
+
+CLIENT = """
+import openai
+from agents.executor import SingleTurnAgentExecutor
+from agents.openai_executor import OpenAIAgentExecutor
+
+class AgentExecutor(OpenAIAgentExecutor):
+    def run_agent(self, prompt, label, *, base_url, api_key, session_id, extra_info):
+        messages = [{"role": "user", "content": prompt}]
+        with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            for turn in range(2):
+                choice = client.chat.completions.create(model="policy", messages=messages).choices[0]
+                messages.append({"role": "assistant", "content": choice.message.content or ""})
+                messages.append({"role": "user", "content": "Are you sure?"})
+        return {"reward": float(str(label) in messages[-2]["content"])%s}
+
+class Single(SingleTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(lambda completions: [float(len(completion)) for completion in completions])
+"""
+
+
+@pytest.mark.full  # its process imports transformers, openai and a server
+def test_executors_that_run_their_episodes_themselves_are_held_to_the_contracts(tmp_path: Path) -> None:
+    written(tmp_path, "client.py", CLIENT % "")
+    written(tmp_path, "random_client.py", ("import random\n" + CLIENT) % " + random.random()")
+    targets = ["client.py", "client.py:Single", "random_client.py"]
+    failures, printed = run_contracts(tmp_path, *(f"--target={target}" for target in targets))
+    assert set(failures.pop("random_client.py")) >= {"test_the_same_actions_give_the_same_episode"}
+    assert failures == {"client.py": {}, "client.py:Single": {}}, printed
