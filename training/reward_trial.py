@@ -56,6 +56,8 @@ def try_rewards(
         if "://" in part:
             notes += _try_servers(part, option, rows, settings or RewardSettings(), calls_servers)
         elif is_reward_file(part):
+            for where, part_rows in rows.items():
+                _refuse_mixed(part_rows, f"{option}={part}: {where}")
             notes += try_code(part, f"{option}={part}", rows, settings)
     if parts != [(1.0, spec)]:
         names = part_names([part for _, part in parts])
@@ -104,12 +106,24 @@ def try_code(
     return notes
 
 
+def _refuse_mixed(rows: Rows, where: str) -> None:
+    """Raise ValueError for prompts of which some are text and some chat messages: a function would get both kinds."""
+    first: dict[bool, int] = {}
+    for number, row in enumerate(rows):
+        first.setdefault(are_messages(row["input"]), number)
+        if len(first) > 1:
+            raise ValueError(
+                f"{where}: the prompt of row {first[False]} is text, and that of row {first[True]} is a list of chat "
+                "messages; a reward function reads one or the other, so write all of them as messages, or all as text"
+            )
+
+
 def _described(option: str, where: str, output: RewardOutput) -> list[str]:
     earned = "no reward" if 0 in output.absent else f"{float(output.reward_B[0]):g}"
     notes = [f"{option} gives {earned} to the first row of {where}, its label as the response"]
-    renamed = [(name, metric) for name, metric in metric_names(output.logs).items() if name != metric]
+    renamed = {name: metric for name, metric in metric_names(output.logs, warns=False).items() if name != metric}
     notes += [
-        f"{option} logs {name!r}, which the run logs itself; its metric is reward/{metric}" for name, metric in renamed
+        f"{option} logs {name!r}, which the run logs itself: it is renamed {metric}" for name, metric in renamed.items()
     ]
     return notes
 

@@ -24,10 +24,11 @@ PREFIX = "log_"
 _log = logging.getLogger(__name__)
 
 
-def metric_names(logged: Iterable[str]) -> dict[str, str]:
+def metric_names(logged: Iterable[str], *, warns: bool = True) -> dict[str, str]:
     """Return the name of the metric of each number that reward code or an environment logs.
 
-    A name of the run's own is prefixed with `log_`: `score` becomes `log_score`. The first time this is a warning.
+    A name of the run's own is prefixed with `log_`: `score` becomes `log_score`. The first time this is a warning,
+    unless the caller tells the user (`warns`).
     """
     names = list(logged)
     taken = {name for name in names if not RUN_NAMES.fullmatch(name)}
@@ -39,14 +40,15 @@ def metric_names(logged: Iterable[str]) -> dict[str, str]:
             while metric in taken:
                 metric = PREFIX + metric
             taken.add(metric)
-            _warn_renamed(name, metric)
+            if warns:
+                _warn_renamed(name, metric)
         found[name] = metric
     return found
 
 
 @functools.cache
 def _warn_renamed(name: str, metric: str) -> None:
-    _log.warning("the reward logs %r, which the run logs itself; its metric is called reward/%s", name, metric)
+    _log.warning("the reward logs %r, which the run logs itself: it is renamed %s", name, metric)
 
 
 def part_names(specs: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Episodes of an executor that runs them itself, as a client of OpenAI's protocol does, with a policy of fixed texts."""
+"""Episodes of an executor that runs them itself, as a client of OpenAI's protocol, with a policy of fixed texts."""
 
 from __future__ import annotations
 

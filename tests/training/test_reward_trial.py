@@ -78,8 +78,10 @@ def test_each_kind_of_row_is_tried(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "p"}]
     messages = [{"input": turns, "label": "1", "datasource": "d", "extra_info": {"prompt": turns}}] * 9
     assert "gives 1" in tried(tmp_path, body, messages)[0]
-    with pytest.raises(ValueError, match="TypeError"):
+    with pytest.raises(ValueError, match=says("the data", "row 9 is text", "row 0", "messages")):
         tried(tmp_path, body, [*messages, ROWS[0]])
+    with pytest.raises(ValueError, match=says("the held-out data", "row 0 is text", "row 1")):
+        tried(tmp_path, body, messages, [ROWS[0], messages[0]])
     by_source = "def f(data_source, solution_str):\n    return {'d': 1.0}[data_source]\n"
     with pytest.raises(ValueError, match="KeyError: 'other'"):
         tried(tmp_path, by_source, [*ROWS, ROWS[0] | {"datasource": "other"}])
@@ -92,7 +94,7 @@ def test_a_sum_is_explained_and_logs_that_are_renamed_are_named(tmp_path: Path) 
     )
     spec = f"1*{tmp_path}/own.py:good + 0.2*{tmp_path}/own.py:brief"
     notes = try_rewards(spec, "reward.source", {"the data": ROWS})
-    assert re.search(says("own.py:good", "'failed'", "reward/log_failed"), notes[1])
+    assert re.search(says("own.py:good", "'failed'", "log_failed"), notes[1])
     assert re.search(says("1 * reward/good + 0.2 * reward/brief", "reward/score", "1.2"), notes[-1])
 
 
