@@ -43,6 +43,8 @@ class EpisodeTask:
     """How its turns are drawn; `max_new_tokens` is the limit of one turn."""
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     """The data's other columns."""
+    data_source: str = ""
+    """Source of the prompt, as the data name it."""
 
 
 @dataclass

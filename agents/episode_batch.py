@@ -12,6 +12,7 @@ from torch import Tensor
 
 from agents.episode import Episode
 from components.batch import Batch
+from components.data.reward_names import metric_names
 
 
 def as_batch(prompts: Batch, episodes: Sequence[Sequence[Episode]], version: int) -> Batch:
@@ -28,7 +29,8 @@ def as_batch(prompts: Batch, episodes: Sequence[Sequence[Episode]], version: int
         (float32; on the last token of each turn, 0 elsewhere), `token_version` (int64, of the weights that drew it; -1
         elsewhere). Per sequence: `prompt_length` (tokens before the first turn), `truncated`, `weight_version` (the
         oldest of its tokens'), `num_turns`, `branch`; where episodes are rewarded `reward`, `score`, `reward_failed`
-        (1 for those that ended as errors or were aborted) and `log_<name>` (NaN where an episode does not have it).
+        (1 for those that ended as errors or were aborted) and `log_<name>` (see `metric_names`; NaN where an episode
+        does not have it).
         Objects: `status`, `error`.
     """
     rows = [row for sequences in episodes for row in sequences]
@@ -64,8 +66,8 @@ def _rewards(rows: Sequence[Episode]) -> dict[str, Tensor]:
         "score": [row.score for row in rows],
         "reward_failed": [float(row.status in ("error", "aborted")) for row in rows],
     }
-    for name in sorted({name for row in rows for name in row.logs}):
-        columns[f"log_{name}"] = [row.logs.get(name, math.nan) for row in rows]
+    for name, metric in metric_names(sorted({name for row in rows for name in row.logs})).items():
+        columns[f"log_{metric}"] = [row.logs.get(name, math.nan) for row in rows]
     return {name: torch.tensor(column, dtype=torch.float32) for name, column in columns.items()}
 
 

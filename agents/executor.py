@@ -124,13 +124,18 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
             return episode
         query = policy.decode(episode.tokens)
         ids = episode.tokens[turn.start :]
-        row = {"columns": copy.deepcopy(task.extra_info), "completion_ids": ids}
+        row = {"columns": copy.deepcopy(task.extra_info), "completion_ids": ids, "data_source": task.data_source}
+        row["step"] = max(task.sampling.step - 1, 0)  # finished steps, as in the recipes without an agent
         texts = [policy.decode(ids, skip_special_tokens=True)]
         ask = partial(by_names(self.reward), [query], [task.prompt], [copy.deepcopy(task.label)], texts, [row])
         try:
             columns = await in_time(in_thread(ask), self._limit_s)
         except Overdue:
             raise TimeoutError(f"the reward gave no response in {self._limit_s:g} s (agent.step_timeout_s)") from None
+        if columns.failures or columns.absent:
+            reason, trace = columns.failures.get(0, ("it returned None", ""))
+            episode.fail(f"the reward: {reason}", trace)
+            return episode
         turn.reward = episode.reward = columns.rewards[0]
         episode.score = columns.scores[0]
         episode.logs = {name: values[0] for name, values in columns.logs.items()}

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from agents.episode import AgentExecutorBase, Episode, EpisodeTask, Policy
 from agents.openai_server import Server
 from agents.schema import StepResult, read_step
 from components.data.child_process import exit_reason, run_program
+from components.loopback import direct_loopback
 
 if TYPE_CHECKING:
     from agents.options import AgentOptions
@@ -45,9 +47,11 @@ class OpenAIAgentExecutor(AgentExecutorBase):
 
     command: Sequence[str] = ()
     """A program to run in place of `run_agent`, in the folder of the agent's file. It finds OPENAI_BASE_URL,
-    OPENAI_API_KEY, PROMPT and LABEL (text, or JSON) in its environment, and the last line that it prints is what
-    `run_agent` would return, as JSON. What it has started ends with it."""
+    OPENAI_API_KEY, PROMPT, LABEL (text, or JSON) and EXTRA_INFO (the data's other columns, JSON) in its environment.
+    The last line that it prints is what `run_agent` would return, as JSON. What it has started ends with it."""
     _server: Server | None = None
+    _takes_columns = False
+    _direct: ExitStack | None = None
 
     async def run_agent(
         self,
@@ -57,6 +61,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         base_url: str,
         api_key: str,
         session_id: str,  # noqa: ARG002 - for those who write their own
+        extra_info: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Run one episode, in a thread with an event loop of its own; a plain function may take its place.
 
@@ -68,6 +73,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             base_url: of the API.
             api_key: of the episode; what is drawn with it is what is trained on.
             session_id: another name of the episode, for logs.
+            extra_info: the data's other columns. A function of your own gets them if it has this parameter.
 
         Returns:
             `{"reward": number}` of the whole episode; also `score` (from 0 to 1; default: the reward) and `extra_logs`
@@ -77,6 +83,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             raise NotImplementedError("write run_agent, or set command")
         environment = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "PROMPT": prompt}
         environment["LABEL"] = label if isinstance(label, str) else json.dumps(label, default=str)
+        environment["EXTRA_INFO"] = json.dumps(extra_info or {}, default=str)
         # A file, and no pipe: what the program leaves behind may hold that open.
         with tempfile.TemporaryFile() as out:
             code = await run_program(
@@ -98,12 +105,19 @@ class OpenAIAgentExecutor(AgentExecutorBase):
     def open(self, options: AgentOptions) -> None:
         """Prepare for episodes."""
         limit_s = options.step_timeout_s * options.max_turns
+        parameters = inspect.signature(self.run_agent).parameters.values()
+        self._takes_columns = any(p.name == "extra_info" or p.kind is p.VAR_KEYWORD for p in parameters)
+        # The endpoint is on the loopback, and the agent's client reads the environment of this process.
+        self._direct = ExitStack()
+        self._direct.enter_context(direct_loopback())
         client = type("Client", (), {"run_agent": lambda _, states: self.run_agent(**states)})
         # In threads: a client that blocks where the server runs would wait for itself.
         self._pool = EnvironmentPool(client, dataclasses.replace(options, runs_in="thread", step_timeout_s=limit_s))
 
     async def close(self) -> None:
         """End the server."""
+        if self._direct is not None:
+            self._direct.close()
         if self._server is not None:
             await self._server.close()
 
@@ -114,6 +128,8 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         with self._server.session(task, policy) as session:
             states = {"prompt": task.prompt, "label": copy.deepcopy(task.label), "base_url": self._server.base_url}
             states |= {"api_key": session.api_key, "session_id": session.id}
+            if self._takes_columns:
+                states["extra_info"] = copy.deepcopy(dict(task.extra_info))
             environment = self._pool.open()
             try:
                 result = _read(await environment.call("run_agent", states))

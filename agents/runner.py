@@ -214,9 +214,10 @@ def _tasks(prompts: Batch, sampling: SamplingConfig) -> Iterator[EpisodeTask]:
     labels = prompts.objects.get("label") or [None] * len(prompts)
     ids = zip(prompts["prompt_id"].tolist(), prompts["sample_id"].tolist(), strict=True)
     others = prompts.objects.get("extra_info") or [None] * len(prompts)
-    rows = zip(prompts.lists("tokens"), texts, labels, ids, others, strict=True)
-    for tokens, text, label, (prompt_id, sample_id), other in rows:
-        yield EpisodeTask(tokens, text, label, prompt_id, sample_id, sampling, other or {})
+    sources = prompts.objects.get("datasource") or [""] * len(prompts)
+    rows = zip(prompts.lists("tokens"), texts, labels, ids, others, sources, strict=True)
+    for tokens, text, label, (prompt_id, sample_id), other, source in rows:
+        yield EpisodeTask(tokens, text, label, prompt_id, sample_id, sampling, other or {}, source)
 
 
 class _Failures:

@@ -81,7 +81,7 @@ BROUGHT_ABOUT = {
     "data.path=rows.jsonl": "data.path=... names no task",
     "data.max_samples=3": "... gives ... prompts",
     "reward.source=reward.py": "reward file ... does not define",
-    "reward.source=reward.py:score": "reward.source=...: called with the first row",
+    "reward.source=reward.py:score": "...: called with the first row",
     "model.path=./huge data.path=task:sort": "it cannot fit",
     "rollout.engine=vllm rollout.temperature=3": "the rollout engine vllm cannot be used",
     "run_dir=taken": "run_dir=... is being written by",

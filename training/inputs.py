@@ -154,6 +154,7 @@ def check_prompts(
     notes: list[str] | None = None,
     *,
     encodes: bool = True,
+    calls_servers: bool = True,
 ) -> int:
     """See that model, prompts and reward can be there and fit together, before anything starts.
 
@@ -163,10 +164,11 @@ def check_prompts(
         evaluation: of the held-out prompts.
         reward: what `open_reward` is to open; None: the environment of an agent rewards.
         seed: of the run.
-        settings: of reward code; its functions are called with the first row.
+        settings: of reward code.
         max_new_tokens: see `check_encoding`.
-        notes: what `try_reward` found is appended, and how many rows max_samples leaves out.
+        notes: those of `try_rewards` are appended, and how many rows max_samples leaves out.
         encodes: read the prompts with the policy's tokenizer; False where a plan is made without the model.
+        calls_servers: see `try_rewards`.
 
     Returns:
         How many rows there are to train on; of those beyond CHECKED_ROWS, the too long ones included.
@@ -177,6 +179,7 @@ def check_prompts(
     from components.data.cells import check_one_kind
     from components.data.rewards import check_reward, is_reward_file, reward_parts
     from components.data.scorers import get_scorer, scorer_names
+    from training.reward_trial import try_rewards
 
     if encodes:
         check_model(model.path)
@@ -195,35 +198,12 @@ def check_prompts(
     if encodes:
         too_long = check_encoding(model, data, rows, seed, max_new_tokens)
         check_heldout(model, data, heldout, seed, max_new_tokens)
-    for part in filter(is_reward_file, sorted(parts)):
-        found = try_reward(part, rows[0], settings)
+    if reward is not None:
+        tried = {"the data": rows, "the held-out data": heldout}
+        found = try_rewards(reward, "reward.source", tried, settings, calls_servers=calls_servers)
         if notes is not None:
-            notes.append(found)
+            notes += found
     return len(rows) - too_long
-
-
-def try_reward(part: str, row: Mapping[str, Any], settings: RewardSettings | None = None) -> str:
-    """Call a reward function of a file once, in a process of its own, with a row whose label is the response; returns
-    what that earns, in words.
-
-    Raises:
-        ValueError: it takes what there is not, fails, or returns what is no reward.
-    """
-    from components.data.reward_workers import WorkerReward
-    from components.data.rewards import RewardSettings
-
-    prompt, response = str(row["input"]), str(row["label"])
-    about = {"data_source": row["datasource"], "columns": row.get("extra_info") or {}, "completion_ids": [0]}
-    one = replace(settings or RewardSettings(), workers=1, max_failed_share=1.0)
-    with WorkerReward(part, one, in_sum=True) as function:
-        tried = function([prompt + response], [prompt], [row["label"]], responses=[response], rows=[about])
-    if tried.failures:
-        raise ValueError(
-            f"reward.source={part}: called with the first row of the data, its label as the response, "
-            f"{function.source} fails: {tried.failures[0]}"
-        )
-    earned = "no reward" if tried.absent else f"{float(tried.reward_B[0]):g}"
-    return f"reward.source={part} gives {earned} to the first row of the data, its label as the response"
 
 
 def check_heldout(

@@ -160,7 +160,16 @@ class PolicyCommand(Command[C]):
         reward, settings = own.reward_source, own.reward.settings()
         encodes = "model.path" not in plan.absent
         return check_prompts(
-            own.model, own.data, own.evaluation, reward, own.seed, settings, most, notes, encodes=encodes
+            own.model,
+            own.data,
+            own.evaluation,
+            reward,
+            own.seed,
+            settings,
+            most,
+            notes,
+            encodes=encodes,
+            calls_servers=not own.dry_run,
         )
 
     def check(self, plan: Plan) -> None:

@@ -29,6 +29,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from components.loopback import loopback_variables
+
 PROJECT = Path(__file__).resolve().parents[2]
 LOAD_TIMEOUT_S = 600.0
 """Seconds for importing the user's file, which may load a model."""
@@ -57,7 +59,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)},
+                env={**os.environ, **loopback_variables(), **environment, "PYTHONPATH": os.pathsep.join(paths)},
                 process_group=0,
             )
 
@@ -78,11 +80,13 @@ class Child:
         except (EOFError, ConnectionError):
             return "failed", f"the process that ran it ended: {self.wait()}", ""
 
-    def load(self, setup: object, what: str) -> None:
-        """Have a child load what it is for; ValueError, and the child is ended, when it cannot."""
+    def load(self, setup: object, what: str) -> Any:
+        """Have a child load what it is for and return what it replies; ValueError, and the child is ended, when it
+        cannot.
+        """
         verdict, *found = self.verdict(setup, LOAD_TIMEOUT_S)
         if verdict == "ok":
-            return
+            return found[0] if found else None
         self.kill()
         self.end()
         reason, trace = found

@@ -5,14 +5,13 @@ B sequences, P parts of the sum.
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
+from components.data.reward_names import metric_names, part_names
 from components.data.reward_workers import WorkerReward, allowed_failures
 from components.data.rewards import (
     Responses,
@@ -54,22 +53,23 @@ class RewardSum(RewardSource):
     """Rewards every sequence by each part, at the same time, and adds up.
 
     A response that failed in one part has failed. One for which a part has no reward, None, is rewarded by the others
-    alone; where no part has one, it has failed. Logs: `<part>_reward` and `<part>_score` of each, and what it logs
-    itself as `<part>_log_<name>`; a part is called by its scorer, its file or its server.
+    alone; where no part has one, it has failed. Logs: `<part>`, the reward of each, `<part>/score`, and what it logs
+    itself as `<part>/<name>`, with NaN where a part has no reward; see `part_names`.
     """
 
     def __init__(self, parts: Sequence[tuple[float, str]], settings: RewardSettings) -> None:
         """Open the parts: weight and specification of each, as `reward_parts` gives them."""
         self._settings = settings
         self._weights = [weight for weight, _ in parts]
-        self._names = _names([spec for _, spec in parts])
+        self._names = part_names([spec for _, spec in parts])
         self.source = f"the sum of {', '.join(self._names)}"
         with ExitStack() as opened:
             self._sources = [opened.enter_context(_open_one(spec, settings, in_sum=True)) for _, spec in parts]
             self._opened = opened.pop_all()
 
     def reward(self, given: Responses) -> RewardOutput:
-        """Reward B sequences: the weighted sum of the rewards, and the weighted mean of the scores.
+        """Reward B sequences: the reward is the weighted sum of the parts' rewards, and the score the weighted mean of
+        their scores, so that a response which is right in every part has a score of 1 whatever the weights are.
 
         What a part raises is raised; RewardError when more responses fail, in any part, than `max_failed_share` allows.
         """
@@ -107,9 +107,11 @@ class RewardSum(RewardSource):
             )
         logs: dict[str, Tensor] = {}
         for name, output in zip(self._names, outputs):
-            own = {f"log_{log}": value_B for log, value_B in output.logs.items()}
-            own |= {"reward": output.reward_B, "score": output.score_B}
-            logs |= {f"{name}_{log}": value_B for log, value_B in own.items()}
+            metric_of = metric_names(output.logs)
+            columns = {f"{name}/{metric_of[log]}": value_B for log, value_B in output.logs.items()}
+            logs |= {name: output.reward_B.clone(), f"{name}/score": output.score_B.clone()} | columns
+            for column in (name, f"{name}/score"):
+                logs[column][output.absent] = math.nan
         # In double precision, so that all parts right is a score of 1 and not a little beside it.
         weight_P = torch.tensor(self._weights, dtype=torch.float64)
         reward_B = weight_P @ torch.stack([output.reward_B.double() for output in outputs])
@@ -119,18 +121,6 @@ class RewardSum(RewardSource):
         weight_B = (weight_P @ counts_PB).clamp(min=weight_P.min())
         score_B = weight_P @ torch.stack([output.score_B.double() for output in outputs]) / weight_B
         reward_B, score_B = reward_B.float(), score_B.float()
-        for column_B in (reward_B, score_B, *logs.values()):
-            column_B[list(failures)] = 0.0
+        for column_B, nothing in ((reward_B, 0.0), (score_B, 0.0), *((log_B, math.nan) for log_B in logs.values())):
+            column_B[list(failures)] = nothing
         return RewardOutput(reward_B, score_B, logs, dict(sorted(failures.items())))
-
-
-def _names(specs: Sequence[str]) -> list[str]:
-    """What the parts are called in logs, each otherwise."""
-    names: list[str] = []
-    for spec in specs:
-        url = urlsplit(spec.partition(",")[0])
-        name = f"{url.hostname}{url.path}" if "://" in spec else Path(spec).stem
-        name = re.sub(r"\W+", "_", name).strip("_")
-        count = sum(other == name or re.fullmatch(rf"{name}_\d+", other) is not None for other in names)
-        names.append(f"{name}_{count + 1}" if count else name)
-    return names

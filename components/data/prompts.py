@@ -89,7 +89,7 @@ def load_rows(
             records = read_records(name, split=split or "train", label_key=label_key)
             records = first_rows(records, max_rows, name, note)
             parts.append(_rows_of(records, name, input_key, label_key))
-    return first_rows(mixed(parts, probabilities, seed), max_rows, source, note)
+    return _with_all_columns(first_rows(mixed(parts, probabilities, seed), max_rows, source, note))
 
 
 @dataclass(eq=False)
@@ -303,10 +303,20 @@ class PromptSource:
         return f"{len(self.rows)} rows, {digest.hexdigest()}"
 
 
+def _with_all_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Give every row all further columns of the data, None where its file or line lacks one, as a table has them.
+
+    Otherwise a reward function would lack a column of its parameters wherever no row beside it has that column.
+    """
+    columns: dict[str, None] = {name: None for row in rows for name in row.get("extra_info") or {}}
+    for row in rows:
+        if len(row.get("extra_info") or {}) < len(columns):
+            row["extra_info"] = columns | (row.get("extra_info") or {})
+    return rows
+
+
 def _rows_of(records: list[dict[str, Any]], source: str, input_key: str, label_key: str | None) -> list[dict[str, Any]]:
     rows = []
-    # A reward function takes a column by its name, also where no row of a batch has a value in it.
-    empty: dict[str, Any] = dict.fromkeys(name for record in records for name in record)
     for number, record in enumerate(records):
         where = f"{source}, row {number}"
         if input_key not in record:
@@ -318,7 +328,7 @@ def _rows_of(records: list[dict[str, Any]], source: str, input_key: str, label_k
             "label": "" if label_key is None else _label(record, label_key, where),
             "datasource": DEFAULT_DATASOURCE if datasource is None else str(datasource),
         }
-        if others := _other_columns(empty | record | {input_key: prompt}, input_key, label_key):
+        if others := _other_columns({**record, input_key: prompt}, input_key, label_key):
             row["extra_info"] = others
         rows.append(row)
     check_one_kind((row["input"] for row in rows), source)

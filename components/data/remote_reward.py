@@ -3,10 +3,12 @@
     POST {"query": [...], "prompts": [...], "labels": [...]}
     ->   {"rewards": [...], "scores": [...], "extra_logs": {"name": [...]}}
 
-"scores" and "extra_logs" may be missing; an entry of "extra_logs" may be one number. One thread for each server
-takes requests from a common queue, so that a slow server gets fewer. What a new try may mend is tried again, on the
-next server if there are several; nothing is ever replaced by a made-up reward. Servers that ask for a bearer token get
-the one in the environment variable TROUPE_REWARD_TOKEN.
+"scores" and "extra_logs" may be missing; an entry of "extra_logs" may be one number. A key must not come twice, and a
+body may be packed with gzip, once. A request has a deadline, `url_timeout_s`, whatever the server sends until then, and
+a reply has a limit of size. Proxies of the environment are used, but not for loopback addresses. One thread for each
+server takes requests from a common queue, so that a slow server gets fewer. What a new try may mend is tried again, on
+the next server if there are several; nothing is ever replaced by a made-up reward. Servers that ask for a bearer token
+get the one in the environment variable TROUPE_REWARD_TOKEN.
 """
 
 from __future__ import annotations
@@ -23,8 +25,6 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
-
 from components.data.rewards import (
     Columns,
     Responses,
@@ -37,15 +37,13 @@ from components.data.rewards import (
     read_columns,
 )
 from components.heartbeat import beat
+from components.http_client import HttpClient, Reply, UnreadableError
 
 TOKEN = "TROUPE_REWARD_TOKEN"
 UNAUTHORIZED = 401
 TOO_MANY_REQUESTS = 429
 LONGEST_PAUSE_S = 10.0
 """The longest wait between two tries, whatever a server asks for with Retry-After."""
-
-MOST_BYTES = 2**26
-"""Of a response, unpacked."""
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +66,7 @@ class RemoteReward(RewardSource):
         self._pause_s = pause_s
         # Not the module's generator: its state belongs to whoever has set a seed.
         self._random = random.Random()
-        self._client = httpx.Client(timeout=settings.url_timeout_s, headers=_authorization())
+        self._client = HttpClient(_authorization())
 
     def reward(self, given: Responses) -> RewardOutput:
         """Reward B sequences; servers find the responses in the queries.
@@ -127,14 +125,18 @@ class RemoteReward(RewardSource):
             url = self._urls[server % len(self._urls)]
             pause_s = min(self._pause_s * 2 ** (attempt - 1), LONGEST_PAUSE_S) * self._random.uniform(0.75, 1.25)
             try:
-                response = self._post(url, body)
-            except httpx.TransportError as error:
+                reply = self._client.post(url, body, self._settings.url_timeout_s)
+            except UnreadableError as error:
+                raise RefusedError(f"reward server {_shown(url)} returned {error}") from error
+            except TimeoutError:
+                reason = f"ReadTimeout: no whole response after {self._settings.url_timeout_s:g} s"
+            except Exception as error:  # noqa: BLE001 - a library may raise anything for what a server sends
                 reason = f"{type(error).__name__}: {error}"
             else:
-                if response.status_code != TOO_MANY_REQUESTS and response.status_code < 500:
-                    return server, _columns(url, response, count)
-                reason = f"HTTP status {response.status_code}: {_excerpt(response)}"
-                pause_s = max(pause_s, _asked_pause_s(response))
+                if reply.status != TOO_MANY_REQUESTS and reply.status < 500:
+                    return server, _columns(url, reply, count)
+                reason = f"HTTP status {reply.status}: {reply.excerpt()}"
+                pause_s = max(pause_s, _asked_pause_s(reply))
             server += 1
             if attempt < tries:
                 _log.warning("reward server %s: %s (try %d of %d)", _shown(url), reason, attempt, tries)
@@ -144,26 +146,6 @@ class RemoteReward(RewardSource):
             f"{self.source} gave no result in {tries} tries over {time.monotonic() - began:.1f} s; the last: {reason}; "
             "see that it runs, can be reached from here, and is fast enough"
         )
-
-    def _post(self, url: str, request: bytes) -> httpx.Response:
-        """Send one request. httpx bounds the time between two parts of a response; here the whole is bounded, in time
-        and in size.
-        """
-        limit_s = self._settings.url_timeout_s
-        deadline = time.monotonic() + limit_s
-        with self._client.stream(
-            "POST", url, content=request, headers={"Content-Type": "application/json"}
-        ) as response:
-            body = bytearray()
-            for part in response.iter_bytes():
-                body += part
-                if len(body) > MOST_BYTES:
-                    raise RefusedError(f"reward server {_shown(url)} returned more than {MOST_BYTES >> 20} MB")
-                if time.monotonic() > deadline:
-                    raise httpx.ReadTimeout(f"no whole response after {limit_s:g} s")
-        # iter_bytes has already undone what this header says.
-        headers = [(name, value) for name, value in response.headers.items() if name != "content-encoding"]
-        return httpx.Response(response.status_code, headers=headers, content=bytes(body))
 
 
 def reward_token(given: str | None = None) -> str | None:
@@ -184,31 +166,40 @@ def _authorization() -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
-def _columns(url: str, response: httpx.Response, count: int) -> Columns:
-    """Read an answer that no new try would change."""
-    where = f"reward server {_shown(url)} returned HTTP status {response.status_code}"
-    if response.status_code == UNAUTHORIZED:
-        raise RefusedError(f"{where}: {_excerpt(response)}; set {TOKEN} to the server's token in the environment")
-    if not response.is_success:
-        raise RefusedError(f"{where}: {_excerpt(response)}; set the reward to a URL that takes the request")
+def _columns(url: str, reply: Reply, count: int) -> Columns:
+    """Read a reply that no new try would change."""
+    where = f"reward server {_shown(url)} returned HTTP status {reply.status}"
+    if reply.status == UNAUTHORIZED:
+        raise RefusedError(f"{where}: {reply.excerpt()}; set {TOKEN} to the server's token in the environment")
+    if not 200 <= reply.status < 300:
+        raise RefusedError(f"{where}: {reply.excerpt()}; set the reward to a URL that takes the request")
     try:
-        answer = response.json()
+        result = json.loads(reply.body(), object_pairs_hook=_unique_keys)
+    except UnreadableError as error:
+        raise RefusedError(f"{where} and {error}") from error
     except (ValueError, RecursionError) as error:
-        raise RefusedError(f"{where} and no JSON: {_excerpt(response)}") from error
+        kind = reply.headers.get("content-type", "none")
+        raise RefusedError(f"{where} and no JSON (content type: {kind!r:.100}; {error}): {reply.excerpt()}") from error
     try:
-        return read_columns(answer, count)
+        return read_columns(result, count)
     except ValueError as error:
-        raise RefusedError(f"{where}, but {error}: {_excerpt(response)}") from error
+        raise RefusedError(f"{where}, but {error}: {reply.excerpt()}") from error
 
 
-def _excerpt(response: httpx.Response) -> str:
-    return repr(response.text[:200])
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; ValueError where a key comes twice, as nobody can say which value is meant."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r:.100} comes twice")
+        found[key] = value
+    return found
 
 
-def _asked_pause_s(response: httpx.Response) -> float:
+def _asked_pause_s(reply: Reply) -> float:
     """Read Retry-After; 0 where it does not say a number of seconds."""
-    asked = response.headers.get("Retry-After", "").strip()
-    return float(asked) if asked.isdecimal() else 0.0
+    seconds = reply.headers.get("Retry-After", "").strip()
+    return float(seconds) if seconds.isascii() and seconds.isdecimal() else 0.0
 
 
 def _shown(url: str) -> str:

@@ -15,15 +15,16 @@ import importlib
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from components.data.child_process import load_file
-from components.data.rewards import Columns, is_reward_file, read_columns, reward_function
+from components.data.child_process import described, load_file
+from components.data.rewards import Columns, WrongCountError, is_reward_file, read_columns, reward_function
 from components.data.scorers import Scorer, get_scorer, module_of
 from components.data.text import are_messages
 
@@ -35,6 +36,8 @@ OF_ALL = tuple(f"{name}s" for name in OF_ONE)
 """verl's parameters of a function for all responses."""
 OURS = ("queries", "prompts", "labels", "responses")
 """OpenRLHF's parameters and one more; the first three are given by their places where they are called otherwise."""
+CONCURRENT_CALLS = 64
+"""Maximum number of calls of an async function for one response that a process awaits at the same time."""
 TRL = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
@@ -112,19 +115,20 @@ def by_names(
     are chat messages: it is given messages for both, as by TRL. `arguments` are given besides.
 
     The function may be async, and returns for each response a number, None (there is no reward) or a dict with `score`,
-    in any kind of list; or a dict with `rewards` (see `read_columns`).
+    in any kind of list; or a dict with `rewards` (see `read_columns`). An async function for one response is awaited
+    for several responses at the same time; see `ConcurrentCalls`.
     """
     parameters = list(inspect.signature(function).parameters.values())
     names, given = {parameter.name for parameter in parameters}, dict(arguments or {})
+    is_trl = _is_trl(names)
     if names.intersection(OF_ONE[:3]) if of_one is None else of_one:
 
-        def call_each(*columns: Sequence[Any]) -> Columns:
-            rows = [_of_one(*row) | given for row in zip(*columns)]
-            arguments = [_chosen(parameters, row, {*OF_ONE, *given}) for row in rows]
-            return read_scores([_awaited(function(**each)) for each in arguments])
+        def call_one(*row: Any) -> Any:
+            return function(**_chosen(parameters, _of_one(*row) | given, {*OF_ONE, *given}))
 
-        return call_each
-    is_trl = bool(names.intersection(TRL)) and names.isdisjoint({*OURS} - {*TRL})
+        if any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
+            return ConcurrentCalls(call_one)
+        return lambda *columns: read_scores([_awaited(call_one(*row)) for row in zip(*columns)])
     others = TRL if is_trl else OURS if of_one is None else OF_ALL
 
     def call(queries: Sequence[str], *columns: Sequence[Any]) -> Columns:
@@ -146,14 +150,78 @@ def by_names(
     return call
 
 
+def column_parameters(function: RewardFunction) -> list[str]:
+    """Return the parameters of a function in TRL's or verl's signature that only columns of the data can fill."""
+    parameters = inspect.signature(function).parameters.values()
+    required = [
+        p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    names = {p.name for p in parameters}
+    if not _is_trl(names) and names.isdisjoint((*OF_ONE, *OF_ALL)):
+        return []
+    return [name for name in required if name not in {*OF_ONE, *OF_ALL, *OURS, *TRL, "query", "prompt"}]
+
+
+def _is_trl(names: Collection[str]) -> bool:
+    return not {*TRL}.isdisjoint(names) and ({*OURS} - {*TRL}).isdisjoint(names)
+
+
+@dataclass
+class ConcurrentCalls:
+    """An async function for one response that is awaited for up to CONCURRENT_CALLS responses at the same time.
+
+    A response whose call raises, takes longer than the timeout or returns no number fails alone.
+    """
+
+    call: Callable[..., Coroutine[Any, Any, Any]]
+    """Takes the columns of one response."""
+    timeout_s: float | None = None
+    """Seconds that one call may take. None: no limit."""
+
+    def __call__(self, *columns: Sequence[Any]) -> Columns:
+        """Return the rewards of all responses, with the failures by place."""
+        outcomes = _run(self._gather(list(zip(*columns))))
+        failures = {place: outcome for place, outcome in enumerate(outcomes) if isinstance(outcome, tuple)}
+        read = read_scores([None if isinstance(outcome, tuple) else outcome for outcome in outcomes])
+        absent = [place for place in read.absent if place not in failures]
+        return Columns(read.rewards, read.scores, read.logs, read.texts, absent, failures)
+
+    async def _gather(self, rows: Sequence[Sequence[Any]]) -> list[Any]:
+        slots = asyncio.Semaphore(CONCURRENT_CALLS)
+
+        async def outcome_of(row: Sequence[Any]) -> Any:
+            async with slots:
+                return await self._outcome_of(row)
+
+        return await asyncio.gather(*map(outcome_of, rows))
+
+    async def _outcome_of(self, row: Sequence[Any]) -> Any:
+        """Return what the function returned, if it is readable, or a tuple of reason and traceback."""
+        limit = asyncio.timeout(self.timeout_s)
+        try:
+            async with limit:
+                value = await self.call(*row)
+            read_scores([value])
+            return list(value) if isinstance(value, tuple) else value
+        except Exception as error:  # noqa: BLE001 - the user's function may raise anything, and fails for one response
+            if limit.expired():
+                return f"no result after {self.timeout_s:g} s", ""
+            return described(error)
+
+
 def read_rewards(found: Any, count: int) -> Columns:
     """Read what a function returned for `count` responses; ValueError says what is wrong."""
-    if isinstance(found, Mapping) or not hasattr(found, "__len__") or isinstance(found, str):
+    found = found.tolist() if hasattr(found, "tolist") else found
+    # A set has no order, and the items of bytes are numbers that nobody meant.
+    if isinstance(found, (Mapping, str, bytes, bytearray, set, frozenset)) or not hasattr(found, "__len__"):
         return read_columns(found, count)
-    values = found.tolist() if hasattr(found, "tolist") else list(found)
+    values = list(found)
+    if len(values) != count:
+        of_type = f", of type {type(values[0]).__name__}" if values else ""
+        raise WrongCountError(
+            f"returned {len(values)} rewards for {count} responses{of_type}; return one number for each response"
+        )
     if any(isinstance(value, Mapping) for value in values):
-        if len(values) != count:
-            raise ValueError(f"returned {len(values)} dicts for {count} responses; return one for each")
         return read_scores(values)
     absent = [place for place, value in enumerate(values) if value is None]
     columns = read_columns({"rewards": [0.0 if value is None else value for value in values]}, count)
@@ -187,11 +255,19 @@ def _of_all(
 
 
 def _as_messages(known: dict[str, Any]) -> None:
-    """TRL's functions read chat messages where the data's prompts are such."""
-    prompts = known.get("prompt", [])
-    if prompts and all(map(are_messages, prompts)):
-        known["prompts"] = prompts
-        known["completions"] = [[{"role": "assistant", "content": text}] for text in known["completions"]]
+    """Replace prompt and completion by chat messages, as TRL has them, in rows whose prompt in the data is such.
+
+    Each row decides for itself, so that a result does not depend on the rows beside it in a chunk.
+    """
+    prompts = known.get("prompt") or [None] * len(known["prompts"])
+    conversations = list(map(are_messages, prompts))
+    if any(conversations):
+        rows = zip(conversations, prompts, known["prompts"], known["completions"])
+        pairs = [
+            (turns, [{"role": "assistant", "content": completion}]) if is_chat else (text, completion)
+            for is_chat, turns, text, completion in rows
+        ]
+        known["prompts"], known["completions"] = map(list, zip(*pairs))
 
 
 def _called(
@@ -228,25 +304,46 @@ def _chosen(
     return {name: known[name] for name in known if name in names}
 
 
+_run: Callable[[Coroutine[Any, Any, Any]], Any] = asyncio.run
+
+
+@contextmanager
+def one_event_loop() -> Iterator[None]:
+    """Await all async functions of this process in one event loop, so that a client which they keep stays usable."""
+    global _run
+    with asyncio.Runner() as runner:
+        _run = runner.run
+        try:
+            yield
+        finally:
+            _run = asyncio.run
+
+
 def _awaited(found: Any) -> Any:
-    """What a function returned, once it is there; an async one is waited for."""
+    """Return what a function returned; an awaitable is awaited."""
 
     async def wait() -> Any:
         return await found
 
-    return asyncio.run(wait()) if inspect.isawaitable(found) else found
+    return _run(wait()) if inspect.isawaitable(found) else found
 
 
 def read_scores(found: Sequence[Any]) -> Columns:
-    """Read what a function returned for each response: a number, or a dict with `score`.
+    """Read what a function returned for each response: a number, None (there is no reward), or a dict with `score`.
 
     Other numbers of a dict are logged, NaN where a response lacks one; whatever else it holds is kept as text.
     """
     rows = [dict(item) if isinstance(item, Mapping) else {"score": item} for item in found]
+    absent = [place for place, row in enumerate(rows) if row.get("score", 0) is None]
+    for place in absent:
+        rows[place]["score"] = 0.0
     for row in rows:
         if "score" not in row:
             raise ValueError(f"returned a dict with the keys {sorted(map(str, row))}; it needs 'score'")
-    scores = read_columns({"rewards": [row.pop("score") for row in rows]}, len(rows)).rewards
+    try:
+        scores = read_columns({"rewards": [row.pop("score") for row in rows]}, len(rows)).rewards
+    except WrongCountError as error:  # one of the values is a list: a fault of that response
+        raise ValueError(str(error)) from error
     logs: dict[str, list[float]] = {}
     texts: dict[str, list[str | None]] = {}
     for place, row in enumerate(rows):
@@ -256,4 +353,4 @@ def read_scores(found: Sequence[Any]) -> Columns:
                 logs.setdefault(str(name), [math.nan] * len(rows))[place] = float(value)
             elif value is not None:
                 texts.setdefault(str(name), [None] * len(rows))[place] = str(value)
-    return Columns(scores, scores, logs, texts)
+    return Columns(scores, scores, logs, texts, absent)

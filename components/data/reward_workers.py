@@ -3,8 +3,10 @@
     caller -> one thread for each worker -> its child: python -m components.data.reward_workers FD PARENT
 
 A batch is cut into chunks that the workers share out. A chunk that fails is asked for again one response at a time, so
-that the guilty ones are known. Not a pool of pebble's or loky's: a chunk is one task there, while here each of its
-responses has a deadline, and the child inherits neither descriptors nor modules of the run.
+that the guilty ones are known. A function that returns another number of rewards than it was given responses ends the
+batch instead: called with one response it might seem right. Not a pool of pebble's or loky's: a chunk is one task
+there, while here each of its responses has a deadline, and the child inherits neither descriptors nor modules of the
+run.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from components.data.child_process import Child, described, run_child, serve_calls, short_line
-from components.data.reward_functions import RewardCode, code_of
+from components.data.reward_functions import CONCURRENT_CALLS, ConcurrentCalls, RewardCode, code_of, one_event_loop
 from components.data.rewards import (
     Columns,
     Responses,
@@ -30,6 +32,7 @@ from components.data.rewards import (
     RewardOutput,
     RewardSettings,
     RewardSource,
+    WrongCountError,
     join_columns,
 )
 from components.heartbeat import beat
@@ -39,8 +42,13 @@ CHUNKS_PER_WORKER = 4
 MAX_CHUNK = 64
 CHUNK_S = 0.05
 """Seconds of work that a chunk for a function of single responses should be."""
+CONCURRENT_GRACE_S = 5.0
+"""Seconds after the last deadline of concurrent calls until their process counts as hung."""
 FEW_FAILURES = 2
 """So many never end a run, unless nobody else was rewarded or none may fail."""
+
+WRONG_COUNT = "wrong count"
+"""Verdict on a call that returned another number of rewards than it was given responses."""
 
 _log = logging.getLogger(__name__)
 
@@ -54,13 +62,16 @@ def allowed_failures(count: int, share: float) -> float:
 class WorkerReward(RewardSource):
     """Reward code in child processes. One call at a time uses all of them."""
 
-    def __init__(self, code: str | RewardCode, settings: RewardSettings, *, in_sum: bool = False) -> None:
+    def __init__(
+        self, code: str | RewardCode, settings: RewardSettings, *, in_sum: bool = False, in_one_call: bool = False
+    ) -> None:
         """Start the children.
 
         Args:
             code: what they run, or how a scorer or a file is named.
             settings: how it is run.
             in_sum: a response without a reward, None, is no failure: another part of a sum has one.
+            in_one_call: the function gets each batch whole and once, also where that fails. For a trial.
 
         Raises:
             ValueError: it cannot be loaded, or cannot be sent to another process.
@@ -68,7 +79,11 @@ class WorkerReward(RewardSource):
         self._code = code_of(code) if isinstance(code, str) else code
         self.source = self._code.source
         try:
-            self._setup = {"path": sys.path, "load": pickle.dumps(self._code.load)}
+            self._setup = {
+                "path": sys.path,
+                "load": pickle.dumps(self._code.load),
+                "timeout_s": settings.timeout_s,
+            }
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ValueError(
                 f"{self.source} cannot be sent to another process ({short_line(str(error))}); register a function "
@@ -76,6 +91,8 @@ class WorkerReward(RewardSource):
             ) from error
         self._settings = settings
         self._in_sum = in_sum
+        self._in_one_call = in_one_call
+        self._is_concurrent = False
         self._closed = False
         # One by one at first: slow responses each have a deadline of their own then, and are not asked for twice.
         self._size = 1
@@ -111,7 +128,7 @@ class WorkerReward(RewardSource):
             self._interrupt()
             wait(tasks)
             raise
-        if count and self._code.of_one:
+        if count and self._code.of_one and not self._is_concurrent:
             one_s = (time.monotonic() - began) * self._settings.workers / count
             self._size = max(1, min(MAX_CHUNK, int(CHUNK_S / one_s), math.ceil(count / self._settings.workers)))
         reasons = {place: reason for place, (reason, _) in batch.failures.items()}
@@ -127,27 +144,42 @@ class WorkerReward(RewardSource):
         self._threads.shutdown()
 
     def _chunk_size(self, count: int) -> int:
-        if self._code.of_batch:
+        if self._code.of_batch or self._in_one_call:
             return max(count, 1)
+        if self._is_concurrent:
+            return max(1, math.ceil(count / self._settings.workers))
         if self._code.of_one:
             return self._size
         return max(1, min(MAX_CHUNK, math.ceil(count / (CHUNKS_PER_WORKER * self._settings.workers))))
 
     def _reward_chunk(self, batch: _Batch, places: Sequence[int]) -> list[tuple[Sequence[int], Columns]]:
         """Reward some responses of a batch, in a thread; those whose chunk fails once more, each alone."""
-        timeout_s = self._settings.timeout_s * (len(places) if self._code.of_batch else 1)
-        verdict, *found = self._ask(batch, [[column[place] for place in places] for column in batch.columns], timeout_s)
+        verdict, *found = self._ask(
+            batch, [[column[place] for place in places] for column in batch.columns], self._limit_s(len(places))
+        )
         if verdict == "ok":
             beat()
+            for place, failure in found[0].failures.items():
+                batch.fail(places[place], *failure)
             for place in () if self._in_sum else found[0].absent:
                 batch.fail(places[place], "it returned None", "")
             return [(places, found[0])]
-        if len(places) == 1:
-            batch.fail(places[0], *found)
+        if verdict == WRONG_COUNT:
+            raise RewardError(f"{self.source} {found[0]}")
+        if len(places) == 1 or self._in_one_call:
+            for place in places:
+                batch.fail(place, *found)
             return []
         again = f"asking again for each of its {len(places)} responses alone"
         _log.warning("%s: %s; %s", self.source, found[0], again)
         return [part for place in places for part in self._reward_chunk(batch, [place])]
+
+    def _limit_s(self, count: int) -> float:
+        """Return the seconds that a child may take for one chunk."""
+        limit_s = self._settings.timeout_s
+        if self._is_concurrent:
+            return limit_s * math.ceil(count / CONCURRENT_CALLS) + CONCURRENT_GRACE_S
+        return limit_s * count if self._code.of_batch else limit_s
 
     def _ask(self, batch: _Batch, message: object, timeout_s: float) -> Any:
         """What `Child.verdict` gives, of a child that is idle; one that is gone is replaced before."""
@@ -176,7 +208,7 @@ class WorkerReward(RewardSource):
 
     def _start(self) -> Child:
         child = Child("components.data.reward_workers")
-        child.load(self._setup, self.source)
+        self._is_concurrent = child.load(self._setup, self.source)
         self._children.add(child)
         return child
 
@@ -234,11 +266,17 @@ def _serve(channel: socket.socket) -> None:
                 return "ok", functions[0](*message)
             sys.path[:] = list(dict.fromkeys([*message["path"], *sys.path]))
             functions.append(pickle.loads(message["load"])())
-            return ("ok",)
+            function = functions[0]
+            if isinstance(function, ConcurrentCalls):
+                function.timeout_s = message["timeout_s"]
+            return "ok", isinstance(function, ConcurrentCalls)
+        except WrongCountError as error:
+            return WRONG_COUNT, short_line(str(error)), ""
         except BaseException as error:  # noqa: BLE001 - the user's file may raise anything, SystemExit included
             return "failed", *described(error)
 
-    serve_calls(channel, reply)
+    with one_event_loop():
+        serve_calls(channel, reply)
 
 
 if __name__ == "__main__":

@@ -31,10 +31,16 @@ FUNCTION_NAME = "reward_func"
 FUNCTION_NAMES = (FUNCTION_NAME, "compute_score")
 """What a reward file calls its function, where its name does not follow the path, as in `style.py:brevity`."""
 
+READ_COLUMNS = ("tokens", "prompt_length", "prompt", "label", "datasource", "extra_info")
+"""Columns of a batch of rollouts that reward code reads, `extra_info` with all further columns of the data. A batch
+that is sent to another process for its rewards needs those of them that it has."""
+
 FUNCTION_NODES = (ast.FunctionDef, ast.AsyncFunctionDef)
 _FILE = re.compile(r"(?P<path>.+\.py)(:(?P<name>[^\W\d]\w*))?")
 
 FLOAT32_MAX = 3.4028234663852886e38
+MOST_NESTED = 16
+"""Levels of nested lists that are read; a server may send hundreds."""
 
 _WEIGHT = re.compile(r"(?:^|\s\+\s)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*\*")
 
@@ -77,6 +83,10 @@ class RewardOutput:
 
 class RewardError(RuntimeError):
     """Too many responses have no reward; training would continue with made-up ones."""
+
+
+class WrongCountError(ValueError):
+    """A function for many responses that returned another number of rewards. Nobody can say which reward is whose."""
 
 
 class Responses(NamedTuple):
@@ -269,12 +279,14 @@ class Columns:
     texts: dict[str, list[str | None]] = field(default_factory=dict)
     absent: list[int] = field(default_factory=list)
     """For which of them there is no reward, without anything having failed; it stands as 0 above."""
+    failures: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """Reason and traceback of each response whose reward failed alone; it stands as 0 above."""
 
 
 def read_columns(result: Any, count: int) -> Columns:
     """Read what a reward function returned, or a server sent, for `count` responses; ValueError names what is wrong.
 
-    Numbers may come as lists, tuples, tensors or arrays, of B or of [B, 1].
+    Numbers may come as lists, tuples, tensors or arrays, of B or of [B, 1]; WrongCountError for other shapes.
     """
     if not isinstance(result, Mapping) or "rewards" not in result:
         keys = f" with the keys {sorted(map(str, result))}" if isinstance(result, Mapping) else ""
@@ -363,15 +375,23 @@ def _numbers(value: Any, count: int, what: str, *, repeat: bool = False) -> list
     if repeat and len(flat) == 1:
         flat *= count
     elif _shape(found) not in ((count,), (count, 1)) or len(flat) != count:
-        raise ValueError(f"{what} has the shape {_shape(found)}; give one number for each of the {count} queries")
+        raise WrongCountError(
+            f"{what} holds {len(flat)} numbers, in the shape {_shape(found)}, for {count} queries; give one for each"
+        )
     return [_number(item) for item in flat]
 
 
-def _listed(value: Any) -> Any:
-    """Turn tensors, arrays and tuples into lists, wherever they stand, without importing what they come from."""
+def _listed(value: Any, depth: int = 0) -> Any:
+    """Turn tensors, arrays and tuples into lists, wherever they stand, without importing what they come from.
+
+    Raises:
+        ValueError: for lists that are nested deeper than any array of numbers.
+    """
+    if depth > MOST_NESTED:
+        raise ValueError(f"lists are nested more than {MOST_NESTED} deep; return one list of numbers")
     if hasattr(value, "tolist"):
         value = value.tolist()
-    return [_listed(item) for item in value] if isinstance(value, (list, tuple)) else value
+    return [_listed(item, depth + 1) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _flat(value: Any) -> list[Any]:

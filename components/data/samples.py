@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from components.data.reward_names import metric_names
 from components.rl.correction import importance_weights
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def add_rewards(
 
     Returns:
         With `reward`, `score`, `reward_failed` (1 where there is none and the other two are 0: see `with_reward`), and
-        a `log_<name>` for whatever else the source gives.
+        a `log_<name>` for whatever else the source gives; see `metric_names`.
     """
     if source is None:
         check_rewarded(samples)
@@ -91,7 +92,8 @@ def with_rewards(samples: Batch, output: RewardOutput, info: Callable[[str], Non
     log_failures(output.failures, info, what)
     failed_B = torch.zeros(len(samples))
     failed_B[list(output.failures)] = 1.0
-    logs = {f"log_{name}": value_B for name, value_B in output.logs.items()}
+    metric_of = metric_names(output.logs)
+    logs = {f"log_{metric_of[name]}": value_B for name, value_B in output.logs.items()}
     return samples.with_sequences(reward=output.reward_B, score=output.score_B, reward_failed=failed_B, **logs)
 
 

@@ -8,17 +8,21 @@ from components.data.rewards import check_reward
 from components.data.scorers import get_scorer, scorer_names
 from components.hub import find_model
 from training.inputs import check_reader, check_reward_model
+from training.reward_trial import try_rewards
 from training.warm_start import WARM_START_PREFIX
 
 from .config import PPOConfig
 
 
-def check_models(config: PPOConfig, absent: Collection[str] = ()) -> None:
+def check_models(config: PPOConfig, absent: Collection[str] = ()) -> list[str]:
     """Check the critic, the reward models and the score of held-out responses before any process starts.
 
     Args:
         config: of the run.
         absent: options whose models this machine lacks; a plan is made without them.
+
+    Returns:
+        The notes of `try_rewards`.
 
     Raises:
         ValueError: one of them cannot; the message says what to set.
@@ -37,6 +41,11 @@ def check_models(config: PPOConfig, absent: Collection[str] = ()) -> None:
     if heldout_source in scorer_names() and config.evaluation.path is not None:
         label = config.evaluation.rows(config.data)[0]["label"]
         get_scorer(heldout_source)("", str(label))  # one that it cannot read is a wrong label_key
+    if heldout_source is None or config.evaluation.path is None:
+        return []
+    rows = {"the held-out data": config.evaluation.rows(config.data)}
+    settings = config.reward.settings()
+    return try_rewards(heldout_source, "reward.heldout_source", rows, settings, calls_servers=not config.dry_run)
 
 
 def _check_statistics(path: str) -> None:

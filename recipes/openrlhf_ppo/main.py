@@ -86,7 +86,7 @@ class PPOCommand(PolicyCommand[PPOConfig]):
     def check(self, plan: Plan) -> None:
         """See `PolicyCommand.check`; critic and reward models too."""
         super().check(plan)
-        check_models(plan.config, plan.absent)
+        plan.notes = [*plan.notes, *check_models(plan.config, plan.absent)]
 
 
 COMMAND = PPOCommand(PPOConfig, Path(__file__).parent, build_job)

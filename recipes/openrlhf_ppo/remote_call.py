@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from components.data.rewards import READ_COLUMNS
 from core import Future, FutureSequence, Role, RoleGroup
 from training.remote_call import wait_all
 
@@ -55,12 +56,13 @@ def generate_samples(prompts: list[Batch], sampling: SamplingConfig) -> FutureSe
     return RoleGroup(Role.ROLLOUT).call_batch(generate_samples, len(prompts), prompts, sampling)
 
 
-def reward_forward(samples: Batch, heldout: bool = False) -> FutureSequence[Batch]:
+def reward_forward(samples: Batch, heldout: bool = False, step: int = 0) -> FutureSequence[Batch]:
     """`reward` (what is trained on), `score` (how right it was) and `reward_failed` (1 where there was none to be
-    had and the other two are 0), one of each per response; of held-out ones as `eval_scorer` says, where there is one.
+    had and the other two are 0), one of each per response; of held-out ones as `reward.heldout_source` says, where it
+    is set. Reward functions may read `step`, the number of finished training steps, and every column of the data.
     """
-    read = samples.only("tokens", "prompt_length", "prompt", "label")
-    return RoleGroup(Role.REWARD).call_batch(reward_forward, len(samples), read, heldout)
+    read = samples.only(*(name for name in READ_COLUMNS if name in samples))
+    return RoleGroup(Role.REWARD).call_batch(reward_forward, len(samples), read, heldout, step)
 
 
 def actor_forward(samples: Batch, temperature: float) -> FutureSequence[Batch]:

@@ -21,7 +21,7 @@ class PPORun(PolicyRun):
         """Add `reward`, `score` and whatever else the reward role says of each, unless an agent's environment has."""
         if self.config.agent.func_path:
             return super().add_rewards(rollouts)
-        found: Batch = remote_call.reward_forward(rollouts, heldout).result()
+        found: Batch = remote_call.reward_forward(rollouts, heldout, self.step).result()
         return rollouts.with_sequences(**found.per_sequence)
 
     def add_heldout_rewards(self, rollouts: Batch) -> Batch:

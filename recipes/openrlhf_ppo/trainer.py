@@ -45,7 +45,7 @@ class PPOTrainer(BaseTrainer):
         tokens = rollouts.only("tokens")
         asked = [remote_call.actor_forward(tokens, self.config.rollout.temperature)]
         if "reward" not in rollouts:
-            asked.append(remote_call.reward_forward(rollouts))
+            asked.append(remote_call.reward_forward(rollouts, step=self.policy_run.step - 1))
         if self.config.needs_critic:
             asked.append(remote_call.critic_forward(tokens))
         if self.config.needs_reference:

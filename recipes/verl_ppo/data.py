@@ -8,7 +8,7 @@ from training.inputs import check_encoding, check_heldout, check_model, check_re
 from training.schema import ConfigError
 
 from .config import VerlPPOConfig
-from .reward import check_rewards
+from .reward import check_rewards, try_function
 
 
 def check_inputs(config: VerlPPOConfig, notes: list[str], absent: Collection[str] = ()) -> int:
@@ -38,6 +38,7 @@ def check_inputs(config: VerlPPOConfig, notes: list[str], absent: Collection[str
         if encodes:
             too_long = check_encoding(config.model, config.data, rows, config.seed, most)
             check_heldout(config.model, config.data, heldout, config.seed, most)
+        notes += try_function(config, {"the data": rows, "the held-out data": heldout})
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return len(rows) - too_long

@@ -11,6 +11,7 @@ from components.data.code_tests import code_score
 from components.data.reward_functions import PREDICTION
 from components.data.reward_workers import WorkerReward
 from components.data.score_functions import ScoreCode, ScoreFunction, default_functions
+from training.reward_trial import try_code
 
 from .config import VerlPPOConfig
 
@@ -69,6 +70,14 @@ def check_rewards(config: VerlPPOConfig, *parts: Sequence[Mapping[str, Any]]) ->
         code.check_labels(rows)
 
 
+def try_function(config: VerlPPOConfig, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Call the user's function once with rows of each part of the data; see `try_code`."""
+    code = score_code(config)
+    if config.agent.func_path is not None or code.path is None:
+        return []
+    return try_code(code.reward_code(), f"reward.source={code.spec}", rows, config.reward.settings())
+
+
 def check_sources(code: ScoreCode, sources: Iterable[str]) -> None:
     """ValueError where there is no function for a data source that needs one."""
     unknown = ", ".join(map(repr, code.unknown(sources)))
@@ -100,13 +109,14 @@ class RewardManager:
         if config.agent.func_path is None:
             self._workers = WorkerReward(self._code.reward_code(), config.reward.settings())
 
-    def __call__(self, samples: "Batch") -> "Batch":
+    def __call__(self, samples: "Batch", step: int = 0) -> "Batch":
         """Reward B responses.
 
         Args:
             samples: with `tokens`, `action_mask` and `prompt_length`, the objects `prompt`, `label`, `datasource` and
                 maybe `extra_info`, and where a model has scored them `rm_score`. Those that have a `reward` are
                 episodes, and stay as they are.
+            step: finished training steps; a function for whole batches may read it.
 
         Returns:
             With `reward`, `score`, `reward_failed`, a `log_<name>` for each other number that the function gives, NaN
@@ -123,7 +133,7 @@ class RewardManager:
         if self._workers is None or "reward" in samples:
             return add_rewards(samples, None, self._tokenizer, self._info)
         check_sources(self._code, samples["datasource"])
-        output = ask_for_rewards(samples, self._workers, self._tokenizer)
+        output = ask_for_rewards(samples, self._workers, self._tokenizer, step)
         what = "score" if self._code.optional else "reward"
         scored = with_rewards(samples, output, self._info, what)
         # Of every batch, as batches of other data sources may come beside it.

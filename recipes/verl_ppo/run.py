@@ -65,7 +65,7 @@ class VerlRun(PolicyRun):
 
     def add_rewards(self, rollouts: Batch) -> Batch:
         """Add `reward` and `score`, as the reward manager says."""
-        return self.manager(rollouts)
+        return self.manager(rollouts, self.step)
 
     def _respond_to(self, prompts: Batch, step: int) -> Batch:
         """See `PolicyRun`; for ReMax with `greedy_reward`, that of the greedy response to the same prompt."""

@@ -1,7 +1,10 @@
 """What talks to the endpoint: programs in any language, frameworks that call tools, and whoever sends nonsense."""
 
+import asyncio
 import json
+import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agents.loading import load_agent
+from agents.openai_executor import OpenAIAgentExecutor
 from agents.openai_protocol import CompletionRequest, Message, RequestError, read_request, rest_of
+from agents.options import AgentOptions
 from components.data.text import load_tokenizer
 from components.engines.causal import load_policy
 from tests.agents.episode_cases import TEXTS, Rig, sampling, write_policy
@@ -157,3 +162,34 @@ def test_no_request_does_more_than_be_refused(body: Any) -> None:
     else:
         assert 1 <= how.max_new_tokens <= 6
         assert rest_of(asked.history, asked.history) in (None, "")
+
+
+PROGRAM = """
+import json, os
+columns = json.loads(os.environ["EXTRA_INFO"])
+direct = "127.0.0.1" in os.environ.get("no_proxy", "").split(",")
+print(json.dumps({"reward": columns["solution"], "extra_logs": {"direct": direct}}))
+"""
+
+
+def test_a_program_reads_the_columns_of_the_data_and_reaches_the_endpoint_without_a_proxy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Reader(OpenAIAgentExecutor):
+        command = (sys.executable, "-c", PROGRAM)
+
+    monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    reader = Reader()
+
+    async def played() -> Any:
+        reader.open(AgentOptions())
+        try:
+            urls = {"base_url": "http://127.0.0.1:9/v1", "api_key": "", "session_id": ""}
+            return await reader.run_agent("p", "l", **urls, extra_info={"solution": 5})
+        finally:
+            await reader.close()
+
+    assert asyncio.run(played()) == {"reward": 5, "extra_logs": {"direct": True}}
+    assert "no_proxy" not in os.environ

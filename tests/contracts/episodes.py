@@ -2,7 +2,7 @@
 
 Of an agent only its methods are known, so that any class fits:
 
-    async reset({"observation": prompt, "label": label}) -> {"observation": text or messages}
+    async reset({"observation": prompt, "label": label, "extra_info": columns}) -> {"observation": text or messages}
     async step({"observation_text", "action_text", "finish", "label", "sampling_params"})
         -> {"rewards", "scores"?, "environment_feedback", "done", "sampling_params"?, "extra_logs"?}
 """
@@ -61,6 +61,10 @@ class EpisodeRunner:
         self._agent = agent
         self._max_turns = max_turns
         self._emit = emit
+
+    async def run(self, how: str, samples: Sequence[Sample]) -> list[Episode]:
+        """Play the samples by the method `how`."""
+        return await getattr(self, how)(samples)
 
     async def alone(self, samples: Sequence[Sample]) -> list[Episode]:
         """Play one after the other, each with an instance of its own."""
@@ -121,6 +125,7 @@ class EpisodeRunner:
         max_turns: int | None = None,
     ) -> Episode:
         states: dict[str, Any] = {"observation": sample.prompt, "label": copy.deepcopy(sample.label)}
+        states["extra_info"] = copy.deepcopy(dict(sample.columns))
         observation, _ = _read(read_reset, await self._call(agent, "reset", states, f"reset of {name}"))
         if after_reset is not None:
             await after_reset()
@@ -174,6 +179,8 @@ def _text(value: Any) -> str:
 
 def serve(connection: Connection, address: str, max_turns: int) -> None:
     """Answer requests of how to play which samples, until the connection closes."""
+    from tests.contracts.executors import runner_of  # which imports this file
+
     try:
         agent = load_value(address, "agent")
     except BaseException as error:  # noqa: BLE001 - the agent's module may raise anything, SystemExit included
@@ -189,9 +196,9 @@ def serve(connection: Connection, address: str, max_turns: int) -> None:
             how, samples = connection.recv()
         except EOFError:
             return
-        runner = EpisodeRunner(agent, max_turns, emit)
         try:
-            runner.played.episodes = asyncio.run(getattr(runner, how)(samples))
+            runner = runner_of(agent)(agent, max_turns, emit)
+            runner.played.episodes = asyncio.run(runner.run(how, samples))
             connection.send(("played", runner.played))
         except Fault as fault:
             connection.send(("fault", str(fault)))

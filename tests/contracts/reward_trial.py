@@ -6,11 +6,12 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
 from components.data.open_reward import open_reward
+from components.data.reward_functions import column_parameters
 from components.data.reward_workers import WorkerReward
 from components.data.rewards import (
     FUNCTION_NAME,
@@ -36,6 +37,8 @@ class RewardTrial:
         self._folder = folder
         self._opened: dict[bool, RewardSource] = {}
         self._given_up = ""
+        is_generated = target.kind == "reward" and not any(sample.columns for sample in samples)
+        self._label_columns = column_parameters(target.value) if is_generated else []
 
     def ask(self, samples: Sequence[Sample], what: str, advice: str = "") -> RewardOutput:
         """Get the rewards of all samples in one call; whatever else comes fails the test.
@@ -58,7 +61,10 @@ class RewardTrial:
         """Ask again with somebody watching; return what `Watched` saw and what failed, a line for each."""
         if self._given_up:
             self.fail(f"not asked for {what}: {self._given_up}")
-        output, warnings = self._call(samples, watched=True)
+        try:
+            output, warnings = self._call(samples, watched=True)
+        except RewardError as error:  # a wrong number of rewards, which has a contract of its own
+            return [str(error)]
         # A chunk that fails is asked for again answer by answer, and may then do nothing wrong.
         return [*warnings, *output.failures.values()]
 
@@ -99,8 +105,14 @@ class RewardTrial:
                 [sample.prompt for sample in samples],
                 [sample.label for sample in samples],
                 responses=[sample.response for sample in samples],
+                rows=[self._row(sample) for sample in samples],
             )
         return output, warnings
+
+    def _row(self, sample: Sample) -> dict[str, Any]:
+        """Give the columns of a sample. One that the function takes and that generated rows lack is the label's."""
+        columns = dict.fromkeys(self._label_columns, sample.label) | dict(sample.columns)
+        return {"columns": columns, "completion_ids": list(sample.response.encode())}
 
     def _open(self, watched: bool) -> RewardSource:
         if watched not in self._opened:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from components.data.records import read_records
+from components.data.text import are_messages
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,8 @@ class Sample:
     """Prompt and response as one text, unless the user's data had another."""
     actions: tuple[str, ...] = ()
     """For agents: said in this order, and from the beginning again. The response alone, unless given."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Further columns of the row; `prompt`, where it is a list of chat messages."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "query", self.query or self.prompt + self.response)
@@ -27,7 +31,7 @@ class Sample:
 
     def answered(self, response: str) -> Sample:
         """Answer the same prompt otherwise."""
-        return Sample(self.prompt, response, self.label)
+        return Sample(self.prompt, response, self.label, columns=self.columns)
 
     def labelled(self, label: Any) -> Sample:
         """Give the same answer another label."""
@@ -77,14 +81,24 @@ UNUSUAL_LABELS: dict[str, Any] = {
 }
 
 
+ROW_KEYS = ("prompt", "input", "label", "response", "query", "actions")
+"""Columns of a row of samples that have a meaning of their own."""
+
+
 def read_samples(path: Path) -> list[Sample]:
     """Read rows of a .jsonl or other data file; ValueError names the row that lacks something.
 
-    A row has a `prompt` (or `input`), a `label`, a `response` or a `query`, and for agents, if you like, `actions`.
+    A row has a `prompt` (or `input`), text or chat messages, a `label`, a `response` or a `query`, and for agents, if
+    you like, `actions`. Reward functions and agents get its other columns as in training.
     """
     samples = []
     for number, row in enumerate(read_records(path)):
-        prompt, label = str(row.get("prompt", row.get("input", ""))), row.get("label", "")
+        prompt, label = row.get("prompt", row.get("input", "")), row.get("label", "")
+        columns = {name: value for name, value in row.items() if name not in ROW_KEYS}
+        if are_messages(prompt):
+            columns["prompt"] = prompt
+            prompt = "\n".join(str(message["content"]) for message in prompt)
+        prompt = str(prompt)
         if not row.keys() & {"prompt", "input", "query", "response"}:
             raise ValueError(f"{path}, row {number}: found the keys {sorted(row)}; give it a prompt, query or response")
         query, response = row.get("query", ""), row.get("response")
@@ -97,7 +111,7 @@ def read_samples(path: Path) -> list[Sample]:
         actions = row.get("actions", [])
         if not isinstance(actions, list) or not all(isinstance(action, str) for action in actions):
             raise ValueError(f"{path}, row {number}: 'actions' must be a list of texts")
-        samples.append(Sample(prompt, response, label, query, tuple(actions)))
+        samples.append(Sample(prompt, response, label, query, tuple(actions), columns))
     return samples
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args
 
+from agents.episode import AgentExecutorBase
+from components.data.reward_functions import OF_ALL, OF_ONE, OURS, TRL
 from components.data.rewards import FUNCTION_NAME
 from components.data.scorers import get_scorer, scorer_names
 
@@ -168,7 +170,9 @@ def _kind_of(value: Any, spec: str) -> Kind:
         )
     parameters = inspect.signature(value).parameters.values()
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    if getattr(value, "__name__", "") == FUNCTION_NAME or open_ended or len(parameters) >= REWARD_PARAMETERS:
+    names = {parameter.name for parameter in parameters}
+    is_named = not names.isdisjoint((*OURS, *TRL, *OF_ONE, *OF_ALL))
+    if getattr(value, "__name__", "") == FUNCTION_NAME or open_ended or is_named or len(names) >= REWARD_PARAMETERS:
         return "reward"
     return "scorer"
 
@@ -187,11 +191,14 @@ def _agent_of(value: Any, spec: str) -> Any:
         return value
     make: Callable[[], Any] = value if inspect.isclass(value) else lambda: value
     if _executes(value):
-        for held in vars(make()).values():
+        executor = make()
+        for held in vars(executor).values():
             if inspect.isclass(held) and _is_agent(held):
                 return held
+        if isinstance(executor, AgentExecutorBase):
+            return value
         raise ValueError(
-            f"{spec} is an executor that holds no class with reset and step, so it plays its episodes by itself; give "
-            "the class of its agents"
+            f"{spec} is an executor that holds no class with reset and step, and no AgentExecutorBase; give the class "
+            "of its agents"
         )
     raise ValueError(f"{spec} is no agent: it has no reset and step; give a class that has both, as async functions")

@@ -171,3 +171,62 @@ def test_users_own_rows_are_used_and_what_is_random_may_be_allowed(tmp_path: Pat
     assert failures == {"game.py": {}}
     # Of the 20 contracts of an agent 4 are waived; that the two can be imported is one each.
     assert "1 failed, 17 passed, 4 deselected" in printed
+
+
+CHAT_REWARD = """
+def accuracy(prompts, completions, solution):
+    assert all(turns[-1]["role"] == "user" for turns in prompts)
+    return [float(answer in turns[0]["content"]) for answer, turns in zip(solution, completions)]
+"""
+
+
+def test_the_reward_of_the_page_that_recommends_the_contracts_keeps_them(tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "own_data.md").read_text()
+    found = re.search(r"```python\n(# my_reward\.py.*?)```", page, re.DOTALL)
+    assert found is not None
+    written(tmp_path, "my_reward.py", found[1])
+    failures, printed = run_contracts(tmp_path, "--target=my_reward.py")
+    assert failures == {"my_reward.py": {}}, printed
+
+
+def test_columns_and_chat_messages_of_the_users_rows_reach_the_reward(tmp_path: Path) -> None:
+    written(tmp_path, "chat.py", CHAT_REWARD)
+    turns = [{"role": "user", "content": "1 + 2?"}]
+    rows = [
+        {"prompt": turns, "solution": str(number), "label": "", "response": f"it is {number}"} for number in range(3)
+    ]
+    samples = read_samples(rows_file(tmp_path, *rows))
+    assert samples[1] == Sample("1 + 2?", "it is 1", "", columns={"prompt": turns, "solution": "1"})
+    failures, printed = run_contracts(tmp_path, "--target=chat.py:accuracy", f"--samples={tmp_path}/rows.jsonl")
+    assert failures == {"chat.py:accuracy": {}}, printed
+
+
+CLIENT = """
+import openai
+from agents.executor import SingleTurnAgentExecutor
+from agents.openai_executor import OpenAIAgentExecutor
+
+class AgentExecutor(OpenAIAgentExecutor):
+    def run_agent(self, prompt, label, *, base_url, api_key, session_id, extra_info):
+        messages = [{"role": "user", "content": prompt}]
+        with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            for turn in range(2):
+                choice = client.chat.completions.create(model="policy", messages=messages).choices[0]
+                messages.append({"role": "assistant", "content": choice.message.content or ""})
+                messages.append({"role": "user", "content": "Are you sure?"})
+        return {"reward": float(str(label) in messages[-2]["content"])%s}
+
+class Single(SingleTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(lambda completions: [float(len(completion)) for completion in completions])
+"""
+
+
+@pytest.mark.full  # its process imports transformers, openai and a server
+def test_executors_that_run_their_episodes_themselves_are_held_to_the_contracts(tmp_path: Path) -> None:
+    written(tmp_path, "client.py", CLIENT % "")
+    written(tmp_path, "random_client.py", ("import random\n" + CLIENT) % " + random.random()")
+    targets = ["client.py", "client.py:Single", "random_client.py"]
+    failures, printed = run_contracts(tmp_path, *(f"--target={target}" for target in targets))
+    assert set(failures.pop("random_client.py")) >= {"test_the_same_actions_give_the_same_episode"}
+    assert failures == {"client.py": {}, "client.py:Single": {}}, printed

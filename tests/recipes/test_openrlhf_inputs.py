@@ -212,20 +212,22 @@ def test_reward_servers_share_the_answers_in_batches_and_a_refusal_loses_none(
     assert all(server.requests for server in servers)
     requests = [request for server in servers for request in server.requests]
     assert all(set(request) == {"query", "prompts", "labels"} and len(request["query"]) == 2 for request in requests)
-    # 16 responses in pairs, and one pair twice.
-    assert len(requests) == 9
+    # 16 responses in pairs, one of the trial at each server, and one of these twice.
+    assert len(requests) == 11
     for request in requests:
         assert all(query.startswith(prompt) for query, prompt in zip(request["query"], request["prompts"], strict=True))
 
 
-@pytest.mark.full  # it is asked several times, with pauses
-def test_a_server_that_is_not_there_ends_the_run_with_its_url(bytes_policy: Path, tmp_path: Path) -> None:
+def test_a_server_that_is_not_there_is_refused_with_its_url_before_the_start(
+    bytes_policy: Path, tmp_path: Path
+) -> None:
     options = [f"prompt_data={questions(tmp_path / 'q.jsonl')}", "advantage_estimator=reinforce"]
     options += ["--remote_rm_url", "http://127.0.0.1:9/get_reward"]
     run = run_here("openrlhf_ppo", tmp_path / "run", f"pretrain={bytes_policy}", *QUICK, *options)
-    assert run.code == 1
-    (line,) = run.err.strip().splitlines()
-    assert "http://127.0.0.1:9/get_reward" in line
+    assert run.code == 2
+    line = run.err.strip().splitlines()[-1]
+    assert re.search(says("reward.source", "http://127.0.0.1:9/get_reward", "ConnectError"), line)
+    assert not run.run_dir.exists()
 
 
 REWARD_FILE = """

@@ -65,3 +65,32 @@ def test_a_function_that_does_not_fit_is_one_line_before_anything_starts(
     assert re.search(says("reward.source", "first row", *facts), run.err)
     assert len(run.err.strip().splitlines()) == 1
     assert not run.run_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "option"),
+    [("grpo", "reward.source"), ("openrlhf_ppo", "reward.heldout_source"), ("verl_ppo", "reward.source")],
+)
+def test_one_value_for_many_responses_is_refused_before_anything_starts(
+    recipe: str, option: str, data: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text("def f(completions, **kwargs):\n    return [0.5]\n")
+    options = [*data, f"{option}={tmp_path}/own.py"]
+    facts = ["1 rewards", "2 responses"]
+    if recipe == "openrlhf_ppo":
+        path = next(word for word in data if word.startswith("data.path=")).partition("=")[2]
+        options += ["reward.source=exact_match", f"evaluation.path={path}"]
+    if recipe == "verl_ppo":
+        (tmp_path / "own.py").write_text("def compute_score(data_source, solution_str, **kwargs):\n    return [1, 2]\n")
+        rows = [
+            {"data_source": "s", "prompt": [{"role": "user", "content": "p"}], "reward_model": {"ground_truth": str(i)}}
+            for i in range(8)
+        ]
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        options = [word for word in options if not word.startswith("data.input_key")]
+        options += [f"data.path={tmp_path}/rows.jsonl"]
+        facts = ["(2, 2)", "2 queries"]
+    run = run_here(recipe, tmp_path / "run", *options)
+    assert run.code == 2, run.err
+    assert re.search(says(option, "own.py", *facts), run.err)
+    assert not run.run_dir.exists()

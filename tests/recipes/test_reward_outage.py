@@ -82,8 +82,9 @@ def state(folder: Path, step: int) -> dict[str, Any]:
 def test_a_dead_and_a_slow_server_end_a_run_with_one_line_and_it_goes_on_as_if_they_had_not(
     policy: Path, tmp_path: Path
 ) -> None:
-    # Requests: one of the evaluation at the start, one of each step, one of the evaluations after steps 2 and 4.
-    outages = [Outage("dies", 5), Outage("hangs", 3, (SHORT_TIMEOUT,)), Outage()]
+    # Requests: two of the trial before each start, for the data and the held-out data; one of the evaluation at the
+    # start, one of each step, one of the evaluations after steps 2 and 4.
+    outages = [Outage("dies", 7), Outage("hangs", 5, (SHORT_TIMEOUT,)), Outage()]
     options = [*PPO.split(), *JUDGED.split(), f"pretrain={policy}"]
     dead, slow, whole = meet("openrlhf_ppo", tmp_path, "remote_rm_url", options, outages)
 
@@ -107,7 +108,8 @@ def test_a_dead_and_a_slow_server_end_a_run_with_one_line_and_it_goes_on_as_if_t
 
 def test_where_rewards_belong_to_the_generation_it_is_done_again(policy: Path, tmp_path: Path) -> None:
     options = [*GRPO.split(), f"model.path={policy}"]
-    dead, whole = meet("grpo", tmp_path, "reward.source", options, [Outage("dies", 3), Outage()])
+    # The first request is of the trial before the start.
+    dead, whole = meet("grpo", tmp_path, "reward.source", options, [Outage("dies", 4), Outage()])
     checked_failure(dead, "ConnectError")
     assert state(tmp_path, 2)["stream"] == {"step": 2}
     assert state(tmp_path, 2)["prompts"]["position"] == 16  # of two steps
@@ -120,7 +122,7 @@ def test_ahead_of_training_what_is_in_the_queue_waits_too(ray_address: str, poli
     given = PPO.replace("max_samples=48", "max_samples=32 async_train=true init_kl_coef=0")
     options = [*given.split(), f"pretrain={policy}"]
     held = held_port()
-    server = Server(held, fails="dies", at=3)
+    server = Server(held, fails="dies", at=4)  # the first is of the trial
     run = Run("openrlhf_ppo", ray_address, tmp_path / "run", *options, f"remote_rm_url={server.url}").wait()
     server.close()
     checked_failure(run, "ConnectError")

@@ -45,12 +45,12 @@ class Reward(FrozenWorker):
         return None if spec is None else open_reward(spec, self.config.reward.settings())
 
     @rpc(remote_call.reward_forward, idempotent=True)
-    def forward(self, samples: Batch, heldout: bool = False) -> Batch:
+    def forward(self, samples: Batch, heldout: bool = False, step: int = 0) -> Batch:
         """`reward`, `score` and `reward_failed` per response, and whatever else is logged."""
-        columns = self.by_models(samples) if self.source is None else self.by_code(samples, self.source)
+        columns = self.by_models(samples) if self.source is None else self.by_code(samples, self.source, step)
         if heldout and self.heldout_source is not None:
             logged = {name: column for name, column in columns.items() if name.startswith("log_")}
-            columns = logged | self.by_code(samples, self.heldout_source) | {"log_reward": columns["reward"]}
+            columns = logged | self.by_code(samples, self.heldout_source, step) | {"log_reward": columns["reward"]}
         return Batch(samples.lengths, {}, columns)
 
     def by_models(self, samples: Batch) -> dict[str, Tensor]:
@@ -62,9 +62,9 @@ class Reward(FrozenWorker):
         each = {f"log_model_{i}": reward_B for i, reward_B in enumerate(rewards, 1)} if len(rewards) > 1 else {}
         return {"reward": total_B, "score": total_B, "reward_failed": torch.zeros_like(total_B), **each}
 
-    def by_code(self, samples: Batch, source: RewardSource) -> dict[str, Tensor]:
+    def by_code(self, samples: Batch, source: RewardSource, step: int) -> dict[str, Tensor]:
         """What reward code says about the text of the responses."""
-        scored = add_rewards(samples, source, self.tokenizer, self.info)
+        scored = add_rewards(samples, source, self.tokenizer, self.info, step)
         return {name: column for name, column in scored.per_sequence.items() if name not in samples}
 
     @rpc(remote_call.end_job, idempotent=True)
@@ -79,6 +79,6 @@ class RewardRank(FrozenRank, Reward):
     """One rank of reward models that are sharded over them; they compute together."""
 
     @rpc(remote_call.reward_forward)
-    def forward(self, samples: Batch, heldout: bool = False) -> Batch:
+    def forward(self, samples: Batch, heldout: bool = False, step: int = 0) -> Batch:
         """See `Reward.forward`; every rank has a part."""
-        return super().forward(samples, heldout)
+        return super().forward(samples, heldout, step)

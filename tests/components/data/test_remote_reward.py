@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from components.data.remote_reward import MOST_BYTES, RefusedError, RemoteReward
+from components.data.remote_reward import RefusedError, RemoteReward
 from components.data.rewards import RewardError, RewardOutput, RewardSettings
+from components.http_client import MOST_BYTES
 from tests.components.data.closed_port import closed_port
 from tests.components.data.reward_server import Answer, Handler, Request, RewardServer
 from tests.messages import says

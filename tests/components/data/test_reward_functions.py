@@ -182,3 +182,29 @@ def test_columns_of_the_data_are_kept_beside_prompt_and_label(tmp_path: Path) ->
     (tmp_path / "rows.jsonl").write_text(json.dumps({"chat": turns, "label": "2", "level": 3, "datasource": "sums"}))
     [row] = load_rows(str(tmp_path / "rows.jsonl"), "chat", "label")
     assert row["extra_info"] == {"prompt": turns, "level": 3}
+
+
+def test_rows_that_lack_a_column_have_none_there_as_in_a_table(tmp_path: Path) -> None:
+    from components.data.prompts import load_rows
+
+    lines = [{"input": "a", "solution": 1}, {"input": "b"}, {"input": "c", "level": "x"}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    rows = load_rows(str(tmp_path / "rows.jsonl"))
+    assert [row["extra_info"] for row in rows] == [
+        {"solution": 1, "level": None},
+        {"solution": None, "level": None},
+        {"solution": None, "level": "x"},
+    ]
+
+
+def test_each_row_of_mixed_prompts_decides_whether_it_is_read_as_messages() -> None:
+    turns = [{"role": "user", "content": "p0"}]
+    rows = [{"columns": {"prompt": turns}}, {}, {}]
+    seen: list[Any] = []
+
+    def of_trl(prompts: Any, completions: Any) -> list[float]:
+        seen.extend([prompts, completions])
+        return [1.0] * 3
+
+    called(of_trl, rows)
+    assert seen == [[turns, "p1", "p2"], [[{"role": "assistant", "content": "4"}], "5", "22"]]

@@ -49,13 +49,13 @@ def test_a_sum_of_a_scorer_a_file_and_a_server_adds_up_and_logs_each(files: Path
     # Scores: right, 0.5, 1, with weights of 2.6 in all: (0.5 + 1 + 0.1) / 2.6 and (1 + 0.1) / 2.6.
     assert output.score_B.tolist() == pytest.approx([1.6 / 2.6, 1.1 / 2.6] * 2)
     assert {name: values.tolist() for name, values in output.logs.items()} == {
-        "exact_match_reward": [1, 0, 1, 0],
-        "exact_match_score": [1, 0, 1, 0],
-        "length_reward": [2, 3, 1, 2],
-        "length_score": [0.5] * 4,
-        "length_log_n": [2, 3, 1, 2],
-        "127_0_0_1_score_reward": [10] * 4,
-        "127_0_0_1_score_score": [1] * 4,
+        "exact_match": [1, 0, 1, 0],
+        "exact_match/score": [1, 0, 1, 0],
+        "length": [2, 3, 1, 2],
+        "length/score": [0.5] * 4,
+        "length/n": [2, 3, 1, 2],
+        "127_0_0_1_score": [10] * 4,
+        "127_0_0_1_score/score": [1] * 4,
     }
     assert output.failures == {}
 
@@ -64,7 +64,7 @@ def test_all_parts_right_is_a_score_of_exactly_1() -> None:
     with open_reward("0.1*exact_match + 0.2*exact_match + 0.7*exact_match") as reward:
         output = reward(["q1"], ["q"], ["1"])
     assert output.score_B.tolist() == [1.0] and output.reward_B.tolist() == [1.0]
-    assert sorted(output.logs)[::2] == ["exact_match_2_reward", "exact_match_3_reward", "exact_match_reward"]
+    assert {name.partition("/")[0] for name in output.logs} == {"exact_match", "exact_match_2", "exact_match_3"}
 
 
 def test_the_parts_work_at_the_same_time(files: Path) -> None:
@@ -85,7 +85,8 @@ def test_an_answer_that_fails_in_one_part_has_failed(files: Path) -> None:
         output = reward(QUERIES, PROMPTS, LABELS)
     assert output.reward_B.tolist() == [2.0, 1.0, 0.0, 0.0]
     assert output.score_B.tolist() == [1.0, 0.5, 0.0, 0.0]
-    assert output.logs["exact_match_reward"].tolist() == [1, 0, 0, 0]
+    assert output.logs["exact_match"].tolist()[:2] == [1, 0]
+    assert output.logs["exact_match"].isnan().tolist() == [False, False, True, True]
     assert sorted(output.failures) == [2, 3]
     assert re.search(says("fails_on_b", "KeyError: 'q b'", "response 2"), output.failures[2])
 

@@ -136,7 +136,7 @@ def test_what_a_function_returns_wrongly_is_said(tmp_path: Path, body: str, fact
 
 def test_a_batch_function_that_returns_too_few_is_found(tmp_path: Path) -> None:
     code = file_of(tmp_path, "def compute_score(**columns):\n    return [1.0] * 2\n", lists=True)
-    with pytest.raises(RewardError, match=says("(2,)", "1 queries")):
+    with pytest.raises(RewardError, match=says("2 rewards", "3 responses")):
         scored(code, ["s"] * 3, ["a"] * 3)
 
 
