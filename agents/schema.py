@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from components.data.messages import are_messages
 from components.data.rewards import read_columns
-from components.data.text import are_messages
 from components.engines.config import EVALUATION_STEP
 
 if TYPE_CHECKING:

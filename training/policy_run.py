@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from components.batch import Batch
 from components.data.open_reward import open_reward
-from components.data.prompts import described
 from components.data.rewards import RewardError
 from components.data.samples import add_rewards, for_samples, main_branches, with_reward, with_status
+from components.data.shown import described
 from components.engines.config import SamplingConfig
 from training.dynamic_sampling import PromptFilter
 from training.evaluation import Evaluation

@@ -23,9 +23,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from components.data.child_process import load_file
+from components.data.messages import are_messages
 from components.data.rewards import Columns, is_reward_file, read_columns, reward_function
 from components.data.scorers import Scorer, get_scorer, module_of
-from components.data.text import are_messages
 
 RewardFunction = Callable[..., Any]
 

@@ -6,18 +6,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from components.data.prompts import check_prompt, load_rows
+from components.data.columns import filled, likely_keys
+from components.data.prompt_rows import prompt_columns
+from components.data.prompts import load_rows
 from components.data.records import read_records
 from components.data.scorers import REASONING_GYM_PREFIX, TASK_PREFIX
 
 HELDOUT_ROWS = 2_048
 """Held-out prompts drawn from a task when the caller names no number."""
+SOURCES = ("data_source", "datasource", "source", "dataset")
+"""Columns that may name where a row is from."""
 SINGLE_TURN = "single_turn_agent"
 """verl's name of the agent that answers in one turn."""
-OTHER_INPUTS = ("images", "videos", "audios")
 
 
 def load_verl_rows(
@@ -31,6 +34,7 @@ def load_verl_rows(
     max_rows: int | None = None,
     draw: bool = False,
     seed: int = 0,
+    ignored: Collection[str] = (),
 ) -> list[dict[str, Any]]:
     """Read rows as `load_rows` gives them, with `extra_info` where a row has it.
 
@@ -44,6 +48,7 @@ def load_verl_rows(
         max_rows: so many at most.
         draw: which of them is drawn by `seed`; else they are the first.
         seed: see `draw`; also draws a task's rows.
+        ignored: columns that the policy is not to read, although their names have a well-known meaning.
     """
     rows: list[dict[str, Any]] = []
     for name in files:
@@ -59,28 +64,51 @@ def load_verl_rows(
             where = f"{name}, row {number}"
             if single_turn:
                 _check_single_turn(record, where)
-            rows.append(_row_of(record, where, prompt_key, source_key, needs_truth))
+            rows.append(_row_of(record, where, prompt_key, source_key, needs_truth, ignored))
     if max_rows is None or len(rows) <= max_rows:
         return rows
     return random.Random(seed).sample(rows, max_rows) if draw else rows[:max_rows]
 
 
 def _row_of(
-    record: Mapping[str, Any], where: str, prompt_key: str, source_key: str, needs_truth: bool
+    record: Mapping[str, Any],
+    where: str,
+    prompt_key: str,
+    source_key: str,
+    needs_truth: bool,
+    ignored: Collection[str],
 ) -> dict[str, Any]:
-    found, reward = f"{where}: there is no field {{}}, only {', '.join(map(repr, record))}", record.get("reward_model")
-    for option, key in (("prompt_key", prompt_key), ("reward_fn_key", source_key)):
+    reward = record.get("reward_model")
+    for key in (prompt_key, source_key):
         if record.get(key) is None:
-            raise ValueError(f"{found.format(repr(key))}; set {option} to one that every row has")
-    check_prompt(record[prompt_key], f"{where}, field {prompt_key!r}", "prompt_key")
-    if others := [name for name in OTHER_INPUTS if record.get(name)]:
-        raise ValueError(f"{where} has {', '.join(others)}, which the policy would not see; only text is supported")
+            raise _missing(record, where, repr(key), prompt_key, source_key)
+    read = prompt_columns(record, prompt_key, where, ignored, option="prompt_key")
     if needs_truth and not (isinstance(reward, Mapping) and reward.get("ground_truth") is not None):
-        raise ValueError(f"{found.format('reward_model.ground_truth')}, and the reward function asks for it")
+        raise _missing(record, where, "reward_model.ground_truth", prompt_key, source_key)
     truth = reward.get("ground_truth") if isinstance(reward, Mapping) else None
     label = "" if truth is None else truth
-    row = {"input": record[prompt_key], "label": label, "datasource": str(record[source_key])}
+    row = {"input": read["input"], "label": label, "datasource": str(record[source_key])} | read
     return {**row, "extra_info": record["extra_info"]} if "extra_info" in record else row
+
+
+def _missing(record: Mapping[str, Any], where: str, field: str, prompt_key: str, source_key: str) -> ValueError:
+    """Return the error for a row that is not verl's: what to set, and the recipe that takes its file."""
+    prompt, label = likely_keys(record)
+    remedies: list[str] = []
+    if record.get(prompt_key) is None:
+        remedies.append(f"set data.prompt_key={prompt}" if prompt else "set prompt_key to the column with the prompt")
+    if record.get(source_key) is None:
+        source = next(iter(filled(record, SOURCES)), None)
+        remedies.append(f"set data.reward_fn_key={source}" if source else f"add a column {source_key!r}, its source")
+    if "ground_truth" not in (record.get("reward_model") or {}):
+        truth = f"the value of {label!r}" if label else "what the reward compares with"
+        remedies.append(f"add a column 'reward_model': {{'ground_truth': {truth}}}")
+    keys = f"data.input_key={prompt}" + (f" data.label_key={label}" if label else "")
+    other = f"; or train on the file as it is by recipes/grpo, with {keys}" if prompt else ""
+    return ValueError(
+        f"{where}: there is no field {field}, only {', '.join(map(repr, record))}; for this file "
+        f"{', '.join(remedies)}{other} (prompt_key and reward_fn_key name columns)"
+    )
 
 
 def _check_single_turn(record: Mapping[str, Any], where: str) -> None:
