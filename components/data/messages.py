@@ -85,6 +85,19 @@ def with_system(messages: Sequence[dict[str, Any]], system: str | None) -> list[
     return [{"role": "system", "content": system}, *messages]
 
 
+def refuse_prefill(messages: Sequence[Mapping[str, Any]], response: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Refuse a prompt that ends with a message of the assistant, before a response of its own: text, or messages.
+
+    Raises:
+        ValueError: it does.
+    """
+    if messages and messages[-1]["role"] == ASSISTANT and not (response and response[0]["role"] != ASSISTANT):
+        raise ValueError(
+            f"the prompt ends with a message of the assistant ({messages[-1]['content']!r:.80}), so that the response "
+            "would be a second one; move its text into the response"
+        )
+
+
 def is_learnt(message: Mapping[str, Any]) -> bool:
     """Return True for an assistant's message that is not excluded by `weight: 0` (OpenAI) or `train: false` (axolotl).
 

@@ -33,7 +33,7 @@ from components.data.columns import (
     refuse_without_a_place,
     texts_of,
 )
-from components.data.messages import are_messages, as_messages, is_learnt, read_messages, with_system
+from components.data.messages import are_messages, as_messages, is_learnt, read_messages, refuse_prefill, with_system
 from components.data.records import read_records
 from components.data.tasks import get_task
 from components.data.text import TextEncoder, check_tools_written, render_conversation, render_prompt
@@ -287,6 +287,7 @@ def _encode(row: Mapping[str, Any], encoder: TextEncoder, form: DemonstrationFor
         response = row["response"]
         before = as_messages(row["prompt"])
         after = [{"role": "assistant", "content": response}] if isinstance(response, str) else as_messages(response)
+        refuse_prefill(before, after)
     else:
         return _encode_pair(row, encoder, form.input_template)
     if tools:
@@ -300,6 +301,8 @@ def _encode(row: Mapping[str, Any], encoder: TextEncoder, form: DemonstrationFor
 def _encode_pair(row: Mapping[str, Any], encoder: TextEncoder, input_template: str | None) -> _Example:
     tokenizer, tools = encoder.tokenizer, row.get(TOOLS, ())
     templated = not isinstance(row["prompt"], str)
+    if templated:
+        refuse_prefill(as_messages(row["prompt"]))
     if tools:
         check_tools_written(as_messages(row["prompt"]), tools, tokenizer)
     text = render_prompt(row["prompt"], tokenizer, input_template=None if templated else input_template, tools=tools)
