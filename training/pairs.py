@@ -43,7 +43,9 @@ def read_training_pairs(
         info(f"{len(found)} of {len(pairs)} pairs can be used (left out: {left_out}); {found.repeated} are repeated")
         return found
 
-    found = encoded(config.training_examples(read))
+    found = encoded(config.training_examples(read, info))
+    for line in found.describe_first(tokenizer):
+        info(line)
     train = found.batch
     heldout = None
     if config.evaluation.path:

@@ -100,7 +100,7 @@ class SupervisedCommand(Command[C]):
             ValueError: it cannot be read; the message begins with its option.
         """
         with naming(source.option, source.name):
-            return config.load(source.name, source.split, FIRST_ROWS)
+            return config.load(source.name, source.split, FIRST_ROWS, lambda _: None)
 
     def ready(self, config: C) -> C:
         """With the paths of demonstration models, which are made where they are not there yet."""

@@ -9,7 +9,9 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
+from components.data.columns import column_names
 from components.data.mixture import mixed, mixture_probabilities, source_names
+from components.data.scorers import TASK_PREFIX
 from components.engines.choice import choose_attention
 from components.engines.config import TrainConfig
 from components.ranges import Count, CountFromZero
@@ -59,6 +61,9 @@ class ExampleOptions(Options, group="data"):
     """Take prompt and response as a user's and an assistant's message. Chat messages always go through the template."""
     input_template: str | None = where(None, apply_chat_template=False)
     """Text around each prompt, with `{}` in its place."""
+    ignored_columns: str | None = None
+    """Columns, with commas between, that the model is not to read although their names have a well-known meaning, such
+    as `tools`, `system` or `context`; without it they are used, or their rows refused."""
     max_samples: Count | None = None
     """Use at most this many examples, the first ones. Default: all; of a generated task, which has no end, 10,000."""
     max_tokens: Count = 2048
@@ -81,7 +86,8 @@ class PairDataOptions(ExampleOptions):
     """The pairs of responses to train on."""
 
     prompt_key: str | None = None
-    """Column of what both responses follow: text or chat messages. Default: what both begin with alike."""
+    """Column of what both responses follow: text or chat messages. Default: `prompt`, `instruction` (with its `input`),
+    `question`, `query`, `problem` or `input`, where rows have one, or else what both responses begin with alike."""
     chosen_key: str = "chosen"
     """Column of the better response: text, or a list of chat messages."""
     rejected_key: str = "rejected"
@@ -230,32 +236,43 @@ class SupervisedOptions(RunOptions):
             found += [Source("evaluation.path", name, self.evaluation.split) for name in names]
         return found
 
-    def load(self, source: str, split: str, max_rows: int | None) -> Rows:
-        """Rows of one part of the data, at most so many.
+    def load(self, source: str, split: str, max_rows: int | None, info: Callable[[str], None]) -> Rows:
+        """Read rows of one part of the data, at most so many; `info` is given the columns that are used.
 
         Raises:
             ValueError: it cannot be read, or holds something else.
         """
-        raise NotImplementedError(f"{type(self).__name__} reads no data; define load(source, split, max_rows)")
+        raise NotImplementedError(f"{type(self).__name__} reads no data; define load")
 
-    def training_examples(self, read: Callable[[Rows, str], list[T]]) -> list[T]:
-        """All examples of the data.
+    def training_examples(
+        self, read: Callable[[Rows, str], list[T]], info: Callable[[str], None] = lambda _: None
+    ) -> list[T]:
+        """Read all examples of the data.
 
         Args:
             read: (rows, the part of the data that they are of) -> examples.
+            info: shows which columns are used.
         """
-        return self._examples(self.data.path, self.data.split, self.data.probs, self.data.max_samples, read)
+        return self._examples(self.data.path, self.data.split, self.data.probs, self.data.max_samples, read, info)
 
-    def evaluation_examples(self, read: Callable[[Rows, str], list[T]]) -> list[T]:
-        """All examples of `evaluation.path`; see `training_examples`."""
-        own = self.evaluation
-        return self._examples(own.path or "", own.split, None, own.max_samples, read)
+    def evaluation_examples(
+        self, read: Callable[[Rows, str], list[T]], info: Callable[[str], None] = lambda _: None
+    ) -> list[T]:
+        """Read all examples of `evaluation.path`; see `training_examples`."""
+        evaluation = self.evaluation
+        return self._examples(evaluation.path or "", evaluation.split, None, evaluation.max_samples, read, info)
 
     def _examples(
-        self, path: str, split: str, probs: str | None, most: int | None, read: Callable[[Rows, str], list[T]]
+        self,
+        path: str,
+        split: str,
+        probs: str | None,
+        most: int | None,
+        read: Callable[[Rows, str], list[T]],
+        info: Callable[[str], None],
     ) -> list[T]:
         names = source_names(path)
-        parts = [read(self.load(name, split, most), name) for name in names]
+        parts = [read(self.load(name, split, most, info), name) for name in names]
         return mixed(parts, mixture_probabilities(probs, len(names)), self.seed)[:most]
 
     def tokenizer(self, path: str) -> PreTrainedTokenizerBase:
@@ -278,17 +295,14 @@ class PairOptions(SupervisedOptions):
     data: PairDataOptions = field(default_factory=PairDataOptions)
     evaluation: HeldOutOptions = field(default_factory=lambda: HeldOutOptions(held_out=256))
 
-    def notes(self, given: Collection[str]) -> list[str]:
-        """See `SupervisedOptions.notes`."""
-        has_no_place = self.data.prompt_key is None and not self.data.apply_chat_template
-        idle = [(has_no_place, "data.input_template", "it goes around a prompt of its own column, data.prompt_key")]
-        return without_effect(idle, given) + super().notes(given)
-
-    def load(self, source: str, split: str, max_rows: int | None) -> Rows:
+    def load(self, source: str, split: str, max_rows: int | None, info: Callable[[str], None]) -> Rows:
         """See `SupervisedOptions.load`."""
         from components.data.preferences import load_pairs
 
-        return load_pairs(source, split=split, max_rows=max_rows, seed=self.seed)
+        rows = load_pairs(source, split=split, max_rows=max_rows, seed=self.seed)
+        if not source.startswith(TASK_PREFIX):
+            info(f"{source}: {self.pair_format(source).describe_columns(rows)}")
+        return rows
 
     def pair_format(self, source: str) -> PairFormat:
         """Where the rows of a source have their pairs."""
@@ -301,5 +315,6 @@ class PairOptions(SupervisedOptions):
             rejected_key=own.rejected_key,
             apply_chat_template=own.apply_chat_template,
             input_template=own.input_template,
+            ignored_columns=column_names(own.ignored_columns),
         )
         return form.of(source)

@@ -45,6 +45,11 @@ class Prompt:
     columns: tuple[str, ...]
 
 
+def column_names(option: str | None) -> tuple[str, ...]:
+    """Split the names of columns of an option, with commas between."""
+    return tuple(name.strip() for name in (option or "").split(",") if name.strip())
+
+
 def is_blank(value: object) -> bool:
     """Return True for None, for empty lists and objects, and for text of nothing but spaces."""
     if isinstance(value, str):

@@ -25,6 +25,7 @@ from components.data.pair_rows import (
     without_end,
 )
 from components.data.records import read_records
+from components.data.shown import described, described_example
 from components.data.tasks import get_task
 from components.data.text import TextEncoder
 
@@ -45,6 +46,18 @@ class PreferenceData:
 
     def __len__(self) -> int:
         return len(self.openings)
+
+    def describe_first(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        """Describe both responses of the first pair, one in a line, with marks around what is learnt of each."""
+        lines: list[str] = []
+        for index, name in enumerate(("chosen", "rejected")):
+            ids = self.batch.row(index, "tokens").tolist()
+            if "loss_mask" in self.batch:
+                shown = described_example(ids, self.batch.row(index, "loss_mask").tolist(), tokenizer)
+            else:
+                shown = f"{described(str(tokenizer.decode(ids)), ids)}; its score is read at the last token"
+            lines.append(f"first pair, {name} {shown}")
+        return lines
 
 
 def load_pairs(

@@ -93,12 +93,11 @@ def prompt_columns(
     return found if columns == [key] else found | {"columns": columns}
 
 
-def describe_columns(rows: Sequence[Mapping[str, Any]], input_key: str, label_key: str | None) -> str:
-    """Describe in one line where prompts and labels come from, and what only rewards and agents are given."""
-    used = [name for row in rows for name in row.get("columns", [input_key])]
-    label = [] if label_key is None else [label_key]
+def describe_columns(rows: Sequence[Mapping[str, Any]], used: Sequence[str]) -> str:
+    """Describe in one line which columns of rows are used; `used` are those that options name."""
     others = [dict.fromkeys(row.get("extra_info") or {}) for row in rows]
-    return column_note([*used, *label], others, "only for rewards and agents")
+    read = [name for row in rows for name in row.get("columns", ())]
+    return column_note([*used, *read], others, "only for rewards and agents")
 
 
 def check_prompt(prompt: Any, where: str, key: str = "input_key") -> None:

@@ -35,6 +35,7 @@ from components.data.columns import (
 )
 from components.data.messages import are_messages, as_messages, is_learnt, read_messages, refuse_prefill, with_system
 from components.data.records import read_records
+from components.data.shown import described_example
 from components.data.tasks import get_task
 from components.data.text import TextEncoder, check_tools_written, render_conversation, render_prompt
 
@@ -180,6 +181,11 @@ class SupervisedData:
     """Rows left out, counted by reason: `too_long` (above max_tokens), `nothing_to_learn` (no assistant turn)."""
     cut: int = 0
     """Plain texts whose end was cut away."""
+
+    def describe_first(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """Describe the first demonstration in one line, with marks around what is learnt."""
+        ids, mask = self.batch.row(0, "tokens").tolist(), self.batch.row(0, "loss_mask").tolist()
+        return described_example(ids, mask, tokenizer)
 
 
 @dataclass(frozen=True)
