@@ -70,6 +70,14 @@ class Command(ABC, Generic[C]):
         """Options that gpu.yaml may set and that do not go with what the user asks for, and why."""
         return {}
 
+    def first_example(self, config: C) -> list[str]:  # noqa: ARG002 - for a subclass
+        """Describe what the model reads first, of data and a model that are files of this machine.
+
+        Raises:
+            ValueError: the data cannot be read, or not by this model.
+        """
+        return []
+
     # --- what all have in common
 
     def read(self, arguments: list[str]) -> C:
@@ -113,6 +121,7 @@ class Command(ABC, Generic[C]):
                 plan = self.plan(asked, line)
                 plan.notes = [*line.notes, *(line.renamed(note) for note in plan.notes)]
                 if plan.is_all(asked, line.named):
+                    self._show_first(asked, plan)
                     return 0
                 self.check(plan)
             config = plan.config
@@ -132,6 +141,14 @@ class Command(ABC, Generic[C]):
             lines=plan.lines(),
             seconds={"warm_start": time.time() - began},
         )
+
+    def _show_first(self, asked: C, plan: Plan) -> None:
+        """Show the first example with a dry run, where that takes no download and no model that is still to be made."""
+        config: Any = plan.config
+        names = [name.strip() for name in config.data.path.split(",")]
+        if asked.dry_run and all(Path(name).expanduser().exists() for name in (config.model.path, *names)):
+            for text in self.first_example(plan.config):
+                print(f"{self.folder.name}: {text}", file=sys.stderr)
 
     def run(self) -> NoReturn:
         """`main`, as a program."""

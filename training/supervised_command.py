@@ -86,12 +86,24 @@ class SupervisedCommand(Command[C]):
         Raises:
             ValueError: they do not, or it does not.
         """
-        for source in config.sources:
-            self.first_rows(config, source)
+        rows = [(source, self.first_rows(config, source)) for source in config.sources]
         for option, path in config.models.items():
-            if not path.startswith(WARM_START_PREFIX):
-                with naming(option, path):
-                    check_vocabulary(config.tokenizer(path), config.model)
+            if path.startswith(WARM_START_PREFIX):
+                continue
+            with naming(option, path):
+                tokenizer = config.tokenizer(path)
+                check_vocabulary(tokenizer, config.model)
+            for source, part in rows:
+                with naming(source.option, source.name):
+                    config.check_rows(part, source.name, tokenizer)
+
+    def first_example(self, config: C) -> list[str]:
+        """See `Command.first_example`."""
+        lines: list[str] = []
+        source = config.sources[0]
+        with naming(source.option, source.name):
+            rows = config.load(source.name, source.split, FIRST_ROWS, lines.append)
+            return lines + config.describe_first(rows, source.name, config.tokenizer(config.model.path))
 
     def first_rows(self, config: C, source: Source) -> Rows:
         """A few rows of a part of the data, for a look at them before anything starts.

@@ -244,6 +244,13 @@ class SupervisedOptions(RunOptions):
         """
         raise NotImplementedError(f"{type(self).__name__} reads no data; define load")
 
+    def check_rows(self, rows: Rows, source: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Check that rows of a source can be tokenized; ValueError where one cannot."""
+
+    def describe_first(self, rows: Rows, source: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        """Describe the first example of rows of a source, and what is learnt of it, as a run does."""
+        raise NotImplementedError(f"{type(self).__name__} reads no data; define describe_first")
+
     def training_examples(
         self, read: Callable[[Rows, str], list[T]], info: Callable[[str], None] = lambda _: None
     ) -> list[T]:
@@ -291,6 +298,8 @@ class PairOptions(SupervisedOptions):
 
     EXAMPLES: ClassVar[str] = "pairs"
     GROUP_SIZE: ClassVar[int] = 2
+    LEARNS_RESPONSES: ClassVar[bool] = False
+    """The tokens of the responses are learnt; otherwise a number for the whole text."""
 
     data: PairDataOptions = field(default_factory=PairDataOptions)
     evaluation: HeldOutOptions = field(default_factory=lambda: HeldOutOptions(held_out=256))
@@ -303,6 +312,13 @@ class PairOptions(SupervisedOptions):
         if not source.startswith(TASK_PREFIX):
             info(f"{source}: {self.pair_format(source).describe_columns(rows)}")
         return rows
+
+    def describe_first(self, rows: Rows, source: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        """See `SupervisedOptions.describe_first`."""
+        from components.data.preferences import encode_pairs, read_pairs
+
+        pairs = read_pairs(rows, self.pair_format(source), tokenizer)
+        return encode_pairs(pairs, tokenizer, with_mask=self.LEARNS_RESPONSES).describe_first(tokenizer)
 
     def pair_format(self, source: str) -> PairFormat:
         """Where the rows of a source have their pairs."""

@@ -181,7 +181,11 @@ def texts_of(*values: Any) -> list[str]:
 def column_note(used: Iterable[str], records: Iterable[Mapping[str, Any]], rest: str = "not used") -> str:
     """Return a line with the columns that were used, and all others of the rows."""
     used = list(dict.fromkeys(used))
-    others = list(dict.fromkeys(str(name) for record in records for name in record if name not in used))
+    is_empty: dict[str, bool] = {}
+    for record in records:
+        for name, value in record.items():
+            is_empty[str(name)] = is_empty.get(str(name), True) and is_blank(value)
+    others = [f"{name} (empty)" if empty else name for name, empty in is_empty.items() if name not in used]
     return f"columns used: {', '.join(used) or 'none'}; {rest}: {', '.join(others) or 'none'}"
 
 

@@ -74,19 +74,19 @@ def prompt_columns(
     """
     try:
         prompt = read_prompt(record, key, ignored)
+        if is_default and (isinstance(prompt.value, str) or are_messages(prompt.value)):
+            others = [name for name in ("prompt", "instruction", *CONVERSATIONS) if name not in prompt.columns]
+            remedy = f"set data.{option}={next(iter(filled(record, others)), key)}"
+            refuse_unread(record, others, texts_of(prompt.value), ignored, remedy)
         check_prompt(prompt.value, f"field {key!r}", option)
         refuse_without_a_place(record, ignored)
         system, names = read_system(record, ignored)
         tools = read_tools(record, ignored)
-        if is_default:
-            others = [name for name in ("prompt", "instruction", *CONVERSATIONS) if name not in prompt.columns]
-            remedy = f"set data.{option}={(filled(record, others) or [key])[0]}"
-            refuse_unread(record, others, texts_of(prompt.value), ignored, remedy)
     except ValueError as error:
         raise ValueError(f"{where}, {error}") from error
     found: dict[str, Any] = {"input": prompt.value}
     if system is not None:
-        found["system"] = system
+        found |= {"system": system, "system_column": names[0]}
     if tools:
         found[TOOLS] = tools
     columns = [*prompt.columns, *names, *([TOOLS] if tools else [])]
@@ -95,9 +95,15 @@ def prompt_columns(
 
 def describe_columns(rows: Sequence[Mapping[str, Any]], used: Sequence[str]) -> str:
     """Describe in one line which columns of rows are used; `used` are those that options name."""
-    others = [dict.fromkeys(row.get("extra_info") or {}) for row in rows]
+    others = (_own_columns(row) for row in rows)
     read = [name for row in rows for name in row.get("columns", ())]
     return column_note([*used, *read], others, "only for rewards and agents")
+
+
+def _own_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns beside the prompt, which is there once more where it is messages."""
+    copied = "" if isinstance(row["input"], str) else "prompt"
+    return {name: value for name, value in (row.get("extra_info") or {}).items() if name != copied}
 
 
 def check_prompt(prompt: Any, where: str, key: str = "input_key") -> None:

@@ -295,7 +295,7 @@ class PromptSource:
         if is_plain and tools:
             raise needs_template(TOOLS, tools)
         if is_plain and system is not None and system.strip() not in prompt:
-            raise needs_template("system", system)
+            raise needs_template(row["system_column"], system)
         if not is_plain and system is not None:
             prompt = with_system(as_messages(prompt), system)
         if tools:

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from components.data.child_process import load_file
-from components.data.messages import are_messages
+from components.data.messages import ASSISTANT, are_messages
 from components.data.rewards import Columns, is_reward_file, read_columns, reward_function
 from components.data.scorers import Scorer, get_scorer, module_of
 
@@ -187,11 +187,18 @@ def _of_all(
 
 
 def _as_messages(known: dict[str, Any]) -> None:
-    """TRL's functions read chat messages where the data's prompts are such."""
+    """TRL's functions read chat messages where the data's prompts are such. A message of the assistant that the policy
+    has continued is the beginning of the completion, as there.
+    """
     prompts = known.get("prompt", [])
-    if prompts and all(map(are_messages, prompts)):
-        known["prompts"] = prompts
-        known["completions"] = [[{"role": "assistant", "content": text}] for text in known["completions"]]
+    if not prompts or not all(map(are_messages, prompts)):
+        return
+    begun = [prompt[-1]["content"] if prompt and prompt[-1]["role"] == ASSISTANT else None for prompt in prompts]
+    known["prompts"] = [prompt if text is None else prompt[:-1] for prompt, text in zip(prompts, begun)]
+    known["completions"] = [
+        [{"role": ASSISTANT, "content": (text or "") + completion}]
+        for text, completion in zip(begun, known["completions"])
+    ]
 
 
 def _called(

@@ -107,7 +107,7 @@ class DemonstrationFormat:
             row = {"prompt": prompt.value, "response": record[response_key] if response is None else response}
             columns = [*prompt.columns, response_key]
             _check_pair(row, prompt_key)
-            self._add_system(row, system, tools)
+            self._add_system(row, system, names, tools)
         self._refuse_unread(record, [*columns, *names], row)
         return row | ({TOOLS: tools} if tools else {}), [*columns, *names, *([TOOLS] if tools else [])]
 
@@ -137,14 +137,16 @@ class DemonstrationFormat:
             raise ValueError(f"plain text is expected, found {record[key]!r:.80}; set data.prompt_key")
         return {"text": record[key]}, [key]
 
-    def _add_system(self, row: dict[str, Any], system: str | None, tools: list[dict[str, Any]]) -> None:
+    def _add_system(
+        self, row: dict[str, Any], system: str | None, names: list[str], tools: list[dict[str, Any]]
+    ) -> None:
         """Put the system prompt into the prompt of a row, which must go through the chat template then."""
         has_text = isinstance(row["prompt"], str) and isinstance(row["response"], str)
         if has_text and not self.apply_chat_template:
             if tools:
                 raise needs_template(TOOLS, tools)
             if system is not None and system.strip() not in row["prompt"]:
-                raise needs_template("system", system)
+                raise needs_template(names[0], system)
         elif system is not None:
             row["prompt"] = with_system(as_messages(row["prompt"]), system)
 
@@ -279,6 +281,22 @@ def encode_demonstrations(
         per_sequence={"row": torch.tensor([number for number, _ in kept], dtype=torch.int64)},
     )
     return SupervisedData(batch=batch, kept=len(kept), dropped=dropped, cut=cut)
+
+
+def check_demonstrations(
+    rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, form: DemonstrationFormat
+) -> None:
+    """Check that demonstrations can be tokenized, whatever their length.
+
+    Raises:
+        ValueError: one cannot; the message has the number of its row.
+    """
+    encoder = TextEncoder(tokenizer)
+    for number, row in enumerate(rows):
+        try:
+            _encode(row, encoder, form)
+        except ValueError as error:
+            raise ValueError(f"row {number}: {error}") from error
 
 
 def _encode(row: Mapping[str, Any], encoder: TextEncoder, form: DemonstrationFormat) -> _Example:

@@ -18,6 +18,8 @@ from training.schema import tried
 from training.supervised_options import ExampleOptions, Rows, SupervisedOptions
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from components.data.supervised import DemonstrationFormat
 
 NEW = "new:"
@@ -79,6 +81,19 @@ class SFTConfig(SupervisedOptions):
     def models(self) -> dict[str, str]:
         """See `SupervisedOptions.models`."""
         return {} if self.model.path.startswith(NEW) else super().models
+
+    def check_rows(self, rows: Rows, source: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        """See `SupervisedOptions.check_rows`."""
+        from components.data.supervised import check_demonstrations
+
+        check_demonstrations(rows, tokenizer, self.data.form(source))
+
+    def describe_first(self, rows: Rows, source: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        """See `SupervisedOptions.describe_first`."""
+        from components.data.supervised import encode_demonstrations
+
+        data = encode_demonstrations(rows, tokenizer, self.data.form(source))
+        return [f"first demonstration {data.describe_first(tokenizer)}"]
 
     def load(self, source: str, split: str, max_rows: int | None, info: Callable[[str], None]) -> Rows:
         """See `SupervisedOptions.load`."""
