@@ -19,7 +19,8 @@ MARK = "what-the-policy-wrote"
 def first_tokens(
     encoder: TextEncoder, observation: Observation, prompt: str = "", tools: Sequence[Mapping[str, Any]] = ()
 ) -> list[int]:
-    """Encode what begins a sequence; messages go through the chat template, up to the start of the policy's turn.
+    """Encode what begins a sequence; messages go through the chat template, up to the start of the policy's turn, or
+    to the end of a last message of the assistant, which the policy continues.
 
     Args:
         encoder: of the policy's tokenizer.
@@ -37,7 +38,9 @@ def first_tokens(
     takes_tools = bool(tools) and "tools" in str(encoder.tokenizer.chat_template)
     if takes_tools and not isinstance(observation, str) and observation[0]["role"] == "system":
         observation = observation[1:]
-    tokens = encoder.encode_prompt(render_prompt(observation, encoder.tokenizer, tools=tools if takes_tools else None))
+    tools = tools if takes_tools else ()
+    text = render_prompt(observation, encoder.tokenizer, tools=tools, continue_final_message=True)
+    tokens = encoder.encode_prompt(text)
     if not tokens:
         raise ValueError("reset returned an empty observation; give the policy something to read")
     return tokens

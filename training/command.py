@@ -88,6 +88,14 @@ class Command(ABC, Generic[C]):
         """Options that gpu.yaml may set and that do not go with what the user asks for, and why."""
         return {}
 
+    def first_example(self, config: C) -> list[str]:  # noqa: ARG002 - for a subclass
+        """Describe what the model reads first, of data and a model that are files of this machine.
+
+        Raises:
+            ValueError: the data cannot be read, or not by this model.
+        """
+        return []
+
     # --- what all have in common
 
     def read(self, arguments: list[str]) -> C:
@@ -181,8 +189,18 @@ class Command(ABC, Generic[C]):
                 plan.notes = [*plan.notes, f"with the models and data of this machine it would be refused: {error}"]
         print(plan.json())
         plan.check_and_show(always=True)
-        if fault is not None and is_here():
+        if fault is None:
+            self._show_first(plan)
+        elif is_here():
             raise fault
+
+    def _show_first(self, plan: Plan) -> None:
+        """Show the first example with a dry run, if that takes no download and no model that is still to be made."""
+        config: Any = plan.config
+        names = [name.strip() for name in config.data.path.split(",")]
+        if all(Path(name).expanduser().exists() for name in (config.model.path, *names)):
+            for text in self.first_example(plan.config):
+                print(f"{self.folder.name}: {text}", file=sys.stderr)
 
     def run(self) -> NoReturn:
         """`main`, as a program."""

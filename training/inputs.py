@@ -300,6 +300,19 @@ def read_prompts(
     return source
 
 
+def describe_prompts(data: DataOptions, source: PromptSource) -> list[str]:
+    """Describe what the policy reads: the columns, the first prompt, and prompts that it continues."""
+    columns = data.describe_columns(list(map(dict, source.rows)))
+    lines = [columns] if columns else []
+    lines.append(source.describe_first())
+    if source.prefilled:
+        lines.append(
+            f"{source.prefilled} of {len(source.rows)} prompts end with a message of the assistant, which the policy "
+            "continues"
+        )
+    return lines
+
+
 def unused_template(data: DataOptions, prompt: Any, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """A warning where the tokenizer's chat template would make another text of a prompt, and is not used."""
     from components.data.text import render_prompt

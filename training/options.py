@@ -13,7 +13,10 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
+from components.data.columns import column_names
+from components.data.mixture import source_names
 from components.data.rewards import RewardSettings
+from components.data.scorers import REASONING_GYM_PREFIX, TASK_PREFIX
 from components.engines.choice import ROLLOUT_ENGINES, adapters_fault, choose_rollout_engine
 from components.engines.config import (
     HFRolloutConfig,
@@ -173,6 +176,9 @@ class DataOptions(Options, group="data"):
     """Wrap each prompt as a user message of the tokenizer's chat template. Chat messages always go through it."""
     input_template: str | None = None
     """Text around each prompt, with `{}` in its place."""
+    ignored_columns: str | None = None
+    """Columns, with commas between, that the policy is not to read although their names have a well-known meaning, such
+    as `tools`, `system` or `images`; without it they are used, or their rows refused. Rewards are given them."""
     max_samples: Count | None = None
     """Use at most this many prompts. Default: all; of a generated task, which has no end, 10,000."""
     max_prompt_tokens: Count = 1024
@@ -208,7 +214,21 @@ class DataOptions(Options, group="data"):
             seed=seed,
             probs=self.probs,
             note=limit_note(notes, "data.max_samples"),
+            ignored=column_names(self.ignored_columns),
         )
+
+    def describe_columns(self, rows: list[dict[str, Any]]) -> str | None:
+        """Describe which columns of rows are used; None for generated tasks alone, which have none to choose."""
+        from components.data.prompt_rows import describe_columns
+
+        if all(name.startswith((TASK_PREFIX, REASONING_GYM_PREFIX)) for name in source_names(self.path)):
+            return None
+        return describe_columns(rows, self.used_columns)
+
+    @property
+    def used_columns(self) -> list[str]:
+        """Columns that the options name."""
+        return [key for key in (self.input_key, self.label_key) if key is not None]
 
     def source(
         self, rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, seed: int, shuffle: bool = True
@@ -616,6 +636,7 @@ class EvaluationOptions(Options, group="evaluation"):
             heldout=True,
             max_rows=self.max_samples,
             note=limit_note(notes, "evaluation.max_samples"),
+            ignored=column_names(data.ignored_columns),
         )
 
 

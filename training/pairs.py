@@ -35,7 +35,15 @@ def read_training_pairs(
     tokenizer = config.tokenizer(model_path)
 
     def read(rows: Rows, source: str) -> list[Pair]:
-        return read_pairs(rows, config.pair_format(source), tokenizer)
+        pairs = read_pairs(rows, config.pair_format(source), tokenizer)
+        if empty := sum(not pair.prompt.strip() for pair in pairs):
+            info(f"{source}: {empty} of {len(pairs)} pairs have no prompt; all of their text is response")
+        if repeated := sum(_repeats_prompt(pair) for pair in pairs):
+            info(
+                f"{source}: in {repeated} of {len(pairs)} pairs both responses begin with the prompt once more, which "
+                "the model reads twice; set data.ignored_columns to its column if that is not meant"
+            )
+        return pairs
 
     def encoded(pairs: list[Pair]) -> PreferenceData:
         found = encode_pairs(pairs, tokenizer, max_tokens=config.data.max_tokens, with_mask=with_mask)
@@ -43,7 +51,9 @@ def read_training_pairs(
         info(f"{len(found)} of {len(pairs)} pairs can be used (left out: {left_out}); {found.repeated} are repeated")
         return found
 
-    found = encoded(config.training_examples(read))
+    found = encoded(config.training_examples(read, info))
+    for line in found.describe_first(tokenizer):
+        info(line)
     train = found.batch
     heldout = None
     if config.evaluation.path:
@@ -54,3 +64,8 @@ def read_training_pairs(
         heldout = select_pairs(found.batch, heldout_P)
     check_shares(config.placement.ranks, train, heldout)
     return TrainingData(model_path, tokenizer, train, heldout)
+
+
+def _repeats_prompt(pair: Pair) -> bool:
+    prompt = pair.prompt.strip()
+    return bool(prompt) and all(text.lstrip().startswith(prompt) for text in (pair.chosen, pair.rejected))

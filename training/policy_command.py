@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from components.engines.memory import Need
 from components.engines.model_size import model_size
@@ -15,7 +15,7 @@ from training.adapter import as_text
 from training.command import Command
 from training.config import CommandLine
 from training.estimate import Estimate
-from training.inputs import check_prompts, resolved
+from training.inputs import check_prompts, describe_prompts, resolved
 from training.launch import STOP_GRACE_S, threads_each
 from training.options import ModelOptions
 from training.plan import Plan, attention_notes, steps_text
@@ -24,6 +24,8 @@ from training.schema import ConfigError
 
 C = TypeVar("C", bound=RLOptions)
 
+FIRST_ROWS = 100
+"""Number of rows that a dry run reads for the first prompt."""
 REFERENCE = "training.roles.reference"
 
 
@@ -152,6 +154,15 @@ class PolicyCommand(Command[C]):
     def models(self, config: C) -> dict[str, str]:
         """See `Command.models`."""
         return {"model.path": config.model.path}
+
+    def rows(self, config: C) -> list[dict[str, Any]]:
+        """Read the rows of the prompts to train on."""
+        return config.data.rows(config.seed)
+
+    def first_example(self, config: C) -> list[str]:
+        """See `Command.first_example`; it is that of the first row of the data, which a run may shuffle."""
+        rows = self.rows(config)[:FIRST_ROWS]
+        return describe_prompts(config.data, config.data.source(rows, config.model.tokenizer(), config.seed, False))
 
     def count_prompts(self, plan: Plan, notes: list[str]) -> int:
         """Return the number of rows to train on; see `check_prompts`."""

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from components.batch import Batch
 from components.data.open_reward import open_reward
-from components.data.prompts import described
 from components.data.rewards import RewardError
 from components.data.samples import add_rewards, for_samples, main_branches, with_reward, with_status
+from components.data.shown import described
 from components.engines.config import SamplingConfig
 from training.dynamic_sampling import PromptFilter
 from training.evaluation import Evaluation
-from training.inputs import read_prompts, unused_template
+from training.inputs import describe_prompts, read_prompts, unused_template
 from training.partial_rollouts import GroupsInFlight
 from training.policy_calls import PolicyCalls
 from training.rollout_queue import SampleStream, Stateful
@@ -308,7 +308,8 @@ class PolicyRun(Run[Batch]):
         config = self.config
         self.tokenizer = config.model.tokenizer()
         self.prompts = self._open_prompts(self._read_rows())
-        self.info(self.prompts.describe_first())
+        for line in describe_prompts(config.data, self.prompts):
+            self.info(line)
         if not config.agent.func_path:  # whose environments may write messages
             warning = unused_template(config.data, self.prompts.rows[0]["input"], self.tokenizer)
             if warning is not None:

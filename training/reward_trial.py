@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from components.data.messages import are_messages
 from components.data.reward_names import metric_names, part_names
 from components.data.rewards import RewardError, RewardSettings, RewardSource, is_reward_file, reward_parts, reward_urls
-from components.data.text import are_messages
 
 if TYPE_CHECKING:
     from components.data.reward_functions import RewardCode

@@ -135,9 +135,17 @@ class SupervisedCommand(Command[C]):
             with naming(option, path):
                 tokenizer = config.tokenizer(path)
                 check_vocabulary(tokenizer, config.model)
-            for source, own in rows:
+            for source, part in rows:
                 with naming(source.option, source.name):
-                    config.check_examples(own[:ENCODED_ROWS], source.name, tokenizer)
+                    config.check_examples(part[:ENCODED_ROWS], source.name, tokenizer)
+
+    def first_example(self, config: C) -> list[str]:
+        """See `Command.first_example`."""
+        lines: list[str] = []
+        source = config.sources[0]
+        with naming(source.option, source.name):
+            rows = config.load(source.name, source.split, FIRST_ROWS, info=lines.append)
+            return lines + config.describe_first(rows, source.name, config.tokenizer(config.model.path))
 
     def rows(self, config: C, notes: list[str]) -> list[tuple[Source, Rows]]:
         """Read the rows of each part of the data, or a few of a generated task, before anything starts.

@@ -9,7 +9,9 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
+from components.data.columns import column_names
 from components.data.mixture import Note, mixed, mixture_probabilities, source_names
+from components.data.scorers import TASK_PREFIX
 from components.engines.choice import choose_attention
 from components.engines.config import TrainConfig
 from components.ranges import Count, CountFromZero
@@ -59,6 +61,9 @@ class ExampleOptions(Options, group="data"):
     """Take prompt and response as a user's and an assistant's message. Chat messages always go through the template."""
     input_template: str | None = where(None, apply_chat_template=False)
     """Text around each prompt, with `{}` in its place."""
+    ignored_columns: str | None = None
+    """Columns, with commas between, that the model is not to read although their names have a well-known meaning, such
+    as `tools`, `system` or `context`; without it they are used, or their rows refused."""
     max_samples: Count | None = None
     """Use at most this many examples, the first ones. Default: all; of a generated task, which has no end, 10,000."""
     max_tokens: Count = 2048
@@ -81,7 +86,8 @@ class PairDataOptions(ExampleOptions):
     """The pairs of responses to train on."""
 
     prompt_key: str | None = None
-    """Column of what both responses follow: text or chat messages. Default: what both begin with alike."""
+    """Column of what both responses follow: text or chat messages. Default: `prompt`, `instruction` (with its `input`),
+    `question`, `query`, `problem` or `input`, where rows have one, or else what both responses begin with alike."""
     chosen_key: str = "chosen"
     """Column of the better response: text, or a list of chat messages."""
     rejected_key: str = "rejected"
@@ -230,8 +236,12 @@ class SupervisedOptions(RunOptions):
             found += [Source("evaluation.path", name, self.evaluation.split) for name in names]
         return found
 
-    def load(self, source: str, split: str, max_rows: int | None, note: Note | None = None) -> Rows:
-        """Rows of one part of the data, at most so many; `note` reports how many are left out.
+    def load(
+        self, source: str, split: str, max_rows: int | None, note: Note | None = None, info: Note | None = None
+    ) -> Rows:
+        """Read rows of one part of the data, at most so many.
+
+        `note` is called with how many are left out, `info` with the columns that are used.
 
         Raises:
             ValueError: it cannot be read, or holds something else.
@@ -246,24 +256,42 @@ class SupervisedOptions(RunOptions):
         """
         raise NotImplementedError(f"{type(self).__name__} encodes no data; define check_examples(rows, source, ...)")
 
-    def training_examples(self, read: Callable[[Rows, str], list[T]]) -> list[T]:
-        """All examples of the data.
+    def check_rows(self, rows: Rows, source: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Check that rows of a source can be tokenized; ValueError where one cannot."""
+
+    def describe_first(self, rows: Rows, source: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        """Describe the first example of rows of a source, and what is learnt of it, as a run does."""
+        raise NotImplementedError(f"{type(self).__name__} reads no data; define describe_first")
+
+    def training_examples(
+        self, read: Callable[[Rows, str], list[T]], info: Callable[[str], None] = lambda _: None
+    ) -> list[T]:
+        """Read all examples of the data.
 
         Args:
             read: (rows, the part of the data that they are of) -> examples.
+            info: shows which columns are used.
         """
-        return self._examples(self.data.path, self.data.split, self.data.probs, self.data.max_samples, read)
+        return self._examples(self.data.path, self.data.split, self.data.probs, self.data.max_samples, read, info)
 
-    def evaluation_examples(self, read: Callable[[Rows, str], list[T]]) -> list[T]:
-        """All examples of `evaluation.path`; see `training_examples`."""
-        own = self.evaluation
-        return self._examples(own.path or "", own.split, None, own.max_samples, read)
+    def evaluation_examples(
+        self, read: Callable[[Rows, str], list[T]], info: Callable[[str], None] = lambda _: None
+    ) -> list[T]:
+        """Read all examples of `evaluation.path`; see `training_examples`."""
+        evaluation = self.evaluation
+        return self._examples(evaluation.path or "", evaluation.split, None, evaluation.max_samples, read, info)
 
     def _examples(
-        self, path: str, split: str, probs: str | None, most: int | None, read: Callable[[Rows, str], list[T]]
+        self,
+        path: str,
+        split: str,
+        probs: str | None,
+        most: int | None,
+        read: Callable[[Rows, str], list[T]],
+        info: Callable[[str], None],
     ) -> list[T]:
         names = source_names(path)
-        parts = [read(self.load(name, split, most), name) for name in names]
+        parts = [read(self.load(name, split, most, info), name) for name in names]
         return mixed(parts, mixture_probabilities(probs, len(names)), self.seed)[:most]
 
     def tokenizer(self, path: str) -> PreTrainedTokenizerBase:
@@ -282,6 +310,8 @@ class PairOptions(SupervisedOptions):
 
     EXAMPLES: ClassVar[str] = "pairs"
     GROUP_SIZE: ClassVar[int] = 2
+    LEARNS_RESPONSES: ClassVar[bool] = False
+    """The tokens of the responses are learnt; otherwise a number for the whole text."""
 
     data: PairDataOptions = field(default_factory=PairDataOptions)
     evaluation: HeldOutOptions = field(default_factory=lambda: HeldOutOptions(held_out=256))
@@ -292,11 +322,23 @@ class PairOptions(SupervisedOptions):
         idle = [(has_no_place, "data.input_template", "it goes around a prompt of its own column, data.prompt_key")]
         return without_effect(idle, given) + super().notes(given)
 
-    def load(self, source: str, split: str, max_rows: int | None, note: Note | None = None) -> Rows:
+    def load(
+        self, source: str, split: str, max_rows: int | None, note: Note | None = None, info: Note | None = None
+    ) -> Rows:
         """See `SupervisedOptions.load`."""
         from components.data.preferences import load_pairs
 
-        return load_pairs(source, split=split, max_rows=max_rows, seed=self.seed, note=note)
+        rows = load_pairs(source, split=split, max_rows=max_rows, seed=self.seed, note=note)
+        if info is not None and not source.startswith(TASK_PREFIX):
+            info(f"{source}: {self.pair_format(source).describe_columns(rows)}")
+        return rows
+
+    def describe_first(self, rows: Rows, source: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        """See `SupervisedOptions.describe_first`."""
+        from components.data.preferences import encode_pairs, read_pairs
+
+        pairs = read_pairs(rows, self.pair_format(source), tokenizer)
+        return encode_pairs(pairs, tokenizer, with_mask=self.LEARNS_RESPONSES).describe_first(tokenizer)
 
     def pair_format(self, source: str) -> PairFormat:
         """Where the rows of a source have their pairs."""
@@ -309,5 +351,6 @@ class PairOptions(SupervisedOptions):
             rejected_key=own.rejected_key,
             apply_chat_template=own.apply_chat_template,
             input_template=own.input_template,
+            ignored_columns=column_names(own.ignored_columns),
         )
         return form.of(source)

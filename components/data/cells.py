@@ -185,12 +185,21 @@ def text_or_messages(value: Any, where: str, mend: str) -> str | list[dict[str, 
             f"{where}: expected a string or a list of {{role, content}} messages, found {kind_of(value)}; {mend}"
         )
     try:
-        return [_message(item, f"message {number}") for number, item in enumerate(value)]
+        return [text_message(item, f"message {number}") for number, item in enumerate(value)]
     except ValueError as error:
         raise ValueError(f"{where}, {error}; {mend}") from error
 
 
-def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
+def text_message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a chat message whose content is text, of which text parts are joined; null fields are dropped.
+
+    Args:
+        item: the message.
+        where: names it in errors.
+
+    Raises:
+        ValueError: its content is something else, or null where the message calls no tools.
+    """
     message = {name: field for name, field in item.items() if field is not None}
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):

@@ -5,7 +5,6 @@ P pairs; B = 2P sequences, a pair's chosen response first and the rejected one n
 
 from __future__ import annotations
 
-import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,55 +16,15 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from components.batch import Batch
-from components.data.cells import check_one_kind, kind_of, number_of, text_or_messages
+from components.data.cells import check_one_kind
+from components.data.columns import texts_of
+from components.data.messages import read_messages
 from components.data.mixture import Note, first_rows
-from components.data.model_tokens import turn_end_id
+from components.data.pair_rows import Pair, PairFormat, check_columns, read_pair, without_end
 from components.data.records import read_records
+from components.data.shown import described, described_example
 from components.data.tasks import get_task
-from components.data.text import TextEncoder, as_messages, render_conversation, render_prompt
-
-ANSWER_MARK = "\n\nAssistant:"
-"""Before each response of dialogues that are one string, as in hh-rlhf."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairFormat:
-    """Where a row has its pair."""
-
-    prompt_key: str | None = None
-    """Column of what both responses follow: text, or chat messages. None: what the responses begin with alike."""
-    chosen_key: str = "chosen"
-    """Column of the better response."""
-    rejected_key: str = "rejected"
-    """Column of the other."""
-    apply_chat_template: bool = False
-    """Take prompt and response as a user's and an assistant's message. Chat messages always go through the template."""
-    input_template: str | None = None
-    """Text with one `{}` for a prompt that does not go through the chat template."""
-    with_margin: bool = False
-    """Read the column `margin`, a number; otherwise margins are 0."""
-
-    def of(self, source: str) -> PairFormat:
-        """The format of a source's rows: a task's have it where they always do."""
-        if not source.startswith("task:"):
-            return self
-        return PairFormat(
-            prompt_key="prompt", apply_chat_template=self.apply_chat_template, with_margin=self.with_margin
-        )
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two responses to the same, as a model reads them, without end token."""
-
-    prompt: str
-    chosen: str
-    """What follows the prompt."""
-    rejected: str
-    margin: float
-    """By how much the one is better; 0 where nobody says."""
-    opening: str
-    """What the conversation begins with, by which pairs are told apart when some are held out."""
+from components.data.text import TextEncoder
 
 
 @dataclass(frozen=True)
@@ -84,6 +43,18 @@ class PreferenceData:
 
     def __len__(self) -> int:
         return len(self.openings)
+
+    def describe_first(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        """Describe both responses of the first pair, one in a line, with marks around what is learnt of each."""
+        lines: list[str] = []
+        for index, name in enumerate(("chosen", "rejected")):
+            ids = self.batch.row(index, "tokens").tolist()
+            if "loss_mask" in self.batch:
+                shown = described_example(ids, self.batch.row(index, "loss_mask").tolist(), tokenizer)
+            else:
+                shown = f"{described(str(tokenizer.decode(ids)), ids)}; its score is read at the last token"
+            lines.append(f"first pair, {name} {shown}")
+        return lines
 
 
 def load_pairs(
@@ -106,9 +77,9 @@ def load_pairs(
 def read_pairs(rows: Sequence[Mapping[str, Any]], form: PairFormat, tokenizer: PreTrainedTokenizerBase) -> list[Pair]:
     r"""Write out the pairs of rows as text.
 
-    Responses are strings or lists of chat messages, in both columns the same. Without a prompt, messages that both
-    begin with are the prompt; of strings it is the text up to the last "\n\nAssistant:" that both have, or else up to
-    the last blank.
+    Responses are strings or lists of chat messages, in both columns the same. Messages may repeat the prompt, with its
+    system prompt or without. Without a prompt, messages that both begin with are the prompt; of strings it is the text
+    up to the last "\n\nAssistant:" that both have, or else up to the last blank.
 
     Raises:
         ValueError: a column is missing or holds something else, or the chat template does not fit. It names the row.
@@ -116,7 +87,7 @@ def read_pairs(rows: Sequence[Mapping[str, Any]], form: PairFormat, tokenizer: P
     pairs = []
     for number, row in enumerate(rows):
         try:
-            pairs.append(_read_pair(row, form, tokenizer))
+            pairs.append(read_pair(row, form, tokenizer))
         except ValueError as error:
             raise ValueError(f"row {number}: {error}") from error
     return pairs
@@ -130,7 +101,7 @@ def check_pairs(rows: Sequence[Mapping[str, Any]], form: PairFormat) -> None:
     """
     for number, row in enumerate(rows):
         try:
-            _columns(row, form)
+            check_columns(row, form)
         except ValueError as error:
             raise ValueError(f"row {number}: {error}") from error
     check_one_kind((row[form.chosen_key] for row in rows), f"column {form.chosen_key!r}")
@@ -202,10 +173,10 @@ def encode_pairs(
 def pair_texts(rows: Sequence[Mapping[str, Any]], form: PairFormat) -> Iterator[str]:
     """All texts of rows, for who learns a vocabulary; what is wrong with a row is said by `read_pairs`."""
     for row in rows:
-        for column in filter(None, (form.prompt_key, form.chosen_key, form.rejected_key)):
-            if isinstance(row.get(column), str | list):
-                cell = text_or_messages(row[column], f"column {column!r}", "mend the row")
-                yield from (str(message["content"] or "") for message in as_messages(cell))
+        prompt = form.prompt_column(row)
+        for column in filter(None, (prompt, form.chosen_key, form.rejected_key)):
+            messages = read_messages(row.get(column))
+            yield from texts_of(row.get(column, "") if messages is None else messages)
 
 
 def scored_tokens(text: str, encoder: TextEncoder) -> list[int]:
@@ -264,107 +235,6 @@ def check_shares(ranks: int, train: Batch, heldout: Batch | None) -> None:
             )
 
 
-def _read_pair(row: Mapping[str, Any], form: PairFormat, tokenizer: PreTrainedTokenizerBase) -> Pair:
-    prompt, chosen, rejected, margin = _columns(row, form)
-    if isinstance(chosen, str) != isinstance(rejected, str):
-        raise ValueError(
-            f"{form.chosen_key!r} is {kind_of(chosen)} and {form.rejected_key!r} {kind_of(rejected)}; give strings in "
-            "both, or lists of chat messages in both"
-        )
-    if not isinstance(chosen, str):
-        before = [] if prompt is None else as_messages(prompt)
-        if chosen[: len(before)] == before == rejected[: len(before)]:
-            before = []  # some data sets repeat the prompt in both responses
-        return _from_messages([*before, *chosen], [*before, *rejected], len(before), margin, tokenizer)
-    if prompt is None:
-        if form.apply_chat_template:
-            raise ValueError(
-                "data.apply_chat_template needs the role of each message; set data.prompt_key, or give lists of chat "
-                "messages"
-            )
-        prompt = _common_start(chosen, rejected)
-        return _pair(prompt, chosen[len(prompt) :], rejected[len(prompt) :], margin, tokenizer)
-    if form.apply_chat_template or not isinstance(prompt, str):
-        before = as_messages(prompt)
-        better, worse = ([*before, {"role": "assistant", "content": response}] for response in (chosen, rejected))
-        return _from_messages(better, worse, len(before), margin, tokenizer)
-    text = render_prompt(prompt, tokenizer, input_template=form.input_template)
-    return _pair(text, chosen, rejected, margin, tokenizer, opening=prompt.partition(ANSWER_MARK)[0])
-
-
-def _columns(row: Mapping[str, Any], form: PairFormat) -> tuple[Any, Any, Any, float]:
-    """Read prompt (None without a column for it), chosen, rejected and margin of a row."""
-    chosen, rejected = _column(row, form.chosen_key, "chosen_key"), _column(row, form.rejected_key, "rejected_key")
-    prompt = None if form.prompt_key is None else _column(row, form.prompt_key, "prompt_key")
-    margin = 0.0
-    if form.with_margin:
-        try:
-            margin = number_of(row.get("margin"), "its column 'margin'")
-        except ValueError as error:
-            raise ValueError(f"{error}, or leave algorithm.margin_loss out") from error
-    return prompt, chosen, rejected, margin
-
-
-def _column(row: Mapping[str, Any], name: str, option: str) -> Any:
-    if row.get(name) is None:
-        columns = sorted(map(str, row))
-        raise ValueError(f"column {name!r} is null or absent; there are the columns {columns}; set data.{option}")
-    return text_or_messages(row[name], f"column {name!r}", f"set data.{option} to another column, or mend the row")
-
-
-def _common_start(chosen: str, rejected: str) -> str:
-    common = os.path.commonprefix([chosen, rejected])  # noqa: RUF071 - of texts, character by character
-    mark = common.rfind(ANSWER_MARK)
-    return common[: mark + len(ANSWER_MARK)] if mark >= 0 else common[: max(common.rfind(" "), common.rfind("\n"), 0)]
-
-
-def _from_messages(
-    chosen: list[dict[str, Any]],
-    rejected: list[dict[str, Any]],
-    given: int,
-    margin: float,
-    tokenizer: PreTrainedTokenizerBase,
-) -> Pair:
-    """`given` messages are known to be the prompt; so are those that follow and are alike, but for the last of each."""
-    limit = min(len(chosen), len(rejected)) - 1
-    count = given
-    while count < limit and chosen[count] == rejected[count]:
-        count += 1
-    while count > given and chosen[count - 1].get("role") == "assistant":
-        count -= 1  # what follows it is no response
-    prompt = render_prompt(chosen[:count], tokenizer) if count else ""
-    texts = [render_conversation(messages, tokenizer) for messages in (chosen, rejected)]
-    if not all(text.startswith(prompt) for text in texts):
-        raise ValueError(
-            "the chat template writes the prompt differently once there is a response (some drop earlier reasoning), "
-            "so "
-            "the model would not be scored on what it reads; mend the template, or write the responses out as strings"
-        )
-    # Not the first message: a system's may be the same everywhere.
-    opening = next((str(message.get("content")) for message in chosen[:count] if message.get("role") == "user"), "")
-    better, worse = (text[len(prompt) :] for text in texts)
-    return _pair(prompt, better, worse, margin, tokenizer, opening=opening)
-
-
-def _pair(
-    prompt: str, chosen: str, rejected: str, margin: float, tokenizer: PreTrainedTokenizerBase, opening: str = ""
-) -> Pair:
-    opening = opening or prompt.partition(ANSWER_MARK)[0] or prompt.strip() or chosen
-    better, worse = (_without_end(response, tokenizer) for response in (chosen, rejected))
-    return Pair(prompt, better, worse, float(margin), opening)
-
-
-def _without_end(response: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a response without the tokenizer's end token; one that ends a turn by another token keeps that, as its
-    last token.
-    """
-    end, turn_end = str(tokenizer.eos_token), turn_end_id(tokenizer)
-    while (cut := response.rstrip()).endswith(end):
-        response = cut.removesuffix(end)
-    is_ended = turn_end is not None and cut.endswith(str(tokenizer.convert_ids_to_tokens(turn_end)))
-    return cut if is_ended else response
-
-
 def _encode(prompt: str, response: str, encoder: TextEncoder, apart: bool) -> tuple[list[int], int]:
     """Ids of prompt, response and end token, and where the response begins; 0 where they are not told apart."""
     tokenizer = encoder.tokenizer
@@ -372,7 +242,7 @@ def _encode(prompt: str, response: str, encoder: TextEncoder, apart: bool) -> tu
     if not isinstance(end, int):
         raise ValueError("the tokenizer has no end token (eos), and responses end with one; set it")
     if not apart:
-        return _ended(encoder.encode_prompt(_without_end(prompt + response, tokenizer)), end, encoder), 0
+        return _ended(encoder.encode_prompt(without_end(prompt + response, tokenizer)), end, encoder), 0
     before = encoder.encode_prompt(prompt)
     return [*before, *_ended(encoder.encode(response), end, encoder)], len(before)
 

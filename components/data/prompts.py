@@ -7,20 +7,23 @@ does it before anything heavy starts.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
-from components.data.cells import cell_at, check_one_kind, label_of, text_or_messages
+from components.data.columns import TOOLS, needs_template
+from components.data.messages import ASSISTANT, as_messages, with_system
 from components.data.mixture import Note, first_rows, mixed, mixture_probabilities, source_names
+from components.data.prompt_rows import DEFAULT_DATASOURCE, DEFAULT_INPUT, check_prompt, read_rows
 from components.data.reasoning_gym_rows import draw_rows
 from components.data.records import read_records
 from components.data.scorers import REASONING_GYM_PREFIX, TASK_PREFIX
+from components.data.shown import MOST_CHARACTERS, described
 from components.data.tasks import Split, get_task
-from components.data.text import TextEncoder, render_prompt
+from components.data.text import TextEncoder, check_tools_written, render_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,14 +35,11 @@ Overlong = Literal["leave_out", "left", "right", "middle"]
 
 DEFAULT_TASK_ROWS = 10_000
 """Prompts drawn from a task when the caller names no number."""
-MEND_PROMPT = "set input_key to the column with the prompt, or mend the row"
-DEFAULT_DATASOURCE = "default"
-"""What the rows of data are said to come from when they do not say it themselves."""
 
 
 def load_rows(
     source: str,
-    input_key: str = "input",
+    input_key: str = DEFAULT_INPUT,
     label_key: str | None = None,
     *,
     split: str | None = None,
@@ -48,8 +48,12 @@ def load_rows(
     seed: int = 0,
     probs: str | None = None,
     note: Note | None = None,
+    ignored: Collection[str] = (),
 ) -> list[dict[str, Any]]:
     """Load prompts as rows of `{"input", "label", "datasource"}`, with `extra_info` where there are further columns.
+
+    A row also has `system`, a system prompt, and `tools`, definitions for the chat template, where columns of these
+    names hold them, and `columns`, the names of those that its prompt is made of.
 
     `datasource` says where a row came from: the task's name, the row's own field `datasource`, or "default".
 
@@ -68,6 +72,7 @@ def load_rows(
             between them, 1 in all. They continue until every row of every part was used, so those of small parts come
             more than once. None lays the parts end to end.
         note: is called with a sentence for each source of which `max_rows` leaves rows out.
+        ignored: columns that the policy is not to read, although their names have a well-known meaning.
     """
     names = source_names(source)
     probabilities = mixture_probabilities(probs, len(names))
@@ -88,7 +93,7 @@ def load_rows(
             # More than the first max_rows of a part are never among the first max_rows of a blend.
             records = read_records(name, split=split or "train", label_key=label_key)
             records = first_rows(records, max_rows, name, note)
-            parts.append(_rows_of(records, name, input_key, label_key))
+            parts.append(read_rows(records, name, input_key, label_key, ignored))
     return _with_all_columns(first_rows(mixed(parts, probabilities, seed), max_rows, source, note))
 
 
@@ -142,6 +147,8 @@ class PromptSource:
         self.longest_kept = longest if limit is None else min(longest, limit)
         """Tokens of the longest prompt that is handed out."""
         self._has_extra = any("extra_info" in row for row in self.rows)
+        self.prefilled = sum(_is_prefilled(row["input"]) for row in self.rows)
+        """Rows whose prompt ends with a message of the assistant, which the policy continues."""
         self._order = 0, self._shuffled(0)
 
     def __len__(self) -> int:
@@ -196,7 +203,7 @@ class PromptSource:
         prompts, tokens = self._prompts([row])
         return prompts[0], tokens[0]
 
-    def describe_first(self, limit: int = 300) -> str:
+    def describe_first(self, limit: int = MOST_CHARACTERS) -> str:
         """Show `first()` in one line."""
         return f"first prompt {described(*self.first(), limit)}"
 
@@ -272,14 +279,9 @@ class PromptSource:
         """Write out and encode prompts; an error says which row it is about."""
         texts: list[str] = []
         for row in rows:
-            prompt = text_or_messages(self.rows[row]["input"], f"row {row}", MEND_PROMPT)
+            check_prompt(self.rows[row]["input"], f"row {row}")
             try:
-                text = render_prompt(
-                    prompt,
-                    self.tokenizer,
-                    apply_chat_template=self.apply_chat_template,
-                    input_template=self.input_template,
-                )
+                text = self._render(self.rows[row])
             except ValueError as error:
                 raise ValueError(f"row {row}: {error}") from error
             texts.append(text)
@@ -288,6 +290,27 @@ class PromptSource:
             if not ids:
                 raise ValueError(f"row {row}: the prompt {text!r} has no tokens; the policy needs at least one")
         return texts, tokens
+
+    def _render(self, row: Mapping[str, Any]) -> str:
+        """Write out a prompt with its system prompt and its tools."""
+        prompt, tools, system = row["input"], row.get(TOOLS, ()), row.get("system")
+        is_plain = isinstance(prompt, str) and not self.apply_chat_template
+        if is_plain and tools:
+            raise needs_template(TOOLS, tools)
+        if is_plain and system is not None and system.strip() not in prompt:
+            raise needs_template(row["system_column"], system)
+        if not is_plain and system is not None:
+            prompt = with_system(as_messages(prompt), system)
+        if tools:
+            check_tools_written(as_messages(prompt), tools, self.tokenizer)
+        return render_prompt(
+            prompt,
+            self.tokenizer,
+            apply_chat_template=self.apply_chat_template,
+            input_template=self.input_template,
+            tools=tools,
+            continue_final_message=True,
+        )
 
     def _shuffled(self, epoch: int) -> np.ndarray:
         count = len(self.rows)
@@ -300,6 +323,8 @@ class PromptSource:
         digest = hashlib.blake2b(self._kept.tobytes(), digest_size=8)
         for row in self.rows:
             digest.update(repr((row["input"], row["label"])).encode())
+            if others := [row[name] for name in ("system", TOOLS) if name in row]:
+                digest.update(repr(others).encode())
         return f"{len(self.rows)} rows, {digest.hexdigest()}"
 
 
@@ -315,58 +340,12 @@ def _with_all_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _rows_of(records: list[dict[str, Any]], source: str, input_key: str, label_key: str | None) -> list[dict[str, Any]]:
-    rows = []
-    for number, record in enumerate(records):
-        where = f"{source}, row {number}"
-        if input_key not in record:
-            raise _missing(input_key, record, where)
-        prompt = text_or_messages(record[input_key], f"{where}, column {input_key!r}", MEND_PROMPT)
-        datasource = record.get("datasource")
-        row = {
-            "input": prompt,
-            "label": "" if label_key is None else _label(record, label_key, where),
-            "datasource": DEFAULT_DATASOURCE if datasource is None else str(datasource),
-        }
-        if others := _other_columns({**record, input_key: prompt}, input_key, label_key):
-            row["extra_info"] = others
-        rows.append(row)
-    check_one_kind((row["input"] for row in rows), source)
-    return rows
-
-
-def described(text: str, ids: Sequence[int], limit: int = 300) -> str:
-    """What a policy reads in one line: the text, up to so many characters, and the first ids."""
-    most_ids = 32
-    cut = "..." if len(text) > limit else ""
-    more = f", the first {most_ids} of {len(ids)}" if len(ids) > most_ids else ""
-    shown = f"{text[:limit]!r}{cut}; token ids{more}: {list(ids[:most_ids])}"
-    return f"({len(text)} characters, {len(ids)} tokens): {shown}"
-
-
-def _label(record: Mapping[str, Any], key: str, where: str) -> Any:
-    value = cell_at(record, key)
-    if value is None:
-        raise _missing(key, record, where)
-    return label_of(value, f"{where}, column {key!r}", "label_key")
-
-
-def _missing(key: str, record: Mapping[str, Any], where: str) -> ValueError:
-    return ValueError(
-        f"{where}: the column {key!r} is null or absent; there are {', '.join(map(repr, record))}; set input_key and "
-        "label_key to columns that every row has, or take the row out"
-    )
-
-
-def _other_columns(record: Mapping[str, Any], input_key: str, label_key: str | None) -> dict[str, Any]:
-    """What rewards and agents may read under its own name; a prompt of chat messages as `prompt`, as TRL has it."""
-    told = {input_key, "datasource"} | ({"label"} if label_key == "label" else set())
-    others = {name: value for name, value in record.items() if name not in told}
-    return others if isinstance(record[input_key], str) else {"prompt": record[input_key]} | others
-
-
 def _cut(ids: list[int], most: int, side: Overlong) -> list[int]:
     if side == "left":
         return ids[-most:]
     head = most if side == "right" else most // 2
     return ids[:head] + ids[len(ids) - most + head :]
+
+
+def _is_prefilled(prompt: str | Sequence[Mapping[str, Any]]) -> bool:
+    return not isinstance(prompt, str) and prompt[-1]["role"] == ASSISTANT

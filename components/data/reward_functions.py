@@ -24,9 +24,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from components.data.child_process import described, load_file
+from components.data.messages import ASSISTANT, are_messages
 from components.data.rewards import Columns, WrongCountError, is_reward_file, read_columns, reward_function
 from components.data.scorers import Scorer, get_scorer, module_of
-from components.data.text import are_messages
 
 RewardFunction = Callable[..., Any]
 
@@ -257,17 +257,25 @@ def _of_all(
 def _as_messages(known: dict[str, Any]) -> None:
     """Replace prompt and completion by chat messages, as TRL has them, in rows whose prompt in the data is such.
 
-    Each row decides for itself, so that a result does not depend on the rows beside it in a chunk.
+    Each row decides for itself, so that a result does not depend on the rows beside it in a chunk. A message of the
+    assistant that the policy has continued is the beginning of the completion.
     """
     prompts = known.get("prompt") or [None] * len(known["prompts"])
-    conversations = list(map(are_messages, prompts))
-    if any(conversations):
-        rows = zip(conversations, prompts, known["prompts"], known["completions"])
-        pairs = [
-            (turns, [{"role": "assistant", "content": completion}]) if is_chat else (text, completion)
-            for is_chat, turns, text, completion in rows
-        ]
-        known["prompts"], known["completions"] = map(list, zip(*pairs))
+    if not any(map(are_messages, prompts)):
+        return
+    rows = zip(prompts, known["prompts"], known["completions"])
+    pairs = [
+        _conversation(messages, completion) if are_messages(messages) else (text, completion)
+        for messages, text, completion in rows
+    ]
+    known["prompts"], known["completions"] = map(list, zip(*pairs))
+
+
+def _conversation(prompt: Any, completion: str) -> tuple[list[Any], list[dict[str, str]]]:
+    """Return the prompt's messages and the completion as a message of the assistant, which may have begun it."""
+    begun = prompt[-1]["content"] if prompt and prompt[-1]["role"] == ASSISTANT else None
+    before = list(prompt) if begun is None else list(prompt[:-1])
+    return before, [{"role": ASSISTANT, "content": (begun or "") + completion}]
 
 
 def _called(

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from components.data.messages import ASSISTANT, as_messages
 from components.data.model_tokens import check_ids, check_template, end_ids, limit_rows
 from components.data.tokenizer_trial import try_tokenizer
 from components.hub import first_line
@@ -157,20 +158,6 @@ class TextEncoder:
         return with_special[:1] == self._bos != plain[:1]
 
 
-def are_messages(value: object) -> bool:
-    """Whether it is a list of chat messages, each with `role` and `content`."""
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        return False
-    return all(isinstance(message, Mapping) and {"role", "content"} <= set(message) for message in value)
-
-
-def as_messages(prompt: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Wrap a string as one user turn; chat messages stay as they are."""
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    return [dict(message) for message in prompt]
-
-
 def render_prompt(
     prompt: str | Sequence[Mapping[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
@@ -178,6 +165,7 @@ def render_prompt(
     apply_chat_template: bool = False,
     input_template: str | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    continue_final_message: bool = False,
 ) -> str:
     """Write out the text that the policy reads.
 
@@ -186,29 +174,58 @@ def render_prompt(
         tokenizer: the owner of the chat template.
         apply_chat_template: treat a string as a user's turn and end with the start of the assistant's.
         input_template: text with one `{}` for a string prompt; not together with the chat template.
-        tools: what the chat template is told of tools, as JSON schemas of functions.
+        tools: definitions of tools for the chat template, as JSON schemas of functions.
+        continue_final_message: where the last message is the assistant's, end with its text, which the policy
+            continues (a prefill); otherwise a new turn of the assistant is begun.
     """
     if apply_chat_template or not isinstance(prompt, str):
         if input_template is not None:
             raise ValueError("input_template and the chat template exclude each other; unset one of them")
-        schemas = None if not tools else [dict(tool) for tool in tools]
-        return _templated(as_messages(prompt), tokenizer, tools=schemas, add_generation_prompt=True)
+        messages = as_messages(prompt)
+        if continue_final_message and messages[-1]["role"] == ASSISTANT:
+            return _templated(messages, tokenizer, tools=tools, continue_final_message=True)
+        return _templated(messages, tokenizer, tools=tools, add_generation_prompt=True)
     # Not str.format: prompts of code and maths are full of braces of their own.
     return prompt if input_template is None else input_template.replace("{}", prompt, 1)
 
 
-def render_conversation(messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase) -> str:
+def render_conversation(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
     """Write out chat messages, the responses of the assistant included, by the chat template."""
-    return _templated([dict(message) for message in messages], tokenizer)
+    return _templated(as_messages(messages), tokenizer, tools=tools)
 
 
-def _templated(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, **options: Any) -> str:
+def check_tools_written(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Check that the chat template writes the definitions of tools that come with messages.
+
+    Raises:
+        ValueError: it leaves them out.
+    """
+    if tools and render_conversation(messages, tokenizer, tools) == render_conversation(messages, tokenizer):
+        raise ValueError(
+            f"the row has definitions of tools ({tools[0]!r:.80}), which the chat template does not write; set "
+            "model.chat_template to one that does, or data.ignored_columns=tools to train without them"
+        )
+
+
+def _templated(
+    messages: list[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **options: Any,
+) -> str:
+    schemas = [dict(tool) for tool in tools] if tools else None
     if not tokenizer.chat_template:
         raise ValueError(
             "the tokenizer has no chat template; set apply_chat_template=False and give prompts as strings"
         )
     try:
-        text = _filled(messages, tokenizer, options)
+        text = _filled(messages, tokenizer, {"tools": schemas, **options})
     except Exception as error:  # a template is a program and can raise anything
         raise ValueError(
             f"the chat template refuses the messages {messages!r:.200} ({first_line(error)}); mend the one or the other"

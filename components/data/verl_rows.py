@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from components.data.cells import cell_at, check_one_kind, text_or_messages
+from components.data.cells import cell_at, check_one_kind
+from components.data.columns import filled, likely_keys
 from components.data.mixture import Note, first_rows
+from components.data.prompt_rows import prompt_columns
 from components.data.prompts import load_rows
 from components.data.records import read_records
 from components.data.scorers import REASONING_GYM_PREFIX, TASK_PREFIX
@@ -20,9 +22,10 @@ HELDOUT_ROWS = 2_048
 SOURCE_KEY = "data_source"
 UNKNOWN_SOURCE = "unknown"
 """Data source of a row without that field, as in verl's reward managers."""
+SOURCES = ("data_source", "datasource", "source", "dataset")
+"""Columns that may name where a row is from."""
 SINGLE_TURN = "single_turn_agent"
 """verl's name of the agent that answers in one turn."""
-OTHER_INPUTS = ("images", "videos", "audios")
 
 
 def load_verl_rows(
@@ -37,6 +40,7 @@ def load_verl_rows(
     draw: bool = False,
     seed: int = 0,
     note: Note | None = None,
+    ignored: Collection[str] = (),
 ) -> list[dict[str, Any]]:
     """Read rows as `load_rows` gives them, with `extra_info` where a row has it.
 
@@ -51,6 +55,7 @@ def load_verl_rows(
         draw: which of them is drawn by `seed`; else they are the first.
         seed: see `draw`; also draws a task's rows.
         note: is called with a sentence if `max_rows` leaves rows out.
+        ignored: columns that the policy is not to read, although their names have a well-known meaning.
     """
     rows: list[dict[str, Any]] = []
     for name in files:
@@ -67,34 +72,51 @@ def load_verl_rows(
             where = f"{name}, row {number}"
             if single_turn:
                 _check_single_turn(record, where)
-            rows.append(_row_of(record, where, prompt_key, source_key, needs_truth))
+            rows.append(_row_of(record, where, prompt_key, source_key, needs_truth, ignored))
         check_one_kind((row["input"] for row in rows[-len(records) :]), name)
     first = first_rows(rows, max_rows, ", ".join(files), note)
     return random.Random(seed).sample(rows, len(first)) if draw and len(first) < len(rows) else first
 
 
 def _row_of(
-    record: Mapping[str, Any], where: str, prompt_key: str, source_key: str, needs_truth: bool
+    record: Mapping[str, Any],
+    where: str,
+    prompt_key: str,
+    source_key: str,
+    needs_truth: bool,
+    ignored: Collection[str],
 ) -> dict[str, Any]:
-    def lacks(column: str, mend: str) -> ValueError:
-        columns = ", ".join(map(repr, record))
-        return ValueError(f"{where}: the column {column} is null or absent; there are {columns}; {mend}")
-
-    for option, key in (("prompt_key", prompt_key), ("reward_fn_key", source_key)):
+    for key in (prompt_key, source_key):
         # Rows without the usual column of the data source are scored by the user's function.
         if record.get(key) is None and (key in record or key != SOURCE_KEY):
-            raise lacks(repr(key), f"set {option} to one that every row has, or take the row out")
-    prompt = text_or_messages(
-        record[prompt_key], f"{where}, column {prompt_key!r}", "set prompt_key to another column, or mend the row"
-    )
-    if others := [name for name in OTHER_INPUTS if record.get(name)]:
-        raise ValueError(f"{where} has {', '.join(others)}, which the policy would not see; only text is supported")
+            raise _missing(record, where, repr(key), prompt_key, source_key)
+    read = prompt_columns(record, prompt_key, where, ignored, option="prompt_key")
     truth = cell_at(record, "reward_model.ground_truth")
     if needs_truth and truth is None:
-        raise lacks("reward_model.ground_truth", "the reward function needs it in every row")
+        raise _missing(record, where, "reward_model.ground_truth", prompt_key, source_key)
     label = "" if truth is None else truth
-    row = {"input": prompt, "label": label, "datasource": str(record.get(source_key, UNKNOWN_SOURCE))}
+    row = {"input": read["input"], "label": label, "datasource": str(record.get(source_key, UNKNOWN_SOURCE))} | read
     return {**row, "extra_info": record["extra_info"]} if "extra_info" in record else row
+
+
+def _missing(record: Mapping[str, Any], where: str, field: str, prompt_key: str, source_key: str) -> ValueError:
+    """Return the error for a row that is not verl's: what to set, and the recipe that takes its file."""
+    prompt, label = likely_keys(record)
+    remedies: list[str] = []
+    if record.get(prompt_key) is None:
+        remedies.append(f"set data.prompt_key={prompt}" if prompt else "set prompt_key to the column with the prompt")
+    if record.get(source_key) is None:
+        source = next(iter(filled(record, SOURCES)), None)
+        remedies.append(f"set data.reward_fn_key={source}" if source else f"add a column {source_key!r}, its source")
+    if "ground_truth" not in (record.get("reward_model") or {}):
+        truth = f"the value of {label!r}" if label else "what the reward compares with"
+        remedies.append(f"add a column 'reward_model': {{'ground_truth': {truth}}}")
+    keys = f"data.input_key={prompt}" + (f" data.label_key={label}" if label else "")
+    other = f"; or train on the file as it is by recipes/grpo, with {keys}" if prompt else ""
+    return ValueError(
+        f"{where}: there is no field {field}, only {', '.join(map(repr, record))}; for this file "
+        f"{', '.join(remedies)}{other} (prompt_key and reward_fn_key name columns)"
+    )
 
 
 def _check_single_turn(record: Mapping[str, Any], where: str) -> None:

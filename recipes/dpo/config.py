@@ -50,6 +50,7 @@ class DPOConfig(PairOptions):
     """Make the better responses of pairs likelier than the others, without a reward model."""
 
     ADAPTER: ClassVar = supervised("pairs", "dpo")
+    LEARNS_RESPONSES: ClassVar[bool] = True
 
     model: ModelOptions = field(default_factory=ModelOptions)
     reference: ReferenceOptions = field(default_factory=ReferenceOptions)

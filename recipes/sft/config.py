@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
+from components.data.columns import column_names
 from components.data.mixture import Note
 from components.data.tasks import get_task
 from training.adapters.openrlhf import supervised
@@ -30,11 +31,12 @@ class DemonstrationOptions(ExampleOptions):
     """The demonstrations to train on."""
 
     prompt_key: str | None = None
-    """Column of the prompt, text or chat messages; without a response_key, of whole conversations. Default: `prompt`
-    or `input`, or `messages` in rows that have these."""
+    """Column of the prompt, text or chat messages; without a response_key, of whole conversations. Default: `messages`
+    or `conversations`, or the prompt of a usual pair: `prompt`, `instruction` (with its `input`), `question`, `query`,
+    `problem` or `input`."""
     response_key: str | None = None
-    """Column of the response, text or chat messages. Default: `response` or `output`, or none beside a
-    prompt_key."""
+    """Column of the response, text or chat messages. Default: that of a usual pair, `response`, `completion`, `output`,
+    `answer` or `solution`, or none beside a prompt_key."""
     multiturn: bool = True
     """Learn every turn of the assistant in a conversation; otherwise only the last one."""
     plain_text: bool = False
@@ -52,6 +54,7 @@ class DemonstrationOptions(ExampleOptions):
             input_template=self.input_template,
             multiturn=self.multiturn,
             plain_text=self.plain_text,
+            ignored_columns=column_names(self.ignored_columns),
         )
         return form.of(source)
 
@@ -78,15 +81,24 @@ class SFTConfig(SupervisedOptions):
         """See `SupervisedOptions.models`."""
         return {} if self.model.path.startswith(NEW) else super().models
 
-    def load(self, source: str, split: str, max_rows: int | None, note: Note | None = None) -> Rows:
-        """See `SupervisedOptions.load`."""
-        from components.data.supervised import load_demonstrations
-
-        form = self.data.form(source)
-        return load_demonstrations(source, form, split=split, max_rows=max_rows, seed=self.seed, note=note)
-
     def check_examples(self, rows: Rows, source: str, tokenizer: PreTrainedTokenizerBase) -> None:
         """See `SupervisedOptions.check_examples`."""
         from components.data.supervised import check_demonstrations
 
         check_demonstrations(rows, tokenizer, self.data.form(source))
+
+    def describe_first(self, rows: Rows, source: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        """See `SupervisedOptions.describe_first`."""
+        from components.data.supervised import encode_demonstrations
+
+        data = encode_demonstrations(rows, tokenizer, self.data.form(source))
+        return [f"first demonstration {data.describe_first(tokenizer)}"]
+
+    def load(
+        self, source: str, split: str, max_rows: int | None, note: Note | None = None, info: Note | None = None
+    ) -> Rows:
+        """See `SupervisedOptions.load`."""
+        from components.data.supervised import load_demonstrations
+
+        form = self.data.form(source)
+        return load_demonstrations(source, form, split=split, max_rows=max_rows, seed=self.seed, note=note, info=info)

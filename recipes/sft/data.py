@@ -34,7 +34,8 @@ def read_demonstrations(config: SFTConfig, model_path: str, info: Callable[[str]
         info(f"{found.kept} of {len(rows)} demonstrations can be used (left out: {found.dropped}{cut})")
         return found
 
-    found = encoded(config.training_examples(lambda rows, _: rows))
+    found = encoded(config.training_examples(lambda rows, _: rows, info))
+    info(f"first demonstration {found.describe_first(tokenizer)}")
     train, heldout = found.batch, None
     if config.evaluation.path:
         heldout = encoded(config.evaluation_examples(lambda rows, _: rows)).batch

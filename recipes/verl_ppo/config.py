@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from agents.loading import check_agent
+from components.data.columns import column_names
 from components.data.verl_rows import load_verl_rows
 from components.engines.config import FrozenConfig, PassLimits, RolloutConfig, TrainConfig, VLLMRolloutConfig
 from components.ranges import Count, Positive, Range
@@ -186,6 +187,11 @@ class RowOptions(DataOptions):
     max_prompt_tokens: Count = 512
     epochs: Count = 30
     overlong: Literal["leave_out", "error", "left", "right", "middle"] = "error"
+
+    @property
+    def used_columns(self) -> list[str]:
+        """See `DataOptions.used_columns`."""
+        return [self.input_key, self.source_key, "reward_model"]
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
@@ -399,6 +405,7 @@ class VerlPPOConfig(PPORunOptions):
             draw=self.data.shuffle and not heldout,
             seed=0 if heldout else self.seed,
             note=limit_note(notes, "evaluation.max_samples" if heldout else "data.max_samples"),
+            ignored=column_names(self.data.ignored_columns),
         )
 
     def notes(self, given: Collection[str]) -> list[str]:

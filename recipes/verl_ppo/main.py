@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from components.engines.memory import Need, together
 from core import Job, JobBuilder
@@ -127,6 +128,10 @@ class VerlCommand(PolicyCommand[VerlPPOConfig]):
             "reward.model_path": config.reward.model_path,
         }
         return super().models(config) | {option: path for option, path in others.items() if path}
+
+    def rows(self, config: VerlPPOConfig) -> list[dict[str, Any]]:
+        """See `PolicyCommand.rows`."""
+        return config.rows()
 
     def count_prompts(self, plan: Plan, notes: list[str]) -> int:
         """See `PolicyCommand.count_prompts`."""

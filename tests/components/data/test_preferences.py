@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from components.batch import Batch
+from components.data.pair_rows import ANSWER_MARK
 from components.data.preferences import (
-    ANSWER_MARK,
     Pair,
     PairFormat,
     check_shares,

@@ -132,6 +132,20 @@ def test_chat_messages_of_the_data_reach_trls_functions_as_messages_and_others_a
     assert seen[2] == ["p0", "p1", "p2"]
 
 
+def test_a_turn_that_the_policy_has_continued_reaches_trls_functions_whole() -> None:
+    request, begun = {"role": "user", "content": "p"}, {"role": "assistant", "content": "It is "}
+    rows = [{"columns": {"prompt": turns}} for turns in ([request, begun], [request], [request])]
+    seen: list[Any] = []
+
+    def of_trl(prompts: Any, completions: Any) -> list[float]:
+        seen.extend([prompts, completions])
+        return [1.0] * 3
+
+    called(of_trl, rows)
+    assert seen[0] == [[request]] * 3
+    assert [turns[0]["content"] for turns in seen[1]] == ["It is 4", "5", "22"]
+
+
 def test_what_is_asked_for_and_not_there_is_named_beside_what_is() -> None:
     def lost(completions: Any, answer: Any) -> list[float]:
         return [0.0] * len(completions)
