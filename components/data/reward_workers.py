@@ -42,6 +42,8 @@ CHUNKS_PER_WORKER = 4
 MAX_CHUNK = 64
 CHUNK_S = 0.05
 """Seconds of work that a chunk for a function of single responses should be."""
+MAX_CONCURRENT_CHUNK = 4 * CONCURRENT_CALLS
+"""Maximum number of responses in a chunk of concurrent calls. Each chunk is a sign of life of the run."""
 CONCURRENT_GRACE_S = 5.0
 """Seconds after the last deadline of concurrent calls until their process counts as hung."""
 FEW_FAILURES = 2
@@ -147,7 +149,7 @@ class WorkerReward(RewardSource):
         if self._code.of_batch or self._in_one_call:
             return max(count, 1)
         if self._is_concurrent:
-            return max(1, math.ceil(count / self._settings.workers))
+            return max(1, min(MAX_CONCURRENT_CHUNK, math.ceil(count / self._settings.workers)))
         if self._code.of_one:
             return self._size
         return max(1, min(MAX_CHUNK, math.ceil(count / (CHUNKS_PER_WORKER * self._settings.workers))))

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from agents.episode import AgentExecutorBase
 from agents.schema import StepResult, read_reset, read_sampling, read_step, sampling_params
 from components.engines.config import SamplingConfig
 from tests.contracts.samples import Sample
@@ -177,10 +178,18 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else "".join(str(message["content"]) for message in value)
 
 
+def _runner_of(agent: Any) -> type[EpisodeRunner]:
+    """Return what plays the episodes of an agent: its own executor, or a runner of its `reset` and `step`."""
+    if not issubclass(agent if inspect.isclass(agent) else type(agent), AgentExecutorBase):
+        return EpisodeRunner
+    # Not at the top: it imports this file, and a tokenizer, which takes seconds.
+    from tests.contracts.executors import ExecutorRunner
+
+    return ExecutorRunner
+
+
 def serve(connection: Connection, address: str, max_turns: int) -> None:
     """Answer requests of how to play which samples, until the connection closes."""
-    from tests.contracts.executors import runner_of  # which imports this file
-
     try:
         agent = load_value(address, "agent")
     except BaseException as error:  # noqa: BLE001 - the agent's module may raise anything, SystemExit included
@@ -197,7 +206,7 @@ def serve(connection: Connection, address: str, max_turns: int) -> None:
         except EOFError:
             return
         try:
-            runner = runner_of(agent)(agent, max_turns, emit)
+            runner = _runner_of(agent)(agent, max_turns, emit)
             runner.played.episodes = asyncio.run(runner.run(how, samples))
             connection.send(("played", runner.played))
         except Fault as fault:

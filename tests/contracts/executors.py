@@ -122,12 +122,3 @@ class ExecutorRunner(EpisodeRunner):
             for turn in main.turns
         ]
         return Episode(str(decode(main.tokens[: main.prompt_length])), turns)
-
-
-def runner_of(agent: Any) -> Callable[..., EpisodeRunner]:
-    """Return what plays the episodes of an agent: its own executor, or a runner of its `reset` and `step`."""
-    return ExecutorRunner if isinstance(agent, episodes.AgentExecutorBase) or _is_executor(agent) else EpisodeRunner
-
-
-def _is_executor(agent: Any) -> bool:
-    return inspect.isclass(agent) and issubclass(agent, episodes.AgentExecutorBase)

@@ -109,6 +109,17 @@ def test_the_reward_of_heldout_prompts_reads_the_columns(source: str, folder: Pa
     assert [line["eval/score"] for line in done.metrics] == pytest.approx([4.5] * 2)
 
 
+def test_a_number_that_both_rewards_log_is_kept_of_each(folder: Path, tmp_path: Path) -> None:
+    body = "def f(completions, log_metric):\n    log_metric('x', {})\n    return [1.0] * len(completions)\n"
+    sources = []
+    for name, value in (("reward.source", 1.0), ("reward.heldout_source", 2.0)):
+        (tmp_path / f"{name}.py").write_text(body.format(value))
+        sources.append(f"{name}={tmp_path}/{name}.py")
+    done = run("openrlhf_ppo", folder, tmp_path / "run", *OPENRLHF, *sources, "max_steps=1")
+    line = done.metrics[-1]
+    assert (line["eval/default_x"], line["eval/default_reward/x"], line["reward/x"]) == (2.0, 1.0, 1.0)
+
+
 def test_verls_function_reads_extra_info(folder: Path, tmp_path: Path) -> None:
     done = run("verl_ppo", folder, tmp_path / "run", f"reward.source={folder}/verl.py", rows="verl.jsonl")
     assert_rewarded(done)

@@ -49,8 +49,14 @@ class Reward(FrozenWorker):
         """`reward`, `score` and `reward_failed` per response, and whatever else is logged."""
         columns = self.by_models(samples) if self.source is None else self.by_code(samples, self.source, step)
         if heldout and self.heldout_source is not None:
-            logged = {name: column for name, column in columns.items() if name.startswith("log_")}
-            columns = logged | self.by_code(samples, self.heldout_source, step) | {"log_reward": columns["reward"]}
+            scored = self.by_code(samples, self.heldout_source, step)
+            # A number that both rewards log is the held-out one's; the other is logged beside the mean of its reward.
+            logged = {
+                f"log_reward/{name.removeprefix('log_')}" if name in scored else name: column
+                for name, column in columns.items()
+                if name.startswith("log_")
+            }
+            columns = logged | scored | {"log_reward": columns["reward"]}
         return Batch(samples.lengths, {}, columns)
 
     def by_models(self, samples: Batch) -> dict[str, Tensor]:
