@@ -276,7 +276,7 @@ def test_the_published_command_runs(runs: Runs) -> None:
     [
         (["data.path=nowhere.jsonl"], ["data.path=nowhere.jsonl"]),
         (["data.chosen_key=better"], ["row 0", "'better'"]),
-        (["data.apply_chat_template=true"], ["apply_chat_template", "prompt_key"]),
+        (["data.apply_chat_template=true", "data.ignored_columns=prompt"], ["apply_chat_template", "prompt_key"]),
         (["data.split=test"], ["test", "'train'"]),
         (["evaluation.path=task:sort"], ["evaluation.path=task:sort", "evaluation.held_out"]),
         (["data.path=task:guess"], ["task:guess", "task:sort", "task:word"]),
