@@ -192,7 +192,7 @@ class Tool:
 
 
 def python_tool(limits: Limits | None = None) -> Tool:
-    """Python in the sandbox, which is no security boundary: see `components.data.sandbox`."""
+    """A tool that runs Python in the sandbox. docs/security.md describes its boundary, and what it does not promise."""
 
     async def python(code: str) -> str:
         """Run a Python program and give what it prints. Nothing is kept from one call to the next.

@@ -172,10 +172,16 @@ class Foreign:
 
 def _operate(name: str, is_reflected: bool = False) -> Callable[..., Any]:
     def method(self: Foreign, *others: Any) -> Any:
-        if name in ORDER and not isinstance(others[0], Foreign):
+        if name in ORDER and not isinstance(others[0], Foreign) and not self._troupe_link.is_program:
             raise TypeError("a value of a type of the program's own cannot be compared")
         operands = (*others, self) if is_reflected else (self, *others)
-        return self._troupe_link.ask("operate", name, *operands)
+        link = self._troupe_link
+        value = link.ask("operate", name, *operands)
+        has_plain_operand = not all(isinstance(other, Foreign) for other in others)
+        if has_plain_operand and not isinstance(value, Foreign) and not link.is_program:
+            # As in `abs(area() - 3) < 1e-6`, which would be the program's word for a comparison.
+            raise TypeError("a value of a type of the program's own cannot be compared")
+        return value
 
     return method
 

@@ -1,9 +1,10 @@
 """Python that a policy wrote, run in a process with limits, on a small machine of its own.
 
-The machine is made of Linux namespaces, and is a boundary: the program reads the interpreter and its packages, writes
-to a file system of its own in memory, and sees no other file, process, socket or network (sandbox_child.py). Where the
-system does not let us make namespaces, nothing is run, unless TROUPE_SANDBOX=unsafe declares the limits enough:
-the program runs as the user who trains then, and can read, write and delete that user's files.
+The machine is made of Linux namespaces: the program reads the interpreter and its packages, writes to a file system of
+its own in memory, and sees no other file, process, socket or network (sandbox_child.py). docs/security.md describes the
+boundary that this is, and what it does not promise. Where the system does not let us make namespaces, nothing is run,
+unless TROUPE_SANDBOX=unsafe declares the limits enough: the program runs as the user who trains then, and can read,
+write and delete that user's files.
 """
 
 from __future__ import annotations

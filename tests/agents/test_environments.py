@@ -194,6 +194,17 @@ def test_the_last_block_of_python_is_the_program(text: str) -> None:
     assert step["rewards"] == 1.0
 
 
+def test_all_tests_of_a_try_together_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code.AgentInstance, "total_s", 3.0)
+    tests = [{"input": "", "output": "x"}] * 50
+    (step,) = run_episodes(
+        code.AgentInstance(), "", {"tests": tests}, saying("import time\ntime.sleep(1)\nprint('x')"), turns=1
+    )
+    assert step["rewards"] == 0.0
+    # Each alone would pass: its limit is 60 s.
+    assert 0 < step["extra_logs"]["passed_share"] <= 3 / 50
+
+
 def test_a_program_is_judged_by_all_that_it_prints() -> None:
     label = {
         "tests": [{"input": "3", "output": "0\n1\n2\n"}, {"input": "5000", "output": "\n".join(map(str, range(5000)))}]

@@ -303,6 +303,34 @@ def test_only_the_key_of_an_episode_that_is_being_run_is_accepted(rig: Rig) -> N
         httpx.get(health[0])
 
 
+TOO_LARGE = {
+    "16 MB": b'{"messages": ["' + b'","'.join([b"a" * 10**6] * 17) + b'"]}',
+    "2 MB": b'{"prompt": "' + b"a" * 2_100_000 + b'"}',
+    "100000 values": b'{"messages": [' + b"1," * 100_000 + b"1]}",
+    "100 brackets": b'{"prompt": "a", "tools": ' + b'[{"a":' * 99 + b"1" + b"}]" * 99 + b"}",
+}
+
+
+def test_a_request_that_is_too_large_is_refused_before_it_is_read(rig: Rig) -> None:
+    class Large(Blocking):
+        def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
+            key = {"Authorization": f"Bearer {client.api_key}"}
+            for limit, body in TOO_LARGE.items():
+                refused = httpx.post(f"{client.base_url}completions", content=body, headers=key)
+                replies.append((limit, refused.status_code, refused.json()["error"]["message"]))
+            # A million wrong values have one error.
+            wrong = b'{"messages": [' + b"1," * 90_000 + b"1]}"
+            refused = httpx.post(f"{client.base_url}chat/completions", content=wrong, headers=key)
+            replies.append(("messages.0", refused.status_code, refused.json()["error"]["message"]))
+            chat(client, [user(prompt)])
+            return {"reward": 1.0}
+
+    replies: list[tuple[str, int, str]] = []
+    assert rig.runner(Large()).run_episodes(rig.prompts(1, 1), sampling()).objects["error"] == [""]
+    assert [status for _, status, _ in replies] == [413] * 4 + [400]
+    assert all(limit in message for limit, _, message in replies), replies
+
+
 REFUSED = {
     "temperature": {"temperature": 0.5},
     "top_p": {"top_p": 0.9},
