@@ -231,6 +231,10 @@ class ReferenceFuture(Future[T_co], list[Any]):
         super().__init__(calls, context, finish)
         self.extend(call.reference for call in calls)
 
+    def __shard__(self, _: int) -> NoReturn:
+        # As a list it would be split, and workers would get references.
+        self.__reduce__()
+
 
 class FutureSequence(Future[Any], Sequence[T]):
     """All items of a batch that was split over workers; it blocks only for the chunks that are looked at.

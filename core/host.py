@@ -259,9 +259,11 @@ class Host:
 
     def teardown(self) -> None:
         """End the workloads in good order; each `run()` beside the trainer has ten seconds to return."""
-        self.request_stop()
+        running = [worker.run_thread for worker in self._workers.values() if worker.run_thread]
+        if running:
+            self.request_stop()
         deadline = time.monotonic() + _RUN_GRACE_S
-        for thread in [worker.run_thread for worker in self._workers.values() if worker.run_thread]:
+        for thread in running:
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
                 late = f"{thread.name} has not returned {_RUN_GRACE_S:g} s after the end of the trainer"

@@ -254,6 +254,8 @@ class RoleGroup(Generic[W]):
         """Each worker's arguments, where every argument has one item for each worker."""
         (args, kwargs), count = share, len(self)
         for label, value in [*((f"argument {i}", value) for i, value in enumerate(args)), *kwargs.items()]:
+            if isinstance(value, Future):
+                value.__reduce__()  # raises
             if not isinstance(value, list | tuple) or len(value) != count:
                 size = f" of {len(value)}" if isinstance(value, list | tuple) else ""
                 raise ValueError(

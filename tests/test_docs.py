@@ -204,7 +204,11 @@ def check_curl(words: list[str], command: Command) -> None:
 
 
 def check_ray(words: list[str], command: Command) -> None:
-    """The options, as Ray itself declares them."""
+    """The options, as Ray itself declares them; and the command that it is to run."""
+    if "--" in words:
+        program, *rest = words[words.index("--") + 1 :]
+        words = words[: words.index("--")]
+        CHECKS[program](rest, command)
     with warnings.catch_warnings(action="ignore"):
         from ray.scripts.scripts import cli
 

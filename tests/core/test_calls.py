@@ -293,6 +293,16 @@ def test_a_bare_rpc_at_the_top_level_of_a_roles_module_exports_the_function(acto
     assert doubled(5) == 10  # still the function
 
 
+@pytest.mark.parametrize("call", ["echo", "echo_whole", "undecorated"])
+def test_a_future_is_no_argument_of_another_call(actors: RoleGroup[Any], call: str) -> None:
+    future = actors.slow(0.0)
+    with pytest.raises(TypeError, match=says("result()")):
+        getattr(actors, call)(future)
+    with pytest.raises(TypeError, match=says("result()")):
+        actors.call_batch("count", 3, future)
+    assert (future.result(), len(future)) == ([0, 1, 2], 3)
+
+
 def test_a_function_outside_of_any_class_can_be_exported(actors: RoleGroup[Any]) -> None:
     assert actors.call("from_outside", 5).result() == [105] * 3
 

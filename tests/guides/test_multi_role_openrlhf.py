@@ -1,6 +1,7 @@
 """The guide "Multi-Role Training (OpenRLHF)": its submitter, its roles, its remote calls and its training loop."""
 
 import json
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from openrlhf_ppo.main import main
 import core
 from tests.guides.rows import check_rows
 from tests.messages import says
+from training.tracking.endpoint import MetricsEndpoint, RunState
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +99,20 @@ def test_descriptions_have_another_name() -> None:
 
     assert (DLConfig, ResourceDesc) == (core.Job, core.Resource)
     assert ResourceDesc(cpu=2, accelerator=0.5).accelerator == 0.5
+
+
+def test_the_state_of_a_job_is_served_over_http(tmp_path: Path) -> None:
+    state = RunState("guide", {"TRAINER": 1, "CRITIC": 1})
+    endpoint = MetricsEndpoint(state, "127.0.0.1", 0)
+    builder = core.JobBuilder().device_type("CPU").config({"calls": 2, "out": str(tmp_path)})
+    builder.role("trainer").run("verl_roles.Waiting")
+    builder.role("critic").run("verl_roles.Endless")
+    assert builder.build().submit("guide", backend="local", observers=[state]).exit_code == 0
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{endpoint.url}/state") as response:
+        served = json.load(response)
+    endpoint.close()
+    assert served["status"] == "finished"
+    assert served["roles"]["CRITIC"] == {"workers": 1, "calls": [], "lost": 0}
 
 
 def test_each_row_of_the_guide_names_a_test_of_this_file() -> None:

@@ -17,7 +17,7 @@ from components.engines.config import SamplingConfig
 from core import Identity, Role, WorkloadContext
 from core.backends.ray import RayTransport
 from core.context import entered
-from core.exports import exports_of
+from core.exports import export_of, exports_of
 from core.members import Directory
 
 Calls = dict[str, list[tuple[str, tuple[Any, ...]]]]
@@ -253,7 +253,9 @@ def walk(recipe: str, config: Any, calls: Calls, folder: Path) -> None:
             print(f"{cls.__name__}.{name} {'kept' if kept else 'changed'}")
         # Tests of core export functions of their own to every workload of a process.
         ours = ("core.", f"{package.partition('.')[0]}.")
-        own = {name for name, (_, method) in exports.items() if method.__module__.startswith(ours)}
+        own = {
+            name for name, (_, method) in exports.items() if export_of(method) and method.__module__.startswith(ours)
+        }
         untested = own - {name for name, _ in methods} - {"end_job", "mesh_position"}
         print(f"{cls.__name__} untested: {sorted(untested)}")
         if "end_job" in exports:
