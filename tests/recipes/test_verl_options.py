@@ -574,3 +574,41 @@ def test_num_examine_is_taken_and_a_misspelt_key_beside_it_is_told_the_nearest()
         assert small(f"{key}=2").reward.num_examine == 2
     with pytest.raises(ConfigError, match=says("num_exmine", "reward_model.num_examine")):
         small("reward_model.num_exmine=1")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "data.apply_chat_template_kwargs={enable_thinking:False}",
+        "+data.apply_chat_template_kwargs.enable_thinking=False",
+    ],
+)
+def test_arguments_of_the_chat_template_are_taken(key: str) -> None:
+    assert small(key).model.template_arguments == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "actor_rollout_ref.rollout.repetition_penalty=1.0",
+        "actor_rollout_ref.rollout.use_fire_sampling=False",
+        "actor_rollout_ref.rollout.min_p=0.0",
+    ],
+)
+def test_values_that_ask_for_what_happens_anyway_are_taken_without_a_word(key: str) -> None:
+    line = CommandLine(VerlPPOConfig, [*SMALL, key])
+    line.config()
+    assert not any(key.rpartition(".")[2].partition("=")[0] in note for note in line.notes)
+    other = {"1.0": "1.2", "False": "True", "0.0": "0.1"}[key.partition("=")[2]]
+    with pytest.raises(ConfigError, match=says(key.partition("=")[0])):
+        small(f"{key.partition('=')[0]}={other}")
+
+
+def test_rejection_by_the_names_of_0_7_has_the_bounds_of_the_inverse() -> None:
+    group = "algorithm.rollout_correction"
+    for level, rule in (("token", "token_k1"), ("sequence", "seq_sum_k1"), ("geometric", "seq_mean_k1")):
+        bounds = [f"{group}.rollout_rs_threshold=4.0", f"{group}.rollout_rs_threshold_lower=0.5"]
+        own = small(f"{group}.rollout_rs={level}", *bounds).algorithm
+        assert own.rejection == rule
+        # The policy's probability over the engine's between 1/2 and 4: the engine's over the policy's from 1/4 to 2.
+        assert own.rejection_threshold == "0.25_2.0"
