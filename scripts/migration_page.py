@@ -117,7 +117,7 @@ What is different on purpose:
   `rollout_correction.loss_type` whatever `loss_mode` is, as there. A line at the start names both.
 - **`grad_clip`** limits gradients where `optim.clip_grad` is not set, as up to 0.6; later ones read the latter alone.
 - **`optimal_token_baseline`** compares responses after as many tokens of the policy, so that with an environment in
-  between it is `tir_optimal_token_baseline`; there it counts the environment's tokens too. A line at the start says so.
+  between it is `tir_optimal_token_baseline`; there it counts the environment's tokens too. The start of a run notes it.
 - **`trainer.ref_update_freq`** of the spin recipe has no effect: the reference stays the policy of the start.
 - **Speculative decoding** and other arguments of `engine_kwargs` that change speed alone are taken and have no effect.
 - **Epochs**: prompts at the end of one that fill no step begin the next one's first step; there they are dropped.

@@ -119,6 +119,8 @@ class ModelOptions(Options, group="model"):
     """Attention kernels: sdpa, eager, flash_attention_2, or whatever transformers takes. Default: its own choice."""
     chat_template: str | None = None
     """Chat template instead of the tokenizer's own: Jinja, or a file with it. Saved with the trained policy."""
+    template_arguments: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, as `{enable_thinking: false}`. They are set in the template and saved with it."""
     pad_token: str | None = None
     """Token that fills short rows. Default: the tokenizer's own, or its end token where it names none."""
     tokenizer_path: str | None = None
@@ -145,16 +147,17 @@ class ModelOptions(Options, group="model"):
         """The model's tokenizer, or that of the model at `path`, with the template and token given here. It pads with
         its end token where it has no other.
         """
-        from components.data.text import load_tokenizer
+        from components.data.text import load_tokenizer, set_template_arguments
 
         found = self.tokenizer_path or path or self.path
-        return load_tokenizer(
+        tokenizer = load_tokenizer(
             found,
             chat_template=self.chat_template,
             pad_token=self.pad_token,
             pad_with_end=True,
             model_path=path or self.path,
         )
+        return set_template_arguments(tokenizer, self.template_arguments)
 
 
 @dataclass(kw_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -72,6 +74,27 @@ def load_tokenizer(
     if chat_template is not None:
         tokenizer.chat_template = read_template(chat_template)
     limit_rows(tokenizer, model_path or path)
+    return tokenizer
+
+
+def set_template_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+    """Set variables of the chat template at its beginning, so that they hold wherever the template is used.
+
+    Raises:
+        ValueError: there is no template, or it reads no such variable.
+    """
+    template = tokenizer.chat_template
+    if not arguments:
+        return tokenizer
+    if not isinstance(template, str):
+        raise ValueError("model.template_arguments are of a chat template, and the tokenizer has none; leave them out")
+    if unread := [name for name in arguments if not re.search(rf"\b{re.escape(name)}\b", template)]:
+        raise ValueError(f"model.template_arguments has {', '.join(unread)}, which the chat template does not read")
+    # Jinja reads JSON's true and false, and has another word for null.
+    texts = {name: "none" if value is None else json.dumps(value) for name, value in arguments.items()}
+    lines = "".join(f"{{%- set {name} = {text} -%}}" for name, text in texts.items())
+    if not template.startswith(lines):  # as the template that such a run has saved does
+        tokenizer.chat_template = lines + template
     return tokenizer
 
 

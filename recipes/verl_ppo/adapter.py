@@ -160,7 +160,8 @@ def read_data(keys: Computed) -> None:
         keys.put("evaluation.samples_per_prompt", 1, f"{ROLLOUT}.val_kwargs.n")
         keys.notes.append(f"no effect of {ROLLOUT}.val_kwargs.n: greedy responses are all the same")
     longest = keys.option("data.max_prompt_tokens", 512) + keys.option("rollout.max_new_tokens", 512)
-    room = keys.get(f"{ROLLOUT}.max_model_len")
+    limits = [name for name in keys.given if name.endswith(".max_model_len")]
+    room = min((keys.given[name] for name in limits if keys.given[name] is not None), default=None)
     if room is not None and room < longest:
         keys.faults.append(
             f"{ROLLOUT}.max_model_len={room} would cut responses: prompt and response may have {longest} tokens; raise "
@@ -285,6 +286,11 @@ def _estimator(keys: Computed, key: str, usual: str) -> str:
 def read_correction(keys: Computed) -> None:
     """Weights for what the engine computed otherwise, under their names of three releases."""
     group = "algorithm.rollout_correction"
+    lower = keys.get(f"{group}.rollout_rs_threshold_lower")
+    if lower is not None and keys.option("algorithm.rejection") is not None:  # up to 0.7
+        # There the bounds are of the policy's probability over the engine's, here of the inverse.
+        upper = float(keys.option("algorithm.rejection_threshold", 2.0))
+        keys.put("algorithm.rejection_threshold", f"{1 / upper}_{1 / lower}", f"{group}.rollout_rs_threshold")
     level = keys.get(f"{group}.rollout_is")
     bound = keys.get(f"{group}.rollout_is_threshold", default=2.0)
     if keys.get("algorithm.rollout_is") is True:  # 0.6.0

@@ -26,6 +26,7 @@ from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, S
 from variants_page import DIFFS, PAIR_LOSSES, SLIC
 
 from components.batch import Batch
+from components.data.supervised import DemonstrationFormat, encode_demonstrations
 
 RATE = 1e-3
 PAIRS = SIZE // 2
@@ -238,3 +239,32 @@ def test_the_recipe_does_what_trl_does(case: Case, folder: Path, differences: Di
     start = weights_of(opened(case.recipe, path))
     apart = Apart.of(ours(case, path, folder), theirs(case, path, folder), start)
     differences.hold("trl", f"{case.recipe}: {case.name}", apart, case.why)
+
+
+@pytest.mark.parametrize(
+    ("theirs_row", "ours_row", "form", "adds_end"),
+    [
+        ({"prompt": "ba", "completion": "ab"}, {"prompt": "ba", "response": "ab"}, DemonstrationFormat(), False),
+        # TRL ends plain texts, as docs/from_trl.md lists it.
+        ({"text": "baab"}, {"text": "baab"}, DemonstrationFormat(plain_text=True), True),
+    ],
+    ids=["prompt and completion", "text"],
+)
+def test_the_same_texts_are_the_same_tokens_but_for_what_the_page_lists(
+    theirs_row: dict[str, str], ours_row: dict[str, str], form: DemonstrationFormat, adds_end: bool, tmp_path: Path
+) -> None:
+    path = make_model(tmp_path / "model")
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
+    trainer: Any = SFTTrainer(
+        model=AutoModelForCausalLM.from_pretrained(path),
+        args=SFTConfig(output_dir=str(tmp_path / "trl"), use_cpu=True, bf16=False, report_to="none"),
+        train_dataset=Dataset.from_list([theirs_row]),
+        processing_class=tokenizer,
+    )
+    (row,) = list(trainer.train_dataset)
+    batch = encode_demonstrations([ours_row], tokenizer, form).batch
+    tokens = batch["tokens"].tolist()
+    end = [tokenizer.eos_token_id] if adds_end else []
+    assert row["input_ids"] == [*tokens, *end]
+    if "completion_mask" in row:
+        assert row["completion_mask"] == batch["loss_mask"].int().tolist()

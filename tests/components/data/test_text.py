@@ -16,6 +16,7 @@ from components.data.text import (
     render_conversation,
     render_prompt,
     same_vocabulary,
+    set_template_arguments,
 )
 from components.data.tiny_model import character_tokenizer
 from tests.messages import says
@@ -219,6 +220,23 @@ def test_templates_may_use_the_tags_that_chat_templates_have_of_their_own(folder
     template = "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% break %}{% endfor %}"
     tokenizer: PreTrainedTokenizerBase = load_tokenizer(folder, pad_token="</s>", chat_template=template)
     assert render_prompt("no yes", tokenizer, apply_chat_template=True) == "no yes"
+
+
+def test_arguments_of_a_template_hold_wherever_it_is_used(folder: Path, tmp_path: Path) -> None:
+    template = "{% if thinks is defined and thinks is false %}no {% endif %}{{ messages[0]['content'] }}{{ last }}"
+    tokenizer: PreTrainedTokenizerBase = load_tokenizer(folder, pad_token="</s>", chat_template=template)
+    assert render_prompt("yes", tokenizer, apply_chat_template=True) == "yes"
+    set_template_arguments(tokenizer, {"thinks": False, "last": "</s>"})
+    assert render_prompt("yes", tokenizer, apply_chat_template=True) == "no yes</s>"
+    # A policy that was saved with them loads with them, and they are set once.
+    tokenizer.save_pretrained(tmp_path)
+    again = set_template_arguments(load_tokenizer(tmp_path), {"thinks": False, "last": "</s>"})
+    assert again.chat_template == tokenizer.chat_template
+    with pytest.raises(ValueError, match=says("model.template_arguments", "enable_thinking")):
+        set_template_arguments(tokenizer, {"enable_thinking": False})
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match=says("model.template_arguments", "chat template")):
+        set_template_arguments(tokenizer, {"thinks": False})
 
 
 def test_what_is_wrong_with_a_tokenizer_is_said_in_one_line(folder: Path, tmp_path: Path) -> None:
