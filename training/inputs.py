@@ -119,7 +119,7 @@ def check_prompts(
     Raises:
         ValueError: they cannot, or do not; the message says what to set.
     """
-    from components.data.cells import check_one_kind
+    from components.data.cells import check_one_kind, label_text
     from components.data.rewards import check_reward, is_reward_file, reward_parts
     from components.data.scorers import get_scorer, scorer_names
 
@@ -131,7 +131,7 @@ def check_prompts(
     for scorer in parts.intersection(scorer_names()):
         # A label that the scorer cannot read is a wrong label_key; one row shows it.
         for row in (rows[0], *heldout[:1]):
-            get_scorer(scorer)("", str(row["label"]))
+            get_scorer(scorer)("", label_text(row["label"]))
     if any(map(is_reward_file, parts)):
         for path, some in ((data.path, rows), (evaluation.path, heldout)):
             check_one_kind((row["input"] for row in some), str(path))
@@ -150,10 +150,11 @@ def try_reward(part: str, row: Mapping[str, Any], settings: RewardSettings | Non
     Raises:
         ValueError: it takes what there is not, fails, or returns what is no reward.
     """
+    from components.data.cells import label_text
     from components.data.reward_workers import WorkerReward
     from components.data.rewards import RewardSettings
 
-    prompt, response = str(row["input"]), str(row["label"])
+    prompt, response = str(row["input"]), label_text(row["label"])
     about = {"data_source": row["datasource"], "columns": row.get("extra_info") or {}, "completion_ids": [0]}
     one = replace(settings or RewardSettings(), workers=1, max_failed_share=1.0)
     with WorkerReward(part, one, in_sum=True) as function:

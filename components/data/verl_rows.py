@@ -9,7 +9,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from components.data.cells import cell_at, check_one_kind, text_or_messages
+from components.data.cells import cell_at, label_of, text_or_messages
 from components.data.mixture import Note, first_rows
 from components.data.prompts import load_rows
 from components.data.records import read_records
@@ -17,6 +17,8 @@ from components.data.scorers import REASONING_GYM_PREFIX, TASK_PREFIX
 
 HELDOUT_ROWS = 2_048
 """Held-out prompts drawn from a task when the caller names no number."""
+TRUTH_KEY = "reward_model.ground_truth"
+"""Where a row has its label."""
 SINGLE_TURN = "single_turn_agent"
 """verl's name of the agent that answers in one turn."""
 OTHER_INPUTS = ("images", "videos", "audios")
@@ -59,13 +61,11 @@ def load_verl_rows(
                 found = [{**row, "datasource": f"{REASONING_GYM_PREFIX}{row['datasource']}"} for row in found]
             rows += found
             continue
-        records = read_records(name)
-        for number, record in enumerate(records):
+        for number, record in enumerate(read_records(name, label_key=TRUTH_KEY)):
             where = f"{name}, row {number}"
             if single_turn:
                 _check_single_turn(record, where)
             rows.append(_row_of(record, where, prompt_key, source_key, needs_truth))
-        check_one_kind((row["input"] for row in rows[-len(records) :]), name)
     first = first_rows(rows, max_rows, ", ".join(files), note)
     return random.Random(seed).sample(rows, len(first)) if draw and len(first) < len(rows) else first
 
@@ -85,10 +85,10 @@ def _row_of(
     )
     if others := [name for name in OTHER_INPUTS if record.get(name)]:
         raise ValueError(f"{where} has {', '.join(others)}, which the policy would not see; only text is supported")
-    truth = cell_at(record, "reward_model.ground_truth")
+    truth = cell_at(record, TRUTH_KEY)
     if needs_truth and truth is None:
-        raise lacks("reward_model.ground_truth", "the reward function needs it in every row")
-    label = "" if truth is None else truth
+        raise lacks(TRUTH_KEY, "the reward function needs it in every row")
+    label = "" if truth is None else label_of(truth, f"{where}, column {TRUTH_KEY}", "the data")
     row = {"input": prompt, "label": label, "datasource": str(record[source_key])}
     return {**row, "extra_info": record["extra_info"]} if "extra_info" in record else row
 

@@ -2,6 +2,7 @@
 of the user's own has to be looked at.
 """
 
+from components.data.cells import label_text
 from components.data.rewards import check_reward
 from components.data.scorers import get_scorer, scorer_names
 from components.hub import find_model
@@ -28,7 +29,7 @@ def check_models(config: PPOConfig) -> None:
         check_reward(heldout_source)
     if heldout_source in scorer_names() and config.evaluation.path is not None:
         label = config.evaluation.rows(config.data)[0]["label"]
-        get_scorer(heldout_source)("", str(label))  # one that it cannot read is a wrong label_key
+        get_scorer(heldout_source)("", label_text(label))  # one that it cannot read is a wrong label_key
 
 
 def _check_statistics(path: str) -> None:

@@ -2,6 +2,7 @@
 looked at.
 """
 
+from components.data.cells import check_one_kind
 from training.inputs import check_encoding, check_model, check_reward_model
 from training.schema import ConfigError
 
@@ -9,7 +10,7 @@ from .config import VerlPPOConfig
 from .reward import check_rewards
 
 
-def check_inputs(config: VerlPPOConfig, notes: list[str]) -> int:
+def check_inputs(config: VerlPPOConfig, notes: list[str] | None = None) -> int:
     """See that models, data and reward can be there and fit together, before any process starts; how many prompts there
     are. `notes` gets how many rows are left out.
 
@@ -22,8 +23,10 @@ def check_inputs(config: VerlPPOConfig, notes: list[str]) -> int:
             check_model(config.critic.path, "critic.path")
         if config.reward.model_path:
             check_reward_model(config.reward.model_path, "reward.model_path", config.model)
-        rows = config.rows(notes=notes)
-        check_rewards(config, rows, config.rows(heldout=True, notes=notes))
+        rows, heldout = config.rows(notes=notes), config.rows(heldout=True, notes=notes)
+        for path, some in ((config.data.path, rows), (config.evaluation.path, heldout)):
+            check_one_kind((row["input"] for row in some), str(path))
+        check_rewards(config, rows, heldout)
         most = None if config.agent.func_path else config.rollout.max_new_tokens
         too_long = check_encoding(config.model, config.data, rows, config.seed, most)
     except ValueError as error:
