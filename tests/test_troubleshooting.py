@@ -77,7 +77,7 @@ BROUGHT_ABOUT = {
     "model.path=./empty data.path=task:sort": "there is no model",
     "model.path=nobody/nothing data.path=task:sort": "it is no folder here",
     "data.path=nobody/nothing reward.source=sort": "there is no file or folder",
-    "data.path=rows.jsonl reward.source=sort": "there is no field",
+    "data.path=rows.jsonl reward.source=sort": "the column",
     "data.path=rows.jsonl": "data.path=... names no task",
     "data.max_samples=3": "... gives ... prompts",
     "reward.source=reward.py": "reward file ... does not define",

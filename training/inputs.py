@@ -176,7 +176,7 @@ def check_prompts(
     Raises:
         ValueError: they cannot, or do not; the message says what to set.
     """
-    from components.data.cells import check_one_kind
+    from components.data.cells import check_one_kind, label_text
     from components.data.rewards import check_reward, is_reward_file, reward_parts
     from components.data.scorers import get_scorer, scorer_names
     from training.reward_trial import try_rewards
@@ -190,7 +190,7 @@ def check_prompts(
     for scorer in parts.intersection(scorer_names()):
         # A label that the scorer cannot read is a wrong label_key; one row shows it.
         for row in (rows[0], *heldout[:1]):
-            get_scorer(scorer)("", str(row["label"]))
+            get_scorer(scorer)("", label_text(row["label"]))
     if any(map(is_reward_file, parts)):
         for path, some in ((data.path, rows), (evaluation.path, heldout)):
             check_one_kind((row["input"] for row in some), str(path))

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from components.data.cells import label_text
 from components.rl.advantages import group_std
 from components.rl.correction import mismatch_metrics
 from training.tracking import Tracker
@@ -121,7 +122,7 @@ def readable(samples: Batch, tokenizer: Any, count: int) -> list[dict[str, Any]]
         numbers = {name: float(some[name][i]) for name in ("reward", "score")}
         # Of an episode the prompt is what its environment has made of the data's.
         texts = {"prompt": tokenizer.decode(tokens[:start]), "response": tokenizer.decode(tokens[start:])}
-        texts["label"] = str(some["label"][i])
+        texts["label"] = label_text(some["label"][i])
         rows.append(texts | numbers | {"status": some["status"][i]})
     return rows
 

@@ -1,7 +1,7 @@
 """Cells of rows as the text, chat messages, label or number that an option reads from them.
 
 Rows come from JSON, from text (CSV), and from files with types (Parquet, Arrow). The same data means the same in each:
-a null is an absent column, and a label that is a number or a Boolean is its text, as JSON writes it.
+a null is an absent column, and responses are compared with a label as it was written.
 """
 
 from __future__ import annotations
@@ -229,27 +229,33 @@ def _part(part: Any, where: str) -> str:
 
 
 def label_of(value: Any, where: str, option: str) -> Any:
-    """Return a label as what responses are compared with: numbers, Booleans and dates as text.
-
-    A number of a JSON file is written as it was there, a number of a typed file as JSON writes it, a decimal with its
-    digits, a Boolean as true or false, a date as ISO 8601. Lists and objects stay what they are.
+    """Return a label: text, a number, a Boolean, a list or an object; decimals and dates as text.
 
     Raises:
         ValueError: it is null, not finite, or has no text.
     """
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, SpelledFloat):
-        return value.spelling
-    if isinstance(value, (str, list, dict)):
+    if isinstance(value, (str, bool, int, list, dict)):
         return value
-    if isinstance(value, (datetime.date, datetime.time)):
-        return value.isoformat()
-    if isinstance(value, (int, float, Decimal)) and math.isfinite(value):
-        return str(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    if isinstance(value, (datetime.date, datetime.time)) or (isinstance(value, Decimal) and value.is_finite()):
+        return label_text(value)
     if value is None:
         raise ValueError(f"{where} is null or absent; take the row out, or set {option} to a column that every row has")
     raise ValueError(f"{where}: a label is text, a finite number, a list or an object, found {kind_of(value)}")
+
+
+def label_text(label: Any) -> str:
+    """Return a label as what responses are compared with.
+
+    A number of a JSON file is written as it was there, a number of a typed file as Python writes it, a decimal with its
+    digits, a Boolean as true or false, a date as ISO 8601.
+    """
+    if isinstance(label, bool):
+        return "true" if label else "false"
+    if isinstance(label, SpelledFloat):
+        return label.spelling
+    return label.isoformat() if isinstance(label, (datetime.date, datetime.time)) else str(label)
 
 
 def number_of(value: Any, where: str) -> float:

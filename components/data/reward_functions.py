@@ -23,6 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from components.data.cells import label_text
 from components.data.child_process import described, load_file
 from components.data.messages import ASSISTANT, are_messages
 from components.data.rewards import Columns, WrongCountError, is_reward_file, read_columns, reward_function
@@ -83,7 +84,7 @@ def code_of(spec: str, arguments: Mapping[str, Any] | None = None, of_one: bool 
 
 def scored(scorer: Scorer, solution_str: str, ground_truth: Any) -> float | dict[str, float]:
     """A scorer in verl's signature."""
-    return scorer(solution_str, str(ground_truth))
+    return scorer(solution_str, label_text(ground_truth))
 
 
 # What follows runs in a child.

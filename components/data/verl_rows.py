@@ -9,7 +9,7 @@ import random
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from components.data.cells import cell_at, check_one_kind
+from components.data.cells import cell_at, check_one_kind, label_of
 from components.data.columns import filled, likely_keys
 from components.data.mixture import Note, first_rows
 from components.data.prompt_rows import prompt_columns
@@ -24,6 +24,8 @@ UNKNOWN_SOURCE = "unknown"
 """Data source of a row without that field, as in verl's reward managers."""
 SOURCES = ("data_source", "datasource", "source", "dataset")
 """Columns that may name where a row is from."""
+TRUTH_KEY = "reward_model.ground_truth"
+"""Where a row has its label."""
 SINGLE_TURN = "single_turn_agent"
 """verl's name of the agent that answers in one turn."""
 
@@ -67,8 +69,7 @@ def load_verl_rows(
                 found = [{**row, "datasource": f"{REASONING_GYM_PREFIX}{row['datasource']}"} for row in found]
             rows += found
             continue
-        records = read_records(name)
-        for number, record in enumerate(records):
+        for number, record in enumerate(read_records(name, label_key=TRUTH_KEY)):
             where = f"{name}, row {number}"
             if single_turn:
                 _check_single_turn(record, where)
@@ -91,10 +92,10 @@ def _row_of(
         if record.get(key) is None and (key in record or key != SOURCE_KEY):
             raise _missing(record, where, repr(key), prompt_key, source_key)
     read = prompt_columns(record, prompt_key, where, ignored, option="prompt_key")
-    truth = cell_at(record, "reward_model.ground_truth")
+    truth = cell_at(record, TRUTH_KEY)
     if needs_truth and truth is None:
-        raise _missing(record, where, "reward_model.ground_truth", prompt_key, source_key)
-    label = "" if truth is None else truth
+        raise _missing(record, where, TRUTH_KEY, prompt_key, source_key)
+    label = "" if truth is None else label_of(truth, f"{where}, column {TRUTH_KEY}", "the data")
     row = {"input": read["input"], "label": label, "datasource": str(record.get(source_key, UNKNOWN_SOURCE))} | read
     return {**row, "extra_info": record["extra_info"]} if "extra_info" in record else row
 

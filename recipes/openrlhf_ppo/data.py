@@ -4,6 +4,7 @@ of the user's own has to be looked at.
 
 from collections.abc import Collection
 
+from components.data.cells import label_text
 from components.data.rewards import check_reward
 from components.data.scorers import get_scorer, scorer_names
 from components.hub import find_model
@@ -40,7 +41,7 @@ def check_models(config: PPOConfig, absent: Collection[str] = ()) -> list[str]:
         check_reward(heldout_source)
     if heldout_source in scorer_names() and config.evaluation.path is not None:
         label = config.evaluation.rows(config.data)[0]["label"]
-        get_scorer(heldout_source)("", str(label))  # one that it cannot read is a wrong label_key
+        get_scorer(heldout_source)("", label_text(label))  # one that it cannot read is a wrong label_key
     if heldout_source is None or config.evaluation.path is None:
         return []
     rows = {"the held-out data": config.evaluation.rows(config.data)}

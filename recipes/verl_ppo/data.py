@@ -4,6 +4,7 @@ looked at.
 
 from collections.abc import Collection
 
+from components.data.cells import check_one_kind
 from training.inputs import check_encoding, check_heldout, check_model, check_reader, check_reward_model
 from training.schema import ConfigError
 
@@ -32,6 +33,8 @@ def check_inputs(config: VerlPPOConfig, notes: list[str], absent: Collection[str
             check_reward_model(config.reward.model_path, "reward.model_path", config.model)
         rows = config.rows(notes=notes)
         heldout = config.rows(heldout=True, notes=notes)
+        for path, some in ((config.data.path, rows), (config.evaluation.path, heldout)):
+            check_one_kind((row["input"] for row in some), str(path))
         check_rewards(config, rows, heldout)
         most = None if config.agent.func_path else config.rollout.max_new_tokens
         too_long = 0

@@ -22,7 +22,7 @@ from agents.episode import Episode, EpisodeTask, Policy
 from agents.options import AgentOptions
 from agents.rendering import first_tokens
 from agents.runner import open_runner
-from agents.schema import read_reset, read_sampling, read_step, sampling_params
+from agents.schema import read_sampling, read_step, sampling_params
 from components.batch import Batch
 from components.engines.config import EVALUATION_STEP, HFRolloutConfig
 from tests.agents.episode_cases import POSITIONS, Rig, sampling, turns_of, write_policy
@@ -267,18 +267,6 @@ def test_a_step_without_what_it_has_to_return_says_what_that_is() -> None:
     with pytest.raises(ValueError, match=says("step 4", ["done"], "rewards", "environment_feedback")):
         read_step({"done": True}, "step 4")
     assert read_step({"rewards": 1, "environment_feedback": None, "done": True}, "step 0").feedback == ""
-
-
-def test_what_an_environment_returns_is_read_as_rows_of_data_are() -> None:
-    half = {"rewards": 1, "environment_feedback": "a\ud83d", "done": False}
-    assert read_step(half, "step 0").feedback == "a?"
-    parts = [{"role": "user", "content": [{"type": "text", "text": "a\ud83d"}, {"type": "text", "text": "b"}]}]
-    assert read_step({**half, "environment_feedback": parts}, "step 0").feedback == [{"role": "user", "content": "a?b"}]
-    tools = [{"function": {"name": "f", "description": "\ud83d"}}]
-    read = read_reset({"observation": "\ud83dx", "tools": tools})
-    assert read == ("?x", [{"function": {"name": "f", "description": "?"}}])
-    with pytest.raises(ValueError, match=says("reset", "'observation'", "message 0", "null")):
-        read_reset({"observation": [{"role": "user", "content": None}]})
 
 
 class Failing(AgentInstanceBase):

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import pickle
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from components.data.cells import check_one_kind, label_of, number_of, text_or_messages, without_surrogates
+from components.data.cells import check_one_kind, label_of, label_text, number_of, text_or_messages, without_surrogates
 from components.data.prompts import load_rows
 from components.data.records import read_records
+from components.data.reward_functions import scored
+from components.data.scorers import get_scorer
 from tests.messages import says
 
 CALLS = [
@@ -72,8 +75,8 @@ def test_mixed_types_of_datasets_come_back_as_they_were(tmp_path: Path) -> None:
     assert read_records(tmp_path / "a.parquet") == read_records(tmp_path / "saved") == rows
 
 
-def labels(path: Path) -> list[Any]:
-    return [row["label"] for row in load_rows(str(path), "q", "y")]
+def labels(path: Path, key: str = "y") -> list[str]:
+    return [label_text(row["label"]) for row in load_rows(str(path), "q", key)]
 
 
 def test_every_cell_of_a_csv_file_is_the_text_that_it_has(tmp_path: Path) -> None:
@@ -83,7 +86,7 @@ def test_every_cell_of_a_csv_file_is_the_text_that_it_has(tmp_path: Path) -> Non
     assert number_of(read_records(tmp_path / "a.csv")[0]["margin"], "margin") == 0.5
 
 
-def test_a_number_in_json_is_a_label_as_it_is_written_and_a_number_for_reward_functions(tmp_path: Path) -> None:
+def test_a_number_in_json_is_compared_as_it_is_written_and_is_a_number_for_reward_functions(tmp_path: Path) -> None:
     written = ["0.50", "1", "1E5", "12345678901234567890", "-0.0", "0.1", "true", "false", '"x"']
     lines = [f'{{"q": "what?", "y": {cell}, "z": {{"y": {cell}}}}}' for cell in written]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
@@ -92,11 +95,21 @@ def test_a_number_in_json_is_a_label_as_it_is_written_and_a_number_for_reward_fu
     (tmp_path / "folder" / "a.jsonl").write_text("\n".join(lines))
     for name in ("a.jsonl", "a.json", "folder"):
         assert labels(tmp_path / name) == [cell.strip('"') for cell in written]
+        assert labels(tmp_path / name, "z.y") == [cell.strip('"') for cell in written]
         rows = load_rows(str(tmp_path / name), "q", "z.y")
-        assert [row["label"] for row in rows] == [cell.strip('"') for cell in written]
-        values = [row["extra_info"]["z"]["y"] for row in rows]
-        assert values == [json.loads(cell) for cell in written]
-        assert json.dumps(values) == json.dumps([json.loads(cell) for cell in written])
+        for values in ([row["label"] for row in rows], [row["extra_info"]["y"] for row in rows]):
+            assert json.dumps(values) == json.dumps([json.loads(cell) for cell in written])
+        assert [label_text(label) for label in pickle.loads(pickle.dumps([row["label"] for row in rows]))] == [
+            cell.strip('"') for cell in written
+        ]
+
+
+def test_a_scorer_compares_with_the_text_of_a_label(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"q": "a", "y": 0.50}\n{"q": "a", "y": true}\n{"q": "a", "y": 7}\n')
+    rows = load_rows(str(tmp_path / "a.jsonl"), "q", "y")
+    score = get_scorer("exact_match")
+    assert [scored(score, text, row["label"]) for text, row in zip(("0.50", "true", "7"), rows)] == [1.0] * 3
+    assert [scored(score, text, row["label"]) for text, row in zip(("0.5", "True", "7.0"), rows)] == [0.0] * 3
 
 
 def test_a_label_of_a_typed_file_is_its_value_as_json_writes_it(tmp_path: Path) -> None:

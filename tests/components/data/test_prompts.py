@@ -46,19 +46,19 @@ def inputs(rows: list[dict[str, Any]]) -> str:
 def test_rows_are_prompt_label_and_where_they_come_from(tmp_path: Path) -> None:
     source = write(tmp_path / "data.jsonl", RECORDS)
     assert load_rows(source, "question", "answer") == [
-        {"input": "ab", "label": "1", "datasource": "default", "extra_info": {"answer": 1, "more": 0}},
-        {"input": "ba", "label": "2", "datasource": "default", "extra_info": {"answer": 2, "more": 0}},
+        {"input": "ab", "label": 1, "datasource": "default", "extra_info": {"answer": 1, "more": 0}},
+        {"input": "ba", "label": 2, "datasource": "default", "extra_info": {"answer": 2, "more": 0}},
     ]
     assert load_rows(source, "question", max_rows=1) == [
         {"input": "ab", "label": "", "datasource": "default", "extra_info": {"answer": 1, "more": 0}}
     ]
 
 
-def test_a_label_is_text_a_list_or_an_object_and_a_record_names_its_own_datasource(tmp_path: Path) -> None:
+def test_a_label_may_be_any_value_but_null_and_a_record_names_its_own_datasource(tmp_path: Path) -> None:
     labels = ["a", 1.5, 7, True, ["x", 2], {"tests": [1]}]
     records = [{"input": "a", "label": label, "datasource": n or None} for n, label in enumerate(labels)]
     rows = load_rows(write(tmp_path / "data.jsonl", records), label_key="label")
-    assert [row["label"] for row in rows] == ["a", "1.5", "7", "true", ["x", 2], {"tests": [1]}]
+    assert [row["label"] for row in rows] == labels
     assert [row["datasource"] for row in rows] == ["default", "1", "2", "3", "4", "5"]
 
 
@@ -108,7 +108,7 @@ def test_a_blend_uses_every_row_and_keeps_to_its_probabilities(tmp_path: Path) -
     many = write(tmp_path / "many.jsonl", [{"input": "many", "label": n} for n in range(3000)])
     rows = load_rows(f"{few},{many}", label_key="label", probs="0.25, 0.75", seed=1)
     labels = [row["label"] for row in rows]
-    assert sorted(int(label) for label in labels if isinstance(label, str)) == list(range(3000))
+    assert sorted(label for label in labels if isinstance(label, int)) == list(range(3000))
     # The small part starts again and again: 3,000 of the large one are three quarters of 4,000.
     assert len(rows) == pytest.approx(4000, rel=0.05)
     assert [label["n"] for label in labels if isinstance(label, dict)][:7] == [0, 1, 2, 0, 1, 2, 0]
