@@ -14,11 +14,13 @@ from typing import Any, Generic, NoReturn, TypeVar
 from core import Job
 from core.placement import detect_devices
 from training.config import CommandLine, read_file
-from training.launch import open_run, run_job
+from training.continuation import Continued, continued_run
+from training.launch import run_job
 from training.machines import Machines, assuming
 from training.options import RunOptions
 from training.plan import Plan
 from training.schema import describe_options
+from training.tracking import open_run_folder
 
 C = TypeVar("C", bound=RunOptions)
 
@@ -56,6 +58,14 @@ class Command(ABC, Generic[C]):
 
         Raises:
             ValueError, OSError: they cannot.
+        """
+
+    @abstractmethod
+    def check_continued(self, plan: Plan, continued: Continued) -> None:
+        """Check that the run can continue from the checkpoint that it finds, before anything is written.
+
+        Raises:
+            ValueError: it cannot; the message says what to set.
         """
 
     @abstractmethod
@@ -116,8 +126,12 @@ class Command(ABC, Generic[C]):
                     return 0
                 self.check(plan)
             config = plan.config
-            run_dir = open_run(config.run_dir, config.resume, config.checkpoint.path, plan.json())
+            continued = continued_run(config, plan.recipe)
+            if continued is not None:
+                self.check_continued(plan, continued)
+            run_dir = open_run_folder(config.run_dir, config.resume)
             plan.job.config = self.ready(replace(config, run_dir=str(run_dir)))
+            (run_dir / "plan.json").write_text(plan.json(), encoding="utf-8")
         except (ValueError, OSError) as error:
             text = re.sub(r"\w+", lambda word: _OF_CORE.get(word[0], word[0]), str(error))
             print(f"{self.folder.name}: {line.renamed(text)}", file=sys.stderr)

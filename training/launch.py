@@ -19,13 +19,12 @@ from typing import Any
 
 from core import Job
 from core.backends import BackendName
-from training.checkpoint import check_resume
 from training.machines import cores_here
 from training.programs import start_program
 from training.schema import options_of
 from training.terminal.run_view import printable
 from training.terminal.terminal import Terminal
-from training.tracking import EventLog, StepEvent, config_text, finish_summary, open_run_folder, redact
+from training.tracking import EventLog, StepEvent, config_text, finish_summary, redact
 from training.tracking.alarms import Alarms
 
 logger = logging.getLogger(__name__)
@@ -70,27 +69,6 @@ def printed(config: Any, named: Collection[str]) -> str:
     return config_text(options)
 
 
-def open_run(run_dir: str, resume: str, checkpoints: str | None, plan: str) -> Path:
-    """Make or open the folder of a run, see that it can resume from where `resume` says, and write its plan down.
-
-    Args:
-        run_dir: the folder.
-        resume: as in RunOptions.
-        checkpoints: folder of the step folders, `~` is allowed; None: run_dir/checkpoints.
-        plan: the text of plan.json.
-
-    Returns:
-        Its absolute path.
-
-    Raises:
-        ValueError: it cannot be; the message says what to set.
-    """
-    folder = open_run_folder(run_dir, resume)
-    check_resume(resume, Path(checkpoints).expanduser() if checkpoints else folder / "checkpoints")
-    (folder / "plan.json").write_text(plan, encoding="utf-8")
-    return folder
-
-
 def run_job(
     job: Job,
     *,
@@ -107,7 +85,7 @@ def run_job(
     Args:
         job: what to run.
         recipe: its recipe, for messages and the summary.
-        run_dir: its folder, made by `open_run`.
+        run_dir: its folder, made by `open_run_folder`.
         seed: for the summary.
         backend: "ray" or "local".
         began: seconds since the epoch at which the user started it.

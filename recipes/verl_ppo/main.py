@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from components.engines.memory import Need, together
 from core import Job, JobBuilder
@@ -107,6 +108,10 @@ class VerlCommand(PolicyCommand[VerlPPOConfig]):
                 held.append(estimate.inferred(role, config.reward.model_path, own, size, has_head=False))
             needs[role] = together(Need(), *held)
         return needs
+
+    def rows(self, config: VerlPPOConfig) -> list[dict[str, Any]]:
+        """See `PolicyCommand.rows`."""
+        return config.rows()
 
     def count_prompts(self, config: VerlPPOConfig, notes: list[str]) -> int:  # noqa: ARG002 - nothing is tried
         """See `PolicyCommand.count_prompts`."""
