@@ -6,11 +6,12 @@ import re
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
+from components.streams import accept_any_text
 from core import Job
 from core.placement import detect_devices
 from training.config import CommandLine, read_file
@@ -112,12 +113,14 @@ class Command(ABC, Generic[C]):
     def main(self, arguments: list[str] | None = None) -> int:
         """Run the recipe; returns the exit code: 0 finished, 1 failed, 2 bad input, 130 stopped."""
         began = time.time()
+        accept_any_text()
         arguments = sys.argv[1:] if arguments is None else arguments
         if {"--help", "-h"} & set(arguments):
             print(describe_options(self.schema))
             return 0
         line = CommandLine(self.schema, self.words(arguments))
         try:
+            _check_text(arguments)
             with assuming(_machines(line)):
                 asked = self.asked(line)
                 plan = self.plan(asked, line)
@@ -153,6 +156,18 @@ class Command(ABC, Generic[C]):
             sys.exit(self.main())
         except KeyboardInterrupt:  # before there was anything to stop
             sys.exit(130)
+
+
+def _check_text(arguments: Sequence[str]) -> None:
+    """Raise ValueError for an argument that the encoding of this process cannot read: no file of a run can hold it."""
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"{argument}: it is not {sys.getfilesystemencoding()} text, as which arguments are read here; rename "
+                "the file, or set LC_ALL=C.UTF-8"
+            ) from None
 
 
 def _machines(line: CommandLine[Any]) -> Machines | None:

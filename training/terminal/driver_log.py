@@ -58,7 +58,7 @@ def _flush() -> None:
 @contextmanager
 def _logging_to(path: Path, info: Callable[[str], None]) -> Iterator[None]:
     """Let all warnings go to the file, with their time, and our own to `info`."""
-    to_file, to_screen = logging.FileHandler(path, encoding="utf-8"), _OwnWarnings(info)
+    to_file, to_screen = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace"), _OwnWarnings(info)
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for handler in (to_file, to_screen):
         handler.setLevel(logging.WARNING)
