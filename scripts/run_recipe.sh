@@ -13,6 +13,10 @@ here="$(cd -- "$1" && pwd)"
 shift
 name="$(basename -- "$here")"
 
+# Ctrl-C or SIGTERM while the environment is looked at: one line, as from the program itself.
+trap 'printf "%s: stopped before the start\n" "$name" >&2; exit 130' INT
+trap 'printf "%s: stopped before the start\n" "$name" >&2; exit 143' TERM
+
 refuse() { printf '%s: %s\n' "$name" "$@" >&2; exit 2; }
 
 # Python imports the folder by its name.
@@ -46,6 +50,9 @@ else
 fi
 # A recipe elsewhere that is called as a module of Python's or of a package would be taken for it, everywhere.
 env -u PYTHONPATH TROUPE_HOME="$home" "$python" -P - "$module" "$here" <<'PY' || refuse "rename the folder $here"
+import signal
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)
 import importlib.util
 import keyword
 import os
@@ -64,5 +71,10 @@ PY
 
 export TROUPE_HOME="$home"
 export PYTHONPATH="$path${PYTHONPATH:+:$PYTHONPATH}"
+# Signals wait until the program has a handler for them (components/early_stop.py), which is its first import.
+hold=(env --block-signal=INT --block-signal=TERM)
+if ! grep -qs early_stop "$here/main.py" || ! "${hold[@]}" true 2>/dev/null; then
+    hold=()
+fi
 # -P: the current folder is not searched for modules.
-exec "$python" -P -m "$module.main" "$@"
+exec "${hold[@]}" "$python" -P -m "$module.main" "$@"

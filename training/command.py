@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -11,8 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
+from components.early_stop import SIGNALS, stop_line
 from components.streams import accept_any_text
 from core import Job
+from core.backends import is_ray_left
 from core.placement import detect_devices
 from training.config import CommandLine, read_file
 from training.continuation import Continued, continued_run
@@ -151,11 +155,28 @@ class Command(ABC, Generic[C]):
         )
 
     def run(self) -> NoReturn:
-        """`main`, as a program."""
+        """`main`, as a program: Ctrl-C or SIGTERM before the job's own handling of them ends it with one line, and exit
+        code 130 or 143.
+        """
+        stopped_by = signal.SIGINT
+
+        def stop(number: int, _: Any) -> None:
+            nonlocal stopped_by
+            stopped_by = signal.Signals(number)
+            raise KeyboardInterrupt
+
+        for number in SIGNALS:
+            signal.signal(number, stop)
         try:
-            sys.exit(self.main())
-        except KeyboardInterrupt:  # before there was anything to stop
-            sys.exit(130)
+            code = self.main()
+            if is_ray_left.is_set():
+                for stream in (sys.stdout, sys.stderr):
+                    stream.flush()
+                os._exit(code)  # threads of Ray's library would keep the process from ending
+            sys.exit(code)
+        except KeyboardInterrupt:
+            print(stop_line(self.folder.name), file=sys.stderr, flush=True)
+            sys.exit(128 + stopped_by)
 
 
 def _check_text(arguments: Sequence[str]) -> None:

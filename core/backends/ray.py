@@ -1,6 +1,7 @@
 """Workloads as Ray actors: one actor for each process of the job, inside one placement group per job."""
 
 import asyncio
+import atexit
 import contextlib
 import functools
 import importlib
@@ -13,6 +14,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +33,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from core.backends import is_ray_left
 from core.backends.ray_host import RayHost
 from core.backends.ray_token import own_token
 from core.errors import JobError, ResultLost, WorkerDied, first_line, with_note
@@ -48,6 +51,7 @@ _REACHED_WITHIN_S = 10.0
 _FIRST_REPORT_S = 10.0
 _KNOCK_S = 3.0
 _STOPPED_S = 10.0
+_SHUTDOWN_S = 5.0
 _KNOCKS_AT_ONCE = 32
 _SILENT_WITHIN_S = 90
 """Ray gives a silent node up after 64 s, unless it is told otherwise."""
@@ -195,11 +199,13 @@ class RayBackend:
         try:
             with few_processes():
                 ray.init(address="local", num_cpus=cpus, num_gpus=gpus, **options, **quiet)
-        except Exception as error:  # Ray has no other type for it; a machine may be so busy that 30 s are not enough
+        except BaseException as error:  # a signal too; what Ray has started by then knows of no end
             _end_all_of(self._own_folder)
             self.stop()
+            if not isinstance(error, Exception):
+                raise
+            # Ray has no other type for it; a machine may be so busy that 30 s are not enough
             raise WorkerDied(f"Ray did not start: {first_line(error)}") from error
-        self._own_cluster.callback(ray.shutdown)
         node = vars(importlib.import_module("ray._private.worker"))["_global_node"]
         for name in ("gcs_server", "raylet"):
             self._own_processes += [(name, started.process) for started in node.all_processes[name]]
@@ -287,23 +293,46 @@ class RayBackend:
 
     def kill(self, handle: Any) -> None:
         """End a host at once."""
-        if not self.fault():
-            ray.kill(handle, no_restart=True)
+        self._ask_ray(lambda: ray.kill(handle, no_restart=True))
 
     def release(self) -> None:
         """Give back what the job has reserved."""
-        if self._group is not None and ray.is_initialized() and not self.fault():
-            remove_placement_group(self._group)
-        self._group = None
+        group, self._group = self._group, None
+        if group is not None and ray.is_initialized():
+            self._ask_ray(lambda: remove_placement_group(group))
 
     def stop(self) -> None:
         """End the cluster if it was started for this job; its own logs stay where a part of it has died."""
-        folder = None if self.fault() else self._own_folder
-        self._own_cluster.close()
-        if folder is not None:
+        folder = self._own_folder
+        if folder is not None and not self._ask_ray(ray.shutdown, _SHUTDOWN_S):
+            # Ray's library would wait a minute for a cluster that is gone, and then end this process.
+            _end_all_of(folder)
+            if not self._ask(ray.shutdown, _SHUTDOWN_S):
+                atexit.unregister(ray.shutdown)
+            is_ray_left.set()
+        elif folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
+        self._own_cluster.close()
         self._own_folder = None
         self._own_processes = []
+
+    def _ask_ray(self, call: Callable[[], object], seconds: float = _REACHED_WITHIN_S) -> bool:
+        """Call Ray while the job's own cluster lives, and for so long at most; returns True where it has returned."""
+        return not self.fault() and self._ask(call, seconds, self.fault)
+
+    def _ask(self, call: Callable[[], object], seconds: float, fault: Callable[[], str] = str) -> bool:
+        done = threading.Event()
+
+        def ask() -> None:
+            with contextlib.suppress(Exception):  # what is gone already needs no end
+                call()
+            done.set()
+
+        threading.Thread(target=ask, name="troupe-last-call", daemon=True).start()
+        deadline = time.monotonic() + seconds
+        while not done.wait(_MOMENT_S) and time.monotonic() < deadline and not fault():
+            pass
+        return done.is_set()
 
 
 @contextlib.contextmanager
@@ -338,11 +367,18 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _end_all_of(folder: Path) -> None:
-    """End what a start of Ray that failed has left: processes whose commands name its folder."""
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            if os.fsencode(folder) in file.read_bytes():
-                os.kill(int(file.parent.name), signal.SIGKILL)
+    """End what a Ray that did not start, or did not end, has left: processes whose commands name its folder, or that
+    have opened a file in it: agents of Ray overwrite their commands.
+    """
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
+            is_named = os.fsencode(folder) in (process / "cmdline").read_bytes()
+            if is_named or (process.name != str(os.getpid()) and _has_opened(process, folder)):
+                os.kill(int(process.name), signal.SIGKILL)
+
+
+def _has_opened(process: Path, folder: Path) -> bool:
+    return any(os.readlink(file).startswith(f"{folder}/") for file in (process / "fd").iterdir())
 
 
 def check_reachable(address: str) -> None:

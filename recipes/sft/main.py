@@ -1,5 +1,9 @@
 """From the command line to a finished run: configuration -> job -> submit."""
 
+import components.early_stop  # noqa: F401 - first, so that Ctrl-C during the other imports is one line
+
+# isort: split
+
 from pathlib import Path
 from typing import TYPE_CHECKING
 

@@ -10,13 +10,16 @@ from recipe_runs import ROOT
 
 from components.streams import accept_any_text
 
-REWARD = 'def reward_func(queries, prompts, labels, **_):\n    print("\\U0001f600 \\ud800")\n    return [1.0] * len(queries)\n'
+REWARD = """def reward_func(queries, prompts, labels, **_):
+    print("\\U0001f600 \\ud800")
+    return [1.0] * len(queries)
+"""
 OPTIONS = ["backend=local", "max_steps=1", "evaluation.path=null", "prompts_per_step=16", "data.max_samples=16"]
 
 
 def program(*arguments: str, **env: str) -> "subprocess.CompletedProcess[bytes]":
     return subprocess.run(
-        [sys.executable, "-P", *arguments],
+        [sys.executable, *arguments],
         env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
         capture_output=True,
         timeout=300,
