@@ -17,6 +17,7 @@ from components.early_stop import SIGNALS, stop_line
 from components.streams import accept_any_text
 from core import Job
 from core.backends import is_ray_left
+from core.backends.ray_address import check_reachable
 from core.placement import detect_devices
 from training.config import CommandLine, read_file
 from training.continuation import Continued, continued_run
@@ -133,6 +134,8 @@ class Command(ABC, Generic[C]):
                     return 0
                 self.check(plan)
             config = plan.config
+            if config.backend == "ray" and (address := os.environ.get("RAY_ADDRESS")):
+                check_reachable(address)
             continued = continued_run(config, plan.recipe)
             if continued is not None:
                 self.check_continued(plan, continued)

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from core.backends import is_ray_left
+from core.backends.ray_address import check_reachable, unanswered
 from core.backends.ray_host import RayHost
 from core.backends.ray_token import own_token
 from core.errors import JobError, ResultLost, WorkerDied, first_line, with_note
@@ -52,6 +53,7 @@ _FIRST_REPORT_S = 10.0
 _KNOCK_S = 3.0
 _STOPPED_S = 10.0
 _SHUTDOWN_S = 5.0
+_JOINED_WITHIN_S = 20.0
 _KNOCKS_AT_ONCE = 32
 _SILENT_WITHIN_S = 90
 """Ray gives a silent node up after 64 s, unless it is told otherwise."""
@@ -164,7 +166,7 @@ class RayBackend:
             quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
             if address := os.environ.get("RAY_ADDRESS"):
                 check_reachable(address)
-                ray.init(address=address, **quiet)
+                self._join(address, quiet)
             else:
                 self._start_own(max(cpus, os.cpu_count() or 1), quiet)
             # Ray prints a paragraph about each process that dies; the master names it in one line.
@@ -180,6 +182,15 @@ class RayBackend:
         self._group = placement_group(bundles, strategy="PACK", name=f"troupe-{self._run_id}", **selected)
         wish = missing or f"the job's {len(bundles)} bundles are to be reserved"
         _await_group(self._group, wish, placement_timeout, info)
+
+    def _join(self, address: str, quiet: Mapping[str, Any]) -> None:
+        try:
+            if _from_a_thread(functools.partial(ray.init, address=address, **quiet), _JOINED_WITHIN_S):
+                return
+        except Exception as error:
+            raise unanswered(address, _JOINED_WITHIN_S, error) from error
+        is_ray_left.set()
+        raise unanswered(address, _JOINED_WITHIN_S)
 
     def _start_own(self, cpus: int, quiet: dict[str, Any]) -> None:
         self._own_cluster.enter_context(own_token(shared_folder(f"{self._run_id}-ray")))
@@ -198,10 +209,12 @@ class RayBackend:
         options = {"include_dashboard": False, "object_store_memory": store, "_temp_dir": str(self._own_folder / "r")}
         try:
             with few_processes():
-                ray.init(address="local", num_cpus=cpus, num_gpus=gpus, **options, **quiet)
+                start = functools.partial(ray.init, address="local", num_cpus=cpus, num_gpus=gpus, **options, **quiet)
+                _from_a_thread(start)
         except BaseException as error:  # a signal too; what Ray has started by then knows of no end
             _end_all_of(self._own_folder)
             self.stop()
+            is_ray_left.set()
             if not isinstance(error, Exception):
                 raise
             # Ray has no other type for it; a machine may be so busy that 30 s are not enough
@@ -378,18 +391,28 @@ def _end_all_of(folder: Path) -> None:
 
 
 def _has_opened(process: Path, folder: Path) -> bool:
-    return any(os.readlink(file).startswith(f"{folder}/") for file in (process / "fd").iterdir())
+    return any(file.readlink().is_relative_to(folder) for file in (process / "fd").iterdir())
 
 
-def check_reachable(address: str) -> None:
-    """Ray itself would try for minutes, and say so in its log."""
-    host, _, port = address.rpartition(":")
-    if "://" in address or not port.isdecimal():  # a client's address, or "auto"
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _REACHED_WITHIN_S).close()
-    except OSError as error:
-        raise JobError(f"no Ray cluster responds at {address} ({error}); start it, or unset RAY_ADDRESS") from error
+def _from_a_thread(call: Callable[[], object], seconds: float = math.inf) -> bool:
+    """Let a thread call Ray, so that a signal finds the main thread in Python, whatever Ray waits for; returns True
+    where it has returned in time. What it raises is raised here.
+    """
+    outcome: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised where the caller waits
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="troupe-ray", daemon=True).start()
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if wait([outcome], _MOMENT_S).done:
+            outcome.result()
+            return True
+    return False
 
 
 def _missing(placement: Placement, cpus: int) -> str:
