@@ -46,7 +46,13 @@ module="$name"
 if [[ "$(dirname -- "$here")" -ef "$home/recipes" ]]; then
     module="recipes.$name"
 else
-    path="$(dirname -- "$here"):$home"
+    # A folder with a link to the copy alone: what lies beside it, perhaps a select.py, is not to be imported.
+    cache="${TROUPE_CACHE:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/troupe}"
+    links="$cache/copies/$(printf '%s' "$here" | cksum | tr -d ' ')"
+    if [[ ! "$links/$name" -ef "$here" ]] && ! { mkdir -p -- "$links" && ln -sfn -- "$here" "$links/$name"; }; then
+        refuse "$links cannot be written, where a link to the recipe is needed; set TROUPE_CACHE to another folder"
+    fi
+    path="$links:$home"
 fi
 # A recipe elsewhere that is called as a module of Python's or of a package would be taken for it, everywhere.
 env -u PYTHONPATH TROUPE_HOME="$home" "$python" -P - "$module" "$here" <<'PY' || refuse "rename the folder $here"

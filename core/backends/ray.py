@@ -147,6 +147,8 @@ class RayBackend:
         self._stopped: dict[int, float] = {}
         """Since when a part of the own cluster is stopped, by its process."""
         self._own_folder: Path | None = None
+        self._cluster_ended = threading.Event()
+        """Set once the own cluster has ended, for the thread that has started it."""
         self._group: PlacementGroup | None = None
         self.transport = RayTransport()
 
@@ -210,7 +212,9 @@ class RayBackend:
         try:
             with few_processes():
                 start = functools.partial(ray.init, address="local", num_cpus=cpus, num_gpus=gpus, **options, **quiet)
-                _from_a_thread(start)
+                # Linux ends Ray's processes with the thread that has started them, not with the process.
+                self._cluster_ended = threading.Event()
+                _from_a_thread(start, until=self._cluster_ended)
         except BaseException as error:  # a signal too; what Ray has started by then knows of no end
             _end_all_of(self._own_folder)
             self.stop()
@@ -326,6 +330,7 @@ class RayBackend:
         elif folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         self._own_cluster.close()
+        self._cluster_ended.set()
         self._own_folder = None
         self._own_processes = []
 
@@ -394,9 +399,9 @@ def _has_opened(process: Path, folder: Path) -> bool:
     return any(file.readlink().is_relative_to(folder) for file in (process / "fd").iterdir())
 
 
-def _from_a_thread(call: Callable[[], object], seconds: float = math.inf) -> bool:
+def _from_a_thread(call: Callable[[], object], seconds: float = math.inf, until: threading.Event | None = None) -> bool:
     """Let a thread call Ray, so that a signal finds the main thread in Python, whatever Ray waits for; returns True
-    where it has returned in time. What it raises is raised here.
+    where it has returned in time. What it raises is raised here. The thread lives on `until` an event is set.
     """
     outcome: Future[object] = Future()
 
@@ -405,6 +410,9 @@ def _from_a_thread(call: Callable[[], object], seconds: float = math.inf) -> boo
             outcome.set_result(call())
         except BaseException as error:  # noqa: BLE001 - raised where the caller waits
             outcome.set_exception(error)
+        else:
+            if until is not None:
+                until.wait()
 
     threading.Thread(target=run, name="troupe-ray", daemon=True).start()
     deadline = time.monotonic() + seconds
