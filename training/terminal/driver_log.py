@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,9 @@ def _logging_to(path: Path, info: Callable[[str], None]) -> Iterator[None]:
     finally:
         for handler in (to_file, to_screen):
             logging.getLogger().removeHandler(handler)
-            handler.close()
+            # On a full disk the last lines of the log are lost; what ended the run is what has to be read.
+            with suppress(OSError):
+                handler.close()
 
 
 class _OwnWarnings(logging.Handler):
