@@ -21,7 +21,7 @@ from core.backends.ray_address import check_reachable
 from core.placement import detect_devices
 from training.config import CommandLine, read_file
 from training.continuation import Continued, continued_run
-from training.launch import run_job
+from training.launch import check_open_files, run_job
 from training.machines import Machines, assuming
 from training.options import RunOptions
 from training.plan import Plan
@@ -134,6 +134,8 @@ class Command(ABC, Generic[C]):
                     return 0
                 self.check(plan)
             config = plan.config
+            if config.backend == "ray":
+                check_open_files(len(plan.job.placement.hosts))
             if config.backend == "ray" and (address := os.environ.get("RAY_ADDRESS")):
                 check_reachable(address)
             continued = continued_run(config, plan.recipe)
