@@ -33,6 +33,8 @@ _TIDY_WITHIN_S = 5.0
 _NODES_EVERY_S = 2.0
 
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
 _print_line = functools.partial(print, flush=True)
 
 
@@ -76,7 +78,7 @@ class Master:
         )
         self._starts: Counter[str] = Counter()
         self._runs = runs
-        self._ending = self._stop_passed_on = False
+        self._ending = self._stop_passed_on = self._cleaning_up = False
         self._attempt = 1
         self._driving: set[WatchedHost] = set()
         self._stop_asked: float | None = None
@@ -88,6 +90,7 @@ class Master:
         """Start, drive, recover, clean up."""
         began = time.monotonic()
         status, error, trace = "finished", "", ""
+        self._catch_signals()
         try:
             self._until_done()
             status = "finished" if self._stop_asked is None else "stopped"
@@ -97,6 +100,8 @@ class Master:
             status = "failed"
             error, trace = self._explain(failure)
         finally:
+            # From here on a signal changes nothing: what is left takes seconds, and must not be left behind.
+            self._cleaning_up = True
             self._clean_up()
             self._signals.close()
         error = error or ("stopped by the user" if status == "stopped" else "")
@@ -169,9 +174,12 @@ class Master:
     def _start(self) -> None:
         sweep_shared()
         claim_shared(self._shared_dir)
-        self._backend.start(self._job.placement, self._job.placement_timeout, _print_line)
-        if self._runs and self._attempt == 1:
-            self._catch_signals()  # after Ray, which sets a handler of its own
+        try:
+            self._backend.start(self._job.placement, self._job.placement_timeout, _print_line)
+        except SystemExit as stop:  # of Ray's own handler of SIGTERM, until ours takes its place again
+            raise KeyboardInterrupt from stop
+        if self._runs:
+            self._set_handlers()  # after Ray, which sets some of its own
         self._coming = BringUp(self._job, self._facts, self._backend, self._watch, self._starts)
         while not self._coming.all_up:
             self._tend(pause=_START_POLL_S)
@@ -340,10 +348,18 @@ class Master:
     def _catch_signals(self) -> None:
         """Let SIGTERM end a run as Ctrl-C does, while it lasts; the first of them lets the driver save its work."""
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._signals.callback(signal.signal, number, signal.signal(number, self._interrupt))
+            for number in _SIGNALS:
+                self._signals.callback(signal.signal, number, signal.getsignal(number))
+        self._set_handlers()
+
+    def _set_handlers(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                signal.signal(number, self._interrupt)
 
     def _interrupt(self, *_: Any) -> None:
+        if self._cleaning_up:
+            return
         may_wait = self._driving and not self._ending and self._job.stop_grace > 0
         if not may_wait or self._stop_asked is not None:
             raise KeyboardInterrupt

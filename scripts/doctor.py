@@ -449,6 +449,8 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument("--ray", action="store_true", help="also start a local Ray and run one task in it")
     options = parser.parse_args()
+    for stream in (sys.stdout, sys.stderr):
+        getattr(stream, "reconfigure", lambda **_: None)(errors="backslashreplace")
     pages = examined(options.ray)
     is_well = not any(each["state"] == WRONG for lines in pages.values() for each in lines)
     text = json.dumps({"well": is_well, "sections": pages}, indent=2)

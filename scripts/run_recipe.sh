@@ -13,6 +13,10 @@ here="$(cd -- "$1" && pwd)"
 shift
 name="$(basename -- "$here")"
 
+# Ctrl-C or SIGTERM while the environment is looked at: one line, as from the program itself.
+trap 'printf "%s: stopped before the start\n" "$name" >&2; exit 130' INT
+trap 'printf "%s: stopped before the start\n" "$name" >&2; exit 143' TERM
+
 refuse() { printf '%s: %s\n' "$name" "$@" >&2; exit 2; }
 
 # Python imports the folder by its name.
@@ -42,10 +46,19 @@ module="$name"
 if [[ "$(dirname -- "$here")" -ef "$home/recipes" ]]; then
     module="recipes.$name"
 else
-    path="$(dirname -- "$here"):$home"
+    # A folder with a link to the copy alone: what lies beside it, perhaps a select.py, is not to be imported.
+    cache="${TROUPE_CACHE:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/troupe}"
+    links="$cache/copies/$(printf '%s' "$here" | cksum | tr -d ' ')"
+    if [[ ! "$links/$name" -ef "$here" ]] && ! { mkdir -p -- "$links" && ln -sfn -- "$here" "$links/$name"; }; then
+        refuse "$links cannot be written, where a link to the recipe is needed; set TROUPE_CACHE to another folder"
+    fi
+    path="$links:$home"
 fi
 # A recipe elsewhere that is called as a module of Python's or of a package would be taken for it, everywhere.
 env -u PYTHONPATH TROUPE_HOME="$home" "$python" -P - "$module" "$here" <<'PY' || refuse "rename the folder $here"
+import signal
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)
 import importlib.util
 import keyword
 import os
@@ -64,5 +77,8 @@ PY
 
 export TROUPE_HOME="$home"
 export PYTHONPATH="$path${PYTHONPATH:+:$PYTHONPATH}"
+# Signals wait until the program has a handler for them (training/early_stop.py).
+hold=(env --block-signal=INT --block-signal=TERM)
+"${hold[@]}" true 2>/dev/null || hold=()
 # -P: the current folder is not searched for modules.
-exec "$python" -P -m "$module.main" "$@"
+exec "${hold[@]}" "$python" -P -m training.early_stop "$module.main" "$@"

@@ -255,6 +255,11 @@ forget_half_written() {
 install() {
     local started="$SECONDS" fault="" builder="$venv_python" at_work=unfinished previous=() wanted
     local name needs own missing=()
+    # Of somebody else, or on another disk on purpose: never replaced, and not filled with what it does not expect.
+    if [[ -L .venv ]] && ! is_ours "$venv_python"; then
+        refuse "$home/.venv is a link to $(readlink .venv), which has no Python 3.11 or 3.12 that runs; remove the link," \
+            "or make it lead to an environment"
+    fi
     [[ ! -e .venv && ! -L .venv ]] || fault="$(venv_fault)"
     if [[ ! -e .venv || -n "$fault" ]]; then
         builder="$(find_python)"
@@ -269,6 +274,8 @@ install() {
     [[ "${saved[2]:-none}" == @(none|"$build") ]] || names=""
 
     if [[ "$builder" != "$venv_python" ]]; then
+        [[ ! -L .venv ]] || refuse "$home/.venv is a link to $(readlink .venv), $fault; remove the link, or mend that" \
+            "environment"
         [[ -z "$fault" ]] || say "removing $fault"
         rm -rf -- .venv
         say "making $home/.venv with $("$builder" --version)"

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
+from components.streams import accept_any_text
 from core import Job
+from core.backends import is_ray_left
+from core.backends.ray_address import check_reachable
 from core.placement import detect_devices
 from training.config import CommandLine, read_file
+from training.continuation import Continued, continued_run
+from training.early_stop import SIGNALS, stop_line
 from training.early_writes import check_writes
 from training.inputs import absent_models
-from training.launch import open_endpoint, open_run, run_job
+from training.launch import check_open_files, open_endpoint, run_job
 from training.machines import Machines, assuming, is_here
 from training.options import ModelOptions, RunOptions
 from training.plan import Plan
 from training.schema import describe_options
+from training.tracking import open_run_folder
 
 C = TypeVar("C", bound=RunOptions)
 
@@ -63,6 +71,14 @@ class Command(ABC, Generic[C]):
     def models(self, config: C) -> dict[str, str]:  # noqa: ARG002 - for a subclass
         """Return the paths of the models that a run reads, by option."""
         return {}
+
+    @abstractmethod
+    def check_continued(self, plan: Plan, continued: Continued) -> None:
+        """Check that the run can continue from the checkpoint that it finds, before anything is written.
+
+        Raises:
+            ValueError: it cannot; the message says what to set.
+        """
 
     @abstractmethod
     def ready(self, config: C) -> C:
@@ -128,6 +144,7 @@ class Command(ABC, Generic[C]):
     def main(self, arguments: list[str] | None = None) -> int:
         """Run the recipe; returns the exit code: 0 finished, 1 failed, 2 bad input, 130 stopped."""
         began = time.time()
+        accept_any_text()
         arguments = sys.argv[1:] if arguments is None else arguments
         if {"--help", "-h"} & set(arguments):
             print(describe_options(self.schema))
@@ -135,6 +152,7 @@ class Command(ABC, Generic[C]):
         line = CommandLine(self.schema, self.words(arguments))
         endpoint = None
         try:
+            _check_text(arguments)
             with assuming(_machines(line)):
                 asked = self.asked(line)
                 absent = absent_models(self.models(asked)) if asked.dry_run else {}
@@ -150,11 +168,19 @@ class Command(ABC, Generic[C]):
                 plan.check_and_show()
                 self.check(plan)
             config = plan.config
+            if config.backend == "ray":
+                check_open_files(len(plan.job.placement.hosts))
+                if address := os.environ.get("RAY_ADDRESS"):
+                    check_reachable(address)
+            continued = continued_run(config, plan.recipe)
+            if continued is not None:
+                self.check_continued(plan, continued)
             endpoint = open_endpoint(config, plan.job, plan.recipe)
-            run_dir = open_run(config.run_dir, config.resume, config.checkpoint.path, plan.json())
+            run_dir = open_run_folder(config.run_dir, config.resume)
             config = replace(config, run_dir=str(run_dir))
             plan.notes = [*plan.notes, *self.check_writes(plan)]
             plan.job.config = self.ready(config)
+            (run_dir / "plan.json").write_text(plan.json(), encoding="utf-8")
         except (ValueError, OSError) as error:
             if endpoint is not None:
                 endpoint.close()
@@ -203,11 +229,40 @@ class Command(ABC, Generic[C]):
                 print(f"{self.folder.name}: {text}", file=sys.stderr)
 
     def run(self) -> NoReturn:
-        """`main`, as a program."""
+        """`main`, as a program: Ctrl-C or SIGTERM before the job's own handling of them ends it with one line, and exit
+        code 130 or 143.
+        """
+        stopped_by = signal.SIGINT
+
+        def stop(number: int, _: Any) -> None:
+            nonlocal stopped_by
+            stopped_by = signal.Signals(number)
+            raise KeyboardInterrupt
+
+        for number in SIGNALS:
+            signal.signal(number, stop)
         try:
-            sys.exit(self.main())
-        except KeyboardInterrupt:  # before there was anything to stop
-            sys.exit(130)
+            code = self.main()
+            if is_ray_left.is_set():
+                for stream in (sys.stdout, sys.stderr):
+                    stream.flush()
+                os._exit(code)  # threads of Ray's library would keep the process from ending
+            sys.exit(code)
+        except KeyboardInterrupt:
+            print(stop_line(self.folder.name), file=sys.stderr, flush=True)
+            sys.exit(128 + stopped_by)
+
+
+def _check_text(arguments: Sequence[str]) -> None:
+    """Raise ValueError for an argument that the encoding of this process cannot read: no file of a run can hold it."""
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"{argument}: it is not {sys.getfilesystemencoding()} text, as which arguments are read here; rename "
+                "the file, or set LC_ALL=C.UTF-8"
+            ) from None
 
 
 def _machines(line: CommandLine[Any]) -> Machines | None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from components.batch import Batch
+
+if TYPE_CHECKING:
+    from training.supervised_options import SupervisedOptions
 
 
 class Epochs:
@@ -32,6 +35,14 @@ class Epochs:
         self._steps_per_epoch = -(-self._groups // batch_size)
         self.steps = epochs * self._steps_per_epoch
         """Of the whole run."""
+
+    @classmethod
+    def of(cls, config: SupervisedOptions, batch: Batch) -> Epochs:
+        """The minibatches of a run with these options."""
+        train = config.train
+        return cls(
+            batch, batch_size=train.batch_size, epochs=train.epochs, seed=config.seed, group_size=config.GROUP_SIZE
+        )
 
     def minibatch(self, step: int) -> Batch:
         """The sequences of one optimizer step; the first is 1."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from components.batch import Batch
@@ -46,6 +47,8 @@ class Evaluation:
     """The step after which the last evaluation was made; -1: none was."""
     best: tuple[str, float] | None = None
     """Name and value of the best metric so far."""
+    best_step: int = 0
+    """The step that it is of; 0: the start."""
 
     def start(self) -> dict[str, float]:
         """Evaluate the policy before it is trained, or where held-out prompts were named for the first time; returns
@@ -101,12 +104,12 @@ class Evaluation:
         assert self.prompts is not None
         return self.response(for_samples(self.prompts, count), sampling)
 
-    def is_best(self, metrics: Mapping[str, float]) -> bool:
+    def is_best(self, metrics: Mapping[str, float], step: int = 0) -> bool:
         """Whether a step whose metrics these are is the best so far; one that was not evaluated is not."""
         found = self._deciding(metrics) if any(name.startswith("eval/") for name in metrics) else None
         if found is None or (self.best is not None and found[1] <= self.best[1]):
             return False
-        self.best = found
+        self.best, self.best_step = found, step
         return True
 
     def _deciding(self, metrics: Mapping[str, float]) -> tuple[str, float] | None:
@@ -133,11 +136,34 @@ class Evaluation:
         self.info(f"score on {len(self.prompts)} held-out prompts: {', '.join(said)}")
         return found
 
+    def verdict(self, checkpoints: Path) -> str:
+        """A line about a run that ends worse than it was at its best or at its start; empty for others.
+
+        Args:
+            checkpoints: the folder of the step folders.
+        """
+        start, end = self.scores.get("start", {}), self.scores.get("end", {})
+        last = self._deciding(end) if end else None
+        if last is None:
+            return ""
+        first = self._deciding(start) if start else None
+        found = ""
+        if self.best is not None and self.best[1] > last[1]:
+            folder = checkpoints / f"step_{self.best_step}"
+            where = f": {folder}/hf" if folder.is_dir() else ", of which there is no checkpoint"
+            found = f"the best policy is of step {self.best_step}, {last[0]} {self.best[1]:.3f}{where}"
+        if first is not None and last[1] < first[1]:
+            found += "; " * bool(found) + (
+                f"the end ({last[1]:.3f}) is worse than the start ({first[1]:.3f}): lower train.learning_rate"
+            )
+        return found
+
     def state_dict(self) -> dict[str, Any]:
         """Give what `load_state_dict` needs."""
-        return {"scores": self.scores, "step": self.step, "best": self.best}
+        return {"scores": self.scores, "step": self.step, "best": self.best, "best_step": self.best_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the scores of another run's part."""
         self.scores, self.step = state["scores"], state.get("step", -1)
         self.best = state["best"] and tuple(state["best"])
+        self.best_step = state.get("best_step", 0)

@@ -250,11 +250,8 @@ def check_encoding(
     if model.path.startswith(WARM_START_PREFIX):  # it is still to be made
         if max(len(str(row["input"])) for row in rows) <= data.max_prompt_tokens:
             return 0  # without its tokenizer, which takes seconds to import: a token has a character at least
-        from components.data.tasks import get_task
-        from components.data.tiny_model import task_tokenizer
-
-        return data.source(rows, task_tokenizer(get_task(model.path.removeprefix(WARM_START_PREFIX))), seed).too_long
-    tokenizer = model.tokenizer()
+        return data.source(rows, data_tokenizer(model), seed).too_long
+    tokenizer = data_tokenizer(model)
     check_vocabulary(tokenizer, model)
     source = data.source(rows, tokenizer, seed)
     of_model, longest = find_model(model.path).get_text_config(), source.longest_kept
@@ -265,6 +262,18 @@ def check_encoding(
             f"rollout.max_new_tokens={max_new_tokens} are more; lower that, or data.max_prompt_tokens"
         )
     return source.too_long
+
+
+def data_tokenizer(model: ModelOptions) -> PreTrainedTokenizerBase:
+    """The tokenizer that prompts are read with; of a demonstration's model also where that is still to be made."""
+    from training.warm_start import WARM_START_PREFIX
+
+    if not model.path.startswith(WARM_START_PREFIX):
+        return model.tokenizer()
+    from components.data.tasks import get_task
+    from components.data.tiny_model import task_tokenizer
+
+    return task_tokenizer(get_task(model.path.removeprefix(WARM_START_PREFIX)))
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: ModelOptions) -> None:

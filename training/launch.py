@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -19,13 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from core import Job
 from core.backends import BackendName
-from training.checkpoint import check_resume
 from training.machines import cores_here
 from training.programs import start_program
 from training.schema import options_of
 from training.terminal.run_view import printable
 from training.terminal.terminal import Terminal
-from training.tracking import EventLog, StepEvent, config_text, finish_summary, open_run_folder, redact
+from training.tracking import EventLog, StepEvent, config_text, finish_summary, redact
 from training.tracking.alarms import Alarms
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+FILES_OF_RAY, FILES_OF_PROCESS = 192, 16
+"""Open files that a process of Ray may need at most, and more of them for each process of the job."""
 REPORT_WITHIN_S = 120.0
 """So long a run waits at its end for its report (a disk may hang)."""
 STOP_GRACE_S = 600.0
@@ -73,25 +75,19 @@ def printed(config: Any, named: Collection[str]) -> str:
     return config_text(options)
 
 
-def open_run(run_dir: str, resume: str, checkpoints: str | None, plan: str) -> Path:
-    """Make or open the folder of a run, see that it can resume from where `resume` says, and write its plan down.
-
-    Args:
-        run_dir: the folder.
-        resume: as in RunOptions.
-        checkpoints: folder of the step folders, `~` is allowed; None: run_dir/checkpoints.
-        plan: the text of plan.json.
-
-    Returns:
-        Its absolute path.
+def check_open_files(processes: int) -> None:
+    """Check that the limit on open files leaves room for Ray, which waits for minutes where it does not.
 
     Raises:
-        ValueError: it cannot be; the message says what to set.
+        ValueError: it does not.
     """
-    folder = open_run_folder(run_dir, resume)
-    check_resume(resume, Path(checkpoints).expanduser() if checkpoints else folder / "checkpoints")
-    (folder / "plan.json").write_text(plan, encoding="utf-8")
-    return folder
+    needed = FILES_OF_RAY + FILES_OF_PROCESS * processes
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        raise ValueError(
+            f"this shell allows {soft} open files to a process (ulimit -n), and Ray with {processes} processes needs "
+            f"{needed}; run `ulimit -n {needed}` first, or set backend=local"
+        )
 
 
 def run_job(
@@ -111,7 +107,7 @@ def run_job(
     Args:
         job: what to run.
         recipe: its recipe, for messages and the summary.
-        run_dir: its folder, made by `open_run`.
+        run_dir: its folder, made by `open_run_folder`.
         seed: for the summary.
         backend: "ray" or "local".
         began: seconds since the epoch at which the user started it.

@@ -14,8 +14,17 @@ from core.placement import detect_devices
 from training.adapter import as_text
 from training.command import Command
 from training.config import CommandLine
+from training.continuation import (
+    GROUPS,
+    Continued,
+    check_seed,
+    check_trained_model,
+    no_state_of,
+    other_data,
+    unfinished_groups,
+)
 from training.estimate import Estimate
-from training.inputs import check_prompts, describe_prompts, resolved
+from training.inputs import CHECKED_ROWS, check_prompts, data_tokenizer, describe_prompts, resolved
 from training.launch import STOP_GRACE_S, threads_each
 from training.options import ModelOptions
 from training.plan import Plan, attention_notes, steps_text
@@ -202,6 +211,27 @@ class PolicyCommand(Command[C]):
     def exported(self, config: C) -> ModelOptions:
         """See `Command.exported`."""
         return config.model
+
+    def check_continued(self, plan: Plan, continued: Continued) -> None:
+        """See `Command.check_continued`."""
+        config, saved = plan.config, continued.state.get("prompts")
+        if not saved:
+            raise no_state_of(continued, "prompts")
+        check_seed(continued, config, saved)
+        if not config.model.config_overrides:
+            check_trained_model(continued, config.model.path, "model.path", config.train.lora_rank)
+        if Role.CRITIC in plan.job.roles and not (continued.folder / "state" / "critic").is_dir():
+            raise no_state_of(continued, "the critic")
+        waiting = (continued.state.get(GROUPS) or {}).get("steps", ())
+        if waiting and not config.asynchronous.partial_rollout:
+            raise unfinished_groups(continued.folder, len(waiting))
+        rows = self.rows(config)
+        if len(rows) > CHECKED_ROWS and not continued.has_changed("data.", "model."):
+            return  # the trainer compares them, without a second pass over all of them here
+        try:
+            config.data.source(rows, data_tokenizer(config.model), config.seed).load_state_dict(saved)
+        except ValueError as error:
+            raise other_data(continued, f"data.path={config.data.path}", error) from error
 
     def ready(self, config: C) -> C:
         """With the path of the demonstration's model, which is made where it is not there yet."""

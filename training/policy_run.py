@@ -284,7 +284,7 @@ class PolicyRun(Run[Batch]):
             metrics |= self._evaluate()
         record_step(self.tracker, self.step, self.steps, metrics, experience, self.tokenizer)
         self.note_first_step()
-        return self.evaluation.is_best(metrics)
+        return self.evaluation.is_best(metrics, self.step)
 
     def _respond_heldout(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
         """One scored rollout of each."""
@@ -298,9 +298,11 @@ class PolicyRun(Run[Batch]):
             self.export(Path(self.config.checkpoint.export_path).expanduser())
         score = self.evaluation.finish(self.step)
         # It may not have been known that this step is the last.
-        if self.evaluation.is_best(self.evaluation.scores.get("end", {})):
+        if self.evaluation.is_best(self.evaluation.scores.get("end", {}), self.step):
             self.checkpoints.store.mark_best(self.step)
         self.note_end("policy", score=score)
+        if verdict := self.evaluation.verdict(self.checkpoints.store.folder):
+            self.info(verdict)
 
     # --- before the first step
 

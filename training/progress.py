@@ -12,12 +12,11 @@ from typing import Any, Protocol
 from components.batch import Batch
 from components.data.rewards import RewardError
 from training.checkpoint import CheckpointError, Checkpoints, changed_options, find_checkpoint, read_state
+from training.continuation import GROUPS, unfinished_groups
 from training.rollout_queue import SampleStream
 
 BATCHES = Path("state", "batches")
 """Where the batches lie that were generated and not yet trained on, in a step's folder; trainer.json names them."""
-GROUPS = "groups"
-"""Name of the `GroupsInFlight` among the stream's sources: a run that begins to use it has no state of it yet."""
 _FILE = "__batch__"
 _UNRECORDED = "unrecorded"
 
@@ -128,10 +127,7 @@ class RunCheckpoints:
             )
         saved = _with_batches(saved, folder / BATCHES)
         if saved.get(GROUPS) and GROUPS not in parts:
-            raise ValueError(
-                f"{folder} holds {len(saved[GROUPS]['steps'])} prompts whose responses were under way; resume with "
-                "asynchronous.partial_rollout, as before"
-            )
+            raise unfinished_groups(folder, len(saved[GROUPS]["steps"]))
         for name, part in parts.items():
             part.load_state_dict(saved.get(name, {}))
         if (unrecorded := saved.get(_UNRECORDED)) is not None:

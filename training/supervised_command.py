@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, TypeVar
 
 from components.data.scorers import TASK_PREFIX
 from components.engines.memory import learning
@@ -15,6 +17,7 @@ from core import JobBuilder, Role
 from core.placement import detect_devices
 from training.command import Command
 from training.config import CommandLine
+from training.continuation import Continued, check_seed, check_trained_model, no_state_of, other_data
 from training.inputs import check_model, check_vocabulary
 from training.launch import STOP_GRACE_S
 from training.options import ModelOptions
@@ -23,9 +26,14 @@ from training.schema import ConfigError, limit_note
 from training.supervised_options import PairOptions, Rows, Source, SupervisedOptions
 from training.warm_start import WARM_START_PREFIX, resolve_model
 
+if TYPE_CHECKING:
+    from training.supervised_run import TrainingData
+
 C = TypeVar("C", bound=SupervisedOptions)
 P = TypeVar("P", bound=PairOptions)
 
+FEW_BYTES = 32 * 2**20
+"""Files of data up to this size are compared with those of a checkpoint before the start, changed options or not."""
 FIRST_ROWS = 100
 """Rows of a task that are drawn before anything starts."""
 DRAWN_ROWS = 10_000
@@ -175,6 +183,39 @@ class SupervisedCommand(Command[C]):
         """See `Command.exported`."""
         return config.model if "model.path" in config.models else None
 
+    def check_continued(self, plan: Plan, continued: Continued) -> None:
+        """See `Command.check_continued`."""
+        config, saved = plan.config, continued.state.get("data")
+        if not saved:
+            raise no_state_of(continued, config.EXAMPLES)
+        check_seed(continued, config, saved)
+        if (batch_size := saved.get("batch_size", config.train.batch_size)) != config.train.batch_size:
+            raise ConfigError(
+                f"train.batch_size={config.train.batch_size}, and {continued.folder} was written with "
+                f"train.batch_size={batch_size}; set that to continue it, or name another run_dir"
+            )
+        if not config.model.config_overrides:
+            check_trained_model(continued, config.model.path, "model.path", config.train.lora_rank)
+        if not _are_few(config) and not continued.has_changed("data.", "evaluation.", "model."):
+            return  # the trainer compares them, without a second pass over all of them here
+        from training.epochs import Epochs
+
+        with TemporaryDirectory() as scratch:
+            train = self.training_data(config, scratch).train
+        try:
+            Epochs.of(config, train).load_state_dict(saved)
+        except ValueError as error:
+            raise other_data(continued, f"data.path={config.data.path}", error) from error
+
+    @abstractmethod
+    def training_data(self, config: C, scratch: str) -> TrainingData:
+        """The examples as the trainer reads them.
+
+        Args:
+            config: the options, with everything filled in.
+            scratch: an empty folder, for a model that has to be made.
+        """
+
     def ready(self, config: C) -> C:
         """With the paths of demonstration models, which are made where they are not there yet."""
         config = self.with_models(config)
@@ -197,6 +238,13 @@ class SupervisedCommand(Command[C]):
 
 class PairCommand(SupervisedCommand[P]):
     """Of a recipe that learns from pairs."""
+
+    def training_data(self, config: P, scratch: str) -> TrainingData:  # noqa: ARG002 - no model is made there
+        """See `SupervisedCommand.training_data`."""
+        from training.pairs import read_training_pairs
+
+        config = self.with_models(config)
+        return read_training_pairs(config, config.model.path, lambda _: None)
 
     def check_data(self, config: P, rows: list[tuple[Source, Rows]], absent: Collection[str] = ()) -> None:
         """Check that all rows hold pairs, the first ones as the tokenizer reads them, and that all models read the same
@@ -231,6 +279,12 @@ class PairCommand(SupervisedCommand[P]):
                 # Models of a family may differ in the rows of their embeddings.
                 for reader in readers.values():
                     check_pair_tokens(pairs, reader)
+
+
+def _are_few(config: SupervisedOptions) -> bool:
+    """True where the examples are generated, or in files that are read in a second or two."""
+    files = [Path(source.name) for source in config.sources if not source.name.startswith(TASK_PREFIX)]
+    return all(file.is_file() for file in files) and sum(file.stat().st_size for file in files) <= FEW_BYTES
 
 
 def arithmetic(config: SupervisedOptions, count: int) -> str:

@@ -127,13 +127,7 @@ class SupervisedRun(Run[Batch]):
 
     def _open(self) -> None:
         config = self.config
-        epochs = Epochs(
-            self.data.train,
-            batch_size=config.train.batch_size,
-            epochs=config.train.epochs,
-            seed=config.seed,
-            group_size=config.GROUP_SIZE,
-        )
+        epochs = Epochs.of(config, self.data.train)
         count, held_out = self._examples(self.data.train), self._examples(self.data.heldout)
         self.info(f"{count} {config.EXAMPLES} to train on, {held_out} held out; {epochs.steps} optimizer steps")
         stream = SampleStream(epochs.minibatch, epochs.steps, stopped=lambda: self.trainer.stop_requested)

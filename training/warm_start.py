@@ -30,6 +30,7 @@ from pathlib import Path
 from components.data.tasks import get_task
 from components.hub import cache_root
 from components.ranges import Checked, Count
+from components.streams import accept_any_text
 from training.config import load_config
 from training.programs import PROJECT, start_program
 from training.schema import describe_options
@@ -120,6 +121,7 @@ def make_warm_start(settings: WarmStartSettings, progress: Callable[[str], None]
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; the last line of the output is the folder."""
+    accept_any_text()
     arguments = sys.argv[1:] if arguments is None else arguments
     if "--help" in arguments:
         print(describe_options(WarmStartSettings))

@@ -30,6 +30,7 @@ from types import ModuleType
 from typing import Any
 
 from components.loopback import loopback_variables
+from components.streams import accept_any_text
 
 PROJECT = Path(__file__).resolve().parents[2]
 LOAD_TIMEOUT_S = 600.0
@@ -325,6 +326,7 @@ def run_child(serve: Callable[[socket.socket], None]) -> None:
     """Be a child: all that a module does that `Child` starts."""
     die_with(int(sys.argv[2]))
     keep_orphans()
+    accept_any_text()
     with socket.socket(fileno=int(sys.argv[1])) as channel, suppress(EOFError, ConnectionError):
         # What the user's code starts must not hold the connection open.
         channel.set_inheritable(False)

@@ -69,7 +69,8 @@ def load_verl_rows(
                 found = [{**row, "datasource": f"{REASONING_GYM_PREFIX}{row['datasource']}"} for row in found]
             rows += found
             continue
-        for number, record in enumerate(read_records(name, label_key=TRUTH_KEY)):
+        records = read_records(name, label_key=TRUTH_KEY)
+        for number, record in enumerate(records):
             where = f"{name}, row {number}"
             if single_turn:
                 _check_single_turn(record, where)

@@ -1,6 +1,7 @@
 """Workloads as Ray actors: one actor for each process of the job, inside one placement group per job."""
 
 import asyncio
+import atexit
 import contextlib
 import functools
 import importlib
@@ -13,10 +14,11 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from core.backends import is_ray_left
+from core.backends.ray_address import check_reachable, unanswered
 from core.backends.ray_host import RayHost
 from core.backends.ray_token import own_token, token_faults_named
 from core.errors import JobError, ResultLost, WorkerDied, first_line, with_note
@@ -48,6 +52,8 @@ _REACHED_WITHIN_S = 10.0
 _FIRST_REPORT_S = 10.0
 _KNOCK_S = 3.0
 _STOPPED_S = 10.0
+_SHUTDOWN_S = 5.0
+_JOINED_WITHIN_S = 20.0
 _KNOCKS_AT_ONCE = 32
 _SILENT_WITHIN_S = 90
 """Ray gives a silent node up after 64 s, unless it is told otherwise."""
@@ -141,6 +147,8 @@ class RayBackend:
         self._stopped: dict[int, float] = {}
         """Since when a part of the own cluster is stopped, by its process."""
         self._own_folder: Path | None = None
+        self._cluster_ended = threading.Event()
+        """Set once the own cluster has ended, for the thread that has started it."""
         self._group: PlacementGroup | None = None
         self.transport = RayTransport()
 
@@ -161,7 +169,7 @@ class RayBackend:
             if address := os.environ.get("RAY_ADDRESS"):
                 check_reachable(address)
                 with token_faults_named(address):
-                    ray.init(address=address, **quiet)
+                    self._join(address, quiet)
             else:
                 self._start_own(max(cpus, os.cpu_count() or 1), quiet)
             # Ray prints a paragraph about each process that dies; the master names it in one line.
@@ -177,6 +185,15 @@ class RayBackend:
         self._group = placement_group(bundles, strategy="PACK", name=f"troupe-{self._run_id}", **selected)
         wish = missing or f"the job's {len(bundles)} bundles are to be reserved"
         _await_group(self._group, wish, placement_timeout, info)
+
+    def _join(self, address: str, quiet: Mapping[str, Any]) -> None:
+        try:
+            if _from_a_thread(functools.partial(ray.init, address=address, **quiet), _JOINED_WITHIN_S):
+                return
+        except Exception as error:
+            raise unanswered(address, _JOINED_WITHIN_S, error) from error
+        is_ray_left.set()
+        raise unanswered(address, _JOINED_WITHIN_S)
 
     def _start_own(self, cpus: int, quiet: dict[str, Any]) -> None:
         self._own_cluster.enter_context(own_token(shared_folder(f"{self._run_id}-ray")))
@@ -195,12 +212,18 @@ class RayBackend:
         options = {"include_dashboard": False, "object_store_memory": store, "_temp_dir": str(self._own_folder / "r")}
         try:
             with few_processes():
-                ray.init(address="local", num_cpus=cpus, num_gpus=gpus, **options, **quiet)
-        except Exception as error:  # Ray has no other type for it; a machine may be so busy that 30 s are not enough
+                start = functools.partial(ray.init, address="local", num_cpus=cpus, num_gpus=gpus, **options, **quiet)
+                # Linux ends Ray's processes with the thread that has started them, not with the process.
+                self._cluster_ended = threading.Event()
+                _from_a_thread(start, until=self._cluster_ended)
+        except BaseException as error:  # a signal too; what Ray has started by then knows of no end
             _end_all_of(self._own_folder)
             self.stop()
+            is_ray_left.set()
+            if not isinstance(error, Exception):
+                raise
+            # Ray has no other type for it; a machine may be so busy that 30 s are not enough
             raise WorkerDied(f"Ray did not start: {first_line(error)}") from error
-        self._own_cluster.callback(ray.shutdown)
         node = vars(importlib.import_module("ray._private.worker"))["_global_node"]
         for name in ("gcs_server", "raylet"):
             self._own_processes += [(name, started.process) for started in node.all_processes[name]]
@@ -288,23 +311,47 @@ class RayBackend:
 
     def kill(self, handle: Any) -> None:
         """End a host at once."""
-        if not self.fault():
-            ray.kill(handle, no_restart=True)
+        self._ask_ray(lambda: ray.kill(handle, no_restart=True))
 
     def release(self) -> None:
         """Give back what the job has reserved."""
-        if self._group is not None and ray.is_initialized() and not self.fault():
-            remove_placement_group(self._group)
-        self._group = None
+        group, self._group = self._group, None
+        if group is not None and ray.is_initialized():
+            self._ask_ray(lambda: remove_placement_group(group))
 
     def stop(self) -> None:
         """End the cluster if it was started for this job; its own logs stay where a part of it has died."""
-        folder = None if self.fault() else self._own_folder
-        self._own_cluster.close()
-        if folder is not None:
+        folder = self._own_folder
+        if folder is not None and not self._ask_ray(ray.shutdown, _SHUTDOWN_S):
+            # Ray's library would wait a minute for a cluster that is gone, and then end this process.
+            _end_all_of(folder)
+            if not self._ask(ray.shutdown, _SHUTDOWN_S):
+                atexit.unregister(ray.shutdown)
+            is_ray_left.set()
+        elif folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
+        self._own_cluster.close()
+        self._cluster_ended.set()
         self._own_folder = None
         self._own_processes = []
+
+    def _ask_ray(self, call: Callable[[], object], seconds: float = _REACHED_WITHIN_S) -> bool:
+        """Call Ray while the job's own cluster lives, and for so long at most; returns True where it has returned."""
+        return not self.fault() and self._ask(call, seconds, self.fault)
+
+    def _ask(self, call: Callable[[], object], seconds: float, fault: Callable[[], str] = str) -> bool:
+        done = threading.Event()
+
+        def ask() -> None:
+            with contextlib.suppress(Exception):  # what is gone already needs no end
+                call()
+            done.set()
+
+        threading.Thread(target=ask, name="troupe-last-call", daemon=True).start()
+        deadline = time.monotonic() + seconds
+        while not done.wait(_MOMENT_S) and time.monotonic() < deadline and not fault():
+            pass
+        return done.is_set()
 
 
 @contextlib.contextmanager
@@ -339,22 +386,42 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _end_all_of(folder: Path) -> None:
-    """End what a start of Ray that failed has left: processes whose commands name its folder."""
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            if os.fsencode(folder) in file.read_bytes():
-                os.kill(int(file.parent.name), signal.SIGKILL)
+    """End what a Ray that did not start, or did not end, has left: processes whose commands name its folder, or that
+    have opened a file in it: agents of Ray overwrite their commands.
+    """
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
+            is_named = os.fsencode(folder) in (process / "cmdline").read_bytes()
+            if is_named or (process.name != str(os.getpid()) and _has_opened(process, folder)):
+                os.kill(int(process.name), signal.SIGKILL)
 
 
-def check_reachable(address: str) -> None:
-    """Ray itself would try for minutes, and say so in its log."""
-    host, _, port = address.rpartition(":")
-    if "://" in address or not port.isdecimal():  # a client's address, or "auto"
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _REACHED_WITHIN_S).close()
-    except OSError as error:
-        raise JobError(f"no Ray cluster responds at {address} ({error}); start it, or unset RAY_ADDRESS") from error
+def _has_opened(process: Path, folder: Path) -> bool:
+    return any(file.readlink().is_relative_to(folder) for file in (process / "fd").iterdir())
+
+
+def _from_a_thread(call: Callable[[], object], seconds: float = math.inf, until: threading.Event | None = None) -> bool:
+    """Let a thread call Ray, so that a signal finds the main thread in Python, whatever Ray waits for; returns True
+    where it has returned in time. What it raises is raised here. The thread lives on `until` an event is set.
+    """
+    outcome: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised where the caller waits
+            outcome.set_exception(error)
+        else:
+            if until is not None:
+                until.wait()
+
+    threading.Thread(target=run, name="troupe-ray", daemon=True).start()
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if wait([outcome], _MOMENT_S).done:
+            outcome.result()
+            return True
+    return False
 
 
 def _missing(placement: Placement, cpus: int) -> str:

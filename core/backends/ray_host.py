@@ -209,6 +209,8 @@ def _prepare(spec: HostSpec) -> None:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
-        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+        # A log is UTF-8 wherever the driver writes to, and takes half of a surrogate pair too.
+        options: dict[str, Any] = {"buffering": 1, "encoding": "utf-8", "errors": "backslashreplace", "closefd": False}
+        sys.stdout = os.fdopen(1, "w", **options)
+        sys.stderr = os.fdopen(2, "w", **options)
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)

@@ -28,6 +28,7 @@ from components.engines.config import FrozenConfig, PassLimits
 from components.engines.reward_model import RewardModel
 from components.hub import find_model
 from components.ranges import Count, Positive, Range
+from components.streams import accept_any_text
 from core.placement import detect_devices
 from training.adapter import Adapter
 from training.adapters.openrlhf import TABLE
@@ -250,6 +251,7 @@ def read_query(body: bytes, most_texts: int) -> Query:
 
 def main(arguments: list[str] | None = None) -> int:
     """Serve until stopped; returns the exit code: 0 stopped, 2 bad input."""
+    accept_any_text()
     arguments = sys.argv[1:] if arguments is None else arguments
     if {"--help", "-h"} & set(arguments):
         print(describe_options(ServeConfig))

@@ -12,13 +12,14 @@ from training.supervised_run import TrainingData
 from .config import NEW, SFTConfig
 
 
-def starting_model(config: SFTConfig, scratch: str) -> str:
-    """Path of the model to load: the user's, or a new one in the folder `scratch`."""
+def starting_model(config: SFTConfig, scratch: str, *, with_weights: bool = True) -> str:
+    """Path of the model to load: the user's, or a new one in the folder `scratch`, or of that the tokenizer alone."""
     path = config.model.path
     if not path.startswith(NEW):
         return path
     tokenizer = task_tokenizer(get_task(path.removeprefix(NEW)))
-    tiny_model(tokenizer, config.seed).save_pretrained(scratch)
+    if with_weights:
+        tiny_model(tokenizer, config.seed).save_pretrained(scratch)
     tokenizer.save_pretrained(scratch)
     return scratch
 

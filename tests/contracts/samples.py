@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from components.data.messages import are_messages
 from components.data.records import read_records
-from components.data.text import are_messages
 
 
 @dataclass(frozen=True)

@@ -207,7 +207,7 @@ def test_engines_that_generate_ahead_cannot_be_part_of_the_hybrid_engine() -> No
         "--train.colocate_all --train.async_enable --vllm.enable_sleep",
     ):
         with pytest.raises(ConfigError, match=says("async", "enable_sleep", "hybrid engine")):
-            read_config(names.split())
+            read_config([*names.split()])
 
 
 def test_a_command_with_canonical_names_and_openrlhfs_has_both() -> None:

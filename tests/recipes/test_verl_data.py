@@ -290,17 +290,17 @@ def test_inputs_that_cannot_be_or_do_not_fit_are_refused(models: Path, options: 
     own += ["actor_rollout_ref.actor.ppo_mini_batch_size=4"]
     expected = says(*(str(fact).replace("HERE", str(models)) for fact in facts))
     with pytest.raises(ConfigError, match=expected):
-        check_inputs(config_of(*own, *options.replace("HERE", str(models)).split()))
+        check_inputs(config_of(*own, *options.replace("HERE", str(models)).split()), [])
 
 
 def test_rows_without_a_function_or_a_ground_truth_are_for_a_reward_model(models: Path) -> None:
     rows = [{"data_source": "other", "prompt": "a", "reward_model": {"style": "model"}}] * 4
     own = [f"data.train_files={write_lines(models / 'rows.jsonl', rows)}", "data.train_batch_size=4"]
     own += [f"actor_rollout_ref.model.path={models}/policy", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
-    check_inputs(config_of(*own, *f"{RM}{models}/rm".split()))
-    check_inputs(config_of(*own, "data.train_files=task:sort"))
+    check_inputs(config_of(*own, *f"{RM}{models}/rm".split()), [])
+    check_inputs(config_of(*own, "data.train_files=task:sort"), [])
     with pytest.raises(ConfigError, match=says("row 0", "reward_model.ground_truth")):
-        check_inputs(config_of(*own))
+        check_inputs(config_of(*own), [])
 
 
 def test_a_tokenizer_without_a_token_for_padding_pads_with_its_end_token(tmp_path: Path) -> None:

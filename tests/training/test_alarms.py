@@ -157,3 +157,22 @@ def test_remedies_are_those_whose_options_there_are() -> None:
     entropy = next(alarm for alarm in ALARMS if alarm.name == "entropy")
     told = advice(entropy, {"train.learning_rate", "algorithm.clip_high"})
     assert told == "lower the learning rate (train.learning_rate); clip less above (algorithm.clip_high)"
+
+
+def test_a_score_that_falls_below_its_start_sets_off_an_alarm_and_one_that_wavers_does_not() -> None:
+    def sounded(name: str, scores: list[float]) -> list[tuple[str, int]]:
+        alarms = Alarms({"train.learning_rate"})
+        found = [event for step, x in enumerate(scores, 1) for event in alarms.look(step, {name: x, "step": step})]
+        return [(event.alarm, event.step) for event in found]
+
+    assert sounded("eval/score", [0.476, 0.54, 0.17]) == [("falling_evaluation", 3)]
+    assert sounded("reward/score", [0.476, 0.54, 0.17, 0.15]) == [("falling_reward", 4)]
+    assert sounded("eval/score", [0.19, 0.5, 0.86, 0.25]) == []  # it still is above its start
+    assert sounded("reward/score", [0.5, 0.55, 0.4, 0.35, 0.4]) == []
+    assert sounded("reward/score", [0.06, 0.03, 0.0, 0.03]) == []  # as little is noise
+
+
+def test_an_entropy_that_grows_several_times_sets_off_an_alarm() -> None:
+    alarms = Alarms({"train.learning_rate"})
+    found = [alarms.look(step, {"actor/entropy": x}) for step, x in enumerate([0.5, 0.9, 1.8, 2.0], 1)]
+    assert [[event.alarm for event in events] for events in found] == [[], [], [], ["entropy_explosion"]]

@@ -12,8 +12,11 @@ from core import JobBuilder
 from tests.messages import says
 from tests.training.checkpoint_steps import save
 from training.checkpoint import Checkpoints
-from training.launch import alarm_observer, open_run, run_job, threads_each, threads_text
-from training.tracking import AlarmEvent, EventLog, StepEvent
+from training.continuation import continued_run
+from training.launch import alarm_observer, check_open_files, run_job, threads_each, threads_text
+from training.options import CheckpointOptions, ModelOptions
+from training.supervised_options import ExampleOptions, SupervisedOptions
+from training.tracking import AlarmEvent, EventLog, StepEvent, Tracker, finish_summary, open_run_folder
 
 
 def test_workers_share_the_cores_and_each_has_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,22 +39,38 @@ def test_on_a_cluster_the_cores_of_this_machine_say_nothing(monkeypatch: pytest.
     ]
 
 
-def test_a_folder_is_opened_with_its_plan(tmp_path: Path) -> None:
-    folder = open_run(f"{tmp_path}/run", "auto", None, "the plan")
-    assert folder == tmp_path / "run"
-    assert (folder / "plan.json").read_text() == "the plan"
-
-
 @pytest.mark.parametrize("elsewhere", [None, "~/kept"])
 def test_a_run_that_is_to_begin_anew_is_refused_where_checkpoints_lie(
     elsewhere: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     save(Checkpoints(elsewhere or tmp_path / "run/checkpoints"), 3)
+    config = SupervisedOptions(
+        run_dir="~/run",
+        resume="none",
+        model=ModelOptions(path="new:sort"),
+        data=ExampleOptions(path="task:sort"),
+        checkpoint=CheckpointOptions(path=elsewhere),
+    )
     with pytest.raises(ValueError, match=says("step_3", "resume=auto")):
-        open_run("~/run", "none", elsewhere, "the plan")
-    assert not (tmp_path / "run" / "plan.json").exists()
-    assert open_run("~/run", "auto", elsewhere, "the plan") == tmp_path / "run"
+        continued_run(config, "demo")
+    assert not (tmp_path / "run" / "summary.json").exists()
+    config.resume = "auto"
+    found = continued_run(config, "demo")
+    assert found is not None
+    assert found.folder.name == "step_3"
+
+
+def test_a_command_that_fails_before_its_trainer_leaves_the_record_of_the_run_before(tmp_path: Path) -> None:
+    for status in ("finished", "stopped"):
+        Tracker(tmp_path, "toy", {}, seed=0).update_summary(steps=4)
+        finish_summary(tmp_path, status)
+        before = (tmp_path / "summary.json").read_bytes()
+        finish_summary(tmp_path, "failed", "no room", recipe="toy", seed=1, attempts=1)
+        assert (tmp_path / "summary.json").read_bytes() == before
+    Tracker(tmp_path, "toy", {}, seed=0, resume_step=2)
+    finish_summary(tmp_path, "failed", "it broke", recipe="toy", seed=0)
+    assert json.loads((tmp_path / "summary.json").read_text())["error"] == "it broke"
 
 
 @pytest.mark.parametrize(
@@ -66,7 +85,7 @@ def test_the_end_of_a_job_is_its_exit_code_its_summary_and_its_last_line(
 ) -> None:
     builder = JobBuilder().device_type("CPU")
     builder.role("a").run(f"tests.training.launch_roles.{role}")
-    run_dir = open_run(str(tmp_path / "run"), "auto", None, "{}")
+    run_dir = open_run_folder(str(tmp_path / "run"))
     found = run_job(
         builder.build(),
         recipe="demo",
@@ -115,3 +134,11 @@ def test_an_alarm_is_said_and_written_once_also_by_a_run_that_is_gone_on_with(tm
     written = [json.loads(line) for line in path.read_text().splitlines()[3:]]
     assert [(event["event"], event["alarm"], event["step"]) for event in written] == [("alarm", "kl", 1)]
     assert [(type(event), event.text) for event in said] == [(AlarmEvent, written[0]["text"])]
+
+
+def test_too_few_open_files_for_ray_are_refused_with_the_number_that_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (64, 64))
+    with pytest.raises(ValueError, match=says("64", "240", "ulimit -n 240", "backend=local")):
+        check_open_files(3)
+    monkeypatch.setattr("resource.getrlimit", lambda _: (240, 240))
+    check_open_files(3)

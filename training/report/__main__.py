@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+from components.streams import accept_any_text
 from training.report import RUN_FILES
 
 SHARE = 0.02
@@ -46,4 +47,5 @@ def _write(run_dir: Path) -> None:
 
 
 if __name__ == "__main__":
+    accept_any_text()
     follow(Path(sys.argv[1]), *map(float, sys.argv[2:]))

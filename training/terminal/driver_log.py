@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ def _flush() -> None:
 @contextmanager
 def _logging_to(path: Path, info: Callable[[str], None]) -> Iterator[None]:
     """Let all warnings go to the file, with their time, and our own to `info`."""
-    to_file, to_screen = logging.FileHandler(path, encoding="utf-8"), _OwnWarnings(info)
+    to_file, to_screen = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace"), _OwnWarnings(info)
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for handler in (to_file, to_screen):
         handler.setLevel(logging.WARNING)
@@ -68,7 +68,9 @@ def _logging_to(path: Path, info: Callable[[str], None]) -> Iterator[None]:
     finally:
         for handler in (to_file, to_screen):
             logging.getLogger().removeHandler(handler)
-            handler.close()
+            # On a full disk the last lines of the log are lost; what ended the run is what has to be read.
+            with suppress(OSError):
+                handler.close()
 
 
 class _OwnWarnings(logging.Handler):

@@ -44,7 +44,7 @@ class Screen:
             frame: (width, height) -> what stands below the lines now, within so many cells.
             encoding: of the terminal.
         """
-        self._file = os.fdopen(terminal, "w", encoding=encoding, errors="replace")
+        self._file = os.fdopen(terminal, "w", encoding=encoding, errors="backslashreplace")
         self._console = Console(file=self._file, highlight=False, markup=False, emoji=False)
         self._frame = frame
         self._lines: deque[str] = deque(maxlen=_LINES_KEPT)

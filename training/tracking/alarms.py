@@ -31,6 +31,14 @@ MOVES = 0.05
 """Nats per token. A narrow clip range, such as GSPO's, clips half of the tokens of a policy that hardly moves."""
 LEAST_ENTROPY = 0.1
 """Of what it was in the first step. Demonstrations: down to 0.21 before they are right nine times out of ten."""
+MOST_ENTROPY = 3.0
+"""Times that of the first step. Demonstrations: up to 1.2."""
+LEAST_EXPLODED = 1.0
+"""Nats per token below which no entropy is an explosion."""
+LEAST_SCORE = 0.1
+"""Below it a score is mostly noise."""
+MOST_FALL = 0.4
+"""Of the best score so far."""
 SOLVED = 0.9
 """From this score on a policy may be sure of itself, and the responses to a prompt may be alike."""
 MOST_GAP = 0.05
@@ -47,6 +55,8 @@ bfloat16's rounding."""
 BEGINNING = 100
 """So many lines of metrics have the first value of each, also of what is logged now and then."""
 
+_RISING = ("eval/score", "reward/score")
+"""Metrics whose best value so far is known to the alarms, as `best:<name>`."""
 _NAME = re.compile(r"\{([\w.]+)\}")
 SAME_PRECISION = "let both compute in the same precision ({train.precision})"
 LOWER_RATE = "lower the learning rate ({train.learning_rate})"
@@ -98,7 +108,49 @@ def _is_all_equal(now: Numbers, first: Numbers) -> bool:
     return now[name] > MOST_EQUAL and not has_learnt
 
 
+def _has_fallen(name: str) -> Callable[[Numbers, Numbers], bool]:
+    def sounds(now: Numbers, first: Numbers) -> bool:
+        # Below the start too: a policy that gained and lost a little of it again is no case for an alarm.
+        best = now.get(f"best:{name}", now[name])
+        gained = best - first[name]
+        return best >= LEAST_SCORE and now[name] < best - max(MOST_FALL * abs(best), gained)
+
+    return sounds
+
+
+def _explodes(now: Numbers, first: Numbers) -> bool:
+    return now["actor/entropy"] > max(MOST_ENTROPY * first["actor/entropy"], LEAST_EXPLODED)
+
+
 ALARMS = (
+    Alarm(
+        name="falling_evaluation",
+        watches="eval/score",
+        when=f"more than {MOST_FALL:.0%} below the best so far, and below the first",
+        text="the score on held-out prompts is down to {now:.3f}, and was {first:.3f} at the start: the policy gets "
+        "worse",
+        remedies=(LOWER_RATE, "go back to the best checkpoint (`best` in checkpoints/)", FEWER_UPDATES),
+        sounds=_has_fallen("eval/score"),
+    ),
+    Alarm(
+        name="falling_reward",
+        watches="reward/score",
+        when=f"more than {MOST_FALL:.0%} below the best so far, and below the first, twice in a row",
+        text="the score of the responses is down to {now:.3f}, and was {first:.3f} in the first step: the policy gets "
+        "worse",
+        remedies=(LOWER_RATE, FEWER_UPDATES, "cut gradients at a smaller norm ({train.max_grad_norm})"),
+        sounds=_has_fallen("reward/score"),
+        steps=2,
+    ),
+    Alarm(
+        name="entropy_explosion",
+        watches="actor/entropy",
+        when=f"over {MOST_ENTROPY:g} times the first step's and over {LEAST_EXPLODED:g}, twice in a row",
+        text="the policy's entropy is up to {now:.3f} nats per token from {first:.3f}: its responses become random",
+        remedies=(LOWER_RATE, "reward entropy less ({algorithm.entropy_coef})"),
+        sounds=_explodes,
+        steps=2,
+    ),
     Alarm(
         name="kl",
         watches="actor/approx_kl",
@@ -234,6 +286,7 @@ class Alarms:
         """
         self._options = options
         self._first: dict[str, float] = {}
+        self._best: dict[str, float] = {}
         self._wrong: dict[str, int] = {}
         self._sounded: set[str] = set()
 
@@ -274,7 +327,10 @@ class Alarms:
         now = {name: x for name, x in named.items() if math.isfinite(x)}
         for name, x in now.items():
             self._first.setdefault(name, x)
-        return now
+        for name in _RISING:
+            if name in now:
+                self._best[name] = max(now[name], self._best.get(name, -math.inf))
+        return now | {f"best:{name}": x for name, x in self._best.items()}
 
     def _is_wrong(self, alarm: Alarm, now: Numbers) -> bool:
         if alarm.watches not in now:

@@ -36,7 +36,7 @@ class JsonLines:
         """Open the file, without the lines of steps that are done again."""
         # A run that begins anew writes what it measures before its first step again, too.
         last = resume_step if resume_step > 0 else -1
-        kept = [json.dumps(record) + "\n" for record in json_lines(path) if record["step"] <= last]
+        kept = [json.dumps(record) + "\n" for record in json_lines(path) if record.get("step", last + 1) <= last]
         write_whole(path, "".join(kept))
         self._lines = LineFile(path)
 

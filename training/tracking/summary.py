@@ -40,6 +40,8 @@ def empty_summary(recipe: str | None, seed: int | None) -> dict[str, Any]:
 def finish_summary(run_dir: str | Path, status: Status, error: str | None = None, **fields: Any) -> None:
     """Close summary.json, well or badly; the driver calls this when the trainer is gone.
 
+    Where a later command failed before its trainer began, the record of the run that finished or was stopped stays.
+
     Args:
         run_dir: the run's folder; made if missing.
         status: how the run ended.
@@ -51,6 +53,12 @@ def finish_summary(run_dir: str | Path, status: Status, error: str | None = None
     message = None if error is None else hide_in_text(error)
     try:
         Path(run_dir).mkdir(parents=True, exist_ok=True)
+        # A trainer that begins sets the status to running.
+        if status != "finished" and json_object(Path(run_dir) / "summary.json").get("status") in (
+            "finished",
+            "stopped",
+        ):
+            return
         merge_summary(Path(run_dir), {**fields, "status": status, "error": message})
     except OSError as problem:
         logger.warning("summary.json of %s could not be written: %s", run_dir, problem)

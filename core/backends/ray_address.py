@@ -1,0 +1,51 @@
+"""Whether the Ray cluster of $RAY_ADDRESS can be there, found out without Ray, which would try for minutes."""
+
+import os
+import re
+import socket
+from pathlib import Path
+
+from core.errors import JobError
+
+REACHED_WITHIN_S = 10.0
+_CURRENT = "ray_current_cluster"
+"""The file in Ray's folder in which `ray start` leaves the address that `auto` stands for."""
+
+
+def check_reachable(address: str) -> None:
+    """Connect to a cluster's port: of `HOST:PORT`, `ray://HOST:PORT`, or the one that `auto` finds on this machine.
+
+    Raises:
+        JobError: nothing responds there; the message says what to set.
+    """
+    place, found = address, address
+    if address == "auto":
+        file = Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray" / _CURRENT
+        found = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+        if not found:
+            raise JobError(
+                f"RAY_ADDRESS=auto, and no Ray cluster was started on this machine (no {file}); start one (ray start "
+                "--head), set RAY_ADDRESS to HOST:PORT of one, or unset it"
+            )
+        place = f"{found} (RAY_ADDRESS=auto)"
+    host_port = re.fullmatch(r"(?:ray://)?\[?([^/\]]+)\]?:(\d+)", found)
+    if host_port is None:
+        return
+    try:
+        socket.create_connection((host_port[1], int(host_port[2])), REACHED_WITHIN_S).close()
+    except OSError as error:
+        raise JobError(f"no Ray cluster responds at {place} ({error}); start it, or unset RAY_ADDRESS") from error
+
+
+def unanswered(address: str, seconds: float, error: BaseException | None = None) -> JobError:
+    """An error about a cluster whose port is open, and that Ray cannot join."""
+    text = "" if error is None else f" ({next(iter(str(error).splitlines()), type(error).__name__)})"
+    if error is not None and re.search(r"token|authenticat|unauthori", str(error), re.IGNORECASE):
+        return JobError(
+            f"the Ray cluster at {address} takes no call with the token of this process{text}; set RAY_AUTH_MODE=token "
+            "and RAY_AUTH_TOKEN_PATH to the file with the cluster's token, or unset both where it has none"
+        )
+    return JobError(
+        f"no Ray cluster responds at {address} within {seconds:g} s{text}; see that it runs there and, where it has a "
+        "token, that RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH name it; or unset RAY_ADDRESS"
+    )

@@ -1,0 +1,71 @@
+"""A signal before and while a run starts ends it with one line and the code of the signal, and leaves no process."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from recipe_runs import ROOT
+
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+
+
+def started(command: list[str], run_dir: Path) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [*command, f"run_dir={run_dir}"],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TROUPE_PYTHON": sys.executable},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def has_imported(process: "subprocess.Popen[str]", library: str) -> bool:
+    """True once the process has mapped a library, which its imports do one after the other."""
+    return library in Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
+
+
+@pytest.mark.parametrize("number", CODES)
+def test_during_the_imports_a_signal_is_one_line(number: signal.Signals, tmp_path: Path) -> None:
+    process = started([sys.executable, "-P", "-m", "recipes.grpo.main"], tmp_path / "run")
+    while not has_imported(process, "pydantic_core"):
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out, err) == (CODES[number], "", "grpo: stopped before the start\n")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("number", CODES)
+def test_a_signal_to_run_sh_is_one_line_whenever_it_comes(number: signal.Signals, tmp_path: Path) -> None:
+    for tenths in (1, 2, 3):
+        process = started(["bash", str(ROOT / "recipes/sft/run.sh")], tmp_path / "run")
+        time.sleep(tenths / 10)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=120)
+        assert (process.returncode, out, err) == (CODES[number], "", "sft: stopped before the start\n")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("lines", [1, 12])
+def test_a_signal_while_ray_and_roles_start_leaves_no_process(lines: int, tmp_path: Path) -> None:
+    process = started([sys.executable, "-P", "-m", "recipes.grpo.main"], tmp_path / "run")
+    assert process.stdout is not None
+    for _ in range(lines):  # of the plan, which is printed before Ray is started
+        assert process.stdout.readline()
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while lines > 1 and len(children.read_text().split()) < 3:  # the report's program, Ray's GCS and its raylet
+        time.sleep(0.05)
+    descendants = children.read_text().split()
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode in (130, 143)  # as the job has begun, or is about to
+    assert err.splitlines()[-1].startswith("grpo: stopped")
+    deadline = time.monotonic() + 60
+    while alive := [pid for pid in descendants if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.1)
