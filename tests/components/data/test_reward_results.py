@@ -73,7 +73,7 @@ def test_another_number_of_rewards_is_an_error_with_both_lengths(result: Any) ->
         ("12", ["str"]),
         (b"12", ["bytes"]),
         ({1.0, 2.0}, ["set"]),
-        ((x for x in [1.0, 2.0]), ["generator"]),
+        pytest.param((x for x in [1.0, 2.0]), ["generator"], id="generator"),
         ({"score": [1.0, 2.0]}, ["dict", "score"]),
         (["1", "2"], ["str"]),
         ([math.nan, 1.0], ["nan"]),
