@@ -24,9 +24,9 @@ HEAD = """\
 
 <!-- Written by scripts/guides_page.py from tests/guides/*.csv: change those, not this page. -->
 
-After this page you know what of five published guides runs here as it is written. Only import lines change: `dlrover...`
-becomes `core`, `verl...` becomes `recipes.verl_ppo.ray_trainer`, `openrlhf.utils.agent` becomes `agents`. Each item
-names the test that runs it, in `tests/guides/test_<guide>.py`.
+After this page you know what of five published guides runs here as it is written. Only import lines change:
+`dlrover...` becomes `core`, `verl...` becomes `recipes.verl_ppo.ray_trainer`, `openrlhf.utils.agent` becomes `agents`.
+Each item names the test that runs it, in `tests/guides/test_<guide>.py`.
 """
 
 

@@ -29,7 +29,7 @@ def test_the_readme_is_a_screen_and_a_half_that_begins_with_what_has_not_run() -
     assert len(README.split()) <= 800
     first_screen = "\n".join(lines[:20])
     assert "bash recipes/grpo/run.sh" in first_screen
-    assert "**One GPU has run it,\nfor minutes**" in first_screen
+    assert "on a single GPU for\nhalf an hour so far" in first_screen
     assert "docs/images/architecture.svg" in "\n".join(lines[:25])
     assert len(re.findall(r"[.:] ", lines[2] + " " + lines[3] + " " + lines[4] + " ")) <= 3, "what it is and for whom"
 

@@ -171,7 +171,7 @@ class DataOptions(Options, group="data"):
     """Shares of a mixture, one per source, as `0.7,0.3`. Default: all of one source, then all of the next."""
     split: str = "train"
     """Which split of a hub name or folder."""
-    input_key: str = "input"
+    prompt_key: str = "input"
     """Column of the prompt: text, or a list of chat messages. Generated tasks bring their own."""
     label_key: str | None = None
     """Column of the label that the reward sees; `a.b` is the field b of the column a."""
@@ -210,7 +210,7 @@ class DataOptions(Options, group="data"):
 
         return load_rows(
             self.path,
-            self.input_key,
+            self.prompt_key,
             self.label_key,
             split=self.split,
             max_rows=self.max_samples,
@@ -231,7 +231,7 @@ class DataOptions(Options, group="data"):
     @property
     def used_columns(self) -> list[str]:
         """Columns that the options name."""
-        return [key for key in (self.input_key, self.label_key) if key is not None]
+        return [key for key in (self.prompt_key, self.label_key) if key is not None]
 
     def source(
         self, rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, seed: int, shuffle: bool = True
@@ -633,7 +633,7 @@ class EvaluationOptions(Options, group="evaluation"):
             return []
         return load_rows(
             self.path,
-            data.input_key,
+            data.prompt_key,
             data.label_key,
             split=self.split,
             heldout=True,

@@ -109,6 +109,7 @@ class RLOptions(RunOptions):
     ADAPTER: ClassVar[Adapter] = Adapter.of_names(
         {
             "rollout_engine": "rollout.engine",
+            "data.input_key": "data.prompt_key",
             "verify_weight_sync": "rollout.verify_weight_sync",
             "agent_func_path": "agent.func_path",
             "async_train": "asynchronous.enabled",

@@ -29,22 +29,22 @@ DEFAULT_DATASOURCE = "default"
 
 
 def read_rows(
-    records: list[dict[str, Any]], source: str, input_key: str, label_key: str | None, ignored: Collection[str]
+    records: list[dict[str, Any]], source: str, prompt_key: str, label_key: str | None, ignored: Collection[str]
 ) -> list[dict[str, Any]]:
     """Read records as the rows of `load_rows`; `source` names them in messages."""
     rows = []
     for number, record in enumerate(records):
         where = f"{source}, row {number}"
-        if record.get(input_key) is None:
-            raise _missing(input_key, label_key, record, where)
-        read = prompt_columns(record, input_key, where, ignored, is_default=input_key == DEFAULT_INPUT)
+        if record.get(prompt_key) is None:
+            raise _missing(prompt_key, label_key, record, where)
+        read = prompt_columns(record, prompt_key, where, ignored, is_default=prompt_key == DEFAULT_INPUT)
         datasource = record.get("datasource")
         row = {
             "input": read["input"],
             "label": "" if label_key is None else _label(record, label_key, where),
             "datasource": DEFAULT_DATASOURCE if datasource is None else str(datasource),
         }
-        if others := _other_columns(record, input_key, label_key, read["input"]):
+        if others := _other_columns(record, prompt_key, label_key, read["input"]):
             row["extra_info"] = others
         rows.append(row | read)
     check_one_kind((row["input"] for row in rows), source)
@@ -58,7 +58,7 @@ def prompt_columns(
     ignored: Collection[str] = (),
     *,
     is_default: bool = False,
-    option: str = "input_key",
+    option: str = "prompt_key",
 ) -> dict[str, Any]:
     """Read what the policy reads of a row: `input`, and `system`, `tools` and `columns` where it is not `key` alone.
 
@@ -107,7 +107,7 @@ def _own_columns(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in (row.get("extra_info") or {}).items() if name != copied}
 
 
-def check_prompt(prompt: Any, where: str, key: str = "input_key") -> None:
+def check_prompt(prompt: Any, where: str, key: str = "prompt_key") -> None:
     """ValueError unless it is a text or a list of messages; `key` is the option that names its field."""
     if isinstance(prompt, str) and not is_blank(prompt):
         return
@@ -150,17 +150,17 @@ def _missing_label(key: str, record: Mapping[str, Any], where: str) -> ValueErro
 
 def _missing(key: str, label_key: str | None, record: Mapping[str, Any], where: str) -> ValueError:
     prompt, label = likely_keys(record)
-    keys = [f"data.input_key={prompt}"] if prompt else []
+    keys = [f"data.prompt_key={prompt}"] if prompt else []
     keys += [f"data.label_key={label}"] if label and (label_key is None or label_key not in record) else []
-    remedy = f"for this file set {' '.join(keys)}" if prompt else "set data.input_key to the column with the prompt"
+    remedy = f"for this file set {' '.join(keys)}" if prompt else "set data.prompt_key to the column with the prompt"
     return ValueError(
-        f"{where}: the column {key!r} is null or absent; there are {', '.join(map(repr, record))}; {remedy} (input_key "
-        "and label_key name columns that every row has), or take the row out"
+        f"{where}: the column {key!r} is null or absent; there are {', '.join(map(repr, record))}; {remedy} "
+        "(prompt_key and label_key name columns that every row has), or take the row out"
     )
 
 
-def _other_columns(record: Mapping[str, Any], input_key: str, label_key: str | None, prompt: Any) -> dict[str, Any]:
+def _other_columns(record: Mapping[str, Any], prompt_key: str, label_key: str | None, prompt: Any) -> dict[str, Any]:
     """Return what rewards and agents may read under its own name; a prompt of messages as `prompt`, as TRL has it."""
-    read = {input_key, "datasource"} | ({"label"} if label_key == "label" else set())
+    read = {prompt_key, "datasource"} | ({"label"} if label_key == "label" else set())
     others = {name: value for name, value in record.items() if name not in read}
     return others if isinstance(prompt, str) else {"prompt": prompt} | others

@@ -39,7 +39,7 @@ DEFAULT_TASK_ROWS = 10_000
 
 def load_rows(
     source: str,
-    input_key: str = DEFAULT_INPUT,
+    prompt_key: str = DEFAULT_INPUT,
     label_key: str | None = None,
     *,
     split: str | None = None,
@@ -61,7 +61,7 @@ def load_rows(
         source: parts with commas between them; each is `task:<name>`, `reasoning_gym:<task>` or what `read_records`
             takes. A task of reasoning-gym may have settings, as in `reasoning_gym:chain_sum?min_terms=2&max_terms=2`;
             see `draw_rows`. Its labels are for the scorer reasoning_gym.
-        input_key: the field with the prompt: a string or a list of chat messages. A task needs no keys.
+        prompt_key: the field with the prompt: a string or a list of chat messages. A task needs no keys.
         label_key: the field handed to the scorer as the label, with dots a field of a field; None means that every
             label is "".
         split: of every part; None is "train", and "heldout" of a task where `heldout` is set.
@@ -93,7 +93,7 @@ def load_rows(
             # More than the first max_rows of a part are never among the first max_rows of a blend.
             records = read_records(name, split=split or "train", label_key=label_key)
             records = first_rows(records, max_rows, name, note)
-            parts.append(read_rows(records, name, input_key, label_key, ignored))
+            parts.append(read_rows(records, name, prompt_key, label_key, ignored))
     return _with_all_columns(first_rows(mixed(parts, probabilities, seed), max_rows, source, note))
 
 

@@ -113,7 +113,7 @@ def _missing(record: Mapping[str, Any], where: str, field: str, prompt_key: str,
     if "ground_truth" not in (record.get("reward_model") or {}):
         truth = f"the value of {label!r}" if label else "what the reward compares with"
         remedies.append(f"add a column 'reward_model': {{'ground_truth': {truth}}}")
-    keys = f"data.input_key={prompt}" + (f" data.label_key={label}" if label else "")
+    keys = f"data.prompt_key={prompt}" + (f" data.label_key={label}" if label else "")
     other = f"; or train on the file as it is by recipes/grpo, with {keys}" if prompt else ""
     return ValueError(
         f"{where}: there is no field {field}, only {', '.join(map(repr, record))}; for this file "

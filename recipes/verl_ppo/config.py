@@ -180,7 +180,7 @@ class RowOptions(DataOptions):
     path: str = ""
     """Parquet, json or jsonl files with verl's rows, or `task:<name>` for a generated task; several with commas
     between."""
-    input_key: str = "prompt"
+    prompt_key: str = "prompt"
     """Column of the prompt: a text, or a list of chat messages, which go through the chat template."""
     source_key: str = "data_source"
     """Column that names where a row is from, by which its reward function is chosen."""
@@ -191,7 +191,7 @@ class RowOptions(DataOptions):
     @property
     def used_columns(self) -> list[str]:
         """See `DataOptions.used_columns`."""
-        return [self.input_key, self.source_key, "reward_model"]
+        return [self.prompt_key, self.source_key, "reward_model"]
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
@@ -394,7 +394,7 @@ class VerlPPOConfig(PPORunOptions):
         path = self.evaluation.path if heldout else self.data.path
         return load_verl_rows(
             [str(Path(name.strip()).expanduser()) for name in (path or "").split(",") if name],
-            prompt_key=self.data.input_key,
+            prompt_key=self.data.prompt_key,
             source_key=self.data.source_key,
             # A reward model reads the responses alone, and an agent's environment has rewards of its own.
             # A function of the user's own may need none either.

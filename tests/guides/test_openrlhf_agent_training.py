@@ -13,13 +13,13 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-from tests.guides.rows import check_rows, rows_of
 from transformers import AutoTokenizer
 
 from components.rl.correction import importance_weights
 from recipes.openrlhf_ppo.main import read_config
 from recipes.reward_model.main import COMMAND as REWARD_MODEL
 from recipes.reward_model.serve import ServeConfig
+from tests.guides.rows import check_rows, rows_of
 from tests.recipe_copies import ROOT, last_metrics, write_untrained
 from training.config import load_config
 from training.launch import printed

@@ -64,7 +64,7 @@ REFUSED = [
     ("reinforce_pp", f"{RL} prompts_per_step=400", ["8 prompts", "prompts_per_step=400"]),
     ("multi_turn", f"{RL} prompts_per_step=400 agent.func_path=env:guess reward.source=null", ["8 prompts"]),
     ("openrlhf_ppo", f"{RL} prompts_per_step=400 train.mini_batch_size=400", ["8 prompts", "400"]),
-    ("grpo", f"{RL} {STEP} data.input_key=question", ["question", "input"]),
+    ("grpo", f"{RL} {STEP} data.prompt_key=question", ["question", "input"]),
     ("grpo", f"{RL} {STEP} data.path=FILES/none.jsonl", ["none.jsonl"]),
     ("grpo", f"{RL} {STEP} reward.source=FILES/none.py", ["none.py"]),
     ("openrlhf_ppo", f"pretrain=FILES/policy prompt_data=FILES/prompts.jsonl {STEP}", ["reward.source"]),

@@ -47,7 +47,7 @@ def options(recipe: str, model: Path, folder: Path, **more: Any) -> list[str]:
     found = [f"model.path={model}", f"data.path={folder / 'rows.jsonl'}"]
     if recipe in ROLLOUTS and recipe != "verl_ppo":
         rewards = "agent.func_path=env:guess" if recipe == "multi_turn" else "reward.source=exact_match"
-        found += [rewards, "data.input_key=prompt", "prompts_per_step=1"]
+        found += [rewards, "data.prompt_key=prompt", "prompts_per_step=1"]
     if recipe == "openrlhf_ppo":
         found += ["train.mini_batch_size=1"]
     return found

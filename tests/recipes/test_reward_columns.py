@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(recipe: str, folder: Path, run_dir: Path, *options: str, rows: str = "rows.jsonl") -> LocalRun:
     """A run that ends well, on the rows of the fixture."""
     paths = [f"model.path={folder}/policy", f"data.path={folder}/{rows}", f"evaluation.path={folder}/{rows}"]
-    keys = ["data.input_key=prompt"] if recipe != "verl_ppo" else []
+    keys = ["data.prompt_key=prompt"] if recipe != "verl_ppo" else []
     done = run_here(recipe, run_dir, *paths, *keys, "rollout.max_new_tokens=4", *SMALL, *EVALUATED, *options)
     assert done.code == 0, done.err
     return done

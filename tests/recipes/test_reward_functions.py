@@ -12,7 +12,7 @@ from tiny_models import write_policy
 from tests.messages import says
 
 SMALL = [
-    "data.input_key=prompt",
+    "data.prompt_key=prompt",
     "prompts_per_step=4",
     "samples_per_prompt=2",
     "train.mini_batch_size=8",
@@ -87,7 +87,7 @@ def test_one_value_for_many_responses_is_refused_before_anything_starts(
             for i in range(8)
         ]
         (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        options = [word for word in options if not word.startswith("data.input_key")]
+        options = [word for word in options if not word.startswith("data.prompt_key")]
         options += [f"data.path={tmp_path}/rows.jsonl"]
         facts = ["(2, 2)", "2 queries"]
     run = run_here(recipe, tmp_path / "run", *options)

@@ -147,7 +147,7 @@ def test_text_parts_are_joined_and_null_fields_of_messages_are_dropped() -> None
     turn = {"role": "user", "content": parts, "name": None}
     call = {"role": "assistant", "tool_calls": CALLS[0], "reasoning_content": "r"}
     tool = {"role": "tool", "content": "7", "tool_call_id": "1", "name": "w"}
-    assert text_or_messages([turn, call, tool], "here", "input_key") == [
+    assert text_or_messages([turn, call, tool], "here", "prompt_key") == [
         {"role": "user", "content": "Add 3 and 4"},
         {**call, "content": None},
         tool,
@@ -173,8 +173,8 @@ def test_text_parts_are_joined_and_null_fields_of_messages_are_dropped() -> None
 )
 def test_a_message_without_text_is_refused_with_its_place(message: dict[str, Any], facts: list[object]) -> None:
     good = {"role": "user", "content": "a"}
-    with pytest.raises(ValueError, match=says("a.jsonl, row 3", *facts, "input_key")):
-        text_or_messages([good, message], "a.jsonl, row 3", "input_key")
+    with pytest.raises(ValueError, match=says("a.jsonl, row 3", *facts, "prompt_key")):
+        text_or_messages([good, message], "a.jsonl, row 3", "prompt_key")
 
 
 def test_text_in_one_row_and_messages_in_another_are_refused_with_both_rows(tmp_path: Path) -> None:

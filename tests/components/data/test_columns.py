@@ -363,15 +363,15 @@ def test_prompts_that_are_continued_are_counted(tokenizer: PreTrainedTokenizerFa
 @pytest.mark.parametrize(
     ("row", "facts"),
     [
-        ({"instruction": "Add", "input": "1 2", "output": "3"}, ["'instruction'", "data.input_key=instruction"]),
-        ({"instruction": "Add", "input": "", "output": "3"}, ["'instruction'", "data.input_key=instruction"]),
-        ({"prompt": "a", "input": "b"}, ["'prompt'", "data.input_key=prompt"]),
+        ({"instruction": "Add", "input": "1 2", "output": "3"}, ["'instruction'", "data.prompt_key=instruction"]),
+        ({"instruction": "Add", "input": "", "output": "3"}, ["'instruction'", "data.prompt_key=instruction"]),
+        ({"prompt": "a", "input": "b"}, ["'prompt'", "data.prompt_key=prompt"]),
         ({"input": "a", "images": ["x.png"]}, ["images", "data.ignored_columns=images"]),
         ({"input": "a", "history": [["b", "c"]]}, ["'history'", "data.ignored_columns=history"]),
-        ({"prompt": "a", **VERL}, ["data.input_key=prompt", "data.label_key=reward_model.ground_truth"]),
-        ({"question": "a", "answer": "b"}, ["data.input_key=question", "data.label_key=answer"]),
-        ({"messages": [user("a")], "solution": "b"}, ["data.input_key=messages", "data.label_key=solution"]),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, ["data.input_key=prompt"]),
+        ({"prompt": "a", **VERL}, ["data.prompt_key=prompt", "data.label_key=reward_model.ground_truth"]),
+        ({"question": "a", "answer": "b"}, ["data.prompt_key=question", "data.label_key=answer"]),
+        ({"messages": [user("a")], "solution": "b"}, ["data.prompt_key=messages", "data.label_key=solution"]),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, ["data.prompt_key=prompt"]),
     ],
 )
 def test_rows_of_another_form_are_refused_with_what_to_set(

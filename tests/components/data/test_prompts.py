@@ -133,7 +133,7 @@ def test_what_is_wrong_with_the_data_is_said_with_file_and_row(tmp_path: Path) -
     good = write(tmp_path / "good.jsonl", RECORDS)
     with pytest.raises(ValueError, match=says(good, "row 0", "'prompt'", "'question'", "'answer'", "'more'")):
         load_rows(good, "prompt")
-    with pytest.raises(ValueError, match=says(good, "row 0", "'answer'", "int", 1, "input_key")):
+    with pytest.raises(ValueError, match=says(good, "row 0", "'answer'", "int", 1, "prompt_key")):
         load_rows(good, "answer")
     with pytest.raises(ValueError, match=says(tmp_path / "nothing.jsonl", ".parquet")):
         load_rows(f"{good},{tmp_path}/nothing.jsonl", "question")
