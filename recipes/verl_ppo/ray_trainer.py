@@ -29,6 +29,7 @@ from core import Job
 from core import WorkerGroup as RayWorkerGroup
 
 from .config import VerlPPOConfig
+from .data import check_inputs
 from .dataset import RLHFDataset
 from .main import VerlCommand, build_job, role_worker_mapping
 from .reward import OWN_FUNCTIONS
@@ -211,6 +212,7 @@ class _ObjectTrainer(VerlPPOTrainer):
 
     def _score_by(self, function: RewardManager | RewardFunction | None, rollouts: Batch) -> Batch:
         if function is None or isinstance(function, RewardManager):
+            self.policy_run.manager.num_examine = 0 if function is None else function.num_examine
             return super().score(rollouts)
         rewards = function(rollouts)
         if isinstance(rewards, Batch):
@@ -288,8 +290,15 @@ class RayPPOTrainer:
         Raises:
             ConfigError: something cannot work; the message says what to set.
         """
-        with tempfile.TemporaryDirectory() as folder:
-            self._command.read_resolved(self._arguments(Path(folder)))
+        self.build_job()
+
+    def build_job(self) -> Job:
+        """Return the plan of the processes; nothing is started."""
+        return self._build_job(self._config())
+
+    def count_prompts(self) -> int:
+        """Check models, data and rewards as a run does, and return the number of prompts to train on."""
+        return check_inputs(self._config(), [])
 
     def fit(self) -> None:
         """Train to the end.
@@ -301,6 +310,10 @@ class RayPPOTrainer:
             code = self._command.main(self._arguments(Path(folder)))
         if code:
             sys.exit(code)
+
+    def _config(self) -> VerlPPOConfig:
+        with tempfile.TemporaryDirectory() as folder:
+            return self._command.read_resolved(self._arguments(Path(folder)))
 
     def _arguments(self, folder: Path) -> list[str]:
         if isinstance(self._written, list):

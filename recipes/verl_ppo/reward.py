@@ -103,6 +103,8 @@ class RewardManager:
             tokenizer: of the policy.
             info: told which responses have no reward, the first few by name.
         """
+        self.num_examine = config.reward.num_examine
+        """Number of scored responses to print per data source and batch."""
         self._code, self._config = score_code(config), config
         self._tokenizer, self._info, self._weight = tokenizer, info, config.reward.function_weight
         self._workers = None
@@ -154,7 +156,7 @@ class RewardManager:
         """Print the first responses of each data source with what they earned."""
         shown: Counter[str] = Counter()
         for i, source in enumerate(scored["datasource"]):
-            if shown[source] == self._config.reward.num_examine:
+            if shown[source] == self.num_examine:
                 continue
             shown[source] += 1
             tokens, acts = scored.row(i, "tokens"), scored.row(i, "action_mask")

@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pyarrow import Table, parquet
 
 from components.data.tasks import get_task
-from components.data.tiny_model import task_tokenizer
+from components.data.tiny_model import task_tokenizer, tiny_model
+from components.engines.causal import ValueModel
 from recipes.verl_ppo.main import read_config
-from recipes.verl_ppo.ray_trainer import ResourcePoolManager, RewardManager, RLHFDataset, Role, _select_rm_score_fn
+from recipes.verl_ppo.ray_trainer import (
+    ActorRolloutRefWorker,
+    CriticWorker,
+    NVMegatronRayWorkerGroup,
+    RayPPOTrainer,
+    RayWorkerGroup,
+    ResourcePoolManager,
+    RewardManager,
+    RLHFDataset,
+    Role,
+    _select_rm_score_fn,
+)
+from tests.guides.rows import check_rows
 from tests.messages import says
 from tests.recipe_copies import ROOT, last_metrics, write_untrained
+from training.schema import ConfigError
 
 PROGRAM = """
 import sys
@@ -105,15 +121,9 @@ REWARDS = {
 """Reward objects, which the guide leaves to the user. The second is a program's own."""
 
 
-def run_program(folder: Path, kind: str, source: str) -> Path:
-    """Run the guide's program for two steps on a tiny model; return the run folder."""
-    model = write_untrained(folder / "model")
-    rows = [
-        {"prompt": f"{letters}>", "data_source": source, "reward_model": {"ground_truth": "".join(sorted(letters))}}
-        for letters in ("cab", "dca", "bda", "fab", "gac", "bea", "cad", "eab")
-    ]
-    parquet.write_table(Table.from_pylist(rows), folder / "rows.parquet")
-    config = {
+def config_of(folder: Path, model: Path, **changes: Any) -> dict[str, Any]:
+    """Verl's configuration for a tiny run on rows.parquet of the folder."""
+    config: dict[str, Any] = {
         "data": {
             "train_files": f"{folder}/rows.parquet", "val_files": f"{folder}/rows.parquet", "train_batch_size": 4,
             "max_prompt_length": 8, "max_response_length": 6,
@@ -132,19 +142,38 @@ def run_program(folder: Path, kind: str, source: str) -> Path:
         "run_dir": f"{folder}/run",
         "backend": "local",
     }  # fmt: skip
-    (folder / "config.yaml").write_text(json.dumps(config))
+    return config | changes
+
+
+def write_rows(folder: Path, source: str) -> None:
+    """Write eight rows of verl's format."""
+    letters = ("cab", "dca", "bda", "fab", "gac", "bea", "cad", "eab")
+    rows = [
+        {"prompt": f"{word}>", "data_source": source, "reward_model": {"ground_truth": "".join(sorted(word))}}
+        for word in letters
+    ]
+    parquet.write_table(Table.from_pylist(rows), folder / "rows.parquet")
+
+
+def run_program(folder: Path, kind: str, source: str, **changes: Any) -> tuple[Path, str]:
+    """Run the guide's program for two steps on a tiny model; return the run folder and what was printed."""
+    model = write_untrained(folder / "model")
+    write_rows(folder, source)
+    (folder / "config.yaml").write_text(json.dumps(config_of(folder, model, **changes)))
     program = folder / "my_main_ppo.py"
     program.write_text(PROGRAM.replace("    REWARDS\n", REWARDS[kind].removeprefix("\n") + "\n"))
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(program), str(folder / "config.yaml")]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "run"
+    return folder / "run", done.stdout
 
 
 @pytest.mark.full
 def test_the_guides_program_trains_with_the_built_in_functions(tmp_path: Path) -> None:
-    run_dir = run_program(tmp_path, "built_in", "sort")
+    run_dir, printed = run_program(tmp_path, "built_in", "sort")
+    # Of validation, whose reward manager has num_examine=1, and not of training.
+    assert printed.count("[ground_truth]") == 2
     plan = json.loads((run_dir / "plan.json").read_text())
     assert {"ACTOR_ROLLOUT", "CRITIC", "REF"} <= set(plan["roles"])
     metrics = last_metrics(run_dir)
@@ -154,9 +183,94 @@ def test_the_guides_program_trains_with_the_built_in_functions(tmp_path: Path) -
 
 @pytest.mark.full
 def test_the_guides_program_trains_with_functions_of_its_own(tmp_path: Path) -> None:
-    metrics = last_metrics(run_program(tmp_path, "selected", "letters"))
+    metrics = last_metrics(run_program(tmp_path, "selected", "letters")[0])
     assert 0 <= metrics["critic/score/mean"] <= 1
     assert metrics["val-core/letters/reward/mean@1"] == 2
+
+
+@pytest.mark.full
+def test_the_guides_program_trains_with_a_reward_model(tmp_path: Path) -> None:
+    tokenizer = task_tokenizer(get_task("sort"))
+    ValueModel(tiny_model(tokenizer, seed=3).model).save_pretrained(tmp_path / "rm")
+    tokenizer.save_pretrained(tmp_path / "rm")
+    enabled = {"enable": True, "model": {"path": f"{tmp_path}/rm"}}
+    run_dir, _ = run_program(tmp_path, "built_in", "no_function_for_this", reward_model=enabled)
+    assert "RM" in json.loads((run_dir / "plan.json").read_text())["roles"]
+    assert math.isfinite(last_metrics(run_dir)["critic/score/mean"])
+
+
+def test_a_reward_model_without_a_score_head_is_refused(tmp_path: Path) -> None:
+    model = write_untrained(tmp_path / "model")
+    write_rows(tmp_path, "sort")
+    config = config_of(tmp_path, model, reward_model={"enable": True, "model": {"path": str(model)}})
+    with pytest.raises(SystemExit, match="2"):
+        RayPPOTrainer(config).fit()
+
+
+def test_the_program_of_megatron_takes_the_same_classes(tmp_path: Path) -> None:
+    assert NVMegatronRayWorkerGroup is RayWorkerGroup
+    model = write_untrained(tmp_path / "model")
+    config = config_of(tmp_path, model)
+    config["actor_rollout_ref"]["actor"] = {"strategy": "megatron", "ppo_mini_batch_size": 4}
+    config["critic"]["strategy"] = "megatron"
+    RayPPOTrainer(config, ray_worker_group_cls=NVMegatronRayWorkerGroup).init_workers()
+
+
+def test_another_strategy_is_refused(tmp_path: Path) -> None:
+    config = config_of(tmp_path, write_untrained(tmp_path / "model"))
+    config["actor_rollout_ref"]["actor"]["strategy"] = config["critic"]["strategy"] = "colossal"
+    with pytest.raises(ConfigError, match="colossal"):
+        RayPPOTrainer(config).init_workers()
+
+
+def test_a_wrong_configuration_is_refused_by_init_workers(tmp_path: Path) -> None:
+    config = config_of(tmp_path, write_untrained(tmp_path / "model"))
+    config["actor_rollout_ref"]["actor"]["ppo_mini_batch_size"] = 3
+    with pytest.raises(ConfigError, match="3"):
+        RayPPOTrainer(config).init_workers()
+
+
+class MyCritic(CriticWorker):
+    """A worker class of the user's own."""
+
+
+def test_a_worker_of_the_users_own_is_run(tmp_path: Path) -> None:
+    config = config_of(tmp_path, write_untrained(tmp_path / "model"))
+    workers = {Role.ActorRollout: ActorRolloutRefWorker, Role.Critic: MyCritic, "judge": MyCritic}
+    manager = ResourcePoolManager({"pool": [1]}, {Role.ActorRollout: "pool", Role.Critic: "pool", "judge": "pool"})
+    trainer = RayPPOTrainer(config, role_worker_mapping=workers, resource_pool_manager=manager)
+    roles = trainer.build_job().roles
+    assert roles["CRITIC"].entrypoint == f"{__name__}:MyCritic"
+    assert roles["JUDGE"].entrypoint == f"{__name__}:MyCritic"  # a role of one's own is its name
+    assert roles["ACTOR_ROLLOUT"].entrypoint == "recipes.verl_ppo.roles.actor_rollout_ref:ActorRolloutRefWorker"
+
+
+def test_the_policy_worker_is_what_its_role_names() -> None:
+    for names in (["actor_rollout_ref"], ["actor_rollout", "ref"], ["actor", "rollout", "ref"]):
+        manager = ResourcePoolManager({"pool": [1]}, dict.fromkeys(names, "pool"))
+        options = [*manager.options(), "data.path=task:sort", "model.path=warm_start:sort", "algorithm.kl_coef=0.1"]
+        assert set(names) <= set(read_config(options).roles)
+
+
+def test_a_prompt_is_the_only_field_that_a_row_needs(tmp_path: Path) -> None:
+    parquet.write_table(Table.from_pylist([{"prompt": "cab>"}] * 8), tmp_path / "rows.parquet")
+    (tmp_path / "score.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str)\n"
+    )
+    model = write_untrained(tmp_path / "model")
+    config = config_of(tmp_path, model, custom_reward_function={"path": f"{tmp_path}/score.py"})
+    trainer = RayPPOTrainer(config)
+    trainer.init_workers()
+    assert trainer.count_prompts() == 8
+
+
+def test_the_four_data_sets_have_their_scripts() -> None:
+    names = {path.stem for path in (ROOT / "scripts" / "data_preprocess").glob("*.py")}
+    assert {"gsm8k", "math", "hellaswag", "full_hh_rlhf"} <= names
+
+
+def test_the_rows_of_the_guide_have_tests_and_hold() -> None:
+    check_rows(Path(__file__))
 
 
 def test_the_roles_are_an_enum_with_the_numbers_of_the_guide() -> None:
@@ -197,3 +311,9 @@ def test_a_data_source_selects_its_reward_function() -> None:
 def test_a_reward_function_that_no_other_process_can_find_is_refused() -> None:
     with pytest.raises(ValueError, match="top level"):
         RewardManager(compute_score=lambda data_source, solution_str, ground_truth, extra_info=None: 1.0).options()
+
+
+def test_actor_and_critic_have_the_same_strategy() -> None:
+    options = ["actor_rollout_ref.actor.strategy=fsdp", "critic.strategy=megatron", "data.path=task:sort"]
+    with pytest.raises(ConfigError, match=says("fsdp", "megatron")):
+        read_config([*options, "model.path=warm_start:sort"])
