@@ -77,8 +77,8 @@ PY
 
 export TROUPE_HOME="$home"
 export PYTHONPATH="$path${PYTHONPATH:+:$PYTHONPATH}"
-# Signals wait until the program has a handler for them (training/early_stop.py).
+# Signals wait until the program has a handler for them (scripts/early_stop.py).
 hold=(env --block-signal=INT --block-signal=TERM)
 "${hold[@]}" true 2>/dev/null || hold=()
 # -P: the current folder is not searched for modules.
-exec "${hold[@]}" "$python" -P -m training.early_stop "$module.main" "$@"
+exec "${hold[@]}" "$python" -P "$home/scripts/early_stop.py" "$module.main" "$@"

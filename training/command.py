@@ -15,12 +15,10 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from components.streams import accept_any_text
 from core import Job
-from core.backends import is_ray_left
-from core.backends.ray_address import check_reachable
+from core.backends.ray_address import check_reachable, is_ray_left
 from core.placement import detect_devices
 from training.config import CommandLine, read_file
 from training.continuation import Continued, continued_run
-from training.early_stop import SIGNALS, stop_line
 from training.early_writes import check_writes
 from training.inputs import absent_models
 from training.launch import check_open_files, open_endpoint, run_job
@@ -32,6 +30,7 @@ from training.tracking import open_run_folder
 
 C = TypeVar("C", bound=RunOptions)
 
+STOPPED_BY = (signal.SIGINT, signal.SIGTERM)
 _OF_CORE = {"node_num": "placement.nodes", "device_per_node": "placement.devices_per_node"}
 """Names in messages of core, which users of a recipe know otherwise."""
 
@@ -239,7 +238,7 @@ class Command(ABC, Generic[C]):
             stopped_by = signal.Signals(number)
             raise KeyboardInterrupt
 
-        for number in SIGNALS:
+        for number in STOPPED_BY:
             signal.signal(number, stop)
         try:
             code = self.main()
@@ -249,7 +248,7 @@ class Command(ABC, Generic[C]):
                 os._exit(code)  # threads of Ray's library would keep the process from ending
             sys.exit(code)
         except KeyboardInterrupt:
-            print(stop_line(self.folder.name), file=sys.stderr, flush=True)
+            print(f"{self.folder.name}: stopped before the start", file=sys.stderr, flush=True)
             sys.exit(128 + stopped_by)
 
 

@@ -20,13 +20,13 @@ from components.engines.config import (
 )
 from components.ranges import Count, NotNegative
 from training.adapter import Adapter
+from training.log_options import LogOptions
 from training.options import (
     AsyncOptions,
     CheckpointOptions,
     DataOptions,
     EvaluationOptions,
     LearnerOptions,
-    LogOptions,
     ModelOptions,
     PlacementOptions,
     RewardOptions,

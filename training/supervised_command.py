@@ -95,8 +95,8 @@ class SupervisedCommand(Command[C]):
                 check_model(path, option)
         notes: list[str] = []
         rows = self.rows(plan.config, notes)
-        self.check_held_out(plan.config, rows)
         self.check_data(plan.config, rows, plan.absent)
+        self.check_held_out(plan.config, rows)
         plan.notes = [*plan.notes, *notes]
 
     def models(self, config: C) -> dict[str, str]:

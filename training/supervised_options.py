@@ -15,10 +15,10 @@ from components.data.scorers import TASK_PREFIX
 from components.engines.choice import choose_attention
 from components.engines.config import TrainConfig
 from components.ranges import Count, CountFromZero
+from training.log_options import LogOptions
 from training.options import (
     CheckpointOptions,
     LearnerOptions,
-    LogOptions,
     ModelOptions,
     RunOptions,
     Seed,
@@ -291,7 +291,7 @@ class SupervisedOptions(RunOptions):
         info: Callable[[str], None],
     ) -> list[T]:
         names = source_names(path)
-        parts = [read(self.load(name, split, most, info), name) for name in names]
+        parts = [read(self.load(name, split, most, info=info), name) for name in names]
         return mixed(parts, mixture_probabilities(probs, len(names)), self.seed)[:most]
 
     def tokenizer(self, path: str) -> PreTrainedTokenizerBase:

@@ -275,7 +275,7 @@ def _column(row: Mapping[str, Any], name: str, value: Any, option: str) -> Any:
     value = value if messages is None else messages
     if isinstance(value, str) or (value and are_messages(value)):
         return value
-    found = f"found {kind_of(row[name])}"
+    found = f"found {kind_of(row.get(name))}"
     if row.get(name) is None:
         found = f"but it is null or absent; there are the columns {sorted(map(str, row))}"
     remedy = "" if option == "prompt_key" else _remedy(row)

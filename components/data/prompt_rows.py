@@ -75,6 +75,10 @@ def prompt_columns(
     """
     try:
         prompt = read_prompt(record, key, ignored)
+    except ValueError as error:
+        mend = f"mend the row, or set {option} to another column"
+        raise ValueError(f"{where}, column {key!r}, {error}; {mend}") from error
+    try:
         if is_default and (isinstance(prompt.value, str) or are_messages(prompt.value)):
             others = [name for name in ("prompt", "instruction", *CONVERSATIONS) if name not in prompt.columns]
             remedy = f"set data.{option}={next(iter(filled(record, others)), key)}"

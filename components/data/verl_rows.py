@@ -70,11 +70,13 @@ def load_verl_rows(
             rows += found
             continue
         records = read_records(name, label_key=TRUTH_KEY)
+        # Files without the usual column of the data source are scored by the user's function.
+        needs_source = source_key != SOURCE_KEY or any(SOURCE_KEY in record for record in records)
         for number, record in enumerate(records):
             where = f"{name}, row {number}"
             if single_turn:
                 _check_single_turn(record, where)
-            rows.append(_row_of(record, where, prompt_key, source_key, needs_truth, ignored))
+            rows.append(_row_of(record, where, prompt_key, source_key, needs_truth, needs_source, ignored))
         check_one_kind((row["input"] for row in rows[-len(records) :]), name)
     first = first_rows(rows, max_rows, ", ".join(files), note)
     return random.Random(seed).sample(rows, len(first)) if draw and len(first) < len(rows) else first
@@ -86,11 +88,11 @@ def _row_of(
     prompt_key: str,
     source_key: str,
     needs_truth: bool,
+    needs_source: bool,
     ignored: Collection[str],
 ) -> dict[str, Any]:
-    for key in (prompt_key, source_key):
-        # Rows without the usual column of the data source are scored by the user's function.
-        if record.get(key) is None and (key in record or key != SOURCE_KEY):
+    for key in (prompt_key, source_key) if needs_source else (prompt_key,):
+        if record.get(key) is None:
             raise _missing(record, where, repr(key), prompt_key, source_key)
     read = prompt_columns(record, prompt_key, where, ignored, option="prompt_key")
     truth = cell_at(record, TRUTH_KEY)

@@ -1,14 +1,9 @@
 """Where workloads live: on Ray, or all in this process."""
 
-import threading
 from collections.abc import Callable
 from typing import Any, Literal
 
 BackendName = Literal["ray", "local"]
-is_ray_left = threading.Event()
-"""Set where Ray was gone before the job was: its library has threads in this process that may not end for a minute, and
-hold up the end of the process. A program whose work is done leaves with `os._exit`.
-"""
 
 
 def make_backend(name: BackendName, run_id: str, emit: Callable[[str, Any], None]) -> Any:

@@ -33,8 +33,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from core.backends import is_ray_left
-from core.backends.ray_address import check_reachable, unanswered
+from core.backends.ray_address import check_reachable, is_ray_left, unanswered
 from core.backends.ray_host import RayHost
 from core.backends.ray_token import own_token, token_faults_named
 from core.errors import JobError, ResultLost, WorkerDied, first_line, with_note

@@ -1,12 +1,17 @@
-"""Whether the Ray cluster of $RAY_ADDRESS can be there, found out without Ray, which would try for minutes."""
+"""Check without Ray, which would try for minutes, that the cluster of $RAY_ADDRESS can be reached."""
 
 import os
 import re
 import socket
+import threading
 from pathlib import Path
 
 from core.errors import JobError
 
+is_ray_left = threading.Event()
+"""Set if Ray ended before the job: its library has threads in this process that may not end for a minute, and hold up
+the end of the process. A program whose work is done leaves with `os._exit`.
+"""
 REACHED_WITHIN_S = 10.0
 _CURRENT = "ray_current_cluster"
 """The file in Ray's folder in which `ray start` leaves the address that `auto` stands for."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import shlex
 from pathlib import Path
@@ -76,6 +77,15 @@ def test_the_reward_of_the_page_rewards(folder: Path) -> None:
     assert output.reward_B.tolist() == [1, 0]
 
 
+def write_rows(folder: Path, path: str, options: dict[str, str]) -> None:
+    """Write the data file that a command names, with the columns that it names."""
+    if not path.endswith(".jsonl"):
+        return
+    row = {options.get("data.prompt_key", "input"): "1 + 1?", options.get("data.label_key", "label"): "#### 2"}
+    (folder / path).parent.mkdir(exist_ok=True)
+    (folder / path).write_text(f"{json.dumps(row)}\n" * 256)
+
+
 @pytest.mark.parametrize("line", COMMANDS)
 def test_the_commands_of_the_page_are_taken(
     line: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -86,5 +96,7 @@ def test_the_commands_of_the_page_are_taken(
         assert (Path(__file__).parents[2] / words[2]).is_dir()
         return
     recipe = words[1].split("/")[1]
+    named = dict(word.split("=", 1) for word in words[2:] if "=" in word)
+    write_rows(folder, named.get("data.path", ""), named)
     code = importlib.import_module(f"recipes.{recipe}.main").main(["--dry_run", *words[2:]])
     assert code == 0, capsys.readouterr().err

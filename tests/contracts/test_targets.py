@@ -140,7 +140,7 @@ def test_rows_may_hold_queries_or_responses_or_neither(tmp_path: Path) -> None:
     ]
     assert read_samples(rows_file(tmp_path, *rows)) == [
         Sample("1+1=", "2", 2, "1+1=2", ("2",)),
-        Sample("", "7", None, "7", ("7",)),
+        Sample("", "7", "", "7", ("7",)),  # a null is an absent label
         Sample("1+2=", "3", "3", "1+2=3", ("3",)),
         Sample("go", "left", "", "<s>go left", ("left", "right")),
     ]

@@ -96,7 +96,8 @@ def test_a_cluster_that_does_not_answer_is_named_at_once() -> None:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         check_reachable(address)
         check_reachable(f"[127.0.0.1]:{server.getsockname()[1]}")  # as addresses of IPv6 are written
-    for elsewhere in ("auto", "ray://127.0.0.1:1"):  # these Ray looks for itself
-        check_reachable(elsewhere)
+    for elsewhere in ("auto", "ray://127.0.0.1:1"):
+        with pytest.raises(JobError, match=says(elsewhere, "RAY_ADDRESS")):
+            check_reachable(elsewhere)
     with pytest.raises(JobError, match=says(address, "RAY_ADDRESS")):
         check_reachable(address)

@@ -48,8 +48,12 @@ def options(recipe: str, model: Path, folder: Path, **more: Any) -> list[str]:
     if recipe in ROLLOUTS and recipe != "verl_ppo":
         rewards = "agent.func_path=env:guess" if recipe == "multi_turn" else "reward.source=exact_match"
         found += [rewards, "data.prompt_key=prompt", "prompts_per_step=1"]
-    if recipe == "openrlhf_ppo":
+    if recipe in ("openrlhf_ppo", "verl_ppo"):
         found += ["train.mini_batch_size=1"]
+    if recipe == "verl_ppo":
+        found += ["prompts_per_step=1", "data.epochs=2"]
+    if recipe not in ROLLOUTS:
+        found += ["evaluation.held_out=0"]
     return found
 
 

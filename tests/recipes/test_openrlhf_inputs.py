@@ -306,7 +306,7 @@ def test_a_tokenizer_without_an_end_token_is_refused_and_one_without_padding_pad
     assert "end token" in error
     assert str(endless) in error
     unpadded = write_policy(tmp_path / "unpadded", byte_tokenizer(pad_token=None))
-    assert main([f"pretrain={unpadded}", *file_of_prompts, "--dry_run"]) == 0
+    assert main([f"pretrain={unpadded}", *file_of_prompts, "label_key=label", "--dry_run"]) == 0
 
 
 @pytest.mark.parametrize(

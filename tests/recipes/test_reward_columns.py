@@ -23,7 +23,7 @@ def accuracy(prompts, completions, solution, **kwargs):
 """In TRL's signature; the reward is the column `solution`, which depends on the prompt."""
 AGENT = """
 from agents.executor import SingleTurnAgentExecutor
-from reward import accuracy
+from columns_reward import accuracy
 
 
 class AgentExecutor(SingleTurnAgentExecutor):
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("columns")
     rows = [{"prompt": f"{i} + 1 =", "solution": i + 1, "level": "easy"} for i in range(8)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (folder / "reward.py").write_text(ACCURACY)
+    (folder / "columns_reward.py").write_text(ACCURACY)
     of_verl = [
         {
             "data_source": "sums",
@@ -94,7 +94,7 @@ def assert_rewarded(done: LocalRun, steps: Sequence[int] = (1, 2)) -> None:
 def test_a_function_reads_the_columns_of_its_own_row(
     recipe: str, options: list[str], folder: Path, tmp_path: Path
 ) -> None:
-    done = run(recipe, folder, tmp_path / "run", f"reward.source={folder}/reward.py:accuracy", *options)
+    done = run(recipe, folder, tmp_path / "run", f"reward.source={folder}/columns_reward.py:accuracy", *options)
     assert_rewarded(done)
 
 
@@ -104,7 +104,7 @@ def test_the_reward_of_heldout_prompts_reads_the_columns(source: str, folder: Pa
         "source": ["reward.source=exact_match"],
         "reward_model": [f"reward_model.path={folder}/reward_model"],
     }[source]
-    heldout = [f"reward.heldout_source={folder}/reward.py:accuracy"]
+    heldout = [f"reward.heldout_source={folder}/columns_reward.py:accuracy"]
     done = run("openrlhf_ppo", folder, tmp_path / "run", OPENRLHF[0], *trained, *heldout)
     assert [line["eval/score"] for line in done.metrics] == pytest.approx([4.5] * 2)
 
@@ -137,6 +137,6 @@ def test_the_function_of_a_single_turn_agent_reads_the_columns(
 
 
 def test_a_run_that_was_resumed_reads_the_columns(folder: Path, tmp_path: Path) -> None:
-    options = [f"reward.source={folder}/reward.py:accuracy", "checkpoint.every=1"]
+    options = [f"reward.source={folder}/columns_reward.py:accuracy", "checkpoint.every=1"]
     run("openrlhf_ppo", folder, tmp_path / "run", *OPENRLHF, *options, "max_steps=1")
     assert_rewarded(run("openrlhf_ppo", folder, tmp_path / "run", *OPENRLHF, *options, "resume=auto"))

@@ -307,8 +307,10 @@ def test_bad_input_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     ("options", "facts"),
     [
-        (["data.max_tokens=3", "data.prompt_key=prompt"], ["data.max_tokens", 64, "too_long"]),
-        (["evaluation.held_out=64", "data.prompt_key=prompt"], ["evaluation.held_out", 64, "32 conversations"]),
+        (
+            ["data.max_tokens=3", "data.prompt_key=prompt", "evaluation.held_out=0"],
+            ["data.max_tokens", 64, "too_long"],
+        ),
     ],
 )
 def test_pairs_that_leave_nothing_to_train_on_end_the_run_with_one_line(
@@ -320,6 +322,15 @@ def test_pairs_that_leave_nothing_to_train_on_end_the_run_with_one_line(
     assert re.search(says(*facts), run.err)
     assert run.err.count("\n") == 1
     assert run.summary["status"] == "failed"
+
+
+def test_pairs_that_are_all_held_out_are_refused_before_the_start(tmp_path: Path) -> None:
+    policy, text = write_policy(tmp_path / "policy"), write_rows(tmp_path / "text.jsonl", rows_of_pairs())
+    options = ["evaluation.held_out=64", "data.prompt_key=prompt"]
+    run = run_here("reward_model", tmp_path / "run", f"model.path={policy}", f"data.path={text}", *options)
+    assert run.code == 2
+    assert re.search(says("evaluation.held_out", 64, "data.path"), run.err)
+    assert not (tmp_path / "run").exists()
 
 
 def test_names_of_newer_versions_and_values_that_ask_for_nothing_are_taken(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from core import CallEvent, JobEvent, MemoryEvent
 from recipes.grpo.main import COMMAND
 from tests.messages import says
-from training.options import LogOptions
+from training.log_options import LogOptions
 from training.tracking.endpoint import MetricsEndpoint, RunState
 from training.tracking.event_types import AlarmEvent, PhaseEvent, StepEvent
 

@@ -16,14 +16,20 @@ def test_sft_uses_all_of_100_500_rows_by_default(tmp_path: Path) -> None:
 
 
 def test_rows_that_a_limit_leaves_out_are_counted(tmp_path: Path) -> None:
-    row = {"prompt": "a", "response": "b", "chosen": "b", "rejected": "c", "input": "a"}
-    source = str(tmp_path / "a.jsonl")
-    Path(source).write_text(f"{json.dumps(row)}\n" * 5)
+    rows = {
+        "a": {"input": "a"},
+        "pairs": {"prompt": "a", "chosen": "b", "rejected": "c"},
+        "demonstrations": {"prompt": "a", "response": "b"},
+    }
+    sources = {name: str(tmp_path / f"{name}.jsonl") for name in rows}
+    for name, row in rows.items():
+        Path(sources[name]).write_text(f"{json.dumps(row)}\n" * 5)
+    source = sources["a"]
     notes: list[str] = []
     assert len(load_rows(source, max_rows=3, note=notes.append)) == 3
-    assert len(load_pairs(source, max_rows=3, note=notes.append)) == 3
-    assert len(load_demonstrations(source, max_rows=3, note=notes.append)) == 3
-    assert notes == [f"3 of 5 rows of {source} are used, 2 are left out"] * 3
+    assert len(load_pairs(sources["pairs"], max_rows=3, note=notes.append)) == 3
+    assert len(load_demonstrations(sources["demonstrations"], max_rows=3, note=notes.append)) == 3
+    assert notes == [f"3 of 5 rows of {name} are used, 2 are left out" for name in sources.values()]
     load_rows(source, max_rows=5, note=notes.append)
     load_rows(f"{source},{source}", max_rows=5, note=notes.append)
     assert notes[3:] == [f"5 of 10 rows of {source},{source} are used, 5 are left out"]

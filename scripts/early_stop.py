@@ -1,6 +1,6 @@
 """Start a module as a program that ends with one line on Ctrl-C or SIGTERM, also while it is still importing.
 
-    python -P -m training.early_stop recipes.grpo.main [ARGUMENT ...]
+    python -P scripts/early_stop.py recipes.grpo.main [ARGUMENT ...]
 
 Importing takes seconds, and a signal that arrives meanwhile would print a traceback of whatever import it interrupted.
 `Command.run` handles signals once everything is imported.
@@ -17,18 +17,13 @@ from types import FrameType
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def stop_line(name: str) -> str:
-    """Return the line about a program that was stopped before it had begun."""
-    return f"{name}: stopped before the start"
-
-
 def main() -> None:
     """Run the module that the first argument names, with the other arguments."""
     module = sys.argv.pop(1)
     name = module.removesuffix(".main").rpartition(".")[2]
 
     def end(number: int, _: FrameType | None) -> None:
-        os.write(2, f"{stop_line(name)}\n".encode(errors="backslashreplace"))
+        os.write(2, f"{name}: stopped before the start\n".encode(errors="backslashreplace"))
         os._exit(128 + number)
 
     for number in SIGNALS:
