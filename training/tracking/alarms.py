@@ -160,6 +160,15 @@ ALARMS = (
         sounds=lambda now, _: now["actor/approx_kl"] > MOST_KL,
     ),
     Alarm(
+        name="step_kl",
+        watches="actor/step_kl",
+        when=f"over {MOST_KL}",
+        text="one optimizer step moved the policy {now:.2f} nats per token from the one that drew the responses, too "
+        "far to learn from them",
+        remedies=(LOWER_RATE, "cut gradients at a smaller norm ({train.max_grad_norm})"),
+        sounds=lambda now, _: now["actor/step_kl"] > MOST_KL,
+    ),
+    Alarm(
         name="drift",
         watches="actor/kl_to_reference",
         when=f"over {MOST_DRIFT:g}",
