@@ -59,12 +59,11 @@ def check_model(path: str, option: str = "model.path") -> None:
     Raises:
         ValueError: it cannot; the message says what to set.
     """
-    from components.data.tasks import get_task
-    from training.warm_start import WARM_START_PREFIX
+    from training.warm_start import WARM_START_PREFIX, check_warm_start
 
     try:
         if path.startswith(WARM_START_PREFIX):
-            get_task(path.removeprefix(WARM_START_PREFIX))
+            check_warm_start(path)
         else:
             find_model(path)
             folder = Path(path).expanduser()
