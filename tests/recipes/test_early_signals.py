@@ -30,7 +30,8 @@ def has_imported(process: "subprocess.Popen[str]", library: str) -> bool:
 
 @pytest.mark.parametrize("number", CODES)
 def test_during_the_imports_a_signal_is_one_line(number: signal.Signals, tmp_path: Path) -> None:
-    process = started([sys.executable, "-P", "-m", "recipes.grpo.main"], tmp_path / "run")
+    # As scripts/run_recipe.sh starts it.
+    process = started([sys.executable, "-P", "-m", "training.early_stop", "recipes.grpo.main"], tmp_path / "run")
     while not has_imported(process, "pydantic_core"):
         assert process.poll() is None
         time.sleep(0.005)
