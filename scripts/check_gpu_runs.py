@@ -31,6 +31,7 @@ sys.path[:0] = [str(ROOT)]
 from components.data.tasks import get_task  # noqa: E402 (the project may not be installed)
 from components.data.tiny_model import task_tokenizer, tiny_model  # noqa: E402
 from components.engines.causal import without_progress_bars  # noqa: E402
+from training.tracking.plain import json_lines  # noqa: E402
 
 EXACT = 0.05
 """Nats by which engine and trainer may be apart per token in bfloat16, on average."""
@@ -118,8 +119,7 @@ def run(name: str, command: str, size: Size, model: Path, folder: Path) -> dict[
         verdict = "not run" if ended.returncode == 2 else "FAILED"
         why = f"exit code {ended.returncode}: {said[-1] if said else 'it printed nothing'}"
         return {"check": name, "measured": why, "asked": "", "verdict": verdict}
-    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    steps = [json.loads(line) for line in lines]
+    steps = list(json_lines(run_dir / "metrics.jsonl"))
     measured = [f"{json.loads((run_dir / 'summary.json').read_text())['steps']} steps", *medians(steps)]
     planned = json.loads((run_dir / "plan.json").read_text(encoding="utf-8"))["places"]
     of_gpu = [place["most"] for place in planned if place["place"].startswith("a GPU")]

@@ -141,6 +141,24 @@ def test_run_sh_of_one_recipe_is_that_of_all_but_for_its_comment() -> None:
     assert len({text[text.index("\nset -euo pipefail\n") :] for text in texts}) == 1
 
 
+@pytest.mark.full
+def test_files_beside_a_copy_that_are_named_like_modules_are_not_imported(untrained: Path, tmp_path: Path) -> None:
+    mine = copied("grpo", tmp_path / "mine")
+    names = ("select", "json", "core", "torch", "numpy", "recipes", "training")
+    for name in names:
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name}.py beside the copy was imported')\n")
+    (tmp_path / "reward.py").write_text(
+        "import json, select\n\ndef reward(completions, **kwargs):\n"
+        "    return [float(json.loads('1'))] * len(completions)\n"
+    )
+    options = [*TRIALS["grpo"].options.split(), f"model.path={untrained}", f"run_dir={tmp_path}/run", "backend=local"]
+    environment = {"TROUPE_HOME": str(ROOT), "TROUPE_PYTHON": sys.executable, "TROUPE_CACHE": f"{tmp_path}/cache"}
+    done = run(mine, *options, f"reward.source={tmp_path}/reward.py", **environment)
+    assert done.returncode == 0, done.stderr
+    assert last_metrics(tmp_path / "run")["reward/reward"] == 1.0
+    assert not any(f"{name}.py beside" in done.stderr for name in names)
+
+
 def test_a_copy_that_cannot_find_the_project_says_what_to_do(tmp_path: Path) -> None:
     # A PATH without any Python in which `core` of this project could be imported.
     tools = tmp_path / "bin"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -71,6 +72,8 @@ class House:
         recipe.mkdir(parents=True)
         (recipe / "main.py").write_text("import sys, train_part\nprint(sys.argv[1:])\n")
         shutil.copy(ROOT / "recipes" / "sft" / "run.sh", recipe)
+        (self.home / "training").mkdir()  # run_recipe.sh starts recipes by it
+        shutil.copy(ROOT / "training" / "early_stop.py", self.home / "training")
         self.wheels.mkdir()
         for name in ("setuptools", "base_part", "train_part", "dev_part"):
             self.wheel(name)
@@ -226,6 +229,39 @@ def test_an_environment_that_was_copied_with_its_project_is_built_anew(house: Ho
     assert copy.setup("recipes").returncode == 0
     assert not (copy.venv / "kept").exists()
     copy.check_recipe_runs()
+
+
+@pytest.mark.full
+def test_an_environment_behind_a_link_is_used_and_filled_where_it_lies(house: House, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    house.venv.rename(shared)
+    house.venv.symlink_to(shared)
+    house.check_recipe_runs()
+    house.wheel("docs_part")
+    assert house.setup("docs").returncode == 0
+    assert house.has("docs_part")
+    assert house.venv.is_symlink()
+    assert house.venv.resolve() == shared
+    assert (shared / "kept").exists()
+
+
+@pytest.mark.parametrize("target", ["nothing", "empty", "broken"])
+def test_a_link_to_what_is_no_environment_is_refused_and_stays(target: str, house: House, tmp_path: Path) -> None:
+    place = tmp_path / target
+    if target == "empty":
+        place.mkdir()
+    if target == "broken":
+        house.venv.rename(place)
+        (place / "bin" / "python").unlink()
+        (place / "bin" / "python").write_text("#!/bin/sh\nexit 1\n")
+    shutil.rmtree(house.venv, ignore_errors=True)
+    house.venv.symlink_to(place)
+    before = sorted(place.rglob("*")) if place.is_dir() else None
+    done = house.setup("recipes")
+    assert done.returncode == 2
+    assert re.search(says(f"{house.venv} is a link", place, "remove the link"), done.stderr)
+    assert house.venv.readlink() == place
+    assert (sorted(place.rglob("*")) if place.is_dir() else None) == before
 
 
 def needed(extra: str) -> list[str]:

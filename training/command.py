@@ -21,7 +21,8 @@ from training.config import CommandLine, read_file
 from training.continuation import Continued, continued_run
 from training.early_writes import check_writes
 from training.inputs import absent_models
-from training.launch import check_open_files, open_endpoint, run_job
+from training.launch import open_endpoint, run_job
+from training.machine_limits import check_machine
 from training.machines import Machines, assuming, is_here
 from training.options import ModelOptions, RunOptions
 from training.plan import Plan
@@ -165,12 +166,13 @@ class Command(ABC, Generic[C]):
                     self._dry_run(plan)
                     return 0
                 plan.check_and_show()
+                config = plan.config
+                # Before the checks of models and data, which start processes of their own.
+                check_machine(config.backend, len(plan.job.placement.hosts))
+                if config.backend == "ray" and (address := os.environ.get("RAY_ADDRESS")):
+                    check_reachable(address)
                 self.check(plan)
             config = plan.config
-            if config.backend == "ray":
-                check_open_files(len(plan.job.placement.hosts))
-                if address := os.environ.get("RAY_ADDRESS"):
-                    check_reachable(address)
             continued = continued_run(config, plan.recipe)
             if continued is not None:
                 self.check_continued(plan, continued)

@@ -148,7 +148,8 @@ class Evaluation:
             return ""
         first = self._deciding(start) if start else None
         found = ""
-        if self.best is not None and self.best[1] > last[1]:
+        # The best of step 0 is the model that the run began with, which the next sentence is about.
+        if self.best is not None and self.best_step > 0 and self.best[1] > last[1]:
             folder = checkpoints / f"step_{self.best_step}"
             where = f": {folder}/hf" if folder.is_dir() else ", of which there is no checkpoint"
             found = f"the best policy is of step {self.best_step}, {last[0]} {self.best[1]:.3f}{where}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,6 +19,7 @@ from training.options import DataOptions, EvaluationOptions, ModelOptions, RunOp
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from agents.options import AgentOptions
     from components.data.prompts import PromptSource
     from components.data.rewards import RewardSettings
 
@@ -57,12 +59,11 @@ def check_model(path: str, option: str = "model.path") -> None:
     Raises:
         ValueError: it cannot; the message says what to set.
     """
-    from components.data.tasks import get_task
-    from training.warm_start import WARM_START_PREFIX
+    from training.warm_start import WARM_START_PREFIX, check_warm_start
 
     try:
         if path.startswith(WARM_START_PREFIX):
-            get_task(path.removeprefix(WARM_START_PREFIX))
+            check_warm_start(path)
         else:
             find_model(path)
             folder = Path(path).expanduser()
@@ -155,6 +156,7 @@ def check_prompts(
     *,
     encodes: bool = True,
     calls_servers: bool = True,
+    agent: AgentOptions | None = None,
 ) -> int:
     """See that model, prompts and reward can be there and fit together, before anything starts.
 
@@ -166,9 +168,10 @@ def check_prompts(
         seed: of the run.
         settings: of reward code.
         max_new_tokens: see `check_encoding`.
-        notes: those of `try_rewards` are appended, and how many rows max_samples leaves out.
+        notes: those of `try_rewards` and `try_agent` are appended, and how many rows max_samples leaves out.
         encodes: read the prompts with the policy's tokenizer; False where a plan is made without the model.
         calls_servers: see `try_rewards`.
+        agent: options of episodes; the agent that they name is tried.
 
     Returns:
         How many rows there are to train on; of those beyond CHECKED_ROWS, the too long ones included.
@@ -198,11 +201,16 @@ def check_prompts(
     if encodes:
         too_long = check_encoding(model, data, rows, seed, max_new_tokens)
         check_heldout(model, data, heldout, seed, max_new_tokens)
+    tried = {"the data": rows, "the held-out data": heldout}
+    found = list[str]()
     if reward is not None:
-        tried = {"the data": rows, "the held-out data": heldout}
-        found = try_rewards(reward, "reward.source", tried, settings, calls_servers=calls_servers)
-        if notes is not None:
-            notes += found
+        found += try_rewards(reward, "reward.source", tried, settings, calls_servers=calls_servers)
+    if agent is not None and agent.func_path:
+        from training.agent_trial import try_agent
+
+        found += try_agent(agent, data, tried, partial(data_tokenizer, model) if encodes else None)
+    if notes is not None:
+        notes += found
     return len(rows) - too_long
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FILES_OF_RAY, FILES_OF_PROCESS = 192, 16
-"""Open files that a process of Ray may need at most, and more of them for each process of the job."""
 REPORT_WITHIN_S = 120.0
 """So long a run waits at its end for its report (a disk may hang)."""
 STOP_GRACE_S = 600.0
@@ -73,21 +70,6 @@ def printed(config: Any, named: Collection[str]) -> str:
     for name in ("print_config", "dry_run", "assume_devices", *(() if "run_dir" in named else ("run_dir",))):
         options.pop(name, None)
     return config_text(options)
-
-
-def check_open_files(processes: int) -> None:
-    """Check that the limit on open files leaves room for Ray, which waits for minutes where it does not.
-
-    Raises:
-        ValueError: it does not.
-    """
-    needed = FILES_OF_RAY + FILES_OF_PROCESS * processes
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        raise ValueError(
-            f"this shell allows {soft} open files to a process (ulimit -n), and Ray with {processes} processes needs "
-            f"{needed}; run `ulimit -n {needed}` first, or set backend=local"
-        )
 
 
 def run_job(

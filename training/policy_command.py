@@ -190,6 +190,7 @@ class PolicyCommand(Command[C]):
             notes,
             encodes=encodes,
             calls_servers=not own.dry_run,
+            agent=own.agent,
         )
 
     def check(self, plan: Plan) -> None:

@@ -24,6 +24,8 @@ SEARCHED_ROWS = 10_000
 """Number of rows among which those of the trial are looked for."""
 MOST_KINDS = 8
 """Maximum number of kinds of rows that are tried."""
+ROWS_OF_A_KIND = 3
+"""Maximum number of rows of a kind that `rows_by_kind` returns."""
 SERVER_TRIES = 2
 
 
@@ -153,16 +155,26 @@ def _try_servers(
     return [f"{option}: a run uses the other servers, as {problem}" for problem in problems]
 
 
-def _trial_rows(rows: Rows) -> Rows:
-    """Return the first row of each kind, and at least two: text or messages, source, and names of the columns."""
-    kinds: dict[Any, Mapping[str, Any]] = {}
-    for row in rows[:SEARCHED_ROWS]:
+def rows_by_kind(rows: Rows) -> list[list[int]]:
+    """Return the numbers of the first rows of each kind, ROWS_OF_A_KIND at most: a kind is text or messages, with a
+    source and names of columns.
+    """
+    kinds: dict[Any, list[int]] = {}
+    for number, row in enumerate(rows[:SEARCHED_ROWS]):
         columns = row.get("extra_info")
         names = frozenset(columns) if isinstance(columns, Mapping) else None
-        kinds.setdefault((are_messages(row["input"]), row["datasource"], names), row)
-        if len(kinds) == MOST_KINDS:
-            break
-    chosen = list(kinds.values())
+        kind = are_messages(row["input"]), row["datasource"], names
+        if kind not in kinds and len(kinds) == MOST_KINDS:
+            continue
+        numbers = kinds.setdefault(kind, [])
+        if len(numbers) < ROWS_OF_A_KIND:
+            numbers.append(number)
+    return list(kinds.values())
+
+
+def _trial_rows(rows: Rows) -> Rows:
+    """Return the first row of each kind, and at least two."""
+    chosen = [rows[numbers[0]] for numbers in rows_by_kind(rows)]
     if len(chosen) == 1:
         length = len(str(chosen[0]["label"]))
         others = (row for row in rows[1:SEARCHED_ROWS] if len(str(row["label"])) != length)

@@ -94,6 +94,26 @@ def ensure_warm_start(settings: WarmStartSettings, progress: Callable[[str], Non
     return folder
 
 
+def check_warm_start(name: str) -> None:
+    """Check that the warm start that `warm_start:<task>` names is there, or can be made.
+
+    Raises:
+        ValueError: there is no such task, or the folder for warm starts cannot be written to.
+    """
+    folder = _folder(WarmStartSettings(task=name.removeprefix(WARM_START_PREFIX)))
+    if (folder / _NOTE).is_file():
+        return
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder.parent):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"the demonstration's model is kept in {folder.parent}, which cannot be written to ({error.strerror}); set "
+            "TROUPE_CACHE to another folder"
+        ) from error
+
+
 def resolve_model(name: str, progress: Callable[[str], None] = print) -> str:
     """The model that `name` stands for: `warm_start:<task>` is made or found, everything else stays as it is."""
     if not name.startswith(WARM_START_PREFIX):

@@ -13,6 +13,9 @@ is_ray_left = threading.Event()
 the end of the process. A program whose work is done leaves with `os._exit`.
 """
 REACHED_WITHIN_S = 10.0
+_SETTINGS = b"\0\0\0\x04\0\0\0\0\0"
+"""An empty frame of HTTP/2; its fourth byte is the kind of the frame, which begins each side's part of a connection."""
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _SETTINGS
 _CURRENT = "ray_current_cluster"
 """The file in Ray's folder in which `ray start` leaves the address that `auto` stands for."""
 
@@ -21,7 +24,7 @@ def check_reachable(address: str) -> None:
     """Connect to a cluster's port: of `HOST:PORT`, `ray://HOST:PORT`, or the one that `auto` finds on this machine.
 
     Raises:
-        JobError: nothing responds there; the message says what to set.
+        JobError: nothing responds there, or no server of Ray's; the message says what to set.
     """
     place, found = address, address
     if address == "auto":
@@ -37,9 +40,26 @@ def check_reachable(address: str) -> None:
     if host_port is None:
         return
     try:
-        socket.create_connection((host_port[1], int(host_port[2])), REACHED_WITHIN_S).close()
+        with socket.create_connection((host_port[1], int(host_port[2])), REACHED_WITHIN_S) as connection:
+            speaks = _speaks_http2(connection)
     except OSError as error:
         raise JobError(f"no Ray cluster responds at {place} ({error}); start it, or unset RAY_ADDRESS") from error
+    if not speaks:
+        raise JobError(f"what responds at {place} is no Ray cluster; set RAY_ADDRESS to one, or unset it")
+
+
+def _speaks_http2(connection: socket.socket) -> bool:
+    """Tell whether a server greets as a gRPC server does, which Ray's are. It raises TimeoutError if it is silent."""
+    if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
+        return True  # it greets inside of TLS, which Ray sets up itself
+    connection.sendall(_GREETING)
+    reply = b""
+    while len(reply) < len(_SETTINGS):
+        part = connection.recv(len(_SETTINGS) - len(reply))
+        if not part:
+            return False
+        reply += part
+    return reply[3] == _SETTINGS[3]
 
 
 def unanswered(address: str, seconds: float, error: BaseException | None = None) -> JobError:

@@ -3,9 +3,11 @@ looked at.
 """
 
 from collections.abc import Collection
+from functools import partial
 
 from components.data.cells import check_one_kind
-from training.inputs import check_encoding, check_heldout, check_model, check_reader, check_reward_model
+from training.agent_trial import try_agent
+from training.inputs import check_encoding, check_heldout, check_model, check_reader, check_reward_model, data_tokenizer
 from training.schema import ConfigError
 
 from .config import VerlPPOConfig
@@ -41,7 +43,12 @@ def check_inputs(config: VerlPPOConfig, notes: list[str], absent: Collection[str
         if encodes:
             too_long = check_encoding(config.model, config.data, rows, config.seed, most)
             check_heldout(config.model, config.data, heldout, config.seed, most)
-        notes += try_function(config, {"the data": rows, "the held-out data": heldout})
+        tried = {"the data": rows, "the held-out data": heldout}
+        notes += try_function(config, tried)
+        if config.agent.func_path:
+            notes += try_agent(
+                config.agent, config.data, tried, partial(data_tokenizer, config.model) if encodes else None
+            )
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return len(rows) - too_long

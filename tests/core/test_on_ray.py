@@ -4,7 +4,6 @@ The other tests of core try all that calls mean in local mode, and with --full o
 """
 
 import re
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,7 @@ import numpy as np
 import pytest
 import workers
 
-from core import JobBuilder, JobError, JobEvent, RLJobBuilder, RoleGroup, WorkerGroup
-from core.backends.ray import check_reachable
-from tests.messages import says
+from core import JobBuilder, JobEvent, RLJobBuilder, RoleGroup, WorkerGroup
 from tests.processes import left_behind, wait_until_gone
 
 GUARD_S = 300.0
@@ -89,15 +86,3 @@ def test_ranks_that_share_their_processes_with_others_call_them_and_each_its_own
         first, second = RoleGroup("upper").ask_all(["a", "b"])
         assert (first, second) == ([["LOWER-0: a"], ["LOWER-1: a"]], [["LOWER-0: b"], ["LOWER-1: b"]])
         assert RoleGroup("upper").ask_own() == [["LOWER-0"], ["LOWER-1"]]
-
-
-def test_a_cluster_that_does_not_answer_is_named_at_once() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        check_reachable(address)
-        check_reachable(f"[127.0.0.1]:{server.getsockname()[1]}")  # as addresses of IPv6 are written
-    for elsewhere in ("auto", "ray://127.0.0.1:1"):
-        with pytest.raises(JobError, match=says(elsewhere, "RAY_ADDRESS")):
-            check_reachable(elsewhere)
-    with pytest.raises(JobError, match=says(address, "RAY_ADDRESS")):
-        check_reachable(address)

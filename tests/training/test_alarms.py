@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -170,6 +171,49 @@ def test_a_score_that_falls_below_its_start_sets_off_an_alarm_and_one_that_waver
     assert sounded("eval/score", [0.19, 0.5, 0.86, 0.25]) == []  # it still is above its start
     assert sounded("reward/score", [0.5, 0.55, 0.4, 0.35, 0.4]) == []
     assert sounded("reward/score", [0.06, 0.03, 0.0, 0.03]) == []  # as little is noise
+
+
+STEADY = [0.2, 0.22, 0.31, 0.4, 0.52, 0.6, 0.71, 0.78, 0.8, 0.79, 0.81, 0.8]
+
+
+@pytest.mark.parametrize(
+    ("metric", "scores", "alarm", "at"),
+    [
+        ("eval/score", [0.2, 0.5, 0.8, 0.3, 0.31, 0.29], "lost_evaluation", 6),
+        ("eval/score", [0.2, 0.5, 0.8, 0.3, 0.31, 0.6, 0.29], None, 0),  # recovers in between
+        ("eval/score", [0.2, 0.3, 0.39, 0.21, 0.21, 0.21], None, 0),  # a gain of 0.19 is small
+        ("eval/score", [0.2, 0.5, 0.8, 0.36, 0.36, 0.36], None, 0),  # three quarters of 0.6 are 0.45
+        ("reward/score", [*STEADY, 0.3, 0.25, 0.28], "lost_reward", 15),
+        ("reward/score", [*STEADY, 0.5, 0.5, 0.5, 0.5], None, 0),
+        # Gains of noise: 16 responses of a policy that learns nothing.
+        (
+            "reward/score",
+            [0.25, 0.5, 0.31, 0.62, 0.75, 0.5, 0.69, 0.38, 0.44, 0.31, 0.5, 0.25, 0.44, 0.31] * 3,
+            None,
+            0,
+        ),
+    ],
+)
+def test_a_gain_that_is_lost_sets_off_an_alarm_and_noise_does_not(
+    metric: str, scores: list[float], alarm: str | None, at: int
+) -> None:
+    assert sounded([{metric: score} for score in scores]) == ([(alarm, at)] if alarm else [])
+
+
+def test_a_continued_run_knows_its_best_score_however_long_ago_it_was(tmp_path: Path) -> None:
+    lines = [*([0.2] * 3), *([0.8] * 200), *([0.5] * 20)]
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(f'{{"step": {i}, "reward/score": {x}}}\n' for i, x in enumerate(lines))
+    )
+    alarms = Alarms(ALL)
+    alarms.recall(tmp_path)
+    found = [event.alarm for step in range(3) for event in alarms.look(300 + step, {"reward/score": 0.25})]
+    assert found == ["lost_reward"]
+
+
+def test_one_optimizer_step_that_moves_the_policy_far_sets_off_an_alarm() -> None:
+    steps = [{"actor/approx_kl": 0.0, "actor/step_kl": kl} for kl in (0.5, 0.51)]
+    assert sounded(steps) == [("step_kl", 2)]
 
 
 def test_an_entropy_that_grows_several_times_sets_off_an_alarm() -> None:

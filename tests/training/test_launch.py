@@ -13,7 +13,7 @@ from tests.messages import says
 from tests.training.checkpoint_steps import save
 from training.checkpoint import Checkpoints
 from training.continuation import continued_run
-from training.launch import alarm_observer, check_open_files, run_job, threads_each, threads_text
+from training.launch import alarm_observer, run_job, threads_each, threads_text
 from training.options import CheckpointOptions, ModelOptions
 from training.supervised_options import ExampleOptions, SupervisedOptions
 from training.tracking import AlarmEvent, EventLog, StepEvent, Tracker, finish_summary, open_run_folder
@@ -134,11 +134,3 @@ def test_an_alarm_is_said_and_written_once_also_by_a_run_that_is_gone_on_with(tm
     written = [json.loads(line) for line in path.read_text().splitlines()[3:]]
     assert [(event["event"], event["alarm"], event["step"]) for event in written] == [("alarm", "kl", 1)]
     assert [(type(event), event.text) for event in said] == [(AlarmEvent, written[0]["text"])]
-
-
-def test_too_few_open_files_for_ray_are_refused_with_the_number_that_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("resource.getrlimit", lambda _: (64, 64))
-    with pytest.raises(ValueError, match=says("64", "240", "ulimit -n 240", "backend=local")):
-        check_open_files(3)
-    monkeypatch.setattr("resource.getrlimit", lambda _: (240, 240))
-    check_open_files(3)

@@ -444,3 +444,15 @@ def test_in_a_pipe_there_is_a_line_to_a_step_and_nothing_that_moves_a_cursor(tmp
         *(f"step={number} reward/score={number / 4:.4g} timing_s/step=0.5" for number in (1, 2, 3)),
     ]
     assert "dull" in (tmp_path / "logs" / "driver.log").read_text()
+
+
+def test_a_full_disk_under_the_drivers_log_hides_no_error_and_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    said: list[str] = []
+    with pytest.raises(RuntimeError, match="the reason"), driver_log(Path("/dev/full"), said.append, (2,)):
+        for number in range(3):
+            logging.getLogger("project").warning("warning %d", number)
+        raise RuntimeError("the reason")
+    assert [line for line in said if "warning: warning" not in line] == [
+        "warning: 3 warnings could not be written to /dev/full (No space left on device)"
+    ]
+    assert "Traceback" not in capfd.readouterr().err

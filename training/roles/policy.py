@@ -1,23 +1,34 @@
 """The policy that is trained."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Generic, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from components.batch import Batch
 from components.engines.causal import policy_logprobs
 from components.engines.opening import open_engine
+from components.engines.train_engine import LossFunction
 from components.engines.weight_broadcast import Broadcaster
 from components.engines.weight_ipc import BucketSender
 from components.engines.weight_sync import WeightHandle, WeightPublisher
+from components.rl.kl import kl_estimate
 from core import rpc, trainer_invocation
 from training import remote_call
 from training.rl_options import RLOptions
-from training.roles.trained_model import TrainedModel, of_rank0, policy_to_train
+from training.roles.trained_model import Prepare, TrainedModel, of_rank0, policy_to_train
 
 C = TypeVar("C", bound=RLOptions)
+
+PROBED_SHARE = 1 / 32
+"""Of a step's responses, those that `step_kl` is measured on: two passes without gradients over them cost 2 % of the
+passes that train on all."""
+LEAST_PROBED, MOST_PROBED = 4, 64
+"""Bounds of their number."""
 
 
 class TrainedPolicy(TrainedModel):
@@ -27,6 +38,38 @@ class TrainedPolicy(TrainedModel):
     """Of rank 0."""
     sender: BucketSender | Broadcaster | None = None
     """Of a rank that sends weights while they are gathered: to engines on its device, or, rank 0, to all."""
+
+    def train(
+        self,
+        experience: Batch,
+        step: int,
+        minibatches: Iterable[Tensor],
+        loss: LossFunction,
+        prepare: Prepare | None = None,
+    ) -> dict[str, float]:
+        """See `TrainedModel.train`. Where there is one optimizer step, `approx_kl` is 0 whatever that does, so
+        `step_kl` measures it: the KL of the policy after it from the policy before, on a sample of the responses.
+        """
+        parts = list(minibatches)
+        if len(parts) != 1:
+            return super().train(experience, step, parts, loss, prepare)
+        sample = self._probed(experience)
+        logprobs = partial(policy_logprobs, temperature=self.config.rollout.temperature)
+        # Old log-probs of the batch may come from another pass, which in bfloat16 rounds otherwise.
+        before_N = self.engine.forward(sample, logprobs)
+        metrics = super().train(experience, step, parts, loss, prepare)
+        kl_N = kl_estimate(before_N, self.engine.forward(sample, logprobs), sample["action_mask"], "k3")
+        sums = torch.stack([kl_N.double().sum(), sample["action_mask"].double().sum()]).to(self.engine.device)
+        dist.all_reduce(sums)
+        return metrics | {"step_kl": float(sums[0] / sums[1].clamp(min=1))}
+
+    def _probed(self, experience: Batch) -> Batch:
+        """Select this rank's part of the responses that `step_kl` is measured on, at equal distances."""
+        count = min(max(int(len(experience) * PROBED_SHARE), LEAST_PROBED), MOST_PROBED)
+        # Each rank needs one, as passes over a partitioned model are collective.
+        count = max(min(count, len(experience)), self.engine.world_size)
+        chosen_B = torch.arange(count) * len(experience) // count
+        return experience.select(chosen_B[self.engine.rank :: self.engine.world_size])
 
     def open_policy(self, model_path: str, steps: int) -> None:
         """Load the model and put it under the training engine; `steps` set the length of its schedule. Rank 0 hands

@@ -58,7 +58,7 @@ def _flush() -> None:
 @contextmanager
 def _logging_to(path: Path, info: Callable[[str], None]) -> Iterator[None]:
     """Let all warnings go to the file, with their time, and our own to `info`."""
-    to_file, to_screen = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace"), _OwnWarnings(info)
+    to_file, to_screen = _CountingFile(path, encoding="utf-8", errors="backslashreplace"), _OwnWarnings(info)
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for handler in (to_file, to_screen):
         handler.setLevel(logging.WARNING)
@@ -71,6 +71,25 @@ def _logging_to(path: Path, info: Callable[[str], None]) -> Iterator[None]:
             # On a full disk the last lines of the log are lost; what ended the run is what has to be read.
             with suppress(OSError):
                 handler.close()
+        if to_file.lost:
+            info(f"warning: {to_file.lost} warnings could not be written to {path} ({to_file.reason})")
+
+
+class _CountingFile(logging.FileHandler):
+    """A log file that counts what cannot be written. Python's own prints a traceback for each of these."""
+
+    lost = 0
+    """Number of records that are not in the file."""
+    reason = ""
+    """Error of the latest one."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        self.lost += 1
+        self.reason = error.strerror or type(error).__name__
 
 
 class _OwnWarnings(logging.Handler):

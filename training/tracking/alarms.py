@@ -5,10 +5,11 @@ A limit stands where a run goes wrong, not where it could be better: none of the
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,13 +33,25 @@ MOVES = 0.05
 LEAST_ENTROPY = 0.1
 """Of what it was in the first step. Demonstrations: down to 0.21 before they are right nine times out of ten."""
 MOST_ENTROPY = 3.0
-"""Times that of the first step. Demonstrations: up to 1.2."""
+"""Multiple of the first step's entropy. Demonstrations of grpo and reinforce_pp, seeds 1 and 2, 15 steps: at most
+1.06."""
 LEAST_EXPLODED = 1.0
 """Nats per token below which no entropy is an explosion."""
 LEAST_SCORE = 0.1
 """Below it a score is mostly noise."""
 MOST_FALL = 0.4
 """Of the best score so far."""
+MOST_LOST = 0.75
+"""Share of the gain, from the first scores to the best ones, that may be lost again."""
+LEAST_GAIN = 0.2
+"""Gain of a score on held-out prompts below which losing it is no case for an alarm."""
+NOISES = 4.0
+"""Multiple of the noise of a step's score below which a gain may be luck. Of 200 simulated runs of 300 steps without
+any progress, 0.5 to 8 % had a larger one and lost it (8 to 64 responses, a score of 0.2 or 0.5)."""
+LOST_IN_A_ROW = 3
+"""Number of evaluations, or of steps that are averaged, in which a gain has to be lost."""
+REMEMBERED = 200
+"""Number of the latest scores that the noise is estimated from."""
 SOLVED = 0.9
 """From this score on a policy may be sure of itself, and the responses to a prompt may be alike."""
 MOST_GAP = 0.05
@@ -52,11 +65,10 @@ MOST_TRUNCATED = 0.5
 MOST_AT_START = 0.01
 """Nats per token from the reference before the first update, and of the ratio from 1 before a step's: a part of it is
 bfloat16's rounding."""
-BEGINNING = 100
-"""So many lines of metrics have the first value of each, also of what is logged now and then."""
 
 _RISING = ("eval/score", "reward/score")
-"""Metrics whose best value so far is known to the alarms, as `best:<name>`."""
+"""Metrics whose best value so far is known to the alarms, as `best:<name>`, and as `lost:<name>` 1 where most of a gain
+is lost."""
 _NAME = re.compile(r"\{([\w.]+)\}")
 SAME_PRECISION = "let both compute in the same precision ({train.precision})"
 LOWER_RATE = "lower the learning rate ({train.learning_rate})"
@@ -118,6 +130,12 @@ def _has_fallen(name: str) -> Callable[[Numbers, Numbers], bool]:
     return sounds
 
 
+def _has_lost_gain(name: str) -> Callable[[Numbers, Numbers], bool]:
+    has_fallen = _has_fallen(name)
+    # One alarm is enough for a score that is below its start.
+    return lambda now, first: now[f"lost:{name}"] > 0 and not has_fallen(now, first)
+
+
 def _explodes(now: Numbers, first: Numbers) -> bool:
     return now["actor/entropy"] > max(MOST_ENTROPY * first["actor/entropy"], LEAST_EXPLODED)
 
@@ -143,6 +161,26 @@ ALARMS = (
         steps=2,
     ),
     Alarm(
+        name="lost_evaluation",
+        watches="eval/score",
+        when=f"in {LOST_IN_A_ROW} evaluations in a row more than {MOST_LOST:.0%} of a gain of {LEAST_GAIN} or more is "
+        "lost",
+        text="the score on held-out prompts is down to {now:.3f}, near the {first:.3f} of the start: most of what the "
+        "policy had gained is lost",
+        remedies=(LOWER_RATE, "go back to the best checkpoint (`best` in checkpoints/)", FEWER_UPDATES),
+        sounds=_has_lost_gain("eval/score"),
+    ),
+    Alarm(
+        name="lost_reward",
+        watches="reward/score",
+        when=f"the mean of {LOST_IN_A_ROW} steps has lost more than {MOST_LOST:.0%} of a gain over {LEAST_SCORE} and "
+        f"{NOISES:g} times the noise between steps",
+        text="the score of the responses is down to {now:.3f}, near the {first:.3f} of the first step: most of what "
+        "the policy had gained is lost",
+        remedies=(LOWER_RATE, FEWER_UPDATES, "cut gradients at a smaller norm ({train.max_grad_norm})"),
+        sounds=_has_lost_gain("reward/score"),
+    ),
+    Alarm(
         name="entropy_explosion",
         watches="actor/entropy",
         when=f"over {MOST_ENTROPY:g} times the first step's and over {LEAST_EXPLODED:g}, twice in a row",
@@ -158,6 +196,15 @@ ALARMS = (
         text="the policy moved {now:.2f} nats per token within one step, too far from the responses it learns from",
         remedies=(LOWER_RATE, FEWER_UPDATES, "cut gradients at a smaller norm ({train.max_grad_norm})"),
         sounds=lambda now, _: now["actor/approx_kl"] > MOST_KL,
+    ),
+    Alarm(
+        name="step_kl",
+        watches="actor/step_kl",
+        when=f"over {MOST_KL}",
+        text="one optimizer step moved the policy {now:.2f} nats per token from the one that drew the responses, too "
+        "far to learn from them",
+        remedies=(LOWER_RATE, "cut gradients at a smaller norm ({train.max_grad_norm})"),
+        sounds=lambda now, _: now["actor/step_kl"] > MOST_KL,
     ),
     Alarm(
         name="drift",
@@ -276,6 +323,50 @@ NOT_A_NUMBER = Alarm(
 )
 
 
+class _EvaluationCourse:
+    """Course of a score that is the mean of many responses to the same prompts."""
+
+    def __init__(self) -> None:
+        self._latest: deque[float] = deque(maxlen=LOST_IN_A_ROW)
+        self._first: float | None = None
+        self._best = -math.inf
+
+    def has_lost(self, score: float) -> bool:
+        """Add a score; True where most of a clear gain is lost in all of the latest ones."""
+        self._latest.append(score)
+        self._first = score if self._first is None else self._first
+        self._best = max(self._best, score)
+        gain = self._best - self._first
+        return gain >= LEAST_GAIN and max(self._latest) < self._best - MOST_LOST * gain
+
+
+class _StepCourse:
+    """Course of a score that is the mean of a few responses, to other prompts in each step: means of the latest steps
+    are compared, and the noise is estimated from the changes between steps.
+    """
+
+    def __init__(self) -> None:
+        self._latest: deque[float] = deque(maxlen=LOST_IN_A_ROW)
+        self._changes: deque[float] = deque(maxlen=REMEMBERED)
+        self._first: float | None = None
+        self._best = -math.inf
+
+    def has_lost(self, score: float) -> bool:
+        """Add a score; True where the mean of the latest ones has lost most of a gain that is no noise."""
+        if self._latest:
+            self._changes.append(abs(score - self._latest[-1]))
+        self._latest.append(score)
+        if len(self._latest) < LOST_IN_A_ROW:
+            return False
+        mean = statistics.fmean(self._latest)
+        self._first = mean if self._first is None else self._first
+        self._best = max(self._best, mean)
+        gain = self._best - self._first
+        # The median of |x - y| is 0.954 standard deviations, for normal x and y.
+        noise = statistics.median(self._changes) / 0.954
+        return gain > max(LEAST_SCORE, NOISES * noise) and mean < self._best - MOST_LOST * gain
+
+
 class Alarms:
     """Those of one run: each sounds once."""
 
@@ -287,6 +378,8 @@ class Alarms:
         self._options = options
         self._first: dict[str, float] = {}
         self._best: dict[str, float] = {}
+        self._courses = {"eval/score": _EvaluationCourse(), "reward/score": _StepCourse()}
+        self._is_lost: dict[str, float] = {}
         self._wrong: dict[str, int] = {}
         self._sounded: set[str] = set()
 
@@ -311,10 +404,10 @@ class Alarms:
         return fresh
 
     def recall(self, run_dir: Path) -> None:
-        """Where a run is continued with, take its first values from its metrics.jsonl, and from its events.jsonl what
-        has sounded.
+        """Where a run is continued with, take its first and best values from its metrics.jsonl, and from its
+        events.jsonl what has sounded.
         """
-        for record in itertools.islice(json_lines(run_dir / "metrics.jsonl"), BEGINNING):
+        for record in json_lines(run_dir / "metrics.jsonl"):
             self._taken_in(record)
         # `event` is the first field of a line; an event of somebody's own may have the same name.
         alarms = json_lines(run_dir / "events.jsonl", b'{"event": "alarm"')
@@ -330,7 +423,8 @@ class Alarms:
         for name in _RISING:
             if name in now:
                 self._best[name] = max(now[name], self._best.get(name, -math.inf))
-        return now | {f"best:{name}": x for name, x in self._best.items()}
+                self._is_lost[f"lost:{name}"] = float(self._courses[name].has_lost(now[name]))
+        return now | {f"best:{name}": x for name, x in self._best.items()} | self._is_lost
 
     def _is_wrong(self, alarm: Alarm, now: Numbers) -> bool:
         if alarm.watches not in now:

@@ -51,9 +51,14 @@ class EventLog:
 
     def close(self) -> None:
         """Write nothing more."""
-        if self._lines is not None:
-            self._lines.close()
-            self._lines = None
+        lines, self._lines = self._lines, None
+        if lines is None:
+            return
+        try:
+            lines.close()
+        # A network disk reports here that it is full. What ended the run has to be read, and not this.
+        except OSError as error:
+            logger.warning("%s may lack its last lines: %s", self.path, error)
 
     def _switch_off(self, error: Exception) -> None:
         self.close()
