@@ -181,9 +181,9 @@ class RLOptions(RunOptions):
         yield from tried("", self._check_reward)
 
     def _check_reward(self) -> None:
-        if self.reward_source is None:
-            check_agent(str(self.agent.func_path))
-        else:
+        if self.agent.func_path:
+            check_agent(self.agent.func_path)
+        if self.reward_source is not None:
             check_reward(self.reward_source)
 
     def _faults_of_sizes(self) -> Iterator[str]:
@@ -204,11 +204,11 @@ class RLOptions(RunOptions):
         """Where rewards come from: what was named, else the scorer of the task that the data are of; None: from the
         agent's environment.
         """
-        if self.agent.func_path:
+        if self.agent.gives_rewards:
             if self.reward.source:
                 raise ConfigError(
                     f"reward.source={self.reward.source}, but rewards come from the environment of agent.func_path="
-                    f"{self.agent.func_path}; set one of the two"
+                    f"{self.agent.func_path}; set one of the two, or agent.rewarded_by=reward"
                 )
             return None
         source = self.reward.source or default_scorer(self.data.path)

@@ -243,6 +243,8 @@ class PPOConfig(PPORunOptions):
             yield "algorithm.overlong_buffer is about one response, not an episode of agent.func_path; unset one"
 
     def _faults_of_reward(self) -> Iterator[str]:
+        if self.agent.rewarded_by == "reward":
+            yield "agent.rewarded_by=reward is not in this recipe; set it to environment, or use recipes/grpo"
         sources = {
             "reward_model.path": self.reward_model.path,
             "reward.source": self.reward.source,

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from agents.loading import check_agent
 from components.data.columns import column_names
-from components.data.verl_rows import load_verl_rows
+from components.data.verl_rows import SINGLE_TURN, TOOLS, load_verl_rows
 from components.engines.config import FrozenConfig, PassLimits, RolloutConfig, TrainConfig, VLLMRolloutConfig
 from components.ranges import Count, Positive, Range
 from training.options import DataOptions, EvaluationOptions, RewardOptions, RolloutOptions
@@ -20,6 +20,7 @@ from training.rl_options import PolicyTrainOptions
 from training.schema import limit_note, tried, where
 
 from .adapter import VERL
+from .agent_keys import TOOL_AGENT
 from .resource_pool import PoolOptions
 
 Compared = Literal["grpo", "grpo_passk", "reinforce_plus_plus_baseline", "rloo", "opo", "gpg", "gdpo"]
@@ -285,10 +286,10 @@ class VerlPPOConfig(PPORunOptions):
                 "asynchronous.partial_rollout carries prompts to the next step, which algorithm.dynamic_sampling and "
                 "algorithm.estimator=remax do not; unset one of them"
             )
-        if self.reward.model_path and self.agent.func_path:
+        if self.reward.model_path and self.agent.gives_rewards:
             yield (
                 f"agent.func_path={self.agent.func_path} runs episodes, whose environment gives the rewards, and "
-                "reward.model_path is set; unset one"
+                "reward.model_path is set; unset one, or set agent.rewarded_by=reward"
             )
         if self.evaluate_only and self.evaluation.path is None:
             yield "evaluate_only=true without evaluation.path; set that too"
@@ -320,6 +321,10 @@ class VerlPPOConfig(PPORunOptions):
     def _faults_of_reward(self) -> Iterator[str]:
         if self.agent.func_path:
             yield from tried("", check_agent, self.agent.func_path)
+        if self.tool_config is not None:
+            from .tool_agent import tool_schemas
+
+            yield from tried("", tool_schemas, self.tool_config)
 
     @property
     def needs_reference(self) -> bool:
@@ -387,19 +392,26 @@ class VerlPPOConfig(PPORunOptions):
 
     # --- the data
 
+    @property
+    def tool_config(self) -> str | None:
+        """The file of verl's tools that episodes call, or None."""
+        is_tool_agent = self.agent.func_path == str(TOOL_AGENT)
+        return str(self.agent.arguments.get("tool_config_path", "")) if is_tool_agent else None
+
     def rows(self, heldout: bool = False, notes: list[str] | None = None) -> list[dict[str, Any]]:
         """The rows to train on, or the held-out ones, of which there may be none; with `extra_info` where they have it.
         Held-out ones are the same for every seed, so that runs compare. `notes` gets how many max_samples leaves out.
         """
         path = self.evaluation.path if heldout else self.data.path
-        return load_verl_rows(
+        own_agent = self.agent.func_path is not None and self.tool_config is None
+        rows = load_verl_rows(
             [str(Path(name.strip()).expanduser()) for name in (path or "").split(",") if name],
             prompt_key=self.data.input_key,
             source_key=self.data.source_key,
             # A reward model reads the responses alone, and an agent's environment has rewards of its own.
             # A function of the user's own may need none either.
-            needs_truth=not (self.reward.model_path or self.agent.func_path or self.reward.source),
-            single_turn=self.agent.func_path is None,
+            needs_truth=not (self.reward.model_path or self.agent.gives_rewards or self.reward.source),
+            agents=None if own_agent else [SINGLE_TURN if self.tool_config is None else TOOLS],
             heldout=heldout,
             max_rows=self.evaluation.max_samples if heldout else self.data.max_samples,
             draw=self.data.shuffle and not heldout,
@@ -407,6 +419,12 @@ class VerlPPOConfig(PPORunOptions):
             note=limit_note(notes, "evaluation.max_samples" if heldout else "data.max_samples"),
             ignored=column_names(self.data.ignored_columns),
         )
+        if self.tool_config is None:
+            return rows
+        from .tool_agent import tool_schemas
+
+        schemas = tool_schemas(self.tool_config)
+        return [{**row, "tools": schemas} for row in rows]
 
     def notes(self, given: Collection[str]) -> list[str]:
         """What a user who has named the options `given` should know of before the run starts."""

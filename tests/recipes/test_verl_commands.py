@@ -29,7 +29,7 @@ MEGATRON_TAKEN = 0.8
 REASONS = {
     "sglang": ["actor_rollout_ref.rollout.name=sglang", "vllm"],
     "trtllm": ["actor_rollout_ref.rollout.name=trtllm", "vllm"],
-    "multiturn": ["multi_turn", "agent_func_path"],
+    "multiturn": ["--config-name=gsm8k_multiturn_grpo", "--config FILE"],
     "npu": ["trainer.device=npu", "NVIDIA"],
 }
 """What is said first of commands for something that is not here."""
@@ -45,6 +45,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     row: dict[str, Any] = {"data_source": "openai/gsm8k", "reward_model": {"style": "rule", "ground_truth": "1"}}
     rows = ({**row, "prompt": [{"role": "user", "content": f"{number}?"}]} for number in range(9_000))
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tool = {"class_name": "verl.tools.gsm8k_tool.Gsm8kTool", "tool_schema": {"function": {"name": "score"}}}
+    (folder / "tools.yaml").write_text(json.dumps({"tools": [tool]}))
     (folder / "score.py").write_text("def compute_score(data_source, solution_str, **_):\n    return 0.0\n")
     return folder
 
@@ -59,6 +61,8 @@ def local(argument: str, files: Path, policy: str = "policy") -> str:
         value = f"{files}/reward_model"
     elif name.endswith(("model.path", "tokenizer_path")):
         value = f"{files}/{policy}"
+    elif name.endswith("tool_config_path"):
+        value = f"{files}/tools.yaml"
     elif name == "custom_reward_function.path":
         value = f"{files}/score.py"
     return f"{key}={value}"
