@@ -300,7 +300,7 @@ class PPOConfig(PPORunOptions):
 
     def critic_engine(self, steps: int) -> TrainConfig:
         """The engine of the critic's ranks, in a run of so many steps."""
-        return replace(self.train_engine(steps), ema_beta=None, **self.critic.optimizer)
+        return replace(self.train_engine(steps), ema_beta=None, lora_path="", **self.critic.optimizer)
 
     def notes(self, given: Collection[str]) -> list[str]:
         """What a user who has named the options `given` should know of before the run starts."""

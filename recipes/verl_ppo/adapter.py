@@ -228,7 +228,16 @@ def read_models(keys: Computed) -> None:
             keys.put(f"{group}.adam_offload", any(offloads), f"{prefixes[0]}.param_offload")
     if rank := keys.get("actor_rollout_ref.model.lora.rank"):
         keys.put("train.lora_rank", rank, "actor_rollout_ref.model.lora.rank")
-    if modules := keys.get("actor_rollout_ref.model.target_modules"):
+    adapters = ("actor_rollout_ref.model.lora_adapter_path", "actor_rollout_ref.model.lora.adapter_path")
+    if path := keys.get(*adapters):
+        keys.put("train.lora_path", path, str(keys.name(*adapters)))
+        # As in verl, the adapters' own settings count.
+        for option, default in (("train.lora_rank", 0), ("train.lora_alpha", 16.0)):
+            if keys.option(option) is not None:
+                keys.notes.append(f"no effect of {option}={keys.option(option)}: the adapters at {path} have their own")
+                keys.put(option, default)
+        keys.idle(f"the adapters at {path} have their own", "actor_rollout_ref.model.target_modules")
+    elif modules := keys.get("actor_rollout_ref.model.target_modules"):
         names = modules if isinstance(modules, list) else [modules]
         keys.put("train.lora_target_modules", ",".join(names), "actor_rollout_ref.model.target_modules")
 

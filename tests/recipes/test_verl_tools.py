@@ -115,15 +115,16 @@ def calling_model(folder: Path) -> Path:
     tokenizer.add_tokens([CALL])
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.resize_token_embeddings(len(tokenizer))
-    call, end = tokenizer.convert_tokens_to_ids([CALL, "<|im_end|>"])
+    ids: Any = tokenizer.convert_tokens_to_ids([CALL, "<|im_end|>"])
     model.config.tie_word_embeddings = False
-    head = torch.nn.Linear(model.config.hidden_size, len(tokenizer), bias=False)
+    head: Any = torch.nn.Linear(model.config.hidden_size, len(tokenizer), bias=False)
     model.lm_head = head
     with torch.no_grad():
         # The first number of each token's hidden state is large and positive, whatever was read.
-        torch.nn.init.constant_(model.get_input_embeddings().weight[:, 0], 5.0)
+        embeddings: Any = model.get_input_embeddings()
+        embeddings.weight[:, 0] = 5.0
         head.weight.mul_(0.01)
-        head.weight[[call, end], 0] = 2.0
+        head.weight[ids, 0] = 2.0
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
