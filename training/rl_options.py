@@ -230,6 +230,11 @@ class RLOptions(RunOptions):
         return self.train.lora_rank > 0
 
     @property
+    def starts_as_reference(self) -> bool:
+        """Whether the policy that training begins with is the reference, so that their KL is 0."""
+        return not self.train.lora_path
+
+    @property
     def has_reference_role(self) -> bool:
         """Whether the reference is a model of its own."""
         return self.needs_reference and not self.is_own_reference

@@ -70,6 +70,10 @@ class AlgorithmOptions(PPOOptions):
     """Weight of a KL in the loss, besides the one in the reward."""
     kl_loss_estimator: KLEstimator = where("k3", kl_loss_coef=True)
     """Its estimator."""
+    reference_path: str = ""
+    """Model that the KL is measured to. Default: the policy as it was at the start."""
+    reference_sync_steps: Count | None = None
+    """The reference becomes the policy after every so many steps. Default: it stays what it was at the start."""
     correction_range: tuple[float, float] = (0.0, 2.0)
     """Lowest and highest weight of `correction`."""
     correction_level: Literal["token", "sequence", "geometric"] = where("token", correction=("tis", "icepop"))
@@ -279,6 +283,11 @@ class VerlPPOConfig(PPORunOptions):
                 "algorithm.estimator=optimal_token_baseline reads the policy's whole distribution before the step, "
                 "which algorithm.bypass does not compute; unset one of them"
             )
+        if own.reference_sync_steps and self.is_own_reference:
+            yield (
+                "algorithm.reference_sync_steps moves a reference model, and with train.lora_rank it is the policy "
+                "without its adapters; unset one of them"
+            )
         if own.estimator == "gae" and not self.needs_critic:
             yield "algorithm.estimator=gae needs the critic, but critic.enabled=false; leave that out"
         if self.asynchronous.partial_rollout and (own.dynamic_sampling or own.estimator == "remax"):
@@ -325,6 +334,21 @@ class VerlPPOConfig(PPORunOptions):
             from .tool_agent import tool_schemas
 
             yield from tried("", tool_schemas, self.tool_config)
+
+    @property
+    def is_own_reference(self) -> bool:
+        """See `RLOptions.is_own_reference`."""
+        return super().is_own_reference and not self.algorithm.reference_path
+
+    @property
+    def starts_as_reference(self) -> bool:
+        """See `RLOptions.starts_as_reference`."""
+        return super().starts_as_reference and self.algorithm.reference_path in ("", self.model.path)
+
+    def syncs_reference(self, step: int) -> bool:
+        """Whether the reference becomes the policy after this step."""
+        every = self.algorithm.reference_sync_steps
+        return self.has_reference_role and every is not None and step % every == 0
 
     @property
     def needs_reference(self) -> bool:
@@ -437,6 +461,9 @@ class VerlPPOConfig(PPORunOptions):
             )
         if own.estimator in get_args(Compared) and self.samples_per_prompt == 1:
             found.append(f"algorithm.estimator={own.estimator} compares nothing: samples_per_prompt is 1")
+        for name in ("reference_path", "reference_sync_steps"):
+            if getattr(own, name) and not self.needs_reference:
+                found.append(f"no effect of algorithm.{name}: algorithm.kl_coef=0")
         if not self.needs_critic and any(name.startswith("critic.") for name in given):
             found.append("no effect of critic.*: there is no critic")
         if self.rollout.tensor_parallel > 1 and self.placement.shares_devices:
