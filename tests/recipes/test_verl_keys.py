@@ -103,7 +103,7 @@ def test_keys_of_the_entropy_recipe_mean_the_same_at_their_old_place() -> None:
 @pytest.mark.parametrize(
     ("key", "facts"),
     [
-        ("+trainer.ref_update_freq=1", ["ref_update_freq", "policy of the start"]),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.cpu_offload_gb=4", ["cpu_offload_gb", "engines"]),
         ("data.response_key=x", ["response_key"]),
         ("+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config.method=ngram", ["speculat", "speed"]),
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.disable_custom_all_reduce=true", ["disable_custom_all_reduce"]),
