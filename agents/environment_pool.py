@@ -22,6 +22,7 @@ import pickle
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -58,7 +59,7 @@ class EnvironmentFailure(Exception):
 class EnvironmentPool:
     """Opens the environments of an agent's episodes, as `options.runs_in` and `options.step_timeout_s` say."""
 
-    def __init__(self, instance: type, options: AgentOptions) -> None:
+    def __init__(self, instance: Callable[[], Any], options: AgentOptions) -> None:
         """`instance` comes from the file `options.func_path`, or from a module that can be imported.
 
         Raises:
@@ -89,7 +90,7 @@ class EnvironmentPool:
             _log.warning(
                 "%s of %s kept all other episodes waiting for %.1f s; await what it waits for, or set "
                 "agent.runs_in=thread (or process, for what uses a core)",
-                *(method, self.instance.__name__, seconds),
+                *(method, _name(self.instance), seconds),
             )
 
     def ask_server(self, pid: int | None, channel: socket.socket | None = None) -> Any:
@@ -120,8 +121,13 @@ class EnvironmentPool:
         return reply
 
 
-def _start_server(instance: type, func_path: str | None) -> Child:
-    name = f"agent {func_path or instance.__qualname__!r}"
+def _name(instance: Callable[[], Any]) -> str:
+    """Return the name of an environment's class, of which `instance` may be a partial."""
+    return str(getattr(instance, "func", instance).__qualname__)
+
+
+def _start_server(instance: Callable[[], Any], func_path: str | None) -> Child:
+    name = f"agent {func_path or _name(instance)!r}"
     try:
         setup = {"path": sys.path, "file": func_path, "instance": pickle.dumps(instance)}
     except (pickle.PicklingError, AttributeError) as error:
@@ -134,7 +140,7 @@ def _start_server(instance: type, func_path: str | None) -> Child:
 class EnvironmentWorker:
     """The instance of one episode, where its code runs."""
 
-    def __init__(self, instance: type) -> None:
+    def __init__(self, instance: Callable[[], Any]) -> None:
         self._class = instance
         self._instance: Any = None
 

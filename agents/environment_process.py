@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -33,7 +34,7 @@ from components.data.child_process import (
 )
 
 
-def _make_and_end(control: socket.socket, instance: type) -> None:
+def _make_and_end(control: socket.socket, instance: Callable[[], Any]) -> None:
     """Make environments and end them, until the owner closes the connection."""
     pids: set[int] = set()
     try:
@@ -55,7 +56,7 @@ def _make_and_end(control: socket.socket, instance: type) -> None:
             _end(pid)
 
 
-def _make(control: socket.socket, instance: type) -> int:
+def _make(control: socket.socket, instance: Callable[[], Any]) -> int:
     server = os.getpid()
     _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
     with socket.socket(fileno=descriptors[0]) as channel:
@@ -81,7 +82,9 @@ def _end(pid: int) -> str:
     return exit_reason(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
-def _run_environment(control: socket.socket, channel: socket.socket, instance: type, server: int) -> NoReturn:
+def _run_environment(
+    control: socket.socket, channel: socket.socket, instance: Callable[[], Any], server: int
+) -> NoReturn:
     """Live an environment's whole life, in a process just forked."""
     code = 1
     try:
@@ -102,7 +105,7 @@ def _run_environment(control: socket.socket, channel: socket.socket, instance: t
         os._exit(code)
 
 
-async def _serve_calls(channel: socket.socket, instance: type) -> None:
+async def _serve_calls(channel: socket.socket, instance: Callable[[], Any]) -> None:
     reader, writer = await asyncio.open_connection(sock=channel)
     worker, this = EnvironmentWorker(instance), os.getpid()
     writer.write(frame("ready"))

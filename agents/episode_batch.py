@@ -29,8 +29,8 @@ def as_batch(prompts: Batch, episodes: Sequence[Sequence[Episode]], version: int
         (float32; on the last token of each turn, 0 elsewhere), `token_version` (int64, of the weights that drew it; -1
         elsewhere). Per sequence: `prompt_length` (tokens before the first turn), `truncated`, `weight_version` (the
         oldest of its tokens'), `num_turns`, `branch`; where episodes are rewarded `reward`, `score`, `reward_failed`
-        (1 for those that ended as errors or were aborted) and `log_<name>` (see `metric_names`; NaN where an episode
-        does not have it).
+        (1 for those that ended as errors or were aborted). `log_<name>` (see `metric_names`; NaN where an episode does
+        not have it).
         Objects: `status`, `error`.
     """
     rows = [row for sequences in episodes for row in sequences]
@@ -54,6 +54,7 @@ def as_batch(prompts: Batch, episodes: Sequence[Sequence[Episode]], version: int
     per_sequence["truncated"] = torch.tensor([row.status == "truncated" for row in rows], dtype=torch.bool)
     if any(row.is_rewarded for row in rows):
         per_sequence |= _rewards(rows)
+    per_sequence |= _logs(rows)
     given = prompts.only(*prompts.per_sequence, *prompts.objects).select(index)
     objects = {"status": [row.status for row in rows], "error": [row.error for row in rows]}
     lengths = [len(row.tokens) for row in rows]
@@ -66,6 +67,11 @@ def _rewards(rows: Sequence[Episode]) -> dict[str, Tensor]:
         "score": [row.score for row in rows],
         "reward_failed": [float(row.status in ("error", "aborted")) for row in rows],
     }
+    return {name: torch.tensor(column, dtype=torch.float32) for name, column in columns.items()}
+
+
+def _logs(rows: Sequence[Episode]) -> dict[str, Tensor]:
+    columns = dict[str, list[float]]()
     for name, metric in metric_names(sorted({name for row in rows for name in row.logs})).items():
         columns[f"log_{metric}"] = [row.logs.get(name, math.nan) for row in rows]
     return {name: torch.tensor(column, dtype=torch.float32) for name, column in columns.items()}

@@ -24,16 +24,18 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
 
     pool: EnvironmentPool
 
-    def __init__(self, agent_instance: type) -> None:
+    def __init__(self, agent_instance: Callable[[], Any]) -> None:
         """
         Args:
-            agent_instance: class of the environments, an `AgentInstanceBase` or one with the same two methods.
+            agent_instance: class of the environments, an `AgentInstanceBase` or one with the same two methods; or a
+                `partial` of it.
         """
         self.agent_instance = agent_instance
 
     def open(self, options: AgentOptions) -> None:
         """Prepare for environments that run where `options` say."""
         self.pool = EnvironmentPool(self.agent_instance, options)
+        self._is_rewarded = options.rewarded_by == "environment"
 
     async def close(self) -> None:
         """End what the environments share."""
@@ -45,14 +47,15 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         Tokens of an environment after the last turn are not in it: nothing was drawn from them. One that fails
         keeps what came before.
         """
-        episode, environment = Episode(list(task.tokens), len(task.tokens)), self.pool.open()
+        episode = Episode(list(task.tokens), len(task.tokens), is_rewarded=self._is_rewarded)
+        environment = self.pool.open()
         try:
             given = {"label": task.label, "extra_info": task.extra_info}
             states = {"observation": task.prompt, **copy.deepcopy(given)}
             observation, tools = read_reset(await environment.call("reset", states))
             if observation != task.prompt:
                 tokens = first_tokens(policy.encoder, observation, task.prompt, tools)
-                episode = Episode(tokens, len(tokens))
+                episode = Episode(tokens, len(tokens), is_rewarded=self._is_rewarded)
             episode.status = await self._run_turns(episode, environment, task, policy)
         except EnvironmentFailure as error:
             episode.fail(str(error), error.trace)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from agents.episode import AgentExecutorBase
 from agents.executor import MultiTurnAgentExecutor
@@ -35,18 +38,26 @@ def check_agent(func_path: str) -> None:
             )
 
 
-def load_agent(func_path: str) -> AgentExecutorBase:
-    """Load an agent; ValueError when its file raises, or what it defines is no agent."""
+def load_agent(func_path: str, arguments: Mapping[str, Any] | None = None) -> AgentExecutorBase:
+    """Load an agent; ValueError when its file raises, or what it defines is no agent.
+
+    Args:
+        func_path: the file, or a shipped environment.
+        arguments: keyword arguments of what it defines.
+    """
+    arguments = arguments or {}
     check_agent(func_path)
     module = load_agent_file(func_path)
     name = next(name for name in NAMES if hasattr(module, name))
     defined = getattr(module, name)
     try:
         if name == "AgentInstance":
-            return MultiTurnAgentExecutor(defined)
-        executor = defined() if inspect.isclass(defined) else defined
+            return MultiTurnAgentExecutor(partial(defined, **arguments) if arguments else defined)
+        if arguments and not inspect.isclass(defined):
+            raise ValueError("it is an object, which takes no agent.arguments; leave them out, or define a class")
+        executor = defined(**arguments) if inspect.isclass(defined) else defined
     except Exception as error:
-        raise _failed(f"{name} in {func_path!r} cannot be made without arguments", error) from error
+        raise _failed(f"{name} in {func_path!r} cannot be made with arguments {dict(arguments)}", error) from error
     if not isinstance(executor, AgentExecutorBase):
         raise ValueError(
             f"AgentExecutor in {func_path!r} is a {type(executor).__name__}; derive it from MultiTurnAgentExecutor, "

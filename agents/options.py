@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from components.ranges import Count, Seconds, Share, out_of_range
 
@@ -20,6 +20,11 @@ class AgentOptions:
     func_path: str | None = None
     """A Python file that defines `AgentExecutor` or `AgentInstance`, or the name of a shipped environment, as
     `env:guess`. Default: a response is one turn, and a reward scores it."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of `AgentExecutor` or `AgentInstance` in that file."""
+    rewarded_by: Literal["environment", "reward"] = "environment"
+    """What rewards an episode: `environment`, the sum of the rewards of its steps; `reward`, the run's reward, which
+    reads the text after the prompt in place of a response. The environment's rewards are not used then."""
     max_turns: Count = 16
     """Turns of an episode, at most; one that is not done by then is truncated."""
     max_tokens: Count | None = None
@@ -45,6 +50,11 @@ class AgentOptions:
             raise ValueError("agent.stop holds an empty text; leave it out")
         if self.func_path and self.func_path.endswith(".py"):
             self.func_path = str(Path(self.func_path).expanduser().absolute())
+
+    @property
+    def gives_rewards(self) -> bool:
+        """Whether the environment of an agent rewards the run's episodes."""
+        return self.func_path is not None and self.rewarded_by == "environment"
 
     def notes(self, given: Collection[str], engine: str = "") -> list[str]:
         """What a user who has named the options `given` should know of before the run starts; `engine` generates."""

@@ -286,7 +286,7 @@ def open_runner(
     """
     executor = None
     if agent.func_path is not None:
-        executor = load_agent(agent.func_path)
+        executor = load_agent(agent.func_path, agent.arguments)
     elif in_flight:
         # Plain responses, as many at a time as the engine takes.
         agent = dataclasses.replace(agent, concurrency=max(agent.concurrency, engine.max_num_seqs))

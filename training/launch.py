@@ -101,6 +101,9 @@ def run_job(
         The exit code: 0 finished, 1 failed, 130 stopped.
     """
     events, sizes = EventLog(run_dir / "events.jsonl"), {name: role.total for name, role in job.roles.items()}
+    config = getattr(job, "config", None)
+    # A KL to another model is not 0 before the first update.
+    silent = () if getattr(config, "starts_as_reference", True) else ("start",)
     with reporting(run_dir):
         with Terminal(recipe, run_dir, sizes, backend, began) as terminal:
             for line in (f"run folder {run_dir}", *lines):
@@ -117,7 +120,7 @@ def run_job(
                 events,
                 terminal,
                 *state,
-                alarm_observer(events, show, options_in_use(getattr(job, "config", None))),
+                alarm_observer(events, show, options_in_use(config), silent),
             ]
             logs = run_dir / "logs"
             result = job.submit(recipe, backend=backend, log_dir=logs, began=began, observers=observers)
@@ -190,12 +193,12 @@ def options_in_use(config: Any) -> set[str]:
 
 
 def alarm_observer(
-    events: EventLog, terminal: Callable[[Any], None], options: Collection[str]
+    events: EventLog, terminal: Callable[[Any], None], options: Collection[str], silent: Collection[str] = ()
 ) -> Callable[[Any], None]:
     """An observer that looks at the metrics of every step, and says and writes down what is wrong with them, with what
-    to try by these options.
+    to try by these options. Alarms that are `silent` mean nothing in this run.
     """
-    alarms = Alarms(options)
+    alarms = Alarms(options, silent)
     alarms.recall(events.path.parent)
 
     def look(event: Any) -> None:

@@ -420,7 +420,7 @@ class LearnerOptions(TrainOptions):
 
     def __post_init__(self) -> None:
         refuse(out_of_range(self, f"{self.GROUP}."))
-        refuse(self.faults(f"{self.GROUP}."))
+        refuse([*self.read_adapters(f"{self.GROUP}."), *self.faults(f"{self.GROUP}.")])
 
 
 @dataclass(kw_only=True)

@@ -155,8 +155,12 @@ class PolicyCalls:
         self.trainer.RG_REFERENCE.follow(str(policy), share, str(target))
         self._load_reference(target)
 
-    def _load_reference(self, path: Path) -> None:
+    def _open_reference(self, path: Path) -> None:
+        """Let every instance of the reference load a model."""
         self.trainer.RG_REFERENCE.load(str(path)).result()
+
+    def _load_reference(self, path: Path) -> None:
+        self._open_reference(path)
         self.reference_folder = path
         for other in path.parent.iterdir():
             if other != path:
@@ -164,9 +168,16 @@ class PolicyCalls:
 
     def save_state(self, folder: Path) -> None:
         """Write what training resumes from into the folder of a step's checkpoint."""
-        remote_call.wait_all([group.call("save_state", str(folder / "state")) for group in self.learners])
+        self._save_learners(folder / "state")
         if self.reference_folder is not None:
             shutil.copytree(self.reference_folder, folder / "state" / "reference")
+
+    def _save_learners(self, folder: Path) -> None:
+        remote_call.wait_all([group.call("save_state", str(folder)) for group in self.learners])
+
+    def _load_learners(self, folder: Path) -> list[str]:
+        loading = [group.call("load_state", str(folder)) for group in self.learners]
+        return [line for future in loading for line in future.result()[0]]
 
     def load_state(self, folder: Path) -> list[str]:
         """Resume from it; what cannot be exact is returned in words."""
@@ -176,8 +187,7 @@ class PolicyCalls:
             shutil.rmtree(target, ignore_errors=True)
             shutil.copytree(reference, target)
             self._load_reference(target)
-        loading = [group.call("load_state", str(folder / "state")) for group in self.learners]
-        return [line for future in loading for line in future.result()[0]]
+        return self._load_learners(folder / "state")
 
     def save(self, folder: Path) -> None:
         """Write the policy as a folder that `from_pretrained` loads."""

@@ -371,6 +371,9 @@ class PolicyRun(Run[Batch]):
         self.calls.load(self._count_steps())  # of the whole run, also where it was resumed
         if resumed is not None:
             self._restore(resumed)
+        elif self.config.train.lora_path:
+            # The engines have loaded the model alone.
+            self.calls.sync_weights(self.version)
         self.note_setup()
 
     def _restore(self, folder: Path) -> None:
@@ -380,7 +383,7 @@ class PolicyRun(Run[Batch]):
         if self.config.asynchronous.ahead:
             # Each step has a version of its own; the run before may have trained a critic alone, with none.
             self.progress.version = self.step
-        if self.version:
+        if self.version or self.config.train.lora_path:
             self.calls.sync_weights(self.version)
 
     def _count_steps(self) -> int:

@@ -182,9 +182,9 @@ class RLOptions(RunOptions):
         yield from tried("", self._check_reward)
 
     def _check_reward(self) -> None:
-        if self.reward_source is None:
-            check_agent(str(self.agent.func_path))
-        else:
+        if self.agent.func_path:
+            check_agent(self.agent.func_path)
+        if self.reward_source is not None:
             check_reward(self.reward_source)
 
     def _faults_of_sizes(self) -> Iterator[str]:
@@ -205,11 +205,11 @@ class RLOptions(RunOptions):
         """Where rewards come from: what was named, else the scorer of the task that the data are of; None: from the
         agent's environment.
         """
-        if self.agent.func_path:
+        if self.agent.gives_rewards:
             if self.reward.source:
                 raise ConfigError(
                     f"reward.source={self.reward.source}, but rewards come from the environment of agent.func_path="
-                    f"{self.agent.func_path}; set one of the two"
+                    f"{self.agent.func_path}; set one of the two, or agent.rewarded_by=reward"
                 )
             return None
         source = self.reward.source or default_scorer(self.data.path)
@@ -229,6 +229,11 @@ class RLOptions(RunOptions):
     def is_own_reference(self) -> bool:
         """Whether the policy is the reference too, with its adapters off: then there is no role for that."""
         return self.train.lora_rank > 0
+
+    @property
+    def starts_as_reference(self) -> bool:
+        """Whether the policy that training begins with is the reference, so that their KL is 0."""
+        return not self.train.lora_path
 
     @property
     def has_reference_role(self) -> bool:

@@ -86,15 +86,20 @@ def _response_tokens(samples: Batch) -> list[list[int]]:
 
 
 def with_rewards(samples: Batch, output: RewardOutput, info: Callable[[str], None], what: str = "reward") -> Batch:
-    """With the columns of `add_rewards`; failures are said to be of `what`."""
+    """Add the columns of `add_rewards`; failures are said to be of `what`. An episode that ended as an error has
+    failed, whatever its text is worth.
+    """
     import torch
 
-    log_failures(output.failures, info, what)
+    errors = samples["error"] if "error" in samples else [""] * len(samples)
+    failures = output.failures | {i: reason for i, reason in enumerate(errors) if reason}
+    log_failures(failures, info, what)
     failed_B = torch.zeros(len(samples))
-    failed_B[list(output.failures)] = 1.0
+    failed_B[list(failures)] = 1.0
+    reward_B, score_B = (torch.where(failed_B > 0, 0.0, x_B) for x_B in (output.reward_B, output.score_B))
     metric_of = metric_names(output.logs)
     logs = {f"log_{metric_of[name]}": value_B for name, value_B in output.logs.items()}
-    return samples.with_sequences(reward=output.reward_B, score=output.score_B, reward_failed=failed_B, **logs)
+    return samples.with_sequences(reward=reward_B, score=score_B, reward_failed=failed_B, **logs)
 
 
 def with_reward(samples: Batch) -> Batch:

@@ -28,6 +28,8 @@ TRUTH_KEY = "reward_model.ground_truth"
 """Where a row has its label."""
 SINGLE_TURN = "single_turn_agent"
 """verl's name of the agent that answers in one turn."""
+TOOLS = "tool_agent"
+"""verl's name of the agent that calls tools."""
 
 
 def load_verl_rows(
@@ -36,7 +38,7 @@ def load_verl_rows(
     prompt_key: str = "prompt",
     source_key: str = SOURCE_KEY,
     needs_truth: bool = True,
-    single_turn: bool = False,
+    agents: Collection[str] | None = None,
     heldout: bool = False,
     max_rows: int | None = None,
     draw: bool = False,
@@ -51,7 +53,8 @@ def load_verl_rows(
         prompt_key: the field with the prompt.
         source_key: the field that tells where a row is from; a row may lack the default one.
         needs_truth: a row without a ground truth is an error; else its label is "".
-        single_turn: a row for an agent, or with tools, is an error.
+        agents: names of agents that can run a row; one for another agent, or with tools where SINGLE_TURN is among
+            them, is an error. None: all can.
         heldout: the rows are for evaluation: of a task those that are kept for it.
         max_rows: so many at most.
         draw: which of them is drawn by `seed`; else they are the first.
@@ -74,8 +77,8 @@ def load_verl_rows(
         needs_source = source_key != SOURCE_KEY or any(SOURCE_KEY in record for record in records)
         for number, record in enumerate(records):
             where = f"{name}, row {number}"
-            if single_turn:
-                _check_single_turn(record, where)
+            if agents is not None:
+                _check_agent(record, where, agents)
             rows.append(_row_of(record, where, prompt_key, source_key, needs_truth, needs_source, ignored))
         check_one_kind((row["input"] for row in rows[-len(records) :]), name)
     first = first_rows(rows, max_rows, ", ".join(files), note)
@@ -123,12 +126,13 @@ def _missing(record: Mapping[str, Any], where: str, field: str, prompt_key: str,
     )
 
 
-def _check_single_turn(record: Mapping[str, Any], where: str) -> None:
+def _check_agent(record: Mapping[str, Any], where: str, agents: Collection[str]) -> None:
     extra, agent = record.get("extra_info"), record.get("agent_name")
-    tools = isinstance(extra, Mapping) and extra.get("need_tools_kwargs")
-    if tools or agent not in (None, "", SINGLE_TURN):
-        asked = "extra_info.need_tools_kwargs" if tools else f"agent_name {agent!r}"
+    tools = SINGLE_TURN in agents and isinstance(extra, Mapping) and extra.get("need_tools_kwargs")
+    if tools or agent not in (None, "", *agents):
+        field = "extra_info.need_tools_kwargs" if tools else f"agent_name {agent!r}"
         raise ValueError(
-            f"{where} has {asked}, for episodes with tools, and would get one response; set agent.func_path to "
-            "what plays them, or take the field out"
+            f"{where} has {field}, and its episodes would be run by {', '.join(agents)}; set "
+            "actor_rollout_ref.rollout.multi_turn.tool_config_path to a file of tools, or agent.func_path to an agent "
+            "file, or take the field out"
         )

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Annotated
 
+from components.engines.lora_files import adapter_settings
 from components.ranges import (
     Checked,
     Count,
@@ -96,6 +97,9 @@ class TrainOptions(Checked):
     """Share of an adapter's inputs that is dropped in training."""
     lora_target_modules: str = field(default="all-linear", metadata=WITH_ADAPTERS)
     """Which layers get an adapter: names or endings with commas between, or `all-linear`: every one but the head."""
+    lora_path: str = ""
+    """Folder of adapters that peft has written, with which training begins. Rank, alpha and layers are theirs. Default:
+    new adapters, which change nothing at first."""
     router_aux_loss_coef: NotNegative = 0.0
     """Weight of the load-balancing loss of a mixture of experts, of each micro-batch. No effect on other models."""
     adam_offload: bool = False
@@ -108,8 +112,25 @@ class TrainOptions(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for fault in self.faults():
+        for fault in [*self.read_adapters(), *self.faults()]:
             raise ValueError(fault)
+
+    def read_adapters(self, prefix: str = "") -> Iterator[str]:
+        """Take over the settings of the adapters at `lora_path`; faults of those that are given otherwise."""
+        if not self.lora_path:
+            return
+        try:
+            settings = adapter_settings(self.lora_path)
+        except ValueError as error:
+            yield f"{prefix}{error}"
+            return
+        usual = {option.name: option.default for option in fields(TrainOptions)}
+        for name, value in settings.items():
+            given = getattr(self, name)
+            if given not in (usual[name], value):
+                there = f"the adapters at {prefix}lora_path={self.lora_path} have {value}"
+                yield f"{prefix}{name}={given}, and {there}; leave it out"
+            object.__setattr__(self, name, value)
 
     def faults(self, prefix: str = "") -> Iterator[str]:
         """What cannot work besides numbers that are out of range; each begins with an option, behind a prefix."""

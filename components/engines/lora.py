@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from components.engines.causal import ValueModel
 from components.engines.config import TrainConfig
+from components.engines.lora_files import WEIGHTS, layer_of
 
 _ALL = "all-linear"
 
@@ -61,6 +62,8 @@ class Adapters:
         for name, parameter in model.named_parameters():
             if ".lora_" in name:
                 parameter.data = parameter.data.float()
+        if config.lora_path:
+            self._load(model, Path(config.lora_path).expanduser())
         names = ("lora_rank", "lora_alpha", "lora_target_modules")
         self.note = {name: getattr(config, name) for name in names}
         """What a saved state has to agree with."""
@@ -69,6 +72,35 @@ class Adapters:
     def scale(self) -> float:
         """By which the product of an adapter is multiplied."""
         return self.note["lora_alpha"] / self.note["lora_rank"]
+
+    def _load(self, model: nn.Module, folder: Path) -> None:
+        """Begin with the adapters of a folder.
+
+        Raises:
+            ValueError: they are of other layers, or have other shapes, than those of the model.
+        """
+        from safetensors.torch import load_file
+
+        there = {name.replace(".default.", "."): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
+        here = dict(self.named(model.named_parameters()))
+        if different := sorted(there.keys() ^ here.keys()):
+            where = "the folder" if different[0] in there else "the model"
+            raise ValueError(
+                f"lora_path={folder}: {layer_of(different[0])} has an adapter in {where} alone ({len(different)} "
+                f"tensors differ); the adapters are of another model than {self._name}"
+            )
+        with torch.no_grad():
+            for name, parameter in here.items():
+                if parameter.shape != there[name].shape:
+                    raise ValueError(
+                        f"lora_path={folder}: {name} has shape {list(there[name].shape)}, and the model needs "
+                        f"{list(parameter.shape)}; the adapters are of another model than {self._name}"
+                    )
+                parameter.copy_(there[name])
+
+    @property
+    def _name(self) -> str:
+        return str(self.config.base_model_name_or_path)
 
     def named(self, trained: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Of what is trained the adapters, by the names of peft's files."""

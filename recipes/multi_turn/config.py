@@ -63,6 +63,8 @@ class MultiTurnConfig(RLOptions):
             yield "agent.func_path is empty; set it, or run without options for the demonstration"
             return
         yield from super().faults()
+        if self.agent.rewarded_by == "reward":
+            yield "agent.rewarded_by=reward is not in this recipe, which reads rewards of turns; use recipes/grpo"
         if self.algorithm.estimator != "reinforce" and self.samples_per_prompt < 2:
             yield (
                 f"algorithm.estimator={self.algorithm.estimator} compares the episodes of one prompt, but "

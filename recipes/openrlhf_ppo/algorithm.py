@@ -5,7 +5,6 @@ entry t of a per-token column is about token t.
 """
 
 import math
-from collections.abc import Mapping
 from functools import partial
 
 from torch import Tensor, nn
@@ -104,6 +103,8 @@ def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: PPOConfi
         kl = token_mean(kl_N, mask_N, totals.tokens)
         loss = loss + kl_coef * kl
         metrics["kl_loss"] = kl.detach()
+        if own.kl_target is not None:
+            metrics["kl_sum"] = kl.detach() * totals.tokens
     return LossOutput(loss=loss, metrics=metrics)
 
 
@@ -117,16 +118,25 @@ def value_loss(model: nn.Module, micro: Batch, totals: Totals, config: PPOConfig
 class AdaptedKL(ppo_loss.AdaptedKL):
     """The weight of the KL."""
 
-    def adapt(self, experience: Batch, metrics: Mapping[str, float]) -> None:
-        """Adapt it to the responses that a step was trained on: to the KL as it came off their rewards, the mean over
-        responses of their mean, or as it was in the loss.
+    def adapt(self, experience: Batch, metrics: dict[str, float]) -> None:
+        """Adapt the weight to the KL of a step's responses, as OpenRLHF does.
+
+        A KL in the reward is averaged over the tokens of each response, then over responses. A KL in the loss is
+        averaged over the tokens of all optimizer steps, as each of them saw it before its update: optimizer steps of
+        fewer tokens count less.
+
+        Args:
+            experience: responses of the step.
+            metrics: of the update. The sum of the KL, `actor/kl_sum`, is removed from them.
         """
-        own = self.config.algorithm
+        own, mask_N = self.config.algorithm, experience["action_mask"]
+        kl_sum = metrics.pop("actor/kl_sum", 0.0)
         if own.kl_target is None:
             return
-        kl = metrics.get("actor/kl_loss", 0.0)
         if own.kl_in_reward:
-            mask_N = experience["action_mask"]
             kl_N = kl_estimate(experience["logprob"], experience["reference_logprob"], mask_N, own.kl_estimator)
             kl = float(sequence_means(kl_N, mask_N, experience.lengths).mean())
+        else:
+            # A metric of the update is a mean over its optimizer steps, of which each epoch has as many.
+            kl = kl_sum * self.config.optimizer_steps(len(experience)) / int(mask_N.sum())
         self.follow(kl, len(experience))

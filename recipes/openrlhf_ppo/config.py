@@ -243,6 +243,8 @@ class PPOConfig(PPORunOptions):
             yield "algorithm.overlong_buffer is about one response, not an episode of agent.func_path; unset one"
 
     def _faults_of_reward(self) -> Iterator[str]:
+        if self.agent.rewarded_by == "reward":
+            yield "agent.rewarded_by=reward is not in this recipe; set it to environment, or use recipes/grpo"
         sources = {
             "reward_model.path": self.reward_model.path,
             "reward.source": self.reward.source,
@@ -298,7 +300,7 @@ class PPOConfig(PPORunOptions):
 
     def critic_engine(self, steps: int) -> TrainConfig:
         """The engine of the critic's ranks, in a run of so many steps."""
-        return replace(self.train_engine(steps), ema_beta=None, **self.critic.optimizer)
+        return replace(self.train_engine(steps), ema_beta=None, lora_path="", **self.critic.optimizer)
 
     def notes(self, given: Collection[str]) -> list[str]:
         """What a user who has named the options `given` should know of before the run starts."""

@@ -11,6 +11,8 @@ from training.adapter import Adapter, Computed, as_value
 from training.ppo_options import BY_RESPONSE
 from training.rl_options import RLOptions
 
+from .agent_keys import read_agent
+
 ACTOR, ROLLOUT, REFERENCE = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
 SHORT = {"float32": "fp32", "bfloat16": "bf16"}
 ESTIMATORS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
@@ -22,10 +24,6 @@ AXES = {
     "parallel.expert": ("megatron.expert_model_parallel_size",),
     "parallel.tensor": ("megatron.tensor_model_parallel_size",),
 }
-AGENTS = (
-    "episodes with tools or several turns are run by an agent here; set agent.func_path to a Python file "
-    "(docs/agents.md), and leave the keys of multi_turn out"
-)
 OTHER_ENGINE = (
     "is not here: models are trained with torch's fully_shard; leave it and the keys of its own out, or set "
     "actor_rollout_ref.actor.strategy=fsdp2 and critic.strategy=fsdp2"
@@ -41,6 +39,7 @@ def compute(keys: Computed) -> None:
     keys.faults += elsewhere(keys)
     for part in (
         read_data,
+        read_agent,
         read_batches,
         read_models,
         read_gradients,
@@ -120,14 +119,7 @@ def elsewhere(keys: Computed) -> Iterator[str]:
         yield f"{ROLLOUT}.name={engine} is not here; set it to vllm, which draws from the same policy"
     if keys.get("trainer.device", default="cuda") not in ("cuda", "cpu"):
         yield f"trainer.device={keys.get('trainer.device')} is not here; runs are on NVIDIA GPUs or on CPUs"
-    tools = [key for key in keys.given if key.endswith("_path") and ("tool" in key or "_config_path" in key)]
-    if (
-        keys.get(f"{ROLLOUT}.multi_turn.enable")
-        or keys.get(*tools)
-        or any(x in name for x in ("turn", "tool", "search"))
-    ):
-        yield f"{ROLLOUT}.multi_turn: {AGENTS}"
-    elif name and name != "ppo_trainer" and "megatron" not in name:
+    if name and name != "ppo_trainer" and "megatron" not in name:
         yield f"--config-name={name}: only verl's own ppo_trainer is known by name; give the file with --config FILE"
 
 
@@ -236,7 +228,16 @@ def read_models(keys: Computed) -> None:
             keys.put(f"{group}.adam_offload", any(offloads), f"{prefixes[0]}.param_offload")
     if rank := keys.get("actor_rollout_ref.model.lora.rank"):
         keys.put("train.lora_rank", rank, "actor_rollout_ref.model.lora.rank")
-    if modules := keys.get("actor_rollout_ref.model.target_modules"):
+    adapters = ("actor_rollout_ref.model.lora_adapter_path", "actor_rollout_ref.model.lora.adapter_path")
+    if path := keys.get(*adapters):
+        keys.put("train.lora_path", path, str(keys.name(*adapters)))
+        # As in verl, the adapters' own settings count.
+        for option, default in (("train.lora_rank", 0), ("train.lora_alpha", 16.0)):
+            if keys.option(option) is not None:
+                keys.notes.append(f"no effect of {option}={keys.option(option)}: the adapters at {path} have their own")
+                keys.put(option, default)
+        keys.idle(f"the adapters at {path} have their own", "actor_rollout_ref.model.target_modules")
+    elif modules := keys.get("actor_rollout_ref.model.target_modules"):
         names = modules if isinstance(modules, list) else [modules]
         keys.put("train.lora_target_modules", ",".join(names), "actor_rollout_ref.model.target_modules")
 
@@ -418,10 +419,28 @@ def _read_fully_async(keys: Computed) -> None:
         keys.put("asynchronous.partial_rollout", True, "async_training.partial_rollout")
 
 
+def with_config_file(arguments: Sequence[str]) -> list[str]:
+    """Name a Hydra configuration by its file, where that is there: --config FILE."""
+    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--config-") else [word])]
+    places = {name: words.index(name) for name in ("--config-path", "--config-name") if name in words[:-1]}
+    if len(places) < 2:
+        return list(arguments)
+    folder, name = (words[place + 1] for place in places.values())
+    file = Path(folder) / f"{name.removesuffix('.yaml')}.yaml"
+    if not file.is_file():
+        return list(arguments)
+    rest = [
+        word for i, word in enumerate(words) if i not in {at for place in places.values() for at in (place, place + 1)}
+    ]
+    return ["--config", str(file), *rest]
+
+
 def plain_arguments(arguments: Sequence[str]) -> list[str]:
-    """Hydra's way of writing as that of `load_config`: without + before a key, and with blanks in mappings."""
+    """Hydra's way of writing as that of `load_config`: without + before a key, with blanks in mappings, and with the
+    file that --config-path and --config-name name, where it is there.
+    """
     plain = list[str]()
-    for word in arguments:
+    for word in with_config_file(arguments):
         key, equals, value = word.lstrip("+").partition("=")
         if len(value) > 1 and value[0] in "'\"" and value.find(value[0], 1) == len(value) - 1:
             value = value[1:-1]  # quotes that the shell has left

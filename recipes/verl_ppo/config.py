@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from agents.loading import check_agent
 from components.data.columns import column_names
-from components.data.verl_rows import load_verl_rows
+from components.data.verl_rows import SINGLE_TURN, TOOLS, load_verl_rows
 from components.engines.config import FrozenConfig, PassLimits, RolloutConfig, TrainConfig, VLLMRolloutConfig
 from components.ranges import Count, Positive, Range
 from training.options import DataOptions, EvaluationOptions, RewardOptions, RolloutOptions
@@ -20,6 +20,7 @@ from training.rl_options import PolicyTrainOptions
 from training.schema import limit_note, tried, where
 
 from .adapter import VERL
+from .agent_keys import TOOL_AGENT
 from .resource_pool import PoolOptions
 
 Compared = Literal["grpo", "grpo_passk", "reinforce_plus_plus_baseline", "rloo", "opo", "gpg", "gdpo"]
@@ -69,6 +70,10 @@ class AlgorithmOptions(PPOOptions):
     """Weight of a KL in the loss, besides the one in the reward."""
     kl_loss_estimator: KLEstimator = where("k3", kl_loss_coef=True)
     """Its estimator."""
+    reference_path: str = ""
+    """Model that the KL is measured to. Default: the policy as it was at the start."""
+    reference_sync_steps: Count | None = None
+    """The reference becomes the policy after every so many steps. Default: it stays what it was at the start."""
     correction_range: tuple[float, float] = (0.0, 2.0)
     """Lowest and highest weight of `correction`."""
     correction_level: Literal["token", "sequence", "geometric"] = where("token", correction=("tis", "icepop"))
@@ -278,6 +283,11 @@ class VerlPPOConfig(PPORunOptions):
                 "algorithm.estimator=optimal_token_baseline reads the policy's whole distribution before the step, "
                 "which algorithm.bypass does not compute; unset one of them"
             )
+        if own.reference_sync_steps and self.is_own_reference:
+            yield (
+                "algorithm.reference_sync_steps moves a reference model, and with train.lora_rank it is the policy "
+                "without its adapters; unset one of them"
+            )
         if own.estimator == "gae" and not self.needs_critic:
             yield "algorithm.estimator=gae needs the critic, but critic.enabled=false; leave that out"
         if self.asynchronous.partial_rollout and (own.dynamic_sampling or own.estimator == "remax"):
@@ -285,10 +295,10 @@ class VerlPPOConfig(PPORunOptions):
                 "asynchronous.partial_rollout carries prompts to the next step, which algorithm.dynamic_sampling and "
                 "algorithm.estimator=remax do not; unset one of them"
             )
-        if self.reward.model_path and self.agent.func_path:
+        if self.reward.model_path and self.agent.gives_rewards:
             yield (
                 f"agent.func_path={self.agent.func_path} runs episodes, whose environment gives the rewards, and "
-                "reward.model_path is set; unset one"
+                "reward.model_path is set; unset one, or set agent.rewarded_by=reward"
             )
         if self.evaluate_only and self.evaluation.path is None:
             yield "evaluate_only=true without evaluation.path; set that too"
@@ -320,6 +330,25 @@ class VerlPPOConfig(PPORunOptions):
     def _faults_of_reward(self) -> Iterator[str]:
         if self.agent.func_path:
             yield from tried("", check_agent, self.agent.func_path)
+        if self.tool_config is not None:
+            from .tool_agent import tool_schemas
+
+            yield from tried("", tool_schemas, self.tool_config)
+
+    @property
+    def is_own_reference(self) -> bool:
+        """See `RLOptions.is_own_reference`."""
+        return super().is_own_reference and not self.algorithm.reference_path
+
+    @property
+    def starts_as_reference(self) -> bool:
+        """See `RLOptions.starts_as_reference`."""
+        return super().starts_as_reference and self.algorithm.reference_path in ("", self.model.path)
+
+    def syncs_reference(self, step: int) -> bool:
+        """Whether the reference becomes the policy after this step."""
+        every = self.algorithm.reference_sync_steps
+        return self.has_reference_role and every is not None and step % every == 0
 
     @property
     def needs_reference(self) -> bool:
@@ -387,19 +416,26 @@ class VerlPPOConfig(PPORunOptions):
 
     # --- the data
 
+    @property
+    def tool_config(self) -> str | None:
+        """The file of verl's tools that episodes call, or None."""
+        is_tool_agent = self.agent.func_path == str(TOOL_AGENT)
+        return str(self.agent.arguments.get("tool_config_path", "")) if is_tool_agent else None
+
     def rows(self, heldout: bool = False, notes: list[str] | None = None) -> list[dict[str, Any]]:
         """The rows to train on, or the held-out ones, of which there may be none; with `extra_info` where they have it.
         Held-out ones are the same for every seed, so that runs compare. `notes` gets how many max_samples leaves out.
         """
         path = self.evaluation.path if heldout else self.data.path
-        return load_verl_rows(
+        own_agent = self.agent.func_path is not None and self.tool_config is None
+        rows = load_verl_rows(
             [str(Path(name.strip()).expanduser()) for name in (path or "").split(",") if name],
             prompt_key=self.data.prompt_key,
             source_key=self.data.source_key,
             # A reward model reads the responses alone, and an agent's environment has rewards of its own.
             # A function of the user's own may need none either.
-            needs_truth=not (self.reward.model_path or self.agent.func_path or self.reward.source),
-            single_turn=self.agent.func_path is None,
+            needs_truth=not (self.reward.model_path or self.agent.gives_rewards or self.reward.source),
+            agents=None if own_agent else [SINGLE_TURN if self.tool_config is None else TOOLS],
             heldout=heldout,
             max_rows=self.evaluation.max_samples if heldout else self.data.max_samples,
             draw=self.data.shuffle and not heldout,
@@ -407,6 +443,12 @@ class VerlPPOConfig(PPORunOptions):
             note=limit_note(notes, "evaluation.max_samples" if heldout else "data.max_samples"),
             ignored=column_names(self.data.ignored_columns),
         )
+        if self.tool_config is None:
+            return rows
+        from .tool_agent import tool_schemas
+
+        schemas = tool_schemas(self.tool_config)
+        return [{**row, "tools": schemas} for row in rows]
 
     def notes(self, given: Collection[str]) -> list[str]:
         """What a user who has named the options `given` should know of before the run starts."""
@@ -419,6 +461,9 @@ class VerlPPOConfig(PPORunOptions):
             )
         if own.estimator in get_args(Compared) and self.samples_per_prompt == 1:
             found.append(f"algorithm.estimator={own.estimator} compares nothing: samples_per_prompt is 1")
+        for name in ("reference_path", "reference_sync_steps"):
+            if getattr(own, name) and not self.needs_reference:
+                found.append(f"no effect of algorithm.{name}: algorithm.kl_coef=0")
         if not self.needs_critic and any(name.startswith("critic.") for name in given):
             found.append("no effect of critic.*: there is no critic")
         if self.rollout.tensor_parallel > 1 and self.placement.shares_devices:

@@ -31,6 +31,9 @@ def check_inputs(config: VerlPPOConfig, notes: list[str], absent: Collection[str
             check_model(config.model.path)
         if config.needs_critic and config.critic.path and "critic.path" not in absent:
             check_reader(config.critic.path, "critic.path", config.model)
+        reference = config.algorithm.reference_path
+        if config.needs_reference and reference and "algorithm.reference_path" not in absent:
+            check_reader(reference, "algorithm.reference_path", config.model)
         if config.reward.model_path and encodes and "reward.model_path" not in absent:
             check_reward_model(config.reward.model_path, "reward.model_path", config.model)
         rows = config.rows(notes=notes)

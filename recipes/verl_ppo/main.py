@@ -100,6 +100,7 @@ class VerlCommand(PolicyCommand[VerlPPOConfig]):
         policy, size = config.model.path, config.step_size
         estimate = Estimate(job, policy, config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.agent)
         needs, critic = dict[str, Need](), config.critic.path or policy
+        reference = config.algorithm.reference_path or policy
         sleeps = config.placement.learners_sleep
         for role in job.placement.processes:
             held, parts = list[Need](), role.lower().split("_")
@@ -111,7 +112,7 @@ class VerlCommand(PolicyCommand[VerlPPOConfig]):
             if "rollout" in parts:
                 held.append(estimate.sampled(role, policy, config.rollout_engine(), size))
             if "ref" in parts and config.has_reference_role:
-                held.append(estimate.inferred(role, policy, config.frozen_engine, size))
+                held.append(estimate.inferred(role, reference, config.frozen_engine, size))
             if "critic" in parts:
                 engine, batch = config.engine("critic", 1), config.size_of("critic")
                 held.append(estimate.trained(role, critic, engine, batch, has_head=False, sleeps=sleeps))
@@ -126,6 +127,7 @@ class VerlCommand(PolicyCommand[VerlPPOConfig]):
         others = {
             "critic.path": config.critic.path if config.needs_critic else "",
             "reward.model_path": config.reward.model_path,
+            "algorithm.reference_path": config.algorithm.reference_path if config.needs_reference else "",
         }
         return super().models(config) | {option: path for option, path in others.items() if path}
 

@@ -1,5 +1,6 @@
 """What involves several worker groups, or the whole job. A single group is called through its own methods."""
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,14 +58,27 @@ class VerlCalls(PolicyCalls):
             loading.append(self.reference.init_model(path, steps))
         remote_call.wait_all(loading)
 
-    def save_state(self, folder: Path) -> None:
-        """See `PolicyCalls`; one after the other: ranks of groups that share processes meet in one call at a time."""
-        for group in self.learners:
-            group.call("save_state", str(folder / "state")).result()
+    # One after the other: ranks of groups that share processes meet in one call at a time.
 
-    def load_state(self, folder: Path) -> list[str]:
-        """See `PolicyCalls`, and `save_state`."""
-        return [line for group in self.learners for line in group.call("load_state", str(folder / "state")).result()[0]]
+    def _save_learners(self, folder: Path) -> None:
+        for group in self.learners:
+            group.call("save_state", str(folder)).result()
+
+    def _load_learners(self, folder: Path) -> list[str]:
+        return [line for group in self.learners for line in group.call("load_state", str(folder)).result()[0]]
+
+    def sync_reference(self, step: int, share: float = 1.0) -> None:
+        """Let the reference become the policy: verl's `ref_update_freq` goes all of the way."""
+        assert share == 1.0, share
+        self.end_generation()
+        target = Path(self.config.run_dir, "reference", f"step_{step}")
+        shutil.rmtree(target, ignore_errors=True)
+        self.save(target)
+        self._load_reference(target)
+
+    def _open_reference(self, path: Path) -> None:
+        assert self.reference is not None
+        self.reference.load_reference(str(path)).result()
 
     def sync_weights(self, version: int) -> dict[str, float]:
         """See `PolicyCalls`; the responses carry `version` from here on."""

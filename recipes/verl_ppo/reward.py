@@ -56,7 +56,7 @@ def score_code(config: VerlPPOConfig) -> ScoreCode:
 def check_rewards(config: VerlPPOConfig, *parts: Sequence[Mapping[str, Any]]) -> None:
     """Refuse, with a ValueError, a reward that cannot be, or that does not suit the rows of each part."""
     code = score_code(config)
-    if config.agent.func_path is not None:
+    if config.agent.gives_rewards:
         return
     code.check()
     for rows in parts:
@@ -73,8 +73,12 @@ def check_rewards(config: VerlPPOConfig, *parts: Sequence[Mapping[str, Any]]) ->
 def try_function(config: VerlPPOConfig, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
     """Call the user's function once with rows of each part of the data; see `try_code`."""
     code = score_code(config)
-    if config.agent.func_path is not None or code.path is None:
+    if config.agent.gives_rewards or code.path is None:
         return []
+    if config.agent.func_path is not None:
+        rows = {
+            part: [{**row, "extra_info": _with_count(row.get("extra_info"), 1)} for row in rows[part]] for part in rows
+        }
     return try_code(code.reward_code(), f"reward.source={code.spec}", rows, config.reward.settings())
 
 
@@ -88,6 +92,20 @@ def check_sources(code: ScoreCode, sources: Iterable[str]) -> None:
             "with the data source, or score with a reward model (reward.model_path); there are functions for "
             f"{', '.join(sorted(code.functions))}"
         )
+
+
+def _with_count(extra_info: Mapping[str, Any] | None, turns: int) -> dict[str, Any]:
+    """Add `num_turns`, counted as in verl: the prompt, each turn of the policy, and the results between two of them."""
+    return {**(extra_info or {}), "num_turns": 2 * turns}
+
+
+def _with_turns(samples: "Batch") -> "Batch":
+    """Add `num_turns` to what a function reads of episodes as `extra_info`."""
+    if "num_turns" not in samples:
+        return samples
+    others = samples["extra_info"] if "extra_info" in samples else [None] * len(samples)
+    counts = zip(others, samples["num_turns"].tolist(), strict=True)
+    return samples.with_objects(extra_info=[_with_count(other, count) for other, count in counts])
 
 
 class RewardManager:
@@ -108,7 +126,7 @@ class RewardManager:
         self._code, self._config = score_code(config), config
         self._tokenizer, self._info, self._weight = tokenizer, info, config.reward.function_weight
         self._workers = None
-        if config.agent.func_path is None:
+        if not config.agent.gives_rewards:
             self._workers = WorkerReward(self._code.reward_code(), config.reward.settings())
 
     def __call__(self, samples: "Batch", step: int = 0) -> "Batch":
@@ -135,6 +153,7 @@ class RewardManager:
         if self._workers is None or "reward" in samples:
             return add_rewards(samples, None, self._tokenizer, self._info)
         check_sources(self._code, samples["datasource"])
+        samples = _with_turns(samples)
         output = ask_for_rewards(samples, self._workers, self._tokenizer, step)
         what = "score" if self._code.optional else "reward"
         scored = with_rewards(samples, output, self._info, what)

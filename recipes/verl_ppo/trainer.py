@@ -104,4 +104,6 @@ class VerlPPOTrainer(BaseTrainer):
             return False
         with self.policy_run.phase("update_weights"):
             metrics |= self.policy_run.calls.sync_weights(self.policy_run.step)
+            if self.config.syncs_reference(self.policy_run.step):
+                self.policy_run.calls.sync_reference(self.policy_run.step, 1.0)
         return True

@@ -14,6 +14,7 @@ from training.options import DataOptions, ModelOptions, RolloutOptions
 from training.ppo_loss import mark_tokens
 from training.ppo_options import PolicyLoss
 from training.rl_options import PolicyTrainOptions
+from training.rollouts import over_updates
 
 
 def config(**changes: Any) -> PPOConfig:
@@ -208,25 +209,45 @@ def test_tokens_that_the_engine_saw_otherwise_count_otherwise(options: dict[str,
     assert experience["correction"][batch["action_mask"]].tolist() == pytest.approx(weights, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("own", "kl"),
-    [
-        # d is 1/2 at the only token of the first response: 1/8 by k2, of four responses.
-        ({"kl_estimator": "k1"}, 0.125),
-        ({"kl_estimator": "k2"}, 0.03125),
-        ({"kl_in_reward": False, "kl_estimator": "k2"}, 0.7),
-    ],
-)
-def test_the_weight_of_the_kl_follows_the_estimator_over_responses_or_the_kl_of_the_loss(
-    own: dict[str, Any], kl: float
-) -> None:
+# d is 1/2 at the only token of the first response: 1/8 by k2, of four responses.
+@pytest.mark.parametrize(("estimator", "kl"), [("k1", 0.125), ("k2", 0.03125)])
+def test_the_weight_of_a_kl_in_the_reward_follows_its_mean_over_responses(estimator: str, kl: float) -> None:
     reference_N = torch.zeros(12)
     reference_N[1] = -0.5
     batch = responses().with_tokens(logprob=torch.zeros(12), reference_logprob=reference_N)
     # A target a tenth below the KL is what a tenth of the four samples over the horizon of 100 adds.
-    control = AdaptedKL(config(kl_coef=1.0, kl_target=kl / 1.1, kl_horizon=100, **own))
-    control.adapt(batch, {"actor/kl_loss": 0.7})
+    control = AdaptedKL(config(kl_coef=1.0, kl_target=kl / 1.1, kl_horizon=100, kl_estimator=estimator))
+    control.adapt(batch, {})
     assert control.coef == pytest.approx(1 + 0.1 * 4 / 100)
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("cut", [[[0], [1]], [[1, 0]]])
+def test_the_weight_of_a_kl_in_the_loss_follows_its_mean_over_the_tokens_of_all_optimizer_steps(
+    epochs: int, cut: list[list[int]]
+) -> None:
+    settings = config(kl_coef=0.1, kl_target=0.28, kl_horizon=100, kl_in_reward=False, kl_estimator="k2")
+    settings.train = PolicyTrainOptions(mini_batch_size=2, epochs=epochs)
+    logprob_V = Fixed().logit_V.detach().log_softmax(-1)
+    batch = responses()
+    batch = batch.with_tokens(tokens=batch["tokens"] % 4, advantage=torch.zeros(12))
+    # The first optimizer step has 3 tokens with d = 0, the second one 5 with d = 1, that is 1/2 by k2.
+    d_N = torch.tensor([0.0] * 5 + [1.0] * 7)
+    batch = batch.with_tokens(reference_logprob=logprob_V[batch["tokens"]] - d_N)
+
+    def update(rows: list[int], tokens: int) -> dict[str, float]:
+        step, totals = batch.select(rows), Totals(tokens=tokens, sequences=2)
+        parts = [policy_loss(Fixed(), step.select(part), totals, settings, 0.1).metrics for part in cut]
+        return {name: sum(float(part[name]) for part in parts) for name in parts[0]}
+
+    metrics = over_updates([update([0, 1], 3), update([2, 3], 5)] * epochs)
+    assert metrics["kl_loss"] == pytest.approx(0.25)
+    control = AdaptedKL(settings)
+    logged = {f"actor/{name}": value for name, value in metrics.items()}
+    control.adapt(batch, logged)
+    assert "actor/kl_sum" not in logged
+    # 2.5 nats over 8 tokens are above the target, to which the mean over the two steps, 0.25, would be below.
+    assert control.coef == pytest.approx(0.1 * (1 + (0.3125 / 0.28 - 1) * 4 / 100))
 
 
 def test_a_kl_in_the_loss_is_not_in_the_reward() -> None:

@@ -97,6 +97,13 @@ def test_the_defaults_are_those_of_openrlhf_or_named_as_others() -> None:
     assert set(others) - set(OTHER_DEFAULTS) == set(), others
 
 
+def test_flags_of_releases_up_to_0_8_are_read_or_refused_with_a_reason() -> None:
+    kl = ["--init_kl_coef", "0.1", "--use_kl_loss", "--use_kl_estimator_k3", "--disable_trace_cache"]
+    assert read_config([*BASE, *kl, "run_dir=x"]).algorithm.kl_estimator == "k3"
+    with pytest.raises(ConfigError, match=says("pretrain_data", "PTX")):
+        read_config([*BASE, "--pretrain_data", "some/corpus", "--ptx_coef", "0.05", "run_dir=x"])
+
+
 def test_newer_names_give_the_configuration_of_the_older_ones() -> None:
     old = """--init_kl_coef 0.05 --reward_clip_range -1 1 --advantage_estimator rloo --colocate_all_models --seed 3
         --n_samples_per_prompt 4 --actor_num_nodes 2 --actor_num_gpus_per_node 4 --eps_clip_low_high 0.1 0.3

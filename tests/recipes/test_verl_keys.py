@@ -100,10 +100,26 @@ def test_keys_of_the_entropy_recipe_mean_the_same_at_their_old_place() -> None:
     assert (kl.policy_loss, kl.cov_share, kl.kl_cov_coef) == ("kl_cov", 0.002, 0.5)
 
 
+@pytest.mark.parametrize(("key", "aggregation"), [("True", "token-mean"), ("False", "seq-mean-token-mean")])
+def test_the_switch_of_the_early_dapo_recipe_is_an_aggregation(key: str, aggregation: str) -> None:
+    read = small(f"actor_rollout_ref.actor.use_token_level_loss={key}")
+    assert read.algorithm.loss_aggregation == aggregation
+
+
+@pytest.mark.parametrize(
+    ("name", "facts"),
+    [("quantization=fp8", ["quantization", "weights"]), ("kv_cache_dtype=fp8", ["kv_cache_dtype", "auto"]),
+     ("logprobs_mode=raw_logprobs", ["logprobs_mode", "processed_logprobs"])],
+)  # fmt: skip
+def test_arguments_of_vllm_that_change_log_probabilities_are_refused_by_name(name: str, facts: list[str]) -> None:
+    with pytest.raises(ConfigError, match=says(*facts)):
+        small(f"+actor_rollout_ref.rollout.engine_kwargs.vllm.{name}")
+
+
 @pytest.mark.parametrize(
     ("key", "facts"),
     [
-        ("+trainer.ref_update_freq=1", ["ref_update_freq", "policy of the start"]),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.cpu_offload_gb=4", ["cpu_offload_gb", "engines"]),
         ("data.response_key=x", ["response_key"]),
         ("+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config.method=ngram", ["speculat", "speed"]),
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.disable_custom_all_reduce=true", ["disable_custom_all_reduce"]),

@@ -370,10 +370,11 @@ class _StepCourse:
 class Alarms:
     """Those of one run: each sounds once."""
 
-    def __init__(self, options: Collection[str]) -> None:
+    def __init__(self, options: Collection[str], silent: Collection[str] = ()) -> None:
         """
         Args:
             options: names of those that the run has; remedies by others are not named.
+            silent: names of alarms that mean nothing in this run.
         """
         self._options = options
         self._first: dict[str, float] = {}
@@ -381,7 +382,7 @@ class Alarms:
         self._courses = {"eval/score": _EvaluationCourse(), "reward/score": _StepCourse()}
         self._is_lost: dict[str, float] = {}
         self._wrong: dict[str, int] = {}
-        self._sounded: set[str] = set()
+        self._sounded = set(silent)
 
     def look(self, step: int, metrics: Mapping[str, Any]) -> list[AlarmEvent]:
         """The alarms that a step sets off.

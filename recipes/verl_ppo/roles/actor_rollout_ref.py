@@ -47,7 +47,18 @@ class ActorRolloutRefWorker(TrainedPolicy, SamplingWorker):
         if "actor" in self.parts:
             self.open_policy(model_path, steps)
         if "ref" in self.parts and config.has_reference_role:
-            self.reference = open_frozen_policy(model_path, config.frozen_engine, config.model.attn_implementation)
+            self._open_reference(config.algorithm.reference_path or model_path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, idempotent=True, replay="last")
+    def load_reference(self, model_path: str) -> None:
+        """Load another reference in place of the one that is there."""
+        self._open_reference(model_path)
+
+    def _open_reference(self, model_path: str) -> None:
+        if hasattr(self, "reference"):
+            del self.reference  # its memory is needed for the next one
+        config = self.config
+        self.reference = open_frozen_policy(model_path, config.frozen_engine, config.model.attn_implementation)
 
     def is_fatal(self, error: Exception) -> bool:
         """See `BaseWorkload.is_fatal`; where ranks meet, all would start again, and meet the same error."""

@@ -1,0 +1,69 @@
+"""Adapters in a folder, as peft writes them: what is read before a model is loaded. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+_PLAIN: Mapping[str, Any] = {
+    "use_dora": False,
+    "use_rslora": False,
+    "bias": "none",
+    "modules_to_save": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "layers_to_transform": None,
+    "target_parameters": None,
+    "trainable_token_indices": None,
+}
+"""Settings of adapters other than plain low-rank ones -> their values in plain ones."""
+
+
+def adapter_settings(folder: str) -> dict[str, Any]:
+    """Return the options of the adapters in a folder: `lora_rank`, `lora_alpha` and `lora_target_modules`.
+
+    Raises:
+        ValueError: the folder has no adapters, or they are not plain low-rank ones.
+    """
+    path = Path(folder).expanduser()
+    for name in (SETTINGS, WEIGHTS):
+        if not (path / name).is_file():
+            raise ValueError(f"lora_path={folder} has no {name}; set it to a folder of adapters that peft has written")
+    try:
+        settings = json.loads((path / SETTINGS).read_text(encoding="utf-8"))
+        rank, alpha = int(settings["r"]), float(settings["lora_alpha"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"lora_path={folder}: {SETTINGS} cannot be read ({error!r})") from error
+    if settings.get("peft_type") != "LORA":
+        raise ValueError(f"lora_path={folder} has adapters of peft_type={settings.get('peft_type')}; use LORA")
+    for name, plain in _PLAIN.items():
+        if settings.get(name) not in (plain, None, {}, []):
+            raise ValueError(
+                f"lora_path={folder} has {name}={settings[name]}, and adapters here are plain low-rank ones; merge "
+                "them into the model (peft's merge_and_unload), and set model.path to that"
+            )
+    return {"lora_rank": rank, "lora_alpha": alpha, "lora_target_modules": ",".join(_targets(path, settings))}
+
+
+def layer_of(name: str) -> str:
+    """Return the layer of a tensor in a file of adapters."""
+    return name.removeprefix(PREFIX).partition(".lora_")[0]
+
+
+def _targets(folder: Path, settings: Mapping[str, Any]) -> list[str]:
+    """Return the endings that the settings name, or else the names of the layers with an adapter."""
+    from safetensors import safe_open
+
+    try:
+        with safe_open(folder / WEIGHTS, framework="numpy") as file:
+            layers = list(dict.fromkeys(layer_of(name) for name in file.keys()))  # noqa: SIM118 - it is no mapping
+    except Exception as error:
+        raise ValueError(f"lora_path={folder}: {WEIGHTS} cannot be read ({error})") from error
+    if not layers:
+        raise ValueError(f"lora_path={folder}: {WEIGHTS} is empty")
+    endings = settings.get("target_modules")
+    return sorted(endings) if isinstance(endings, list) and not settings.get("exclude_modules") else layers
