@@ -7,7 +7,7 @@ import inspect
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -115,7 +115,7 @@ def _first_call(executor: AgentExecutorBase) -> FirstCall:
     return ""
 
 
-async def _reset(instance: type, prompt: str, row: Mapping[str, Any]) -> Any:
+async def _reset(instance: Callable[[], Any], prompt: str, row: Mapping[str, Any]) -> Any:
     states = {"observation": prompt, "label": row["label"], "extra_info": row.get("extra_info") or {}}
     result = instance().reset(states)
     return await result if inspect.isawaitable(result) else result

@@ -2,16 +2,16 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from training.adapter import Adapter, Computed, as_value
+from training.adapter import Adapter, Computed
 from training.ppo_options import BY_RESPONSE
 from training.rl_options import RLOptions
 
 from .agent_keys import read_agent
+from .nested_keys import within
 
 ACTOR, ROLLOUT, REFERENCE = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
 SHORT = {"float32": "fp32", "bfloat16": "bf16"}
@@ -449,26 +449,6 @@ def plain_arguments(arguments: Sequence[str]) -> list[str]:
         if key.strip():
             plain.append(f"{key}{equals}{value}")
     return plain
-
-
-def within(keys: Computed, *groups: str) -> dict[str, Any]:
-    """Everything in these mappings, by its name there."""
-    found: dict[str, Any] = {}
-    for group in groups:
-        for key, value in keys.given.items():
-            if key == group:
-                found |= _flat(value or {})
-            elif key.startswith(f"{group}."):
-                found |= _flat({key.removeprefix(f"{group}."): value})
-    return found
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        whole = f"{prefix}{name}"
-        found |= _flat(value, f"{whole}.") if isinstance(value, Mapping) else {whole: as_value(value)}
-    return found
 
 
 _TABLE = Adapter.load(Path(__file__).with_name("verl.yaml"), compute=compute)
