@@ -153,8 +153,8 @@ What is different on purpose:
   ends.
 - **Rows** for an agent or with tools are an error without `agent.func_path` or a file of tools.
 - **Tools** of `multi_turn.tool_config_path` are run as in verl's agent loop: each call creates, executes and releases
-  an instance of its tool, and the reward function scores the whole episode, with `num_turns` in `extra_info`. Here a call
-  that cannot be read, or is one too many, gets an error that the policy reads. `calc_reward` and the rewards of
+  an instance of its tool, and the reward function scores the whole episode, with `num_turns` in `extra_info`. Here a
+  call that cannot be read, or is one too many, gets an error that the policy reads. `calc_reward` and the rewards of
   `execute` are logged, as `tool_score` and `tool_reward`. Files of tools may import `BaseTool` and the schemas of
   `verl.tools` where verl is not installed.
 - **Checkpoints** hold all of actor and critic, and a folder that `from_pretrained` loads; the last three stay, and the
