@@ -11,6 +11,7 @@ from training.ppo_options import BY_RESPONSE
 from training.rl_options import RLOptions
 
 from .agent_keys import read_agent
+from .hydra import with_config_file
 from .nested_keys import within
 
 ACTOR, ROLLOUT, REFERENCE = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
@@ -417,22 +418,6 @@ def _read_fully_async(keys: Computed) -> None:
     keys.put("asynchronous.queue_size", math.ceil(stale), "async_training.staleness_threshold")
     if stale and keys.get("async_training.partial_rollout"):
         keys.put("asynchronous.partial_rollout", True, "async_training.partial_rollout")
-
-
-def with_config_file(arguments: Sequence[str]) -> list[str]:
-    """Name a Hydra configuration by its file, where that is there: --config FILE."""
-    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--config-") else [word])]
-    places = {name: words.index(name) for name in ("--config-path", "--config-name") if name in words[:-1]}
-    if len(places) < 2:
-        return list(arguments)
-    folder, name = (words[place + 1] for place in places.values())
-    file = Path(folder) / f"{name.removesuffix('.yaml')}.yaml"
-    if not file.is_file():
-        return list(arguments)
-    rest = [
-        word for i, word in enumerate(words) if i not in {at for place in places.values() for at in (place, place + 1)}
-    ]
-    return ["--config", str(file), *rest]
 
 
 def plain_arguments(arguments: Sequence[str]) -> list[str]:
