@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from components.data.model_tokens import end_ids
+from components.data.model_tokens import embedding_rows, end_ids
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -33,14 +33,19 @@ def use_end_tokens(model: Any, path: str | Path) -> None:
 
 
 def end_tokens_of(path: str | Path) -> list[int]:
-    """Return the tokens that end a response of the model at `path`, for an engine that loads it by itself."""
+    """Return the tokens that end a response of the model at `path`, for an engine that loads it by itself.
+
+    Ids beyond the model's vocabulary are left out: they are never sampled, and vLLM refuses requests that name one.
+    """
     from transformers import AutoConfig
 
     from components.engines.empty_model import generation_config
 
     ids = {*_ids(generation_config(path).eos_token_id), *_tokenizer_ends(path)}
     config: Any = AutoConfig.from_pretrained(path)
-    return sorted(ids | set(_ids(getattr(config, "eos_token_id", None))))
+    ids |= set(_ids(getattr(config, "eos_token_id", None)))
+    rows = embedding_rows(path)
+    return sorted(index for index in ids if rows is None or index < rows)
 
 
 def _tokenizer_ends(path: str | Path) -> list[int]:

@@ -230,7 +230,8 @@ def test_what_cannot_work_is_said_before_anything_starts(
 def test_the_plan_of_an_asynchronous_run_names_its_options(capsys: pytest.CaptureFixture[str]) -> None:
     from recipes.grpo.main import main
 
-    assert main(["--dry_run", "--async_train", "placement.colocate=false", "--agent_func_path", "env:guess"]) == 0
+    agent = ["--agent_func_path", "env:guess", "data.path=task:guess", "model.path=warm_start:guess"]
+    assert main(["--dry_run", "--async_train", "placement.colocate=false", *agent]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["config"]["asynchronous"]["enabled"] is True
     assert plan["config"]["agent"]["func_path"] == "env:guess"

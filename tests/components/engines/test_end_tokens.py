@@ -65,3 +65,8 @@ def test_a_response_ends_with_the_tokenizers_end_token_and_an_export_names_it(tm
     save_model(tmp_path / "export", policy, tensors, tensors.items())
     for file in ("config.json", "generation_config.json"):
         assert json.loads((tmp_path / "export" / file).read_text())["eos_token_id"] == [EOS_ID, END_ID]
+
+
+def test_an_end_beyond_the_vocabulary_is_no_stop_of_an_engine(tmp_path: Path) -> None:
+    folder = chat_model(tmp_path, eos=TURN_END, eos_token_id=[EOS_ID, 9_999])
+    assert end_tokens_of(folder) == [EOS_ID, END_ID]
