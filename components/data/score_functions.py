@@ -106,8 +106,9 @@ class ScoreCode:
             if (function := find_function(self.functions, source)) is not None:
                 try:
                     function(source, "", row["label"], row.get("extra_info"))
-                except ValueError as error:
-                    raise ValueError(f"data source {source!r}: {error}") from error
+                except Exception as error:  # the functions may be a user's
+                    reason = str(error) if isinstance(error, ValueError) else repr(error)
+                    raise ValueError(f"data source {source!r}: {reason}") from error
 
 
 def _by_source(

@@ -133,6 +133,7 @@ def test_transformers_loads_the_reward_model_with_the_prefix_score(model: Path, 
 
     command = f"--pretrain {model} --dataset task:sort --train_batch_size 4 --max_samples 4 --max_epochs 1"
     command += f" --value_head_prefix score --save_path {tmp_path / 'rm'} --run_dir {tmp_path / 'run'} --backend local"
+    command += " evaluation.held_out=0"
     assert REWARD_MODEL.main(shlex.split(command)) == 0
     reward_model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm", num_labels=1)
     hidden = reward_model.model(torch.tensor([[3, 4, 5]])).last_hidden_state

@@ -43,20 +43,7 @@ from transformers import AutoTokenizer
 from recipes.verl_ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, RewardManager, Role
 
 
-def count_letter(solution_str, ground_truth):
-    return solution_str.count("a") / 6
-
-
-def _select_rm_score_fn(data_source):
-    if data_source == "letters":
-        return count_letter
-    raise NotImplementedError
-
-
-def always_two(batch):
-    return [2.0] * len(batch)
-
-
+FUNCTIONS
 def main(config):
     tokenizer = AutoTokenizer.from_pretrained(config.actor_rollout_ref.model.path)
 
@@ -110,6 +97,22 @@ def main(config):
 if __name__ == "__main__":
     main(OmegaConf.load(sys.argv[1]))
 """
+FUNCTIONS = """
+def count_letter(solution_str, ground_truth):
+    return solution_str.count("a") / 6
+
+
+def _select_rm_score_fn(data_source):
+    if data_source == "letters":
+        return count_letter
+    raise NotImplementedError
+
+
+def always_two(batch):
+    return [2.0] * len(batch)
+
+
+"""
 REWARDS = {
     "built_in": """
     reward_fn = RewardManager(tokenizer=tokenizer, num_examine=0)
@@ -161,7 +164,8 @@ def run_program(folder: Path, kind: str, source: str, **changes: Any) -> tuple[P
     write_rows(folder, source)
     (folder / "config.yaml").write_text(json.dumps(config_of(folder, model, **changes)))
     program = folder / "my_main_ppo.py"
-    program.write_text(PROGRAM.replace("    REWARDS\n", REWARDS[kind].removeprefix("\n") + "\n"))
+    text = PROGRAM.replace("    REWARDS\n", REWARDS[kind].removeprefix("\n") + "\n")
+    program.write_text(text.replace("FUNCTIONS\n", FUNCTIONS if kind == "selected" else ""))
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(program), str(folder / "config.yaml")]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=500)

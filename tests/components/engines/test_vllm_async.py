@@ -29,8 +29,9 @@ LONG = SamplingConfig(max_new_tokens=POSITIONS - 8)
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Without an end token that comes up, so that requests last.
     folder = write_vllm_model(tmp_path_factory.mktemp("async") / "old", seed=21, tied=True)
-    settings = (folder / "generation_config.json").read_text()
-    (folder / "generation_config.json").write_text(settings.replace('"eos_token_id": 1', '"eos_token_id": 999'))
+    for name in ("config.json", "generation_config.json"):
+        settings = (folder / name).read_text()
+        (folder / name).write_text(settings.replace('"eos_token_id": 1', '"eos_token_id": 999'))
     return folder
 
 
