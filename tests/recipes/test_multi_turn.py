@@ -226,5 +226,6 @@ def test_an_agent_whose_episodes_have_no_reward_ends_the_run_with_what_to_do(run
     options = [f"model.path={runner}", "data.path=task:guess", f"agent.func_path={agent}", "data.max_samples=4"]
     sizes = ["prompts_per_step=4", "samples_per_prompt=2", "rollout.max_new_tokens=4"]
     run = run_here("multi_turn", tmp_path / "run", *options, *sizes)
-    assert run.code == 1
-    assert re.search(says("reward", "executor"), run.summary["error"])
+    assert run.code == 2
+    assert re.search(says(f"agent.func_path={agent}", "SingleTurnAgentExecutor has no reward"), run.err)
+    assert not (tmp_path / "run").exists()
