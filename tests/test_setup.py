@@ -72,8 +72,6 @@ class House:
         recipe.mkdir(parents=True)
         (recipe / "main.py").write_text("import sys, train_part\nprint(sys.argv[1:])\n")
         shutil.copy(ROOT / "recipes" / "sft" / "run.sh", recipe)
-        (self.home / "training").mkdir()  # run_recipe.sh starts recipes by it
-        shutil.copy(ROOT / "training" / "early_stop.py", self.home / "training")
         self.wheels.mkdir()
         for name in ("setuptools", "base_part", "train_part", "dev_part"):
             self.wheel(name)

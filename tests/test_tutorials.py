@@ -53,6 +53,6 @@ def test_the_row_of_the_data_tutorial_has_the_columns_that_its_commands_name() -
     text = text_of("docs/own_data.md")
     (row,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
     commands = "".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL))
-    named = set(re.findall(r"data\.(?:input|label)_key=(\w+)", commands))
+    named = set(re.findall(r"data\.(?:prompt|label)_key=(\w+)", commands))
     assert named == {"question", "answer"}
     assert named <= json.loads(row).keys()

@@ -321,7 +321,8 @@ class RayBackend:
     def stop(self) -> None:
         """End the cluster if it was started for this job; its own logs stay where a part of it has died."""
         folder = self._own_folder
-        if folder is not None and not self._ask_ray(ray.shutdown, _SHUTDOWN_S):
+        # While Ray shuts down its processes end, which is no fault then.
+        if folder is not None and (self.fault() or not self._ask(ray.shutdown, _SHUTDOWN_S)):
             # Ray's library would wait a minute for a cluster that is gone, and then end this process.
             _end_all_of(folder)
             if not self._ask(ray.shutdown, _SHUTDOWN_S):
