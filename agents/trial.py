@@ -38,14 +38,19 @@ Opening = tuple[Observation, Sequence[Mapping[str, Any]]]
 class AgentTrial:
     """An agent in a process of its own."""
 
-    def __init__(self, func_path: str) -> None:
+    def __init__(self, func_path: str, arguments: Mapping[str, Any] | None = None) -> None:
         """Load the agent.
+
+        Args:
+            func_path: file or name of the agent.
+            arguments: keyword arguments of what the file defines.
 
         Raises:
             ValueError: it cannot be loaded.
             UntriedError: it takes longer than LOAD_S.
         """
         self._func_path = func_path
+        self._arguments = dict(arguments or {})
         self._child = Child("agents.trial")
         self.first_call: FirstCall = self._load()
 
@@ -78,7 +83,9 @@ class AgentTrial:
 
     def _load(self) -> FirstCall:
         try:
-            return self._ask({"path": sys.path, "func_path": self._func_path}, LOAD_S, "loading it")
+            return self._ask(
+                {"path": sys.path, "func_path": self._func_path, "arguments": self._arguments}, LOAD_S, "loading it"
+            )
         except BaseException:
             self._child.kill()
             self._child.end()
@@ -158,7 +165,7 @@ def _serve(channel: socket.socket) -> None:
             return _try(executors[0], runner, *message)
         try:
             sys.path[:] = list(dict.fromkeys([*message["path"], *sys.path]))
-            executors.append(load_agent(message["func_path"]))
+            executors.append(load_agent(message["func_path"], message["arguments"]))
             return "ok", _first_call(executors[0])
         except ValueError as error:
             return "failed", str(error), "".join(getattr(error, "__notes__", ()))

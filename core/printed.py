@@ -76,7 +76,11 @@ class PrintedLines:
             self._log = self._path.open("a", encoding="utf-8", buffering=1)
         if self._log is not None:
             self._log.write(text)
-        if is_library(sys._getframe(1).f_code.co_filename):
+        caller = sys._getframe(1)
+        # Ray replaces `print` by a function of its own once its progress bars were used in the process.
+        if caller.f_code.co_filename.endswith("tqdm_ray.py") and caller.f_back is not None:
+            caller = caller.f_back
+        if is_library(caller.f_code.co_filename):
             if self._rest is not None:
                 self._rest.write(text)
         elif os.getpid() == self._pid:  # a forked child has no connection of its own

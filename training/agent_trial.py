@@ -48,7 +48,7 @@ def try_agent(
     prompts = _Prompts(data, load_tokenizer)
     notes = list[str]()
     try:
-        with AgentTrial(str(agent.func_path)) as trial:
+        with AgentTrial(str(agent.func_path), agent.arguments) as trial:
             if not trial.first_call:
                 return [_untried(option, data)]
             for part, some in rows.items():

@@ -107,3 +107,12 @@ def test_each_line_names_its_workload_on_both_backends(
     flood = [line for line in shown if "not shown" in line]
     assert flood == ["TRAINER-0: 981 printed lines were not shown"]
     assert "999\n" in (tmp_path / "trainer-0.log").read_text()
+
+
+def test_lines_are_shown_where_ray_has_replaced_print(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray.experimental import tqdm_ray
+
+    printed, shown, _ = stream
+    monkeypatch.setattr("builtins.print", tqdm_ray.safe_print)
+    print("a", file=printed)
+    assert shown == ["ACTOR-0: a"]

@@ -13,6 +13,8 @@ from tiny_models import write_policy
 
 from tests.messages import says
 
+pytestmark = pytest.mark.full
+
 LARGE: dict[str, Any] = {
     "model_type": "qwen2",
     "architectures": ["Qwen2ForCausalLM"],

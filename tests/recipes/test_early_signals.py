@@ -51,7 +51,7 @@ def test_during_the_imports_a_signal_is_one_line(number: signal.Signals, tmp_pat
 
 
 @pytest.mark.parametrize("number", CODES)
-def test_a_signal_to_run_sh_ends_it_with_one_line_and_never_with_a_traceback(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_to_run_sh_ends_it_without_a_traceback(number: signal.Signals, tmp_path: Path) -> None:
     for tenths in (0, 1, 3):
         process = started(["bash", str(ROOT / "recipes/sft/run.sh")], tmp_path / "run")
         # On a busy machine bash takes a while until it has set both traps, that of SIGTERM last.

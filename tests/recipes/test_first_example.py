@@ -12,6 +12,8 @@ from tiny_models import write_policy
 
 from tests.messages import says
 
+pytestmark = pytest.mark.full
+
 USER = {"role": "user", "content": "2+2?"}
 ASSISTANT = {"role": "assistant", "content": "It is"}
 RENDERED = "'<user>2+2?\\n<assistant>"

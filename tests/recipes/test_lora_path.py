@@ -18,6 +18,8 @@ from tests.messages import says
 from training.config import load_config
 from training.schema import ConfigError
 
+pytestmark = pytest.mark.full
+
 SMALL = """
     data.path=task:sort reward.source=sort prompts_per_step=4 samples_per_prompt=4 rollout.max_new_tokens=6 max_steps=2
     rollout.engine=hf algorithm.kl_coef=0.1 train.precision=fp32 checkpoint.every=1

@@ -11,6 +11,8 @@ from local_runs import run_here
 from tests.messages import says
 from tests.recipe_copies import RECIPES
 
+pytestmark = pytest.mark.full
+
 POLICY = ["max_steps=1", "evaluation.max_samples=8", "data.max_samples=48", "prompts_per_step=16"]
 SUPERVISED = ["data.max_samples=40", "evaluation.held_out=8", "train.batch_size=16"]
 SMALL = {name: SUPERVISED if name in ("sft", "dpo", "reward_model") else POLICY for name in RECIPES}

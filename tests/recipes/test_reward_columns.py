@@ -10,6 +10,8 @@ import pytest
 from local_runs import LocalRun, run_here
 from tiny_models import write_policy, write_reward_model
 
+pytestmark = pytest.mark.full
+
 SMALL = ["prompts_per_step=4", "samples_per_prompt=2", "train.mini_batch_size=8", "max_steps=2"]
 """Two steps of 4 prompts x 2 responses, one optimizer step each."""
 OPENRLHF = ["algorithm.estimator=reinforce_baseline", "reward_model.path=null"]

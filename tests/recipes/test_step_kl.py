@@ -14,6 +14,8 @@ from components.data.child_process import load_file
 from components.data.tasks import get_task
 from components.data.tiny_model import task_tokenizer, tiny_model
 
+pytestmark = pytest.mark.full
+
 GOLDEN = Path(__file__).parent / "golden"
 golden: Any = load_file(ROOT / "scripts" / "golden.py")
 

@@ -318,7 +318,7 @@ def test_every_key_that_is_not_taken_says_why_and_every_option_that_one_stands_f
         (f"{A}.strategy=torchtitan", ["torchtitan", f"{A}.strategy=fsdp2"]),
         ("--config-name=mine", ["--config-name=mine", "--config FILE"]),
         (f"{R}.multi_turn.enable=True", ["multi_turn", "agent_func_path"]),
-        (f"{R}.multi_turn.tool_config_path=a.yaml", ["multi_turn", "agent_func_path"]),
+        (f"{R}.multi_turn.tool_config_path=a.yaml", ["tool_config_path", "a.yaml"]),
         (f"{R}.name=sglang", [f"{R}.name=sglang", "vllm"]),
         ("trainer.device=npu", ["trainer.device=npu", "NVIDIA"]),
         ("trainer.default_hdfs_dir=hdfs://a", ["default_hdfs_dir", "trainer.default_local_dir"]),

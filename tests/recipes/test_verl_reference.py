@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM
 from components.batch import Batch
 from recipes.verl_ppo.adapter import plain_arguments
 
+pytestmark = pytest.mark.full
+
 SMALL = """
     data.train_files=task:sort data.train_batch_size=4 data.max_prompt_length=16 data.max_response_length=6
     data.train_max_samples=16 algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4

@@ -19,6 +19,8 @@ from tests.messages import says
 from training.config import load_config
 from training.schema import ConfigError
 
+pytestmark = pytest.mark.full
+
 TURNS = "actor_rollout_ref.rollout.multi_turn"
 TOOL_TEMPLATE = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}" + CHATML
 SCHEMA = {

@@ -12,6 +12,8 @@ from components.data.sandbox import Limits
 from tests.components.data.cheating_programs import CHEATS
 from tests.components.data.honest_programs import HONEST
 
+pytestmark = pytest.mark.full
+
 LIMITS = Limits(timeout_s=60.0)
 IS_ISOLATED = not sandbox.isolation_fault()
 DEFAULT = (

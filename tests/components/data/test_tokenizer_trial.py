@@ -13,6 +13,8 @@ from components.data.tokenizer_trial import try_tokenizer
 from tests.chat_models import CHATML, chat_model
 from tests.messages import says
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
