@@ -4,7 +4,7 @@
 #   bash scripts/test.sh [--full | --nightly] [ARGUMENT OF PYTEST ...]
 #
 # (none)      what a change could break: at most 8 minutes on two quiet cores; needs no compiler, browser or vLLM
-# --full      everything but what is nightly, at most 30 minutes: adds vLLM (1 GB), reasoning-gym (needs a C compiler)
+# --full      everything but what is nightly, at most 40 minutes: adds vLLM (1 GB), reasoning-gym (needs a C compiler)
 #             and the report in a browser (needs Chromium or Chrome: apt-get install chromium)
 # --nightly   the rest: learning over seeds, all tasks, every copy of a recipe, long stalls
 #
@@ -25,7 +25,7 @@ for argument in "$@"; do
 done
 case "$tier" in
     default) extras=(recipes test) marks="not full and not nightly" budget=900 minutes=60 ;;
-    full) extras=(recipes dev vllm) marks="not nightly" budget=4000 minutes=85 ;;
+    full) extras=(recipes dev vllm) marks="not nightly" budget=4800 minutes=85 ;;
     nightly) extras=(recipes dev vllm) marks="nightly" budget=0 minutes=480 ;;
 esac
 ((${#options[@]} || budget == 0)) || options=(--cpu-budget="$budget")
