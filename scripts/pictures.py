@@ -139,6 +139,7 @@ def output_of(command: list[str]) -> Iterator[str]:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     env = {**os.environ, "TERM": "xterm-256color", "HOME": os.environ.get("HOME", "/"), "COLUMNS": str(COLUMNS)}
+    env.pop("CI", None)  # with it a run prints lines instead of the live view
     program = subprocess.Popen(command, cwd=ROOT, env=env, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     while True:
@@ -158,14 +159,15 @@ def output_of(command: list[str]) -> Iterator[str]:
 
 
 def run_demonstration(run_dir: Path, options: list[str]) -> Screen:
-    """Run the demonstration of grpo; return the screen as it was in the middle of the steps."""
+    """Run the demonstration of grpo; return the screen in the middle of the steps, or its first one with a step."""
     screen = Screen()
     middle = Screen()
     command = ["bash", "recipes/grpo/run.sh", f"run_dir={run_dir}", *options]
     for text in output_of(command):
         screen.write(text)
         steps = _STEP.findall(screen.text())
-        if steps and int(steps[-1][0]) * 2 <= int(steps[-1][1]) + 1:
+        is_first = not _STEP.search(middle.text())
+        if steps and (is_first or int(steps[-1][0]) * 2 <= int(steps[-1][1]) + 1):
             middle.lines = [list(line) for line in screen.lines]
     if not _STEP.search(middle.text()):
         raise RuntimeError(f"the run showed no step:\n{screen.text()}")

@@ -163,6 +163,7 @@ def verl_calls(model: str, folder: Path) -> Calls:
             ("compute_log_prob", (tokens, 1.0)),
             ("compute_sharp_log_prob", (tokens,)),
             ("compute_ref_log_prob", (tokens,)),
+            ("load_reference", (model,)),
             ("update_actor", (experience(), 1)),
             ("publish_weights", (1,)),
             ("receive_weights", ("handle",)),

@@ -1,5 +1,6 @@
 """A signal before and while a run starts ends it with one line and the code of the signal, and leaves no process."""
 
+import contextlib
 import os
 import re
 import signal
@@ -34,6 +35,15 @@ def handles(process: "subprocess.Popen[str]", number: signal.Signals) -> bool:
     status = Path(f"/proc/{process.pid}/status").read_text()
     masks = [int(mask, 16) for mask in re.findall(r"^Sig(?:Cgt|Blk):\t(\w+)$", status, re.MULTILINE)]
     return any(mask >> (number - 1) & 1 for mask in masks)
+
+
+def children_of(process: "subprocess.Popen[str]") -> list[str]:
+    """The process ids of the children that any thread of the process has started; Ray is started by a thread."""
+    pids: list[str] = []
+    for thread in Path(f"/proc/{process.pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a thread may end while its list is read
+            pids += (thread / "children").read_text().split()
+    return pids
 
 
 @pytest.mark.parametrize("number", CODES)
@@ -74,10 +84,10 @@ def test_a_signal_while_ray_and_roles_start_leaves_no_process(lines: int, tmp_pa
     assert process.stdout is not None
     for _ in range(lines):  # of the plan, which is printed before Ray is started
         assert process.stdout.readline()
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    while lines > 1 and len(children.read_text().split()) < 3:  # the report's program, Ray's GCS and its raylet
+    while lines > 1 and len(children_of(process)) < 3:  # the report's program, Ray's GCS and its raylet
+        assert process.poll() is None
         time.sleep(0.05)
-    descendants = children.read_text().split()
+    descendants = children_of(process)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=120)
     assert process.returncode in (130, 143)  # as the job has begun, or is about to
