@@ -11,7 +11,7 @@ from training.ppo_options import BY_RESPONSE
 from training.rl_options import RLOptions
 
 from .agent_keys import read_agent
-from .hydra import with_config_file
+from .hydra import preset, presets, with_config_file
 from .nested_keys import within
 
 ACTOR, ROLLOUT, REFERENCE = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
@@ -120,8 +120,11 @@ def elsewhere(keys: Computed) -> Iterator[str]:
         yield f"{ROLLOUT}.name={engine} is not here; set it to vllm, which draws from the same policy"
     if keys.get("trainer.device", default="cuda") not in ("cuda", "cpu"):
         yield f"trainer.device={keys.get('trainer.device')} is not here; runs are on NVIDIA GPUs or on CPUs"
-    if name and name != "ppo_trainer" and "megatron" not in name:
-        yield f"--config-name={name}: only verl's own ppo_trainer is known by name; give the file with --config FILE"
+    if name in presets():
+        sets = ", ".join(preset(name)) or "nothing of these options"
+        keys.notes.append(f"--config-name={name} is not there; verl's own file of this name sets {sets}")
+    elif name and name != "ppo_trainer" and "megatron" not in name:
+        yield f"--config-name={name}: the file is not there, nor one that verl ships; give it with --config FILE"
 
 
 def read_axes(keys: Computed) -> None:

@@ -330,10 +330,12 @@ class VerlPPOConfig(PPORunOptions):
     def _faults_of_reward(self) -> Iterator[str]:
         if self.agent.func_path:
             yield from tried("", check_agent, self.agent.func_path)
-        if self.tool_config is not None:
-            from .tool_agent import tool_schemas
+        if self.has_verl_agent:
+            from agents.verl_tools import check_interactions, tool_schemas
 
-            yield from tried("", tool_schemas, self.tool_config)
+            yield from tried("", tool_schemas, *self.tool_files)
+            if path := self.agent.arguments.get("interaction_config_path"):
+                yield from tried("", check_interactions, path)
 
     @property
     def is_own_reference(self) -> bool:
@@ -417,17 +419,22 @@ class VerlPPOConfig(PPORunOptions):
     # --- the data
 
     @property
-    def tool_config(self) -> str | None:
-        """The file of verl's tools that episodes call, or None."""
-        is_tool_agent = self.agent.func_path == str(TOOL_AGENT)
-        return str(self.agent.arguments.get("tool_config_path", "")) if is_tool_agent else None
+    def has_verl_agent(self) -> bool:
+        """Whether episodes have verl's tools or interactions."""
+        return self.agent.func_path == str(TOOL_AGENT)
+
+    @property
+    def tool_files(self) -> tuple[str, str]:
+        """The file of verl's tools, and the Python file of functions that are tools; "" where there is none."""
+        arguments = self.agent.arguments
+        return str(arguments.get("tool_config_path", "")), str(arguments.get("function_tool_path", ""))
 
     def rows(self, heldout: bool = False, notes: list[str] | None = None) -> list[dict[str, Any]]:
         """The rows to train on, or the held-out ones, of which there may be none; with `extra_info` where they have it.
         Held-out ones are the same for every seed, so that runs compare. `notes` gets how many max_samples leaves out.
         """
         path = self.evaluation.path if heldout else self.data.path
-        own_agent = self.agent.func_path is not None and self.tool_config is None
+        own_agent = self.agent.func_path is not None and not self.has_verl_agent
         rows = load_verl_rows(
             [str(Path(name.strip()).expanduser()) for name in (path or "").split(",") if name],
             prompt_key=self.data.prompt_key,
@@ -435,7 +442,7 @@ class VerlPPOConfig(PPORunOptions):
             # A reward model reads the responses alone, and an agent's environment has rewards of its own.
             # A function of the user's own may need none either.
             needs_truth=not (self.reward.model_path or self.agent.gives_rewards or self.reward.source),
-            agents=None if own_agent else [SINGLE_TURN if self.tool_config is None else TOOLS],
+            agents=None if own_agent else [TOOLS if self.has_verl_agent else SINGLE_TURN],
             heldout=heldout,
             max_rows=self.evaluation.max_samples if heldout else self.data.max_samples,
             draw=self.data.shuffle and not heldout,
@@ -443,12 +450,20 @@ class VerlPPOConfig(PPORunOptions):
             note=limit_note(notes, "evaluation.max_samples" if heldout else "data.max_samples"),
             ignored=column_names(self.data.ignored_columns),
         )
-        if self.tool_config is None:
+        if not self.has_verl_agent:
             return rows
-        from .tool_agent import tool_schemas
+        from agents.verl_tools import tool_schemas
 
-        schemas = tool_schemas(self.tool_config)
-        return [{**row, "tools": schemas} for row in rows]
+        if self.agent.arguments.get("interaction_config_path"):
+            # An interaction reads the conversation from its first message on.
+            rows = [
+                {**row, "extra_info": {**(row.get("extra_info") or {}), "raw_prompt": row["input"]}}
+                if isinstance(row["input"], list)
+                else row
+                for row in rows
+            ]
+        schemas = tool_schemas(*self.tool_files) if any(self.tool_files) else []
+        return [{**row, "tools": schemas} for row in rows] if schemas else rows
 
     def notes(self, given: Collection[str]) -> list[str]:
         """What a user who has named the options `given` should know of before the run starts."""

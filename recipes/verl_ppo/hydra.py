@@ -1,19 +1,42 @@
 """Hydra's options of a command line, beside verl's keys."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+@cache
+def presets() -> Mapping[str, Mapping[str, Any]]:
+    """Return what the files that verl ships set, by their names."""
+    return yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text(encoding="utf-8"))
+
+
+def preset(name: str) -> list[str]:
+    """Return what verl's own file of this name sets, as arguments; nothing where none is known."""
+    return [f"{key}={_text(value)}" for key, value in presets().get(name.removesuffix(".yaml"), {}).items()]
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def with_config_file(arguments: Sequence[str]) -> list[str]:
-    """Name a Hydra configuration by its file, where that is there: --config FILE."""
+    """Name a Hydra configuration by its file, where that is there: --config FILE. For one that verl ships, and that is
+    not there, put its settings before all others.
+    """
     words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--config-") else [word])]
-    places = {name: words.index(name) for name in ("--config-path", "--config-name") if name in words[:-1]}
-    if len(places) < 2:
+    options = ("--config-path", "--config-dir", "--config-name")
+    places = {name: words.index(name) for name in options if name in words[:-1]}
+    if "--config-name" not in places:
         return list(arguments)
-    folder, name = (words[place + 1] for place in places.values())
-    file = Path(folder) / f"{name.removesuffix('.yaml')}.yaml"
-    if not file.is_file():
-        return list(arguments)
+    folder = next((words[place + 1] for name, place in places.items() if name != "--config-name"), None)
+    name = words[places["--config-name"] + 1]
+    file = Path(folder or "") / f"{name.removesuffix('.yaml')}.yaml"
+    if folder is None or not file.is_file():
+        return [*preset(name), *arguments]
     rest = [
         word for i, word in enumerate(words) if i not in {at for place in places.values() for at in (place, place + 1)}
     ]

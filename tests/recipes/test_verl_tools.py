@@ -11,9 +11,9 @@ from local_runs import run_here
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl_runs import batches
 
+from agents.verl_tools import AgentInstance
 from recipes.verl_ppo.adapter import plain_arguments
 from recipes.verl_ppo.config import VerlPPOConfig
-from recipes.verl_ppo.tool_agent import AgentInstance
 from tests.chat_models import CHATML, chat_model
 from tests.messages import says
 from training.config import load_config
@@ -227,7 +227,7 @@ def test_verls_own_tool_of_gsm8k_is_here_without_verl(tmp_path: Path) -> None:
         ([f"{TURNS}.tool_config_path=HERE/config/tools.yaml", f"{TURNS}.format=gpt-oss"], ["gpt-oss", "hermes"]),
         ([f"{TURNS}.tool_config_path=HERE/lost/config/tools.yaml"], ["lost_tool.Count", "cannot be imported"]),
         ([f"{TURNS}.enable=true"], ["multi_turn.enable", "tool_config_path"]),
-        ([f"{TURNS}.interaction_config_path=x.yaml"], ["interaction_config_path=x.yaml", "agent_func_path"]),
+        ([f"{TURNS}.interaction_config_path=x.yaml"], ["interaction_config_path", "x.yaml", "cannot be read"]),
         (["actor_rollout_ref.rollout.agent.default_agent_loop=react"], ["default_agent_loop=react"]),
     ],
 )
@@ -261,5 +261,5 @@ def test_a_hydra_configuration_that_is_there_is_read_by_its_path_and_name(tmp_pa
     ):
         read = load_config(VerlPPOConfig, plain_arguments([*words, *base]))
         assert (read.prompts_per_step, read.agent.max_tokens, read.agent.max_turns) == (256, 150, 3)
-        assert read.tool_config == tools
+        assert read.tool_files == (tools, "")
         assert read.agent.rewarded_by == "reward"
