@@ -133,7 +133,12 @@ def read_axes(keys: Computed) -> None:
         own = [key for key in keys.given if key.endswith(names) and not key.startswith(REFERENCE)]
         sizes = {keys.given[key] or 1 for key in own}
         largest = max(sizes, default=1)
-        if largest > 1 and option == "parallel.tensor" and keys.option("parallel.expert", 1) > 1:
+        cuts_layers = largest > 1 and option != "parallel.context"
+        if cuts_layers and (keys.option("train.lora_rank", 0) or keys.option("train.lora_path")):
+            keys.notes.append(
+                f"no effect of {own[0]}={largest}: beside adapters layers are whole, with the same results"
+            )
+        elif cuts_layers and option == "parallel.tensor" and keys.option("parallel.expert", 1) > 1:
             keys.notes.append(f"no effect of {own[0]}={largest}: beside experts that ranks share layers are whole")
         elif largest > 1:
             keys.put(option, largest, own[0])
@@ -150,9 +155,12 @@ def read_data(keys: Computed) -> None:
     if keys.get("data.filter_overlong_prompts"):
         keys.put("data.overlong", "leave_out", "data.filter_overlong_prompts")
     samples, temperature = f"{ROLLOUT}.val_kwargs.do_sample", f"{ROLLOUT}.val_kwargs.temperature"
-    if keys.get(samples) and keys.get(temperature, default=0.0):
+    # Where requests go to a server (mode=async, and all releases since 0.7) verl reads the temperature alone.
+    mode = keys.get(f"{ROLLOUT}.mode")
+    samples_anyway = mode == "async" or (mode is None and keys.get(samples) is None)
+    if (samples_anyway or keys.get(samples)) and keys.get(temperature, default=0.0):
         keys.put("evaluation.temperature", keys.get(temperature), temperature)
-    elif samples in keys.given and keys.option("evaluation.samples_per_prompt", 1) > 1:
+    elif keys.option("evaluation.samples_per_prompt", 1) > 1 and not keys.option("evaluation.temperature"):
         keys.put("evaluation.samples_per_prompt", 1, f"{ROLLOUT}.val_kwargs.n")
         keys.notes.append(f"no effect of {ROLLOUT}.val_kwargs.n: greedy responses are all the same")
     longest = keys.option("data.max_prompt_tokens", 512) + keys.option("rollout.max_new_tokens", 512)
@@ -360,6 +368,8 @@ def read_run(keys: Computed) -> None:
     engine = keys.get(f"{ROLLOUT}.name")
     if engine not in (None, "sglang", "trtllm"):
         keys.put("rollout.engine", engine, f"{ROLLOUT}.name")
+    if keys.get(f"{ROLLOUT}.mode") == "sync":
+        keys.idle("engines get requests one by one, as with async", f"{ROLLOUT}.mode")
     mode, path = keys.get("trainer.resume_mode", default="auto"), keys.get("trainer.resume_from_path")
     if mode == "resume_path" and not path:
         keys.faults.append("trainer.resume_mode=resume_path without trainer.resume_from_path; set that too")
@@ -397,7 +407,15 @@ def read_pools(keys: Computed) -> None:
         keys.put("placement.nodes", sum(len(counts) for counts in pools.values()), "trainer.nnodes")
     engine, tensor_parallel = keys.get(f"{ROLLOUT}.name"), f"{ROLLOUT}.tensor_model_parallel_size"
     devices_each = keys.get(tensor_parallel)
+    per_engine = keys.get("rollout.n_gpus_per_node", f"{ROLLOUT}.n_gpus_per_node") if sampling else None
     if engine != "hf" and devices_each is not None:
+        node = per_engine or devices
+        if devices_each > node and devices_each % node == 0:
+            keys.notes.append(
+                f"{tensor_parallel}={devices_each} is {node}: the devices of an engine are on one node; responses are "
+                f"drawn from the same policy, and each device holds {devices_each // node} times as much of it"
+            )
+            devices_each = node
         keys.put("rollout.tensor_parallel", devices_each, tensor_parallel)
     elif (devices_each or 1) > 1:
         keys.notes.append("no effect of tensor_model_parallel_size: an engine hf has one device")

@@ -183,3 +183,41 @@ def test_rejection_by_the_names_of_0_7_has_the_bounds_of_the_inverse() -> None:
         assert own.rejection == rule
         # The policy's probability over the engine's between 1/2 and 4: the engine's over the policy's from 1/4 to 2.
         assert own.rejection_threshold == "0.25_2.0"
+
+
+@pytest.mark.parametrize(
+    ("keys", "temperature", "samples"),
+    [
+        (["temperature=0.7", "n=4"], 0.7, 4),  # as releases since 0.7 read it
+        (["temperature=0.7", "n=4", "do_sample=false"], 0.0, 1),
+        (["temperature=0.7", "n=4", "do_sample=true", "mode=sync"], 0.7, 4),
+        (["temperature=0.7", "n=4", "do_sample=false", "mode=async"], 0.7, 4),
+        (["temperature=0.7", "n=4", "mode=sync"], 0.0, 1),
+        (["n=4"], 0.0, 1),
+    ],
+)
+def test_servers_validate_at_the_temperature_whatever_do_sample_is(
+    keys: list[str], temperature: float, samples: int
+) -> None:
+    rollout = "actor_rollout_ref.rollout"
+    words = [f"{rollout}.{key}" if key.startswith("mode") else f"{rollout}.val_kwargs.{key}" for key in keys]
+    own = small(*words, "data.val_files=task:sort").evaluation
+    assert (own.temperature, own.samples_per_prompt) == (temperature, samples)
+
+
+def test_an_engine_over_several_machines_has_the_devices_of_one() -> None:
+    keys = ["actor_rollout_ref.rollout.tensor_model_parallel_size=16", "trainer.nnodes=4", "trainer.n_gpus_per_node=8"]
+    line = CommandLine(VerlPPOConfig, [*SMALL, *keys])
+    assert line.config().rollout.tensor_parallel == 8
+    assert any(re.search(says("tensor_model_parallel_size=16", "on one node", "2 times"), note) for note in line.notes)
+    assert small(*keys[1:], "actor_rollout_ref.rollout.tensor_model_parallel_size=12").rollout.tensor_parallel == 12
+
+
+@pytest.mark.parametrize("axis", ["tensor_model_parallel_size", "expert_model_parallel_size"])
+def test_layers_are_whole_beside_adapters(axis: str) -> None:
+    keys = ["actor_rollout_ref.actor.strategy=megatron", "critic.strategy=megatron", "trainer.n_gpus_per_node=8"]
+    keys += [f"actor_rollout_ref.actor.megatron.{axis}=4", "actor_rollout_ref.model.lora.rank=8"]
+    line = CommandLine(VerlPPOConfig, [*SMALL, *keys])
+    own = line.config()
+    assert (own.parallel.tensor, own.parallel.expert, own.train.lora_rank) == (1, 1, 8)
+    assert any(re.search(says("no effect", f"{axis}=4", "adapters"), note) for note in line.notes)
