@@ -13,13 +13,12 @@ from training.rl_options import RLOptions
 from .agent_keys import read_agent
 from .hydra import preset, presets, with_config_file
 from .nested_keys import within
+from .reward_keys import asks_served_model, read_reward
 
 ACTOR, ROLLOUT, REFERENCE = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
 SHORT = {"float32": "fp32", "bfloat16": "bf16"}
 ESTIMATORS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 """Of the KL: names that have another one."""
-MANAGERS = ("naive", "batch", "dapo", "prime", "limited", "remote", "gdpo")
-FUNCTIONS = "functions run at the same time in reward.workers processes of their own, each with a deadline"
 AXES = {
     "parallel.context": ("ulysses_sequence_parallel_size", "megatron.context_parallel_size"),
     "parallel.expert": ("megatron.expert_model_parallel_size",),
@@ -330,39 +329,6 @@ def read_correction(keys: Computed) -> None:
     keys.put("algorithm.correction_level", level, f"{group}.rollout_is")
 
 
-def read_reward(keys: Computed) -> None:
-    """The reward model, the manager, and dapo's penalty on length."""
-    if keys.get("reward_model.enable", "reward.reward_model.enable"):
-        model = keys.get("reward_model.model.path", "reward.reward_model.model_path")
-        keys.put("reward.model_path", model or "", "reward_model.model.path")
-        if not model:
-            keys.faults.append("reward_model.enable=true without reward_model.model.path; set that too")
-    name = "reward_model.reward_manager"
-    manager = keys.get(name, "reward.reward_manager.name", "reward_manager.name", default="naive")
-    if manager not in MANAGERS:
-        keys.faults.append(f"{name}={manager}; use naive, batch or dapo")
-    if manager == "batch":
-        keys.put("reward.whole_batches", True, name)
-    elif manager not in ("naive", "dapo"):
-        keys.notes.append(f"{name}={manager} is naive: {FUNCTIONS}")
-    given = within(keys, "reward_model.reward_kwargs", "reward.reward_kwargs")
-    longest, response = given.pop("max_resp_len", None), keys.option("rollout.max_new_tokens", 512)
-    buffer = {name.removeprefix("overlong_buffer_cfg."): value for name, value in given.items()}
-    buffer |= within(keys, "reward_model.overlong_buffer", "custom_reward_function.overlong_buffer")
-    if unknown := sorted(buffer.keys() - {"enable", "len", "penalty_factor", "log"}):
-        keys.faults.append(
-            f"reward_model.reward_kwargs has {', '.join(unknown)}; there are overlong_buffer_cfg.enable, .len, "
-            ".penalty_factor and .log, and max_resp_len; the function's own are custom_reward_function.reward_kwargs"
-        )
-    if buffer.get("enable") and longest not in (None, response):
-        keys.faults.append(f"reward_kwargs.max_resp_len={longest}; set it to data.max_response_length={response}")
-    if buffer.get("enable") and manager == "dapo":
-        keys.put("algorithm.overlong_buffer", buffer.get("len", 0), "overlong_buffer_cfg.len")
-        keys.put("algorithm.overlong_penalty", buffer.get("penalty_factor", 1.0), "overlong_buffer_cfg.penalty_factor")
-    elif buffer.get("enable"):
-        keys.notes.append("no effect of overlong_buffer: reward_model.reward_manager is not dapo")
-
-
 def read_run(keys: Computed) -> None:
     """Who generates, where it continues, and who reads along."""
     engine = keys.get(f"{ROLLOUT}.name")
@@ -396,7 +362,8 @@ def read_pools(keys: Computed) -> None:
             {"actor": "train", "rollout": "sample"},
         )
         keys.put("asynchronous.enabled", True, "rollout.nnodes")
-    if keys.get("reward_model.enable_resource_pool", "reward.reward_model.enable_resource_pool"):
+    has_pool = keys.get("reward_model.enable_resource_pool", "reward.reward_model.enable_resource_pool")
+    if has_pool and not asks_served_model(keys):
         judges = keys.get("reward_model.nnodes", "reward.reward_model.nnodes", default=0) or 1
         per_node = keys.get("reward_model.n_gpus_per_node", "reward.reward_model.n_gpus_per_node", default=devices)
         pools = (pools or {"global_pool": [devices] * nodes}) | {"reward": [per_node] * judges}

@@ -1,6 +1,7 @@
 """verl's keys that change numbers mean what they mean in verl 0.9.1, or the start of a run names the difference."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -221,3 +222,33 @@ def test_layers_are_whole_beside_adapters(axis: str) -> None:
     own = line.config()
     assert (own.parallel.tensor, own.parallel.expert, own.train.lora_rank) == (1, 1, 8)
     assert any(re.search(says("no effect", f"{axis}=4", "adapters"), note) for note in line.notes)
+
+
+@pytest.mark.parametrize("group", ["reward.reward_model", "reward_model"])
+def test_a_function_beside_a_served_reward_model_gives_the_reward_alone(group: str, tmp_path: Path) -> None:
+    path = tmp_path / "score.py"
+    path.write_text("def compute_score(data_source, solution_str, reward_router_address, **_):\n    return 0.0\n")
+    model = "model_path" if group.startswith("reward.") else "model.path"
+    keys = [f"{group}.enable=true", f"{group}.{model}=judge", f"{group}.rollout.name=vllm"]
+    keys += [f"{group}.enable_resource_pool=true", f"{group}.nnodes=1", "custom_reward_function.name=compute_score"]
+    keys += [f"custom_reward_function.path={path}", "+custom_reward_function.reward_kwargs.reward_router_address=h:1"]
+    line = CommandLine(VerlPPOConfig, plain_arguments([*SMALL, *keys]))
+    own = line.config()
+    assert (own.reward.model_path, own.reward.source) == ("", str(path))
+    assert own.reward.arguments == {"reward_router_address": "h:1"}
+    assert "rm" not in own.roles
+    assert any(re.search(says("no effect of reward_model", "vllm serve"), note) for note in line.notes)
+
+
+@pytest.mark.parametrize(
+    ("key", "facts"),
+    [
+        ("reward_model.reward_manager=generative", ["reward_manager=generative", "custom_reward_function.path"]),
+        ("actor_rollout_ref.rollout.quantization.weight_dtype=fp8", ["quantization.weight_dtype", "weights"]),
+        ("data.filter_accuracy=true", ["data.filter_accuracy", "filter_groups.enable"]),
+        ("reward_model.model.beta_train=0.05", ["beta_train", "custom_reward_function.path"]),
+    ],
+)
+def test_what_other_recipes_train_with_is_refused_with_what_to_use(key: str, facts: list[str]) -> None:
+    with pytest.raises(ConfigError, match=says(*facts)):
+        small(key)
