@@ -146,9 +146,12 @@ What is different on purpose:
   named, counted and left out of baseline and loss; above a tenth of a batch the run stops. Reward models are
   classifiers with the policy's vocabulary, run by transformers; with `reward_model.function_weight` the function's
   score is added.
-- **Validation** is sampled with `val_kwargs`, greedy unless `do_sample` is set; at the start and the end the run's own
-  score is taken at temperature 1 from all tokens, and greedy, which makes three passes. `test_freq=-1` still validates
-  at the end. Its responses are not kept.
+- **A reward model beside a function** (`custom_reward_function.path`), with keys of 0.7 or later
+  (`reward_model.rollout`, `reward.reward_model`), is a model that the function asks: the function alone gives the
+  reward, you serve the model by `vllm serve`, and `custom_reward_function.reward_kwargs` passes its address.
+- **Validation** is sampled with `val_kwargs`, greedy unless `do_sample` or `val_kwargs.temperature` is set; at the
+  start and the end the run's own score is taken at temperature 1 from all tokens, and greedy, which makes three
+  passes. `test_freq=-1` still validates at the end. Its responses are not kept.
 - **Dynamic sampling** (`algorithm.filter_groups`) replaces prompts one for one, until the step is full or the data
   ends.
 - **Rows** for an agent or with tools are an error without `agent.func_path` or a file of tools.
@@ -156,7 +159,10 @@ What is different on purpose:
   an instance of its tool, and the reward function scores the whole episode, with `num_turns` in `extra_info`. Here a
   call that cannot be read, or is one too many, gets an error that the policy reads. `calc_reward` and the rewards of
   `execute` are logged, as `tool_score` and `tool_reward`. Files of tools may import `BaseTool` and the schemas of
-  `verl.tools` where verl is not installed.
+  `verl.tools` where verl is not installed. Functions of `multi_turn.function_tool_path` are tools too.
+- **Interactions** of `multi_turn.interaction_config_path` answer each response without a call as the user.
+  `extra_info.interaction_kwargs` of a row names one; with a single interaction it may be left out. Rewards of turns are
+  logged as `turn_score`. Verl's `Gsm8kInteraction` is here, with sentences of its own.
 - **Checkpoints** hold all of actor and critic, and a folder that `from_pretrained` loads; the last three stay, and the
   best one. `save_freq=-1` still writes the best and the last.
 - **`resume_mode=auto`** resumes from what is in `run_dir`, whose name carries the time unless you give it: to continue,

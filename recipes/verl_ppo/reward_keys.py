@@ -19,7 +19,7 @@ def read_reward(keys: Computed) -> None:
     """The reward model, the manager, and dapo's penalty on length."""
     if asks_served_model(keys):
         keys.notes.append(
-            "no effect of reward_model: the function of custom_reward_function.path alone gives the reward, as in verl. "
+            "no effect of reward_model: as in verl, the function of custom_reward_function alone gives the reward. "
             "Serve the model that it asks by `vllm serve MODEL`, and pass the address, for example by "
             "custom_reward_function.reward_kwargs.reward_router_address=HOST:PORT"
         )

@@ -402,3 +402,8 @@ def test_a_refused_option_in_a_file_is_refused_with_its_file(
     (tmp_path / "mine.yaml").write_text("load_in_4bit: true\n")
     assert main(["--dry_run", f"config={tmp_path}/mine.yaml"]) == 2
     assert re.search(says(f"{tmp_path}/mine.yaml", "load_in_4bit"), capsys.readouterr().err)
+
+
+def test_no_engines_of_vllm_is_generation_by_transformers() -> None:
+    own = read_config(["--vllm_num_engines", "0", "--vllm_tensor_parallel_size", "2"])
+    assert (own.rollout.engine, own.rollout.tensor_parallel, own.placement.rollout_engines) == ("hf", 1, None)

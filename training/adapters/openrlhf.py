@@ -124,6 +124,11 @@ def _placement(flags: Computed) -> None:
             flags.put(f"placement.{'reference' if role == 'ref' else role}_nodes", nodes)
         if each is not None:
             flags.put(f"placement.{option}", (nodes or 1) * each)
+    if flags.option("placement.rollout_engines") == 0:
+        flags.put("placement.rollout_engines", None)
+        flags.put("rollout.engine", "hf")
+        flags.put("rollout.tensor_parallel", 1)
+        flags.notes.append("vllm_num_engines=0: transformers generates (rollout_engine=hf), an engine on one device")
     overlaps = flags.option("asynchronous.enabled", False)
     colocates = flags.get("colocate_all_models", "train.colocate_all", default=False)
     if colocates and overlaps:
