@@ -12,8 +12,8 @@ from recipes.verl_ppo.adapter import plain_arguments
 from recipes.verl_ppo.config import VerlPPOConfig
 from tests.messages import says
 from tests.recipes.verl_commands import SMALL
-from training.config import CommandLine, load_config
-from training.schema import ConfigError
+from training.options.config import CommandLine, load_config
+from training.options.schema import ConfigError
 
 TURNS = "actor_rollout_ref.rollout.multi_turn"
 USER = """
