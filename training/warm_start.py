@@ -29,10 +29,11 @@ from pathlib import Path
 
 from components.data.tasks import get_task
 from components.hub import cache_root
+from components.import_path import PROJECT
 from components.ranges import Checked, Count
 from components.streams import accept_any_text
 from training.config import load_config
-from training.programs import PROJECT, start_program
+from training.programs import start_program
 from training.schema import describe_options
 
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
