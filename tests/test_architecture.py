@@ -103,7 +103,7 @@ def test_imports_that_go_down_are_fine(tmp_path: Path) -> None:
         ("components/a.py", "import ray", "components work without ray"),
         ("components/a.py", "from vllm import LLM", "only components/engines may import vllm"),
         ("agents/a.py", "import core", "agents may not import core"),
-        ("agents/a.py", "from training.run import Run", "agents may not import training.run.Run"),
+        ("agents/a.py", "from training.run.run import Run", "agents may not import training.run.run.Run"),
         ("training/a.py", "import recipes.grpo", "training may not import recipes.grpo"),
         ("agents/a.py", "from recipes.x import y", "agents may not import recipes.x.y"),
         ("recipes/a/t.py", "from recipes.a import config", "a recipe imports only itself, and that relatively"),
@@ -165,7 +165,7 @@ def test_a_function_of_61_lines_is_found_and_one_of_60_is_not(tmp_path: Path) ->
 
 
 def test_a_file_of_401_lines_is_found_unless_it_is_a_schema(tmp_path: Path) -> None:
-    files = {"core/a.py": "x = 1\n" * 400, "core/b.py": "x = 1\n" * 401, "training/config.py": "x = 1\n" * 401}
+    files = {"core/a.py": "x = 1\n" * 400, "core/b.py": "x = 1\n" * 401, "training/options/config.py": "x = 1\n" * 401}
     assert file_size_faults(tree(tmp_path, files)) == ["core/b.py has 401 lines of code, over 400"]
 
 

@@ -36,7 +36,7 @@ def load_setup() -> ModuleType:
 
 SETUP = load_setup()
 PACKAGES: list[str] = SETUP.top_level_packages()
-MODULES = {"core", "core.job", "training", "training.report", "training.roles", "training.roles.rollout", "agents"}
+MODULES = {"core", "core.job", "training", "plugins.report", "training.roles", "training.roles.rollout", "agents"}
 
 
 def rewritten(source: str) -> str:
@@ -65,11 +65,11 @@ def test_imports_of_our_packages_get_the_prefix_and_bind_the_same_names(source: 
     ("source", "expected"),
     [
         ('"training.roles.rollout:Worker"', '"troupe.training.roles.rollout:Worker"'),
-        ('"python -m training.report RUN"', '"python -m troupe.training.report RUN"'),
-        ('f"{core.job} training.report {x}"', 'f"{core.job} troupe.training.report {x}"'),
+        ('"python -m plugins.report RUN"', '"python -m troupe.training.report RUN"'),
+        ('f"{core.job} plugins.report {x}"', 'f"{core.job} troupe.training.report {x}"'),
         ('f"{{core.job}} {agents}"', 'f"{{troupe.core.job}} {agents}"'),
         ('name.startswith("core.")', 'name.startswith("troupe.core.")'),
-        ("# see `training.report`", "# see `troupe.training.report`"),
+        ("# see `plugins.report`", "# see `troupe.training.report`"),
         ('"""\nwrite `from agents import Tool`\n"""', '"""\nwrite `from troupe.agents import Tool`\n"""'),
     ],
 )
@@ -80,10 +80,10 @@ def test_names_of_existing_modules_in_text_get_the_prefix(source: str, expected:
 @pytest.mark.parametrize(
     "source",
     [
-        "training.report(x)",  # an attribute of a variable
+        "plugins.report(x)",  # an attribute of a variable
         '"training.global_step"',  # not a module
         '"core"',
-        '"training/report.py"',
+        '"plugins/report.py"',
         '"my.core.job"',
         '"from training data"',
         'x["agents"]',
@@ -174,7 +174,7 @@ def test_the_wheel_has_one_import_name_and_every_file_of_the_packages(installed:
     with zipfile.ZipFile(installed.wheel) as archive:
         names = set(archive.namelist())
         assert archive.read(f"{info}/top_level.txt") == b"troupe\n"
-        for name in ("training/synonyms.yaml", "core/migration.csv", "recipes/grpo/run.sh", "core/py.typed"):
+        for name in ("training/options/synonyms.yaml", "core/migration.csv", "recipes/grpo/run.sh", "core/py.typed"):
             assert archive.read(f"troupe/{name}") == (ROOT / name).read_bytes()
     assert {name.partition("/")[0] for name in names} == {"troupe", info}
     tracked = {f"troupe/{path}" for path in SETUP.files_of(ROOT, PACKAGES)}
