@@ -29,7 +29,7 @@ from typing import Any
 
 from agents.options import AgentOptions
 from agents.user_code import Overdue, in_time
-from components.data.child_process import (
+from components.process.child_process import (
     END_TIMEOUT_S,
     LOAD_TIMEOUT_S,
     Child,

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from agents.environment_pool import EnvironmentWorker
 from agents.loading import load_agent_file
-from components.data.child_process import (
+from components.process.child_process import (
     described,
     die_with,
     end_fork,

@@ -14,8 +14,8 @@ from agents.rendering import decode
 
 if TYPE_CHECKING:
     from components.data.text import TextEncoder
-    from components.engines.async_engine import AsyncEngine, Generation, Request
-    from components.engines.config import SamplingConfig
+    from components.generate.async_engine import AsyncEngine, Generation, Request
+    from components.train.config import SamplingConfig
 
 STREAMS = 2**32
 """More samples than any prompt has: sequence k of a sample draws the numbers of sample k * STREAMS + sample_id."""

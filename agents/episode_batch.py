@@ -12,7 +12,7 @@ from torch import Tensor
 
 from agents.episode import Episode
 from components.batch import Batch
-from components.data.reward_names import metric_names
+from components.rewards.names import metric_names
 
 
 def as_batch(prompts: Batch, episodes: Sequence[Sequence[Episode]], version: int) -> Batch:

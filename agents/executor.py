@@ -13,7 +13,7 @@ from agents.options import AgentOptions
 from agents.rendering import feedback_tokens, first_tokens, refuse_mixed
 from agents.schema import read_reset, read_sampling, read_step, sampling_params
 from agents.user_code import Overdue, in_thread, in_time
-from components.data.reward_functions import by_names
+from components.rewards.functions import by_names
 
 STATUS: dict[str, Status] = {"stop": "finished", "length": "truncated", "abort": "aborted"}
 """Of an episode that ends with its turn, by why that ended."""

@@ -13,8 +13,8 @@ from typing import Any
 
 from agents.episode import AgentExecutorBase
 from agents.executor import MultiTurnAgentExecutor
-from components.data.child_process import described, load_file
-from components.data.rewards import check_defines
+from components.process.child_process import described, load_file
+from components.rewards.base import check_defines
 
 SHIPPED_PREFIX = "env:"
 SHIPPED = Path(__file__).parent / "environments"

@@ -29,7 +29,7 @@ try:
     from starlette.routing import Route
     from uvicorn.server import ServerState
 
-    from components.http_server import BodyLimits, server_config
+    from components.net.http_server import BodyLimits, server_config
 except ModuleNotFoundError as error:
     raise ValueError(f"OpenAIAgentExecutor needs {error.name}; run: bash scripts/setup.sh recipes endpoint") from error
 
@@ -39,8 +39,8 @@ from agents.rendering import feedback_tokens, refuse_rendered
 from components.data.text import render_prompt
 
 if TYPE_CHECKING:
-    from components.engines.async_engine import Generation
-    from components.engines.config import SamplingConfig
+    from components.generate.async_engine import Generation
+    from components.train.config import SamplingConfig
 
 BACKLOG = 1024
 """Connections that may wait to be taken."""

@@ -17,19 +17,19 @@ from agents.executor import SingleTurnAgentExecutor
 from agents.loading import load_agent
 from agents.options import AgentOptions
 from components.batch import Batch
-from components.data.child_process import described
-from components.data.reward_workers import FEW_FAILURES, allowed_failures
-from components.data.rewards import RewardError
 from components.data.text import TextEncoder
-from components.engines.async_engine import AsyncEngine
-from components.engines.opening import open_async_engine, open_rollout_engine
-from components.engines.rollout_engine import RolloutEngine
+from components.generate.async_engine import AsyncEngine
+from components.generate.engine import RolloutEngine
+from components.process.child_process import described
+from components.rewards.base import RewardError
+from components.rewards.workers import FEW_FAILURES, allowed_failures
+from components.train.opening import open_async_engine, open_rollout_engine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from components.engines.config import RolloutConfig, SamplingConfig
-    from components.engines.weight_sync import WeightHandle
+    from components.train.config import RolloutConfig, SamplingConfig
+    from components.weights.publisher import WeightHandle
 
 WINDOW = 256
 """Of so many episodes, the last ones, the share that failed is taken where episodes have no batch of their own."""

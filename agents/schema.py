@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from components.data.cells import text_or_messages, without_surrogates
-from components.data.rewards import read_columns
-from components.engines.config import EVALUATION_STEP
+from components.rewards.base import read_columns
+from components.train.config import EVALUATION_STEP
 
 if TYPE_CHECKING:
-    from components.engines.config import SamplingConfig
+    from components.train.config import SamplingConfig
 
 STEP_KEYS = ("rewards", "environment_feedback", "done")
 """What every step has to return."""

@@ -24,8 +24,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, validate_call
 from agents.environments import TextEnvironment
 from agents.user_code import Overdue, in_thread, in_time
 from components.data.cells import without_surrogates
-from components.data.child_process import short_line
-from components.data.sandbox import Limits, cut, run_python_async
+from components.process.child_process import short_line
+from plugins.sandbox.sandbox import Limits, cut, run_python_async
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 TOO_DEEP = "too many brackets"

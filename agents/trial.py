@@ -15,8 +15,8 @@ from agents.episode import AgentExecutorBase
 from agents.executor import MultiTurnAgentExecutor, SingleTurnAgentExecutor
 from agents.loading import load_agent
 from agents.schema import Observation, read_reset
-from components.data.child_process import Child, described, run_child, serve_calls
-from components.data.reward_functions import by_names
+from components.process.child_process import Child, described, run_child, serve_calls
+from components.rewards.functions import by_names
 
 FirstCall = Literal["reset", "reward", ""]
 """Method that an episode calls before, or without, the policy's response; "" where there is none."""

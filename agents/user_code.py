@@ -19,7 +19,7 @@ from importlib import import_module
 from types import CoroutineType, coroutine
 from typing import Any, TypeAlias
 
-from components.data.child_process import END_TIMEOUT_S
+from components.process.child_process import END_TIMEOUT_S
 
 _set_handler = import_module("_signal").signal
 """`signal.signal` without the enums around it, which would take longer than all else of a call."""

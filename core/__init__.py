@@ -9,7 +9,6 @@ What is imported here is what core offers.
 from typing import TYPE_CHECKING
 
 from core.context import Identity, WorkloadContext, info
-from core.control import beat
 from core.errors import JobError, ResultLost, WorkerDied, WorkerTimeout
 from core.exports import Dispatch, nd_compute, replicate
 from core.futures import Future, FutureSequence
@@ -20,6 +19,7 @@ from core.observers import CallEvent, JobEvent, MemoryEvent, Observer
 from core.plan import JobResult, Resource, RoleSpec
 from core.role_group import RoleGroup, WorkerGroup, notify_job_end
 from core.roles import Role
+from core.supervise.control import beat
 from core.trainer import BaseTrainer
 from core.workload import BaseWorkload, export_rpc_method, export_verl_worker_rpc
 

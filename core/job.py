@@ -11,13 +11,13 @@ from pydantic import BaseModel, ValidationError
 
 from core.backends import BackendName
 from core.errors import JobError
-from core.master import Master
 from core.members import Kind
 from core.migration import alias_of
 from core.observers import Observer
 from core.placement import detect_devices, plan
 from core.plan import JobResult, JobSpec, Limits, Resource, RoleSpec
 from core.roles import Role
+from core.supervise.master import Master
 
 DeviceType = Literal["auto", "CPU", "GPU"]
 B = TypeVar("B", bound="JobBuilder")

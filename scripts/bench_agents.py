@@ -32,10 +32,10 @@ from agents.loading import load_agent  # noqa: E402 (may not be installed)
 from agents.options import AgentOptions  # noqa: E402
 from agents.runner import EpisodeRunner, settle  # noqa: E402
 from components.batch import Batch  # noqa: E402
-from components.data.tiny_model import character_tokenizer  # noqa: E402
-from components.engines.async_engine import AsyncEngine, Generation, Piece, Request  # noqa: E402
-from components.engines.config import SamplingConfig  # noqa: E402
-from components.engines.weight_sync import WeightHandle  # noqa: E402
+from components.generate.async_engine import AsyncEngine, Generation, Piece, Request  # noqa: E402
+from components.train.config import SamplingConfig  # noqa: E402
+from components.weights.publisher import WeightHandle  # noqa: E402
+from plugins.demo.tiny_model import character_tokenizer  # noqa: E402
 
 PROMPT, ANSWER, FEEDBACK = "play", "a move to make", "and one in return"
 

@@ -36,11 +36,12 @@ ROOT = Path(__file__).resolve().parents[1]
 # The workers import this file too, by its own name.
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from core import BaseWorkload, Job, JobBuilder, RoleGroup, master, rpc, trainer_invocation  # noqa: E402 (see above)
-from core.control import Status  # noqa: E402
+from core import BaseWorkload, Job, JobBuilder, RoleGroup, rpc, trainer_invocation  # noqa: E402 (see above)
 from core.exports import Export, export_of  # noqa: E402
-from core.host import IDLE, HostReport, HostSpec, Made  # noqa: E402
 from core.members import Member, Outcome, Share, Transport  # noqa: E402
+from core.supervise import master  # noqa: E402 (see above)
+from core.supervise.control import Status  # noqa: E402
+from core.supervise.host import IDLE, HostReport, HostSpec, Made  # noqa: E402
 
 WORKERS = (1, 2, 4, 8, 16, 32, 64)
 SIMULATED = (64, 1000, 4000)
@@ -364,7 +365,7 @@ class SimulatedTransport(Transport):
 
 
 class SimulatedBackend:
-    """As core/master.py and core/bring_up.py use it. A process is the specification that it was to be made from.
+    """A backend for core/supervise. A process is the specification that it is made from.
 
     `channels`: the other ends of the control channels; None: there are no channels.
     """

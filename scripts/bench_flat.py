@@ -26,7 +26,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from training.warm_start import WarmStartSettings, make_warm_start  # noqa: E402 (may not be installed)
+from plugins.demo.warm_start import WarmStartSettings, make_warm_start  # noqa: E402 (may not be installed)
 
 BAR = 1.0
 """MB, descriptors, threads per 100 steps."""

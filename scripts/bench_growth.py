@@ -29,7 +29,7 @@ from pathlib import Path
 from bench_grpo import SHARE_OF_A, watched  # which makes the project importable
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from components.data.tiny_model import character_tokenizer, tiny_model
+from plugins.demo.tiny_model import character_tokenizer, tiny_model
 
 WARM_UP = 2
 STEPS = 6

@@ -33,8 +33,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from components.data.tasks import get_task  # noqa: E402 (may not be installed)
-from training.warm_start import cache_root, resolve_model  # noqa: E402
+from plugins.demo.tasks import get_task  # noqa: E402 (may not be installed)
+from plugins.demo.warm_start import cache_root, resolve_model  # noqa: E402
 
 TRL = "1.16.0"
 PROMPTS, ANSWERS = 64, 8
@@ -89,7 +89,7 @@ def prepare(folder: Path) -> None:
     import random
     import string
 
-    from components.data.tiny_model import character_tokenizer, tiny_model
+    from plugins.demo.tiny_model import character_tokenizer, tiny_model
 
     rows = get_task("sort").rows("train", PROMPTS * max(case.steps for case in CASES.values()), seed=0)
     letters = random.Random(0)

@@ -36,14 +36,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from components.batch import Batch  # noqa: E402 (may not be installed)
-from components.engines.causal import load_policy, policy_logprobs, token_logprobs  # noqa: E402
-from components.engines.config import FrozenConfig, PassLimits, TrainConfig  # noqa: E402
-from components.engines.export import save_model  # noqa: E402
-from components.engines.frozen_engine import open_frozen_policy  # noqa: E402
-from components.engines.memory import BUCKET_BYTES  # noqa: E402
-from components.engines.opening import open_engine  # noqa: E402
-from components.engines.train_engine import TrainEngine, init_process_group  # noqa: E402
+from components.models.causal import load_policy, policy_logprobs, token_logprobs  # noqa: E402
+from components.models.disk.export import save_model  # noqa: E402
 from components.rl.aggregation import LossOutput, Totals  # noqa: E402
+from components.train.config import FrozenConfig, PassLimits, TrainConfig  # noqa: E402
+from components.train.engine import TrainEngine, init_process_group  # noqa: E402
+from components.train.frozen import open_frozen_policy  # noqa: E402
+from components.train.opening import open_engine  # noqa: E402
+from plugins.plan.memory import BUCKET_BYTES  # noqa: E402
 
 VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS = 32_000, 1024, 4096, 22
 BYTES_PER_PARAMETER = {"fsdp": 16, "deepspeed": 16, "frozen": 2}

@@ -27,11 +27,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from components.batch import Batch  # noqa: E402 (may not be installed)
-from components.data.tiny_model import character_tokenizer, tiny_model  # noqa: E402
-from components.engines.causal import keep_freed_memory, token_logprobs  # noqa: E402
-from components.engines.head_logprobs import has_plain_head, mark_plain_head  # noqa: E402
-from components.engines.packing import use_packing  # noqa: E402
-from components.engines.shared_prompts import mark_shared_prompts  # noqa: E402
+from components.models.causal import keep_freed_memory, token_logprobs  # noqa: E402
+from components.models.head import has_plain_head, mark_plain_head  # noqa: E402
+from components.models.packing.packed_model import use_packing  # noqa: E402
+from plugins.demo.tiny_model import character_tokenizer, tiny_model  # noqa: E402
+from plugins.prefix_sharing.shared_prompts import mark_shared_prompts  # noqa: E402
 
 SEQUENCES, MEAN, LONGEST = 32, 135, 480
 BUDGET = 2048

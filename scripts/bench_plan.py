@@ -27,9 +27,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from components.engines.config import TrainConfig  # noqa: E402 (may not be installed)
-from components.engines.memory import micro_batch_tokens, steps_in_parts, training  # noqa: E402
-from components.engines.model_size import model_size  # noqa: E402
+from components.models.size import model_size  # noqa: E402
+from components.train.config import TrainConfig  # noqa: E402 (may not be installed)
+from plugins.plan.memory import micro_batch_tokens, steps_in_parts, training  # noqa: E402
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 640,
@@ -76,9 +76,9 @@ def work(folder: str, options: dict[str, Any], scratch: str) -> None:
     import torch
 
     from components.batch import Batch
-    from components.engines.causal import load_policy, token_logprobs
-    from components.engines.opening import open_engine
+    from components.models.causal import load_policy, token_logprobs
     from components.rl.aggregation import LossOutput
+    from components.train.opening import open_engine
 
     def loss(model: Any, micro: Batch, totals: Any) -> LossOutput:
         return LossOutput(-token_logprobs(model, micro).logprob_N.sum() / totals.tokens, {})

@@ -37,8 +37,8 @@ from recipes.openrlhf_ppo.data import check_models  # noqa: E402
 from recipes.openrlhf_ppo.layout import resolved  # noqa: E402
 from recipes.openrlhf_ppo.main import build_job, read_config  # noqa: E402
 from recipes.openrlhf_ppo.trainer import PPOTrainer  # noqa: E402
-from training.config import CommandLine  # noqa: E402
-from training.schema import ConfigError  # noqa: E402
+from training.options.config import CommandLine  # noqa: E402
+from training.options.schema import ConfigError  # noqa: E402
 from training.tracking import EventLog, Tracker  # noqa: E402
 from training.tracking.tracker import ROLLOUTS  # noqa: E402
 

@@ -35,7 +35,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from components.engines.weight_sync import (
+from components.weights.publisher import (
     WeightHandle,
     WeightPublisher,
     read_weights,

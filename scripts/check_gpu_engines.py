@@ -46,12 +46,12 @@ from check_gpu_parts import (
 )
 from transformers import Qwen2ForCausalLM
 
-from components.engines.causal import load_policy, without_progress_bars
-from components.engines.config import HFRolloutConfig, SamplingConfig
-from components.engines.hf_engine import HFRolloutEngine
-from components.engines.utilisation import peak_flops, training_flops
-from components.engines.weight_sync import WeightPublisher
+from components.generate.hf_engine import HFRolloutEngine
+from components.models.causal import load_policy, without_progress_bars
 from components.rl.aggregation import Totals
+from components.train.config import HFRolloutConfig, SamplingConfig
+from components.train.utilisation import peak_flops, training_flops
+from components.weights.publisher import WeightPublisher
 
 
 def machine(setting: Setting) -> Iterator[Row]:

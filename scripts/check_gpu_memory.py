@@ -19,11 +19,11 @@ from check_gpu_parts import (
 )
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from components.engines.causal import load_policy, without_progress_bars
-from components.engines.config import TrainConfig
-from components.engines.memory import training as planned_training
-from components.engines.model_size import model_size
-from components.engines.opening import open_engine
+from components.models.causal import load_policy, without_progress_bars
+from components.models.size import model_size
+from components.train.config import TrainConfig
+from components.train.opening import open_engine
+from plugins.plan.memory import training as planned_training
 
 # The shapes of larger ones, whose memory is measured: 1.5 and 7.6 thousand million parameters.
 SHAPES = {

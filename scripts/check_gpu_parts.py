@@ -33,13 +33,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from components.batch import Batch  # noqa: E402 (the project may not be installed)
-from components.engines.causal import load_policy, token_logprobs  # noqa: E402
-from components.engines.config import TrainConfig  # noqa: E402
-from components.engines.fsdp_engine import FSDPEngine  # noqa: E402
-from components.engines.opening import open_engine  # noqa: E402
-from components.engines.train_engine import TrainEngine  # noqa: E402
+from components.models.causal import load_policy, token_logprobs  # noqa: E402
 from components.rl.aggregation import LossOutput, Totals, reduce_loss  # noqa: E402
 from components.rl.policy_losses import ppo_loss  # noqa: E402
+from components.train.config import TrainConfig  # noqa: E402
+from components.train.engine import TrainEngine  # noqa: E402
+from components.train.fsdp_engine import FSDPEngine  # noqa: E402
+from components.train.opening import open_engine  # noqa: E402
 
 LIMIT_S = 180
 OK, FAILED, MEASURED, NOT_RUN = "ok", "FAILED", "measured", "not run"

@@ -28,10 +28,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from components.data.tasks import get_task  # noqa: E402 (the project may not be installed)
-from components.data.tiny_model import task_tokenizer, tiny_model  # noqa: E402
-from components.engines.causal import without_progress_bars  # noqa: E402
-from training.tracking.plain import json_lines  # noqa: E402
+from components.models.causal import without_progress_bars  # noqa: E402
+from plugins.demo.tasks import get_task  # noqa: E402 (the project may not be installed)
+from plugins.demo.tiny_model import task_tokenizer, tiny_model  # noqa: E402
+from training.tracking.serialization import json_lines  # noqa: E402
 
 EXACT = 0.05
 """Nats by which engine and trainer may be apart per token in bfloat16, on average."""

@@ -22,12 +22,12 @@ import torch
 from check_gpu_engines import CHECKS
 from check_gpu_parts import Row, Setting, engine, inferred, main  # which makes the project importable
 
-from components.engines.config import HFRolloutConfig
-from components.engines.hf_engine import HFRolloutEngine
-from components.engines.train_engine import TrainEngine
-from components.engines.weight_broadcast import Broadcaster
-from components.engines.weight_ipc import BucketSender
-from components.engines.weight_sync import WeightHandle, WeightPublisher
+from components.generate.hf_engine import HFRolloutEngine
+from components.train.config import HFRolloutConfig
+from components.train.engine import TrainEngine
+from components.weights.publisher import WeightHandle, WeightPublisher
+from plugins.weights_broadcast.carrier import Broadcaster
+from plugins.weights_ipc.carrier import BucketSender
 
 
 def carriers(setting: Setting) -> Iterator[Row]:

@@ -35,16 +35,16 @@ import torch
 from components.batch import Batch
 from components.data.preferences import PairFormat, encode_pairs, read_pairs
 from components.data.supervised import encode_demonstrations
-from components.data.tasks import get_task
-from components.data.tiny_model import task_tokenizer, tiny_model
-from components.engines.causal import without_progress_bars
-from components.engines.config import HFRolloutConfig, SamplingConfig
-from components.engines.hf_engine import HFRolloutEngine
+from components.generate.hf_engine import HFRolloutEngine
+from components.models.causal import without_progress_bars
+from components.train.config import HFRolloutConfig, SamplingConfig
 from core import Identity, Role, WorkloadContext
 from core.backends.local import LocalTransport
 from core.context import entered
 from core.exports import exports_of
 from core.members import Directory
+from plugins.demo.tasks import get_task
+from plugins.demo.tiny_model import task_tokenizer, tiny_model
 from training.roles.reference import ReferenceWorker
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,7 +71,7 @@ from typing import Any
 from local_runs import kept_environment
 from recipe_runs import ROOT
 
-from components.data.child_process import load_file
+from components.process.child_process import load_file
 
 golden: Any = load_file(ROOT / "scripts" / "golden.py")
 

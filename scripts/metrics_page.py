@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from migration_page import ROOT, current, table  # which makes the project importable
 
-from training.tracking.alarms import ALARMS, NOT_A_NUMBER, advice
+from plugins.alarms.alarms import ALARMS, NOT_A_NUMBER, advice
 from training.tracking.metrics import GROUPS, Metric
 
 PAGE = "docs/metrics.md"
@@ -43,7 +43,7 @@ ALARM_HEAD = """\
 ## Alarms
 
 An alarm sounds once, on the terminal, in `events.jsonl` and in the report. It never stops a run. The limits are in
-training/tracking/alarms.py; none of the demonstrations comes near one."""
+plugins/alarms/alarms.py; none of the demonstrations comes near one."""
 
 
 def meaning(metric: Metric) -> str:

@@ -17,13 +17,13 @@ sys.path.insert(0, str(ROOT))
 from recipes.openrlhf_ppo.config import PPOConfig  # noqa: E402
 from recipes.verl_ppo.adapter import VERL  # noqa: E402
 from recipes.verl_ppo.config import VerlPPOConfig  # noqa: E402
-from training.adapter import Adapter, Refused  # noqa: E402
-from training.schema import options_of  # noqa: E402 (the project may not be installed)
+from training.options.adapter import Adapter, Refused  # noqa: E402
+from training.options.schema import options_of  # noqa: E402 (the project may not be installed)
 
 FROM_OPENRLHF = """\
 # From OpenRLHF
 
-<!-- Written by scripts/migration_page.py from training/adapters/openrlhf.yaml and the recipe's config.py: change those,
+<!-- Written by scripts/migration_page.py from plugins/openrlhf/openrlhf.yaml and the recipe's config.py: change those,
 not this page. -->
 
 After this page you can run your `train_ppo_ray` command here. Take it as it is:

@@ -3,7 +3,7 @@
     python scripts/parallel_table.py            write it into the page
     python scripts/parallel_table.py --check    exit 1 if the page has another
 
-The arithmetic is that of `--dry_run` (components/engines/memory.py and communication.py). Nothing is measured.
+The arithmetic is that of `--dry_run` (plugins/plan/memory.py and communication.py). Nothing is measured.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from itertools import product
 
 import plan_table  # which makes the project importable
 
-from components.engines.config import TrainConfig
-from components.engines.memory import Need, learning
-from components.engines.model_size import ModelSize, size_of
+from components.models.size import ModelSize, size_of
+from components.train.config import TrainConfig
+from plugins.plan.memory import Need, learning
 
 PAGE = plan_table.ROOT / "docs/parallel.md"
 MODELS = {name: plan_table.MODELS[name] for name in ("Qwen2.5-7B", "Qwen2.5-32B", "Qwen2.5-72B")}

@@ -3,7 +3,7 @@
     python scripts/plan_table.py            write them into the page
     python scripts/plan_table.py --check    exit 1 if the page has others
 
-The arithmetic is that of `--dry_run` (components/engines/memory.py), of one layout for all: see the page.
+The arithmetic is that of `--dry_run` (plugins/plan/memory.py), of one layout for all: see the page.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from components.engines.config import TrainConfig, VLLMRolloutConfig  # noqa: E402 (may not be installed)
-from components.engines.memory import Need, frozen, phases, sampling, training  # noqa: E402
-from components.engines.model_size import ModelSize, size_of  # noqa: E402
+from components.models.size import ModelSize, size_of  # noqa: E402
+from components.train.config import TrainConfig, VLLMRolloutConfig  # noqa: E402 (may not be installed)
+from plugins.plan.memory import Need, frozen, phases, sampling, training  # noqa: E402
 
 PAGE = ROOT / "docs/large_models.md"
 BEGIN, END = "<!-- {name}: written by scripts/{script} -->", "<!-- end of {name} -->"

@@ -16,8 +16,8 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # the project may 
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the report; returns the exit code: 0 written, 1 the disk said no, 2 no such run."""
-    from components.streams import accept_any_text
-    from training.report.page import write_report
+    from components.process.streams import accept_any_text
+    from plugins.report.page import write_report
 
     accept_any_text()
     parser = argparse.ArgumentParser(prog="report.py", description="Write the report of runs into one HTML file.")

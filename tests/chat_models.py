@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from components.data.tiny_model import learnt_tokenizer, tiny_model
+from plugins.demo.tiny_model import learnt_tokenizer, tiny_model
 
 TURN_END, THINK = "<|im_end|>", "<think>"
 CHATML = (

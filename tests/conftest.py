@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from components.data.sandbox import PERMISSION
+from plugins.sandbox.sandbox import PERMISSION
 from tests.two_machines import namespaces_refused
 
 pytest_plugins = ["tests.cpu_budget"]
@@ -29,7 +29,7 @@ FIRST = (
     "test_cluster.py",
     "recipes/test_openrlhf_ppo.py",
     "recipes/test_reward_outage.py",
-    "components/engines/test_weights_arrive.py",
+    "components/weights/test_weights_arrive.py",
 )
 """The files that take longest, the longest first: so all processes of pytest end at about the same time."""
 

@@ -43,8 +43,8 @@ def run(folder: Path, *options: str, **env: str) -> subprocess.CompletedProcess[
 
 def write_untrained(folder: Path, seed: int = 0) -> Path:
     """A policy with random weights that speaks the letters of the task sort."""
-    from components.data.tasks import get_task
-    from components.data.tiny_model import task_tokenizer, tiny_model
+    from plugins.demo.tasks import get_task
+    from plugins.demo.tiny_model import task_tokenizer, tiny_model
 
     tokenizer = task_tokenizer(get_task("sort"))
     tiny_model(tokenizer, seed=seed).save_pretrained(folder)

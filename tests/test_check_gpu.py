@@ -70,7 +70,7 @@ def test_all_that_a_cpu_can_run_passes_without_ray_vllm_deepspeed_omegaconf_and_
 
 
 def test_a_check_that_fails_is_a_row_with_its_error_and_the_others_go_on(tmp_path: Path) -> None:
-    missing = "components.engines.decode_cache"
+    missing = "plugins.fast_decode.cache"
     only = ["--stage", "a", "--only", "generation", "--out", "gpu.json"]
     (tmp_path / "gpu.json").write_text('{"b": {"rows": []}}')
     done = check_gpu(tmp_path, "--device", "cpu", *only, absent=(*HEAVY, missing))

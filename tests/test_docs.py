@@ -22,7 +22,7 @@ import yaml
 
 from tests.docs_pages import PAGES, ROOT, Command, anchors, blocks, commands, links, options_of_shell, text_of
 from tests.recipe_copies import RECIPES
-from training.config import load_config
+from training.options.config import load_config
 from training.tracking.metrics import metric_of
 
 A_FILE = """
@@ -46,7 +46,7 @@ FOREIGN = {
 }
 """Commands that are not ours, and how those that we show look; others have checks of their own."""
 
-OPTIONS_OF = {"recipes.grpo.single_file": "Settings", "training.warm_start": "WarmStartSettings"}
+OPTIONS_OF = {"recipes.grpo.single_file": "Settings", "plugins.demo.warm_start": "WarmStartSettings"}
 """Modules that are commands, and the class whose fields are their options."""
 
 OF_FULL = re.compile(r"reasoning_gym:|rollout[._]engine[= ]vllm")
@@ -339,10 +339,10 @@ def test_the_pages_of_the_api_have_the_docstrings_of_what_they_name(site: Path) 
         "core": "core.workload.BaseWorkload",
         "batch": "components.batch.Batch.group_by",
         "rl": "components.rl.advantages.group_norm",
-        "engines": "components.engines.opening.open_rollout_engine",
-        "run": "training.policy_run.PolicyRun.end_step",
+        "engines": "components.train.opening.open_rollout_engine",
+        "run": "training.run.policy_run.PolicyRun.end_step",
         "roles": "training.roles.policy.PolicyWorker",
-        "rewards": "components.data.open_reward.open_reward",
+        "rewards": "components.rewards.opening.open_reward",
         "agents": "agents.tools.ToolAgentInstance.score",
     }.items():
         html = (site / f"api/{page}.html").read_text()

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from components.data.open_reward import open_reward
+from components.rewards.opening import open_reward
 from tests.docs_pages import ROOT, text_of
 
 

@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from components.batch import Batch
-from components.data.tiny_model import character_tokenizer, tiny_model
-from components.engines.causal import token_logprobs
+from components.models.causal import token_logprobs
 from components.rl.aggregation import Totals
+from plugins.demo.tiny_model import character_tokenizer, tiny_model
 from tests.recipe_copies import copied
 from tests.variants_page import DIFFS, PAGE, PAIR_LOSSES, SLIC
-from training.options import DataOptions, ModelOptions
-from training.supervised_options import PairDataOptions
+from training.options.groups import DataOptions, ModelOptions
+from training.options.supervised_options import PairDataOptions
 
 Copy = Callable[..., ModuleType]
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from plugins.alarms.alarms import ALARMS, NOT_A_NUMBER, advice
 from tests.docs_pages import PAGES, ROOT, text_of
 from tests.recipe_copies import RECIPES
-from training.schema import options_of
-from training.tracking.alarms import ALARMS, NOT_A_NUMBER, advice
+from training.options.schema import options_of
 
 PRIVATE = re.compile(
     r"\b(answer(?:s|ed|ing)?|worlds?|players?|houses?|rooms?|floors?|judg(?:e|es|ed|ing)|sa(?:y|ys|id|ying)"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from core import Future, Role, RoleGroup
 
 if TYPE_CHECKING:
-    from components.engines.weight_sync import WeightHandle
+    from components.weights.publisher import WeightHandle
 
 
 def sync_weights(version: int) -> dict[str, float]:

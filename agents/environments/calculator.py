@@ -10,7 +10,7 @@ import operator
 from typing import Any, ClassVar
 
 from agents.tools import ToolAgentInstance
-from components.data.scorers import gsm8k
+from components.rewards.scorers import gsm8k
 
 LONGEST, LARGEST, LARGEST_POWER = 200, 1e100, 64
 """Characters of an expression, and what its numbers and exponents may be: enough for word problems, soon done."""

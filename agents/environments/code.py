@@ -7,7 +7,7 @@ A label is a JSON object (or its text) with `tests`: pieces of Python that run a
 
 The program is the last block of Python between lines of ```, or all of the text.
 
-Program and tests run in sandboxes of their own (components/data/code_tests.py): a program finds no test, and nothing
+Program and tests run in sandboxes of their own (plugins/sandbox/code_tests.py): a program finds no test, and nothing
 that it does to its process passes one. A program that learns tests of input and output by heart, try by try, passes all
 but the last. Look at responses when the score is too good.
 """
@@ -19,8 +19,8 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from agents.environments import TextEnvironment, read_label
-from components.data.code_tests import program_in, run_assertions_now, same_lines
-from components.data.sandbox import Limits, cut, in_place, run_now
+from plugins.sandbox.code_tests import program_in, run_assertions_now, same_lines
+from plugins.sandbox.sandbox import Limits, cut, in_place, run_now
 
 EXAMPLE = '{"tests": ["assert add(1, 2) == 3", {"input": "1 2", "output": "3"}]}'
 

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from agents.environment import AgentInstanceBase
-from components.data.tasks import GuessTask
+from plugins.demo.tasks import GuessTask
 
 AGAIN = ":"
 """Feedback on a turn that is no number: as at the prompt's end, continue."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from components.hub import cached_folder
+from components.net.hub import cached_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -23,8 +23,8 @@ from components.data.mixture import Note, first_rows
 from components.data.pair_rows import Pair, PairFormat, check_columns, read_pair, without_end
 from components.data.records import read_records
 from components.data.shown import described, described_example
-from components.data.tasks import get_task
 from components.data.text import TextEncoder
+from plugins.demo.tasks import get_task
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from components.data.columns import TOOLS, needs_template
 from components.data.messages import ASSISTANT, as_messages, with_system
 from components.data.mixture import Note, first_rows, mixed, mixture_probabilities, source_names
 from components.data.prompt_rows import DEFAULT_DATASOURCE, DEFAULT_INPUT, check_prompt, read_rows
-from components.data.reasoning_gym_rows import draw_rows
 from components.data.records import read_records
-from components.data.scorers import REASONING_GYM_PREFIX, TASK_PREFIX
 from components.data.shown import MOST_CHARACTERS, described
-from components.data.tasks import Split, get_task
 from components.data.text import TextEncoder, check_tools_written, render_prompt
+from components.rewards.scorers import REASONING_GYM_PREFIX, TASK_PREFIX
+from plugins.demo.tasks import Split, get_task
+from plugins.reasoning_gym.rows import draw_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -17,7 +17,7 @@ from typing import Any
 from components.data.cells import keep_spelling, kind_of, rows_of
 from components.data.data_folders import folder_files
 from components.data.unpacking import ipc_batches, parquet_batches, read_bytes
-from components.hub import first_line, why_unreachable
+from components.net.hub import first_line, why_unreachable
 
 FILE_TYPES = (".json", ".jsonl", ".parquet", ".csv", ".arrow")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from components.data.reward_names import metric_names
+from components.rewards.names import metric_names
 from components.rl.correction import importance_weights
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from components.batch import Batch
-    from components.data.rewards import RewardOutput, RewardSource
+    from components.rewards.base import RewardOutput, RewardSource
 
 NAMED_FAILURES = 3
 """So many responses of a batch whose reward failed are named on the terminal; all are counted."""

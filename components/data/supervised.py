@@ -38,8 +38,8 @@ from components.data.messages import are_messages, as_messages, is_learnt, read_
 from components.data.mixture import Note, first_rows
 from components.data.records import read_records
 from components.data.shown import described_example
-from components.data.tasks import get_task
 from components.data.text import TextEncoder, check_tools_written, render_conversation, render_prompt
+from plugins.demo.tasks import get_task
 
 PAIRS = (
     ("prompt", "response"),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from components.data.messages import ASSISTANT, as_messages
 from components.data.model_tokens import check_ids, check_template, end_ids, limit_rows
 from components.data.tokenizer_trial import try_tokenizer
-from components.hub import first_line
+from components.net.hub import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,7 +12,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from components.data.child_process import run_child, serve_calls
+from components.process.child_process import run_child, serve_calls
 
 MOST_MEMORY = 4 * 2**30
 """Bytes of address space: a tokenizer of 256,000 tokens takes a tenth."""

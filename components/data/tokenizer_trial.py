@@ -12,10 +12,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from components.data.child_process import Child
 from components.data.model_tokens import CONVERSATIONS
 from components.data.tokenizer_child import MOST_CPU_S
-from components.hub import cache_root, cached_folder
+from components.net.hub import cache_root, cached_folder
+from components.process.child_process import Child
 
 TRIAL_S = 120.0
 """Seconds to wait for a trial, which is ended earlier by its CPU time; a busy machine may be slow."""

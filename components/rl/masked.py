@@ -7,7 +7,7 @@ count is replaced before it is used, and its gradient is 0.
 import torch
 from torch import Tensor
 
-from components.ragged import Layout, repeated
+from components.batch.ragged import Layout, repeated
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are kept within +- this many nats: e^20 is far outside every clip range, and a float32 can still square

@@ -6,7 +6,7 @@ B sequences; G groups, each the responses to one prompt; N all tokens of a batch
 import torch
 from torch import Tensor
 
-from components.ragged import Layout
+from components.batch.ragged import Layout
 from components.rl.advantages import Groups
 from components.rl.masked import check_columns, check_sequences
 

@@ -13,10 +13,10 @@ from types import FunctionType, ModuleType
 from typing import Any, TextIO
 
 from core.exports import Export
-from core.host import Host, HostSpec, WarningsTo, threads_here
 from core.members import Member, Outcome, Share, Transport
 from core.plan import Placement
 from core.printed import PrintedLines
+from core.supervise.host import Host, HostSpec, WarningsTo, threads_here
 
 
 class LocalTransport(Transport):

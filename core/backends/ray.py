@@ -38,11 +38,11 @@ from core.backends.ray_host import RayHost
 from core.backends.ray_token import own_token, token_faults_named
 from core.errors import JobError, ResultLost, WorkerDied, first_line, with_note
 from core.exports import Export
-from core.host import HostSpec
 from core.members import Member, Outcome, Share, Transport
 from core.placement import detect_devices
 from core.plan import BundlePlan, Placement
 from core.shared_memory import BESIDE, shared_folder
+from core.supervise.host import HostSpec
 
 _CONCURRENTLY = "concurrently"
 _NODE_LABEL = "ray.io/node-id"

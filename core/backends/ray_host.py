@@ -19,14 +19,14 @@ from typing import Any
 import ray
 from ray.cloudpickle import cloudpickle
 
-from core.control import ControlServer, Status
 from core.errors import with_note
 from core.exports import Export
-from core.host import CallKey, Host, HostReport, HostSpec, KeptCall, WarningsTo, threads_here
 from core.members import Transport
 from core.printed import PrintedLines
 from core.roles import Role
 from core.shared_memory import claim_shared, leave_shared, machine_id, sweep_shared
+from core.supervise.control import ControlServer, Status
+from core.supervise.host import CallKey, Host, HostReport, HostSpec, KeptCall, WarningsTo, threads_here
 
 
 class RayHost(Host):

@@ -6,7 +6,7 @@ P pairs; B = 2P sequences, chosen and rejected in turn; N all tokens end to end.
 from torch import Tensor, nn
 
 from components.batch import Batch
-from components.engines.causal import token_logprobs
+from components.models.causal import token_logprobs
 from components.rl.aggregation import LossOutput, Totals
 from components.rl.masked import chosen, sequence_means, sequence_sums
 from components.rl.preference_losses import dpo_loss

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from components.ranges import NotNegative, Positive
-from training.adapters.openrlhf import supervised
-from training.options import ModelOptions
-from training.schema import Options, at_home
-from training.supervised_options import PairOptions, SupervisedTrainOptions
+from plugins.openrlhf.adapter import supervised
+from training.options.groups import ModelOptions
+from training.options.schema import Options, at_home
+from training.options.supervised_options import PairOptions, SupervisedTrainOptions
 
 
 @dataclass(kw_only=True)

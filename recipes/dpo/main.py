@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from core import Job
-from training.supervised_command import PairCommand, supervised_job
+from training.launch.supervised_command import PairCommand, supervised_job
 
 from .config import DPOConfig
 

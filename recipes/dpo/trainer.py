@@ -9,8 +9,8 @@ from torch import Tensor
 
 from components.batch import Batch
 from core import BaseTrainer, RoleGroup, replicate
-from training.pairs import read_training_pairs
-from training.supervised_run import SupervisedRun
+from training.run.pairs import read_training_pairs
+from training.run.supervised_run import SupervisedRun
 
 from .algorithm import PAIR, preference_loss
 from .config import DPOConfig

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from components.batch import Batch
 from components.data.samples import compare_samples, with_correction
-from components.engines.causal import token_logprobs
+from components.models.causal import token_logprobs
 from components.rl import advantages, policy_losses
 from components.rl.aggregation import LossOutput, TokenLoss, Totals, aggregate, reduce_loss
 from components.rl.kl import kl_estimate

@@ -1,7 +1,7 @@
 """GRPO in one file and one process: from prompts to an updated policy. For reading, and for a laptop.
 
     bash recipes/grpo/run.sh                 # the whole recipe; it makes the tiny policy of the demonstration
-    .venv/bin/python -m training.warm_start  # prints the folder of that policy
+    .venv/bin/python -m plugins.demo.warm_start  # prints the folder of that policy
     .venv/bin/python -m recipes.grpo.single_file MODEL --seed 7  # that folder, or any causal language model
 
 If you know PPO: GRPO has no critic, so there are no values, no value loss and no GAE. It samples a group of responses
@@ -24,20 +24,20 @@ from tempfile import TemporaryDirectory
 from torch import Tensor, nn
 
 from components.batch import Batch
-from components.data.open_reward import open_reward
 from components.data.prompts import PromptSource, load_rows
 from components.data.samples import add_rewards, for_samples, shuffled_minibatches
 from components.data.text import load_tokenizer
-from components.engines.causal import load_policy, token_logprobs
-from components.engines.config import FrozenConfig, HFRolloutConfig, PassLimits, SamplingConfig, TrainOptions
-from components.engines.frozen_engine import open_frozen_policy
-from components.engines.opening import open_engine, open_rollout_engine
-from components.engines.weight_sync import WeightPublisher
+from components.models.causal import load_policy, token_logprobs
+from components.rewards.opening import open_reward
 from components.rl.advantages import group_norm
 from components.rl.aggregation import LossOutput, Totals, aggregate, reduce_loss
 from components.rl.kl import kl_estimate
 from components.rl.masked import token_mean
 from components.rl.policy_losses import ppo_loss
+from components.train.config import FrozenConfig, HFRolloutConfig, PassLimits, SamplingConfig, TrainOptions
+from components.train.frozen import open_frozen_policy
+from components.train.opening import open_engine, open_rollout_engine
+from components.weights.publisher import WeightPublisher
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from components.rl import advantages
 from components.rl.aggregation import LossOutput, Totals
 from components.rl.kl import kl_estimate
 from components.rl.masked import sequence_means
-from training.policy_loss import clipped_policy_loss
+from training.roles.policy_loss import clipped_policy_loss
 
 from .config import MultiTurnConfig
 

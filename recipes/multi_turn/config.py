@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from components.ranges import NotNegative, Share
-from training.rl_options import PolicyOptions, RLOptions, without_effect
-from training.schema import where
+from training.options.rl_options import PolicyOptions, RLOptions, without_effect
+from training.options.schema import where
 
 
 @dataclass(kw_only=True)

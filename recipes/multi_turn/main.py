@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from core import Job
-from training.policy_command import PolicyCommand, policy_job
+from training.launch.policy_command import PolicyCommand, policy_job
 
 from .config import MultiTurnConfig
 

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from components.batch import Batch
 from components.data.samples import compare_samples
-from components.engines.causal import token_logprobs, token_values
+from components.models.causal import token_logprobs, token_values
 from components.rl import advantages, correction, policy_losses
 from components.rl.aggregation import LossOutput, Totals, reduce_loss
 from components.rl.kl import kl_estimate
 from components.rl.masked import sequence_means, token_mean
 from components.rl.rewards import overlong_penalty, stop_properly_penalty, token_rewards
 from components.rl.value_losses import clipped_value_loss
-from training import ppo_loss
-from training.ppo_loss import surrogate
+from training.roles import ppo_loss
+from training.roles.ppo_loss import surrogate
 
 from .config import PPOConfig
 

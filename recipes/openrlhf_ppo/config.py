@@ -1,20 +1,20 @@
 """The options of PPO with a critic and reward models, beside the groups that all recipes share.
 
 `a.b=value` and `--a.b value` mean the same; `--config FILE` reads YAML. OpenRLHF's flags are taken too: the table
-training/adapters/openrlhf.yaml says which option each of them is. Defaults are OpenRLHF's where it has any.
+plugins/openrlhf/openrlhf.yaml says which option each of them is. Defaults are OpenRLHF's where it has any.
 """
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from components.engines.config import TrainConfig, TrainOptions
 from components.ranges import Count, NotNegative, Range
-from training.adapters.openrlhf import PPO
-from training.options import EvaluationOptions, ModelOptions, PlacementOptions, RewardOptions
-from training.ppo_options import BY_RESPONSE, Aggregation, KLEstimator, PPOOptions, PPORunOptions
-from training.rl_options import PolicyTrainOptions
-from training.schema import Options, at_home, tried, where
+from components.train.config import TrainConfig, TrainOptions
+from plugins.openrlhf.adapter import PPO
+from training.options.groups import EvaluationOptions, ModelOptions, PlacementOptions, RewardOptions
+from training.options.ppo_options import BY_RESPONSE, Aggregation, KLEstimator, PPOOptions, PPORunOptions
+from training.options.rl_options import PolicyTrainOptions
+from training.options.schema import Options, at_home, tried, where
 
 Estimator = Literal["gae", "reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo", "opo", "gpg", "grpo_passk"]
 GROUPED = ("reinforce_baseline", "rloo", "grpo", "dr_grpo", "opo", "gpg", "grpo_passk")

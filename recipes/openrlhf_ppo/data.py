@@ -5,12 +5,12 @@ of the user's own has to be looked at.
 from collections.abc import Collection
 
 from components.data.cells import label_text
-from components.data.rewards import check_reward
-from components.data.scorers import get_scorer, scorer_names
-from components.hub import find_model
-from training.inputs import check_reader, check_reward_model
-from training.reward_trial import try_rewards
-from training.warm_start import WARM_START_PREFIX
+from components.net.hub import find_model
+from components.rewards.base import check_reward
+from components.rewards.scorers import get_scorer, scorer_names
+from plugins.demo.warm_start import WARM_START_PREFIX
+from training.launch.inputs import check_reader, check_reward_model
+from training.launch.reward_trial import try_rewards
 
 from .config import PPOConfig
 
@@ -50,7 +50,7 @@ def check_models(config: PPOConfig, absent: Collection[str] = ()) -> list[str]:
 
 
 def _check_statistics(path: str) -> None:
-    from components.engines.causal import score_statistics
+    from components.models.causal import score_statistics
 
     try:
         score_statistics(find_model(path), path)

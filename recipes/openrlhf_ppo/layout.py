@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from components.engines.choice import choose_attention
+from components.generate.choice import choose_attention
 from core.placement import detect_devices
-from training.machines import cores_here, is_here
-from training.schema import ConfigError
+from plugins.plan.machines import cores_here, is_here
+from training.options.schema import ConfigError
 
 from .config import COUNTS, SPREAD, PPOConfig
 

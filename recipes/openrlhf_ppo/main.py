@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from components.engines.memory import Need, together
 from core import Job, RLJobBuilder, Role
 from core.placement import detect_devices
-from training.estimate import Estimate
-from training.launch import STOP_GRACE_S
-from training.plan import Plan
-from training.policy_command import PolicyCommand, frozen_role
+from plugins.plan.estimate import Estimate
+from plugins.plan.memory import Need, together
+from plugins.plan.plan import Plan
+from training.launch.launch import STOP_GRACE_S
+from training.launch.policy_command import PolicyCommand, frozen_role
 
 from .config import PPOConfig
 from .data import check_models

@@ -1,5 +1,5 @@
 """Every call of this recipe that crosses processes, typed. What a call does is in the role that binds it. Those of
-weights and their sync are in training/remote_call.py, those of checkpoints and sleep in training/policy_calls.py.
+weights and their sync are in training/remote_call.py, those of checkpoints and sleep in training/run/policy_calls.py.
 
 `B` sequences, `N` all their tokens end to end. A call that returns a Future or a FutureSequence has only been sent:
 the trainer sends several, then waits.
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from components.data.rewards import READ_COLUMNS
+from components.rewards.base import READ_COLUMNS
 from core import Future, FutureSequence, Role, RoleGroup
 from training.remote_call import wait_all
 
 if TYPE_CHECKING:
     from components.batch import Batch
-    from components.engines.config import SamplingConfig
+    from components.train.config import SamplingConfig
 
 # --- set-up: every rank loads its model
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 from components.batch import Batch
 from components.data.samples import with_status
-from components.engines.config import SamplingConfig
+from components.train.config import SamplingConfig
 from core import Role, RoleGroup
-from training.policy_calls import PolicyCalls
-from training.policy_run import PolicyRun
 from training.remote_call import wait_all
+from training.run.policy_calls import PolicyCalls
+from training.run.policy_run import PolicyRun
 
 from . import remote_call
 from .config import PPOConfig

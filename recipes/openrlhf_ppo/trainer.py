@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from components.batch import Batch
-from components.data.rewards import RewardError
+from components.rewards.base import RewardError
 from core import BaseTrainer
 
 from . import remote_call

@@ -12,7 +12,7 @@ from components.rl import advantages
 from components.rl.aggregation import LossOutput, Totals
 from components.rl.kl import kl_estimate
 from components.rl.rewards import token_rewards
-from training.policy_loss import clipped_policy_loss
+from training.roles.policy_loss import clipped_policy_loss
 
 from .config import ReinforceConfig
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from components.ranges import Count, NotNegative, Share
-from training.rl_options import PolicyOptions, RLOptions
+from training.options.rl_options import PolicyOptions, RLOptions
 
 
 @dataclass(kw_only=True)

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from core import BaseTrainer, RoleGroup, replicate
-from training.policy_run import PolicyRun
 from training.roles.reference import ReferenceWorker
 from training.roles.rollout import RolloutWorker
+from training.run.policy_run import PolicyRun
 
 from . import remote_call
 from .algorithm import add_advantages

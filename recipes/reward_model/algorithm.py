@@ -6,7 +6,7 @@ P pairs; B = 2P sequences, chosen and rejected in turn; N all tokens end to end.
 from torch import Tensor, nn
 
 from components.batch import Batch
-from components.engines.causal import state_values
+from components.models.causal import state_values
 from components.rl.aggregation import LossOutput, Totals
 from components.rl.preference_losses import bradley_terry_loss
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from training.adapters.openrlhf import supervised
-from training.options import ModelOptions
-from training.schema import Options
-from training.supervised_options import PairOptions, SupervisedTrainOptions
+from plugins.openrlhf.adapter import supervised
+from training.options.groups import ModelOptions
+from training.options.schema import Options
+from training.options.supervised_options import PairOptions, SupervisedTrainOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,7 +56,7 @@ class RewardModelConfig(PairOptions):
     def tokenizer(self, path: str) -> PreTrainedTokenizerBase:
         """See `SupervisedOptions.tokenizer`. Its token for padding is not the end token, by which a score is found."""
         from components.data.text import pad_apart_from_end
-        from components.data.tiny_model import learnt_tokenizer
+        from plugins.demo.tiny_model import learnt_tokenizer
 
         if path == NEW_FROM_TEXT:
             return learnt_tokenizer([], 3 + 256)  # before the model is made: pad, bos and eos, and every byte

@@ -22,18 +22,18 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from components.data.remote_reward import TOKEN, reward_token
-from components.engines.choice import attention_note, choose_attention
-from components.engines.config import FrozenConfig, PassLimits
-from components.engines.reward_model import RewardModel
-from components.hub import find_model
+from components.generate.choice import attention_note, choose_attention
+from components.models.reward_model import RewardModel
+from components.net.hub import find_model
+from components.process.streams import accept_any_text
 from components.ranges import Count, Positive, Range
-from components.streams import accept_any_text
+from components.train.config import FrozenConfig, PassLimits
 from core.placement import detect_devices
-from training.adapter import Adapter
-from training.adapters.openrlhf import TABLE
-from training.config import CommandLine
-from training.schema import ConfigError, Options, describe_options
+from plugins.openrlhf.adapter import TABLE
+from plugins.remote_reward.scorer import TOKEN, reward_token
+from training.options.adapter import Adapter
+from training.options.config import CommandLine
+from training.options.schema import ConfigError, Options, describe_options
 
 from .config import ScorerOptions
 
@@ -45,7 +45,7 @@ try:
     from starlette.exceptions import HTTPException as AnyHTTPException
     from starlette.responses import JSONResponse
 
-    from components.http_server import BUSY, GONE, BodyLimits, read_json, server_config
+    from components.net.http_server import BUSY, GONE, BodyLimits, read_json, server_config
 
     from .service import QueueFull, Scored, ScoringService
 except ModuleNotFoundError as error:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from components.batch import Batch
 from components.data.preferences import scored_tokens
 from components.data.text import TextEncoder
-from components.engines.reward_model import RewardModel
+from components.models.reward_model import RewardModel
 
 PORTION_CHARACTERS = 2**17
 

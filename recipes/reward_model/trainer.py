@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 
 from components.batch import Batch
-from components.engines.reward_model import note_statistics
+from components.models.reward_model import note_statistics
 from core import BaseTrainer, RoleGroup, replicate
-from training.pairs import read_training_pairs
-from training.supervised_run import SupervisedRun
+from training.run.pairs import read_training_pairs
+from training.run.supervised_run import SupervisedRun
 
 from .algorithm import PAIR
 from .config import RewardModelConfig

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from components.data.columns import column_names
 from components.data.mixture import Note
-from components.data.tasks import get_task
-from training.adapters.openrlhf import supervised
-from training.options import CheckpointOptions, ModelOptions
-from training.schema import tried
-from training.supervised_options import ExampleOptions, Rows, SupervisedOptions
+from plugins.demo.tasks import get_task
+from plugins.openrlhf.adapter import supervised
+from training.options.groups import CheckpointOptions, ModelOptions
+from training.options.schema import tried
+from training.options.supervised_options import ExampleOptions, Rows, SupervisedOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

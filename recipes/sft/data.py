@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 from components.data.preferences import check_shares
 from components.data.supervised import SupervisedData, encode_demonstrations
-from components.data.tasks import get_task
-from components.data.tiny_model import task_tokenizer, tiny_model
-from training.supervised_options import Rows
-from training.supervised_run import TrainingData
+from plugins.demo.tasks import get_task
+from plugins.demo.tiny_model import task_tokenizer, tiny_model
+from training.options.supervised_options import Rows
+from training.run.supervised_run import TrainingData
 
 from .config import NEW, SFTConfig
 

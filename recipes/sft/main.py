@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core import Job
-from training.supervised_command import SupervisedCommand, supervised_job
+from training.launch.supervised_command import SupervisedCommand, supervised_job
 
 from .config import SFTConfig
 
 if TYPE_CHECKING:
-    from training.supervised_run import TrainingData
+    from training.run.supervised_run import TrainingData
 
 
 def build_job(config: SFTConfig) -> Job:

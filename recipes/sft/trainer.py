@@ -5,7 +5,7 @@ from pathlib import Path
 
 from components.batch import Batch
 from core import BaseTrainer, RoleGroup, replicate
-from training.supervised_run import SupervisedRun
+from training.run.supervised_run import SupervisedRun
 
 from .config import SFTConfig
 from .data import read_demonstrations, starting_model

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from training.adapter import Adapter, Computed
-from training.ppo_options import BY_RESPONSE
-from training.rl_options import RLOptions
+from training.options.adapter import Adapter, Computed
+from training.options.ppo_options import BY_RESPONSE
+from training.options.rl_options import RLOptions
 
 from .agent_keys import read_agent
 from .hydra import with_config_file
@@ -36,7 +36,7 @@ MEGATRON = (
 
 
 def compute(keys: Computed) -> None:
-    """See `training.adapter.Compute`."""
+    """See `training.options.adapter.Compute`."""
     keys.faults += elsewhere(keys)
     for part in (
         read_data,

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from training.adapter import Computed
+from training.options.adapter import Computed
 
 TOOL_AGENT = Path(__file__).with_name("tool_agent.py")
 """The agent file that runs verl's tools."""

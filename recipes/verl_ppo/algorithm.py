@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from components.batch import Batch
 from components.data.samples import compare_samples, main_branches, shuffled_minibatches
-from components.engines.causal import token_logprobs, token_values
+from components.models.causal import token_logprobs, token_values
 from components.rl import advantages, correction, policy_losses
 from components.rl.aggregation import LossOutput, TokenLoss, Totals, reduce_loss
 from components.rl.kl import kl_estimate
@@ -22,8 +22,8 @@ from components.rl.masked import chosen, sequence_means, spread, token_mean
 from components.rl.resampling import selection_weights
 from components.rl.rewards import token_rewards
 from components.rl.value_losses import clipped_value_loss
-from training import ppo_loss
-from training.ppo_loss import surrogate
+from training.roles import ppo_loss
+from training.roles.ppo_loss import surrogate
 
 from .config import VerlPPOConfig
 

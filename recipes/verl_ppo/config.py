@@ -11,13 +11,13 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from agents.loading import check_agent
 from components.data.columns import column_names
-from components.data.verl_rows import SINGLE_TURN, TOOLS, load_verl_rows
-from components.engines.config import FrozenConfig, PassLimits, RolloutConfig, TrainConfig, VLLMRolloutConfig
 from components.ranges import Count, Positive, Range
-from training.options import DataOptions, EvaluationOptions, RewardOptions, RolloutOptions
-from training.ppo_options import BY_RESPONSE, Aggregation, KLEstimator, PPOOptions, PPORunOptions
-from training.rl_options import PolicyTrainOptions
-from training.schema import limit_note, tried, where
+from components.train.config import FrozenConfig, PassLimits, RolloutConfig, TrainConfig, VLLMRolloutConfig
+from plugins.verl.rows import SINGLE_TURN, TOOLS, load_verl_rows
+from training.options.groups import DataOptions, EvaluationOptions, RewardOptions, RolloutOptions
+from training.options.ppo_options import BY_RESPONSE, Aggregation, KLEstimator, PPOOptions, PPORunOptions
+from training.options.rl_options import PolicyTrainOptions
+from training.options.schema import limit_note, tried, where
 
 from .adapter import VERL
 from .agent_keys import TOOL_AGENT

@@ -6,9 +6,16 @@ from collections.abc import Collection
 from functools import partial
 
 from components.data.cells import check_one_kind
-from training.agent_trial import try_agent
-from training.inputs import check_encoding, check_heldout, check_model, check_reader, check_reward_model, data_tokenizer
-from training.schema import ConfigError
+from training.launch.agent_trial import try_agent
+from training.launch.inputs import (
+    check_encoding,
+    check_heldout,
+    check_model,
+    check_reader,
+    check_reward_model,
+    data_tokenizer,
+)
+from training.options.schema import ConfigError
 
 from .config import VerlPPOConfig
 from .reward import check_rewards, try_function

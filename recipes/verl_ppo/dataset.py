@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from components.data.prompts import PromptSource
-from components.data.verl_rows import load_verl_rows
+from plugins.verl.rows import load_verl_rows
 
 
 class RLHFDataset:

@@ -5,14 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from components.engines.memory import Need, together
 from core import Job, JobBuilder
 from core.placement import detect_devices
-from training.estimate import Estimate
-from training.launch import STOP_GRACE_S, threads_each
-from training.plan import Plan
-from training.policy_command import PolicyCommand
-from training.schema import ConfigError
+from plugins.plan.estimate import Estimate
+from plugins.plan.memory import Need, together
+from plugins.plan.plan import Plan
+from training.launch.launch import STOP_GRACE_S, threads_each
+from training.launch.policy_command import PolicyCommand
+from training.options.schema import ConfigError
 
 from .adapter import plain_arguments
 from .config import VerlPPOConfig

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from components.batch import Batch
 from components.rl.masked import sequence_means
-from training.rollouts import rollout_metrics
+from training.run.rollouts import rollout_metrics
+from training.run.validation import validation_metrics
 from training.tracking.metrics import METRICS
-from training.validation import validation_metrics
 
 if TYPE_CHECKING:
     from .config import VerlPPOConfig

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from training import remote_call
-from training.policy_calls import PolicyCalls
+from training.run.policy_calls import PolicyCalls
 
 if TYPE_CHECKING:
     from core import WorkerGroup
-    from training.rl_options import RLOptions
+    from training.options.rl_options import RLOptions
 
     from .roles.actor_rollout_ref import ActorRolloutRefWorker
     from .roles.critic import CriticWorker

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from components.data.code_tests import code_score
-from components.data.reward_functions import PREDICTION
-from components.data.reward_workers import WorkerReward
-from components.data.score_functions import ScoreCode, ScoreFunction, default_functions
-from training.reward_trial import try_code
+from components.rewards.functions import PREDICTION
+from components.rewards.score_functions import ScoreCode, ScoreFunction, default_functions
+from components.rewards.workers import WorkerReward
+from plugins.sandbox.code_tests import code_score
+from training.launch.reward_trial import try_code
 
 from .config import VerlPPOConfig
 

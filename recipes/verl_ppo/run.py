@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from components.data.samples import for_samples
-from training.policy_run import Generate, PolicyRun, Score
+from training.run.policy_run import Generate, PolicyRun, Score
 
 from .config import VerlPPOConfig
 from .metrics import experience_metrics, heldout_metrics, performance, renamed
@@ -20,7 +20,7 @@ from .reward import RewardManager
 if TYPE_CHECKING:
     from components.batch import Batch
     from core import BaseTrainer
-    from training.rollout_queue import Stateful
+    from training.run.queue import Stateful
 
 SHOWN = (
     "reward/score",

@@ -26,8 +26,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 from agents.tools import Tool, ToolAgentInstance
-from components.data.child_process import described
-from components.data.score_functions import default_functions
+from components.process.child_process import described
+from components.rewards.score_functions import default_functions
 
 Side = Literal["left", "right", "middle"]
 _MISSING = "reads verl's tools by {'tools': [{'class_name', 'config', 'tool_schema'}, ...]}"

@@ -15,8 +15,8 @@ from agents.options import AgentOptions
 from agents.runner import open_runner
 from components.batch import Batch
 from components.data.text import TextEncoder, load_tokenizer
-from components.data.tiny_model import learnt_tokenizer, tiny_model
-from components.engines.config import HFRolloutConfig, SamplingConfig
+from components.train.config import HFRolloutConfig, SamplingConfig
+from plugins.demo.tiny_model import learnt_tokenizer, tiny_model
 
 Steps = list[dict[str, Any]]
 EpisodeRunner = Callable[[str], str]

@@ -14,11 +14,11 @@ from agents.options import AgentOptions
 from agents.runner import EpisodeRunner
 from components.batch import Batch
 from components.data.text import TextEncoder, load_tokenizer
-from components.data.tiny_model import learnt_tokenizer, tiny_model
-from components.engines.batched_engine import BatchedEngine
-from components.engines.causal import load_policy, token_logprobs
-from components.engines.config import HFRolloutConfig, SamplingConfig
-from components.engines.hf_engine import HFRolloutEngine
+from components.generate.batched_engine import BatchedEngine
+from components.generate.hf_engine import HFRolloutEngine
+from components.models.causal import load_policy, token_logprobs
+from components.train.config import HFRolloutConfig, SamplingConfig
+from plugins.demo.tiny_model import learnt_tokenizer, tiny_model
 
 TEMPLATE = (
     "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{{ eos_token }}\n{% endfor %}"

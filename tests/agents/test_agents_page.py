@@ -14,10 +14,10 @@ import torch
 from agents.options import AgentOptions
 from agents.runner import open_runner
 from components.batch import Batch
-from components.data.open_reward import open_reward
 from components.data.text import load_tokenizer
-from components.data.tiny_model import learnt_tokenizer, tiny_model
-from components.engines.config import HFRolloutConfig, SamplingConfig
+from components.rewards.opening import open_reward
+from components.train.config import HFRolloutConfig, SamplingConfig
+from plugins.demo.tiny_model import learnt_tokenizer, tiny_model
 
 PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
 FILES = {found[1]: found[0] for found in re.findall(r"```python\n(# (\S+\.py)\n.*?)```", PAGE, re.DOTALL)}

@@ -12,8 +12,8 @@ import pytest
 
 from agents.environments import calculator, code, guess
 from agents.loading import load_agent
-from components.data.sandbox import Limits
-from components.data.tasks import GuessTask, WordTask
+from plugins.demo.tasks import GuessTask, WordTask
+from plugins.sandbox.sandbox import Limits
 from tests.agents.environment_cases import halving, play_untrained, rewards, run_episodes, saying, text_of, write_policy
 from tests.messages import says
 

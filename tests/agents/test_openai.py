@@ -18,8 +18,8 @@ from agents.episode import Episode, EpisodeTask, Policy, Turn
 from agents.openai_executor import OpenAIAgentExecutor
 from agents.openai_protocol import CompletionRequest, RequestError, read_request
 from agents.openai_server import Recording
-from components.engines.async_engine import AsyncEngine
-from components.engines.config import EVALUATION_STEP
+from components.generate.async_engine import AsyncEngine
+from components.train.config import EVALUATION_STEP
 from tests.agents.episode_cases import POSITIONS, TEXTS, Rig, sampling, turns_of, write_policy
 from tests.agents.openai_cases import Blocking, chat, check_drawn, user
 from tests.messages import says

@@ -6,7 +6,7 @@ import pytest
 
 from agents.rendering import feedback_tokens, first_tokens, refuse_mixed
 from components.data.text import TextEncoder
-from components.data.tiny_model import CHAT_TEMPLATE, EOS, character_tokenizer, learnt_tokenizer
+from plugins.demo.tiny_model import CHAT_TEMPLATE, EOS, character_tokenizer, learnt_tokenizer
 from tests.agents.episode_cases import TEMPLATE, TEXTS
 from tests.messages import says
 

@@ -20,11 +20,11 @@ from agents.options import AgentOptions
 from agents.rendering import first_tokens
 from agents.runner import WINDOW, EpisodeRunner, open_runner
 from components.batch import Batch
-from components.engines.async_engine import Request
-from components.engines.batched_engine import BatchedEngine
-from components.engines.config import HFRolloutConfig, SamplingConfig
-from components.engines.hf_engine import HFRolloutEngine
-from components.engines.weight_sync import WeightHandle, WeightPublisher
+from components.generate.async_engine import Request
+from components.generate.batched_engine import BatchedEngine
+from components.generate.hf_engine import HFRolloutEngine
+from components.train.config import HFRolloutConfig, SamplingConfig
+from components.weights.publisher import WeightHandle, WeightPublisher
 from tests.agents.episode_cases import POSITIONS, Rig, sampling, turns_of, write_policy
 from tests.messages import says
 

@@ -13,8 +13,8 @@ from agents.episode import EpisodeTask, Policy
 from agents.options import AgentOptions
 from agents.schema import StepResult
 from components.data.text import TextEncoder
-from components.data.tiny_model import learnt_tokenizer
-from components.engines.async_engine import Generation
+from components.generate.async_engine import Generation
+from plugins.demo.tiny_model import learnt_tokenizer
 from tests.contracts.episodes import SAMPLING, Episode, EpisodeRunner, Fault
 from tests.contracts.samples import Sample
 

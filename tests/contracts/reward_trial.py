@@ -10,10 +10,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from components.data.open_reward import open_reward
-from components.data.reward_functions import column_parameters
-from components.data.reward_workers import WorkerReward
-from components.data.rewards import (
+from components.rewards.base import (
     FUNCTION_NAME,
     RewardError,
     RewardOutput,
@@ -21,7 +18,10 @@ from components.data.rewards import (
     RewardSource,
     is_reward_file,
 )
-from components.data.scorers import register_scorer, scorer_names
+from components.rewards.functions import column_parameters
+from components.rewards.opening import open_reward
+from components.rewards.scorers import register_scorer, scorer_names
+from components.rewards.workers import WorkerReward
 from tests.contracts.samples import Sample
 from tests.contracts.targets import Target
 

@@ -18,9 +18,9 @@ from types import ModuleType
 from typing import Any, Literal, get_args
 
 from agents.episode import AgentExecutorBase
-from components.data.reward_functions import OF_ALL, OF_ONE, OURS, TRL
-from components.data.rewards import FUNCTION_NAME
-from components.data.scorers import get_scorer, scorer_names
+from components.rewards.base import FUNCTION_NAME
+from components.rewards.functions import OF_ALL, OF_ONE, OURS, TRL
+from components.rewards.scorers import get_scorer, scorer_names
 
 Kind = Literal["reward", "scorer", "agent"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from components.data.rewards import RewardOutput
+from components.rewards.base import RewardOutput
 from tests.contracts.reward_trial import RewardTrial
 from tests.contracts.samples import LONG_TEXT, UNUSUAL_LABELS, UNUSUAL_TEXTS, Sample, repeated
 from tests.contracts.watched import ChangedArguments, Refused, ScoreOutOfRange

@@ -7,8 +7,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from components.data.rewards import read_columns
-from components.data.scorers import Scorer
+from components.rewards.base import read_columns
+from components.rewards.scorers import Scorer
 
 # Their names are what comes back from the process, before a colon.
 

@@ -90,7 +90,7 @@ def test_each_line_names_its_workload_on_both_backends(
     if backend == "ray":
         request.getfixturevalue("ray_cluster")
     shown: list[str] = []
-    monkeypatch.setattr("core.master._print_line", shown.append)
+    monkeypatch.setattr("core.supervise.master._print_line", shown.append)
     builder = JobBuilder().device_type("CPU")
     builder.role("trainer").run("printing.Trainer").resource(cpu=0.1)
     builder.role("tool").run("printing.Tool").total(2).resource(cpu=0.1)

@@ -9,9 +9,9 @@ import pytest
 from openrlhf_ppo.main import main
 
 import core
+from plugins.monitoring.endpoint import MetricsEndpoint, RunState
 from tests.guides.rows import check_rows
 from tests.messages import says
-from training.tracking.endpoint import MetricsEndpoint, RunState
 
 
 @pytest.fixture(scope="module")

@@ -76,7 +76,7 @@ def ran(
         out = tmp_path_factory.mktemp("verl")
         lines: list[str] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("core.master._print_line", lines.append)
+            patch.setattr("core.supervise.master._print_line", lines.append)
             gpus = 2 if backend == "ray" else 1
             result = main(configuration(out), gpus).submit(
                 job_name="dlrover-verl-ppo", backend=backend, log_dir=out / "logs"

@@ -21,9 +21,9 @@ from recipes.reward_model.main import COMMAND as REWARD_MODEL
 from recipes.reward_model.serve import ServeConfig
 from tests.guides.rows import check_rows, rows_of
 from tests.recipe_copies import ROOT, last_metrics, write_untrained
-from training.config import load_config
-from training.launch import printed
-from training.schema import ConfigError
+from training.launch.launch import printed
+from training.options.config import load_config
+from training.options.schema import ConfigError
 
 REWARD_MODEL_COMMAND = """
     --save_path ./checkpoint/llama3-8b-rm --save_steps -1 --logging_steps 1 --eval_steps -1 --train_batch_size 256

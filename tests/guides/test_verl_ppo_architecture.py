@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from pyarrow import Table, parquet
 
-from components.data.tasks import get_task
-from components.data.tiny_model import task_tokenizer, tiny_model
-from components.engines.causal import ValueModel
+from components.models.causal import ValueModel
+from plugins.demo.tasks import get_task
+from plugins.demo.tiny_model import task_tokenizer, tiny_model
 from recipes.verl_ppo.main import read_config
 from recipes.verl_ppo.ray_trainer import (
     ActorRolloutRefWorker,
@@ -32,7 +32,7 @@ from recipes.verl_ppo.ray_trainer import (
 from tests.guides.rows import check_rows
 from tests.messages import says
 from tests.recipe_copies import ROOT, last_metrics, write_untrained
-from training.schema import ConfigError
+from training.options.schema import ConfigError
 
 PROGRAM = """
 import sys

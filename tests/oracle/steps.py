@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from components.batch import Batch
-from components.data.tasks import get_task
-from components.data.tiny_model import task_tokenizer, tiny_model
-from components.engines.causal import load_value_model, token_values
+from components.models.causal import load_value_model, token_values
+from plugins.demo.tasks import get_task
+from plugins.demo.tiny_model import task_tokenizer, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3

@@ -34,7 +34,7 @@ def warm_start(task: str, steps: int, folder: Path) -> Path:
     """Made in this process, which has imported what it takes; of several processes one makes it."""
     from local_runs import kept_environment
 
-    from training.warm_start import WarmStartSettings, make_warm_start
+    from plugins.demo.warm_start import WarmStartSettings, make_warm_start
 
     with kept_environment():
         os.environ["TROUPE_CACHE"] = str(folder)

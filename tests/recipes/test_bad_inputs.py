@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from components.data.tasks import get_task
-from components.data.tiny_model import task_tokenizer, tiny_model
+from plugins.demo.tasks import get_task
+from plugins.demo.tiny_model import task_tokenizer, tiny_model
 from tests.recipe_copies import RECIPES
 
 MODEL = {"openrlhf_ppo": "pretrain", "verl_ppo": "actor_rollout_ref.model.path"}

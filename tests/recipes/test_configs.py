@@ -59,7 +59,7 @@ def test_the_configurations_cover_the_sizes_that_people_train() -> None:
 
 def test_the_prompts_of_gsm8k_are_read_as_its_script_writes_them(tmp_path: Path) -> None:
     from components.data.prompts import load_rows
-    from components.data.scorers import get_scorer
+    from components.rewards.scorers import get_scorer
 
     row = {"prompt": [{"role": "user", "content": "3 + 4?"}], "reward_model": {"style": "rule", "ground_truth": "7"}}
     (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")

@@ -20,20 +20,20 @@ from transformers import AutoModelForCausalLM
 
 from components.batch import Batch
 from components.data.preferences import PairFormat, encode_pairs, read_pairs
-from components.data.tasks import get_task
 from components.data.text import TextEncoder, load_tokenizer
-from components.engines.causal import load_policy
-from components.engines.config import SamplingConfig
-from components.engines.hf_engine import HFRolloutEngine
+from components.generate.hf_engine import HFRolloutEngine
+from components.models.causal import load_policy
 from components.rl.aggregation import Totals
+from components.train.config import SamplingConfig
+from plugins.demo.tasks import get_task
+from plugins.demo.warm_start import WARM_START_PREFIX, resolve_model
 from recipes.dpo.algorithm import loss, preference_loss, response_logprobs
 from recipes.dpo.config import DPOConfig, DPOOptions
 from recipes.dpo.data import in_calls
 from recipes.dpo.main import main, read_config
 from tests.messages import says
-from training.options import ModelOptions
-from training.supervised_options import PairDataOptions
-from training.warm_start import WARM_START_PREFIX, resolve_model
+from training.options.groups import ModelOptions
+from training.options.supervised_options import PairDataOptions
 
 ROWS = [
     {"prompt": "one plus one is", "chosen": " two", "rejected": " eleven, they say"},

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from recipe_runs import ROOT
 
-from components.streams import accept_any_text
+from components.process.streams import accept_any_text
 
 REWARD = """def reward_func(queries, prompts, labels, **_):
     print("\\U0001f600 \\ud800")

@@ -9,7 +9,7 @@ from local_runs import run_here
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.messages import says
-from tests.training.test_tracking_wandb import history, wandb_records
+from tests.plugins.wandb.test_sink import history, wandb_records
 
 OPTIONS = """data.path=task:sort data.max_prompt_tokens=16 rollout.max_new_tokens=8 prompts_per_step=8
     samples_per_prompt=4 max_steps=3"""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from local_runs import run_locally
 
-from training.warm_start import WARM_START_PREFIX, resolve_model
+from plugins.demo.warm_start import WARM_START_PREFIX, resolve_model
 
 OPTIONS = {
     # 16 steps of 64 prompts x 8 responses, as in tiny.yaml, which is read because no model is named.

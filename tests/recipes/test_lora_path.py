@@ -15,8 +15,8 @@ from recipes.grpo.config import GRPOConfig
 from recipes.verl_ppo.adapter import plain_arguments
 from recipes.verl_ppo.config import VerlPPOConfig
 from tests.messages import says
-from training.config import load_config
-from training.schema import ConfigError
+from training.options.config import load_config
+from training.options.schema import ConfigError
 
 pytestmark = pytest.mark.full
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from components.data.sandbox import PERMISSION
-from components.data.tasks import get_task
-from components.data.tiny_model import task_tokenizer, tiny_model
+from plugins.demo.tasks import get_task
+from plugins.demo.tiny_model import task_tokenizer, tiny_model
+from plugins.sandbox.sandbox import PERMISSION
 from recipes.grpo.main import COMMAND
 from tests.messages import says
-from training.config import CommandLine
+from training.options.config import CommandLine
 
 
 def started(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:

@@ -10,11 +10,11 @@ from components.batch import Batch
 from components.rl.aggregation import Totals
 from recipes.openrlhf_ppo.algorithm import AdaptedKL, add_advantages, policy_loss, shaped_rewards
 from recipes.openrlhf_ppo.config import AlgorithmOptions, PPOConfig
-from training.options import DataOptions, ModelOptions, RolloutOptions
-from training.ppo_loss import mark_tokens
-from training.ppo_options import PolicyLoss
-from training.rl_options import PolicyTrainOptions
-from training.rollouts import over_updates
+from training.options.groups import DataOptions, ModelOptions, RolloutOptions
+from training.options.ppo_options import PolicyLoss
+from training.options.rl_options import PolicyTrainOptions
+from training.roles.ppo_loss import mark_tokens
+from training.run.rollouts import over_updates
 
 
 def config(**changes: Any) -> PPOConfig:

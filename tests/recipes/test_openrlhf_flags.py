@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from recipe_runs import ROOT
 
+from plugins.plan.machines import Machines, assuming
 from recipes.openrlhf_ppo.config import PPOConfig
 from recipes.openrlhf_ppo.main import main, read_config
 from tests.messages import says
-from training.machines import Machines, assuming
-from training.schema import ConfigError, fields_of, options_of, without_none
+from training.options.schema import ConfigError, fields_of, options_of, without_none
 
 UPSTREAM = Path(__file__).parent / "upstream"
 FLAGS: dict[str, list[Any]] = json.loads((UPSTREAM / "openrlhf_flags.json").read_text())

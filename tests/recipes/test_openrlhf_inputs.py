@@ -93,7 +93,7 @@ def test_two_ppo_steps_on_gsm8k_through_a_chat_template(bytes_policy: Path, tmp_
 
 
 def test_a_mixture_keeps_its_sources_apart_in_the_evaluation(policy: Path, tmp_path: Path) -> None:
-    from components.data.tasks import get_task
+    from plugins.demo.tasks import get_task
 
     held = get_task("sort").rows("heldout", 12, 0)
     easy = write_rows(tmp_path / "easy.jsonl", [row | {"datasource": "easy"} for row in held[:4]])

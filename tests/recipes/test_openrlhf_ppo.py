@@ -99,7 +99,7 @@ def test_engine_and_trainer_agree_on_log_probabilities(one_rank: Run) -> None:
 def test_the_exported_policy_loads_and_repeats_the_greedy_score(one_rank: Run) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from components.data.tasks import get_task
+    from plugins.demo.tasks import get_task
 
     folder = one_rank.run_dir / "checkpoints" / "step_2" / "hf"
     model: Any = AutoModelForCausalLM.from_pretrained(folder)

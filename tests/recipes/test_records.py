@@ -61,8 +61,8 @@ def test_another_seed_data_or_recipe_is_refused_and_changes_no_file(
 
 
 def test_other_weights_and_adapters_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from components.data.tasks import get_task
-    from components.data.tiny_model import task_tokenizer, tiny_model
+    from plugins.demo.tasks import get_task
+    from plugins.demo.tiny_model import task_tokenizer, tiny_model
 
     small, run_dir = SMALL["sft"], tmp_path / "run"
     assert run_here("sft", run_dir, *small).code == 0

@@ -8,12 +8,12 @@ from local_runs import run_locally
 from safetensors.torch import load_file
 from torch import Tensor
 
-from components.engines.causal import load_policy
-from components.engines.config import FrozenConfig
-from components.engines.frozen_engine import FrozenEngine
+from components.models.causal import load_policy
+from components.train.config import FrozenConfig
+from components.train.frozen import FrozenEngine
 from recipes.grpo.main import read_config
 from tests.recipe_copies import write_untrained
-from training.schema import ConfigError
+from training.options.schema import ConfigError
 
 OPTIONS = """
     data.path=task:sort prompts_per_step=4 samples_per_prompt=4 train.mini_batch_size=16 max_steps=5

@@ -9,7 +9,7 @@ import pytest
 from local_runs import run_locally
 from recipe_runs import ROOT
 
-from training.warm_start import WARM_START_PREFIX, resolve_model
+from plugins.demo.warm_start import WARM_START_PREFIX, resolve_model
 
 
 @pytest.mark.nightly

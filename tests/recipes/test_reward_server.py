@@ -22,13 +22,13 @@ import pytest
 
 from components.batch import Batch
 from components.data.preferences import scored_tokens
-from components.data.remote_reward import RemoteReward
-from components.data.rewards import RewardSettings
-from components.data.tasks import get_task
 from components.data.text import TextEncoder, load_tokenizer
-from components.data.tiny_model import task_tokenizer, tiny_model
-from components.engines.causal import ValueModel
-from components.engines.reward_model import RewardModel, note_statistics
+from components.models.causal import ValueModel
+from components.models.reward_model import RewardModel, note_statistics
+from components.rewards.base import RewardSettings
+from plugins.demo.tasks import get_task
+from plugins.demo.tiny_model import task_tokenizer, tiny_model
+from plugins.remote_reward.scorer import RemoteReward
 from recipes.reward_model.config import ScorerOptions
 from recipes.reward_model.serve import ServeConfig, main, make_app
 from recipes.reward_model.service import QueueFull, ScoringService

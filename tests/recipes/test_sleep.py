@@ -11,9 +11,9 @@ from local_runs import LocalRun, run_here
 from test_resume import PPO
 from test_role_group_runs import COMMON
 
-from components.engines.hf_engine import HFRolloutEngine
-from components.engines.rollout_engine import RolloutEngine
-from components.engines.train_engine import TrainEngine
+from components.generate.engine import RolloutEngine
+from components.generate.hf_engine import HFRolloutEngine
+from components.train.engine import TrainEngine
 from tests.messages import says
 
 SLEEP = ["placement.engines_sleep=true", "placement.learners_sleep=true"]

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from components.batch import Batch
-from components.data.reward_workers import WorkerReward
-from components.data.rewards import RewardSettings
-from components.data.score_functions import ScoreCode
-from components.data.scorers import gsm8k
+from components.rewards.base import RewardSettings
+from components.rewards.score_functions import ScoreCode
+from components.rewards.scorers import gsm8k
+from components.rewards.workers import WorkerReward
 from recipes.verl_ppo.adapter import plain_arguments
 from recipes.verl_ppo.config import VerlPPOConfig
 from recipes.verl_ppo.data import check_inputs
@@ -25,9 +25,9 @@ from recipes.verl_ppo.reward import RewardManager, check_rewards
 from tests.gsm8k_rows import gsm8k_rows
 from tests.messages import says
 from tests.recipes.tiny_models import byte_tokenizer, write_policy, write_reward_model
-from training.config import load_config
-from training.inputs import read_prompts
-from training.schema import ConfigError
+from training.launch.inputs import read_prompts
+from training.options.config import load_config
+from training.options.schema import ConfigError
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "data_preprocess"
 

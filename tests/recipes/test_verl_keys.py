@@ -9,8 +9,8 @@ from recipes.verl_ppo.config import VerlPPOConfig
 from recipes.verl_ppo.main import main
 from tests.messages import says
 from tests.recipes.verl_commands import SMALL
-from training.config import CommandLine, load_config
-from training.schema import ConfigError
+from training.options.config import CommandLine, load_config
+from training.options.schema import ConfigError
 
 
 def small(*arguments: str) -> VerlPPOConfig:

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from components.engines.choice import is_elsewhere
+from components.generate.choice import is_elsewhere
 from recipes.verl_ppo.adapter import VERL, plain_arguments
 from recipes.verl_ppo.config import VerlPPOConfig
 from recipes.verl_ppo.main import main, read_config
 from tests.messages import says
 from tests.recipes.verl_commands import GRPO_ON_GSM8K, PPO_ON_GSM8K_AND_MATH, SMALL
-from training.config import CommandLine, load_config
-from training.schema import ConfigError, fields_of
+from training.options.config import CommandLine, load_config
+from training.options.schema import ConfigError, fields_of
 
 ROOT = Path(__file__).parents[2]
 

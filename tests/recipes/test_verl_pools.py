@@ -13,7 +13,7 @@ from recipes.verl_ppo.main import main, read_config
 from recipes.verl_ppo.resource_pool import PoolOptions
 from tests.messages import says
 from tests.recipes.verl_commands import SMALL
-from training.config import load_config
+from training.options.config import load_config
 
 R = "actor_rollout_ref.rollout"
 

@@ -16,8 +16,8 @@ from recipes.verl_ppo.config import VerlPPOConfig
 from recipes.verl_ppo.tool_agent import AgentInstance
 from tests.chat_models import CHATML, chat_model
 from tests.messages import says
-from training.config import load_config
-from training.schema import ConfigError
+from training.options.config import load_config
+from training.options.schema import ConfigError
 
 pytestmark = pytest.mark.full
 

@@ -1,7 +1,7 @@
 """What every role of a model that is not trained does."""
 
-from components.engines.device import is_engine_dead
-from components.engines.train_engine import init_process_group
+from components.models.device import is_engine_dead
+from components.train.engine import init_process_group
 from core import BaseWorkload
 
 

@@ -10,16 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from components.batch import Batch
-from components.engines.causal import policy_logprobs
-from components.engines.opening import open_engine
-from components.engines.train_engine import LossFunction
-from components.engines.weight_broadcast import Broadcaster
-from components.engines.weight_ipc import BucketSender
-from components.engines.weight_sync import WeightHandle, WeightPublisher
+from components.models.causal import policy_logprobs
 from components.rl.kl import kl_estimate
+from components.train.engine import LossFunction
+from components.train.opening import open_engine
+from components.weights.publisher import WeightHandle, WeightPublisher
 from core import rpc, trainer_invocation
+from plugins.weights_broadcast.carrier import Broadcaster
+from plugins.weights_ipc.carrier import BucketSender
 from training import remote_call
-from training.rl_options import RLOptions
+from training.options.rl_options import RLOptions
 from training.roles.trained_model import Prepare, TrainedModel, of_rank0, policy_to_train
 
 C = TypeVar("C", bound=RLOptions)

@@ -3,10 +3,10 @@
 from functools import partial
 
 from components.batch import Batch
-from components.engines.causal import policy_logprobs
-from components.engines.frozen_engine import open_frozen_policy
+from components.models.causal import policy_logprobs
+from components.train.frozen import open_frozen_policy
 from core import trainer_invocation
-from training.rl_options import RLOptions
+from training.options.rl_options import RLOptions
 from training.roles.frozen import FrozenRank, FrozenWorker
 
 

@@ -4,12 +4,12 @@ import logging
 
 from agents.runner import Collected, EpisodeRunner, open_runner
 from components.batch import Batch
-from components.engines.config import SamplingConfig
-from components.engines.device import is_engine_dead
-from components.engines.weight_sync import WeightHandle, nearby
+from components.models.device import is_engine_dead
+from components.train.config import SamplingConfig
+from components.weights.publisher import WeightHandle, nearby
 from core import BaseWorkload, rpc, trainer_invocation
 from training import remote_call
-from training.rl_options import RLOptions
+from training.options.rl_options import RLOptions
 
 _log = logging.getLogger(__name__)
 

@@ -5,10 +5,10 @@ from typing import Generic, TypeVar
 from torch import nn
 
 from components.batch import Batch
-from components.engines.opening import open_engine
+from components.train.opening import open_engine
 from core import trainer_invocation
+from training.options.supervised_options import SupervisedOptions
 from training.roles.trained_model import TrainedModel, of_rank0, policy_to_train
-from training.supervised_options import SupervisedOptions
 
 C = TypeVar("C", bound=SupervisedOptions)
 

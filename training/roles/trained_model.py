@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from components.batch import Batch
 from components.data.samples import shuffled_minibatches
-from components.engines.causal import load_policy
-from components.engines.train_engine import LossFunction, TrainEngine, init_process_group
+from components.models.causal import load_policy
 from components.rl.aggregation import LossOutput, Totals
+from components.train.engine import LossFunction, TrainEngine, init_process_group
 from core import BaseWorkload, rpc, trainer_invocation
-from training.rollouts import keep_failed, over_updates
+from training.run.rollouts import keep_failed, over_updates
 
 COLLECTIVE_S = 86400.0
 """Seconds that a collective waits for a rank."""

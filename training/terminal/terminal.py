@@ -12,9 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from plugins.live_view.run_view import RunView
+from plugins.live_view.screen import Screen
 from training.terminal.driver_log import driver_log
-from training.terminal.run_view import RunView
-from training.terminal.screen import Screen
 from training.tracking.event_types import AlarmEvent, StepEvent
 from training.tracking.tracker import console_line
 

@@ -7,13 +7,13 @@ torch.
           tokenizer/  tensorboard/  wandb/  .lock
 """
 
+from plugins.wandb.sink import WandbConfig
 from training.tracking.event_types import AlarmEvent, PhaseEvent, StepEvent
 from training.tracking.events import EventLog
 from training.tracking.redaction import redact
 from training.tracking.run_folder import open_run_folder
 from training.tracking.summary import finish_summary
 from training.tracking.tracker import Tracker, config_text, console_line
-from training.tracking.wandb_sink import WandbConfig
 
 __all__ = [
     "AlarmEvent",

@@ -13,8 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from training.tracking.plain import json_object, write_whole
 from training.tracking.redaction import hide_in_text
+from training.tracking.serialization import json_object, write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from training.tracking.plain import LineFile, json_line, plain
 from training.tracking.redaction import redact
+from training.tracking.serialization import LineFile, json_line, plain
 
 logger = logging.getLogger(__name__)
 

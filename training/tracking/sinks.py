@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from training.tracking.plain import GrowingFile, LineFile, json_line, json_lines, write_whole
+from training.tracking.serialization import GrowingFile, LineFile, json_line, json_lines, write_whole
 
 
 class Sink(Protocol):

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from training.tracking.plain import finite, json_object, plain, write_whole
 from training.tracking.redaction import hide_in_text
+from training.tracking.serialization import finite, json_object, plain, write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from plugins.wandb.sink import Wandb, WandbConfig
 from training.tracking.environment import write_environment
 from training.tracking.event_types import StepEvent
-from training.tracking.plain import plain, write_whole
 from training.tracking.redaction import hide_in_text, redact
+from training.tracking.serialization import plain, write_whole
 from training.tracking.sinks import JsonLines, Sink, TensorBoard
 from training.tracking.summary import begin_summary, check_fields, merge_summary
-from training.tracking.wandb_sink import Wandb, WandbConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

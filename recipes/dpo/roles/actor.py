@@ -4,10 +4,10 @@ import torch
 from torch import nn
 
 from components.batch import Batch
-from components.engines.causal import policy_logprobs
-from components.engines.config import FrozenConfig
-from components.engines.frozen_engine import open_frozen_policy
+from components.models.causal import policy_logprobs
 from components.rl.aggregation import LossOutput, Totals
+from components.train.config import FrozenConfig
+from components.train.frozen import open_frozen_policy
 from core import trainer_invocation
 from training.roles.supervised import SupervisedModel
 

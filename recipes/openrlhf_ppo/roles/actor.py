@@ -4,8 +4,8 @@ from functools import partial
 
 from components.batch import Batch
 from core import rpc
-from training.ppo_loss import mark_tokens
 from training.roles.policy import PolicyWorker
+from training.roles.ppo_loss import mark_tokens
 
 from .. import remote_call
 from ..algorithm import policy_loss

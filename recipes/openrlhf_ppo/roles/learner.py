@@ -1,7 +1,7 @@
 """What actor and critic share: the step's experience, and the passes over it."""
 
 from components.batch import Batch
-from components.engines.train_engine import LossFunction
+from components.train.engine import LossFunction
 from core import rpc
 from training.roles.trained_model import Prepare, TrainedModel
 

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from components.batch import Batch
-from components.data.open_reward import open_reward
-from components.data.rewards import RewardSource
 from components.data.samples import add_rewards
-from components.engines.reward_model import RewardModel
+from components.models.reward_model import RewardModel
+from components.rewards.base import RewardSource
+from components.rewards.opening import open_reward
 from core import rpc
 from training.roles.frozen import FrozenRank, FrozenWorker
 

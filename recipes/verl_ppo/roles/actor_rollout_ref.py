@@ -3,14 +3,14 @@
 from functools import partial
 
 from components.batch import Batch
-from components.engines.causal import policy_logprobs
-from components.engines.config import SamplingConfig
-from components.engines.device import is_engine_dead
-from components.engines.frozen_engine import open_frozen_policy
+from components.models.causal import policy_logprobs
+from components.models.device import is_engine_dead
+from components.train.config import SamplingConfig
+from components.train.frozen import open_frozen_policy
 from core import Dispatch, register, rpc
 from training import remote_call
-from training.ppo_loss import mark_tokens
 from training.roles.policy import TrainedPolicy
+from training.roles.ppo_loss import mark_tokens
 from training.roles.rollout import SamplingWorker
 
 from ..algorithm import minibatches, policy_loss

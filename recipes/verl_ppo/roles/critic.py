@@ -3,8 +3,8 @@
 from functools import partial
 
 from components.batch import Batch
-from components.engines.causal import load_value_model, token_values
-from components.engines.opening import open_engine
+from components.models.causal import load_value_model, token_values
+from components.train.opening import open_engine
 from core import Dispatch, register
 from training.roles.trained_model import TrainedModel
 

@@ -3,7 +3,7 @@
 import torch
 
 from components.batch import Batch
-from components.engines.reward_model import RewardModel
+from components.models.reward_model import RewardModel
 from core import Dispatch, register
 from training.roles.frozen import FrozenRank, FrozenWorker
 

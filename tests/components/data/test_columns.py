@@ -12,8 +12,8 @@ from components.data.pair_rows import PairFormat
 from components.data.preferences import encode_pairs, read_pairs
 from components.data.prompts import PromptSource, load_rows
 from components.data.supervised import DemonstrationFormat, encode_demonstrations, load_demonstrations
-from components.data.tiny_model import character_tokenizer
-from components.data.verl_rows import load_verl_rows
+from plugins.demo.tiny_model import character_tokenizer
+from plugins.verl.rows import load_verl_rows
 from tests.messages import says
 
 CHAT = (

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from components.data.prompts import Overlong, PromptSource
-from components.data.tiny_model import character_tokenizer
+from plugins.demo.tiny_model import character_tokenizer
 from tests.messages import says
 
 ROWS = [{"input": "abcdefg", "label": 0}, {"input": "ab", "label": 1}, {"input": "abcdef", "label": 2}]

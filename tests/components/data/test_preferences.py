@@ -27,7 +27,7 @@ from components.data.preferences import (
 )
 from components.data.records import read_records
 from components.data.text import TextEncoder
-from components.data.tiny_model import character_tokenizer, learnt_tokenizer
+from plugins.demo.tiny_model import character_tokenizer, learnt_tokenizer
 from tests.components.data.test_text import ADDS_BOS, BOS, EOS, NO, YES, word_tokenizer
 from tests.hh_rlhf_rows import FILE, hh_rlhf_file
 from tests.messages import says

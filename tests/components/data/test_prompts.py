@@ -14,8 +14,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from components.data.prompts import PromptSource, load_rows
-from components.data.tasks import SortTask
-from components.data.tiny_model import character_tokenizer
+from plugins.demo.tasks import SortTask
+from plugins.demo.tiny_model import character_tokenizer
 from tests.messages import says
 
 RECORDS = [{"question": "ab", "answer": 1, "more": 0}, {"question": "ba", "answer": 2, "more": 0}]

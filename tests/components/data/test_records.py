@@ -20,7 +20,7 @@ import pyarrow.parquet
 import pytest
 
 from components.data.records import read_records
-from tests.components.data.closed_port import closed_port
+from tests.components.helpers.closed_port import closed_port
 from tests.messages import says
 
 PROJECT = Path(__file__).parents[3]

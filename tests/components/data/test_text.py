@@ -18,7 +18,7 @@ from components.data.text import (
     same_vocabulary,
     set_template_arguments,
 )
-from components.data.tiny_model import character_tokenizer
+from plugins.demo.tiny_model import character_tokenizer
 from tests.messages import says
 
 BOS, EOS, NO, YES = 1, 2, 3, 4

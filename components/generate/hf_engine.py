@@ -1,0 +1,249 @@
+"""Generation with a transformers model in this process: exact, and fast for tiny models.
+
+Legend: `B` sequences, `N` all tokens of the batch end to end, `R` rows that are generated together, `U`
+different prompts among them, `S` longest prompt among them, `A` rows still in the cache, `K` most new tokens, `J`
+tokens that follow, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from components.batch import Batch
+from components.generate.engine import Completions, RolloutEngine, limits
+from components.generate.sampling import uniform
+from components.models.causal import load_policy
+from components.models.device import compute_device
+from components.models.precision import compute_in, round_products
+from components.process.heartbeat import beat
+from components.train.config import HFRolloutConfig, SamplingConfig
+from components.train.host_memory import HostCopies
+from components.weights.digest import digest
+from components.weights.publisher import WeightHandle, read_weights
+from plugins.fast_decode.attention import use_grouped_decoding
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from transformers import DynamicCache
+
+# Float64 probabilities of all rows at once would be the largest thing in memory for a large vocabulary.
+_CHUNK_ELEMENTS = 2**25
+# Finished rows leave when no more than this share of the cache is unfinished: leaving takes a few operations.
+_DROP_BELOW = 31 / 32
+# Random numbers of so many tokens are made together.
+_AHEAD = 32
+
+
+class _Rows:
+    """R rows being generated: what they have, and which of them are still in the cache."""
+
+    def __init__(self, prompts: Batch, sampling: SamplingConfig, device: torch.device) -> None:
+        max_new_tokens = sampling.max_new_tokens
+        self.prompt_id_R = prompts["prompt_id"].numpy()
+        self.sample_id_R = prompts["sample_id"].numpy()
+        self.prompt_length_R = prompts.lengths.numpy()
+        self.tokens_RK = torch.zeros(len(prompts), max_new_tokens, dtype=torch.int64, device=device)
+        self.logprob_RK = torch.zeros(len(prompts), max_new_tokens, device=device)
+        self.length_R = limits(prompts, sampling).to(device, copy=True)
+        self.limit_R = self.length_R.clone() if "max_new_tokens" in prompts else None
+        self.ended_R = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+        self.cached_A = torch.arange(len(prompts), device=device)
+        """Places among the R of the A rows in the cache, in the cache's order."""
+
+    def draw(self, logits_AV: Tensor, k: int, sampling: SamplingConfig, end_tokens: Tensor) -> Tensor:
+        """Append the k-th new token to the cached rows; returns it, [A]."""
+        if k % _AHEAD == 0:
+            ids = self.prompt_id_R[:, None], self.sample_id_R[:, None]
+            positions = self.prompt_length_R[:, None] + range(k, k + _AHEAD)
+            self.uniform_RJ = uniform(sampling.seed, sampling.step, *ids, positions)
+        uniform_A = self.uniform_RJ[self.cached_A.cpu().numpy(), k % _AHEAD]
+        token_A, logprob_A = _draw(logits_AV, sampling, uniform_A)
+        self.tokens_RK[self.cached_A, k] = token_A
+        self.logprob_RK[self.cached_A, k] = logprob_A
+        # Rows that are finished stay in the cache for a while: what they draw lies beyond their length.
+        ends_A = torch.isin(token_A, end_tokens) & self.unfinished(k)
+        self.length_R[self.cached_A[ends_A]] = k + 1
+        self.ended_R[self.cached_A[ends_A]] = True
+        return token_A
+
+    def unfinished(self, k: int) -> Tensor:
+        """[A] bool: a k-th new token is to be drawn."""
+        open_A = ~self.ended_R[self.cached_A]
+        return open_A if self.limit_R is None else open_A & (self.limit_R[self.cached_A] > k)
+
+
+class HFRolloutEngine(RolloutEngine):
+    """A transformers model, and a loop around it."""
+
+    def __init__(self, model_path: str | Path, config: HFRolloutConfig | None = None) -> None:
+        """
+        Args:
+            model_path: folder or hub name of a causal model; for the tokens that end a response see end_tokens.py.
+            config: of this engine.
+        """
+        super().__init__()
+        self.config = config or HFRolloutConfig()
+        # With its number: another thread may have another current device.
+        self.device = compute_device()
+        self.model: Any = load_policy(model_path, dtype=self.config.dtype).eval().requires_grad_(False)
+        round_products(self.model, self.config.precision)
+        compute_in(self.model, self.config.precision, self.device)
+        self.model.to(self.device)
+        use_grouped_decoding(self.model)
+        end = self.model.generation_config.eos_token_id
+        end_tokens = torch.tensor([] if end is None else end, dtype=torch.int64)
+        self._end_tokens = end_tokens.view(-1).to(self.device)
+        self.positions = getattr(self.model.config, "max_position_embeddings", None)
+
+    def _complete(self, prompts: Batch, sampling: SamplingConfig) -> Completions:
+        order_B = prompts.lengths.argsort(stable=True)
+        chunks = order_B.split(self.config.max_num_seqs) if len(prompts) else ()
+        with torch.inference_mode():
+            parts = [self._generate_rows(prompts.select(index_R), sampling) for index_R in chunks]
+        place_B = order_B.argsort()
+
+        def column(pieces: list[Tensor], empty: Tensor) -> Tensor:
+            return torch.cat([piece.cpu() for piece in pieces] or [empty])[place_B]
+
+        none_BK = torch.zeros(0, sampling.max_new_tokens)
+        return Completions(
+            tokens_BK=column([part.tokens_RK for part in parts], none_BK.long()),
+            logprob_BK=column([part.logprob_RK for part in parts], none_BK),
+            length_B=column([part.length_R for part in parts], torch.zeros(0, dtype=torch.int64)),
+            ended_B=column([part.ended_R for part in parts], torch.zeros(0, dtype=torch.bool)),
+        )
+
+    def _load(self, handle: WeightHandle, with_digests: bool) -> dict[str, str]:
+        targets = dict(self.model.named_parameters(remove_duplicate=False))
+        digests: dict[str, str] = {}
+        for name, tensor in read_weights(handle, writable=False):
+            target = targets[name].data.copy_(tensor)
+            if with_digests:
+                # Of the weights in use, unless they are of another type than those that came.
+                digests[name] = digest(target if target.dtype == tensor.dtype else tensor)
+        return digests
+
+    def _parameters(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        targets = self.model.named_parameters(remove_duplicate=False)
+        return {name: (tensor.data_ptr(), tuple(tensor.shape)) for name, tensor in targets}
+
+    def _sleep(self, level: int) -> int:
+        weights = list(self.model.parameters())
+        held = [*self.model.buffers(), *(weights if level == 1 else ())]
+        self._copies = HostCopies(held, weights if level == 2 else (), self.device.type)
+        return self._copies.nbytes
+
+    def _wake(self, for_weights: bool) -> None:  # noqa: ARG002 - it has nothing else
+        self._copies.restore()
+
+    def _generate_rows(self, prompts: Batch, sampling: SamplingConfig) -> _Rows:
+        """Generate all rows together; a row leaves the cache soon after its last token."""
+        rows = _Rows(prompts, sampling, self.device)
+        cache, logits_AV, mask_AS = self._prefill(prompts, sampling.max_new_tokens)
+        position_A, longest = prompts.lengths.to(self.device), int(prompts.lengths.max())
+        for k in range(sampling.max_new_tokens):
+            token_A = rows.draw(logits_AV, k, sampling, self._end_tokens)
+            beat()
+            unfinished_A = rows.unfinished(k + 1)
+            remaining = int(unfinished_A.sum())
+            if remaining == 0 or k + 1 == sampling.max_new_tokens:
+                break
+            if remaining <= len(token_A) * _DROP_BELOW:
+                keep = _fill_gaps(unfinished_A, remaining)
+                cache.batch_select_indices(keep)
+                rows.cached_A, token_A, position_A = rows.cached_A[keep], token_A[keep], position_A[keep]
+                mask_AS = None if mask_AS is None else mask_AS[keep]
+            logits_AV = self.model(
+                input_ids=token_A[:, None],
+                attention_mask=None if mask_AS is None else mask_AS[:, : longest + k + 1],
+                position_ids=(position_A + k)[:, None],
+                past_key_values=cache,
+                use_cache=True,
+            ).logits[:, -1]
+        return rows
+
+    def _prefill(self, prompts: Batch, max_new_tokens: int) -> tuple[DynamicCache, Tensor, Tensor | None]:
+        """Read the prompts, each different one once.
+
+        Returns:
+            The cache of all R rows; their logits, [R, V]; their attention mask over the slots of the prompts
+            and of all new tokens, [R, S + K], or None when no row is padded.
+        """
+        from plugins.fast_decode.cache import spare_cache
+
+        # Padding is told from token 0 by -1, or [0, 5] and [5] would be the same row.
+        tokens_RS = prompts.padded("tokens", -1, side="left").to(self.device, torch.int64)
+        tokens_US, place_R = tokens_RS.unique(dim=0, return_inverse=True)
+        real_US = tokens_US >= 0
+        padded = not bool(real_US.all())
+        cache = spare_cache(self.model)
+        logits_U1V = self.model(
+            input_ids=tokens_US.clamp(min=0),
+            attention_mask=real_US.long() if padded else None,
+            position_ids=(real_US.cumsum(1) - 1).clamp(min=0) if padded else None,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits
+        cache.batch_select_indices(place_R)
+        mask_RS = nn.functional.pad(real_US[place_R].long(), (0, max_new_tokens), value=1) if padded else None
+        return cache, logits_U1V[place_R, -1], mask_RS
+
+
+def _fill_gaps(unfinished_A: Tensor, remaining: int) -> Tensor:
+    """[remaining] places of the unfinished rows, so ordered that few rows move: the last ones fill the gaps."""
+    keep = torch.arange(remaining, device=unfinished_A.device)
+    gaps = (~unfinished_A[:remaining]).nonzero().squeeze(1)
+    keep[gaps] = remaining + unfinished_A[remaining:].nonzero().squeeze(1)
+    return keep
+
+
+def _draw(logits_AV: Tensor, sampling: SamplingConfig, uniform_A: NDArray[np.float64]) -> tuple[Tensor, Tensor]:
+    """One token for each row by inversion of its cumulative distribution, and its float32 log-probability.
+
+    In float64: with 100,000 tokens the steps of a float32 sum are larger than many probabilities.
+    """
+    logprob_AV = logits_AV.float()
+    if sampling.temperature not in (0, 1):
+        logprob_AV = logprob_AV / sampling.temperature
+    if not sampling.is_whole:
+        logprob_AV = _likeliest(logprob_AV, sampling.top_p, sampling.top_k)
+    logprob_AV = logprob_AV.log_softmax(-1)
+    # One logit that is no number makes its whole row so.
+    if bool(logprob_AV[:, 0].isnan().any()):
+        raise FloatingPointError(
+            "the policy's logits are not finite: its weights have diverged, or were damaged; go back to an earlier "
+            "checkpoint, and lower train.learning_rate"
+        )
+    if sampling.temperature == 0:
+        token_A = logprob_AV.argmax(-1)
+    else:
+        threshold_A = torch.from_numpy(uniform_A).to(logits_AV.device)
+        rows = max(1, _CHUNK_ELEMENTS // logits_AV.shape[1])
+        pieces = zip(logprob_AV.split(rows), threshold_A.split(rows), strict=True)
+        token_A = torch.cat([_invert(logprob, threshold) for logprob, threshold in pieces])
+    return token_A, logprob_AV.gather(1, token_A[:, None]).squeeze(1)
+
+
+def _likeliest(logits_AV: Tensor, top_p: float, top_k: int) -> Tensor:
+    """[A, V] logits, those of tokens that may not be drawn -inf: first by top_k, then by top_p among what is left."""
+    sorted_AV, token_AV = logits_AV.sort(dim=-1, descending=True, stable=True)
+    if top_k:
+        sorted_AV[:, top_k:] = -torch.inf
+    # A token stays while those before it have not reached the sum: the likeliest always does.
+    before_AV = sorted_AV.softmax(-1).cumsum(-1).roll(1, -1)
+    before_AV[:, 0] = 0
+    sorted_AV[before_AV >= top_p] = -torch.inf
+    return torch.empty_like(sorted_AV).scatter_(-1, token_AV, sorted_AV)
+
+
+def _invert(logprob_AV: Tensor, uniform_A: Tensor) -> Tensor:
+    """[A] first token whose cumulative probability exceeds the uniform number: never an impossible one."""
+    cumulative_AV = logprob_AV.double().exp().cumsum(-1)
+    threshold_A1 = (uniform_A * cumulative_AV[:, -1])[:, None]
+    return torch.searchsorted(cumulative_AV, threshold_A1, right=True).squeeze(1)

@@ -1,0 +1,123 @@
+"""A folder that `from_pretrained` loads, written while the weights arrive: nobody has to hold all of them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from components.models.causal import ValueModel
+from components.models.disk.settings import save_settings
+from components.models.disk.tensor_file import TensorFile
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FILE_BYTES = 5 * 10**9
+"""A file has at most so many, unless a single tensor is larger."""
+_PATTERN, _INDEX = "model{suffix}.safetensors", "model.safetensors.index.json"
+_OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+
+
+def save_model(
+    folder: Path,
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    weights: Iterable[tuple[str, Tensor]],
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Write config.json and weights.
+
+    Args:
+        folder: made when missing; the weights of another model that it has are replaced.
+        model: policy or value model; its own parameters are not read.
+        tensors: what will be written: shapes and types, on the meta device, by the names of the model.
+        weights: all of `tensors`, in any order; each is let go of when it is written.
+        file_bytes: of a file, at most.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    dtype = next(iter(tensors.values())).dtype
+    if isinstance(model, ValueModel):
+        model.save_config(folder, dtype)
+        stored = {model.stored_name(name): tensor for name, tensor in tensors.items()}
+        _write(folder, stored, ((model.stored_name(name), tensor) for name, tensor in weights), file_bytes)
+        return
+    policy: Any = model
+    config = copy.deepcopy(policy.config)
+    config.architectures = [type(policy).__name__.removeprefix("FSDP")]
+    config.dtype = dtype
+    save_settings(folder, config, policy.generation_config if policy.can_generate() else None)
+    older = _OlderNames(policy, tensors)
+    _write(folder, older.tensors, older.undone(weights), file_bytes)
+
+
+class _OlderNames:
+    """Undoes what transformers converted when it loaded a model, so that older versions and other libraries load it.
+
+    It is done by groups: some tensors of the model become one in the file, or one becomes many.
+    """
+
+    def __init__(self, model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        self._undo = lambda group: revert_weight_conversion(model, group)
+        whole = self._undo(dict(tensors))
+        self.tensors = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in whole.items()}
+        """What the files have: shapes and types, on the meta device."""
+        groups = list(_groups(model, tensors))
+        parts = [self._undo({name: tensors[name] for name in group}) for group in groups]
+        apart = {name: tensor.shape for part in parts for name, tensor in part.items()}
+        if apart != {name: tensor.shape for name, tensor in self.tensors.items()}:
+            # A rule that needs to see all of them.
+            groups = [list(tensors)]
+        self._group_of = {name: group for group in map(tuple, groups) for name in group}
+
+    def undone(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Tensors of the files, as soon as all that one needs has come."""
+        waiting: dict[tuple[str, ...], dict[str, Tensor]] = {}
+        for name, tensor in weights:
+            group = self._group_of[name]
+            come = waiting.setdefault(group, {})
+            come[name] = tensor
+            if len(come) == len(group):
+                yield from self._undo(waiting.pop(group)).items()
+
+
+def _groups(model: Any, names: Iterable[str]) -> Iterator[list[str]]:
+    """Which tensors of the model become something together."""
+    from transformers.core_model_loading import WeightConverter, rename_source_key
+
+    rules = [rule.reverse_transform() for rule in reversed(getattr(model, "_weight_conversions", None) or [])]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        target, _ = rename_source_key(name, renamings, converters, reverse=True)
+        groups.setdefault(target, []).append(name)
+    yield from groups.values()
+
+
+def _write(folder: Path, tensors: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]], file_bytes: int) -> None:
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    split = split_torch_state_dict_into_shards(dict(tensors), filename_pattern=_PATTERN, max_shard_size=file_bytes)
+    for old in folder.iterdir():
+        if old.name == _INDEX or _OURS.fullmatch(old.name):
+            old.unlink()
+    with ExitStack() as stack:
+        file_of: dict[str, TensorFile] = {}
+        for file, names in split.filename_to_tensors.items():
+            opened = stack.enter_context(TensorFile(folder / file, {name: tensors[name] for name in names}))
+            file_of |= dict.fromkeys(names, opened)
+        for name, tensor in weights:
+            file_of[name].write(name, tensor)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")

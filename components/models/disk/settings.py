@@ -1,0 +1,82 @@
+"""The settings files of a model: config.json and generation_config.json, written such that they load again."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from components.net.hub import first_line
+
+_log = logging.getLogger(__name__)
+_MOST_FLAGS = 100
+"""Flags of a generation_config.json that are dropped before it is given up."""
+
+
+def save_settings(folder: Path, config: Any, generation_config: Any | None) -> list[str]:
+    """Write config.json and generation_config.json.
+
+    transformers refuses to save a generation_config.json that it loads, such as one with a temperature and without
+    sampling. The flags that it objects to are left out, and named in a warning.
+
+    Args:
+        folder: exists.
+        config: of transformers.
+        generation_config: of transformers; None: the model does not generate.
+
+    Returns:
+        The names of the flags that are left out.
+
+    Raises:
+        ValueError: one of them cannot be saved; the message has transformers' reason.
+    """
+    try:
+        config.save_pretrained(folder)
+    except OSError:
+        raise
+    except Exception as error:  # whatever a value that JSON cannot hold raises
+        raise ValueError(f"its config.json cannot be saved: {first_line(error)}") from error
+    return [] if generation_config is None else _save_generation_config(folder, generation_config)
+
+
+def _save_generation_config(folder: Path, generation_config: Any) -> list[str]:
+    settings = copy.deepcopy(generation_config)
+    dropped: list[str] = []
+    for _ in range(_MOST_FLAGS):
+        try:
+            settings.save_pretrained(folder)
+        except OSError:
+            raise
+        except Exception as error:  # as above
+            flags = _refused_flags(str(error), settings)
+            if not flags:
+                raise ValueError(f"its generation_config.json cannot be saved: {_one_line(error)}") from error
+            for flag in flags:
+                setattr(settings, flag, None)
+            dropped += flags
+        else:
+            break
+    if dropped:
+        _warn_once(", ".join(f"{flag}={getattr(generation_config, flag)!r}" for flag in dropped))
+    return dropped
+
+
+@lru_cache
+def _warn_once(values: str) -> None:
+    """Log a warning for the first of all checkpoints, which leave out the same."""
+    _log.warning("exports have a generation_config.json without %s, which transformers does not save", values)
+
+
+def _refused_flags(message: str, settings: Any) -> list[str]:
+    """Return the flags that a message of transformers objects to: all of a list, or else the first that it names."""
+    listed = re.findall(r"^- `(\w+)`:", message, re.MULTILINE)
+    named = listed or re.findall(r"`(\w+)`", message) or [name for name in vars(settings) if name in message]
+    flags = [flag for flag in dict.fromkeys(named) if getattr(settings, flag, None) is not None]
+    return flags if listed else flags[:1]
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,263 @@
+"""The weights of a model in its safetensors files, read by name and by rows: a process reads only what it keeps.
+
+A model that was made empty (`load_policy(..., empty=True)`) has its parameters on the meta device: names and shapes
+without memory. An engine decides which rank keeps which rows, and `fill` then reads them.
+
+Names in the files may be older than those of the model, and a parameter may be many tensors there, as the experts of
+a layer are: transformers' rules of conversion are asked, for one parameter at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from components.models.disk.blocks import Block, local_part, own_block
+from components.models.disk.tensor_file import TensorReader
+from components.models.disk.tensor_header import SINGLE, index_of
+from components.process.heartbeat import beat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+READ_BYTES = 64 * 2**20
+"""What is read at a time on its way into a parameter, in float32; a single row may be more."""
+
+
+class ReadWhole(Exception):
+    """The weights of a model cannot be read in parts; the message says why."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where one tensor of the model comes from."""
+
+    keys: list[tuple[str, str]]
+    """(pattern of the converter, name in the files), in the order that the converter wants; just one without it."""
+    converter: Any = None
+    """Of transformers, for `target`. None: the tensor is in the files as it is."""
+    target: str = ""
+    stacked: int = 0
+    """So many tensors of each pattern are the rows of the parameter, and can be converted alone. 0: they are not."""
+
+    def of_rows(self, rows: range | None) -> list[tuple[str, str]]:
+        if rows is None or not self.stacked:
+            return self.keys
+        by_pattern: dict[str, list[str]] = {}
+        for pattern, key in self.keys:
+            by_pattern.setdefault(pattern, []).append(key)
+        return [(pattern, keys[row]) for pattern, keys in by_pattern.items() for row in rows]
+
+
+class WeightFiles:
+    """Which tensors of safetensors files are the parameters and buffers of a model. None of them is kept in memory."""
+
+    def __init__(self, model: PreTrainedModel, folder: Path) -> None:
+        """
+        Args:
+            model: with its parameters on the meta device.
+            folder: what `save_pretrained` writes, or what is on the hub.
+
+        Raises:
+            ReadWhole: something else than these files is needed to load the model.
+        """
+        self._folder = folder
+        self._file_of = _files(folder)
+        self._readers: dict[str, TensorReader] = {}
+        self._stack = ExitStack()
+        # Not an attribute that a module would take for a part of itself.
+        self._context = {"model": model, "config": model.config}
+        with self:
+            self._sources = self._find(model)
+            self._join_tied(model)
+
+    def __enter__(self) -> WeightFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+        self._readers.clear()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._sources
+
+    @torch.no_grad()
+    def read(self, name: str, into: Tensor, block: Block) -> None:
+        """Copy a part of a tensor of the model into `into`, in its type and on its device."""
+        source = self._sources[name]
+        if not into.ndim:
+            into.copy_(self._reader(source.keys[0][1]).whole(source.keys[0][1]))
+        elif source.converter is not None and not source.stacked:
+            rows = self._converted(source)[name][block.row : block.row + block.rows]
+            into.copy_(block.columns_of(rows).view(into.shape))
+        else:
+            for first, last in _chunks(into):
+                rows = self._rows(name, source, replace(block, row=block.row + first, rows=last - first))
+                into[first:last].copy_(rows.view(into[first:last].shape))
+
+    def _rows(self, name: str, source: _Source, block: Block) -> Tensor:
+        if source.converter is None:
+            key = source.keys[0][1]
+            return self._reader(key).block(key, block)
+        rows = range(block.row, block.row + block.rows)
+        return block.columns_of(self._converted(source, rows)[name])
+
+    def _converted(self, source: _Source, rows: range | None = None, on_meta: bool = False) -> dict[str, Tensor]:
+        """Whole parameters, or these rows of them, made by transformers of what is in the files."""
+        converter = deepcopy(source.converter)
+        for pattern, key in source.of_rows(rows):
+            reader = self._reader(key)
+            tensor = reader.empty(key) if on_meta else reader.whole(key)
+            converter.add_tensor(source.target, key, pattern, tensor)
+        made = converter.convert(source.target, **self._context)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    def _reader(self, key: str) -> TensorReader:
+        file = self._file_of[key]
+        if file not in self._readers:
+            try:
+                self._readers[file] = self._stack.enter_context(TensorReader(self._folder / file))
+            except ValueError as error:
+                raise ReadWhole(f"{self._folder / file}: {error}") from error
+        return self._readers[file]
+
+    def _find(self, model: PreTrainedModel) -> dict[str, _Source]:
+        """What each tensor of the model is read from: names as transformers renames them when it loads."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
+
+        state = model.state_dict(keep_vars=True)
+        loaded: Any = model
+        rules: Any = get_model_conversion_mapping(model)
+        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
+        of_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+        sources: dict[str, _Source] = {}
+        for key in sorted(self._file_of, key=dot_natural_key):
+            name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+            if name not in state and key in state:
+                name, pattern = rename_source_key(key, [], [], model.base_model_prefix, state)
+            if name not in state:
+                continue  # a head that this model has not, or a buffer of older versions
+            converter = None if pattern is None else of_pattern[pattern]
+            source = sources.setdefault(name, _Source([], converter, name))
+            source.keys.append((pattern or key, key))
+        # What save_pretrained has to undo.
+        loaded._weight_conversions = [rule for rule in rules if rule.was_used()]
+        return dict(self._checked(sources, state))
+
+    def _checked(self, sources: dict[str, _Source], state: dict[str, Any]) -> Iterator[tuple[str, _Source]]:
+        """Sources by the names of what they really make, which has the shapes of the model."""
+        for source in sources.values():
+            if source.converter is None:
+                made = {source.target: self._reader(source.keys[0][1]).empty(source.keys[0][1])}
+            else:
+                made = self._converted(source, on_meta=True)
+            for name, tensor in made.items():
+                if name not in state or tensor.shape != state[name].shape:
+                    here = list(state[name].shape) if name in state else "absent"
+                    raise ReadWhole(f"{name} has shape {list(tensor.shape)} in its files, and is {here} in the model")
+                yield name, self._by_rows(source, name, tensor)
+
+    def _by_rows(self, source: _Source, name: str, whole: Tensor) -> _Source:
+        """The same source, with the number of its tensors where rows of the parameter can be made of some of them."""
+        counts = {sum(one == pattern for one, _ in source.keys) for pattern, _ in source.keys}
+        if source.converter is None or not whole.ndim or counts != {len(whole)} or len(whole) < 2:
+            return source
+        stacked = _Source(source.keys, source.converter, source.target, len(whole))
+        part = self._converted(stacked, range(1, 2), on_meta=True)[name]
+        return stacked if part.shape == (1, *whole.shape[1:]) else source
+
+    def _join_tied(self, model: PreTrainedModel) -> None:
+        """Let a parameter that several modules share be read under any of its names, of which files have one."""
+        names_of: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names_of.setdefault(id(parameter), []).append(name)
+        for names in names_of.values():
+            stored = [name for name in names if name in self._sources]
+            if not stored:
+                raise ReadWhole(f"{names[0]} is not in {self._folder}")
+            if any(not self._are_equal(model, stored[0], other) for other in stored[1:]):
+                raise ReadWhole(f"{' and '.join(stored)} are to be the same, and differ in {self._folder}")
+            self._sources |= dict.fromkeys(names, self._sources[stored[0]])
+
+    def _are_equal(self, model: PreTrainedModel, name: str, other: str) -> bool:
+        whole = model.get_parameter(name)
+        blocks = [replace(own_block(whole), row=first, rows=last - first) for first, last in _chunks(whole)]
+        return all(
+            torch.equal(*(self._rows(one, self._sources[one], block) for one in (name, other))) for block in blocks
+        )
+
+
+def fill(model: nn.Module, device: torch.device | str) -> None:
+    """Read the weights of a model that was made empty: of parameters that are partitioned by rows this rank's rows.
+
+    Every parameter on the meta device becomes one on `device`; others, such as new adapters and heads, and buffers
+    stay where they are. A model that was not made empty is left as it is.
+
+    Args:
+        model: policy or value model, perhaps with adapters; perhaps under `fully_shard`.
+        device: of the parameters.
+    """
+    for _ in filled(model, device):
+        pass
+
+
+def filled(model: nn.Module, device: torch.device | str, reads: bool = True) -> Iterator[nn.Parameter]:
+    """The parameters of a model in their order, each made as `fill` makes it when its turn comes.
+
+    Args:
+        model: as for `fill`, like `device`.
+        device: of the parameters.
+        reads: read them; otherwise they have memory, and any numbers in it.
+    """
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    with ExitStack() as stack:
+        files: dict[str, WeightFiles] = {}
+        for path, module in model.named_modules():
+            if isinstance(here := getattr(module, "weight_files", None), WeightFiles):
+                files[f"{path}." if path else ""] = stack.enter_context(here)
+            for name, parameter in module.named_parameters(recurse=False):
+                places.setdefault(parameter, []).append((module, name))
+        for name, parameter in list(model.named_parameters()):
+            if not parameter.is_meta:
+                yield parameter
+                continue
+            made = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+            if reads:
+                prefix = next(prefix for prefix in files if name.startswith(prefix))
+                # A layer that has an adapter is a part of what stands in its place.
+                stored = name.removeprefix(prefix).replace(".base_layer.", ".")
+                files[prefix].read(stored, local_part(made.detach()), own_block(made))
+            for module, own_name in places[parameter]:
+                setattr(module, own_name, made)
+            beat()
+            yield made
+
+
+def _chunks(tensor: Tensor) -> Iterator[tuple[int, int]]:
+    """Rows to be read at a time."""
+    rows = max(1, READ_BYTES * len(tensor) // max(1, 4 * tensor.numel()))
+    for first in range(0, len(tensor), rows):
+        yield first, min(first + rows, len(tensor))
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """In which file of the folder each tensor is."""
+    index = index_of(folder)
+    if index is not None:
+        return index
+    if not (folder / SINGLE).is_file():
+        raise ReadWhole(f"{folder} has no safetensors files")
+    try:
+        with TensorReader(folder / SINGLE) as reader:
+            return dict.fromkeys(reader, SINGLE)
+    except ValueError as error:
+        raise ReadWhole(f"{folder / SINGLE}: {error}") from error

@@ -1,0 +1,72 @@
+"""The tokens that end a response, by everything that a model's folder says about them.
+
+Tokenizer, config.json, generation_config.json and chat template often disagree: a base model that was tuned to chat
+ends its turns with a token that its generation_config.json does not name. Ends are the union of them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from components.data.model_tokens import embedding_rows, end_ids
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def use_end_tokens(model: Any, path: str | Path) -> None:
+    """Let the settings of `model` name every token that ends a response; an export has them too.
+
+    Args:
+        model: of transformers, loaded from `path`; one that cannot generate stays as it is.
+        path: of the model, with its tokenizer.
+    """
+    if not model.can_generate():
+        return
+    by_tokenizer = _tokenizer_ends(path)
+    named = set(_ids(model.generation_config.eos_token_id))
+    every = named | set(_ids(model.config.eos_token_id)) | set(by_tokenizer)
+    if every != named:
+        model.generation_config.eos_token_id = _as_setting(every)
+    if not set(by_tokenizer) <= set(_ids(model.config.eos_token_id)):
+        model.config.eos_token_id = _as_setting(every)
+
+
+def end_tokens_of(path: str | Path) -> list[int]:
+    """Return the tokens that end a response of the model at `path`, for an engine that loads it by itself.
+
+    Ids beyond the model's vocabulary are left out: they are never sampled, and vLLM refuses requests that name one.
+    """
+    from transformers import AutoConfig
+
+    from components.models.disk.empty_model import generation_config
+
+    ids = {*_ids(generation_config(path).eos_token_id), *_tokenizer_ends(path)}
+    config: Any = AutoConfig.from_pretrained(path)
+    ids |= set(_ids(getattr(config, "eos_token_id", None)))
+    rows = embedding_rows(path)
+    return sorted(index for index in ids if rows is None or index < rows)
+
+
+def _tokenizer_ends(path: str | Path) -> list[int]:
+    """Return the ends that the tokenizer and its chat template name; none for a folder without a tokenizer."""
+    folder = Path(path)
+    if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return []
+    from transformers import AutoTokenizer
+
+    try:
+        return end_ids(AutoTokenizer.from_pretrained(path, trust_remote_code=False))
+    except (OSError, ValueError):
+        return []  # a model alone may be loaded; who reads its tokens loads the tokenizer, and gets the reason
+
+
+def _ids(setting: int | list[int] | None) -> list[int]:
+    """Return the ids of a setting; a negative one is the older way to say that there is none."""
+    ids = [setting] if isinstance(setting, int) else setting or []
+    return [index for index in ids if index >= 0]
+
+
+def _as_setting(ids: set[int]) -> int | list[int]:
+    """Return one id as a number and several as a list."""
+    return sorted(ids) if len(ids) > 1 else next(iter(ids))

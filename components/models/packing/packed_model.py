@@ -1,0 +1,307 @@
+"""Sequences laid end to end in one row, of which each attends to itself only: no padding is computed, and what several
+of them begin with is computed once (shared_prompts.py).
+
+A model that packs gets the row, positions that start anew with each sequence, and where the sequences begin, under the
+names that transformers uses; its attention is the function below, whatever the layer's window, soft cap or sinks.
+
+    on a GPU, in half precision     torch's variable-length kernel, where it can what the layer wants
+    else                            sequences of about one length at a time (packed_row.py): torch's SDPA, or plain
+                                    tensor functions for caps and sinks
+
+Legend: `B` sequences, `N` all their tokens end to end, `U` places of their row, `S` queries and `T` keys of one
+sequence, `R` rows of a call, `H` query heads, `K` key heads, `D` size of a head.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout as drop
+from torch.nn.functional import scaled_dot_product_attention
+
+from components.batch import Batch
+from components.models.packing.packed_row import PackedRow, picked
+from components.models.precision import as_multiplied
+from plugins.parallel.router_loss import Routers
+from plugins.prefix_sharing.shared_prompts import mark_shared_prompts, runs_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_log = logging.getLogger(__name__)
+_NAME = "troupe_packed"
+_MARK = "packs_sequences"  # a ValueModel has a property of this name
+
+# How far a packed sequence may be from the same one alone, relative to the largest number of the output.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+
+
+def use_packing(model: PreTrainedModel, probe: PreTrainedModel | None = None) -> None:
+    """Let `model` take packed sequences; `packs` tells from then on.
+
+    It gets the attention of this file, unless it was loaded with flash attention, which knows packed sequences. A small
+    packed row is compared with its sequences alone, under the model's own plain attention.
+
+    Args:
+        model: gets the attention.
+        probe: a model of the same kind that is asked, with whole weights; None: the model itself.
+
+    Raises:
+        ValueError: something else than attention looks at several tokens, or the two do not agree.
+    """
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(_NAME, _attention)
+    AttentionMaskInterface.register(_NAME, _mask)
+    own = model.config._attn_implementation
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    if not kinds <= {"full_attention", "sliding_attention"}:
+        raise ValueError(_refusal(model, f"it has layers of the kinds {', '.join(sorted(kinds))}"))
+    asked = probe or model
+    row = _probe_row(asked)
+    try:
+        asked.set_attn_implementation("eager")
+        with torch.no_grad():
+            alone = [asked(input_ids=row.select([i])["tokens"][None], use_cache=False)[0] for i in range(len(row))]
+        asked.set_attn_implementation(_NAME)
+        expected = torch.cat(alone, 1).float()
+        distance = _distance(asked, expected, packed_inputs(row)[0])
+        model.set_attn_implementation(_NAME)
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(_refusal(model, f"it failed on a packed row: {error}")) from error
+    if model.config._attn_implementation != _NAME:
+        raise ValueError(_refusal(model, "transformers cannot give it another attention"))
+    # Not the other way round: NaN is not near.
+    if not distance <= _TOLERANCE.get(asked.dtype, 1e-3):
+        raise ValueError(_refusal(model, f"packed sequences gave other results than alone, {distance:.1g} apart"))
+    mark_shared_prompts(model, _can_share(asked, row, expected))
+    if own is not None and "flash" in own:
+        model.set_attn_implementation(own)
+        mark_shared_prompts(model, False)
+    setattr(model, _MARK, True)
+
+
+def _distance(
+    asked: PreTrainedModel, expected_1NV: Tensor, inputs: dict[str, Any], place_N: Tensor | None = None
+) -> float:
+    """How far a model's output for a row is from what is expected, relative to the largest number."""
+    with torch.no_grad():
+        found_1NV = asked(**inputs)[0].float()
+    found_1NV = found_1NV if place_N is None else found_1NV[:, place_N]
+    return float((found_1NV - expected_1NV).abs().max() / expected_1NV.abs().max())
+
+
+def _can_share(asked: PreTrainedModel, row: Batch, expected_1NV: Tensor) -> bool:
+    """Whether a model hands on to its attention what sequences share. The loss that balances experts counts every token
+    that is routed, so that a mixture of experts computes each.
+    """
+    if Routers(asked):
+        return False
+    try:
+        distance = _distance(asked, expected_1NV, *packed_inputs(row, shortest=2))
+    except (RuntimeError, TypeError, ValueError) as error:
+        _log.info("%s computes each sequence whole: %s", type(asked).__name__, error)
+        return False
+    return distance <= _TOLERANCE.get(asked.dtype, 1e-3)
+
+
+def use_own_attention(model: PreTrainedModel) -> None:
+    """Let a model that packs with flash attention use the attention of this file instead."""
+    model.set_attn_implementation(_NAME)
+
+
+def packs(model: nn.Module) -> bool:
+    """Whether a model, or the model in an engine, takes packed sequences."""
+    return getattr(model, _MARK, False)
+
+
+def packed_inputs(
+    batch: Batch, shortest: int | None = None, *, one_follower: bool = False
+) -> tuple[dict[str, Any], Tensor | None]:
+    """What a model that packs is called with, for column `tokens` of at least one token.
+
+    Args:
+        batch: of the sequences.
+        shortest: what sequences begin with alike, of so many tokens at least, is in the row once; None: nothing is.
+        one_follower: see `runs_of`.
+
+    Returns:
+        Arguments of the call; and [N] the place of each token in the row, None where they are in order.
+    """
+    row = PackedRow(batch, None if shortest is None else runs_of(batch, shortest, one_follower=one_follower))
+    packed = batch.packed()
+    token_U, position_U = (x if row.first_U is None else x[row.first_U] for x in (packed.tokens, packed.positions))
+    # No cache and no mask: with either transformers takes the row for one sequence.
+    inputs = {"input_ids": token_U[None], "position_ids": position_U[None], "packed_row": row, "use_cache": False}
+    for side in ("q", "k"):  # for flash attention
+        inputs |= {f"cu_seq_lens_{side}": row.borders, f"max_length_{side}": row.longest}
+    return inputs, row.place_N
+
+
+def _refusal(model: nn.Module, why: str) -> str:
+    return f"{type(model).__name__} cannot be trained on packed sequences: {why}; set packing=False"
+
+
+def _probe_row(model: PreTrainedModel) -> Batch:
+    """Four sequences, of which the last two begin alike."""
+    vocabulary = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in (6, 1, 9)]
+    rows.append([*rows[2][:5], *rows[0][:2]])
+    return Batch.from_rows({"tokens": rows})
+
+
+def _mask(attention_mask: Tensor | None = None, local_size: int | None = None, **arguments: Any) -> Tensor | None:
+    """What layers get as their mask: None, or [1, 1, 1, 1] the tokens of their window; a real mask where there is one.
+
+    Args:
+        attention_mask: [R, S] False at padding.
+        local_size: tokens that a token sees, itself included.
+        arguments: as transformers calls functions that make masks.
+    """
+    from transformers.masking_utils import sdpa_mask
+
+    if attention_mask is not None or arguments["q_length"] != arguments["kv_length"]:
+        return sdpa_mask(attention_mask=attention_mask, local_size=local_size, **arguments)
+    return None if local_size is None else torch.full((1, 1, 1, 1), local_size)
+
+
+def _attention(
+    module: nn.Module,
+    query_RHND: Tensor,
+    key_RKND: Tensor,
+    value_RKND: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    packed_row: PackedRow | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """As transformers calls attention: returns [R, N, H, D] and no attention weights.
+
+    Args:
+        attention_mask: what `_mask` made of it.
+        s_aux: [H] sinks: logits that take their share of the softmax and give nothing.
+        packed_row: where sequences lie in the only row; None: every row is a sequence.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    is_window = attention_mask is not None and attention_mask.dtype == torch.int64
+    is_masked, plain = attention_mask is not None and not is_window, softcap is None and s_aux is None
+    odd = rest.get("position_bias") is not None or rest.get("is_causal") is False or not _is_causal(module)
+    if odd or (is_masked and (packed_row is not None or not plain)):
+        raise ValueError(f"{type(module).__name__} has a mask or a bias beside its order; set packing=False")
+    if is_masked:
+        arguments = {"scaling": scaling, "dropout": dropout, **rest}
+        return sdpa_attention_forward(module, query_RHND, key_RKND, value_RKND, attention_mask, **arguments)
+    # Under autocast rotated queries and keys come in float32, which the kernel does not take.
+    query_RHND, key_RKND, value_RKND = as_multiplied(query_RHND, key_RKND, value_RKND)
+    context = None if packed_row is None else packed_row.context
+    sinks_H = s_aux if context is None or s_aux is None else context.own_heads(s_aux)
+    window = None if attention_mask is None else int(attention_mask)
+    scale = query_RHND.shape[-1] ** -0.5 if scaling is None else scaling
+    attend = partial(_by_sdpa if plain else partial(_by_hand, softcap=softcap, s_aux=sinks_H), scale, dropout, window)
+    inputs = query_RHND, key_RKND, value_RKND
+    if packed_row is None:
+        return attend(*inputs).transpose(1, 2).contiguous(), None
+    if context is not None:
+        inputs = context.by_heads(*inputs, packed_row.places)
+    if plain and dropout == 0 and _has_kernel(query_RHND, value_RKND):
+        output_1UHD = _by_kernel(*inputs, packed_row, scale, window)
+    else:
+        query_1HUD, key_1KUD, value_1KUD = inputs
+        parts = zip(packed_row.queries(query_1HUD), *map(packed_row.keys, (key_1KUD, value_1KUD)), strict=True)
+        output_1UHD = packed_row.from_rectangles([attend(query, key, value) for query, key, value in parts])
+    return output_1UHD if context is None else context.by_places(output_1UHD), None
+
+
+def _is_causal(module: nn.Module) -> bool:
+    return getattr(module, "is_causal", True)
+
+
+def _by_sdpa(
+    scale: float, dropout: float, window: int | None, query_RHSD: Tensor, key_RKTD: Tensor, value_RKTD: Tensor
+) -> Tensor:
+    queries, keys = query_RHSD.shape[2], key_RKTD.shape[2]
+    is_whole = queries == keys and (window is None or window >= keys)
+    mask_ST = None if is_whole else _seen(queries, keys, window, query_RHSD.device)
+    return scaled_dot_product_attention(
+        query_RHSD,
+        key_RKTD,
+        value_RKTD,
+        attn_mask=mask_ST,
+        is_causal=is_whole,
+        dropout_p=dropout,
+        scale=scale,
+        enable_gqa=query_RHSD.shape[1] != key_RKTD.shape[1],
+    )
+
+
+def _by_hand(
+    scale: float,
+    dropout: float,
+    window: int | None,
+    query_RHSD: Tensor,
+    key_RKTD: Tensor,
+    value_RKTD: Tensor,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    group = query_RHSD.shape[1] // key_RKTD.shape[1]
+    key_RHTD, value_RHTD = (x.repeat_interleave(group, 1) for x in (key_RKTD, value_RKTD))
+    score_RHST = query_RHSD @ key_RHTD.transpose(2, 3) * scale
+    if softcap is not None:
+        score_RHST = torch.tanh(score_RHST / softcap) * softcap
+    queries, keys = score_RHST.shape[2:]
+    score_RHST = score_RHST.masked_fill(~_seen(queries, keys, window, score_RHST.device), -torch.inf)
+    if s_aux is not None:
+        sink_RHS1 = s_aux.view(1, -1, 1, 1).to(score_RHST.dtype).expand(*score_RHST.shape[:-1], 1)
+        score_RHST = torch.cat([score_RHST, sink_RHS1], -1)
+    share_RHST = score_RHST.softmax(-1, dtype=torch.float32).to(query_RHSD.dtype)[..., :keys]
+    return drop(share_RHST, dropout) @ value_RHTD
+
+
+def _seen(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """[S, T] bool, True where the row's token sees the column's: itself and those before it in the window. The last
+    query is the last key.
+    """
+    seen_ST = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return seen_ST if window is None else seen_ST.triu(keys - queries + 1 - window)
+
+
+def _has_kernel(query_RHND: Tensor, value_RKND: Tensor) -> bool:
+    fits = query_RHND.shape[-1] == value_RKND.shape[-1] <= 256
+    return query_RHND.is_cuda and query_RHND.dtype in (torch.bfloat16, torch.float16) and fits
+
+
+def _by_kernel(
+    query_1HUD: Tensor, key_1KUD: Tensor, value_1KUD: Tensor, row: PackedRow, scale: float, window: int | None
+) -> Tensor:
+    """[1, U, H, D]."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    group = query_1HUD.shape[1] // key_1KUD.shape[1]
+    # Not the kernel's own grouping, which is not in every release of torch.
+    key_1HUD, value_1HUD = (x.repeat_interleave(group, 1) if group > 1 else x for x in (key_1KUD, value_1KUD))
+    inputs = (x[0].transpose(0, 1).contiguous() for x in (query_1HUD, key_1HUD, value_1HUD))
+    query_NHD, key_NHD, value_NHD = (picked(x_UHD, row.place_N) for x_UHD in inputs)
+    seen = (-1 if window is None else window - 1, 0)
+    output_NHD: Any = varlen_attn(
+        query_NHD,
+        key_NHD,
+        value_NHD,
+        row.borders,
+        row.borders,
+        row.longest,
+        row.longest,
+        scale=scale,
+        window_size=seen,
+    )
+    return picked(output_NHD, row.first_U)[None]

@@ -1,0 +1,76 @@
+"""A reward model: one score for a whole sequence.
+
+Legend: `B` sequences, `N` all tokens of the batch end to end, `T` longest sequence.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from torch import Tensor
+
+from components.batch import Batch
+from components.models.causal import load_value_model, state_values
+from components.train.config import FrozenConfig, weight_type
+from components.train.frozen import FrozenEngine, is_read_by_parts
+
+
+def note_statistics(folder: str | Path, mean: float, std: float) -> None:
+    """Write mean and standard deviation of the scores into a saved model's config.json, for `normalize`."""
+    file = Path(folder) / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) | {"mean": mean, "std": std}
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+class RewardModel:
+    """A classifier with one label over a causal transformer, on the GPU when there is one."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        config: FrozenConfig | None = None,
+        *,
+        normalize: bool = False,
+        value_head_prefix: str = "score",
+        attn_implementation: str | None = None,
+    ) -> None:
+        """
+        Args:
+            path: a folder or hub name that `AutoModelForSequenceClassification` with num_labels=1 wrote.
+            config: of its engine. Scores are float32 in any precision.
+            normalize: scores minus the `mean`, by the `std`, that are in the model's config.json.
+            value_head_prefix: the head's weights are called `<prefix>.weight`.
+            attn_implementation: as transformers names it; None: its own choice.
+
+        Raises:
+            ValueError: the folder has no such head, or one of several labels, or no mean and std to normalise with.
+        """
+        config = config or FrozenConfig()
+        model = load_value_model(
+            path,
+            dtype=weight_type(config.precision),
+            attn_implementation=attn_implementation,
+            value_head_prefix=value_head_prefix,
+            normalize=normalize,
+            needs_head=True,
+            packing=config.packing,
+            empty=is_read_by_parts(config),
+        )
+        self._engine = FrozenEngine(model, config)
+
+    def score(self, batch: Batch) -> Tensor:
+        """[B] float32 on the CPU: what the head says after the last token of each sequence.
+
+        The last token is where the sequence ends, also when it is the padding token or the end token comes twice.
+
+        Raises:
+            ValueError: a sequence has no token.
+        """
+        empty = (batch.lengths == 0).nonzero().flatten().tolist()
+        if empty:
+            raise ValueError(
+                f"sequence {empty[0]} of {len(batch)} has no token, so nothing can be scored; leave it out"
+            )
+        score_N = self._engine.forward(batch.only("tokens"), state_values)
+        return score_N[batch.offsets[1:] - 1]

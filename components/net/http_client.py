@@ -1,0 +1,133 @@
+"""An HTTP client for servers that are not ours: every request has limits of time and size, whatever the server sends.
+
+httpx limits the time between two parts of a response, so a server that sends a byte, a header or an interim response
+now and then is waited for without end. Here a request runs in an event loop, and the loop cancels it at its deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import httpx
+
+from components.net.loopback import is_loopback
+
+MOST_BYTES = 2**26
+"""Maximum size of the body of a response, before and after decompression."""
+_GZIP = 31
+"""Window size of zlib that stands for the gzip format."""
+
+
+class UnreadableError(ValueError):
+    """A response whose body is too large, or packed in a way that is not read."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A whole response."""
+
+    status: int
+    headers: httpx.Headers
+    packed: bytes
+    """The body as it was sent."""
+
+    def body(self) -> bytes:
+        """Return the body, decompressed.
+
+        Raises:
+            UnreadableError: for any encoding but one layer of gzip, a bad gzip stream, and more than MOST_BYTES.
+        """
+        encodings = [name.strip().lower() for name in self.headers.get("content-encoding", "").split(",")]
+        encodings = [name for name in encodings if name not in ("", "identity")]
+        if not encodings:
+            return self.packed
+        if encodings not in (["gzip"], ["x-gzip"]):
+            raise UnreadableError(f"the header Content-Encoding {', '.join(encodings)!r}; send it plain, or as gzip")
+        unpacker = zlib.decompressobj(wbits=_GZIP)
+        try:
+            # The limit keeps a few kilobytes from becoming gigabytes.
+            text = unpacker.decompress(self.packed, MOST_BYTES + 1)
+        except zlib.error as error:
+            raise UnreadableError(f"a body that is no gzip ({error})") from error
+        if len(text) > MOST_BYTES:
+            raise UnreadableError(f"more than {MOST_BYTES >> 20} MB, unpacked")
+        if not unpacker.eof or unpacker.unused_data:
+            raise UnreadableError(f"a gzip body that is {'followed by more' if unpacker.eof else 'cut off'}")
+        return text
+
+    def excerpt(self, length: int = 200) -> str:
+        """Return the beginning of the body for a message."""
+        try:
+            body = self.body()
+        except UnreadableError:
+            body = self.packed
+        return repr(body[: 4 * length].decode(errors="replace")[:length])
+
+
+class HttpClient:
+    """Sends requests from any thread; the connections are kept until `close`."""
+
+    def __init__(self, headers: Mapping[str, str] | None = None) -> None:
+        """Start the thread of the event loop; nothing is sent yet. `headers` come with every request."""
+        # Other encodings would be unpacked without a limit on what comes out.
+        self._headers = {"Accept-Encoding": "gzip", **(headers or {})}
+        self._clients: dict[bool, httpx.AsyncClient] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def post(self, url: str, body: bytes, limit_s: float) -> Reply:
+        """Send JSON, and return the response.
+
+        Args:
+            url: of the server. The loopback is reached without a proxy.
+            body: the JSON.
+            limit_s: seconds that the request may take, from the connection to the last byte.
+
+        Raises:
+            UnreadableError: for a body of more than MOST_BYTES.
+            TimeoutError: at the deadline.
+            httpx.TransportError: the connection or the protocol failed.
+        """
+        return asyncio.run_coroutine_threadsafe(self._post(url, body, limit_s), self._loop).result()
+
+    def close(self) -> None:
+        """End the requests under way, and close the connections."""
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _post(self, url: str, body: bytes, limit_s: float) -> Reply:
+        client, headers = self._client(url), {"Content-Type": "application/json"}
+        packed = bytearray()
+        async with asyncio.timeout(limit_s), client.stream("POST", url, content=body, headers=headers) as response:
+            async for part in response.aiter_raw():
+                packed += part
+                if len(packed) > MOST_BYTES:
+                    raise UnreadableError(f"more than {MOST_BYTES >> 20} MB")
+            return Reply(response.status_code, response.headers, bytes(packed))
+
+    def _client(self, url: str) -> httpx.AsyncClient:
+        is_direct = is_loopback(urlsplit(url).hostname or "")
+        if is_direct not in self._clients:
+            # With a transport of its own a client reads no proxies from the environment, and still the certificates.
+            transport = httpx.AsyncHTTPTransport() if is_direct else None
+            # No timeout here: `post` has one for the whole.
+            self._clients[is_direct] = httpx.AsyncClient(timeout=None, headers=self._headers, transport=transport)
+        return self._clients[is_direct]
+
+    async def _end(self) -> None:
+        requests = asyncio.all_tasks() - {asyncio.current_task()}
+        for request in requests:
+            request.cancel()
+        await asyncio.gather(*requests, return_exceptions=True)
+        for client in self._clients.values():
+            await client.aclose()

@@ -1,0 +1,444 @@
+"""Alarms: what in a step's metrics a person should look at, said once in plain words, with what to try.
+
+A limit stands where a run goes wrong, not where it could be better: none of the demonstrations comes near one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from training.tracking.event_types import AlarmEvent
+from training.tracking.metrics import canonical_name
+from training.tracking.serialization import json_lines
+
+Numbers = Mapping[str, float]
+"""A step's metrics under our names, of those that are finite numbers."""
+
+MOST_KL = 0.5
+"""Nats per token that a policy may move within a step. Demonstrations: up to 0.21, at their first step."""
+MOST_DRIFT = 3.0
+"""Nats per token that it may be from the reference. Demonstrations: up to 0.51."""
+MOST_CLIPPED = 0.3
+"""Of the tokens, where the policy moves more than MOVES. Demonstrations: up to 0.15."""
+MOVES = 0.05
+"""Nats per token. A narrow clip range, such as GSPO's, clips half of the tokens of a policy that hardly moves."""
+LEAST_ENTROPY = 0.1
+"""Of what it was in the first step. Demonstrations: down to 0.21 before they are right nine times out of ten."""
+MOST_ENTROPY = 3.0
+"""Multiple of the first step's entropy. Demonstrations of grpo and reinforce_pp, seeds 1 and 2, 15 steps: at most
+1.06."""
+LEAST_EXPLODED = 1.0
+"""Nats per token below which no entropy is an explosion."""
+LEAST_SCORE = 0.1
+"""Below it a score is mostly noise."""
+MOST_FALL = 0.4
+"""Of the best score so far."""
+MOST_LOST = 0.75
+"""Share of the gain, from the first scores to the best ones, that may be lost again."""
+LEAST_GAIN = 0.2
+"""Gain of a score on held-out prompts below which losing it is no case for an alarm."""
+NOISES = 4.0
+"""Multiple of the noise of a step's score below which a gain may be luck. Of 200 simulated runs of 300 steps without
+any progress, 0.5 to 8 % had a larger one and lost it (8 to 64 responses, a score of 0.2 or 0.5)."""
+LOST_IN_A_ROW = 3
+"""Number of evaluations, or of steps that are averaged, in which a gain has to be lost."""
+REMEMBERED = 200
+"""Number of the latest scores that the noise is estimated from."""
+SOLVED = 0.9
+"""From this score on a policy may be sure of itself, and the responses to a prompt may be alike."""
+MOST_GAP = 0.05
+"""Nats per token between engine and trainer of the same weights: bfloat16 makes about 0.01 of it."""
+MOST_STALE_GAP = 1.0
+"""The same where the responses are of older weights."""
+MOST_EQUAL = 0.9
+"""Of the responses, to prompts whose responses all earned the same."""
+MOST_TRUNCATED = 0.5
+"""Of the responses."""
+MOST_AT_START = 0.01
+"""Nats per token from the reference before the first update, and of the ratio from 1 before a step's: a part of it is
+bfloat16's rounding."""
+
+_RISING = ("eval/score", "reward/score")
+"""Metrics whose best value so far is known to the alarms, as `best:<name>`, and as `lost:<name>` 1 where most of a gain
+is lost."""
+_NAME = re.compile(r"\{([\w.]+)\}")
+SAME_PRECISION = "let both compute in the same precision ({train.precision})"
+LOWER_RATE = "lower the learning rate ({train.learning_rate})"
+FEWER_UPDATES = "learn in fewer optimizer steps (a larger {train.mini_batch_size}, fewer {train.epochs})"
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One thing that may be wrong."""
+
+    name: str
+    watches: str
+    """The metric that is looked at; steps without it are passed over."""
+    when: str
+    """From where on it sounds, in words."""
+    text: str
+    """What is wrong, with the numbers found: `{now}` in this step, `{first}` in the first."""
+    remedies: Sequence[str]
+    """What to try: options by what they mean, with their names in braces."""
+    sounds: Callable[[Numbers, Numbers], bool]
+    """(metrics of this step, the first value of each) -> whether this step is wrong."""
+    steps: int = 1
+    """So many such steps in a row make an alarm."""
+
+
+def _moves_far(now: Numbers, _: Numbers) -> bool:
+    return now["actor/clipped_share"] > MOST_CLIPPED and now.get("actor/approx_kl", 0.0) > MOVES
+
+
+def _is_sure_of_wrong_responses(now: Numbers, first: Numbers) -> bool:
+    few = now["actor/entropy"] < LEAST_ENTROPY * first["actor/entropy"]
+    return few and now.get("reward/score", 0.0) < SOLVED
+
+
+def _differs_from_engine(now: Numbers, _: Numbers) -> bool:
+    is_stale = now.get("rollout/staleness_max", 0.0) > 0
+    return now["rollout/logprob_gap_mean"] > (MOST_STALE_GAP if is_stale else MOST_GAP)
+
+
+def _is_no_ratio_of_one(now: Numbers, _: Numbers) -> bool:
+    is_stale = now.get("rollout/staleness_max", 0.0) > 0
+    return not is_stale and abs(now["actor/first_ratio_mean"] - 1) > MOST_AT_START
+
+
+def _is_all_equal(now: Numbers, first: Numbers) -> bool:
+    name = "reward/zero_variance_share"
+    # A policy that has learnt it all ends there too; one that begins there has nothing to learn from.
+    has_learnt = now.get("reward/score", 0.0) >= SOLVED and first[name] <= MOST_EQUAL
+    return now[name] > MOST_EQUAL and not has_learnt
+
+
+def _has_fallen(name: str) -> Callable[[Numbers, Numbers], bool]:
+    def sounds(now: Numbers, first: Numbers) -> bool:
+        # Below the start too: a policy that gained and lost a little of it again is no case for an alarm.
+        best = now.get(f"best:{name}", now[name])
+        gained = best - first[name]
+        return best >= LEAST_SCORE and now[name] < best - max(MOST_FALL * abs(best), gained)
+
+    return sounds
+
+
+def _has_lost_gain(name: str) -> Callable[[Numbers, Numbers], bool]:
+    has_fallen = _has_fallen(name)
+    # One alarm is enough for a score that is below its start.
+    return lambda now, first: now[f"lost:{name}"] > 0 and not has_fallen(now, first)
+
+
+def _explodes(now: Numbers, first: Numbers) -> bool:
+    return now["actor/entropy"] > max(MOST_ENTROPY * first["actor/entropy"], LEAST_EXPLODED)
+
+
+ALARMS = (
+    Alarm(
+        name="falling_evaluation",
+        watches="eval/score",
+        when=f"more than {MOST_FALL:.0%} below the best so far, and below the first",
+        text="the score on held-out prompts is down to {now:.3f}, and was {first:.3f} at the start: the policy gets "
+        "worse",
+        remedies=(LOWER_RATE, "go back to the best checkpoint (`best` in checkpoints/)", FEWER_UPDATES),
+        sounds=_has_fallen("eval/score"),
+    ),
+    Alarm(
+        name="falling_reward",
+        watches="reward/score",
+        when=f"more than {MOST_FALL:.0%} below the best so far, and below the first, twice in a row",
+        text="the score of the responses is down to {now:.3f}, and was {first:.3f} in the first step: the policy gets "
+        "worse",
+        remedies=(LOWER_RATE, FEWER_UPDATES, "cut gradients at a smaller norm ({train.max_grad_norm})"),
+        sounds=_has_fallen("reward/score"),
+        steps=2,
+    ),
+    Alarm(
+        name="lost_evaluation",
+        watches="eval/score",
+        when=f"in {LOST_IN_A_ROW} evaluations in a row more than {MOST_LOST:.0%} of a gain of {LEAST_GAIN} or more is "
+        "lost",
+        text="the score on held-out prompts is down to {now:.3f}, near the {first:.3f} of the start: most of what the "
+        "policy had gained is lost",
+        remedies=(LOWER_RATE, "go back to the best checkpoint (`best` in checkpoints/)", FEWER_UPDATES),
+        sounds=_has_lost_gain("eval/score"),
+    ),
+    Alarm(
+        name="lost_reward",
+        watches="reward/score",
+        when=f"the mean of {LOST_IN_A_ROW} steps has lost more than {MOST_LOST:.0%} of a gain over {LEAST_SCORE} and "
+        f"{NOISES:g} times the noise between steps",
+        text="the score of the responses is down to {now:.3f}, near the {first:.3f} of the first step: most of what "
+        "the policy had gained is lost",
+        remedies=(LOWER_RATE, FEWER_UPDATES, "cut gradients at a smaller norm ({train.max_grad_norm})"),
+        sounds=_has_lost_gain("reward/score"),
+    ),
+    Alarm(
+        name="entropy_explosion",
+        watches="actor/entropy",
+        when=f"over {MOST_ENTROPY:g} times the first step's and over {LEAST_EXPLODED:g}, twice in a row",
+        text="the policy's entropy is up to {now:.3f} nats per token from {first:.3f}: its responses become random",
+        remedies=(LOWER_RATE, "reward entropy less ({algorithm.entropy_coef})"),
+        sounds=_explodes,
+        steps=2,
+    ),
+    Alarm(
+        name="kl",
+        watches="actor/approx_kl",
+        when=f"over {MOST_KL}",
+        text="the policy moved {now:.2f} nats per token within one step, too far from the responses it learns from",
+        remedies=(LOWER_RATE, FEWER_UPDATES, "cut gradients at a smaller norm ({train.max_grad_norm})"),
+        sounds=lambda now, _: now["actor/approx_kl"] > MOST_KL,
+    ),
+    Alarm(
+        name="step_kl",
+        watches="actor/step_kl",
+        when=f"over {MOST_KL}",
+        text="one optimizer step moved the policy {now:.2f} nats per token from the one that drew the responses, too "
+        "far to learn from them",
+        remedies=(LOWER_RATE, "cut gradients at a smaller norm ({train.max_grad_norm})"),
+        sounds=lambda now, _: now["actor/step_kl"] > MOST_KL,
+    ),
+    Alarm(
+        name="drift",
+        watches="actor/kl_to_reference",
+        when=f"over {MOST_DRIFT:g}",
+        text="the policy is {now:.2f} nats per token from the reference: much of what it knew may be lost",
+        remedies=("weigh the KL to the reference more ({algorithm.kl_coef})", LOWER_RATE),
+        sounds=lambda now, _: now["actor/kl_to_reference"] > MOST_DRIFT,
+    ),
+    Alarm(
+        name="start",
+        watches="actor/kl_to_reference",
+        when=f"more than {MOST_AT_START} from 0 in step 1",
+        text="before the first update the policy is {now:.3f} nats per token from the reference that it starts as: the "
+        "two are other weights, or are computed in another way",
+        remedies=(SAME_PRECISION,),
+        sounds=lambda now, _: now["step"] == 1 and abs(now["actor/kl_to_reference"]) > MOST_AT_START,
+    ),
+    Alarm(
+        name="first_ratio",
+        watches="actor/first_ratio_mean",
+        when=f"more than {MOST_AT_START} from 1, twice in a row, where no response is of older weights",
+        text="in a step's first optimizer step, before any update, the ratio to the policy that the step began with is "
+        "{now:.3f} and not 1",
+        remedies=(SAME_PRECISION, "pack the same sequences for both ({train.packing})"),
+        sounds=_is_no_ratio_of_one,
+        steps=2,
+    ),
+    Alarm(
+        name="clipping",
+        watches="actor/clipped_share",
+        when=f"over {MOST_CLIPPED}, with `actor/approx_kl` over {MOVES}",
+        text="{now:.0%} of the tokens are clipped, so that little of what the responses teach gets through",
+        remedies=(LOWER_RATE, FEWER_UPDATES),
+        sounds=_moves_far,
+    ),
+    Alarm(
+        name="entropy",
+        watches="actor/entropy",
+        when=f"under {LEAST_ENTROPY} of the first step's, twice in a row, with `reward/score` under {SOLVED}",
+        text="the policy's entropy is down to {now:.3f} nats per token from {first:.3f}, and its responses are not "
+        "right yet: it writes nearly the same each time, and finds nothing new to learn from",
+        remedies=(
+            LOWER_RATE,
+            "clip less above ({algorithm.clip_high})",
+            "weigh the KL to the reference more ({algorithm.kl_coef})",
+            "reward entropy ({algorithm.entropy_coef})",
+        ),
+        sounds=_is_sure_of_wrong_responses,
+        steps=2,
+    ),
+    Alarm(
+        name="mismatch",
+        watches="rollout/logprob_gap_mean",
+        when=f"over {MOST_GAP}, twice in a row; over {MOST_STALE_GAP:g} where responses are of older weights",
+        text="engine and trainer are {now:.3f} nats per token apart about the same responses: the policy learns from "
+        "responses that it would not give",
+        remedies=(
+            "see whether the engine has the trainer's weights ({rollout.verify_weight_sync})",
+            "sample from all that the engine computes ({rollout.top_p}=1, {rollout.top_k}=0)",
+            SAME_PRECISION,
+            "correct the loss for it ({algorithm.correction})",
+        ),
+        sounds=_differs_from_engine,
+        steps=2,
+    ),
+    Alarm(
+        name="equal_groups",
+        watches="reward/zero_variance_share",
+        when=f"over {MOST_EQUAL}, three times in a row, unless `reward/score` rose to {SOLVED} or more meanwhile",
+        text="{now:.0%} of the responses earn what all others to their prompt earn, so comparing them teaches nothing",
+        remedies=(
+            "look at the responses: is the reward ever right, or always?",
+            "take prompts that the policy solves now and then",
+            "draw more responses to a prompt ({samples_per_prompt}) at temperature 1 ({rollout.temperature})",
+            "leave such prompts out ({algorithm.filter_range})",
+            "leave such prompts out ({algorithm.dynamic_sampling})",
+        ),
+        sounds=_is_all_equal,
+        steps=3,
+    ),
+    Alarm(
+        name="failed_rewards",
+        watches="reward/failed",
+        when="over 0, twice in a row",
+        text="responses whose reward could not be computed: {now:.0f} in this step; they are left out",
+        remedies=(
+            "read why, in the lines above that name the first of them, and mend the reward",
+            "give it more time ({reward.timeout_s})",
+            "give the environment more time ({agent.step_timeout_s})",
+        ),
+        sounds=lambda now, _: now["reward/failed"] > 0,
+        steps=2,
+    ),
+    Alarm(
+        name="length",
+        watches="rollout/truncated_share",
+        when=f"over {MOST_TRUNCATED}, twice in a row",
+        text="{now:.0%} of the responses are cut off at the limit, mostly before what the reward looks for",
+        remedies=(
+            "allow longer responses ({rollout.max_new_tokens})",
+            "allow more turns ({agent.max_turns})",
+            "take something off long ones ({algorithm.overlong_buffer})",
+        ),
+        sounds=lambda now, _: now["rollout/truncated_share"] > MOST_TRUNCATED,
+        steps=2,
+    ),
+)
+NOT_A_NUMBER = Alarm(
+    name="not_a_number",
+    watches="every metric",
+    when="not finite",
+    text="{names} is not a finite number",
+    remedies=("look for extreme values in the rewards of this step (its rollouts are in the run's folder)", LOWER_RATE),
+    sounds=lambda _now, _first: False,  # finite numbers are all that it would see
+)
+
+
+class _EvaluationCourse:
+    """Course of a score that is the mean of many responses to the same prompts."""
+
+    def __init__(self) -> None:
+        self._latest: deque[float] = deque(maxlen=LOST_IN_A_ROW)
+        self._first: float | None = None
+        self._best = -math.inf
+
+    def has_lost(self, score: float) -> bool:
+        """Add a score; True where most of a clear gain is lost in all of the latest ones."""
+        self._latest.append(score)
+        self._first = score if self._first is None else self._first
+        self._best = max(self._best, score)
+        gain = self._best - self._first
+        return gain >= LEAST_GAIN and max(self._latest) < self._best - MOST_LOST * gain
+
+
+class _StepCourse:
+    """Course of a score that is the mean of a few responses, to other prompts in each step: means of the latest steps
+    are compared, and the noise is estimated from the changes between steps.
+    """
+
+    def __init__(self) -> None:
+        self._latest: deque[float] = deque(maxlen=LOST_IN_A_ROW)
+        self._changes: deque[float] = deque(maxlen=REMEMBERED)
+        self._first: float | None = None
+        self._best = -math.inf
+
+    def has_lost(self, score: float) -> bool:
+        """Add a score; True where the mean of the latest ones has lost most of a gain that is no noise."""
+        if self._latest:
+            self._changes.append(abs(score - self._latest[-1]))
+        self._latest.append(score)
+        if len(self._latest) < LOST_IN_A_ROW:
+            return False
+        mean = statistics.fmean(self._latest)
+        self._first = mean if self._first is None else self._first
+        self._best = max(self._best, mean)
+        gain = self._best - self._first
+        # The median of |x - y| is 0.954 standard deviations, for normal x and y.
+        noise = statistics.median(self._changes) / 0.954
+        return gain > max(LEAST_SCORE, NOISES * noise) and mean < self._best - MOST_LOST * gain
+
+
+class Alarms:
+    """Those of one run: each sounds once."""
+
+    def __init__(self, options: Collection[str], silent: Collection[str] = ()) -> None:
+        """
+        Args:
+            options: names of those that the run has; remedies by others are not named.
+            silent: names of alarms that mean nothing in this run.
+        """
+        self._options = options
+        self._first: dict[str, float] = {}
+        self._best: dict[str, float] = {}
+        self._courses = {"eval/score": _EvaluationCourse(), "reward/score": _StepCourse()}
+        self._is_lost: dict[str, float] = {}
+        self._wrong: dict[str, int] = {}
+        self._sounded = set(silent)
+
+    def look(self, step: int, metrics: Mapping[str, Any]) -> list[AlarmEvent]:
+        """The alarms that a step sets off.
+
+        Args:
+            step: its number.
+            metrics: as they were logged, under any system's names; what is no number is passed over.
+        """
+        now = self._taken_in({**metrics, "step": step})
+        found: list[AlarmEvent] = []
+        for alarm in ALARMS:
+            if self._is_wrong(alarm, now):
+                text = alarm.text.format(now=now[alarm.watches], first=self._first[alarm.watches])
+                found.append(self._event(alarm, step, text))
+        if odd := [name for name, x in metrics.items() if isinstance(x, float) and not math.isfinite(x)]:
+            text = NOT_A_NUMBER.text.format(names=", ".join(odd[:3]) + " and more" * (len(odd) > 3))
+            found.append(self._event(NOT_A_NUMBER, step, text))
+        fresh = [event for event in found if event.alarm not in self._sounded]
+        self._sounded |= {event.alarm for event in fresh}
+        return fresh
+
+    def recall(self, run_dir: Path) -> None:
+        """Where a run is continued with, take its first and best values from its metrics.jsonl, and from its
+        events.jsonl what has sounded.
+        """
+        for record in json_lines(run_dir / "metrics.jsonl"):
+            self._taken_in(record)
+        # `event` is the first field of a line; an event of somebody's own may have the same name.
+        alarms = json_lines(run_dir / "events.jsonl", b'{"event": "alarm"')
+        self._sounded |= {str(record.get("alarm")) for record in alarms}
+
+    def _taken_in(self, metrics: Mapping[str, Any]) -> Numbers:
+        numbers = {name: x for name, x in metrics.items() if isinstance(x, int | float)}
+        # A project's name that is logged beside another system's is what its text speaks of.
+        named = {canonical_name(name): x for name, x in numbers.items()} | numbers
+        now = {name: x for name, x in named.items() if math.isfinite(x)}
+        for name, x in now.items():
+            self._first.setdefault(name, x)
+        for name in _RISING:
+            if name in now:
+                self._best[name] = max(now[name], self._best.get(name, -math.inf))
+                self._is_lost[f"lost:{name}"] = float(self._courses[name].has_lost(now[name]))
+        return now | {f"best:{name}": x for name, x in self._best.items()} | self._is_lost
+
+    def _is_wrong(self, alarm: Alarm, now: Numbers) -> bool:
+        if alarm.watches not in now:
+            return False
+        count = self._wrong.get(alarm.name, 0) + 1 if alarm.sounds(now, self._first) else 0
+        self._wrong[alarm.name] = count
+        return count >= alarm.steps
+
+    def _event(self, alarm: Alarm, step: int, text: str) -> AlarmEvent:
+        return AlarmEvent(alarm.name, step, time.time(), f"{text} ({alarm.watches})", advice(alarm, self._options))
+
+
+def advice(alarm: Alarm, options: Collection[str] | None = None) -> str:
+    """What to try, without remedies by options that there are not; None: any may be there."""
+    known = [each for each in alarm.remedies if options is None or set(_NAME.findall(each)) <= set(options)]
+    return "; ".join(_NAME.sub(r"\1", each) for each in known)

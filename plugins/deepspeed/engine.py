@@ -1,0 +1,178 @@
+"""Training with DeepSpeed: ZeRO 0 to 3, CPU and CUDA, in a train role's ranks or in one plain process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from components.models.device import compute_device
+from components.models.disk.weight_files import fill, filled
+from components.train.config import TrainConfig
+from components.train.engine import TrainEngine, adam_of
+from components.train.fsdp_groups import layers_of
+from components.train.host_memory import tensors_within
+from components.weights.gather import Part, cut_part, whole_part
+from plugins.plan.memory import ZERO_NUMBERS
+
+
+class DeepSpeedEngine(TrainEngine):
+    """A model that DeepSpeed partitions."""
+
+    def __init__(self, model: nn.Module, config: TrainConfig) -> None:
+        """
+        Args:
+            model: the same on all ranks, or made empty by `load_policy`; it is partitioned (zero_stage 3) and cast
+                (bf16) in place.
+            config: of this engine.
+        """
+        super().__init__(model, config)
+        deepspeed = _import_deepspeed()
+        self._deepspeed = deepspeed
+        self._stage = config.stage
+        settings = _deepspeed_json(model, config)
+        if any(parameter.is_meta for parameter in model.parameters()):
+            self._read_weights(model, settings)
+        self._adam = adam_of(model, config)
+        # Some of its optimizers print how much memory they take, whatever the log level.
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._engine: Any = deepspeed.initialize(model=model, optimizer=self._adam, config=settings)[0]
+        self._start_average()
+
+    def _read_weights(self, model: nn.Module, settings: dict[str, Any]) -> None:
+        """Give a model that was made empty its weights in the type that passes use: with zero_stage 3 this rank's part
+        of them, without ever having more than one parameter whole.
+        """
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(self._type(parameter))
+        if self._stage < 3:
+            fill(model, self.device)
+            return
+        # DeepSpeed hands out what rank 0 has.
+        one_by_one = _OneByOne(filled(model, self.device, reads=self.rank == 0))
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._deepspeed.zero.Init(module=one_by_one, config_dict_or_path=settings)
+        # It moves a model to the device, unless the model is partitioned.
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(self.device)
+
+    @property
+    def _passes_are_collective(self) -> bool:
+        return self._stage == 3
+
+    @property
+    def _trained(self) -> nn.Module:
+        return self._engine
+
+    def _begin_pass(self, is_last: bool) -> None:
+        self._engine.set_gradient_accumulation_boundary(is_last)
+
+    def _backward(self, loss: Tensor) -> None:
+        self._engine.backward(loss)
+
+    def _step(self, learning_rate: float) -> float:
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        if self._stage == 0:
+            # ZeRO clips and measures by itself; plain training does neither in a way that can be read.
+            norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm or math.inf))
+            self._check_gradient(norm)
+            self._engine.step()
+        else:
+            # It leaves out a step whose norm is inf or nan, and calls that norm inf.
+            self._engine.step()
+            norm = float(self._engine.get_global_grad_norm())
+            self._check_gradient(norm)
+        return norm
+
+    def _part(self, parameter: nn.Parameter, dtype: torch.dtype) -> Part:
+        if self._stage < 3:
+            return whole_part(parameter, dtype)
+        partitioned: Any = parameter
+        own = partitioned.ds_tensor
+        return cut_part(own, partitioned.ds_shape, dtype, own.ds_numel)
+
+    @property
+    def _zero(self) -> Any:
+        return self._engine.optimizer if self._stage > 0 else None
+
+    def _tensors(self) -> Iterator[Tensor]:
+        yield from super()._tensors()
+        # Beside the parameters an optimizer of DeepSpeed's has flat tensors of many, in lists that differ by stage,
+        # precision and release.
+        yield from tensors_within(vars(self._engine.optimizer))
+
+    def _scratch(self) -> Iterator[Tensor]:
+        """Buffers of gradients, which a step begins with nothing in."""
+        optimizer = self._engine.optimizer
+        for bucket in getattr(optimizer, "ipg_buckets", {}).values():
+            yield from tensors_within(bucket.buffer)
+        for name in ("fp32_groups_gradients_flat", "grad_partitions_flat_buffer"):
+            yield from tensors_within(getattr(optimizer, name, None))
+
+
+class _OneByOne(nn.Module):
+    """Parameters that do not all exist at the same time, as the module that DeepSpeed partitions."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        super().__init__()
+        self._one_by_one = parameters
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:  # noqa: ARG002 - as of a module
+        return self._one_by_one
+
+
+def _import_deepspeed() -> Any:
+    """DeepSpeed, quiet and without a compiler."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # On CPU every process group would first compile an extension for collectives in shared memory, which
+    # needs ninja and g++ and a minute. The attribute path deepspeed.comm.torch is the real torch, hence
+    # sys.modules.
+    backend: Any = sys.modules["deepspeed.comm.torch"]
+    backend.build_shm_op = lambda: None
+    return deepspeed
+
+
+def _deepspeed_json(model: nn.Module, config: TrainConfig) -> dict[str, Any]:
+    stage = config.stage
+    zero: dict[str, Any] = {"stage": stage, "overlap_comm": config.overlap_comm}
+    numbers = ZERO_NUMBERS[compute_device().type]
+    zero["reduce_bucket_size"] = zero["allgather_bucket_size"] = numbers
+    if config.adam_offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if stage == 3:
+        # Vectors stay whole: gathering one costs a message and frees next to nothing.
+        vectors = [parameter.numel() for parameter in model.parameters() if parameter.ndim <= 1]
+        zero["stage3_param_persistence_threshold"] = max(vectors, default=0)
+        # Two layers: the one that computes, and the next one.
+        largest = max((sum(p.numel() for p in layer.parameters()) for layer in layers_of(model)), default=0)
+        gathered = max(2 * largest, numbers)
+        zero |= {"stage3_max_live_parameters": gathered, "stage3_max_reuse_distance": gathered}
+        zero |= {"stage3_prefetch_bucket_size": gathered // 2, "sub_group_size": numbers}
+    settings: dict[str, Any] = {
+        # Micro-batches are cut by tokens, and where a step ends is set by hand.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.max_grad_norm if stage > 0 else 0.0,
+        "zero_optimization": zero,
+        # torch's fused AdamW is what is wanted; DeepSpeed's own is compiled at first use.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": None,
+    }
+    if config.precision == "bf16":
+        settings["bf16"] = {"enabled": True}
+        # Sums over many micro-batches lose small gradients in bfloat16.
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    return settings

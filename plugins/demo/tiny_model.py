@@ -1,0 +1,135 @@
+"""A tokenizer of single characters and a model of 0.4 million parameters, for runs that need no download."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+from plugins.demo.tasks import Task
+
+PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+"""Turns laid end to end, each of the assistant's closed by the end token: a task's alphabet has no room for
+role names. A single user turn reads like the plain prompt."""
+
+LEARNT_FROM = 2_000
+"""Demonstrations that a task's byte-pair vocabulary is learnt from."""
+
+
+def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
+    """Build a tokenizer with one token per character of `alphabet`, after pad, bos and eos.
+
+    It neither adds nor joins tokens, so decoding gives the text back. Characters outside the alphabet have no
+    token and vanish: `components.data.text.TextEncoder` refuses them.
+
+    Args:
+        alphabet: ASCII characters without repeats; their order is the order of their ids.
+    """
+    wrong = sorted({c for c in alphabet if not c.isascii() or alphabet.count(c) > 1})
+    if wrong or not alphabet:
+        raise ValueError(f"alphabet={alphabet!r} must be ASCII characters without repeats; look at {wrong}")
+    # The loader of this model family (AutoTokenizer) takes our vocabulary into a byte-level BPE of its own
+    # making, whatever was saved. Building exactly that, without merges, makes both read the same.
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    pieces = [byte_level.pre_tokenize_str(character)[0][0] for character in alphabet]
+    vocabulary = {piece: index for index, piece in enumerate([PAD, BOS, EOS, *pieces])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = byte_level
+    backend.decoder = decoders.ByteLevel()
+    return _wrapped(backend)
+
+
+def learnt_tokenizer(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
+    """Learn a byte-pair tokenizer of `size` tokens: pad, bos and eos, every byte, and what is frequent in the texts.
+
+    Every digit is a token of its own. Decoding gives the text back, as long as it is in Unicode's composed form (NFC).
+    The same texts give the same tokenizer.
+    """
+    smallest = 3 + 256
+    if size < smallest:
+        raise ValueError(f"size={size} does not hold pad, bos, eos and the 256 bytes; set it to {smallest} or more")
+    backend = Tokenizer(models.BPE())
+    # Step by step what the loader of this model family makes of a vocabulary, as above.
+    backend.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[PAD, BOS, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return _wrapped(backend)
+
+
+def task_tokenizer(task: Task) -> PreTrainedTokenizerFast:
+    """Make the tokenizer that a task asks for; it is the same every time."""
+    if task.alphabet:
+        return character_tokenizer(task.alphabet)
+    rows = task.demonstrations(LEARNT_FROM, seed=0)
+    return learnt_tokenizer((text for row in rows for text in row.values()), task.vocabulary)
+
+
+def _wrapped(backend: Tokenizer) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        # Left open, the loader would add an unknown token of its own, with an id beyond the model's embedding.
+        unk_token=PAD,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+    )
+
+
+def tiny_model(
+    tokenizer: PreTrainedTokenizerFast,
+    seed: int,
+    *,
+    hidden: int = 128,
+    layers: int = 2,
+    heads: int = 4,
+    key_value_heads: int = 2,
+    intermediate: int = 384,
+    max_positions: int = 512,
+) -> Qwen2ForCausalLM:
+    """Make an untrained float32 Qwen2 model with tied embeddings that fits the tokenizer.
+
+    The same seed gives the same weights, and the process's random state stays as it was.
+    """
+    pad, bos, eos = tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id
+    assert isinstance(pad, int) and isinstance(bos, int) and isinstance(eos, int)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        intermediate_size=intermediate,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=True,
+        pad_token_id=pad,
+        bos_token_id=bos,
+        eos_token_id=eos,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config)
+    assert model.generation_config is not None
+    model.generation_config.pad_token_id = pad
+    model.generation_config.bos_token_id = bos
+    model.generation_config.eos_token_id = eos
+    return model

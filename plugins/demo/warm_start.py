@@ -1,0 +1,256 @@
+"""A small supervised phase that gives a task's tiny model something to improve on, kept by content.
+
+`python -m plugins.demo.warm_start --task sort` prints its progress and, as the last line, the folder. The model
+is found again by a hash of the settings and of the source files that shape it, so a change of either trains
+anew and nothing else does.
+
+Finding and asking for a warm start needs no torch: the training runs in a process of its own.
+
+<cache>/warm_start/sort-<hash>/  what from_pretrained loads, and warm_start.json: how it was made
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from components.net.hub import cache_root
+from components.process.streams import accept_any_text
+from components.ranges import Checked, Count
+from plugins.demo.tasks import get_task
+from training.launch.programs import PROJECT, start_program
+from training.options.config import load_config
+from training.options.schema import describe_options
+
+_RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_NOTE = "warm_start.json"
+
+WARM_START_PREFIX = "warm_start:"
+"""`warm_start:<task>` stands for the demonstration model of a task, where a recipe asks for a model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStartSettings(Checked):
+    """What a warm start is made of."""
+
+    task: str = "sort"
+    """The task whose demonstrations are learnt."""
+    seed: int = 0
+    """Of the first weights and of the demonstrations."""
+    steps: Count | None = None
+    """Optimizer steps; None: the task's own number. More make the model surer of the demonstrations' style, which RL
+    then has to unlearn."""
+    batch_size: Count | None = None
+    """Demonstrations per step, each seen once; None: the task's own number."""
+
+    def __post_init__(self) -> None:
+        lessons = get_task(self.task).lessons
+        for name in ("steps", "batch_size"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, getattr(lessons, name))
+        super().__post_init__()
+
+
+def ensure_warm_start(settings: WarmStartSettings, progress: Callable[[str], None] = print) -> Path:
+    """Give the folder of the warm start, made first if need be, in a process of its own.
+
+    So the caller may be a driver without torch, or a rank of a job: neither gets a process group or threads.
+
+    Args:
+        settings: what to make.
+        progress: called with each line that tells how far the training is.
+    """
+    folder = _folder(settings)
+    if (folder / _NOTE).is_file():
+        return folder
+    env = {name: value for name, value in os.environ.items() if name not in _RENDEZVOUS}
+    env.setdefault("OMP_NUM_THREADS", "1")
+    options = [f"--{name}={value}" for name, value in dataclasses.asdict(settings).items()]
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8") as errors,
+        start_program("plugins.demo.warm_start", *options, env=env, stdout=subprocess.PIPE, stderr=errors) as process,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.rstrip("\n") != str(folder):  # its last one
+                progress(line.rstrip("\n"))
+        if process.wait() != 0:
+            errors.seek(0)
+            tail = "\n".join(errors.read().splitlines()[-15:])
+            raise RuntimeError(f"the warm start failed with exit code {process.returncode}:\n{tail}")
+    return folder
+
+
+def check_warm_start(name: str) -> None:
+    """Check that the warm start that `warm_start:<task>` names is there, or can be made.
+
+    Raises:
+        ValueError: there is no such task, or the folder for warm starts cannot be written to.
+    """
+    folder = _folder(WarmStartSettings(task=name.removeprefix(WARM_START_PREFIX)))
+    if (folder / _NOTE).is_file():
+        return
+    # Nothing is made yet: the run may be refused for another reason.
+    existing = next(place for place in folder.parents if place.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"the demonstration's model is kept in {folder.parent}, which cannot be written to ({error.strerror}); set "
+            "TROUPE_CACHE to another folder"
+        ) from error
+
+
+def resolve_model(name: str, progress: Callable[[str], None] = print) -> str:
+    """The model that `name` stands for: `warm_start:<task>` is made or found, everything else stays as it is."""
+    if not name.startswith(WARM_START_PREFIX):
+        return name
+    return str(ensure_warm_start(WarmStartSettings(task=name.removeprefix(WARM_START_PREFIX)), progress))
+
+
+def make_warm_start(settings: WarmStartSettings, progress: Callable[[str], None] = print) -> Path:
+    """Do what `ensure_warm_start` does, in this process, which must not be a rank of a job.
+
+    Of several processes that want the same warm start one makes it and the others wait.
+    """
+    folder = _folder(settings)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(folder.with_name(f"{folder.name}.lock"), progress):
+        if not (folder / _NOTE).is_file():
+            aside = folder.with_name(f"{folder.name}.partial")
+            # Left by a process that was killed: whoever holds the lock is alone.
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir()
+            _train(settings, aside, progress)
+            aside.rename(folder)
+    return folder
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; the last line of the output is the folder."""
+    accept_any_text()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if "--help" in arguments:
+        print(describe_options(WarmStartSettings))
+        return 0
+    try:
+        settings = load_config(WarmStartSettings, arguments)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(make_warm_start(settings, progress=lambda line: print(line, flush=True)), flush=True)
+    return 0
+
+
+def source_files() -> list[Path]:
+    """List the files of components whose change makes another model: this one and all that it leads to.
+
+    Found by reading the import statements, so that no list has to follow when a file is split or moved.
+    """
+    found: set[Path] = set()
+    waiting = [Path(__file__).resolve()]
+    while waiting:
+        path = waiting.pop()
+        if path in found or not path.is_file():
+            continue
+        found.add(path)
+        for node in ast.walk(ast.parse(path.read_bytes(), filename=str(path))):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                # `from components import batch` names a file, `from components.batch import Batch` does not.
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            ours = [name.split(".") for name in names if name.startswith("components.")]
+            waiting += [PROJECT.joinpath(*parts).with_suffix(".py") for parts in ours]
+    return sorted(found)
+
+
+def _folder(settings: WarmStartSettings) -> Path:
+    digest = hashlib.sha256(json.dumps(dataclasses.asdict(settings), sort_keys=True).encode())
+    for path in source_files():
+        content = path.read_bytes()
+        digest.update(f"\n{path.relative_to(PROJECT)} {len(content)}\n".encode() + content)
+    return cache_root() / "warm_start" / f"{settings.task}-{digest.hexdigest()[:16]}"
+
+
+@contextmanager
+def _locked(path: Path, progress: Callable[[str], None]) -> Iterator[None]:
+    """Hold an exclusive lock on a file; the system lets go of it when the process ends, however it ends."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress(f"waiting for another process that makes the same warm start (it holds {path})")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _train(settings: WarmStartSettings, folder: Path, progress: Callable[[str], None]) -> None:
+    import torch
+    from torch import nn
+
+    from components.batch import Batch
+    from components.data.supervised import encode_demonstrations
+    from components.models.causal import token_logprobs
+    from components.rl.aggregation import LossOutput, Totals
+    from components.rl.supervised import sft_loss
+    from components.train.config import TrainConfig
+    from plugins.deepspeed.engine import DeepSpeedEngine
+    from plugins.demo.tiny_model import task_tokenizer, tiny_model
+
+    def loss_fn(model: nn.Module, batch: Batch, totals: Totals) -> LossOutput:
+        return sft_loss(token_logprobs(model, batch).logprob_N, batch["loss_mask"], totals.tokens)
+
+    start = time.monotonic()
+    assert settings.steps and settings.batch_size  # filled in from the task
+    task = get_task(settings.task)
+    tokenizer = task_tokenizer(task)
+    rows = task.demonstrations(settings.steps * settings.batch_size, settings.seed)
+    data = encode_demonstrations(rows, tokenizer).batch
+    threads = torch.get_num_threads()
+    # A model this small is slower on two threads, and with one the result is the same on every machine alike.
+    torch.set_num_threads(1)
+    try:
+        model = tiny_model(tokenizer, settings.seed)
+        config = TrainConfig(
+            learning_rate=task.lessons.learning_rate,
+            lr_scheduler="cosine_with_min_lr",
+            lr_warmup_ratio=0.1,
+            min_lr_ratio=0.1,
+            total_steps=settings.steps,
+            seed=settings.seed,
+        )
+        engine = DeepSpeedEngine(model, config)
+        metrics: dict[str, float] = {}
+        for step, batch in enumerate(data.split(settings.steps), 1):
+            metrics = engine.train_step(batch, loss_fn)
+            if step % 10 == 0 or step == settings.steps:
+                progress(
+                    f"warm start of {task.name}: step {step}/{settings.steps} loss={metrics['loss']:.4f} "
+                    f"seconds={time.monotonic() - start:.1f}"
+                )
+        engine.save_hf(folder, tokenizer)
+    finally:
+        torch.set_num_threads(threads)
+    note = {**dataclasses.asdict(settings), "loss": metrics["loss"], "seconds": time.monotonic() - start}
+    # Written last: it says that the folder is whole.
+    (folder / _NOTE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,289 @@
+"""The arithmetic of the OpenRLHF table: what takes more than another name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from training.options.adapter import Adapter, Computed, as_value
+
+TABLE = Path(__file__).parent / "openrlhf.yaml"
+
+INPUT_TEMPLATE = "User: {}\nAssistant: "
+"""That train_sft writes around prompts unless it is told otherwise."""
+EMA_BETA = 0.992
+FILTER_RANGE = [0.0, 1.0]
+"""OpenRLHF's, where a flag is on and its number is not given."""
+_SCHEDULES: Mapping[str, Mapping[str, Any]] = {
+    "cosine_with_min_lr": {},
+    "cosine": {"train.lr_scheduler": "cosine_with_min_lr", "train.min_lr_ratio": 0.0},
+    "linear": {"train.min_lr_ratio": 0.0},
+    "constant": {"train.lr_warmup_ratio": 0.0},
+    "constant_with_warmup": {"train.lr_scheduler": "constant"},
+}
+"""transformers' name of a schedule -> the options that make it here, beside `train.lr_scheduler`."""
+_WORKERS = {"actor": "actor_ranks", "critic": "critic_ranks", "ref": "references", "reward": "rewards"}
+"""OpenRLHF's role -> the option that says how many workers it has."""
+_CORRECTIONS: Mapping[tuple[str, str], str] = {
+    ("token", "clip"): "tis",
+    ("token", "mask"): "icepop",
+    ("seq", "mask"): "seq-mask",
+}
+"""Level and mode of its correction, since 0.11.2 -> the name here."""
+
+
+def compute(flags: Computed) -> None:
+    """Options of PPO that follow from several of OpenRLHF's flags, or from values of another kind."""
+    for part in (_reward, _lengths, _placement, _asynchronous, _algorithm, _training, *_SHARED):
+        part(flags)
+
+
+def compute_supervised(flags: Computed) -> None:
+    """The same of train_sft, train_rm and train_dpo."""
+    for part in (*_SHARED, _columns):
+        part(flags)
+
+
+def supervised(*sections: str) -> Adapter:
+    """OpenRLHF's names for a supervised recipe, with these sections of the table besides."""
+    return Adapter.load(TABLE, "shared", "supervised", *sections, compute=compute_supervised)
+
+
+def _reward(flags: Computed) -> None:
+    """Where rewards come from: of an agent, a URL or file, and reward models the first that is given."""
+    sources = {
+        "agent.func_path": ("agent_func_path", "train.agent_func_path"),
+        "reward.source": ("remote_rm_url", "reward.remote_url"),
+        "reward_model.path": ("reward_pretrain", "reward.model_name_or_path"),
+    }
+    first = None
+    for option, names in sources.items():
+        if first is not None:
+            flags.idle(f"{first} gives the rewards", *names)
+        elif (first := flags.name(*names)) is not None:
+            flags.put(option, flags.get(*names))
+    buffer = flags.get("overlong_buffer_len", "reward.overlong_buffer_len")
+    if buffer is not None:
+        flags.put("algorithm.overlong_buffer", int(buffer))
+
+
+def _lengths(flags: Computed) -> None:
+    """Read the limits on tokens. max_len is of prompt and response together, and of a whole episode; without
+    max_new_tokens a response gets the tokens that its prompt leaves.
+    """
+    names = ("max_len", "data.max_len")
+    most = flags.get(*names)
+    prompt, new = flags.option("data.max_prompt_tokens"), flags.option("rollout.max_new_tokens")
+    has_agent = flags.option("agent.func_path") is not None
+    if has_agent and prompt and new:
+        # Each of them is a limit of an episode where it stands alone, so the lower one holds.
+        flags.put("agent.max_tokens", min(prompt + new, most or prompt + new))
+        if most is not None and most > prompt + new:
+            flags.idle(f"prompt_max_len + generate_max_len={prompt + new} is the lower limit", *names)
+    elif has_agent and most is not None and prompt is not None:
+        flags.put("agent.max_tokens", most)
+    elif most is None:
+        return
+    elif prompt is not None:
+        flags.idle("prompt_max_len and generate_max_len set it", *names)
+    elif new is None:
+        flags.put("data.max_prompt_tokens", most - 1)
+        flags.put("rollout.max_new_tokens", most)
+        flags.put("agent.max_tokens", most)
+    elif new >= most:
+        flags.faults.append(f"max_len={most} leaves no tokens for a prompt beside max_new_tokens={new}; raise it")
+    else:
+        flags.put("data.max_prompt_tokens", most - new)
+        if has_agent:
+            flags.put("agent.max_tokens", most)
+
+
+def _template(flags: Computed) -> None:
+    """OpenRLHF leaves a template away that has no place for the prompt, or beside the tokenizer's."""
+    names = ("input_template", "data.input_template")
+    template = flags.get(*names)
+    if template is None:
+        return
+    if "{}" not in template:
+        flags.notes.append(f"no effect of input_template={template!r}: it has no {{}}, where the prompt would go")
+    elif flags.option("data.apply_chat_template"):
+        flags.idle("apply_chat_template is on", *names)
+    else:
+        flags.put("data.input_template", template)
+
+
+def _placement(flags: Computed) -> None:
+    """Workers by node; what shares devices, and sleeps there, depends on what works at the same time."""
+    for role, option in _WORKERS.items():
+        if role == "reward" and flags.option("reward_model.path") is None:
+            continue  # code and servers take no device
+        nodes = flags.get(f"{role}_num_nodes", f"{role}.num_nodes")
+        each = flags.get(f"{role}_num_gpus_per_node", f"{role}.num_gpus_per_node")
+        if nodes is not None:
+            flags.put(f"placement.{'reference' if role == 'ref' else role}_nodes", nodes)
+        if each is not None:
+            flags.put(f"placement.{option}", (nodes or 1) * each)
+    overlaps = flags.option("asynchronous.enabled", False)
+    colocates = flags.get("colocate_all_models", "train.colocate_all", default=False)
+    if colocates and overlaps:
+        flags.put("placement.colocate_models", True)
+        flags.notes.append("while responses are generated ahead, colocate_all_models is for all but the engines")
+    elif colocates:
+        flags.put("placement.colocate", True)
+    engines_sleep = ("vllm_enable_sleep", "vllm.enable_sleep")
+    if flags.get(*engines_sleep) and overlaps and colocates:
+        flags.faults.append(
+            f"async_train with {flags.name(*engines_sleep)}: engines that generate ahead of training cannot sleep "
+            "while it runs (the hybrid engine); leave one of them out"
+        )
+    elif flags.get(*engines_sleep) and (overlaps or not colocates):
+        flags.idle("the engines share no devices", *engines_sleep)
+    elif flags.get(*engines_sleep):
+        flags.put("placement.engines_sleep", True)
+    learners_sleep = ("deepspeed_enable_sleep", "ds.enable_sleep")
+    if flags.get(*learners_sleep) and overlaps:
+        flags.idle("actor and critic train while responses are generated", *learners_sleep)
+    elif flags.get(*learners_sleep):
+        flags.put("placement.learners_sleep", True)
+
+
+def _asynchronous(flags: Computed) -> None:
+    """Dynamic sampling, and responses that continue while weights change, of which only one can be."""
+    range_names = ("dynamic_filtering_reward_range", "algo.dynamic_filtering_range")
+    filters = flags.get("dynamic_filtering", "algo.dynamic_filtering_enable")
+    if filters:
+        flags.put("algorithm.filter_range", flags.get(*range_names, default=FILTER_RANGE))
+    else:
+        flags.idle("dynamic_filtering is off", *range_names)
+    partial = ("partial_rollout", "train.partial_rollout_enable")
+    ahead = ("vllm_generate_batch_size", "rollout.vllm_generate_batch_size")
+    if filters:
+        why = "with dynamic_filtering new weights wait until responses are done"
+        flags.idle(why, *(name for name in partial if flags.get(name)), *ahead)
+        return
+    if flags.name(*partial):
+        flags.put("asynchronous.partial_rollout", flags.get(*partial))
+    prompts = flags.get(*ahead)
+    if prompts not in (None, flags.option("prompts_per_step", 1024)):
+        flags.put("asynchronous.in_flight_prompts", prompts)
+
+
+def _algorithm(flags: Computed) -> None:
+    """The clip range, and the correction of what the engine computes otherwise."""
+    one, both = ("eps_clip", "actor.eps_clip"), ("eps_clip_low_high", "actor.eps_clip_low_high")
+    if flags.name(*both):
+        flags.idle("eps_clip_low_high has both bounds", *one)
+    clip = flags.get(*one)
+    clips = flags.get(*both, default=[clip, clip])
+    if clips[0] is not None:
+        flags.put("algorithm.clip_low", clips[0])
+        flags.put("algorithm.clip_high", clips[-1])
+    kinds = ("vllm_is_correction_type", "algo.advantage.is_correction_type")
+    level = flags.get("algo.advantage.is_correction_level", default="off")
+    mode = flags.get("algo.advantage.is_correction_mode", default="mask")
+    if (level, mode) in _CORRECTIONS:
+        flags.put("algorithm.correction", _CORRECTIONS[level, mode], "algo.advantage.is_correction_level")
+    elif level != "off":
+        flags.faults.append(
+            f"is_correction_level={level} with is_correction_mode={mode}; use token with clip or mask, or seq with mask"
+        )
+    elif flags.get("enable_vllm_is_correction", "vllm_enable_is_correction", "algo.advantage.is_correction_enable"):
+        kind = flags.get(*kinds, default="tis")
+        flags.put("algorithm.correction", "icepop" if flags.get("use_icepop") else kind)
+    else:
+        flags.idle("enable_vllm_is_correction is off", "use_icepop", *kinds)
+    bounds = flags.get("vllm_is_truncated_threshold", "algo.advantage.is_correction_threshold")
+    if bounds:
+        # Up to 0.9.0 it was one number, the highest weight.
+        flags.put("algorithm.correction_range", bounds if len(bounds) > 1 else [0.0, *bounds])
+
+
+def _training(flags: Computed) -> None:
+    """How batches are cut, and the average of the weights."""
+    if flags.get("use_dynamic_batch", "train.dynamic_batch_enable"):
+        sizes = ("train.micro_batch_size", "train.forward_micro_batch_size")
+        named = [size for size in sizes if flags.option(size) is not None]
+        for size in named:
+            flags.put(size, None)
+        if named:
+            flags.notes.append(f"no effect of {', '.join(named)}: use_dynamic_batch cuts by tokens")
+    if flags.get("enable_ema", "train.enable_ema"):
+        flags.put("train.ema_beta", flags.get("ema_beta") or flags.option("train.ema_beta", EMA_BETA))
+    else:
+        flags.idle("enable_ema is off", "ema_beta")
+
+
+def _log(flags: Computed) -> None:
+    """W&B's key or `true`, and TensorBoard's folder or `true`."""
+    names = {
+        "wandb_key": ("use_wandb", "logger.wandb.key"),
+        "tensorboard_dir": ("use_tensorboard", "logger.tensorboard_dir"),
+    }
+    for option, own in names.items():
+        value = flags.get(*own)
+        is_on = as_value(value)
+        if isinstance(is_on, bool):
+            flags.put(f"log.{option.partition('_')[0]}", is_on)
+        elif value is not None:
+            flags.put(f"log.{option}", value)
+
+
+def _schedule(flags: Computed) -> None:
+    """The learning rate's schedule, by transformers' name, and the layers that get an adapter."""
+    schedule = flags.get("lr_scheduler", "actor.lr_scheduler")
+    if schedule is not None and schedule not in _SCHEDULES:
+        flags.faults.append(f"lr_scheduler={schedule}: use one of {', '.join(_SCHEDULES)}")
+    elif schedule is not None:
+        flags.options |= {"train.lr_scheduler": schedule, **_SCHEDULES[schedule]}
+    modules = flags.get("target_modules", "ds.lora.target_modules")
+    if modules is not None:
+        flags.put("train.lora_target_modules", modules if isinstance(modules, str) else ",".join(modules))
+
+
+def _axes(flags: Computed) -> None:
+    """Ranks that share sequences or layers: under fsdp, since DeepSpeed's ZeRO has one axis."""
+    axes = {
+        "context": ("ring_attn_size", "ds.ring_attn_size", "ranks exchange heads (Ulysses)"),
+        "tensor": ("ds_tensor_parallel_size", "ds.tensor_parallel_size", "ranks share each layer"),
+    }
+    moves = flags.option("train.engine", "deepspeed") == "deepspeed"
+    for axis, (older, newer, how) in axes.items():
+        size = flags.get(older, newer, default=1)
+        if size <= 1:
+            continue
+        flags.put(f"parallel.{axis}", size, older)
+        if moves:
+            flags.put("train.engine", "fsdp")
+            flags.put("train.zero_stage", max(2, flags.option("train.zero_stage", 2)))
+            flags.put("train.overlap_comm", False)
+            flags.notes.append(f"{older}={size}: {how}, with train.engine=fsdp")
+
+
+def _columns(flags: Computed) -> None:
+    """The columns of train_sft, and how it reads them: with a template of its own, and the last response alone."""
+    is_plain = flags.get("pretrain_mode", "model.pretrain_mode_enable")
+    if is_plain:
+        flags.put("data.plain_text", True)
+    turns = flags.get("multiturn", "data.multiturn")
+    if turns is not None:
+        flags.put("data.multiturn", turns)
+    prompt, response = ("input_key", "data.input_key"), ("output_key", "data.output_key")
+    if not flags.name(*prompt, *response):
+        return
+    flags.put("data.prompt_key", flags.get(*prompt, default="input"))
+    if flags.name(*response):
+        flags.put("data.response_key", flags.get(*response))
+    if flags.option("data.multiturn") is None:
+        flags.put("data.multiturn", False)
+    has_template = flags.name("input_template", "data.input_template") is not None
+    if not (is_plain or has_template or flags.option("data.apply_chat_template")):
+        flags.put("data.input_template", INPUT_TEMPLATE)
+        text = f"data.input_template={INPUT_TEMPLATE!r}, as input_key is OpenRLHF's; another may be given"
+        flags.notes.append(text)
+
+
+_SHARED = (_template, _schedule, _log, _axes)
+
+PPO = Adapter.load(TABLE, "shared", "ppo", compute=compute)
+"""OpenRLHF's names for the recipe openrlhf_ppo."""

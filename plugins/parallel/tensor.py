@@ -1,0 +1,273 @@
+"""Tensor parallelism: each layer over several ranks, by the plan that transformers has for the model.
+
+A column-wise layer has some of the outputs. A row-wise layer takes some of the inputs, and the ranks add up what each
+of them makes of those (Shoeybi et al. 2019, "Megatron-LM"). Between the two, in attention, a rank has its share of the
+heads. Embedding and output layer are cut by tokens of the vocabulary. All ranks have the same states between layers.
+
+Parameters become DTensors over the ranks, which `fully_shard` cuts further by rows. Modules compute with plain tensors,
+this rank's parts.
+
+Legend: `T` ranks, `K` key heads, `D` size of a head, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+from components.models.logprobs import VocabularyPart, summed
+
+_MARK = "vocabulary_part"
+_COLUMNS, _ROWS, _EACH_HEAD = "colwise", "rowwise", "replicated_with_grad_allreduce"
+"""Styles of transformers' plans; embedding and output layer are found without."""
+_KEYS = ("k_proj", "v_proj")
+
+
+def cut_layers(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Let the ranks of a mesh of one axis share the layers of `model`, in place.
+
+    Key heads that cannot be shared out are computed by all ranks, of which each uses those of its query heads. So is a
+    vocabulary that they do not divide.
+
+    Args:
+        model: policy or value model, on any device, the meta device included.
+        mesh: the ranks.
+
+    Raises:
+        ValueError: the model has no plan, or one with more than this computes, or its sizes do not divide.
+    """
+    inner: Any = getattr(model, "backbone", model)
+    cuts = _Cuts(inner, mesh)
+    for name, module in inner.named_modules():
+        cuts.decide(name, module)
+    for module in model.modules():
+        if module not in cuts.forward and any(True for _ in module.parameters(recurse=False)):
+            cuts.forward[module] = _whole
+    _distribute(model, mesh, cuts.placement)
+    for module, forward in cuts.forward.items():
+        module.forward = partial(forward, module, module.forward, mesh.get_group())
+
+
+def vocabulary_part(head: nn.Module) -> VocabularyPart | None:
+    """Which tokens this rank has the logits of; None: all."""
+    return getattr(head, _MARK, None)
+
+
+@contextmanager
+def own_parts(module: nn.Module, *, partial_gradients: bool = False) -> Iterator[None]:
+    """Inside, parameters that are DTensors are this rank's parts.
+
+    Args:
+        module: whose own parameters they are.
+        partial_gradients: all ranks have them whole, and the gradients of all ranks add up.
+    """
+    parameters: dict[str, Any] = module._parameters
+    kept = dict(parameters)
+    placements = [Partial()] if partial_gradients else None
+    for name, parameter in kept.items():
+        if isinstance(parameter, DTensor):
+            parameters[name] = parameter.to_local(grad_placements=placements)
+    try:
+        yield
+    finally:
+        parameters.update(kept)
+
+
+class _Cuts:
+    """What becomes of each module."""
+
+    def __init__(self, model: Any, mesh: DeviceMesh) -> None:
+        self._model, self._size, self._group = model, mesh.size(), mesh.get_group()
+        self._text: Any = model.config.get_text_config()
+        self._plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
+        self._embedding, self._head = model.get_input_embeddings(), model.get_output_embeddings()
+        self.placement: dict[nn.Parameter, Placement] = {}
+        """Of parameters that are cut; others are whole on all ranks."""
+        self.forward: dict[nn.Module, Callable[..., Tensor]] = {}
+        """(module, its own forward, group, ...) -> output."""
+        self._given = f"parallel.tensor={self._size}"
+        self._check()
+
+    def _check(self) -> None:
+        names = {plan_name(name) for name, _ in [*self._model.named_modules(), *self._model.named_parameters()]}
+        used = {name: style for name, style in self._plan.items() if name in names}
+        layers = {name: style for name, style in used.items() if "layers." in name}
+        if not layers:
+            raise ValueError(
+                f"{self._given} cuts layers by the plan of transformers, which has none for "
+                f"{type(self._model).__name__}; set parallel.tensor=1"
+            )
+        odd = {name: style for name, style in layers.items() if style not in (_COLUMNS, _ROWS, _EACH_HEAD)}
+        if odd:
+            name, style = next(iter(odd.items()))
+            raise ValueError(
+                f"{self._given} cuts dense layers, and the plan of {type(self._model).__name__} has {name}: {style}, "
+                "of experts or of layers that are several in one; set parallel.tensor=1"
+            )
+        self._divide("attention heads", self._text.num_attention_heads)
+
+    def _divide(self, what: str, count: int) -> None:
+        if count % self._size:
+            raise ValueError(
+                f"{self._given} does not divide the {count} {what} of {type(self._model).__name__}, which the ranks "
+                "share; set a divisor"
+            )
+
+    def decide(self, name: str, module: Any) -> None:
+        """Note how one module is cut, if it is."""
+        style = self._plan.get(plan_name(name))
+        if module is self._embedding or module is self._head:
+            self._by_vocabulary(module)
+        elif style == _EACH_HEAD:
+            self.forward[module] = _each_head
+        elif style == _ROWS:
+            self._divide(f"inputs of {name}", module.in_features)
+            self.forward[module] = _rows
+            self.placement[module.weight] = Shard(1)
+        elif style == _COLUMNS and name.endswith(_KEYS) and self._key_heads % self._size:
+            self._repeat_keys(name, module)
+        elif style == _COLUMNS:
+            self._divide(f"outputs of {name}", module.out_features)
+            self.forward[module] = _columns
+            self.placement |= dict.fromkeys(module.parameters(recurse=False), Shard(0))
+
+    @property
+    def _key_heads(self) -> int:
+        return getattr(self._text, "num_key_value_heads", None) or self._text.num_attention_heads
+
+    def _repeat_keys(self, name: str, module: Any) -> None:
+        """Each rank computes all key heads, and has as many of them as it takes for its query heads."""
+        together = math.lcm(self._key_heads, self._size)
+        self.forward[module] = partial(_key_heads, heads=self._key_heads, repeats=together // self._key_heads)
+        attention: Any = self._model.get_submodule(name.rpartition(".")[0])
+        attention.num_key_value_groups = self._text.num_attention_heads // together
+
+    def _by_vocabulary(self, module: Any) -> None:
+        tokens = len(module.weight)
+        heads = [layer for layer in (self._embedding, self._head) if layer is not None]
+        if any(len(layer.weight) % self._size for layer in heads):
+            return
+        size = tokens // self._size
+        part = VocabularyPart(self._group, self._group.rank() * size, size)
+        self.placement |= dict.fromkeys(module.parameters(recurse=False), Shard(0))
+        if module is self._head:
+            setattr(module, _MARK, part)
+            self.forward[module] = _head
+            return
+        if module.padding_idx is not None:
+            place = module.padding_idx - part.first
+            module.padding_idx = place if 0 <= place < size else None
+        self.forward[module] = partial(_embedding, part=part)
+
+
+def plan_name(name: str) -> str:
+    """As transformers' plans name a module: with a star for the number of a layer."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def _distribute(model: nn.Module, mesh: DeviceMesh, placement: dict[nn.Parameter, Placement]) -> None:
+    """Make DTensors of all parameters, which stay shared where they are."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(parameter, []).append((module, name))
+    for parameter, where in places.items():
+        cut = placement.get(parameter, Replicate())
+        cut_parameter = distribute_tensor(parameter.detach(), mesh, [cut], src_data_rank=None)
+        made = nn.Parameter(cut_parameter, parameter.requires_grad)
+        for module, name in where:
+            setattr(module, name, made)
+
+
+def _whole(module: nn.Module, forward: Any, _group: dist.ProcessGroup, *inputs: Any, **named: Any) -> Tensor:
+    with own_parts(module):
+        return forward(*inputs, **named)
+
+
+def _each_head(module: nn.Module, forward: Any, _group: dist.ProcessGroup, *inputs: Any, **named: Any) -> Tensor:
+    with own_parts(module, partial_gradients=True):
+        return forward(*inputs, **named)
+
+
+def _columns(module: nn.Module, forward: Any, group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    with own_parts(module):
+        return forward(_Spread.apply(x, group))
+
+
+def _rows(module: Any, forward: Any, group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    with own_parts(module):
+        bias = module.bias
+        module._parameters["bias"] = None
+        output = _Sum.apply(forward(x), group)
+    return output if bias is None else output + bias
+
+
+def _key_heads(
+    module: nn.Module, forward: Any, group: dist.ProcessGroup, x: Tensor, *, heads: int, repeats: int
+) -> Tensor:
+    with own_parts(module, partial_gradients=True):
+        x_KD = forward(_Spread.apply(x, group)).unflatten(-1, (heads, -1))
+    return x_KD.repeat_interleave(repeats, -2).chunk(group.size(), -2)[group.rank()].flatten(-2)
+
+
+def _embedding(
+    module: nn.Module, forward: Any, group: dist.ProcessGroup, token: Tensor, *, part: VocabularyPart
+) -> Tensor:
+    own, is_own = part.local(token)
+    with own_parts(module):
+        return _Sum.apply(forward(own).masked_fill(~is_own.unsqueeze(-1), 0.0), group)
+
+
+def _head(module: nn.Module, forward: Any, group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    with own_parts(module):
+        return _Gather.apply(forward(_Spread.apply(x, group)), group)
+
+
+class _Spread(torch.autograd.Function):
+    """What all ranks have, for each to compute something else of: its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return summed(grad, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of what the ranks have. All go on with it alike, so that its gradient is that of each summand."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return summed(x, group)
+
+    @staticmethod
+    def backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    """[..., V] of what each rank has of it. All go on with it alike."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.size = group, x.shape[-1]
+        parts = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad.narrow(-1, ctx.group.rank() * ctx.size, ctx.size), None

@@ -1,0 +1,138 @@
+"""Rows of prompts in verl's format: how they are read, and how files of them are written.
+
+{"data_source", "prompt": text or messages, "ability", "reward_model": {"style", "ground_truth"}, "extra_info"}
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from components.data.cells import cell_at, check_one_kind, label_of
+from components.data.columns import filled, likely_keys
+from components.data.mixture import Note, first_rows
+from components.data.prompt_rows import prompt_columns
+from components.data.prompts import load_rows
+from components.data.records import read_records
+from components.rewards.scorers import REASONING_GYM_PREFIX, TASK_PREFIX
+
+HELDOUT_ROWS = 2_048
+"""Held-out prompts drawn from a task when the caller names no number."""
+SOURCE_KEY = "data_source"
+UNKNOWN_SOURCE = "unknown"
+"""Data source of a row without that field, as in verl's reward managers."""
+SOURCES = ("data_source", "datasource", "source", "dataset")
+"""Columns that may name where a row is from."""
+TRUTH_KEY = "reward_model.ground_truth"
+"""Where a row has its label."""
+SINGLE_TURN = "single_turn_agent"
+"""verl's name of the agent that answers in one turn."""
+TOOLS = "tool_agent"
+"""verl's name of the agent that calls tools."""
+
+
+def load_verl_rows(
+    files: Sequence[str],
+    *,
+    prompt_key: str = "prompt",
+    source_key: str = SOURCE_KEY,
+    needs_truth: bool = True,
+    agents: Collection[str] | None = None,
+    heldout: bool = False,
+    max_rows: int | None = None,
+    draw: bool = False,
+    seed: int = 0,
+    note: Note | None = None,
+    ignored: Collection[str] = (),
+) -> list[dict[str, Any]]:
+    """Read rows as `load_rows` gives them, with `extra_info` where a row has it.
+
+    Args:
+        files: each is what `read_records` takes, `task:<name>` or `reasoning_gym:<task>`, whose data source is that.
+        prompt_key: the field with the prompt.
+        source_key: the field that tells where a row is from; a row may lack the default one.
+        needs_truth: a row without a ground truth is an error; else its label is "".
+        agents: names of agents that can run a row; one for another agent, or with tools where SINGLE_TURN is among
+            them, is an error. None: all can.
+        heldout: the rows are for evaluation: of a task those that are kept for it.
+        max_rows: so many at most.
+        draw: which of them is drawn by `seed`; else they are the first.
+        seed: see `draw`; also draws a task's rows.
+        note: is called with a sentence if `max_rows` leaves rows out.
+        ignored: columns that the policy is not to read, although their names have a well-known meaning.
+    """
+    rows: list[dict[str, Any]] = []
+    for name in files:
+        if name.startswith((TASK_PREFIX, REASONING_GYM_PREFIX)):
+            found = load_rows(
+                name, heldout=heldout, max_rows=max_rows or (HELDOUT_ROWS if heldout else None), seed=seed
+            )
+            if name.startswith(REASONING_GYM_PREFIX):
+                found = [{**row, "datasource": f"{REASONING_GYM_PREFIX}{row['datasource']}"} for row in found]
+            rows += found
+            continue
+        records = read_records(name, label_key=TRUTH_KEY)
+        # Files without the usual column of the data source are scored by the user's function.
+        needs_source = source_key != SOURCE_KEY or any(SOURCE_KEY in record for record in records)
+        for number, record in enumerate(records):
+            where = f"{name}, row {number}"
+            if agents is not None:
+                _check_agent(record, where, agents)
+            rows.append(_row_of(record, where, prompt_key, source_key, needs_truth, needs_source, ignored))
+        check_one_kind((row["input"] for row in rows[-len(records) :]), name)
+    first = first_rows(rows, max_rows, ", ".join(files), note)
+    return random.Random(seed).sample(rows, len(first)) if draw and len(first) < len(rows) else first
+
+
+def _row_of(
+    record: Mapping[str, Any],
+    where: str,
+    prompt_key: str,
+    source_key: str,
+    needs_truth: bool,
+    needs_source: bool,
+    ignored: Collection[str],
+) -> dict[str, Any]:
+    for key in (prompt_key, source_key) if needs_source else (prompt_key,):
+        if record.get(key) is None:
+            raise _missing(record, where, repr(key), prompt_key, source_key)
+    read = prompt_columns(record, prompt_key, where, ignored, option="prompt_key")
+    truth = cell_at(record, TRUTH_KEY)
+    if needs_truth and truth is None:
+        raise _missing(record, where, TRUTH_KEY, prompt_key, source_key)
+    label = "" if truth is None else label_of(truth, f"{where}, column {TRUTH_KEY}", "the data")
+    row = {"input": read["input"], "label": label, "datasource": str(record.get(source_key, UNKNOWN_SOURCE))} | read
+    return {**row, "extra_info": record["extra_info"]} if "extra_info" in record else row
+
+
+def _missing(record: Mapping[str, Any], where: str, field: str, prompt_key: str, source_key: str) -> ValueError:
+    """Return the error for a row that is not verl's: what to set, and the recipe that takes its file."""
+    prompt, label = likely_keys(record)
+    remedies: list[str] = []
+    if record.get(prompt_key) is None:
+        remedies.append(f"set data.prompt_key={prompt}" if prompt else "set prompt_key to the column with the prompt")
+    if record.get(source_key) is None:
+        source = next(iter(filled(record, SOURCES)), None)
+        remedies.append(f"set data.reward_fn_key={source}" if source else f"add a column {source_key!r}, its source")
+    if "ground_truth" not in (record.get("reward_model") or {}):
+        truth = f"the value of {label!r}" if label else "what the reward compares with"
+        remedies.append(f"add a column 'reward_model': {{'ground_truth': {truth}}}")
+    keys = f"data.prompt_key={prompt}" + (f" data.label_key={label}" if label else "")
+    other = f"; or train on the file as it is by recipes/grpo, with {keys}" if prompt else ""
+    return ValueError(
+        f"{where}: there is no field {field}, only {', '.join(map(repr, record))}; for this file "
+        f"{', '.join(remedies)}{other} (prompt_key and reward_fn_key name columns)"
+    )
+
+
+def _check_agent(record: Mapping[str, Any], where: str, agents: Collection[str]) -> None:
+    extra, agent = record.get("extra_info"), record.get("agent_name")
+    tools = SINGLE_TURN in agents and isinstance(extra, Mapping) and extra.get("need_tools_kwargs")
+    if tools or agent not in (None, "", *agents):
+        field = "extra_info.need_tools_kwargs" if tools else f"agent_name {agent!r}"
+        raise ValueError(
+            f"{where} has {field}, and its episodes would be run by {', '.join(agents)}; set "
+            "actor_rollout_ref.rollout.multi_turn.tool_config_path to a file of tools, or agent.func_path to an agent "
+            "file, or take the field out"
+        )

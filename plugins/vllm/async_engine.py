@@ -1,0 +1,199 @@
+"""Generation with vLLM request by request, for callers that each wait for their own: agents, and rollouts that continue
+while weights change.
+
+Everything here runs in one asyncio loop. vLLM generates in a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import pickle
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from components.generate.async_engine import AsyncEngine, Generation, Piece, Request
+from components.generate.sampling import request_seeds
+from components.models.end_tokens import end_tokens_of
+from components.process.heartbeat import beat
+from components.train.config import SamplingConfig, VLLMRolloutConfig
+from components.weights.publisher import WeightHandle
+from plugins.vllm.adapters import adapter_request, arrived, no_change
+from plugins.vllm.options import (
+    drawn_logprobs,
+    engine_arguments,
+    parameters_of,
+    parts_to_wake,
+    positions_of,
+    prepare_process,
+    same_digests,
+    sampling_parameters,
+)
+
+
+class VLLMRequest(Request):
+    """A request on its way: iterate over its pieces as they come, or wait for all of it."""
+
+    def __init__(self, engine: AsyncVLLMEngine, request_id: str, outputs: AsyncIterator[Any]) -> None:
+        self.request_id = request_id
+        self._engine = engine
+        self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
+        self._task = asyncio.create_task(self._collect(outputs), name=request_id)
+
+    async def _collect(self, outputs: AsyncIterator[Any]) -> Generation:
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        last: Any = None
+        try:
+            async for output in outputs:
+                last = output.outputs[0]
+                piece = Piece(list(last.token_ids), drawn_logprobs(last))
+                tokens += piece.tokens
+                logprobs += piece.logprobs
+                if piece.tokens:
+                    beat()
+                    self._pieces.put_nowait(piece)
+        finally:
+            self._pieces.put_nowait(None)
+        if last is None:
+            return Generation([], [], [], "abort")
+        spans = last.weight_versions or []
+        versions = [version for span in spans for version in [int(span.version)] * (span.end - span.start)]
+        assert len(versions) == len(tokens) == len(logprobs), (len(versions), len(tokens), len(logprobs))
+        return Generation(tokens, logprobs, versions, last.finish_reason)
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        while (piece := await self._pieces.get()) is not None:
+            yield piece
+        await self.result()
+
+    async def result(self) -> Generation:
+        # A caller that stops waiting does not end the request; abort does.
+        return await asyncio.shield(self._task)
+
+    async def abort(self) -> Generation:
+        while not self._task.done():
+            # Again, should vLLM not know it yet.
+            await self._engine.abort(self.request_id)
+            await asyncio.wait([self._task], timeout=0.05)
+        return await self.result()
+
+
+class AsyncVLLMEngine(AsyncEngine):
+    """vLLM's `AsyncLLM`. Make it with `open`, in the loop that it is used in."""
+
+    def __init__(self, model_path: str | Path, config: VLLMRolloutConfig, llm: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.positions = positions_of(model_path, config)
+        self._model_path = model_path
+        self._end_tokens = end_tokens_of(model_path)
+        self._llm: Any = llm
+        self._ids = itertools.count()
+        self._awake: set[str] = set()
+        self.holds_adapters = config.lora_rank > 0
+        self._adapters: Any = adapter_request() if self.holds_adapters else None
+
+    @classmethod
+    async def open(cls, model_path: str | Path, config: VLLMRolloutConfig | None = None) -> AsyncVLLMEngine:
+        """Start an engine.
+
+        Args:
+            model_path: folder or hub name of a causal model; for the tokens that end a response see end_tokens.py.
+            config: of this engine; it always has a process of its own.
+        """
+        config = config or VLLMRolloutConfig()
+        # Its engine has a process of its own in any case; this way that one needs no further one.
+        prepare_process(config, in_process=True)
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        arguments = AsyncEngineArgs(**engine_arguments(model_path, config))
+        llm = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
+        try:
+            await llm.update_weight_version("0")
+            if config.lora_rank:
+                with no_change(parameters_of(model_path), config.lora_rank) as request:
+                    await llm.add_lora(request)
+            return cls(model_path, config, llm)
+        except BaseException:
+            llm.shutdown()
+            raise
+
+    def submit(
+        self, tokens: Sequence[int], sampling: SamplingConfig, *, prompt_id: int = 0, sample_id: int = 0
+    ) -> VLLMRequest:
+        self._check_request(tokens, sampling)
+        from vllm.sampling_params import RequestOutputKind
+
+        seed = int(request_seeds(sampling.seed, sampling.step, prompt_id, sample_id, len(tokens))[0])
+        parameters = sampling_parameters(sampling, seed, sampling.max_new_tokens, self._end_tokens)
+        parameters.output_kind = RequestOutputKind.DELTA
+        request_id = f"request-{next(self._ids)}"
+        prompt = {"prompt_token_ids": list(tokens)}
+        outputs = self._llm.generate(prompt, parameters, request_id, lora_request=self._adapters)
+        return VLLMRequest(self, request_id, outputs)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its result is what was drawn so far. One that has ended already stays as it is."""
+        await self._llm.abort(request_id)
+
+    async def pause(self) -> None:
+        """Stop between two tokens. Requests wait, new ones too; what they have read so far is forgotten, and read again
+        on `resume`, by the weights that are there then.
+        """
+        await self._llm.pause_generation(mode="keep", clear_cache=True)
+
+    async def resume(self) -> None:
+        await self._llm.resume_generation()
+
+    async def receive(self, handle: WeightHandle, verify: bool = False) -> None:
+        """Copy published weights over the engine's own, between two tokens of the requests in flight; see
+        `AsyncEngine`.
+        """
+        async with self._updating:
+            self.check_receivable(handle)
+            if (sent := self.sent_digests(handle)) is not None:
+                self.received(handle, sent if verify else None)
+                return
+            await self.pause()
+            self._damaged = True
+            if self.holds_adapters:
+                with arrived(handle, verify) as (request, found):
+                    await self._llm.add_lora(request)
+                digests = [found]
+            else:
+                # As bytes: vLLM hands objects of ours to another process only where its protection is switched off.
+                digests = await self._llm.collective_rpc("receive_weights", args=(pickle.dumps(handle), verify))
+            self.received(handle, same_digests(digests) if verify else None)
+            await self._llm.update_weight_version(str(handle.version))
+            await self.resume()
+
+    async def gpu_memory(self) -> dict[str, float]:
+        return (await self._llm.collective_rpc("gpu_memory"))[0]
+
+    async def sleep(self, level: int = 1) -> int:
+        if self._asleep or not self._can_free():
+            self._asleep = True
+            return 0
+        free = sum(await self._llm.collective_rpc("free_bytes"))
+        await self._llm.sleep(level)
+        self._asleep, self._damaged, self._awake = True, self._damaged or level == 2, set()
+        return sum(await self._llm.collective_rpc("free_bytes")) - free
+
+    async def wake(self, for_weights: bool = False) -> None:
+        if self._asleep and self._can_free() and (wanted := parts_to_wake(for_weights, self._awake)):
+            await self._llm.wake_up(wanted)
+            self._awake |= set(wanted)
+        self._asleep = self._asleep and for_weights
+
+    def _parameters(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        return parameters_of(self._model_path)
+
+    def close(self) -> None:
+        """End vLLM's processes. Requests in flight fail."""
+        self._llm.shutdown()
+        # It does so again when it is collected, which fails when that is as late as the interpreter's end.
+        self._llm.shutdown = lambda timeout=None: None  # noqa: ARG005
+        self._llm = None

@@ -1,0 +1,137 @@
+"""Generation with vLLM: one batch of prompts in, all completions out.
+
+vLLM is the engine for GPUs and for models that are not tiny: it keeps its memory full of sequences, whatever their
+lengths. Tokens do not depend on the number of engines, the order of prompts, or what else is generated: every request
+has a seed of its own. They are other tokens than the hf engine draws from the same seed.
+"""
+
+from __future__ import annotations
+
+import pickle
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from queue import Empty, Queue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from components.batch import Batch
+from components.generate.engine import Completions, RolloutEngine
+from components.models.end_tokens import end_tokens_of
+from components.process.heartbeat import beat
+from components.train.config import SamplingConfig, VLLMRolloutConfig
+from components.weights.publisher import WeightHandle
+from plugins.vllm.adapters import adapter_request, arrived, no_change
+from plugins.vllm.options import (
+    completions,
+    engine_arguments,
+    parameters_of,
+    parts_to_wake,
+    positions_of,
+    prepare_process,
+    requests,
+    same_digests,
+)
+
+_LOOK_S = 5.0
+
+
+class VLLMRolloutEngine(RolloutEngine):
+    """vLLM's `LLM`: in this process, in one beside it, or in one per device."""
+
+    def __init__(self, model_path: str | Path, config: VLLMRolloutConfig | None = None) -> None:
+        """
+        Args:
+            model_path: folder or hub name of a causal model; for the tokens that end a response see end_tokens.py.
+            config: of this engine.
+        """
+        super().__init__()
+        self.config = config or VLLMRolloutConfig()
+        self.positions = positions_of(model_path, self.config)
+        self._model_path = model_path
+        self._end_tokens = end_tokens_of(model_path)
+        self._awake: set[str] = set()
+        prepare_process(self.config, in_process=not self.config.own_process)
+        set_num_threads, dtype = torch.set_num_threads, torch.get_default_dtype()
+        # In this process vLLM would leave behind a seeded generator, another default type, and fixed threads.
+        with torch.random.fork_rng():
+            from vllm import LLM
+
+            self._llm: Any = LLM(**engine_arguments(model_path, self.config))
+        torch.set_num_threads = set_num_threads
+        torch.set_default_dtype(dtype)
+        self._beat_at_each_step()
+        self.holds_adapters = self.config.lora_rank > 0
+        self._adapters: Any = adapter_request() if self.holds_adapters else None
+        if self.holds_adapters:
+            with no_change(self._parameters(), self.config.lora_rank) as request:
+                self._llm.llm_engine.add_lora(request)
+
+    def _complete(self, prompts: Batch, sampling: SamplingConfig) -> Completions:
+        outputs: list[Any] = []
+        if len(prompts):
+            rows, parameters = requests(prompts, sampling, self._end_tokens)
+            outputs = self._llm.generate(rows, parameters, use_tqdm=False, lora_request=self._adapters)
+        return completions([output.outputs[0] for output in outputs], sampling.max_new_tokens)
+
+    def _beat_at_each_step(self) -> None:
+        engine = self._llm.llm_engine
+        step = engine.step
+
+        def beating_step() -> Any:
+            outputs = step()  # one token of every request that runs
+            beat()
+            return outputs
+
+        engine.step = beating_step
+        if self.config.own_process:
+            # Should that process be killed, vLLM would wait for its outputs for ever.
+            engine.engine_core.outputs_queue.get = partial(_next_outputs, engine.engine_core)
+
+    def _load(self, handle: WeightHandle, with_digests: bool) -> dict[str, str]:
+        if self.holds_adapters:
+            with arrived(handle, with_digests) as (request, found):
+                self._llm.llm_engine.add_lora(request)
+            digests = [found]
+        else:
+            # As bytes: vLLM hands objects of ours to another process only where its protection is switched off.
+            digests = self._llm.collective_rpc("receive_weights", args=(pickle.dumps(handle), with_digests))
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM keeps what prompts were to the old weights; nothing may be generated meanwhile")
+        return same_digests(digests)
+
+    def gpu_memory(self) -> dict[str, float]:
+        return self._llm.collective_rpc("gpu_memory")[0]
+
+    def _parameters(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        return parameters_of(self._model_path)
+
+    def _sleep(self, level: int) -> int:
+        free = sum(self._llm.collective_rpc("free_bytes"))
+        self._llm.sleep(level=level)
+        self._awake = set()
+        return sum(self._llm.collective_rpc("free_bytes")) - free
+
+    def _wake(self, for_weights: bool) -> None:
+        if wanted := parts_to_wake(for_weights, self._awake):
+            self._llm.wake_up(tags=wanted)
+            self._awake |= set(wanted)
+
+    def close(self) -> None:
+        """End vLLM's processes. The process group of this one stays, which vLLM would end: a trainer may be in it."""
+        destroy = dist.destroy_process_group
+        dist.destroy_process_group = lambda group=None: None  # noqa: ARG005
+        try:
+            self._llm.llm_engine.engine_core.shutdown()
+        finally:
+            dist.destroy_process_group = destroy
+
+
+def _next_outputs(client: Any) -> Any:
+    """What vLLM's process has drawn next; its EngineDeadError once there is no such process."""
+    while True:
+        with suppress(Empty):
+            return Queue.get(client.outputs_queue, timeout=_LOOK_S)
+        client.ensure_alive()

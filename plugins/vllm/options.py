@@ -1,0 +1,283 @@
+"""What the two vLLM engines share: the environment they start in, their settings, and requests.
+
+On a CPU three traps of vLLM 0.32 are kept out. Without a size its key-value cache takes all memory. It prefills long
+queues of prompts in chunks, which ends a request with a seed of its own, so chunks are off there. And one process per
+core of a machine is bound to a core by NUMA node, which fails where there is one node, so cores are dealt out here.
+
+Legend: `B` sequences, `K` most new tokens.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+import os
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from components.batch import Batch
+from components.generate.choice import head_fault
+from components.generate.engine import Completions, limits
+from components.generate.sampling import request_seeds
+from components.models.device import compute_device
+from components.train.config import SamplingConfig, VLLMRolloutConfig
+from plugins.plan.memory import CONTEXT_BYTES
+from plugins.vllm.adapters import adapter_arguments
+
+RECEIVER = "plugins.vllm.worker.WeightReceiver"
+BINDING, OUR_BINDING = "VLLM_CPU_OMP_THREADS_BIND", "TROUPE_VLLM_THREADS_BIND"
+"""Which cores vLLM takes, and what we have set that to."""
+BATCHED_TOKENS = 16384
+"""Prompt tokens that are read at the same time; on a CPU at least."""
+MEMORY_WITHIN_S = 60.0
+"""So long an engine that starts waits for others to give the memory of its GPUs back."""
+_NVIDIA_SMI = ("nvidia-smi", "--query-gpu=uuid,memory.free,memory.total", "--format=csv,noheader,nounits")
+
+_log = logging.getLogger(__name__)
+
+
+def prepare_process(config: VLLMRolloutConfig, in_process: bool) -> None:
+    """Set what vLLM reads from the environment when it is imported. What the user has set stays, but for where the
+    engine runs.
+
+    Raises:
+        ValueError: vLLM is not installed, or there are fewer cores than processes of the engine.
+        RuntimeError: it was given a GPU that torch does not find.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise ValueError("vLLM is not installed; run bash scripts/setup.sh vllm, or choose the engine hf")
+    compute_device()
+    for name, value in {
+        # On a CPU it warns of what is set here on purpose.
+        "VLLM_LOGGING_LEVEL": "WARNING" if torch.cuda.is_available() else "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        # Its workers are started anew: a fork of a process with threads may hang.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }.items():
+        os.environ.setdefault(name, value)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
+    if not torch.cuda.is_available() and os.environ.get(BINDING) in (None, os.environ.get(OUR_BINDING)):
+        # Another engine may have been here before; what the user has set stays.
+        os.environ[BINDING] = os.environ[OUR_BINDING] = _cores(config.tensor_parallel_size)
+
+
+def _cores(processes: int) -> str:
+    """Who is bound to which cores, as vLLM wants it: alone an engine goes where there is room."""
+    if processes == 1:
+        return "nobind"
+    own = sorted(os.sched_getaffinity(0))
+    if len(own) < processes:
+        raise ValueError(
+            f"tensor_parallel_size={processes}, but this process may use {len(own)} CPU cores, one for each part of an "
+            f"engine; set at most {len(own)}"
+        )
+    share = len(own) // processes
+    return "|".join(",".join(map(str, own[i * share : (i + 1) * share])) for i in range(processes))
+
+
+def engine_arguments(model_path: str | Path, config: VLLMRolloutConfig, on_gpu: bool | None = None) -> dict[str, Any]:
+    """Keyword arguments of vLLM's `LLM` and `AsyncEngineArgs`.
+
+    Args:
+        model_path: folder or hub name of the model.
+        config: of the engine.
+        on_gpu: it samples there. Default: where there is one.
+    """
+    length = positions_of(model_path, config)
+    arguments: dict[str, Any] = {
+        "model": str(model_path),
+        "dtype": config.dtype,
+        "max_model_len": length,
+        "max_num_seqs": config.max_num_seqs,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        # In an actor of Ray vLLM would ask Ray for its processes, which have places of ours.
+        "distributed_executor_backend": "mp" if config.tensor_parallel_size > 1 else None,
+        # Those of the distribution that was drawn from: at the temperature.
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": RECEIVER,
+        "skip_tokenizer_init": True,
+        "use_tqdm_on_load": False,
+        "disable_log_stats": True,
+        "seed": 0,
+        **adapter_arguments(config.lora_rank),
+    }
+    if torch.cuda.is_available() if on_gpu is None else on_gpu:
+        asked, parts = config.gpu_memory_utilization, config.tensor_parallel_size
+        return arguments | {
+            "max_num_batched_tokens": max(BATCHED_TOKENS, config.max_num_seqs),
+            "enforce_eager": config.enforce_eager,
+            "gpu_memory_utilization": free_share(asked, lambda: gpu_memory(parts)),
+            "enable_sleep_mode": config.enable_sleep,
+        }
+    fault = head_fault(Path(model_path))
+    if fault:  # which vLLM would say at the first prompt
+        raise ValueError(f"{model_path} cannot be sampled from: {fault}; choose the engine hf")
+    return arguments | {
+        # Without chunks the longest prompt is read as a whole.
+        "max_num_batched_tokens": max(BATCHED_TOKENS, length or 0, config.max_num_seqs),
+        "enable_chunked_prefill": False,
+        # Compiling takes minutes on a CPU and makes nothing faster.
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": int(config.cpu_cache_gb * 2**30),
+    }
+
+
+def free_share(
+    asked: float,
+    read: Callable[[], list[tuple[int, int]]],
+    within_s: float = MEMORY_WITHIN_S,
+    every_s: float = 1.0,
+) -> float:
+    """The share of its GPUs that an engine may take as it starts. vLLM refuses to where less is free than its share, as
+    when it takes a lost engine's place while other roles use the GPU.
+
+    Args:
+        asked: the share that it is to take.
+        read: (free, total) bytes of each of its GPUs now; none where that is not known.
+        within_s: to wait for others to give memory back.
+        every_s: time between two looks.
+
+    Returns:
+        `asked`; or, with a warning, what is free after all this time.
+    """
+    began, has_warned = time.monotonic(), False
+    while True:
+        free = min(((free - CONTEXT_BYTES) / total for free, total in read()), default=asked)
+        if free >= asked or time.monotonic() - began >= within_s:
+            break
+        if not has_warned:
+            text = "the engine is to take %.2f of a GPU's memory, and %.2f are free; waiting up to %g s for others"
+            _log.warning(text, asked, free, within_s)
+            has_warned = True
+        time.sleep(every_s)
+    share = math.floor(free * 100) / 100
+    if free >= asked or share <= 0:  # without any vLLM says best what is missing
+        return asked
+    text = "the engine takes %.2f of a GPU's memory in place of %.2f, as no more is free: its cache is smaller by that"
+    _log.warning(text, share, asked)
+    return share
+
+
+def gpu_memory(count: int) -> list[tuple[int, int]]:
+    """(free, total) bytes of the first GPUs that this process sees; none where nvidia-smi does not tell. CUDA itself
+    would take memory on each GPU that it is asked about.
+    """
+    try:
+        shown = subprocess.run(_NVIDIA_SMI, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    found = memory_by_uuid(shown)
+    names = [str(torch.cuda.get_device_properties(index).uuid).removeprefix("GPU-") for index in range(count)]
+    return [found[name] for name in names if name in found]
+
+
+def memory_by_uuid(shown: str) -> dict[str, tuple[int, int]]:
+    """UUID -> (free, total) bytes of a GPU, of lines that nvidia-smi prints; what has no numbers is left out."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in shown.splitlines()]
+    known = [row for row in rows if len(row) == 3 and row[1].isdecimal() and row[2].isdecimal()]
+    return {name.removeprefix("GPU-"): (int(free) * 2**20, int(total) * 2**20) for name, free, total in known}
+
+
+def positions_of(model_path: str | Path, config: VLLMRolloutConfig) -> int | None:
+    """Tokens of prompt and completion together: as asked for, and no more than the model has positions for."""
+    from transformers import AutoConfig
+
+    text = AutoConfig.from_pretrained(model_path).get_text_config()
+    known: int | None = getattr(text, "max_position_embeddings", None)
+    asked = config.max_model_len
+    return min(known, asked) if known and asked else known or asked
+
+
+@lru_cache(maxsize=4)
+def parameters_of(model_path: str | Path) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """As `RolloutEngine._parameters`, of the model as transformers has it; no weight is read. To be asked late: making
+    the model takes a third of an engine's start.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: (id(tensor), tuple(tensor.shape)) for name, tensor in named}
+
+
+def parts_to_wake(for_weights: bool, awake: set[str]) -> list[str]:
+    """What of an engine that sleeps is to wake, of which some may be awake: each part wakes once."""
+    return sorted(({"weights"} if for_weights else {"weights", "kv_cache"}) - awake)
+
+
+def same_digests(parts: list[dict[str, str]]) -> dict[str, str]:
+    """What all parts of an engine were given; a part that was given something else has none of it right."""
+    return {name: found if all(part.get(name) == found for part in parts) else "" for name, found in parts[0].items()}
+
+
+def sampling_parameters(
+    sampling: SamplingConfig, seed: int | None, max_tokens: int, end_tokens: Sequence[int] = ()
+) -> Any:
+    """VLLM's `SamplingParams` of one request.
+
+    Args:
+        sampling: how to draw.
+        seed: of this request; greedy ones need none.
+        max_tokens: of this request.
+        end_tokens: that end it, beside those that vLLM finds in the model's generation_config.json.
+    """
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p if sampling.temperature else 1.0,
+        top_k=sampling.top_k if sampling.temperature else 0,
+        seed=seed if sampling.temperature else None,
+        max_tokens=max_tokens,
+        stop_token_ids=list(end_tokens),
+        logprobs=0,
+        detokenize=False,
+    )
+
+
+def requests(prompts: Batch, sampling: SamplingConfig, end_tokens: Sequence[int] = ()) -> tuple[list[Any], list[Any]]:
+    """Prompts as vLLM takes them, and how each is continued; see `sampling_parameters` for `end_tokens`."""
+    seeds = request_seeds(
+        sampling.seed, sampling.step, prompts["prompt_id"], prompts["sample_id"], position_B=prompts.lengths
+    )
+    rows = [{"prompt_token_ids": tokens} for tokens in prompts.lists("tokens")]
+    limit_B = limits(prompts, sampling).tolist()
+    parameters = [
+        sampling_parameters(sampling, int(seed), limit, end_tokens) for seed, limit in zip(seeds, limit_B, strict=True)
+    ]
+    return rows, parameters
+
+
+def drawn_logprobs(output: Any) -> list[float]:
+    """Log-probability of each token of a `CompletionOutput`."""
+    return [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)]
+
+
+def completions(outputs: list[Any], max_new_tokens: int) -> Completions:
+    """What vLLM has drawn, one `CompletionOutput` per prompt."""
+    rows = [(list(output.token_ids), drawn_logprobs(output)) for output in outputs]
+    length_B = torch.tensor([len(tokens) for tokens, _ in rows], dtype=torch.int64)
+
+    def padded(columns: list[list[Any]], dtype: torch.dtype) -> Tensor:
+        x_BK = torch.zeros(len(rows), max_new_tokens, dtype=dtype)
+        inside_BK = torch.arange(max_new_tokens) < length_B[:, None]
+        x_BK[inside_BK] = torch.tensor([value for column in columns for value in column], dtype=dtype)
+        return x_BK
+
+    return Completions(
+        tokens_BK=padded([tokens for tokens, _ in rows], torch.int64),
+        logprob_BK=padded([logprobs for _, logprobs in rows], torch.float32),
+        length_B=length_B,
+        ended_B=torch.tensor([output.finish_reason == "stop" for output in outputs], dtype=torch.bool),
+    )

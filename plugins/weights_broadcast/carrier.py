@@ -1,0 +1,321 @@
+"""Weights from rank 0 of the policy to all engines at once, one collective per bucket, from device to device.
+
+Rank 0 and every process of every engine form a process group of their own: NCCL between GPUs, gloo between CPUs. It is
+made once, and made again for the version after one that broke off, as when an engine was replaced. Who takes part, and
+what lies in each bucket, goes through a store of rank 0's, which is not encrypted: for a network that you trust.
+
+    reader      "VERSION/READER": the number of the group that it is in, 0 in none
+    rank 0      "VERSION/group": the one that takes part; "VERSION/bucket 0", ...: bytes and pieces, [] at the end;
+                null instead, where it has given the version up
+
+Nothing depends on it. The version is written to its folder too, and an engine reads it there where this breaks off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from components.models.device import compute_device
+from components.process.heartbeat import beat
+from components.weights.buckets import BucketFiller, Piece, pieces_of
+
+BUCKET_BYTES = 128 * 2**20
+"""Of one message; a larger weight is sent alone."""
+ARRIVAL_S = 600.0
+"""Engines may first finish what they generate."""
+ATTEMPTS = 3
+"""Versions in a row that break off, after which none is broadcast."""
+_log = logging.getLogger(__name__)
+_NULL = "null"
+
+
+class Broadcaster:
+    """Of rank 0 of the policy, to all engines."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        readers: int,
+        host: str | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        timeout_seconds: float = 60.0,
+        arrival_seconds: float = ARRIVAL_S,
+    ) -> None:
+        """
+        Args:
+            device: that the weights are gathered on.
+            readers: processes of all engines, which are numbered from 1.
+            host: this machine's address as the readers reach it; None: MASTER_ADDR, else 127.0.0.1.
+            bucket_bytes: of one message.
+            timeout_seconds: of one message, and to make the group.
+            arrival_seconds: until the last reader has come.
+        """
+        host = host or os.environ.get("MASTER_ADDR", "127.0.0.1")
+        listening = socket.create_server((socket.gethostbyname(host), 0))
+        self._address: tuple[str, int] = listening.getsockname()
+        store = _store(self._address, timeout_seconds, listening.detach())
+        store.set("size", str(readers + 1))
+        self._member = _Member(store, 0, readers + 1, device, timeout_seconds)
+        self._bucket_bytes, self._arrival_seconds = bucket_bytes, arrival_seconds
+        self.to_host = True
+        """See `BucketFiller`."""
+        self._groups = self._failures = 0
+        self._is_known = False
+        self._keys: list[str] = []
+        """Of the last version."""
+        self._old: list[str] = []
+        """Of those before it."""
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """Where readers come to, once a handle has brought it to them; None: nothing is broadcast any more."""
+        return self._address if self._failures < ATTEMPTS else None
+
+    def sent(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of a version, each after it was copied into a bucket; see `BucketFiller.passed`. When it is
+        exhausted every reader has them all, or the version was given up. The first is not broadcast: its handle brings
+        the address.
+        """
+        transfer = _Transfer(self._member, version, self._bucket_bytes, self.to_host)
+        self._old += self._keys
+        self._keys = transfer.keys
+        is_sent = self._is_known and self.address is not None
+        self._is_known = True
+        if is_sent:
+            transfer.attempt(lambda: self._meet(version))
+        else:
+            transfer.is_over = True
+        try:
+            yield from transfer.passed(tensors)
+        except BaseException as error:
+            transfer.give_up(error)
+            raise
+        if not transfer.is_over:
+            transfer.announce([])
+            self._failures = 0
+        elif is_sent:
+            self._failures += 1
+        if is_sent and self._failures == ATTEMPTS:
+            _log.warning("weights: %d versions broke off, and no more are broadcast", self._failures)
+
+    def _meet(self, version: int) -> None:
+        """Wait until all readers have come, and join them in a group, in a new one where one of them is in none."""
+        member = self._member
+        until = time.monotonic() + self._arrival_seconds
+        readers = [f"{version}/{reader}" for reader in range(1, member.size)]
+        self._keys += readers
+        groups = {int(_awaited(member.store, key, until - time.monotonic())) for key in readers}
+        # Who has come for this version needs nothing of an older one.
+        for key in self._old:
+            member.store.delete_key(key)
+        self._old = []
+        if groups != {member.group} or not member.group:
+            self._groups += 1
+            if self._groups > 1:
+                _log.warning("version %d of the weights: rank 0 and the engines are made a new group", version)
+        member.store.set(f"{version}/group", str(self._groups))
+        member.join(self._groups)
+
+    def close(self) -> None:
+        self._member.leave()
+
+
+class _Transfer(BucketFiller):
+    """Of one version, from rank 0."""
+
+    def __init__(self, member: _Member, version: int, bucket_bytes: int, to_host: bool) -> None:
+        super().__init__(member.device, bucket_bytes, to_host)
+        self._member, self._version = member, version
+        self._buckets = 0
+        self.keys = [f"{version}/group"]
+        self.is_over = False
+
+    def send(self) -> None:
+        if not self.is_over:
+            self.attempt(self._broadcast)
+
+    def _broadcast(self) -> None:
+        self.announce([self.end, self.pieces])
+        self._member.broadcast(self.bucket[: self.end])
+
+    def announce(self, content: list[Any] | None) -> None:
+        """Let the readers know what comes next: bytes and pieces; [], the end; None, nothing."""
+        key = f"{self._version}/bucket {self._buckets}"
+        self._member.store.set(key, json.dumps(content))
+        self.keys.append(key)
+        self._buckets += 1
+
+    def attempt(self, step: Callable[[], None]) -> None:
+        """What fails ends this version's broadcast, and not the trainer."""
+        try:
+            step()
+        except (RuntimeError, TimeoutError) as error:
+            self.give_up(error)
+
+    def give_up(self, error: BaseException) -> None:
+        """Let the readers take the version from elsewhere."""
+        text = "version %d of the weights is not broadcast to the end, and is read as it was published: %s"
+        _log.warning(text, self._version, error)
+        self.is_over = True
+        self._member.leave()
+        with contextlib.suppress(RuntimeError):
+            self._member.store.set(f"{self._version}/group", _NULL)
+            self.announce(None)
+
+
+def read_broadcast(
+    address: tuple[str, int], reader: int, version: int, timeout_seconds: float
+) -> Iterator[tuple[str, Tensor]]:
+    """A version that rank 0 broadcasts; tensors on this process's device, a bucket of its own at a time.
+
+    Args:
+        address: of the `Broadcaster`.
+        reader: this process's number among all readers, from 1.
+        version: that is wanted.
+        timeout_seconds: for each bucket.
+
+    Raises:
+        ConnectionError: rank 0 has given the version up.
+        TimeoutError, RuntimeError: rank 0 is gone or silent, or another reader is.
+    """
+    member = _membership(address, reader, timeout_seconds)
+    member.store.set(f"{version}/{reader}", str(member.group))
+    group = _awaited(member.store, f"{version}/group", ARRIVAL_S)
+    is_whole = False
+    try:
+        if group == _NULL:
+            raise ConnectionError(f"version {version} of the weights is not broadcast")
+        member.join(int(group))
+        for number in itertools.count():
+            content = json.loads(_awaited(member.store, f"{version}/bucket {number}", timeout_seconds))
+            if content is None:
+                raise ConnectionError(f"version {version} of the weights was not broadcast to the end")
+            if not content:
+                break
+            nbytes, pieces = content
+            bucket = torch.empty(nbytes, dtype=torch.uint8, device=member.device)
+            member.broadcast(bucket)
+            yield from pieces_of(bucket, [Piece.of(piece) for piece in pieces])
+            del bucket
+        is_whole = True
+    finally:
+        if not is_whole:
+            member.leave()
+
+
+class _Member:
+    """One process, which may be in a group."""
+
+    group = 0
+    """Its number; 0: in none."""
+    _joined: Any = None
+
+    def __init__(self, store: Any, rank: int, size: int, device: torch.device, timeout_seconds: float) -> None:
+        self.store, self._rank, self.size, self.device = store, rank, size, device
+        self._timeout = timedelta(seconds=timeout_seconds)
+
+    def join(self, group: int) -> None:
+        """All of the group do this.
+
+        Raises:
+            TimeoutError, RuntimeError: one of them did not, or cannot be reached.
+        """
+        if group == self.group:
+            return
+        self.leave()
+        made: list[Any] = []
+        # NCCL knows no time limit while it connects.
+        making = threading.Thread(target=self._make, args=(group, made), daemon=True)
+        making.start()
+        making.join(self._timeout.total_seconds())
+        if not made:
+            raise TimeoutError(f"rank 0 and the engines made no group in {self._timeout.total_seconds():g} s")
+        if isinstance(made[0], Exception):
+            raise made[0]
+        self._joined, self.group = made[0], group
+
+    def _make(self, group: int, made: list[Any]) -> None:
+        c10d: Any = dist
+        store = c10d.PrefixStore(f"group {group}", self.store)
+        try:
+            if self.device.type == "cuda":
+                options = c10d.ProcessGroupNCCL.Options()
+                options._timeout = self._timeout
+                with _blocking_wait():
+                    joined = c10d.ProcessGroupNCCL(store, self._rank, self.size, options)
+            else:
+                joined = c10d.ProcessGroupGloo(store, self._rank, self.size, self._timeout)
+            joined.broadcast(torch.zeros(1, device=self.device), 0).wait()  # connects them
+            made.append(joined)
+        except RuntimeError as error:
+            made.append(error)
+
+    def leave(self) -> None:
+        if self._joined is not None:
+            self._joined.abort()
+        self._joined, self.group = None, 0
+
+    def broadcast(self, bucket: Tensor) -> None:
+        """From rank 0 to the others; returns when this process has it, or has sent it."""
+        self._joined.broadcast(bucket, 0).wait()
+
+
+@contextlib.contextmanager
+def _blocking_wait() -> Iterator[None]:
+    """A group that is made herein raises an error where a message takes too long; else torch ends the process."""
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
+_members: dict[tuple[tuple[str, int], int], _Member] = {}
+"""Readers of this process, by the address that they come to and their number."""
+
+
+def _membership(address: tuple[str, int], reader: int, timeout_seconds: float) -> _Member:
+    if (address, reader) not in _members:
+        store = _store(address, timeout_seconds)
+        size = int(_awaited(store, "size", timeout_seconds))
+        _members[address, reader] = _Member(store, reader, size, compute_device(), timeout_seconds)
+    return _members[address, reader]
+
+
+def _store(address: tuple[str, int], timeout_seconds: float, listening: int | None = None) -> Any:
+    """Rank 0's, which has a socket that listens, or a reader's connection to it."""
+    c10d: Any = dist
+    timeout = timedelta(seconds=timeout_seconds)
+    is_master = listening is not None
+    return c10d.TCPStore(*address, None, is_master, timeout, wait_for_workers=False, master_listen_fd=listening)
+
+
+def _awaited(store: Any, key: str, seconds: float) -> str:
+    c10d: Any = dist
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            store.wait([key], timedelta(seconds=min(1.0, max(0.01, until - time.monotonic()))))
+            return store.get(key).decode()
+        except c10d.DistStoreError:
+            if time.monotonic() > until:
+                raise TimeoutError(f"{key!r} of the weights did not come in {seconds:.0f} s") from None
+            beat()

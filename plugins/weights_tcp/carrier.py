@@ -1,0 +1,173 @@
+"""Weights from one machine to another: the publisher serves its versions, and readers pull them.
+
+A reader opens a connection of its own, sends one line that says what it wants, and gets one line that says what
+comes, and then the buckets one by one. So an engine that was replaced asks again, and readers that die disturb nobody.
+
+    reader      {"name": ..., "proof": ..., "version": 3, "table_only": false}
+    publisher   {"status": "ok", "digests": ..., "buckets": [[bytes, pieces], ...]}, and the bytes
+
+Nothing is encrypted. A request is served only with proof that its sender has the handle, which keeps out mistakes, and
+not an attacker who can read or write on that network: bind to an address of a network that you trust.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import socket
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from components.weights.buckets import Piece, pieces_of
+from components.weights.folder import OpenVersion
+
+_log = logging.getLogger(__name__)
+_REQUEST_BYTES = 4096
+
+
+def prove(token: str, what: str) -> str:
+    """Shows that one has the token, without showing the token."""
+    return hmac.digest(token.encode(), what.encode(), hashlib.sha256).hex()
+
+
+class WeightServer:
+    """Serves versions from side threads of the publisher's process, one for each reader."""
+
+    def __init__(
+        self, host: str, token: str, find: Callable[[int], OpenVersion | None], timeout_seconds: float
+    ) -> None:
+        """
+        Args:
+            host: address to bind to, as the readers reach it; IPv4, or a name of one.
+            token: what readers must have.
+            find: opens a version; None when it is gone.
+            timeout_seconds: for every single bucket.
+        """
+        self._token = token
+        self._find = find
+        self._timeout_seconds = timeout_seconds
+        self._listening = socket.create_server((socket.gethostbyname(host), 0))
+        self.address: tuple[str, int] = self._listening.getsockname()
+        self._transfers: list[threading.Thread] = []
+        self._thread = threading.Thread(target=self._serve, name="weight-server", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends when the transfers that have begun have ended."""
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listening.close()
+        for transfer in self._transfers:
+            transfer.join()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:
+                return  # closed
+            self._transfers = [transfer for transfer in self._transfers if transfer.is_alive()]
+            transfer = threading.Thread(target=self._transfer, args=(connection,), daemon=True)
+            self._transfers.append(transfer)
+            transfer.start()
+
+    def _transfer(self, connection: socket.socket) -> None:
+        try:
+            with connection, connection.makefile("rb") as lines:
+                connection.settimeout(self._timeout_seconds)
+                self._answer(connection, **json.loads(lines.readline(_REQUEST_BYTES)))
+        except (OSError, ValueError, TypeError) as error:
+            # Of a reader that is gone, or so slow that it counts as gone: it will ask again if it lives.
+            _log.warning("weights: a reader was not served to the end: %s", error)
+
+    def _answer(self, connection: socket.socket, *, name: str, proof: str, version: int, table_only: bool) -> None:
+        if not hmac.compare_digest(proof, prove(self._token, name)):
+            connection.sendall(_line({"status": "refused: the handle is another publisher's"}))
+            return
+        opened = self._find(version)
+        if opened is None:
+            connection.sendall(_line({"status": "gone"}))
+            return
+        tables = [(flat.numel(), pieces) for pieces, flat in opened.buckets]
+        connection.sendall(_line({"status": "ok", "digests": opened.digests, "buckets": tables}))
+        for _, flat in () if table_only else opened.buckets:
+            try:
+                connection.sendall(flat.numpy().data)
+            except OSError as error:
+                raise OSError(f"version {version} stopped on its way ({error})") from error
+
+
+@dataclass(frozen=True)
+class RemoteVersion:
+    """A version at the publisher's, with its payload on the way."""
+
+    tables: list[list[Piece]]
+    digests: dict[str, str] | None
+    tensors: Iterator[tuple[str, Tensor]]
+    """One bucket at a time is held here, and longer by who keeps its tensors."""
+
+
+def fetch(
+    address: tuple[str, int], token: str, version: int, timeout_seconds: float, table_only: bool = False
+) -> RemoteVersion:
+    """Ask a publisher for a version.
+
+    Args:
+        address: of the publisher.
+        token: of the handle.
+        version: that is wanted.
+        timeout_seconds: for the answer, and while nothing of a bucket comes.
+        table_only: names, dtypes, shapes and digests, without the payload.
+
+    Raises:
+        FileNotFoundError: the publisher has it no more.
+        PermissionError: the publisher at the address is another one.
+        ConnectionError: nobody is there, or no answer came in time.
+    """
+    where = f"the publisher of the weights at {address[0]}:{address[1]}"
+    own = uuid.uuid4().hex
+    request = {"name": own, "proof": prove(token, own), "version": version, "table_only": table_only}
+    try:
+        with socket.create_connection(address, timeout_seconds) as connection:
+            stream = connection.makefile("rb")  # which keeps the connection
+            connection.sendall(_line(request))
+        header = json.loads(stream.readline())
+    except (OSError, ValueError) as error:
+        raise ConnectionError(
+            f"{where} did not respond within {timeout_seconds:g} s ({error}); see whether its process lives and its "
+            "address is reachable from here"
+        ) from error
+    if header["status"] == "gone":
+        raise FileNotFoundError(f"version {version} was unlinked at {where}; receive the newest handle")
+    if header["status"] != "ok":
+        raise PermissionError(f"{where} {header['status']}")
+    tables = [[Piece.of(piece) for piece in table] for _, table in header["buckets"]]
+    sizes = [size for size, _ in header["buckets"]]
+    return RemoteVersion(tables, header["digests"], _payload(stream, sizes, tables, where))
+
+
+def _line(what: object) -> bytes:
+    return json.dumps(what).encode() + b"\n"
+
+
+def _payload(stream: Any, sizes: list[int], tables: list[list[Piece]], where: str) -> Iterator[tuple[str, Tensor]]:
+    for size, table in zip(sizes, tables, strict=True):
+        flat = torch.empty(size, dtype=torch.uint8)
+        try:
+            if stream.readinto(flat.numpy().data) < size:
+                raise ConnectionError("it closed the connection")
+        except OSError as error:
+            raise ConnectionError(f"the weights stopped coming from {where} ({error}); ask again") from error
+        *most, last = pieces_of(flat, table)
+        yield from most
+        # A loop holds its last tensor while it waits for the next: it shall not hold the whole bucket by that.
+        most, last, flat = [], (last[0], last[1].clone()), None
+        yield last

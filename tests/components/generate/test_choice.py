@@ -1,0 +1,197 @@
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from components.generate import choice
+from components.generate.choice import attention_note, choose_attention, choose_rollout_engine, choose_weight_sync
+from components.train.config import HFRolloutConfig, VLLMRolloutConfig
+from tests.messages import says
+from training.options.groups import PlacementOptions, RolloutOptions
+from training.options.schema import idle_options
+
+NEEDS_VLLM = pytest.mark.full
+"""Installed, which the default tier does not ask for; none of these starts it."""
+
+
+@NEEDS_VLLM
+def test_vllm_is_chosen_on_a_gpu_or_for_a_large_model_and_the_reason_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "LARGE_BYTES", 100)
+    reasons = []
+    for asked, gpus, expected in (("auto", 0, "hf"), ("auto", 2, "vllm"), ("hf", 2, "hf")):
+        name, reason = choose_rollout_engine(asked, gpus, str(tmp_path))
+        assert name == expected
+        reasons.append(reason)
+    (tmp_path / "model.safetensors").write_bytes(bytes(100))
+    name, reason = choose_rollout_engine("auto", 0, str(tmp_path))
+    assert name == "vllm"
+    assert len({*reasons, reason}) == 4
+    assert all((*reasons, reason))
+
+
+def test_without_vllm_auto_takes_hf_and_asking_for_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    name, reason = choose_rollout_engine("auto", 8, "x")
+    assert name == "hf"
+    assert "vLLM" in reason
+    with pytest.raises(ValueError, match=says("scripts/setup.sh vllm", "hf")):
+        choose_rollout_engine("vllm", 8, "x")
+    with pytest.raises(ValueError, match=says("rollout.tensor_parallel=2", "vllm", "hf")):
+        RolloutOptions(tensor_parallel=2).chosen(8, "x")
+
+
+@pytest.mark.parametrize(
+    ("options", "facts"),
+    [
+        ({"engine": "sglang"}, ["rollout.engine=sglang", "auto", "vllm", "hf"]),
+        ({"engine": "hf", "tensor_parallel": 2}, ["rollout.tensor_parallel=2", "hf"]),
+        ({"top_p": 0.0}, ["rollout.top_p=0.0", "above 0", "at most 1"]),
+        ({"top_k": -1}, ["rollout.top_k=-1"]),
+        ({"engine": "vllm", "gpu_memory": 1.5}, ["rollout.gpu_memory=1.5", 0, 1]),
+        ({"engine": "vllm", "cpu_cache_gb": 0.0}, ["rollout.cpu_cache_gb=0.0", 0]),
+    ],
+)
+def test_options_of_sampling_that_cannot_be_are_named(options: dict[str, object], facts: list[object]) -> None:
+    with pytest.raises(ValueError, match=says(*facts)):
+        RolloutOptions(**options)  # pyright: ignore[reportArgumentType]
+
+
+@NEEDS_VLLM
+def test_hot_samples_are_for_hf_alone() -> None:
+    options, line = RolloutOptions(temperature=2.5).chosen(8, "x")
+    assert options.engine == "hf"
+    assert re.search(says("hf", "vLLM", 0.01, 2.0, 2.5), line)
+    with pytest.raises(ValueError, match=says("vllm", 0.005, "hf")):
+        RolloutOptions(engine="vllm").chosen(8, "x", 0.005)
+    assert RolloutOptions(engine="vllm").chosen(8, "x", 0.0)[0].engine == "vllm"
+
+
+@NEEDS_VLLM
+def test_heads_without_a_kernel_are_for_hf_on_a_cpu(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"hidden_size": 64, "num_attention_heads": 4}')
+    assert RolloutOptions().chosen(1, str(tmp_path))[0].engine == "vllm"
+    with pytest.raises(ValueError, match=says("vLLM", 32, 16, "hf")):
+        RolloutOptions(engine="vllm").chosen(0, str(tmp_path))
+
+
+@NEEDS_VLLM
+def test_adapters_go_alone_to_an_engine_that_can_hold_them_and_merged_to_others(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    placement = PlacementOptions()
+    for engine, asked, merges, words in (
+        ("vllm", None, False, "the adapters alone"),
+        ("vllm", True, True, "adapters added"),
+        ("hf", None, True, "hf holds whole weights"),
+    ):
+        options, line = RolloutOptions(engine=engine, merge_lora=asked).chosen(8, str(tmp_path), lora_rank=4)
+        assert options.merge_lora is merges
+        assert words in line
+        assert options.engine_config("fp32", 9, placement, lora_rank=4).lora_rank == (0 if merges else 4)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ValueError, match=says("rollout.merge_lora=false", "gpt2")):
+        RolloutOptions(engine="vllm", merge_lora=False).chosen(8, str(tmp_path), lora_rank=4)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    with pytest.raises(ValueError, match=says("rollout.merge_lora=false", "train.lora_rank=513", 512)):
+        RolloutOptions(engine="vllm", merge_lora=False).chosen(8, str(tmp_path), lora_rank=513)
+    options, line = RolloutOptions(engine="vllm").chosen(8, str(tmp_path), lora_rank=513)
+    assert options.merge_lora
+    assert "513" in line
+    options, line = RolloutOptions(engine="vllm").chosen(8, str(tmp_path), lora_rank=0)
+    assert options.merge_lora is None
+    assert "adapters" not in line
+
+
+def test_options_reach_the_engine_and_evaluations_draw_from_all_tokens() -> None:
+    options = RolloutOptions(engine="vllm", top_p=0.9, top_k=5, max_new_tokens=20, tensor_parallel=2)
+    shared = PlacementOptions(engines_sleep=True)
+    config = options.engine_config("bf16", 100, shared, lora_rank=0)
+    assert config == VLLMRolloutConfig(
+        dtype="bfloat16",
+        max_num_seqs=512,
+        max_model_len=120,
+        tensor_parallel_size=2,
+        gpu_memory_utilization=0.45,
+        enable_sleep=True,
+    )
+    shares = {
+        0.9: PlacementOptions(colocate=False),
+        0.45: PlacementOptions(),
+        0.7: PlacementOptions(engines_sleep=True, learners_sleep=True),
+    }
+    for share, placement in shares.items():
+        found = options.engine_config("bf16", 100, placement, lora_rank=0)
+        assert isinstance(found, VLLMRolloutConfig)
+        assert found.gpu_memory_utilization == share
+    assert isinstance(RolloutOptions(engine="hf").engine_config("fp32", 9, shared, lora_rank=8), HFRolloutConfig)
+    trained, inferred = options.sampling(1, 2), options.sampling(1, 2, 0.6)
+    assert (trained.top_p, trained.top_k, trained.is_whole) == (0.9, 5, False)
+    assert (inferred.top_p, inferred.top_k, inferred.temperature, inferred.is_whole) == (1.0, 0, 0.6, True)
+
+
+def test_notes_warn_of_a_narrowed_distribution_and_of_options_without_effect() -> None:
+    (note,) = RolloutOptions(top_p=0.9).notes()
+    assert "rollout.top_p=0.9" in note
+    reasons = dict(idle_options(RolloutOptions(engine="hf", enforce_eager=True), "rollout."))
+    assert re.search("engine.*hf", reasons["rollout.enforce_eager"])
+    on_vllm = RolloutOptions(engine="vllm", enforce_eager=True)
+    assert "rollout.enforce_eager" not in dict(idle_options(on_vllm, "rollout."))
+
+
+def test_engines_of_two_devices_share_out_what_there_is() -> None:
+    apart = PlacementOptions(colocate=False).resolved(8, groups=2, tensor_parallel=2)
+    assert (apart.actor_ranks, apart.rollout_engines) == (4, 2)
+    together = PlacementOptions().resolved(8, groups=2, tensor_parallel=2)
+    assert (together.actor_ranks, together.rollout_engines) == (8, 4)
+
+
+def test_flash_attention_that_cannot_run_is_sdpa_and_why_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    has: list[str] = []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in has else None)
+    assert [choose_attention(asked, 0) for asked in ("auto", None, "eager")] == [None, None, "eager"]
+    assert choose_attention("flash_attention_2", 0) == "sdpa"
+    assert re.search(says("flash_attention_2", "GPU", "sdpa"), attention_note("flash_attention_2", 0))
+    assert choose_attention("flash_attention_2", 8) == "sdpa"
+    assert re.search(says("flash_attn", "sdpa"), attention_note("flash_attention_2", 8))
+    has.append("flash_attn")
+    assert [choose_attention(asked, 8) for asked in ("auto", "flash_attention_2")] == ["flash_attention_2"] * 2
+    assert [attention_note(asked, 8) for asked in ("auto", None, "eager", "flash_attention_2")] == [""] * 4
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "apart", "shares", "lora_rank", "expected"),
+    [
+        ("auto", 8, True, True, 0, "ipc"),
+        ("auto", 8, True, False, 0, "broadcast"),
+        ("auto", 8, False, False, 0, "shared_memory"),
+        ("auto", 8, True, True, 16, "shared_memory"),
+        ("auto", 8, True, False, 16, "shared_memory"),
+        ("auto", 0, True, True, 0, "shared_memory"),
+        ("shared_memory", 8, True, True, 0, "shared_memory"),
+        ("ipc", 0, True, True, 0, "ipc"),
+        ("broadcast", 0, True, True, 0, "broadcast"),
+    ],
+)
+def test_weights_go_past_the_host_where_there_are_gpus_and_processes_to_go_between(
+    asked: str, gpus: int, apart: bool, shares: bool, lora_rank: int, expected: str
+) -> None:
+    assert choose_weight_sync(asked, gpus, apart, shares, lora_rank)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "apart", "shares", "lora_rank", "why"),
+    [
+        ("ipc", True, False, 0, "no engines beside"),
+        ("ipc", True, True, 16, "adapters"),
+        ("broadcast", False, False, 0, "in the processes of the policy"),
+        ("broadcast", True, True, 0, "each GPU once"),
+        ("broadcast", True, False, 16, "adapters"),
+    ],
+)
+def test_a_way_of_the_weights_that_cannot_be_is_refused(
+    asked: str, apart: bool, shares: bool, lora_rank: int, why: str
+) -> None:
+    with pytest.raises(ValueError, match=says(f"rollout.weight_sync={asked}", why)):
+        choose_weight_sync(asked, 8, apart, shares, lora_rank)

@@ -1,0 +1,479 @@
+"""B sequences, N all tokens of a batch end to end, V vocabulary."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from components.batch import Batch
+from components.generate.hf_engine import HFRolloutConfig, HFRolloutEngine, SamplingConfig, _invert, _likeliest
+from components.models.causal import load_policy, token_logprobs
+from components.weights.publisher import WeightPublisher
+from plugins.fast_decode import attention as decode_attention
+from plugins.fast_decode.attention import _grouped_decoding
+from tests.messages import says
+
+END = 1
+
+
+def some_prompts(count: int = 24) -> Batch:
+    """Prompts of 1 to 6 tokens, each twice; token 0, with which others would pad, is among them."""
+    rows = [[(3 * i + 5 * t * t) % 20 for t in range(1 + i % 6)] for i in range(count // 2)]
+    return Batch.from_rows(
+        {"tokens": [row for row in rows for _ in range(2)]},
+        {"prompt_id": [i // 2 for i in range(count)], "sample_id": [i % 2 for i in range(count)]},
+    )
+
+
+def same_prompt(tokens: list[int], count: int) -> Batch:
+    return Batch.from_rows({"tokens": [tokens] * count}, {"prompt_id": [0] * count, "sample_id": list(range(count))})
+
+
+def completions(batch: Batch) -> list[list[int]]:
+    return [batch.row(i, "tokens")[batch.row(i, "action_mask")].tolist() for i in range(len(batch))]
+
+
+@pytest.fixture(scope="module")
+def engine(tied_model: Path) -> HFRolloutEngine:
+    return HFRolloutEngine(tied_model)
+
+
+def test_tokens_do_not_depend_on_chunk_size_or_order(tied_model: Path, engine: HFRolloutEngine) -> None:
+    prompts, sampling = some_prompts(), SamplingConfig(max_new_tokens=10)
+    whole = engine.generate(prompts, sampling)
+    assert len({tuple(row) for row in completions(whole)}) > 12
+    for max_rows in (1, 5):
+        small = HFRolloutEngine(tied_model, HFRolloutConfig(max_num_seqs=max_rows)).generate(prompts, sampling)
+        assert completions(small) == completions(whole)
+        torch.testing.assert_close(small["rollout_logprob"], whole["rollout_logprob"], atol=1e-5, rtol=0)
+    order_B = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(0))
+    shuffled = engine.generate(prompts.select(order_B), sampling)
+    assert completions(shuffled.select(order_B.argsort())) == completions(whole)
+
+
+def test_a_completion_gets_what_its_prompt_leaves_and_one_token_at_least(engine: HFRolloutEngine) -> None:
+    # Prompts of 1 to 6 tokens.
+    prompts, sampling = some_prompts(), SamplingConfig(max_new_tokens=4)
+    result = engine.generate(prompts, sampling, max_tokens=5)
+    for i, tokens in enumerate(completions(result)):
+        room = max(1, min(4, 5 - int(prompts.lengths[i])))
+        assert len(tokens) == room or (len(tokens) < room and tokens[-1] == END)
+    assert "max_new_tokens" not in result
+    assert max(map(len, completions(result))) == 4
+
+
+def test_prompts_and_their_columns_come_back_in_their_order(engine: HFRolloutEngine) -> None:
+    prompts = some_prompts().with_objects(label=[f"label {i}" for i in range(24)])
+    prompts = prompts.with_sequences(difficulty=torch.arange(24.0))
+    result = engine.generate(prompts, SamplingConfig(max_new_tokens=4))
+    for name in ("prompt_id", "sample_id", "difficulty"):
+        assert torch.equal(result[name], prompts[name])
+    assert result["label"] == prompts["label"]
+    assert torch.equal(result["prompt_length"], prompts.lengths)
+    for i in range(len(prompts)):
+        length = int(prompts.lengths[i])
+        assert torch.equal(result.row(i, "tokens")[:length], prompts.row(i, "tokens"))
+        assert result.row(i, "action_mask").tolist() == [False] * length + [True] * (
+            len(result.row(i, "tokens")) - length
+        )
+        assert result.row(i, "rollout_logprob")[:length].tolist() == [0.0] * length
+
+
+def test_a_completion_ends_with_its_end_token_or_is_truncated(engine: HFRolloutEngine) -> None:
+    result = engine.generate(some_prompts(200), SamplingConfig(max_new_tokens=6))
+    assert 0 < result["truncated"].sum() < 200
+    for row, truncated in zip(completions(result), result["truncated"].tolist(), strict=True):
+        assert END not in row[:-1]
+        assert truncated == (row[-1] != END)
+        assert len(row) == 6 or not truncated
+
+
+def test_a_row_with_a_limit_of_its_own_ends_there_and_leaves_the_cache(engine: HFRolloutEngine) -> None:
+    prompts, sampling = same_prompt([2, 9, 4], 64), SamplingConfig(max_new_tokens=12)
+    whole = completions(engine.generate(prompts, sampling))
+    limits = [12] * 4 + [3] * 60
+    rows_per_call: list[int] = []
+    hook = engine.model.register_forward_pre_hook(
+        lambda _module, _args, kwargs: rows_per_call.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    try:
+        result = engine.generate(prompts.with_sequences(max_new_tokens=torch.tensor(limits)), sampling)
+    finally:
+        hook.remove()
+    assert completions(result) == [row[:limit] for row, limit in zip(whole, limits, strict=True)]
+    assert result["truncated"].tolist() == [row[-1] != END for row in completions(result)]
+    assert max(rows_per_call[3:]) <= 4
+
+
+def test_a_row_that_lingers_in_the_cache_past_its_limit_is_not_ended_by_what_it_draws(engine: HFRolloutEngine) -> None:
+    # So hot that an end token is as likely as any of the 20. One row of 64 is too few to leave at once.
+    prompts, sampling = same_prompt([2, 9, 4], 256), SamplingConfig(max_new_tokens=8, temperature=30)
+    new = [len(row) for row in completions(engine.generate(prompts, sampling))]
+    longer = [i for i in range(256) if new[i] > 2]
+    chosen = prompts.select([new.index(2), *longer[:63]]).with_sequences(max_new_tokens=torch.tensor([1] + [8] * 63))
+    result = engine.generate(chosen, sampling)
+    assert [len(row) for row in completions(result)] == [1, *(new[i] for i in longer[:63])]
+    assert bool(result["truncated"][0])
+
+
+def test_rows_whose_limits_are_all_the_same_are_drawn_as_by_the_sampling(engine: HFRolloutEngine) -> None:
+    prompts = some_prompts()
+    limited = engine.generate(
+        prompts.with_sequences(max_new_tokens=torch.full((24,), 5)), SamplingConfig(max_new_tokens=9)
+    )
+    plain = engine.generate(prompts, SamplingConfig(max_new_tokens=5))
+    for name in ("tokens", "rollout_logprob", "truncated"):
+        assert torch.equal(limited[name], plain[name])
+
+
+def test_a_long_prompt_with_a_limit_of_its_own_fits_beside_a_short_one(engine: HFRolloutEngine) -> None:
+    prompts = Batch.from_rows(
+        {"tokens": [[2] * 60, [2, 9]]}, {"prompt_id": [0, 1], "sample_id": [0, 0], "max_new_tokens": [4, 40]}
+    )
+    result = engine.generate(prompts, SamplingConfig(max_new_tokens=40, temperature=0))
+    for i in range(2):
+        one = engine.generate(
+            prompts.select([i]), SamplingConfig(max_new_tokens=int(prompts["max_new_tokens"][i]), temperature=0)
+        )
+        assert completions(one)[0] == completions(result)[i]
+
+
+@pytest.mark.parametrize("limit", [0, 6])
+def test_a_limit_that_the_sampling_does_not_allow_is_an_error(engine: HFRolloutEngine, limit: int) -> None:
+    prompts = some_prompts().with_sequences(max_new_tokens=torch.tensor([3] * 23 + [limit]))
+    with pytest.raises(ValueError, match=says("`max_new_tokens`", min(3, limit), max(3, limit), "max_new_tokens=5")):
+        engine.generate(prompts, SamplingConfig(max_new_tokens=5))
+
+
+@pytest.mark.parametrize("model", ["tied_model", "untied_model"])
+def test_greedy_equals_generate_of_transformers(model: str, request: pytest.FixtureRequest) -> None:
+    folder = request.getfixturevalue(model)
+    prompts = some_prompts()
+    result = HFRolloutEngine(folder).generate(prompts, SamplingConfig(temperature=0, max_new_tokens=12))
+    assert completions(result) == greedy_by_transformers(folder, prompts, 12)
+
+
+def greedy_by_transformers(folder: Path, prompts: Batch, max_new_tokens: int) -> list[list[int]]:
+    reference: Any = load_policy(folder)
+    expected = []
+    for i in range(len(prompts)):
+        row_1T = prompts.row(i, "tokens")[None]
+        found_1T = reference.generate(
+            row_1T, attention_mask=torch.ones_like(row_1T), do_sample=False, max_new_tokens=max_new_tokens
+        )
+        expected.append(found_1T[0, row_1T.shape[1] :].tolist())
+    return expected
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_equal_those_of_the_trainer(tied_model: Path, engine: HFRolloutEngine, temperature: float) -> None:
+    result = engine.generate(some_prompts(), SamplingConfig(temperature=temperature, max_new_tokens=12))
+    with torch.no_grad():
+        trainer_N = token_logprobs(load_policy(tied_model), result, temperature=temperature).logprob_N
+    trainer_N = torch.where(result["action_mask"], trainer_N, 0.0)
+    assert result["rollout_logprob"].dtype == torch.float32
+    torch.testing.assert_close(result["rollout_logprob"], trainer_N, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_tokens_are_drawn_with_the_probabilities_of_the_model(
+    tied_model: Path, engine: HFRolloutEngine, temperature: float
+) -> None:
+    count = 20_000
+    result = engine.generate(
+        same_prompt([2, 9, 4], count), SamplingConfig(temperature=temperature, max_new_tokens=1, seed=3)
+    )
+    share_V = torch.bincount(result["tokens"][result["action_mask"]], minlength=20) / count
+    with torch.no_grad():
+        logits_V = load_policy(tied_model)(input_ids=torch.tensor([[2, 9, 4]])).logits[0, -1]
+    probability_V = (logits_V / temperature).softmax(-1)
+    # Four standard errors of a share, at most 0.0142.
+    error_V = 4 * (probability_V * (1 - probability_V) / count).sqrt() + 1e-4
+    assert bool(((share_V - probability_V).abs() < error_V).all())
+
+
+def test_a_token_of_probability_0_is_never_drawn(engine: HFRolloutEngine) -> None:
+    logprob_AV = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]]).log().expand(4, 5)
+    uniform_A = torch.tensor([0.0, 0.5 - 2**-53, 0.5, 1 - 2**-53], dtype=torch.float64)
+    assert _invert(logprob_AV, uniform_A).tolist() == [1, 1, 3, 3]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weights_that_have_diverged_are_named_as_such(tied_model: Path, temperature: float) -> None:
+    engine = HFRolloutEngine(tied_model)
+    for weight in engine.model.parameters():
+        weight.data.fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match=says("not finite", "diverged", "checkpoint", "train.learning_rate")):
+        engine.generate(some_prompts(), SamplingConfig(temperature=temperature, max_new_tokens=2))
+
+
+def test_tokens_are_left_out_by_top_k_first_and_then_by_top_p() -> None:
+    # Probabilities .5 .25 .125 .125. The first two of three make .857 > .8; of four they would make .75.
+    logits_1V = torch.tensor([[0.125, 0.5, 0.125, 0.25]]).log()
+    assert torch.isfinite(_likeliest(logits_1V, 0.8, 3)).tolist() == [[False, True, False, True]]
+    assert torch.isfinite(_likeliest(logits_1V, 0.8, 0)).tolist() == [[True, True, False, True]]
+    assert torch.isfinite(_likeliest(logits_1V, 0.01, 0)).tolist() == [[False, True, False, False]]
+
+
+@pytest.mark.parametrize("capacity", [5, 9, 300])
+@pytest.mark.parametrize("layout", ["whole", "other heads between", "expanded", "from its second place"])
+def test_attention_over_grouped_heads_equals_attention_over_repeated_ones(layout: str, capacity: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(3, 4, 1, 8, generator=generator)
+    key, value = torch.randn(2, 3, 2, capacity, 8, generator=generator)
+    if layout == "other heads between":
+        key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (key, value))
+    elif layout == "expanded":
+        key, value = (x[:1, :1].expand(3, 2, -1, -1) for x in (key, value))
+    first = 1 if layout == "from its second place" else 0
+    key, value = (x[:, :, first : first + 4] for x in (key, value))
+    mask_R11S = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1], [1, 1, 1, 1]]).bool()[:, None, None]
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2  # pyright: ignore[reportArgumentType]
+    for mask in (mask_R11S, None):
+        grouped, _ = _grouped_decoding(module, query, key, value, mask, scaling=0.3)
+        repeated, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=0.3)
+        torch.testing.assert_close(grouped, repeated)
+
+
+def test_decoding_in_bfloat16_is_no_further_from_exact_attention_than_torchs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(64, 4, 1, 32, generator=generator).bfloat16()
+    key, value = torch.randn(2, 64, 2, 256, 32, generator=generator).bfloat16()[..., :200, :]
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2  # pyright: ignore[reportArgumentType]
+    exact, _ = sdpa_attention_forward(module, query.double(), key.double(), value.double(), None, scaling=0.3)
+    grouped, _ = _grouped_decoding(module, query, key, value, None, scaling=0.3)
+    torchs, _ = sdpa_attention_forward(module, query, key, value, None, scaling=0.3)
+    assert grouped.dtype == torch.bfloat16
+    error, torch_error = ((x.double() - exact).abs().mean() for x in (grouped, torchs))
+    assert 0 < error <= torch_error
+
+
+def test_decoding_by_two_products_draws_what_torchs_attention_draws(
+    untied_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = SamplingConfig(max_new_tokens=40, seed=3)  # more than the first capacity, and rows leave
+    rows = [[2, 9, 4], [5], [7, 8, 6, 2, 3]] * 4
+    prompts = Batch.from_rows({"tokens": rows}, {"prompt_id": [0, 1, 2] * 4, "sample_id": list(range(12))})
+    calls: list[int] = []
+    by_two_products = decode_attention._by_two_products
+    spy = lambda *call: calls.append(len(call[0])) or by_two_products(*call)
+    monkeypatch.setattr(decode_attention, "_by_two_products", spy)
+    by_products = HFRolloutEngine(untied_model).generate(prompts, sampling)
+    assert calls[-1] < calls[0] and len(calls) > 40
+    monkeypatch.setattr(decode_attention, "_MOST_POSITIONS", 0)
+    by_torch = HFRolloutEngine(untied_model).generate(prompts, sampling)
+    assert completions(by_products) == completions(by_torch)
+    torch.testing.assert_close(by_products["rollout_logprob"], by_torch["rollout_logprob"], rtol=0, atol=1e-5)
+
+
+def test_seed_step_prompt_and_sample_each_change_the_tokens(engine: HFRolloutEngine) -> None:
+    prompts = same_prompt([2, 9, 4], 8)
+
+    def drawn(batch: Batch, seed: int = 1, step: int = 0) -> list[list[int]]:
+        return completions(engine.generate(batch, SamplingConfig(max_new_tokens=8, seed=seed, step=step)))
+
+    base = drawn(prompts)
+    assert drawn(prompts) == base
+    others = [
+        drawn(prompts, seed=2),
+        drawn(prompts, step=1),
+        drawn(prompts.with_sequences(prompt_id=torch.ones(8, dtype=torch.int64))),
+        drawn(prompts.with_sequences(sample_id=torch.arange(8) + 8)),
+    ]
+    assert all(other != base for other in others)
+
+
+def test_a_continued_sequence_draws_as_if_it_had_never_stopped(engine: HFRolloutEngine) -> None:
+    prompts = same_prompt([2, 9, 4], 16)
+    whole = engine.generate(prompts, SamplingConfig(max_new_tokens=8))
+    half = engine.generate(prompts, SamplingConfig(max_new_tokens=4))
+    going_on = half["truncated"].nonzero().squeeze(1)
+    assert len(going_on) > 4
+    resumed = engine.generate(half.select(going_on), SamplingConfig(max_new_tokens=4))
+    assert resumed["tokens"].tolist() == whole.select(going_on)["tokens"].tolist()
+
+
+def test_finished_rows_leave_the_batch_and_equal_prompts_are_read_once(engine: HFRolloutEngine) -> None:
+    rows_per_call: list[int] = []
+    hook = engine.model.register_forward_pre_hook(
+        lambda _module, _args, kwargs: rows_per_call.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    try:
+        # So hot that every token, the end token too, has a probability of about 1/20.
+        result = engine.generate(same_prompt([2, 9, 4], 256), SamplingConfig(max_new_tokens=20, temperature=30))
+    finally:
+        hook.remove()
+    new_B = result.lengths - 3
+    assert rows_per_call[0] == 1
+    # Call k computes the logits of new token k; its rows are those that have no end among their first k tokens, and
+    # at most a fifteenth of idle ones.
+    for k, rows in enumerate(rows_per_call[1:], start=1):
+        unfinished = int((new_B > k).sum())
+        assert unfinished <= rows <= unfinished * 16 / 15
+    assert rows_per_call[-1] < 150
+
+
+def test_completions_can_be_trained_on(tied_model: Path, engine: HFRolloutEngine) -> None:
+    # What is made in inference mode could not be saved for a backward pass.
+    result = engine.generate(some_prompts(), SamplingConfig(max_new_tokens=4))
+    logprob_N = token_logprobs(load_policy(tied_model), result).logprob_N
+    (logprob_N * result["rollout_logprob"]).sum().backward()
+
+
+def test_a_batch_without_prompts_gives_a_batch_without_completions(engine: HFRolloutEngine) -> None:
+    result = engine.generate(some_prompts().select([]), SamplingConfig(max_new_tokens=4))
+    assert len(result) == 0
+    assert {"tokens", "action_mask", "rollout_logprob", "truncated", "weight_version"} <= set(result.names)
+
+
+def named_weights(folder: Path) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in load_policy(folder).named_parameters()}
+
+
+@pytest.mark.parametrize(("old", "new"), [("tied_model", "other_tied_model"), ("untied_model", "other_untied_model")])
+def test_published_weights_arrive(old: str, new: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    engine = HFRolloutEngine(request.getfixturevalue(old))
+    new_folder = request.getfixturevalue(new)
+    prompts, greedy = some_prompts(), SamplingConfig(temperature=0, max_new_tokens=12)
+    before = engine.generate(prompts, greedy)
+    assert before["weight_version"].tolist() == [0] * 24
+
+    engine.receive(WeightPublisher(tmp_path / "w").publish(3, named_weights(new_folder).items()))
+    after = engine.generate(prompts, greedy)
+    assert engine.weight_version == 3
+    assert after["weight_version"].tolist() == [3] * 24
+    assert completions(after) == greedy_by_transformers(new_folder, prompts, 12)
+    assert completions(after) != completions(before)
+
+
+def test_the_name_of_a_tied_matrix_may_come_twice(tied_model: Path, other_tied_model: Path, tmp_path: Path) -> None:
+    weights = named_weights(other_tied_model)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    engine = HFRolloutEngine(tied_model)
+    engine.receive(WeightPublisher(tmp_path / "w").publish(1, weights.items()))
+    greedy = SamplingConfig(temperature=0, max_new_tokens=12)
+    expected = greedy_by_transformers(other_tied_model, some_prompts(), 12)
+    assert completions(engine.generate(some_prompts(), greedy)) == expected
+
+
+def refused(engine: HFRolloutEngine, weights: dict[str, Tensor], directory: Path) -> str:
+    """The message with which the engine refuses; checks that its own weights are untouched."""
+    before = {name: parameter.clone() for name, parameter in engine.model.named_parameters()}
+    with pytest.raises(ValueError, match="version 1") as error:
+        engine.receive(WeightPublisher(directory).publish(1, weights.items()))
+    assert all(torch.equal(parameter, before[name]) for name, parameter in engine.model.named_parameters())
+    assert engine.weight_version == 0
+    return str(error.value)
+
+
+def test_a_missing_weight_is_an_error_that_names_it(
+    untied_model: Path, other_untied_model: Path, tmp_path: Path
+) -> None:
+    weights = named_weights(other_untied_model)
+    del weights["model.layers.1.mlp.up_proj.weight"], weights["lm_head.weight"]
+    message = refused(HFRolloutEngine(untied_model), weights, tmp_path / "w")
+    assert "['lm_head.weight', 'model.layers.1.mlp.up_proj.weight']" in message
+
+
+def test_an_unknown_weight_is_an_error_that_names_it(tied_model: Path, tmp_path: Path) -> None:
+    weights = named_weights(tied_model) | {"model.layers.9.mlp.up_proj.weight": torch.zeros(1)}
+    message = refused(HFRolloutEngine(tied_model), weights, tmp_path / "w")
+    assert "['model.layers.9.mlp.up_proj.weight']" in message
+
+
+def test_a_weight_of_another_shape_is_an_error_and_nothing_is_copied(
+    tied_model: Path, other_tied_model: Path, tmp_path: Path
+) -> None:
+    weights = named_weights(other_tied_model)
+    weights["model.norm.weight"] = torch.zeros(63)
+    message = refused(HFRolloutEngine(tied_model), weights, tmp_path / "w")
+    assert re.search(says("model.norm.weight", [63], [64]), message)
+
+
+def test_an_older_version_is_refused_and_the_same_one_received_again(tied_model: Path, tmp_path: Path) -> None:
+    publisher = WeightPublisher(tmp_path / "w")
+    old, new = (publisher.publish(version, named_weights(tied_model).items()) for version in (1, 2))
+    engine = HFRolloutEngine(tied_model)
+    engine.receive(new)
+    engine.receive(new)
+    with pytest.raises(ValueError, match=says("version 1", "version 2")):
+        engine.receive(old)
+
+
+def test_bfloat16_weights_reach_a_float32_engine(tied_model: Path, other_tied_model: Path, tmp_path: Path) -> None:
+    weights = {name: tensor.bfloat16() for name, tensor in named_weights(other_tied_model).items()}
+    engine = HFRolloutEngine(tied_model)
+    engine.receive(WeightPublisher(tmp_path / "w").publish(1, weights.items()))
+    for name, parameter in engine.model.named_parameters():
+        assert parameter.dtype == torch.float32
+        assert torch.equal(parameter, weights[name].float())
+
+
+def test_a_bfloat16_engine_reports_float32_logprobs(tied_model: Path) -> None:
+    engine = HFRolloutEngine(tied_model, HFRolloutConfig(precision="bf16"))
+    result = engine.generate(some_prompts(), SamplingConfig(max_new_tokens=4))
+    assert result["rollout_logprob"].dtype == torch.float32
+
+
+def test_a_sleeping_engine_says_so_and_wakes(tied_model: Path) -> None:
+    engine = HFRolloutEngine(tied_model)
+    engine.sleep()
+    with pytest.raises(ValueError, match=r"wake\(\)"):
+        engine.generate(some_prompts(), SamplingConfig())
+    engine.wake()
+    assert len(engine.generate(some_prompts(), SamplingConfig(max_new_tokens=2))) == 24
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_asleep_an_engine_holds_nothing_and_weights_that_were_dropped_have_to_come_again(
+    tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: int
+) -> None:
+    monkeypatch.setattr(HFRolloutEngine, "_can_free", staticmethod(lambda: True))  # here of the CPU's memory
+    engine = HFRolloutEngine(tied_model)
+    for parameter in engine.model.parameters():
+        parameter.data = parameter.data.clone()  # not the file, mapped, which cannot be freed
+    weights = [(name, parameter.detach().clone()) for name, parameter in engine.model.named_parameters()]
+    published = WeightPublisher(tmp_path / "w").publish(1, weights)
+    expected = engine.generate(some_prompts(), SamplingConfig(max_new_tokens=4))
+    held = [*engine.model.parameters(), *engine.model.buffers()]
+    nbytes = sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}.values())
+    assert engine.sleep(level) == nbytes > 0
+    assert engine.sleep(level) == 0
+    assert sum(tensor.untyped_storage().nbytes() for tensor in held) == 0
+    assert engine.has_weights == (level == 1)
+    if level == 2:
+        engine.wake(for_weights=True)
+        with pytest.raises(ValueError, match=r"wake\(\)"):
+            engine.generate(some_prompts(), SamplingConfig())
+        engine.wake()
+        with pytest.raises(ValueError, match=says("weights", "receive")):
+            engine.generate(some_prompts(), SamplingConfig())
+        engine.receive(published)
+    engine.wake()
+    found = engine.generate(some_prompts(), SamplingConfig(max_new_tokens=4))
+    assert torch.equal(found["tokens"], expected["tokens"])
+    assert torch.equal(found["rollout_logprob"], expected["rollout_logprob"])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "facts"),
+    [
+        (Batch.from_rows({"tokens": [[2]]}, {"prompt_id": [0]}), [["sample_id"]]),
+        (
+            Batch([1, 0], {"tokens": torch.tensor([2])}, {"prompt_id": torch.arange(2), "sample_id": torch.arange(2)}),
+            ["prompt 1"],
+        ),
+        (same_prompt([2] * 60, 1), ["prompt 0", "60 tokens", "max_new_tokens=5", 64]),
+    ],
+)
+def test_prompts_that_cannot_be_continued_are_named(
+    engine: HFRolloutEngine, prompts: Batch, facts: list[object]
+) -> None:
+    with pytest.raises(ValueError, match=says(*facts)):
+        engine.generate(prompts, SamplingConfig(max_new_tokens=5))

@@ -1,0 +1,141 @@
+"""GRPO's update on ranks that share the experts of a mixture: what a rank does for test_experts.py."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from components.batch import Batch
+from components.models.causal import load_policy
+from components.models.disk.blocks import local_part
+from components.rl.aggregation import LossOutput, Totals
+from components.train.engine import TrainEngine
+from tests.components.helpers import mesh_worker
+from tests.components.helpers import train_cases as cases
+from tests.components.helpers.mesh_worker import SHAPE, experience, open_case, update
+
+EXPERTS = 6
+CASES: dict[str, dict[str, Any]] = {
+    "packed-2": {"model": "qwen3_moe", "expert": 2, "zero_stage": 2},
+    "packed-3": {"model": "qwen3_moe", "expert": 2, "zero_stage": 3, "checkpointing": True},
+    "padded": {"model": "qwen3_moe", "expert": 2, "zero_stage": 3, "packing": False},
+    "context": {"model": "qwen3_moe", "expert": 2, "context": 2, "zero_stage": 3},
+    "values": {"model": "qwen3_moe", "expert": 2, "zero_stage": 2, "values": True},
+    "mixtral": {"model": "mixtral", "expert": 2, "zero_stage": 3},
+}
+"""What is trained, and how: each also by one process."""
+BALANCED: dict[str, Any] = {"model": "qwen3_moe", "zero_stage": 2, "router_aux_loss_coef": 0.1}
+RESUMED: dict[str, Any] = {"model": "qwen3_moe", "zero_stage": 3}
+
+
+def write_models(folder: Path) -> None:
+    """A Qwen3-MoE and a Mixtral of 6 experts, of which a token has 2; the first has a dense layer
+    too. And what has experts that two ranks cannot share, or none.
+    """
+    torch.manual_seed(6)
+    heads: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    qwen3: dict[str, Any] = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    uneven = SHAPE | {"num_hidden_layers": 3, "mlp_only_layers": [1]}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**uneven, **heads, **qwen3)).save_pretrained(folder / "qwen3_moe")
+    mixtral: dict[str, Any] = {"num_local_experts": EXPERTS, "num_experts_per_tok": 2}
+    MixtralForCausalLM(MixtralConfig(**SHAPE, **heads, **mixtral)).save_pretrained(folder / "mixtral")
+    five: dict[str, Any] = qwen3 | {"num_experts": 5}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **heads, **five)).save_pretrained(folder / "five")
+    Qwen3ForCausalLM(Qwen3Config(**SHAPE, **heads)).save_pretrained(folder / "dense")
+
+
+def trained(folder: str, expert: int, chosen: list[str]) -> dict[str, Any]:
+    """What training recorded, by case; with expert 1 on data-parallel ranks alone."""
+    found = dict[str, Any]()
+    for name in chosen:
+        engine = open_case(folder, CASES[name], alone=expert == 1)
+        found[name] = mesh_worker.trained(engine, CASES[name].get("values", False))
+    return found
+
+
+def alone(folder: str, state: str, again: str) -> dict[str, Any]:
+    """One process: the cases; and what it makes of a state of ranks that shared experts, which it saves again."""
+    found = trained(folder, 1, list(CASES))
+    engine = open_case(folder, RESUMED, alone=True)
+    found["remarks"] = engine.load_state(state)
+    found["loaded"] = cases.weights(engine)
+    engine.save_state(again)
+    found["next"] = engine.train_step(experience(2), update)
+    found["exported"] = _parameters(f"{state}/hf")
+    return found
+
+
+def pair(folder: str, state: str) -> dict[str, Any]:
+    """Two ranks: the cases, the balancing loss with and without the axis, memory, and a state that is saved."""
+    found = trained(folder, 2, list(CASES))
+    for name, expert in (("balanced", 1), ("balanced-2", 2)):
+        engine = open_case(folder, BALANCED | {"expert": expert}, alone=False)
+        found[name] = [engine.train_step(experience(step), update) for step in range(2)]
+    found["memory"] = {expert: _held(folder, expert) for expert in (1, 2)}
+    found["refused"] = refusals(folder)
+    engine = open_case(folder, RESUMED | {"expert": 2}, alone=False)
+    for step in range(2):
+        engine.train_step(experience(step), update)
+    engine.save_state(state)
+    engine.save_hf(f"{state}/hf")
+    found["saved"], found["next"] = cases.weights(engine), engine.train_step(experience(2), update)
+    resumed = open_case(folder, RESUMED | {"expert": 2}, alone=False)
+    found["remarks"] = resumed.load_state(state)
+    found["resumed"] = resumed.train_step(experience(2), update)
+    return found
+
+
+def four(folder: str, state: str) -> dict[str, Any]:
+    """Four ranks, two for the same experts: some cases, and the next step after a state of one process."""
+    found = trained(folder, 2, ["packed-2", "context"])
+    engine = open_case(folder, RESUMED | {"expert": 2}, alone=False)
+    engine.load_state(state)
+    found["loaded"] = cases.weights(engine)
+    found["next"] = engine.train_step(experience(2), update)
+    return found
+
+
+def refusals(folder: str) -> dict[str, str]:
+    """What ranks are told that cannot share experts."""
+    write = {"dense": {"model": "dense", "expert": 2}, "five": {"model": "five", "expert": 2}}
+    found = dict[str, str]()
+    for name, case in write.items():
+        try:
+            open_case(folder, case | {"zero_stage": 3}, alone=False)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def _held(folder: str, expert: int) -> dict[str, int]:
+    """Bytes of this rank's parameters and moments between two steps; and of what it has whole after a forward pass,
+    where a step lets go of nothing.
+    """
+    engine = open_case(folder, BALANCED | {"expert": expert, "router_aux_loss_coef": 0.0}, alone=False)
+    seen = list[int]()
+
+    def loss(model: nn.Module, micro: Batch, totals: Totals) -> LossOutput:
+        output = update(model, micro, totals)
+        seen.append(_nbytes(engine))
+        return output
+
+    engine.train_step(experience(0), loss)
+    moments = [value for state in engine._adam.state.values() for key, value in state.items() if key != "step"]
+    return {"whole": max(seen), "kept": _nbytes(engine) + sum(local_part(moment).nbytes for moment in moments)}
+
+
+def _nbytes(engine: TrainEngine) -> int:
+    return sum(local_part(parameter).nbytes for parameter in engine.model.parameters())
+
+
+def _parameters(folder: str) -> dict[str, torch.Tensor]:
+    return dict(load_policy(folder).named_parameters())

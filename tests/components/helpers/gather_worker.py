@@ -1,0 +1,73 @@
+"""One rank of test_weight_gather.py."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from components.train.engine import init_process_group
+from components.weights.gather import gathered, part_of
+
+BUCKET_BYTES = 80 * 2**20
+LARGE, COUNT = 40 * 2**20, 6
+"""Bytes of a large weight, and how many there are. Blocks below 32 MiB would stay with the process when freed."""
+CPU = torch.device("cpu")
+
+
+def wholes() -> dict[str, Tensor]:
+    """Rows that divide by the ranks, that do not, and fewer rows than ranks."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"even": (8, 3), "uneven": (7, 5), "vector": (13,), "one row": (1, 6), "none": (0, 2)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def every_layout(bucket_bytes: int, everywhere: bool) -> dict[str, Tensor]:
+    """Each weight by rows, whole on each rank, by columns, and over a mesh of two dimensions; plain ones too."""
+    init_process_group()
+    ranks = dist.get_world_size()
+    line, grid = init_device_mesh("cpu", (ranks,)), init_device_mesh("cpu", (ranks // 2, 2))
+    layouts = {
+        "rows": (line, [Shard(0)]),
+        "copies": (line, [Replicate()]),
+        "rows and copies": (grid, [Shard(0), Replicate()]),
+    }
+    parts = []
+    for name, whole in wholes().items():
+        placed: dict[str, Tensor] = {layout: distribute_tensor(whole, *where) for layout, where in layouts.items()}
+        if whole.ndim > 1:
+            placed["columns"] = distribute_tensor(whole, line, [Shard(1)])
+            placed["grid"] = distribute_tensor(whole, grid, [Shard(0), Shard(1)])
+        placed["plain"] = whole
+        for layout, tensor in placed.items():
+            # As master weights and what passes use, in turn.
+            dtype = torch.bfloat16 if len(parts) % 2 else torch.float32
+            parts.append((f"{name}, {layout}, {dtype}", tensor, dtype))
+    lazily = ((name, part_of(tensor, dtype, CPU)) for name, tensor, dtype in parts)
+    return {name: tensor.clone() for name, tensor in gathered(lazily, CPU, bucket_bytes, everywhere)}
+
+
+def grows_by() -> int:
+    """By how many bytes this rank's memory grew at most while the large weights were gathered."""
+    init_process_group()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    weights = [distribute_tensor(torch.ones(LARGE // 256, 64), mesh, [Shard(0)]) for _ in range(COUNT)]
+    most = 0
+    # Connections and threads are made the first time.
+    for _ in range(2):
+        dist.barrier()
+        before, most = resident_bytes(), 0
+        parts = ((f"{i}", part_of(weight, torch.float32, CPU)) for i, weight in enumerate(weights))
+        for _, tensor in gathered(parts, CPU, BUCKET_BYTES):
+            assert float(tensor.sum()) == LARGE // 4
+            most = max(most, resident_bytes() - before)
+    return most
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -1,0 +1,22 @@
+"""One rank of test_held_memory.py: by how much its memory grows in each phase of a model."""
+
+from pathlib import Path
+from typing import Any
+
+from components.process.child_process import load_file
+from components.train import engine as train_engine
+
+BUCKET_BYTES = 8 * 2**20
+LAYERS = 12
+ROOT = Path(__file__).resolve().parents[3]
+bench: Any = load_file(ROOT / "scripts" / "bench_memory.py")
+# Nearly all of it is layers, of which each is small.
+bench.VOCABULARY, bench.HIDDEN, bench.INTERMEDIATE = 1000, 512, 2048
+
+
+def growth(folder: str, kind: str, work: str) -> dict[str, Any]:
+    """Bytes by phase; and the digest of the state."""
+    train_engine.BUCKET_BYTES = {"cpu": BUCKET_BYTES}
+    record = bench.measured(Path(folder), kind, work)
+    grown = {name: peak - record["starts"][name] for name, peak in record["peaks"].items()}
+    return grown | {"digest": record["digest"]}

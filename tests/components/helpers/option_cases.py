@@ -1,0 +1,226 @@
+"""Adapters, automatic casting and sleep: what a rank does for test_train_options.py."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from components.batch import Batch
+from components.models.causal import load_policy, load_value_model
+from components.train.engine import TrainEngine
+from components.train.host_memory import HostCopies, tensors_within
+from components.train.opening import open_engine
+from tests.components.helpers import train_cases as cases
+
+RANK, ALPHA = 4, 8.0
+LORA: dict[str, dict[str, Any]] = {
+    **{f"zero-{stage}": {"zero_stage": stage} for stage in (0, 2, 3)},
+    "fsdp-3": {"engine": "fsdp", "zero_stage": 3},
+    "checkpointing-1": {"zero_stage": 1},
+    "checkpointing-fsdp-2": {"engine": "fsdp", "zero_stage": 2},
+    "bf16-1": {"zero_stage": 1, "precision": "bf16"},
+    **{f"bf16-fsdp-{stage}": {"engine": "fsdp", "zero_stage": stage, "precision": "bf16"} for stage in (2, 3)},
+}
+RESUMED = {
+    "zero-0": {},
+    "zero-2": {"zero_stage": 2, "ema_beta": 0.5},
+    "zero-3": {"zero_stage": 3, "lora_dropout": 0.3},
+    "bf16-3": {"zero_stage": 3, "precision": "bf16"},
+    "fsdp-3": {"engine": "fsdp", "zero_stage": 3, "ema_beta": 0.5},
+}
+CROSSED = [("zero-3", "fsdp-3"), ("fsdp-3", "zero-0"), ("zero-0", "zero-3"), ("bf16-3", "fsdp-3")]
+"""As what a state was saved by two ranks, and as what one rank loads it."""
+CAST: dict[str, dict[str, Any]] = {
+    "zero-0": {},
+    "zero-3": {"zero_stage": 3},
+    "fsdp-2": {"engine": "fsdp", "zero_stage": 2},
+}
+ASLEEP: dict[str, dict[str, Any]] = {
+    **{f"zero-{stage}": {"zero_stage": stage} for stage in (0, 3)},
+    "bf16-1": {"zero_stage": 1, "precision": "bf16"},
+    "fsdp-3": {"engine": "fsdp", "zero_stage": 3},
+}
+COUNTED: dict[str, dict[str, Any]] = {
+    **{f"zero-{stage}": {"zero_stage": stage} for stage in (1, 2)},
+    **{f"bf16-{stage}": {"zero_stage": stage, "precision": "bf16"} for stage in (2, 3)},
+    **{f"bf16-fsdp-{stage}": {"engine": "fsdp", "zero_stage": stage, "precision": "bf16"} for stage in (2, 3)},
+}
+"""What else sleeps, of which it is only looked at what that leaves."""
+LEARNED: dict[str, dict[str, Any]] = {"zero-2": {"zero_stage": 2}, "fsdp-2": {"engine": "fsdp", "zero_stage": 2}}
+LEARNING_STEPS = 12
+
+
+def lora_engine(model_folder: str, checkpointing: bool = False, **changes: Any) -> TrainEngine:
+    gc.freeze()  # see state_engine in train_worker.py
+    settings = {"lora_rank": RANK, "lora_alpha": ALPHA} | changes
+    return open_engine(load_policy(model_folder, gradient_checkpointing=checkpointing), cases.config(**settings))
+
+
+def masters(engine: TrainEngine) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in engine._state().master_weights()}
+
+
+def beneath(engine: TrainEngine) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in engine._frozen()}
+
+
+def average(engine: TrainEngine) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.average.tensors.items()} if engine.average else {}
+
+
+def lora(model_folder: str, output: Path) -> dict[str, Any]:
+    record: dict[str, Any] = {}
+    for case, changes in LORA.items():
+        engine = lora_engine(model_folder, checkpointing="checkpointing" in case, **changes)
+        start = {"first": masters(engine), "beneath": beneath(engine), "start": cases.weights(engine)}
+        record[case] = start | cases.train(engine) | {"last": masters(engine), "still_beneath": beneath(engine)}
+        engine.save_hf(output / f"hf-{case}")
+    for case, changes in LEARNED.items():
+        engine = lora_engine(model_folder, lr_scheduler="constant", **changes)
+        steps = [engine.train_step(cases.minibatches()[0], cases.nll)["loss"] for _ in range(LEARNING_STEPS)]
+        record[f"learned-{case}"] = steps
+    for name in ("deepspeed", "fsdp"):
+        settings = {"engine": name, "zero_stage": 3, "lora_rank": RANK, "lora_alpha": ALPHA}
+        value = open_engine(load_value_model(model_folder), cases.config(**settings))
+        record[f"value-{name}"] = {"first": masters(value)} | cases.train(value, cases.squared_error)
+        record[f"value-{name}"]["last"] = masters(value)
+        value.save_hf(output / f"value-{name}")
+    return record
+
+
+def step(engine: TrainEngine, batches: list[Batch]) -> dict[str, Any]:
+    metrics = [engine.train_step(batch, cases.nll) for batch in batches]
+    return {"metrics": metrics, "masters": masters(engine), "average": average(engine)}
+
+
+def resumed(model_folder: str, states: Path, output: Path) -> dict[str, Any]:
+    record: dict[str, Any] = {}
+    batches = cases.minibatches()
+    for case, changes in RESUMED.items():
+        engine = lora_engine(model_folder, **changes)
+        saved = step(engine, batches[:2])
+        engine.save_state(states / case)
+        record[case] = {"saved": saved, "on": step(engine, batches[2:])}
+        if engine.average:
+            engine.save_hf(output / f"hf-ema-{case}")
+        again = lora_engine(model_folder, **changes)
+        record[case]["inexact"] = again.load_state(states / case)
+        record[case]["again"] = step(again, batches[2:])
+    return record
+
+
+def crossed(model_folder: str, states: Path) -> dict[str, Any]:
+    record: dict[str, Any] = {}
+    for saved, loaded in CROSSED:
+        engine = lora_engine(model_folder, **(RESUMED[loaded] | {"ema_beta": None}))
+        inexact = engine.load_state(states / saved)
+        start = masters(engine)
+        record[f"{saved}-{loaded}"] = {"inexact": inexact, "loaded": start, **step(engine, cases.minibatches()[2:])}
+    return record
+
+
+def refused(model_folder: str, other_folder: str, states: Path) -> dict[str, str]:
+    plain = open_engine(load_policy(model_folder), cases.config())
+    plain.save_state(states / "plain")
+    attempts = {
+        "without": (plain, "zero-0"),
+        "of_none": (lora_engine(model_folder), "plain"),
+        "other_rank": (lora_engine(model_folder, lora_rank=3), "zero-0"),
+        "other_targets": (lora_engine(model_folder, lora_target_modules="q_proj, v_proj"), "zero-0"),
+        "other_weights": (lora_engine(other_folder, engine="fsdp", zero_stage=3), "zero-0"),
+    }
+    messages = {}
+    for name, (engine, state) in attempts.items():
+        before = masters(engine)
+        try:
+            engine.load_state(states / state)
+            messages[name] = "no error"
+        except ValueError as error:
+            messages[name] = str(error)
+        after = masters(engine)
+        assert all(torch.equal(before[key], after[key]) for key in before)
+    return messages
+
+
+def cast(model_folder: str) -> dict[str, Any]:
+    record: dict[str, Any] = {}
+    for precision in ("fp32", "bf16_autocast"):
+        for case, changes in CAST.items():
+            engine = open_engine(load_policy(model_folder), cases.config(precision=precision, **changes))
+            state = cases.train(engine)
+            moments = {str(m.dtype) for s in engine._state().adam.state.values() for m in s.values()}
+            record[f"{precision}-{case}"] = state | {"masters": masters(engine), "moments": moments}
+    return record
+
+
+def asleep(model_folder: str) -> dict[str, Any]:
+    record: dict[str, Any] = {}
+    batches = cases.minibatches()
+    for case, changes in (ASLEEP | COUNTED).items():
+        for sleeps in (False, True) if case in ASLEEP else (True,):
+            before = held_in_memory()
+            engine = movable_engine(model_folder, **changes)
+            first = step(engine, batches[:2])
+            engine.forward(cases.own_part(engine), cases.logprobs)
+            if sleeps:
+                record[f"{case}-asleep"] = sleep_and_wake(engine) | move_and_return(engine, before, dict(first))
+            record[f"{case}-{sleeps}"] = {"first": first, **step(engine, batches[2:]), "weights": cases.weights(engine)}
+            del engine
+    return record
+
+
+def movable_engine(model_folder: str, **changes: Any) -> TrainEngine:
+    """One whose weights are not the file, mapped, as on a CPU, which cannot be freed."""
+    model = load_policy(model_folder)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return open_engine(model, cases.config(**changes))
+
+
+def move_and_return(engine: TrainEngine, before: dict[int, int], records: dict[str, Any]) -> dict[str, int]:
+    """What `sleep` does with the memory of a GPU, done with that of the CPU: bytes that it frees, and that are left of
+    all tensors that this process has made since `before` but for the test's records.
+    """
+    copies = HostCopies(engine._tensors(), engine._scratch(), "cpu")
+    waiting = [copy for _, _, pieces in copies._freed for copy in pieces]
+    ours = {tensor.untyped_storage().data_ptr() for tensor in tensors_within([waiting, list(records.values())])}
+    left = {place: size for place, size in held_in_memory().items() if place not in before and place not in ours}
+    copies.restore()
+    return {"bytes": copies.nbytes, "left": sum(left.values())}
+
+
+def held_in_memory() -> dict[int, int]:
+    """Bytes of every tensor of this process, by its place in memory."""
+    gc.collect()
+    held: dict[int, int] = {}
+    for thing in gc.get_objects():
+        # A mesh keeps the numbers of its ranks in host memory, on GPUs too.
+        if type(thing) in (Tensor, torch.nn.Parameter, DTensor) and thing.dtype != torch.int32:
+            storage = getattr(thing, "_local_tensor", thing).untyped_storage()
+            held[storage.data_ptr()] = storage.nbytes()
+    return held
+
+
+def sleep_and_wake(engine: TrainEngine) -> dict[str, Any]:
+    freed, messages = engine.sleep(), []
+    calls = [
+        lambda: engine.forward(cases.own_part(engine), cases.logprobs),
+        lambda: engine.train_step(cases.minibatches()[0], cases.nll),
+        lambda: list(engine.gathered_parameters()),
+        lambda: engine.save_hf("nowhere"),
+        lambda: engine.save_state("nowhere"),
+        lambda: engine.load_state("nowhere"),
+    ]
+    for call in calls:
+        try:
+            call()
+            messages.append("no error")
+        except ValueError as error:
+            messages.append(str(error))
+    engine.sleep()
+    engine.wake()
+    engine.wake()
+    return {"freed": freed, "messages": messages}

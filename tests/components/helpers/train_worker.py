@@ -1,0 +1,446 @@
+"""What a rank of the tests of training does: all that needs an engine and other ranks, once; the tests read the record.
+
+Of the folder `states`, states/1 and states/2 are for the states that so many ranks saved.
+"""
+
+import contextlib
+import gc
+import os
+import resource
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+
+from components.batch import Batch
+from components.models.causal import load_policy, load_value_model
+from components.process.heartbeat import listen
+from components.rl.aggregation import LossOutput, Totals
+from components.train import engine as train_engine
+from components.train import state as engine_state
+from components.train.engine import TrainEngine, init_process_group
+from components.train.opening import open_engine
+from components.weights.publisher import WeightPublisher
+from plugins.deepspeed import engine as deepspeed_engine
+from tests.components.helpers.train_cases import (
+    FSDP,
+    SAVED,
+    config,
+    counted_forwards,
+    failure,
+    infinite_gradient,
+    logprobs,
+    minibatches,
+    nan_in_the_longest,
+    nll,
+    own_part,
+    ragged,
+    squared_error,
+    train,
+    weights,
+)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {letter: i for i, letter in enumerate("_$^abcdefghijklmnopq")}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="_")), eos_token="$")
+
+
+STATES: dict[str, dict[str, Any]] = {
+    **{f"fp32-{stage}": {"zero_stage": stage} for stage in (0, 1, 2, 3)},
+    **{f"bf16-{stage}": {"zero_stage": stage, "precision": "bf16"} for stage in (1, 2, 3)},
+    "offload-2": {"zero_stage": 2, "adam_offload": True},
+    **{f"odd-{stage}": {"zero_stage": stage} for stage in (0, 2, 3)},
+    "one_group-1": {"zero_stage": 1, "weight_decay": 0.0},
+    "fsdp-2": {"engine": "fsdp", "zero_stage": 2},
+    "bf16-fsdp-3": {"engine": "fsdp", "zero_stage": 3, "precision": "bf16"},
+    "odd-fsdp-3": {"engine": "fsdp", "zero_stage": 3},
+}
+"""What is saved by one process and loaded by another. The odd ones have dropout, buffers and frozen parameters."""
+IN_ONE_GO = ("fp32-0", "bf16-2", "odd-3", "fsdp-2")
+"""What is trained by an engine that is never saved, too."""
+FRESH = ("fp32-0", "bf16-1", "fp32-3", "fsdp-2")
+"""What is saved before the first step, too."""
+CROSSED = [
+    ("fp32-0", "fp32-0"),
+    ("fp32-1", "fp32-3"),
+    ("fp32-3", "fp32-0"),
+    ("fp32-3", "fp32-3"),
+    ("bf16-2", "bf16-2"),
+    ("bf16-1", "fp32-3"),
+    ("fp32-2", "bf16-3"),
+    ("offload-2", "fp32-1"),
+    ("odd-2", "odd-3"),
+    ("fsdp-2", "fsdp-2"),
+    ("fsdp-2", "fp32-3"),
+    ("fp32-1", "fsdp-2"),
+    ("odd-3", "odd-fsdp-3"),
+]
+"""As what a state was saved by another number of ranks, and as what it is loaded."""
+HALF = 2
+# Several buckets of gradients, and several groups of a rank's parameters, as large models have.
+deepspeed_engine.ZERO_NUMBERS = {"cpu": 1000}
+
+
+def meet_nowhere() -> str:
+    """What is said where two ranks are to meet, and nothing tells where."""
+    os.environ.update(WORLD_SIZE="2", RANK="0")
+    try:
+        init_process_group()
+    except ValueError as error:
+        return str(error)
+    return "they have met"
+
+
+def all_minibatches() -> list[Batch]:
+    return [*minibatches(), ragged(5, 6)]
+
+
+def state_engine(case: str, model_folder: str) -> TrainEngine:
+    model = load_policy(model_folder, empty=True)
+    if case.startswith("odd"):
+        attentions: list[Any] = [module for module in model.modules() if hasattr(module, "attention_dropout")]
+        for attention in attentions:
+            attention.attention_dropout = 0.4
+        # Counts what its rank has seen.
+        model.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        model.register_buffer("scale", torch.full((2, 3), 0.1))
+        model.register_buffer("scratch", torch.zeros(1), persistent=False)
+        for name, parameter in model.named_parameters():
+            if "layers.0.mlp" in name or "layers.0.input_layernorm" in name:
+                parameter.requires_grad_(False)
+    # DeepSpeed collects garbage several times for each engine, and looks at all that was ever imported.
+    gc.freeze()
+    return open_engine(model, config(max_tokens=40, **STATES[case]))
+
+
+def seeing_nll(model: nn.Module, batch: Batch, totals: Totals) -> LossOutput:
+    for name, buffer in model.named_buffers():
+        if name.rpartition(".")[2] == "seen":
+            buffer.add_(batch.num_tokens)
+    return nll(model, batch, totals)
+
+
+def go_on(engine: TrainEngine, batches: list[Batch]) -> dict[str, Any]:
+    record: dict[str, Any] = {"metrics": [engine.train_step(batch, seeing_nll) for batch in batches]}
+    return record | look(engine)
+
+
+def look(engine: TrainEngine) -> dict[str, Any]:
+    return {
+        "weights": weights(engine),
+        "output": engine.forward(own_part(engine), logprobs),
+        "buffers": {name: buffer.clone() for name, buffer in engine.model.named_buffers()},
+        "step_count": engine.step_count,
+    }
+
+
+def public_moments(engine: TrainEngine) -> dict[str, Tensor | None]:
+    """What DeepSpeed itself says of one parameter."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    parameter = dict(engine.model.named_parameters())["model.layers.1.mlp.up_proj.weight"]
+    moments = {key: safe_get_full_optimizer_state(parameter, key) for key in ("exp_avg", "exp_avg_sq")}
+    return {"weight": safe_get_full_fp32_param(parameter), **moments}
+
+
+def save_states(model_folder: str, states: Path) -> dict[str, Any]:
+    # A matrix of 64 times 64 takes three goes, none of which ends with a row.
+    engine_state.PIECE = 1500
+    record: dict[str, Any] = {}
+    for case in STATES:
+        engine = state_engine(case, model_folder)
+        first = go_on(engine, all_minibatches()[:HALF])
+        folder = states / str(engine.world_size) / case
+        engine.save_state(folder)
+        record[case] = {"saved": first, "public": public_moments(engine) if case == "one_group-1" else {}}
+        record[case] |= go_on(engine, all_minibatches()[HALF:])
+    for case in IN_ONE_GO:
+        record[f"in_one_go-{case}"] = go_on(state_engine(case, model_folder), all_minibatches())
+    for case in FRESH:
+        fresh = state_engine(case, model_folder)
+        record[f"fresh-{case}"] = {"saved": look(fresh)}
+        fresh.save_state(states / str(fresh.world_size) / f"fresh-{case}")
+    return record
+
+
+def loaded(model_folder: str, case: str, folder: Path, again: Path, batches: list[Batch]) -> dict[str, Any]:
+    """What a state is loaded as, saved again, and continued from."""
+    engine = state_engine(case, model_folder)
+    record = {"inexact": engine.load_state(folder), "loaded": look(engine)}
+    engine.save_state(again)
+    return record | go_on(engine, batches)
+
+
+def load_crossed(model_folder: str, states: Path, output: Path) -> dict[str, Any]:
+    """What the other number of ranks saved."""
+    engine_state.PIECE = 700
+    deepspeed_engine.ZERO_NUMBERS = {"cpu": 400}
+    other = states / str(3 - int(os.environ.get("WORLD_SIZE", "1")))
+    names = {f"{saved}-{case}": (saved, case) for saved, case in CROSSED}
+    return {
+        name: loaded(model_folder, case, other / saved, output / name, all_minibatches()[HALF:])
+        for name, (saved, case) in names.items()
+    }
+
+
+def load_states(model_folder: str, states: Path, output: Path) -> dict[str, Any]:
+    record: dict[str, Any] = {}
+
+    def load(case: str, folder: Path, name: str, batches: list[Batch]) -> None:
+        record[name] = loaded(model_folder, case, folder, output / name, batches)
+
+    own = states / os.environ.get("WORLD_SIZE", "1")
+    for case in STATES:
+        load(case, own / case, case, all_minibatches()[HALF:])
+    for case in FRESH:
+        load(case, own / f"fresh-{case}", f"fresh-{case}", all_minibatches()[:HALF])
+    record["errors"] = state_errors(model_folder, own, output)
+    return record
+
+
+@contextlib.contextmanager
+def small_files(limit: int) -> Iterator[None]:
+    """No file of this process gets larger, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def state_errors(model_folder: str, states: Path, output: Path) -> dict[str, Any]:
+    engine = state_engine("fp32-2", model_folder)
+    before = weights(engine)
+    last = f"rank_{engine.world_size - 1}.safetensors"
+
+    def damaged(name: str, damage: Callable[[Path], object]) -> Path:
+        """A copy of a state; each rank makes its own, and the last one damages it."""
+        folder = output / f"{name}{engine.rank}"
+        shutil.copytree(states / "fp32-2", folder)
+        if engine.rank == engine.world_size - 1:
+            damage(folder)
+        return folder
+
+    def message(work: Callable[[], object]) -> str:
+        try:
+            work()
+        except (ValueError, OSError) as error:
+            return f"{type(error).__name__} {getattr(error, 'errno', None)}: {error}"
+        return "no error"
+
+    def too_large(work: Callable[[], object]) -> str:
+        with small_files(40_000 if engine.rank == engine.world_size - 1 else -1):
+            return message(work)
+
+    value = open_engine(load_value_model(model_folder), config(zero_stage=1))
+    note = (states / "fp32-2" / "engine.json").read_text()
+    folders = {
+        "nothing": damaged("nothing", shutil.rmtree),
+        "no_file": damaged("no_file", lambda folder: (folder / last).unlink()),
+        "half_a_file": damaged("half_a_file", lambda folder: os.truncate(folder / last, 5000)),
+        "no_note": damaged("no_note", lambda folder: (folder / "engine.json").unlink()),
+        "half_a_note": damaged("half_a_note", lambda folder: (folder / "engine.json").write_text(note[:-9])),
+        "newer": damaged("newer", lambda f: (f / "engine.json").write_text(note.replace('"format": 1', '"format": 2'))),
+        "other_shape": damaged("other_shape", lambda f: (f / "engine.json").write_text(note.replace("128", "127"))),
+    }
+    record: dict[str, Any] = {name: message(lambda: engine.load_state(folders[name])) for name in folders}  # noqa: B023
+    record["other_model"] = message(lambda: value.load_state(states / "fp32-2"))
+    record["full_disk"] = too_large(lambda: engine.save_state(output / "full"))
+    record["full_disk_note"] = (output / "full" / "engine.json").exists()
+    record["full_disk_hf"] = too_large(lambda: engine.save_hf(output / "full_hf"))
+    (output / f"file{engine.rank}").touch()
+    record["folder_is_a_file"] = message(lambda: engine.save_state(output / f"file{engine.rank}"))
+    after = weights(engine)
+    record["unchanged"] = all(torch.equal(before[name], after[name]) for name in before)
+    record["good"] = engine.load_state(states / "fp32-2")
+    record["goes_on"] = go_on(engine, all_minibatches()[HALF:])
+    return record
+
+
+AVERAGED: dict[str, dict[str, Any]] = {
+    **{f"fp32-{stage}": {"zero_stage": stage} for stage in (0, 2, 3)},
+    "bf16-2": {"zero_stage": 2, "precision": "bf16"},
+    "bf16-fsdp-3": {"engine": "fsdp", "zero_stage": 3, "precision": "bf16"},
+}
+EMA_BETA = 0.75
+
+
+def averaged_minibatches() -> list[Batch]:
+    return [*all_minibatches(), ragged(6, 4)]
+
+
+def averaging_engine(case: str, model_folder: str, **changes: Any) -> TrainEngine:
+    gc.freeze()
+    # Small steps, most of which bfloat16 cannot show.
+    settings = {"learning_rate": 1e-3, "lr_scheduler": "constant", "max_tokens": 40, "ema_beta": EMA_BETA}
+    return open_engine(load_policy(model_folder), config(**(settings | AVERAGED[case] | changes)))
+
+
+def average(engine: TrainEngine) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.average.tensors.items()} if engine.average else {}
+
+
+def masters(engine: TrainEngine) -> dict[str, Tensor]:
+    """In float32, as DeepSpeed itself says where it has others than the weights, or torch of its DTensors."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    if engine.config.precision == "fp32":
+        return weights(engine)
+    if engine.config.engine == "fsdp":
+        parameters: dict[str, Any] = dict(engine.model.named_parameters())
+        return {name: parameter.full_tensor().detach().clone() for name, parameter in parameters.items()}
+    found = {name: safe_get_full_fp32_param(parameter) for name, parameter in engine.model.named_parameters()}
+    return {name: tensor.clone() for name, tensor in found.items() if tensor is not None}
+
+
+def averaged_steps(engine: TrainEngine, batches: list[Batch]) -> list[dict[str, Any]]:
+    steps = []
+    for batch in batches:
+        metrics = engine.train_step(batch, nll)
+        steps.append({"metrics": metrics, "masters": masters(engine), "average": average(engine)})
+    return steps
+
+
+def averaged_case(
+    case: str, model_folder: str, states: Path, output: Path
+) -> tuple[dict[str, dict[str, Any]], TrainEngine]:
+    """5 steps with an average, in one go and resumed; what was recorded, and the engine that was resumed."""
+    engine = averaging_engine(case, model_folder)
+    batches = averaged_minibatches()
+    record: dict[str, Any] = {"start": {"masters": masters(engine), "average": average(engine)}}
+    record["steps"] = averaged_steps(engine, batches[:HALF])
+    engine.save_state(states / case)
+    record["steps"] += averaged_steps(engine, batches[HALF:])
+    record["weights"] = weights(engine)
+    engine.save_hf(output / f"hf-{case}")
+    resumed = averaging_engine(case, model_folder)
+    record |= {"inexact": resumed.load_state(states / case), "loaded": average(resumed)}
+    record["resumed"] = averaged_steps(resumed, batches[HALF:])
+    return {case: record}, resumed
+
+
+def average_weights(model_folder: str, states: Path, output: Path) -> dict[str, Any]:
+    own = states / os.environ.get("WORLD_SIZE", "1")
+    record: dict[str, Any] = {}
+    for case in ("fp32-0", "fp32-2", "bf16-fsdp-3"):
+        record |= averaged_case(case, model_folder, own, output)[0]
+    averaged, resumed = averaged_case("fp32-3", model_folder, own, output)
+    record |= averaged
+    record["other_stage"] = {"inexact": resumed.load_state(own / "fp32-2"), "average": average(resumed)}
+    averaged, resumed = averaged_case("bf16-2", model_folder, own, output)
+    record |= averaged
+    without = averaging_engine("bf16-2", model_folder, ema_beta=None)
+    inexact = without.load_state(own / "bf16-2")
+    record["without"] = {"inexact": inexact, "steps": averaged_steps(without, averaged_minibatches()[HALF:])}
+    without.save_hf(output / "hf-without")
+    without.save_state(own / "without")
+    record["anew"] = {"inexact": resumed.load_state(own / "without"), "average": average(resumed)}
+    record["errors"] = average_errors(resumed, own / "bf16-2", output)
+    record["failed"] = failure(resumed, infinite_gradient) | {"masters": masters(resumed), "average": average(resumed)}
+    return record
+
+
+def average_errors(engine: TrainEngine, state: Path, output: Path) -> dict[str, str]:
+    def refused(name: str, damage: Callable[[Path], object]) -> str:
+        folder = output / f"{name}{engine.rank}"
+        shutil.copytree(state, folder)
+        damage(folder / "average.safetensors")
+        try:
+            return f"no error, but {engine.load_state(folder)}"
+        except ValueError as error:
+            return str(error)
+
+    return {
+        "missing": refused("missing", Path.unlink),
+        "cut_short": refused("cut_short", lambda file: os.truncate(file, 5000)),
+        "of_another": refused("of_another", lambda file: shutil.copy(state / "own_0.safetensors", file)),
+    }
+
+
+def fsdp(model_folder: str, output: Path) -> dict[str, Any]:
+    def engine(checkpointing: bool = False, **changes: Any) -> TrainEngine:
+        model = load_policy(model_folder, gradient_checkpointing=checkpointing)
+        return open_engine(model, config(engine="fsdp", **changes))
+
+    record: dict[str, Any] = {}
+    for case, changes in FSDP.items():
+        trained = engine(**changes)
+        record[case] = {"start": weights(trained), **train(trained)}
+        if case in SAVED:
+            trained.save_hf(output / f"hf-{case}")
+    record["fsdp-checkpointing"] = train(engine(checkpointing=True, zero_stage=3))
+    record["nan-fsdp"] = failure(engine(zero_stage=2), nan_in_the_longest)
+    for stage in (2, 3):
+        record[f"infinite_gradient-fsdp-{stage}"] = failure(engine(zero_stage=stage), infinite_gradient)
+    return record
+
+
+def beats_of(engine: TrainEngine, output: Path) -> dict[str, int]:
+    """How often each kind of work says that it makes progress."""
+    heard: list[str] = []
+    doing = ""
+    listen(lambda: heard.append(doing))
+    doing = "training"
+    engine.train_step(minibatches()[0], nll)
+    doing = "forward"
+    engine.forward(own_part(engine), logprobs)
+    doing = "gathering"
+    train_engine.BUCKET_BYTES = {"cpu": 1}
+    assert len(list(engine.gathered_parameters())) in (0, len(list(engine.model.parameters())))
+    doing = "state"
+    engine.save_state(output / "beats")
+    return dict(Counter(heard))
+
+
+def trained_in_many_ways(model_folder: str, output: Path) -> dict[str, Any]:
+    """Every engine, at every stage and precision, with what stops it."""
+
+    def engine(**changes: Any) -> TrainEngine:
+        gc.freeze()  # see state_engine
+        return open_engine(load_policy(model_folder), config(**changes))
+
+    record: dict[str, Any] = {}
+    # bf16 trains with zero_stage 1 where 0 is asked for, so that one of the two is enough.
+    for stage in (0, 2, 3):
+        record[f"bf16-{stage}"] = train(engine(zero_stage=stage, precision="bf16"))
+    for stage in (0, 1, 2, 3):
+        trained = engine(zero_stage=stage)
+        record[f"fp32-{stage}"] = train(trained)
+    trained.save_hf(output / "hf", tokenizer())
+    published = trained.gathered_parameters()
+    if trained.rank == 0:
+        record["handle"] = WeightPublisher(output / "weights").publish(1, published)
+    assert not list(published)  # exhausts it on the other ranks, since gathering is collective
+    record["large_micro_batches"] = train(engine(max_tokens=10**6))
+    # Training cuts 7, 5 and 1 sequences by two, evaluation takes one at a time.
+    record["few_sequences"] = train(engine(zero_stage=3, max_sequences=2, forward_max_sequences=1))
+    record["beats"] = beats_of(engine(zero_stage=3, max_sequences=2, forward_max_sequences=1), output)
+    record["forward_tokens"] = counted_forwards(engine(forward_max_tokens=1, max_sequences=2))
+    for stage in (0, 3):
+        still = engine(zero_stage=stage, learning_rate=0.0)
+        record[f"learning_rate_0-{stage}"] = {"start": weights(still), **train(still)}
+    record["offload"] = train(engine(zero_stage=2, adam_offload=True))
+    record["nan"] = failure(engine(zero_stage=2), nan_in_the_longest)
+    for stage in (0, 1, 2, 3):
+        record[f"infinite_gradient-{stage}"] = failure(engine(zero_stage=stage), infinite_gradient)
+    record["infinite_gradient-bf16"] = failure(engine(precision="bf16"), infinite_gradient)
+    for name in ("deepspeed", "fsdp"):
+        value = open_engine(load_value_model(model_folder), config(engine=name, zero_stage=3))
+        record[f"{name}-value"] = train(value, squared_error)
+        value.save_hf(output / f"{name}-value")
+    record |= fsdp(model_folder, output)
+    os.environ["WORLD_SIZE"] = "5"
+    try:
+        init_process_group()
+    except ValueError as error:
+        record["group"] = str(error)
+    return record

@@ -1,0 +1,53 @@
+"""Processes for test_weight_transport.py: `python weight_worker.py publish FOLDER` or `... read HANDLE_FILE`."""
+
+import os
+import pickle
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from components.weights.publisher import WeightPublisher, read_weights
+
+BUCKET_BYTES = 4 * 2**20
+NUM_WEIGHTS = 16
+
+
+def large_weights() -> Iterator[tuple[str, Tensor]]:
+    """16 of 4 MiB each, so that each is a bucket; number i is full of i."""
+    for number in range(NUM_WEIGHTS):
+        yield f"weight{number}", torch.full((2**20,), float(number))
+
+
+def publish(folder: Path) -> None:
+    """Publish once, write the handle beside, and stay until killed."""
+    publisher = WeightPublisher(folder / "w", bucket_bytes=BUCKET_BYTES, serve=True)
+    (folder / "handle.partial").write_bytes(pickle.dumps(publisher.publish(1, large_weights())))
+    (folder / "handle.partial").rename(folder / "handle")
+    sys.stdin.read()
+
+
+def read(handle_file: Path) -> None:
+    """Read all, print by how many KiB the memory grew at most, read again and die in the middle."""
+    handle = pickle.loads(handle_file.read_bytes())
+    sums = torch.zeros(NUM_WEIGHTS)
+    torch.ones(2**20).sum()
+    # What was needed to start up is given back, or it would hide what the reading needs.
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    most = 0
+    for number, (_, tensor) in enumerate(read_weights(handle)):
+        sums[number] = tensor.mean()
+        now = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+        most = max(most, now - before)
+    assert sums.tolist() == list(range(NUM_WEIGHTS))
+    print(most, flush=True)
+    weights = read_weights(handle)
+    next(weights)
+    os._exit(9)
+
+
+if __name__ == "__main__":
+    {"publish": publish, "read": read}[sys.argv[1]](Path(sys.argv[2]))

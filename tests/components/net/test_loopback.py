@@ -1,0 +1,39 @@
+"""Loopback addresses are told from others, and no client is sent to a proxy for them."""
+
+import os
+
+import httpx
+import pytest
+
+from components.net.loopback import direct_loopback, is_loopback, loopback_variables
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1", "localhost", "LocalHost.", "a.localhost", "::1", "[::1]", "127.9.9.9", "127.1", "0.0.0.0", "::"]
+    + ["::ffff:127.0.0.1"],
+)
+def test_every_form_of_the_loopback_is_known(host: str) -> None:
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "example.org", "localhost.example.org", "::2", "fe80::1%eth0", ""])
+def test_other_hosts_are_no_loopback(host: str) -> None:
+    assert not is_loopback(host)
+
+
+def test_variables_keep_the_users_entries_and_are_left_alone_without_a_proxy() -> None:
+    found = loopback_variables({"https_proxy": "http://p:1", "NO_PROXY": "intra, b", "no_proxy": "c"})
+    assert found == dict.fromkeys(("no_proxy", "NO_PROXY"), "c,intra,b,127.0.0.1,localhost,::1")
+    assert loopback_variables({"NO_PROXY": "intra", "http_proxy": ""}) == {}
+
+
+def test_clients_in_the_block_have_no_proxy_for_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    before = dict(os.environ)
+    with direct_loopback(), httpx.Client() as client:
+        direct = {pattern.pattern for pattern, transport in client._mounts.items() if transport is None}
+    assert {"all://127.0.0.1", "all://localhost", "all://[::1]"} <= direct
+    assert dict(os.environ) == before

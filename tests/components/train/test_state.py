@@ -1,0 +1,268 @@
+"""A state that one process saved is continued from in another, by one rank and by two, with both engines.
+
+The processes that load start from other weights. Each kind is started once; every test reads what it recorded.
+"""
+
+import errno
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor
+
+from components.train.collective_io import disk_errors
+from tests.components.helpers import train_worker as worker
+from tests.components.helpers.ranks import WORLD_SIZES, run_ranks
+from tests.messages import says
+
+Record = dict[str, dict[str, Any]]
+
+
+class Runs:
+    """What so many ranks recorded, each run made when a test first asks for it."""
+
+    def __init__(self, root: Path, model: Path, other_model: Path) -> None:
+        self.root = root
+        self._models = {"save": model, "load": other_model, "cross": other_model}
+        self._records: dict[str, list[Record]] = {}
+
+    def _run(self, kind: str, work: Callable[..., Record], world_size: int, *folders: Path) -> list[Record]:
+        name = f"{kind}{world_size}"
+        if name not in self._records:
+            arguments = (str(self._models[kind]), self.root / "states", *folders)
+            self._records[name] = run_ranks(work, world_size, self.root / name, *arguments)
+        return self._records[name]
+
+    def saved(self, world_size: int) -> list[Record]:
+        """Of each rank."""
+        return self._run("save", worker.save_states, world_size)
+
+    def loaded(self, world_size: int) -> list[Record]:
+        """Of each rank that starts from other weights, and loads what as many ranks saved."""
+        self.saved(world_size)
+        return self._run("load", worker.load_states, world_size, self.root / f"load{world_size}")
+
+    def crossed(self, world_size: int) -> list[Record]:
+        """Of each rank that loads what the other number of ranks saved."""
+        self.saved(3 - world_size)
+        return self._run("cross", worker.load_crossed, world_size, self.root / f"cross{world_size}")
+
+    def state(self, world_size: int, case: str) -> dict[str, Tensor]:
+        return read(self.root / "states" / str(world_size) / case)
+
+
+@pytest.fixture(scope="module")
+def runs(tied_model: Path, other_tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("states"), tied_model, other_tied_model)
+
+
+def read(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a state, without what is each rank's own."""
+    tensors: dict[str, Tensor] = {}
+    for path in folder.glob("rank_*.safetensors"):
+        with safe_open(path, framework="pt") as reader:
+            found = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118 - a reader is no dict
+        assert not tensors.keys() & found.keys()
+        tensors |= found
+    return tensors
+
+
+def note(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "engine.json").read_text())
+
+
+def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Equal in name, type, shape and bits: 0.0 is not -0.0 here."""
+
+    def bits(tensor: Tensor) -> tuple[Any, ...]:
+        return tensor.dtype, tensor.shape, tensor.contiguous().view(-1).view(torch.uint8).tolist()
+
+    return one.keys() == other.keys() and all(bits(one[name]) == bits(other[name]) for name in one)
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Metrics, weights, buffers and outputs to the last bit."""
+    assert one.get("metrics") == other.get("metrics")
+    assert one["step_count"] == other["step_count"]
+    assert same_bits(one["weights"], other["weights"])
+    assert same_bits(one["buffers"], other["buffers"])
+    assert same_bits({"output": one["output"]}, {"output": other["output"]})
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("case", worker.IN_ONE_GO)
+def test_saving_disturbs_nothing(runs: Runs, world_size: int, case: str) -> None:
+    for record in runs.saved(world_size):
+        whole = record[f"in_one_go-{case}"]
+        metrics = record[case]["saved"]["metrics"] + record[case]["metrics"]
+        assert whole["step_count"] == 4
+        assert_same(record[case] | {"metrics": metrics}, whole)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("case", worker.STATES)
+def test_another_process_goes_on_to_the_last_bit(runs: Runs, world_size: int, case: str) -> None:
+    for saved, loaded in zip(runs.saved(world_size), runs.loaded(world_size), strict=True):
+        assert loaded[case]["inexact"] == []
+        assert_same(loaded[case]["loaded"], {**saved[case]["saved"], "metrics": None})
+        assert loaded[case]["step_count"] == 4
+        assert_same(loaded[case], saved[case])
+    assert same_bits(read(runs.root / f"load{world_size}" / case), runs.state(world_size, case))
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("case", worker.FRESH)
+def test_a_state_saved_before_the_first_step_is_gone_on_from(runs: Runs, world_size: int, case: str) -> None:
+    for saved, loaded in zip(runs.saved(world_size), runs.loaded(world_size), strict=True):
+        found = loaded[f"fresh-{case}"]
+        assert found["inexact"] == []
+        assert_same(found["loaded"], saved[f"fresh-{case}"]["saved"])
+        assert_same(found, saved[case]["saved"])
+    state = runs.state(world_size, f"fresh-{case}")
+    assert len(state) == 26
+    assert {name.rpartition("/")[2] for name in state} == {"weight"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("saved", "loaded"), worker.CROSSED)
+def test_other_ranks_and_stages_have_the_same_state_and_the_same_losses_but_for_rounding(
+    runs: Runs, world_size: int, saved: str, loaded: str
+) -> None:
+    other = 3 - world_size
+    record = runs.crossed(world_size)[0][f"{saved}-{loaded}"]
+    assert same_bits(read(runs.root / f"cross{world_size}" / f"{saved}-{loaded}"), runs.state(other, saved))
+    inexact = record["inexact"]
+    assert re.findall(r"\d+", inexact[0]) == [str(other), str(world_size)]
+    before, after = worker.STATES[saved], worker.STATES[loaded]
+    settings = ("zero_stage", "engine", "precision", "adam_offload")
+    changed = [name for name in settings if before.get(name) != after.get(name)]
+    assert [re.findall(r"(\w+)=", line) for line in inexact[1:]] == [[name, name] for name in changed]
+    for found, expected in zip(record["metrics"], runs.saved(other)[0][saved]["metrics"], strict=True):
+        assert found["learning_rate"] == expected["learning_rate"]
+        if "odd" in saved:
+            assert found["loss"] != expected["loss"]  # dropout starts anew
+        elif "bf16" in saved + loaded:
+            assert found["loss"] == pytest.approx(expected["loss"], rel=0.02)
+        else:
+            assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+            assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_the_files_hold_the_master_weights_and_moments_of_each_stage(runs: Runs, world_size: int) -> None:
+    """Stage 0 has them in torch's AdamW; float32 training is the same at every stage, but for rounding."""
+    expected = runs.state(1, "fp32-0")
+    assert len(expected) == 26 * 3
+    for name, weight in runs.saved(1)[0]["fp32-0"]["saved"]["weights"].items():
+        assert torch.equal(expected[f"{name}/weight"], weight)
+    for case in ("fp32-1", "fp32-2", "fp32-3", "offload-2"):
+        found = runs.state(world_size, case)
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert found[name].dtype == torch.float32
+            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6 if "weight" in name else 1e-8)
+        assert note(runs.root / "states" / str(world_size) / case)["adam_step"] == worker.HALF
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_the_files_hold_what_deepspeed_says_itself(runs: Runs, world_size: int) -> None:
+    state = runs.state(world_size, "one_group-1")
+    for key, tensor in runs.saved(world_size)[0]["one_group-1"]["public"].items():
+        assert torch.equal(state[f"model.layers.1.mlp.up_proj.weight/{key}"], tensor)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_bfloat16_weights_are_the_rounded_masters(runs: Runs, world_size: int) -> None:
+    state = runs.state(world_size, "bf16-3")
+    weights = runs.loaded(world_size)[0]["bf16-3"]["loaded"]["weights"]
+    assert all(torch.equal(state[f"{name}/weight"].bfloat16(), weight) for name, weight in weights.items())
+    assert any(not torch.equal(state[f"{name}/weight"], weight.float()) for name, weight in weights.items())
+
+
+@pytest.mark.full
+def test_the_ranks_share_the_writing_and_each_parameter_is_written_once(runs: Runs) -> None:
+    folder = runs.root / "states" / "2" / "fp32-3"
+    first, second = ((folder / f"rank_{rank}.safetensors").stat().st_size for rank in (0, 1))
+    assert abs(first - second) < 0.1 * (first + second)
+    found = note(folder)
+    assert (found["world_size"], found["zero_stage"], found["step_count"], found["format"]) == (2, 3, 2, 1)
+    shapes = {name: entry["shape"] for name, entry in found["parameters"].items()}
+    assert shapes["model.embed_tokens.weight"] == [20, 64]
+    assert len(shapes) == 26
+
+
+@pytest.mark.full
+def test_buffers_and_frozen_weights_are_each_ranks_own(runs: Runs) -> None:
+    # Each rank counted its own tokens; with other ranks than saved, all resume from rank 0's count.
+    own = [record["odd-2"]["loaded"]["buffers"]["seen"].item() for record in runs.loaded(2)]
+    assert own[0] != own[1]
+    assert runs.crossed(1)[0]["odd-2-odd-3"]["loaded"]["buffers"]["seen"].item() == own[0]
+    assert "scratch" not in note(runs.root / "states" / "1" / "odd-0")["buffers"]
+    state = runs.state(2, "odd-3")
+    assert "model.layers.0.mlp.up_proj.weight/weight" in state
+    assert "model.layers.0.mlp.up_proj.weight/exp_avg" not in state
+    assert "model.layers.1.mlp.up_proj.weight/exp_avg" in state
+
+
+BROKEN = {
+    "nothing": ["engine.json"],
+    "no_note": ["engine.json"],
+    "no_file": [".safetensors", "engine.json"],
+    "half_a_file": [".safetensors"],
+    "half_a_note": ["engine.json", "char"],
+    "newer": ["engine.json", "format=2", 1],
+    "other_shape": ["model.layers.0.mlp.gate_proj.weight", [127, 64], [128, 64]],
+}
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_state_is_refused_by_all_ranks_and_changes_none(runs: Runs, world_size: int, name: str) -> None:
+    errors = [record["errors"] for record in runs.loaded(world_size)]
+    folder = f"{name}{world_size - 1}"
+    assert re.search(says(folder, *BROKEN[name]), errors[-1][name])
+    assert all(error[name].startswith("ValueError None: ") for error in errors)
+    assert all(f"rank {world_size - 1}" in error[name] for error in errors[:-1])
+    assert all(error["unchanged"] for error in errors)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_the_state_of_another_model_is_refused_with_the_first_difference(runs: Runs, world_size: int) -> None:
+    for record in runs.loaded(world_size):
+        assert re.search(r"fp32-2.* model\.\S+\.weight", record["errors"]["other_model"])
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_a_full_disk_stops_all_ranks_and_they_can_go_on(runs: Runs, world_size: int) -> None:
+    """The last rank's files may have 40,000 bytes."""
+    errors = [record["errors"] for record in runs.loaded(world_size)]
+    assert "File too large" in errors[-1]["full_disk"]
+    assert all(error["full_disk"].startswith(f"OSError {errno.EFBIG}: ") for error in errors)
+    assert all(f"rank {world_size - 1}" in error["full_disk"] for error in errors[:-1])
+    assert not errors[0]["full_disk_note"]
+    # Rank 0 alone writes the model.
+    assert ("no error" if world_size == 2 else f"OSError {errno.EFBIG}: ") in errors[0]["full_disk_hf"]
+    assert all(error["folder_is_a_file"].startswith(f"FileExistsError {errno.EEXIST}") for error in errors)
+    for record, saved in zip(runs.loaded(world_size), runs.saved(world_size), strict=True):
+        assert record["errors"]["good"] == []
+        assert_same(record["errors"]["goes_on"], saved["fp32-2"])
+
+
+def test_an_error_of_a_library_gets_the_number_of_the_system() -> None:
+    # tokenizers raises a plain Exception.
+    with pytest.raises(OSError, match=says("/a", "No space left on device")) as caught, disk_errors("write /a"):
+        Tokenizer(WordLevel({"_": 0}, unk_token="_")).save("/dev/full")
+    assert caught.value.errno == errno.ENOSPC
+    with pytest.raises(OSError, match=says("/a", "Read-only file system")) as caught, disk_errors("write /a"):
+        raise RuntimeError("Read-only file system")
+    assert caught.value.errno == errno.EROFS
+    with pytest.raises(RuntimeError, match="shapes differ"), disk_errors("write /a"):
+        raise RuntimeError("shapes differ")

@@ -1,0 +1,55 @@
+"""Operations of a training step, counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from components.train.utilisation import peak_flops, power_watts, training_flops
+
+LENGTHS = torch.tensor([3, 5])
+
+
+def model(tied: bool) -> Qwen2ForCausalLM:
+    """Of 2 layers, 2 heads of 4 numbers, and 10 tokens."""
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=10,
+            hidden_size=8,
+            intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            tie_word_embeddings=tied,
+        )
+    )
+
+
+# A layer: query 8 x 8 + 8, key and value 4 x 8 + 4 each, output 8 x 8, three of 8 x 16, two norms of 8.
+LAYER = 72 + 36 + 36 + 64 + 3 * 128 + 16
+PRODUCTS = 2 * LAYER + 8 + 80
+ATTENTION = 6 * 2 * 8 * (9 + 25)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_each_weight_that_multiplies_counts_6_times_a_token_and_an_embedding_alone_nothing(tied: bool) -> None:
+    assert training_flops(model(tied), LENGTHS) == 6 * PRODUCTS * 8 + ATTENTION
+
+
+def test_a_frozen_weight_needs_no_product_for_its_own_gradient() -> None:
+    policy = model(tied=False)
+    policy.requires_grad_(False)
+    assert training_flops(policy, LENGTHS) == 4 * PRODUCTS * 8 + ATTENTION
+
+
+def test_the_peak_is_known_by_the_name_that_a_driver_gives() -> None:
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_flops("NVIDIA GeForce GTX 970") is None
+
+
+def test_where_nvml_does_not_tell_there_is_no_power_and_no_error() -> None:
+    assert not torch.cuda.is_available()
+    assert power_watts() is None

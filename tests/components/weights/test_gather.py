@@ -1,0 +1,36 @@
+"""What the ranks have in parts is whole on rank 0, to the last bit, and takes two buckets on the way."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.components.helpers.gather_worker import BUCKET_BYTES, LARGE, every_layout, grows_by, wholes
+from tests.components.helpers.ranks import run_ranks
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 300, 2**20])
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_weights_in_any_layout_arrive_whole_on_rank_0_alone_or_on_all(
+    tmp_path: Path, bucket_bytes: int, everywhere: bool
+) -> None:
+    arrived, *others = run_ranks(every_layout, 4, tmp_path, bucket_bytes, everywhere)
+    assert [len(other) for other in others] == [len(arrived) if everywhere else 0] * 3
+    assert len(arrived) == 4 * 6 + 4
+    for name, tensor in chain.from_iterable(each.items() for each in (arrived, *others)):
+        whole, _, dtype = name.split(", ")
+        expected = wholes()[whole].to(getattr(torch, dtype.removeprefix("torch.")))
+        assert tensor.dtype == expected.dtype
+        assert torch.equal(tensor, expected), name
+
+
+@pytest.mark.full
+def test_rank_0_holds_two_buckets_and_a_weight_beside_its_own_part(
+    tmp_path: Path,
+) -> None:
+    rank_0, other = run_ranks(grows_by, 2, tmp_path)
+    assert BUCKET_BYTES // 2 < rank_0 < 2 * BUCKET_BYTES + LARGE + 2**24
+    assert other == 0

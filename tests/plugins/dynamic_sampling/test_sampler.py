@@ -1,0 +1,216 @@
+"""Rounds of dynamic sampling against data that are long, short, or hold nothing worth keeping."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from components.batch import Batch
+from components.data.prompts import PromptSource
+from plugins.demo.tiny_model import character_tokenizer
+from plugins.dynamic_sampling.sampler import PromptFilter
+from tests.messages import says
+
+
+class Steps:
+    """A run over prompts 0, 1, 2, ..., gone through `passes` times, of which those teach something that `teaches`
+    says: of `responses` to each the first is right there, and elsewhere all are.
+    """
+
+    def __init__(
+        self,
+        count: int = 8,
+        passes: int = 1,
+        fewest: int = 1,
+        teaches: Callable[[int], bool] = lambda i: i % 2 == 1,
+        bounds: tuple[float, float] | tuple[None, None] = (0.0, 1.0),
+        responses: int = 2,
+    ) -> None:
+        rows = [{"input": "a" * (i % 3 + 1), "label": str(i)} for i in range(count)]
+        self.prompts = PromptSource(rows, character_tokenizer("a"), 0, shuffle=False)
+        self.teaches = teaches
+        self.responses = responses
+        self.asked: list[int] = []
+        """The prompts of each round."""
+        self.failing: set[int] = set()
+        """Prompts whose last response has no reward."""
+        self.stop_after: int | None = None
+        self.said: list[str] = []
+        self.filter = PromptFilter(
+            prompts=self.prompts,
+            bounds=bounds,
+            option="keep_range",
+            passes=passes,
+            fewest=fewest,
+            stopped=lambda: self.stop_after is not None and self.prompts.taken >= self.stop_after,
+            info=self.said.append,
+        )
+
+    def response(self, count: int) -> Batch:
+        """Scored responses to the next so many prompts."""
+        self.asked.append(count)
+        asked = self.prompts.take(count).repeat(self.responses)
+        taught_B = torch.tensor([self.teaches(i) for i in asked["prompt_id"].tolist()])
+        is_first_B = torch.arange(self.responses).repeat(count) == 0
+        fails_B = torch.tensor([i in self.failing for i in asked["prompt_id"].tolist()])
+        failed_B = (fails_B & (torch.arange(self.responses).repeat(count) == self.responses - 1)).float()
+        return asked.with_sequences(score=(is_first_B | ~taught_B).float(), reward_failed=failed_B)
+
+    def batch(self, wanted: int) -> Batch | None:
+        return self.filter.fill(1, wanted, self.response)
+
+    def fill(self, step: int, wanted: int) -> list[int] | None:
+        """The prompts of a step, one for each response."""
+        batch = self.filter.fill(step, wanted, self.response)
+        return None if batch is None else batch["prompt_id"].tolist()
+
+    @property
+    def counts(self) -> tuple[float, float]:
+        """Prompts that were tried for the last step, and the rounds that it took."""
+        found = self.filter.metrics
+        return found["rollout/filter_prompts_seen"], found["rollout/filter_rounds"]
+
+
+def test_what_is_filtered_is_replaced_until_the_step_is_full() -> None:
+    # Asked for 3: prompt 1 stays. For 2: 3 stays. For 1: 5 is wrong. For 1: 6 stays. Prompt 7 is left.
+    steps = Steps(teaches=lambda i: i in (1, 3, 6, 7))
+    batch = steps.batch(3)
+    assert batch is not None
+    assert steps.asked == [3, 2, 1, 1]
+    assert batch["prompt_id"].tolist() == [1, 1, 3, 3, 6, 6]
+    assert (*steps.counts, steps.filter.ended) == (7, 4, False)
+    assert batch["label"] == ["1", "1", "3", "3", "6", "6"]
+    assert batch.lengths.tolist() == [2, 2, 1, 1, 1, 1]
+
+
+def test_a_prompt_is_judged_by_the_responses_that_have_a_reward() -> None:
+    # Of three responses the first is right, the second wrong, and the third of prompt 0 has no reward: its 0 is none.
+    steps = Steps(teaches=lambda _: True, responses=3, bounds=(0.4, 1.0))
+    steps.failing = {0}
+    # Prompt 0: 1 of 2 is 0.5. All others: 1 of 3. It comes whole, so that the response without a reward is counted.
+    assert steps.fill(1, 1) == [0, 0, 0]
+    assert steps.fill(2, 1) is None
+    # Of two responses one is left, which differs from no other.
+    steps = Steps(teaches=lambda _: True, bounds=(None, None))
+    steps.failing = {0, 1}
+    assert steps.fill(1, 1) == [2, 2]
+
+
+def test_a_step_that_is_full_at_once_takes_one_round() -> None:
+    steps = Steps(teaches=lambda _: True)
+    assert steps.fill(1, 2) == [0, 0, 1, 1]
+    assert steps.counts == (2, 1)
+
+
+def test_what_was_kept_is_there_when_the_data_end() -> None:
+    steps = Steps(5, teaches=lambda i: i in (0, 3))
+    assert steps.fill(1, 4) == [0, 0, 3, 3]
+    assert (steps.asked, steps.counts, steps.filter.ended) == ([4, 1], (5, 2), True)
+
+
+def test_a_step_that_fills_slowly_says_how_far_it_is() -> None:
+    # One prompt in twelve passes, and each round asks for the one that is missing.
+    steps = Steps(24, teaches=lambda i: i % 12 == 11)
+    assert steps.fill(7, 1) == [11, 11]
+    (line,) = steps.said
+    assert re.search(says("step 7", "0 of 1", 10, 14), line)
+    assert steps.filter.metrics == {
+        "rollout/filter_pass_rate": 1 / 12,
+        "rollout/filter_prompts_seen": 12.0,
+        "rollout/filter_rounds": 12.0,
+    }
+
+
+def test_rounds_that_differ_in_their_columns_are_an_error_that_names_them() -> None:
+    steps = Steps(2)
+
+    def response(count: int) -> Batch:
+        batch = steps.response(count)
+        return batch if len(steps.asked) == 1 else batch.with_sequences(mood=batch["score"])
+
+    with pytest.raises(ValueError, match="mood"):
+        steps.filter.fill(1, 1, response)
+
+
+patterns = st.lists(st.booleans(), min_size=1, max_size=60)
+
+
+@given(patterns, st.integers(1, 20), st.integers(2, 4))
+@settings(max_examples=100, deadline=None)
+def test_every_group_that_was_accepted_is_there_once_and_in_order(
+    teaches: list[bool], wanted: int, responses: int
+) -> None:
+    # One prompt after the other, until there are enough.
+    slow: list[int] = []
+    seen = 0
+    while len(slow) < wanted and seen < len(teaches):
+        if teaches[seen]:
+            slow.append(seen)
+        seen += 1
+    steps = Steps(len(teaches), teaches=lambda i: teaches[i], responses=responses)
+    found = steps.fill(2, wanted)  # in the first step it is an error that there is none
+    assert found == ([i for i in slow for _ in range(responses)] or None)
+    assert steps.counts == (seen, len(steps.asked))
+    assert steps.prompts.taken == sum(steps.asked) == seen
+
+
+# --- over the steps of a run
+
+
+def test_the_last_step_takes_what_the_data_still_has_and_says_so() -> None:
+    steps = Steps()
+    # 0, 1 and 2 are tried for three prompts, then 3 and 4 for two, then 5 for one.
+    assert steps.fill(1, 3) == [1, 1, 3, 3, 5, 5]
+    assert not steps.filter.ended
+    assert steps.filter.metrics["rollout/filter_prompts_seen"] == 6
+    assert steps.fill(2, 3) == [7, 7]
+    assert steps.filter.ended
+    assert steps.filter.metrics["rollout/filter_pass_rate"] == 0.5
+    (line,) = steps.said
+    assert re.search(says("2 prompts", "1 have", "0.0", "1.0"), line)
+
+
+def test_without_bounds_a_prompt_teaches_whose_scores_differ_whatever_they_are() -> None:
+    steps = Steps(bounds=(None, None))
+    response = steps.response
+    steps.response = lambda count: (found := response(count)).with_sequences(score=found["score"] * 6 - 5)
+    # Scores of 1 and -5, whose mean is no share of right responses.
+    assert steps.fill(1, 3) == [1, 1, 3, 3, 5, 5]
+    assert steps.fill(2, 3) == [7, 7]
+    (line,) = steps.said
+    assert re.search(says("2 prompts", "1 have"), line)
+    assert "0.0" not in line
+
+
+def test_prompts_are_tried_again_in_every_pass_under_ids_of_their_own() -> None:
+    steps = Steps(passes=2)
+    assert steps.fill(1, 5) == [1, 1, 3, 3, 5, 5, 7, 7, 9, 9]
+    assert steps.prompts.left(2) == 6
+    assert steps.fill(2, 5) == [11, 11, 13, 13, 15, 15]
+    assert (steps.filter.ended, steps.prompts.left(2)) == (True, 0)
+
+
+def test_answers_that_are_too_few_for_the_ranks_are_not_trained_on() -> None:
+    steps = Steps(fewest=3)
+    assert steps.fill(1, 3) == [1, 1, 3, 3, 5, 5]
+    assert steps.fill(2, 3) is None
+    assert steps.filter.ended
+    assert re.search(says("2 prompts", "1 have", "too few"), steps.said[-1])
+
+
+def test_data_that_teach_nothing_at_all_are_an_error_which_names_the_option() -> None:
+    with pytest.raises(ValueError, match=says("8 prompts", "0 have", "0.0", "1.0", "keep_range")):
+        Steps(teaches=lambda _: False).fill(1, 3)
+
+
+def test_a_step_that_is_stopped_gives_its_prompts_back() -> None:
+    steps = Steps()
+    assert steps.fill(1, 1) == [1, 1]
+    steps.stop_after = 5
+    assert steps.fill(2, 3) is None
+    assert (steps.prompts.taken, steps.filter.ended, steps.said) == (2, False, [])
+    steps.stop_after = None
+    assert steps.fill(2, 3) == [3, 3, 5, 5, 7, 7]

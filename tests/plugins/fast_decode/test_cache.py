@@ -1,0 +1,35 @@
+"""R rows, K key heads, S positions, D head size."""
+
+from pathlib import Path
+
+import torch
+from transformers import DynamicCache
+
+from components.models.causal import load_policy
+from plugins.fast_decode.cache import spare_cache
+
+
+def test_a_cache_with_room_holds_what_that_of_transformers_holds(tied_model: Path) -> None:
+    model = load_policy(tied_model)
+    roomy, plain = spare_cache(model), DynamicCache(config=model.config)
+    generator = torch.Generator().manual_seed(0)
+
+    def append(rows: int, positions: int) -> None:
+        new = torch.randn(2, rows, 2, positions, 8, generator=generator)
+        found, expected = roomy.update(new[0], new[1], 0), plain.update(new[0], new[1], 0)
+        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+        assert roomy.get_seq_length() == plain.get_seq_length()
+
+    def select(*rows: int) -> None:
+        for cache in (roomy, plain):
+            cache.batch_select_indices(torch.tensor(rows))
+
+    append(3, 4)
+    select(0, 0, 1, 2, 2)  # the samples of three prompts
+    for _ in range(40):  # more than the first room and the second
+        append(5, 1)
+    select(0, 4, 2, 3)  # row 1 is finished, and the last one takes its place
+    append(4, 1)
+    select(2, 1, 0)  # any order
+    for _ in range(40):
+        append(3, 1)

@@ -1,0 +1,133 @@
+"""The load-balancing loss of a mixture of experts is transformers' own, with padding and without."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from components.batch import Batch
+from components.models.causal import load_policy, load_value_model, state_values, token_logprobs
+from components.rl.aggregation import LossOutput, Totals
+from components.train.config import TrainConfig
+from components.train.opening import open_engine
+from plugins.parallel.router_loss import Routers, load_balancing_loss, row_share
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 20,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 32,
+}
+ROWS = [[3, 4, 5, 6, 7], [8, 9], [10, 11, 12]]
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with four experts in each of two layers, of which a token is sent to two."""
+    folder = tmp_path_factory.mktemp("experts")
+    torch.manual_seed(0)
+    config = MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, dtype="float32")
+    MixtralForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def expected(folder: Path, rows: list[list[int]]) -> float:
+    """What transformers says of these rows, padded with a mask."""
+    model = MixtralForCausalLM.from_pretrained(folder, output_router_logits=True)
+    width = max(map(len, rows))
+    tokens_BT = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    mask_BT = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    with torch.no_grad():
+        return float(model(input_ids=tokens_BT, attention_mask=mask_BT).aux_loss)
+
+
+def test_by_hand() -> None:
+    # Two tokens, three experts, one chosen each: the first and the second. Probabilities .5 .25 .25 and .25 .5 .25.
+    logits_RE = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]]).log()
+    # Shares of assignments .5 .5 0, mean probabilities .375 .375 .25: 3 * (.1875 + .1875).
+    assert float(load_balancing_loss([logits_RE], torch.ones(2), 1)) == pytest.approx(1.125)
+    # The second token is padding: 3 * 1 * .5.
+    assert float(load_balancing_loss([logits_RE], torch.tensor([1.0, 0.0]), 1)) == pytest.approx(1.5)
+
+
+def test_the_formula_is_that_of_transformers() -> None:
+    generator = torch.Generator().manual_seed(0)
+    layers: Any = tuple(torch.randn(12, 5, generator=generator) for _ in range(3))
+    mask_BT = torch.rand(3, 4, generator=generator) < 0.7
+    theirs = load_balancing_loss_func(layers, 5, 2, mask_BT)
+    assert float(load_balancing_loss(layers, mask_BT.flatten().float(), 2)) == pytest.approx(float(theirs), rel=1e-6)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_padding_is_not_counted(experts: Path, packed: bool) -> None:
+    model = load_policy(experts, packing=packed)
+    routers, batch = Routers(model), Batch.from_rows({"tokens": ROWS})
+    with routers.watched() as logits:
+        token_logprobs(model, batch)
+    # Nothing is predicted from a sequence's last token, which is not counted in either layout.
+    read = [row[:-1] for row in ROWS]
+    assert len(logits) == 2
+    assert float(routers.loss(logits, batch, packed).detach()) == pytest.approx(expected(experts, read), rel=1e-5)
+
+
+def test_a_value_model_has_its_routers_too_and_a_step_along_the_gradient_balances_them(experts: Path) -> None:
+    model = load_value_model(experts, gradient_checkpointing=True).train()
+    routers, batch = Routers(model), Batch.from_rows({"tokens": ROWS})
+    with routers.watched() as logits:
+        state_values(model, batch)
+    loss = routers.loss(logits, batch, packed=False)
+    assert float(loss.detach()) == pytest.approx(expected(experts, ROWS), rel=1e-5)
+    loss.backward()
+    assert len(logits) == 2  # activations were computed again, and not seen again
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "gate.weight" in name:
+                assert weight.grad is not None
+                weight.sub_(0.1 * weight.grad)
+    with routers.watched() as logits:
+        state_values(model, batch)
+    # The same tokens go to the same experts after so small a step, whose probabilities are lower.
+    assert routers.loss(logits, batch, packed=False) < loss
+
+
+def test_micro_batches_share_a_step_by_their_routed_rows() -> None:
+    # 4, 1 and 2 tokens predict another one.
+    minibatch = Batch.from_rows({"tokens": ROWS})
+    assert row_share(minibatch, minibatch) == 1
+    assert row_share(minibatch.select(torch.tensor([0])), minibatch) == pytest.approx(4 / 7)
+    assert row_share(minibatch.select(torch.tensor([1, 2])), minibatch) == pytest.approx(3 / 7)
+    alone = Batch.from_rows({"tokens": [[3], [4]]})
+    assert row_share(alone, alone) == 0
+    assert float(load_balancing_loss([torch.zeros(2, 3)], torch.zeros(2), 1)) == 0
+
+
+@pytest.mark.parametrize("max_tokens", [1000, 6])
+@pytest.mark.parametrize("packing", [False, True])
+def test_sequences_without_a_token_to_learn_count_as_they_do_in_transformers(
+    experts: Path, packing: bool, max_tokens: int
+) -> None:
+    # Two pairs of equal sequences, so that a micro-batch of one pair has the loss of both.
+    rows = [ROWS[0], ROWS[0], ROWS[0], ROWS[0]]
+    learnt = [[True] * 5, [True] * 5, [False] * 5, [False] * 5]
+    config = TrainConfig(max_tokens=max_tokens, learning_rate=1e-6, router_aux_loss_coef=0.1)
+    engine = open_engine(load_policy(experts, packing=packing), config)
+
+    def loss(model: torch.nn.Module, micro: Batch, totals: Totals) -> LossOutput:
+        return LossOutput(-(token_logprobs(model, micro).logprob_N * micro["loss_mask"]).sum() / totals.tokens)
+
+    value = expected(experts, [ROWS[0][:-1]])
+    for mask in (learnt, [[True] * 5] * 4):
+        minibatch = Batch.from_rows({"tokens": rows, "loss_mask": mask})
+        assert engine.train_step(minibatch, loss)["router_aux_loss"] == pytest.approx(value, rel=1e-4)
+
+
+def test_a_dense_model_has_none(tmp_path: Path) -> None:
+    Qwen3ForCausalLM(Qwen3Config(**SIZES)).save_pretrained(tmp_path)
+    assert not Routers(load_policy(tmp_path))

@@ -1,0 +1,272 @@
+"""Plans for other machines than this one: what is assumed of them, and which role is on which."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core import Job, RLJobBuilder
+from core.placement import detect_devices
+from plugins.plan.machines import Machines, assumed, assuming, node_lines, nodes_of
+from plugins.plan.plan import Capacity
+from tests.messages import says
+from tests.model_folders import folder_of
+from training.launch.launch import threads_each
+from training.options.groups import PlacementOptions
+
+RECIPES = ("dpo", "grpo", "multi_turn", "openrlhf_ppo", "reinforce_pp", "reward_model", "sft", "verl_ppo")
+GB = 10**9
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.fixture
+def eight_by_two() -> Iterator[None]:
+    """Two machines of eight GPUs."""
+    with assuming(Machines(8, 2, 80 * GB)):
+        yield
+
+
+def plan_of(capsys: pytest.CaptureFixture[str], recipe: str, *options: str) -> tuple[int, dict[str, Any], str]:
+    """Exit code, plan and messages of a dry run."""
+    code = import_module(f"recipes.{recipe}.main").main(["--dry_run", *options])
+    printed = capsys.readouterr()
+    return code, json.loads(printed.out or "{}"), printed.err
+
+
+def spread(*roles: tuple[str, int, int, float], nodes: int = 2, collocated: tuple[str, ...] = ()) -> Job:
+    """A job of (role, nodes, workers on each, devices of a worker) on nodes of eight."""
+    builder = RLJobBuilder().device_type("GPU").node_num(nodes).device_per_node(8)
+    builder.actor("builtins:object")
+    for name, count, each, devices in roles:
+        if name != "actor":
+            builder.role(name).train("builtins:object")
+        builder.nnodes(count).nproc_per_node(each).resource(accelerator=devices)
+    if collocated:
+        builder.with_collocation(*collocated)
+    return builder.build()
+
+
+@pytest.mark.parametrize(
+    ("written", "machines"),
+    [
+        ("8", Machines(8)),
+        ("8x2", Machines(8, 2)),
+        ("8x2x80GB", Machines(8, 2, 80 * GB)),
+        ("4x141gb", Machines(4, None, 141 * GB)),
+        ("0x3", Machines(0, 3)),
+        ("8x2x80GBx1000GB", Machines(8, 2, 80 * GB, 1000 * GB)),
+        ("0x2x64GB", Machines(0, 2, None, 64 * GB)),
+    ],
+)
+def test_machines_are_written_as_gpus_of_each_machines_and_memory(written: str, machines: Machines) -> None:
+    assert Machines.parse(written) == machines
+
+
+@pytest.mark.parametrize("written", ["", "8x0", "two", "8x2x80", "8x2x80GBx1", "0x1x2GBx3GBx4GB", "-1x2"])
+def test_machines_that_are_written_otherwise_are_refused(written: str) -> None:
+    with pytest.raises(ValueError, match=says("assume_devices", "8x2", "8x2x80GB")):
+        Machines.parse(written)
+
+
+def test_whatever_asks_for_the_machine_finds_the_assumed_ones(eight_by_two: None) -> None:
+    assert detect_devices() == 8
+    assert Capacity.here(8) == Capacity(None, 80 * GB)
+    assert threads_each(2) == -2  # of their cores, whose number is not known
+    with assuming(Machines(0)):
+        assert (detect_devices(), Capacity.here(0)) == (0, Capacity())
+    assert detect_devices() == 8
+
+
+def test_after_the_plan_this_machine_is_there_again() -> None:
+    before = detect_devices(), Capacity.here(0)
+    with pytest.raises(KeyError), assuming(Machines(7)):
+        raise KeyError
+    assert (detect_devices(), Capacity.here(0), assumed()) == (*before, None)
+
+
+def test_a_role_that_is_spread_has_a_node_for_each_of_its_parts() -> None:
+    job = spread(("actor", 2, 4, 1), ("critic", 1, 4, 1))
+    # Of the actor's eight ranks four are on each node, and the critic's on the first that has room.
+    assert nodes_of(job) == [0, 1, 0]
+    assert node_lines(job, nodes_of(job)) == [
+        "node 1: actor 0-3, critic 0-3; 8 of 8 GPUs",
+        "node 2: actor 4-7; 4 of 8 GPUs",
+    ]
+
+
+def test_roles_that_share_gpus_are_on_the_same_node_rank_by_rank() -> None:
+    job = spread(("actor", 2, 8, 1), ("rollout", 1, 16, 1), collocated=("actor", "rollout"))
+    assert node_lines(job, nodes_of(job)) == [
+        "node 1: actor 0-7, rollout 0-7; 8 of 8 GPUs",
+        "node 2: actor 8-15, rollout 8-15; 8 of 8 GPUs",
+    ]
+
+
+def test_large_roles_are_placed_first_so_that_small_ones_do_not_stand_in_their_way() -> None:
+    # In this order the ranks of the first would take a device of each node.
+    job = spread(("actor", 1, 4, 1), ("critic", 1, 8, 1), ("reward", 1, 4, 1))
+    assert nodes_of(job) == [1, 0, 1]
+
+
+def test_a_role_that_fits_on_no_node_is_refused_by_name_though_the_sum_would_do() -> None:
+    # 2 x 3 + 2 x 5 = 16 fit on 2 x 8; 6 + 6 + 4 = 16 do not.
+    assert nodes_of(spread(("actor", 2, 3, 1), ("critic", 2, 5, 1))) == [0, 1, 0, 1]
+    with pytest.raises(ValueError, match=says("REWARD", "4 devices", "of 8", "2, 2 are left")):
+        nodes_of(spread(("actor", 1, 6, 1), ("critic", 1, 6, 1), ("reward", 1, 4, 1)))
+
+
+def test_memory_is_summed_up_node_by_node_and_nodes_that_are_alike_are_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ["placement.nodes=4", "rollout.engine=hf"]
+    _, plan, told = plan_of(capsys, "grpo", "--assume_devices=2x4x80GB", *options)
+    most = {place["place"]: place["most"] for place in plan["places"]}
+    assert list(most) == ["a GPU of ACTOR + ROLLOUT", "node 1", "each of nodes 2-4"]
+    # Two ranks and two engines; the first node has trainer and driver too, and the 396,928 weights in float32 that rank
+    # 0 hands on. While they start, ranks read them in float32 on their way to the GPU, and engines in bfloat16.
+    reading = 2 * (4 + 2) * 396_928
+    assert most["each of nodes 2-4"] == 4 * 400_000_000 + reading
+    assert most["node 1"] == 5 * 400_000_000 + 250_000_000 + 4 * 396_928 + reading
+    assert "each of nodes 2-4" in told
+
+
+def test_each_node_has_a_verdict_of_its_memory_and_its_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    # Qwen2.5-72B: 16 ranks on two nodes, and two engines of 8 GPUs on the others.
+    shape = {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8}
+    shape |= {"intermediate_size": 29568, "vocab_size": 152064, "model_type": "qwen2", "tie_word_embeddings": False}
+    path = folder_of(tmp_path / "large", shape)
+    options = [f"model.path={path}", "data.path=task:sort", "placement.nodes=4", "placement.colocate=false"]
+    options += ["placement.actor_nodes=2", "rollout.tensor_parallel=8", "train.engine=fsdp", "train.zero_stage=3"]
+    told = {}
+    # 72.7 GB of states on a GPU, and about 52 GB of activations and gathered layers.
+    for gigabytes, verdict in ((80, "maybe too much"), (141, "fits")):
+        machines = f"--assume_devices=8x4x{gigabytes}GBx1000GB"
+        _, plan, told[gigabytes] = plan_of(capsys, "grpo", machines, *options)
+        first, second, *others = plan["verdicts"].values()
+        assert (first, second) == (verdict, verdict)
+        assert others == ["fits"] * 2
+    assert "node 4: rollout 1; 8 of 8 GPUs; fits" in told[80]
+    _, plan, told[0] = plan_of(capsys, "grpo", "--assume_devices=8x4", *options)
+    assert set(plan["verdicts"].values()) == {"not known"}
+    assert "--assume_devices=8x4x80GB" in told[0]
+    code, _, error = plan_of(capsys, "grpo", "--assume_devices=8x4x80GBx100GB", *options)
+    # Two versions of the weights on the first node are 291 GB, but they may be on disk.
+    assert (code, "node 1" in error, "maybe too much" in error) == (0, True, True)
+    code, _, error = plan_of(capsys, "grpo", "--assume_devices=8x4x64GB", *options)
+    assert (code, says_all(error, "ACTOR", "64 GB", "73 GB")) == (2, True)
+
+
+def test_a_role_on_more_nodes_than_there_are_is_refused_by_name(eight_by_two: None) -> None:
+    with pytest.raises(ValueError, match=says("CRITIC", "3 nodes", "2 nodes")):
+        nodes_of(spread(("actor", 1, 1, 1), ("critic", 3, 1, 1), nodes=3))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_plans_for_machines_that_are_assumed_and_says_so(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, plan, told = plan_of(capsys, recipe, "--assume_devices", "8x2x80GB")
+    assert code == 0
+    assert (plan["device_type"], plan["assumed"]) == ("GPU", "2 machines with 8 GPUs of 80 GB each")
+    assert "2 machines with 8 GPUs of 80 GB each, not this one" in told
+    gpus = [place for place in plan["places"] if place["place"].startswith("a GPU of")]
+    assert {place["there"] for place in gpus} == {80 * GB}
+    assert re_of_nodes(plan["nodes"]) != []
+    code, plan, told = plan_of(capsys, recipe, "--assume_devices=0x1")
+    assert (code, plan["device_type"], "no GPU" in told) == (0, "CPU", True)
+
+
+def re_of_nodes(lines: list[str]) -> list[str]:
+    """The lines that say how many GPUs of a node are used."""
+    return [line for line in lines if "of 8 GPUs" in line]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_is_assumed_is_for_plans_alone(recipe: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code = import_module(f"recipes.{recipe}.main").main(["--assume_devices", "8x2", f"run_dir={tmp_path}/run"])
+    assert (code, (tmp_path / "run").exists()) == (2, False)
+    assert says_all(capsys.readouterr().err, "assume_devices=8x2", "dry_run")
+    code, _, told = plan_of(capsys, recipe, "--assume_devices", "eight")
+    assert (code, says_all(told, "assume_devices=eight", "8x2")) == (2, True)
+
+
+def says_all(text: str, *facts: str) -> bool:
+    return all(fact in text for fact in facts)
+
+
+def test_the_policy_and_the_engines_may_be_on_different_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["placement.nodes=2", "placement.colocate=false", "placement.actor_nodes=1", "rollout.tensor_parallel=4"]
+    code, plan, _ = plan_of(capsys, "grpo", "--assume_devices=8x2", *options, "algorithm.kl_coef=0")
+    assert code == 0
+    assert plan["nodes"] == [
+        "node 1: trainer 0, actor 0-7; 8 of 8 GPUs",
+        "node 2: rollout 0-1; 8 of 8 GPUs",
+    ]
+
+
+def test_two_nodes_of_which_half_the_gpus_are_used(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["placement.nodes=2", "placement.devices_per_node=4"]
+    code, plan, told = plan_of(capsys, "grpo", "--assume_devices=8x2", *options)
+    assert (code, plan["placement"]["processes"]["ACTOR"]) == (0, 8)
+    assert "node 2: actor 4-7, rollout 4-7; 4 of 4 GPUs" in told
+
+
+@pytest.mark.parametrize(
+    ("options", "facts"),
+    [
+        (["placement.nodes=3"], ["ACTOR", "3 nodes", "2 nodes"]),
+        (["placement.devices_per_node=9"], ["placement.devices_per_node=9", "8 GPUs"]),
+        (["placement.actor_ranks=32", "placement.nodes=2"], ["ACTOR + ROLLOUT 32", "16", "placement.nodes"]),
+        (["placement.actor_nodes=2"], ["placement.actor_nodes=2", "placement.nodes=1"]),
+        (["placement.actor_nodes=1", "placement.nodes=2"], ["placement.actor_nodes=1", "placement.colocate=false"]),
+        (
+            ["placement.colocate=false", "rollout.tensor_parallel=16", "placement.rollout_engines=1"],
+            ["ROLLOUT", "16 devices on one node", "a node has 8"],
+        ),
+    ],
+)
+def test_more_than_the_cluster_has_is_refused_by_name(
+    options: list[str], facts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, told = plan_of(capsys, "grpo", "--assume_devices=8x2", *options)
+    assert code == 2
+    assert says_all(told, *facts), told
+
+
+def test_supervised_ranks_on_several_nodes_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    code, plan, _ = plan_of(capsys, "sft", "--assume_devices=8x2", "placement.nodes=2", "placement.ranks_per_node=8")
+    assert (code, plan["nodes"][1]) == (0, "node 2: actor 8-15; 8 of 8 GPUs")
+
+
+def test_without_gpus_devices_per_node_are_processes() -> None:
+    found = PlacementOptions(nodes=2, devices_per_node=3).resolved(0, 2)
+    assert (found.actor_ranks, found.rollout_engines) == (6, 6)
+    assert PlacementOptions(nodes=2).resolved(0, 2).actor_ranks == 2
+
+
+def test_on_a_cluster_of_cpus_devices_per_node_are_processes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    _, plan, told = plan_of(capsys, "grpo", "placement.nodes=2", "placement.devices_per_node=2", "rollout.engine=hf")
+    assert (plan["device_type"], plan["placement"]["processes"]["ACTOR"], plan["assumed"]) == ("CPU", 4, None)
+    assert "node 2: actor 2-3" in told
+
+
+def test_flash_attention_without_a_gpu_is_sdpa_and_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    option = "model.attn_implementation=flash_attention_2"
+    code, plan, told = plan_of(capsys, "grpo", "--assume_devices=0x1", option)
+    assert (code, plan["config"]["model"]["attn_implementation"]) == (0, "sdpa")
+    assert says_all(told, option, "sdpa is used")
+    code, plan, told = plan_of(capsys, "grpo", "--assume_devices=1", option)
+    assert (code, plan["config"]["model"]["attn_implementation"], "is used" in told) == (0, "flash_attention_2", False)

@@ -1,0 +1,288 @@
+"""The plan that every recipe shows before it starts."""
+
+import json
+import re
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components.models.size import ModelSize
+from components.train.config import VLLMRolloutConfig
+from core import JobBuilder
+from plugins.plan.memory import PROCESS_BYTES, Need, sampling, together
+from plugins.plan.plan import Capacity, Plan, amount, gpu_bytes, steps_text
+from recipes.grpo.config import GRPOConfig
+from tests.messages import says
+from tests.model_folders import LARGE, folder_of
+from training.options.groups import DataOptions, ModelOptions, PlacementOptions
+from training.options.rl_options import PolicyTrainOptions
+
+RECIPES = ("dpo", "grpo", "multi_turn", "openrlhf_ppo", "reinforce_pp", "reward_model", "sft", "verl_ppo")
+GB = 1_000_000_000
+ACTOR = "actor_rollout_ref.actor"
+
+
+# --- the plan
+
+
+def plan_of(needs: dict[str, Need], *, device: int | None, collocated: bool = True, kind: Any = "GPU") -> Plan:
+    config = GRPOConfig(model=ModelOptions(path="m"), data=DataOptions(path="task:sort"))
+    builder = JobBuilder().config(config)
+    builder.device_type(kind).device_per_node(8)
+    builder.role("TRAINER").run("recipes.grpo.trainer:GRPOTrainer")
+    for role in needs:
+        builder.role(role).run("recipes.grpo.roles.actor:Actor").total(2).resource(accelerator=1)
+    if collocated:
+        builder.with_collocation(*needs)
+    job = builder.build()
+    return Plan(
+        recipe="demo",
+        job=job,
+        config=job.config,
+        changed={},
+        needs=needs,
+        steps="",
+        choices=[],
+        capacity=Capacity(100 * GB, device),
+    )
+
+
+def learner(**options: Any) -> Need:
+    return Need(weights=10 * GB, gradients=10 * GB, optimizer=20 * GB, passes=5 * GB, base=0, **options)
+
+
+def test_roles_that_share_a_gpu_keep_what_stays_and_take_turns_with_the_rest() -> None:
+    sampler = Need(weights=10 * GB, cache=20 * GB, base=0, generates=True)
+    device, machine = json.loads(plan_of({"ACTOR": learner(), "ROLLOUT": sampler}, device=80 * GB).json())["places"]
+    assert (device["place"], device["least"], device["most"]) == ("a GPU of ACTOR + ROLLOUT", 70 * GB, 75 * GB)
+    assert machine["most"] == PROCESS_BYTES["driver"] + 5 * PROCESS_BYTES["process"]
+    # Where both sleep while the other works, the larger phase counts: 30 GB of generation, or of training 40 and 5.
+    engine = Need(weights=10 * GB, cache=20 * GB, base=0, sleeps=True, generates=True)
+    device = json.loads(plan_of({"ACTOR": learner(sleeps=True), "ROLLOUT": engine}, device=80 * GB).json())["places"][0]
+    assert (device["least"], device["most"]) == (40 * GB, 45 * GB)
+    assert device["phases"] == {"generation": 30 * GB, "training": 45 * GB}
+    apart = plan_of({"ACTOR": learner(), "ROLLOUT": sampler}, device=80 * GB, collocated=False)
+    assert [place["least"] for place in json.loads(apart.json())["places"]] == [40 * GB, 30 * GB, 0]
+
+
+def options_in(error: pytest.ExceptionInfo[ValueError]) -> list[str]:
+    """What a message names to be set, in its order."""
+    return re.findall(r"\b(?:train|rollout|placement)\.\w+(?:=\w+)?", str(error.value))
+
+
+def test_what_is_certain_and_cannot_fit_is_refused_with_what_to_set() -> None:
+    plan_of({"ACTOR": learner()}, device=40 * GB).check()  # the activations may be fewer
+    with pytest.raises(ValueError, match=says("ACTOR", "40 GB", "39 GB")) as error:
+        plan_of({"ACTOR": learner()}, device=39 * GB).check()
+    assert "2 x (weights 10 GB, gradients 10 GB, optimizer 20 GB)" in str(error.value)
+    assert options_in(error) == ["train.zero_stage=3", "train.lora_rank=16", "train.adam_offload=true"]
+    plan = plan_of({"ACTOR": learner(host=60 * GB)}, device=None)
+    plan.config = replace(plan.config, train=PolicyTrainOptions(zero_stage=2, adam_offload=True, ema_beta=0.9))
+    with pytest.raises(ValueError, match=says("2 x (", "60 GB")) as error:
+        plan.check()
+    assert options_in(error) == ["train.adam_offload=false", "train.ema_beta=null"]
+    plan_of({"ACTOR": learner()}, device=None).check()  # nobody knows what there is
+    assert "maybe too much" in "\n".join(plan_of({"ACTOR": learner()}, device=41 * GB).lines())
+    plan = plan_of({"A": learner(), "B": learner()}, device=None, collocated=False, kind="CPU")
+    plan.config = replace(plan.config, placement=PlacementOptions(actor_ranks=2))
+    with pytest.raises(ValueError, match=says("machine", "160 GB", "100 GB")) as error:
+        plan.check()
+    assert options_in(error) == ["train.lora_rank=16", "placement.actor_ranks"]
+    sampler = Need(weights=10 * GB, cache=50 * GB)
+    with pytest.raises(ValueError) as error:
+        plan_of({"ROLLOUT": sampler}, device=None, collocated=False, kind="CPU").check()
+    assert options_in(error) == ["rollout.cpu_cache_gb"]
+
+
+def test_a_share_that_does_not_hold_an_engines_weights_is_refused() -> None:
+    size = ModelSize(parameters=20 * GB)
+    need = sampling(size, VLLMRolloutConfig(dtype="bfloat16", gpu_memory_utilization=0.45), 1, 1, 80 * GB, gpu=True)
+    # 0.45 x 80 = 36 GB for 20 x 2 GB of weights, 0.6 GB of context and 1 GB of CUDA graphs.
+    assert (need.cache, need.short) == (0, 5_600_000_000)
+    plan = plan_of({"ACTOR": Need(), "ROLLOUT": need}, device=80 * GB)
+    message = says("ROLLOUT", "36 GB", "42 GB")
+    with pytest.raises(ValueError, match=message) as error:
+        plan.check()
+    assert options_in(error) == ["rollout.tensor_parallel", "rollout.gpu_memory"]
+    # A larger share does not help where the GPU is too small, nor do more devices an engine that trains on its own.
+    plan.there = Capacity(100 * GB, 40 * GB)
+    with pytest.raises(ValueError, match=message) as error:
+        plan.check()
+    assert options_in(error) == ["rollout.tensor_parallel"]
+    plan.needs = {"ROLLOUT": together(need, learner())}
+    with pytest.raises(ValueError, match="42 GB") as error:
+        plan.check()
+    assert options_in(error) == []
+
+
+def gpus(path: Path, monkeypatch: pytest.MonkeyPatch, *mebibytes: int) -> None:
+    """An nvidia-smi that shows GPUs of these sizes, or the first of them where some are chosen by name."""
+    sizes = " ".join(map(str, mebibytes))
+    responses = f'case $1 in --id=*) echo {mebibytes[0]};; *) printf "%s\\n" {sizes};; esac'
+    (path / "nvidia-smi").write_text(f"#!/bin/sh\n{responses}\n")
+    (path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{path}:/usr/bin:/bin")
+    gpu_bytes.cache_clear()
+
+
+def test_the_machines_of_a_cluster_are_taken_to_be_like_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    gpus(tmp_path, monkeypatch, 8192)
+    here = Capacity.here(1)
+    assert ((here.machine or 0) > GB, here.device, here.is_guess) == (True, 8 * 2**30, False)
+    assert Capacity.here(1, nodes=2) == replace(here, is_guess=True)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert Capacity.here(1) == replace(here, is_guess=True)
+
+
+def test_a_gpu_that_is_too_small_is_refused_on_any_machine_and_the_memory_of_others_is_a_verdict() -> None:
+    plan = plan_of({"ACTOR": learner(host=60 * GB)}, device=None)
+    plan.there = Capacity(100 * GB, None, is_guess=True)
+    plan.check()
+    told = "\n".join(plan.lines())
+    assert re.search(says("too much", "other machines", "like this one"), told)
+    assert plan.verdicts() == {"node 1": "too much"}
+    plan.there = Capacity(200 * GB, 39 * GB, is_guess=True)
+    with pytest.raises(ValueError, match=says("a GPU of ACTOR", "39 GB")):
+        plan.check()
+    plan.there = Capacity(200 * GB, None)
+    assert (plan.verdicts(), "--assume_devices=8x1x80GB" in "\n".join(plan.lines())) == ({"node 1": "not known"}, True)
+
+
+def test_of_gpus_that_differ_only_those_count_whose_names_are_clear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    gpus(tmp_path, monkeypatch, 8192, 2048)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # in CUDA's order the fastest, in nvidia-smi's the first on the bus
+    assert Capacity.here(1).device is None
+    for name, value in (("CUDA_VISIBLE_DEVICES", "GPU-1a2b"), ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")):
+        monkeypatch.setenv(name, value)
+        assert Capacity.here(1).device == 8 * 2**30
+    gpu_bytes.cache_clear()
+
+
+def test_steps_are_told_where_rows_are_counted_quickly(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"x": 1}\n\n{"x": 2}\n')
+    assert steps_text(str, f"{tmp_path}/a.jsonl", None) == "2"
+    assert steps_text(str, f"{tmp_path}/a.jsonl,task:sort", 9) == "9"
+    assert steps_text(str, "task:sort", None) == "10000"
+    assert "org/data" in steps_text(str, "org/data", None)
+    with (tmp_path / "large.jsonl").open("wb") as file:
+        file.truncate(65_000_000)
+    assert str(tmp_path / "large.jsonl") in steps_text(str, f"{tmp_path}/large.jsonl", None)
+
+
+def test_rows_that_are_all_held_out_make_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_text('{"chosen": "a", "rejected": "b"}\n' * 20)
+    main, shown = import_module("recipes.dpo.main").main, list[str]()
+    for held in (256, 4):
+        options = ["model.path=p", f"data.path={tmp_path}/a.jsonl", f"evaluation.held_out={held}", "train.batch_size=8"]
+        assert main([*options, "train.epochs=3", "--dry_run"]) == (2 if held == 256 else 0)
+        printed = capsys.readouterr()
+        shown.append(json.loads(printed.out)["arithmetic"])
+        assert ("evaluation.held_out=256 holds out all 20 pairs of data.path" in printed.err) == (held == 256)
+    assert re.search(says("evaluation.held_out=256", "20 pairs"), shown[0])
+    assert re.search(says("6 optimizer steps", "8 pairs", "16 pairs", "3 epochs", "4 held out"), shown[1])
+
+
+def test_amounts_are_short() -> None:
+    found = [amount(count) for count in (None, 0, 82_000, 1_640_000, 402_000_000, 999_600_000, 1_347 * GB)]
+    assert found == ["?", "-", "82 kB", "1.6 MB", "402 MB", "1 GB", "1,347 GB"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_shows_its_plan_as_a_table_and_as_json(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert import_module(f"recipes.{recipe}.main").main(["--dry_run", "seed=7", "run_dir=x"]) == 0
+    shown = capsys.readouterr()
+    plan, lines = json.loads(shown.out), shown.err.splitlines()
+    assert (plan["changed"]["seed"], "run_dir" in plan["changed"], "dry_run" in plan["changed"]) == (7, False, False)
+    assert "steps of" in plan["arithmetic"]
+    assert {row["role"] for row in plan["memory"]} == set(plan["placement"]["processes"])
+    assert all(row["total"] > 0 for row in plan["memory"])
+    assert (len(lines) <= 15, max(map(len, lines)) <= 100) == (True, True)
+    assert sum(f"{recipe}: {name}" in shown.err for name in ("memory", "steps", "with", "changed")) == 4
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("grpo", ["model.path={}", "data.path=task:sort"]),
+        ("openrlhf_ppo", ["pretrain={}", "prompt_data=task:sort"]),
+        ("sft", ["model.path={}", "data.path=task:sort"]),
+        (
+            "verl_ppo",
+            ["actor_rollout_ref.model.path={}", "data.train_files=task:sort", f"{ACTOR}.use_dynamic_bsz=true"],
+        ),
+    ],
+)
+def test_a_model_that_no_machine_holds_is_refused_before_anything_starts(
+    recipe: str,
+    options: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("plugins.plan.plan.Capacity.here", lambda *_: Capacity(machine=512 * GB))
+    path = folder_of(tmp_path / "large", LARGE)
+    given = [option.format(path) for option in options]
+    main = import_module(f"recipes.{recipe}.main").main
+    assert main([*given, f"run_dir={tmp_path}/run"]) == 2
+    *table, error = capsys.readouterr().err.splitlines()
+    assert sum(f"{recipe}: memory" in line for line in table) == 1  # what the refusal is about
+    assert re.search(says(f"{recipe}: ", "machine", "512 GB"), error)
+    assert ("gradients 282 GB" in error, "cache" in error) == (True, False)
+    assert not (tmp_path / "run").exists()
+    assert main([*given, "--print_config"]) == 0
+
+
+@pytest.mark.parametrize(("layout", "verdict"), [("whole", "maybe too much"), ("sharded", "fits")])
+def test_a_reference_that_may_not_fit_whole_is_advised_to_be_sharded(
+    layout: str, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder_of(tmp_path / "large", LARGE)
+    given = f"""
+        model.path={path} data.path=task:sort algorithm.kl_coef=0.1 placement.nodes=4 placement.colocate=false
+        train.engine=fsdp train.zero_stage=3 train.adam_offload=true rollout.engine=hf run_dir={tmp_path}/run
+        dry_run=true assume_devices=8x4x144GB placement.frozen_models={layout}
+    """
+    assert import_module("recipes.grpo.main").main(given.split()) == 0
+    shown = capsys.readouterr()
+    # 141 GB of bfloat16 weights, and over 8 ranks 18 GB.
+    (need,) = [each for each in json.loads(shown.out)["memory"] if each["role"] == "REFERENCE"]
+    assert need["weights"] / 1e9 == pytest.approx(141.1 if layout == "whole" else 17.6, abs=0.1)
+    said = re.sub(r"\s*\ngrpo: +", " ", shown.err).partition("a GPU of REFERENCE")[2].partition("grpo:")[0]
+    assert verdict in said
+    assert ("set placement.frozen_models=sharded" in said) == (layout == "whole")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "option", "facts"),
+    [
+        ("grpo", "algorithm.kl_estimator=k3", ["algorithm.kl_estimator", "algorithm.kl_coef=0"]),
+        ("openrlhf_ppo", "ema_beta=0.5", ["ema_beta", "enable_ema"]),
+        ("verl_ppo", "actor_rollout_ref.ref.fsdp_config.reshard_after_forward=true", ["actor_rollout_ref.ref."]),
+    ],
+)
+def test_what_has_no_effect_is_said_with_the_printed_configuration(
+    recipe: str, option: str, facts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert import_module(f"recipes.{recipe}.main").main(["--print_config", option]) == 0
+    shown = capsys.readouterr()
+    (note,) = shown.err.splitlines()
+    assert re.search(says(f"{recipe}: ", *facts), note)
+    assert note not in shown.out
+
+
+def test_a_key_is_not_shown_among_what_was_changed(capsys: pytest.CaptureFixture[str]) -> None:
+    key = "0123456789abcdef0123456789abcdef01234567"
+    assert import_module("recipes.openrlhf_ppo.main").main(["--dry_run", "--use_wandb", key]) == 0
+    shown = capsys.readouterr()
+    assert (key in shown.out + shown.err, json.loads(shown.out)["changed"]["log.wandb_key"]) == (False, "***")

@@ -1,0 +1,277 @@
+"""B sequences, N all their tokens end to end, U tokens of the row that has what they share once."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from components.batch import Batch
+from components.models import causal
+from components.models.causal import load_policy, load_value_model, state_values, token_logprobs, token_values
+from components.models.packing import packed_row
+from components.models.packing.packed_model import packed_inputs
+from components.models.packing.packed_row import PackedRow
+from components.train.config import PassLimits
+from components.train.passes import micro_batches
+from plugins.prefix_sharing.shared_prompts import (
+    Run,
+    mark_shared_prompts,
+    runs_of,
+    shared_micro_batches,
+    shared_places,
+    shares_of_runs,
+    shares_prompts,
+)
+from tests.components.helpers import shared_cases
+from tests.components.helpers.ranks import run_ranks
+from tests.components.models.packing.test_packed_model import CONFIGS
+
+P, Q = [2, 3, 4, 5], [9, 8, 7, 6]
+
+
+def batch_of(*rows: list[int]) -> Batch:
+    return Batch.from_rows({"tokens": list(rows)})
+
+
+def test_what_begins_alike_is_one_run() -> None:
+    batch = batch_of([*P, 1, 1], [*Q, 1], [*P, 6], [0, 0], [*Q, 2], [*P, 7, 7, 7])
+    assert runs_of(batch, 2) == [Run([3], 0), Run([0, 2, 5], 4), Run([1, 4], 4)]
+    assert [run.saved for run in runs_of(batch, 2)] == [0, 8, 4]
+    assert runs_of(batch, 5) == [Run([i], 0) for i in (3, 0, 2, 5, 1, 4)]
+
+
+def test_with_one_follower_the_last_token_that_is_alike_is_not_shared() -> None:
+    # After [2, 3, 4] all have a 5, and after that 5 they differ. Rows of Q have [9, 8, 7] and a 6 in common.
+    batch = batch_of([*P, 1, 1], [*Q, 1], [*P, 6], [0, 0], [*Q, 2], [*P, 7, 7, 7])
+    assert runs_of(batch, 2, one_follower=True) == [Run([3], 0), Run([0, 2, 5], 3), Run([1, 4], 3)]
+    assert runs_of(batch, 4, one_follower=True) == [Run([i], 0) for i in (3, 0, 2, 5, 1, 4)]
+    # What differs from its beginning on has nothing in common.
+    assert runs_of(batch_of([1, 2], [3, 4]), 0, one_follower=True) == [Run([0, 1], 0)]
+
+
+def test_one_that_is_the_beginning_of_another_keeps_a_token_of_its_own() -> None:
+    # The same twice, and a third that continues: 4 tokens alike, of which the last is each one's own.
+    assert runs_of(batch_of(P, [*P, 1], P), 2) == [Run([0, 2, 1], 3)]
+    assert runs_of(batch_of([5], [5]), 1) == [Run([0], 0), Run([1], 0)]
+
+
+def test_a_system_prompt_of_all_gives_way_to_longer_prompts_of_groups() -> None:
+    # All begin with [1, 1, 1]: as one run 3 x 5 are saved. Apart, 7 x 2 and 7 x 1 are: 21.
+    first = [[1, 1, 1, *P[:3], 10, i] for i in range(3)]
+    second = [[1, 1, 1, *Q[:3], 10, i] for i in range(2)]
+    alone = [1, 1, 1, 15, 2]
+    assert runs_of(batch_of(*first, *second, alone), 2) == [Run([0, 1, 2], 7), Run([3, 4], 7), Run([5], 0)]
+    # With prompts of their own for all it is what they share: 3 x 3 of four.
+    others = [[1, 1, 1, i, 7, 7] for i in (4, 8, 2, 6)]
+    assert runs_of(batch_of(*others), 2) == [Run([2, 0, 3, 1], 3)]
+
+
+def test_a_row_has_what_is_shared_once_and_every_token_its_place() -> None:
+    batch = batch_of([*P, 1], [7, 7], [*P, 6, 6])
+    place_N, first_U = shared_places(batch, [Run([0, 2], 3), Run([1], 0)])
+    # The row: 2 3 4 | 5 1 | 5 6 6 | 7 7
+    assert place_N.tolist() == [0, 1, 2, 3, 4, 8, 9, 0, 1, 2, 5, 6, 7]
+    assert first_U.tolist() == [0, 1, 2, 3, 4, 10, 11, 12, 5, 6]
+    assert batch["tokens"][first_U].tolist() == [*P, 1, 5, 6, 6, 7, 7]
+    inputs, found_N = packed_inputs(batch, shortest=3, one_follower=True)
+    assert found_N is not None
+    assert inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 3, 4, 5, 0, 1]]
+    assert inputs["input_ids"][0, found_N].tolist() == batch["tokens"].tolist()
+
+
+def test_every_token_is_a_query_once_and_sees_its_sequence_whole_and_gradients_add_up() -> None:
+    batch = batch_of([*P, 1], list(range(30)), [*P, 6, 6])
+    # The row: 2 3 4 | 5 1 | 5 6 6 | 0 ... 29
+    row = PackedRow(batch, [Run([0, 2], 3), Run([1], 0)])
+    # From position 3 on the last 3 tokens of 6 are queries, and of 5 the last 2, filled up; then 30 whole; then what is
+    # shared.
+    assert row.rectangles.shapes == [(2, 3, 6), (1, 30, 30), (1, 3, 3)]
+    x_1HUD = torch.arange(38.0).view(1, 1, 38, 1).requires_grad_()
+    own, longest, shared = row.queries(x_1HUD)
+    assert own[0].flatten().tolist() == [5, 6, 7]
+    assert own[1].flatten().tolist()[:2] == [3, 4]
+    assert longest.flatten().tolist() == list(range(8, 38))
+    assert shared.flatten().tolist() == [0, 1, 2]
+    assert row.from_rectangles([own, longest, shared]).flatten().tolist() == list(range(38))
+    seen, _, _ = row.keys(x_1HUD)
+    assert seen[0].flatten().tolist() == [0, 1, 2, 5, 6, 7]
+    assert seen[1].flatten().tolist()[:5] == [0, 1, 2, 3, 4]
+    weight = torch.tensor([[1.0] * 6, [10.0] * 5 + [0.0]]).view(2, 1, 6, 1)
+    (seen * weight).sum().backward()
+    assert x_1HUD.grad is not None
+    assert x_1HUD.grad.flatten().tolist() == [11, 11, 11, 10, 10, 1, 1, 1, *[0] * 30]
+
+
+def test_a_sequence_too_long_for_a_mask_is_queries_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = batch_of([*P, 1], [*P, 6, 6])
+    runs = [Run([0, 1], 3)]
+    # Two tokens that see five are 10 places of a mask, three that see six 18.
+    monkeypatch.setattr(packed_row, "MOST_SEEN", 17)
+    row = PackedRow(batch, runs)
+    assert row.rectangles.shapes == [(1, 2, 5), (2, 6, 6)]
+    x_1HUD = torch.arange(8.0).view(1, 1, 8, 1)
+    assert row.from_rectangles(row.queries(x_1HUD)).flatten().tolist() == list(range(8))
+
+
+def test_sequences_of_one_length_are_a_rectangle_as_they_lie() -> None:
+    row = PackedRow(batch_of([1, 2, 3], [4, 5, 6]))
+    assert row.rectangles.query_place_F is None
+    x_1HUD = torch.arange(12.0).view(1, 2, 6, 1)
+    (x_RHTD,) = row.queries(x_1HUD)
+    assert x_RHTD.squeeze(-1).tolist() == [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, 10, 11]]]
+    assert torch.equal(row.keys(x_1HUD)[0], x_RHTD)
+    assert torch.equal(row.from_rectangles([x_RHTD]).transpose(1, 2), x_1HUD)
+
+
+def test_micro_batches_count_what_is_shared_once_in_each() -> None:
+    # Run of four: 5 tokens, and 2, 3 and 4 more; then one of 6 alone.
+    lengths_B, runs = torch.tensor([5, 5, 6, 7, 6]), [Run([0, 1, 2, 3], 3), Run([4], 0)]
+    cuts = {20: [[0, 1, 2, 3, 4]], 19: [[0, 1, 2, 3], [4]], 14: [[0, 1, 2, 3], [4]], 13: [[0, 1, 2], [3, 4]]}
+    for budget, expected in cuts.items():
+        assert [part.tolist() for part in shared_micro_batches(lengths_B, runs, budget)] == expected
+    # In a part of its own the prompt is read again: 7 tokens, and those after 5 and 2 more.
+    assert [part.tolist() for part in shared_micro_batches(lengths_B, runs, 7)] == [[0, 1], [2], [3], [4]]
+    assert [part.tolist() for part in shared_micro_batches(lengths_B, runs, 3)] == [[0], [1], [2], [3], [4]]
+    assert [part.tolist() for part in shared_micro_batches(lengths_B, runs, 20, 3)] == [[0, 1, 2], [3, 4]]
+
+
+def test_ranks_get_whole_runs_where_there_are_many_and_parts_of_few() -> None:
+    lengths_B = torch.tensor([4, 4, 6, 6])
+    few = shares_of_runs(lengths_B, [Run([0, 1, 2], 3), Run([3], 0)], 2)
+    # Cut for two ranks: {0, 1} of 5 tokens, {2} of 6 and {3} of 6; two of these go to one rank.
+    assert sorted(sorted(run.members) for share in few for run in share) == [[0, 1], [2], [3]]
+    assert all(share for share in few)
+    # Eight runs: 12 tokens four times and 8 four times are 40 for each of two ranks.
+    many = [Run([2 * i, 2 * i + 1], 2) for i in range(8)]
+    lengths_B = torch.tensor([7, 7] * 4 + [5, 5] * 4)
+    shares = shares_of_runs(lengths_B, many, 2)
+    assert sorted(run.members[0] for share in shares for run in share) == list(range(0, 16, 2))
+    costs = [sum(int(lengths_B[run.members].sum()) - run.saved for run in share) for share in shares]
+    assert costs == [40, 40]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    def get(name: str) -> Path:
+        folder = tmp_path_factory.getbasetemp() / f"shared-{name}"
+        if not folder.exists():
+            torch.manual_seed(0)
+            transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).save_pretrained(folder)
+        return folder
+
+    return get
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def both(model: nn.Module, batch: Batch) -> Tensor:
+    output = token_logprobs(model, batch, 0.8, with_entropy=True)
+    assert output.entropy_N is not None
+    return torch.stack([output.logprob_N, output.entropy_N])
+
+
+# gpt_oss has experts.
+@pytest.mark.parametrize("name", sorted(CONFIGS.keys() - {"gpt_oss"}))
+def test_log_probs_entropies_and_gradients_equal_those_of_separate_sequences(
+    folder_of: Callable[[str], Path], name: str
+) -> None:
+    batch = shared_cases.groups(0, prompts=3, samples=3)
+    model = load_policy(folder_of(name), packing=True).eval()
+    reference = load_policy(folder_of(name), attn_implementation="eager").eval()
+    assert shares_prompts(model)
+    sizes: list[int] = []
+    model.get_input_embeddings().register_forward_hook(lambda *call: sizes.append(call[1][0].numel()))
+    shared_2N = both(model, batch)
+    # A token is left out at the end of each of 9 sequences, and 19 of 20 are there once for three. So is the 20th in
+    # one group; in two, of a response of one token it is the last that is read, and its own. gemma2 caps its logits.
+    assert sizes == [batch.num_tokens - 9 - 3 * 2 * 19 - (0 if name == "gemma2" else 2)]
+    alone_2N = torch.cat([both(reference, batch.select([i])) for i in range(len(batch))], 1)
+    torch.testing.assert_close(shared_2N, alone_2N, rtol=0, atol=1e-5)
+    weight_2N = torch.randn(shared_2N.shape, generator=torch.Generator().manual_seed(0))
+    found, expected = (gradients(m, (x * weight_2N).sum()) for m, x in ((model, shared_2N), (reference, alone_2N)))
+    assert found.keys() == expected.keys()
+    for key in expected:
+        torch.testing.assert_close(found[key], expected[key], rtol=1e-5, atol=1e-5 * float(expected[key].abs().max()))
+
+
+@pytest.mark.parametrize(("dtype", "apart"), [("float32", 1e-5), ("bfloat16", 0.05)])
+def test_log_probs_of_groups_are_those_of_whole_sequences(tied_model: Path, dtype: str, apart: float) -> None:
+    # Where a group is cut a response may stand alone in one pass, and with others in the next.
+    batch = shared_cases.groups(0, prompts=4, samples=4)
+    model = load_policy(tied_model, dtype, packing=True).eval()
+    shared_2N = both(model, batch)
+    mark_shared_prompts(model, False)
+    torch.testing.assert_close(shared_2N, both(model, batch), rtol=0, atol=apart)
+
+
+def test_values_equal_those_of_separate_sequences(tied_model: Path) -> None:
+    batch = shared_cases.groups(0, prompts=3, samples=3)
+    shared, plain = load_value_model(tied_model, packing=True).eval(), load_value_model(tied_model).eval()
+    assert shares_prompts(shared)
+    for compute in (token_values, state_values):
+        alone_N = torch.cat([compute(plain, batch.select([i])) for i in range(len(batch))])
+        torch.testing.assert_close(compute(shared, batch), alone_N, rtol=0, atol=1e-5)
+
+
+def test_logits_that_a_model_changes_are_read_at_every_place_once(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # gemma2 caps its logits, so that they are read as a whole; a row that is named twice has no gradient.
+    rows: list[Tensor] = []
+    real: Any = causal.label_logprobs
+
+    def noted(logits_RV: Tensor, row_M: Tensor, *rest: Any, **named: Any) -> Any:
+        rows.append(row_M)
+        return real(logits_RV, row_M, *rest, **named)
+
+    monkeypatch.setattr(causal, "label_logprobs", noted)
+    model = load_policy(folder_of("gemma2"), packing=True)
+    both(model, shared_cases.groups(0, prompts=2, samples=3)).sum().backward()
+    assert len(rows[0].unique()) == len(rows[0])
+
+
+def test_a_mixture_of_experts_computes_every_token(folder_of: Callable[[str], Path]) -> None:
+    # Its balancing loss counts the tokens that are routed.
+    assert not shares_prompts(load_policy(folder_of("gpt_oss"), packing=True))
+
+
+def test_passes_are_planned_by_what_the_model_shares(tied_model: Path) -> None:
+    batch = shared_cases.groups(0, prompts=2, samples=6)
+    limits = PassLimits(max_tokens=batch.num_tokens // 2 + 14)
+    shared, whole = (load_policy(tied_model, packing=True) for _ in range(2))
+    mark_shared_prompts(whole, False)
+    assert [len(micro_batches(batch, limits, model)) for model in (shared, whole)] == [1, 2]
+    planned = torch.cat(micro_batches(batch, limits, shared))
+    assert planned.sort().values.tolist() == list(range(12))
+
+
+@pytest.fixture(scope="module")
+def record(tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two ranks recorded."""
+    return run_ranks(shared_cases.shared_and_whole, 2, tmp_path_factory.mktemp("shared"), str(tied_model))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", shared_cases.CASES)
+def test_every_engine_learns_the_same_from_shared_prompts_on_two_ranks(record: list[dict[str, Any]], case: str) -> None:
+    for rank in record:
+        found, expected = rank[f"{case}-shared"], rank[f"{case}-whole"]
+        atol = 0.05 if case.startswith("bf16") else 1e-5
+        torch.testing.assert_close(found["before"], expected["before"], rtol=0, atol=atol)
+        torch.testing.assert_close(found["after"], expected["after"], rtol=0, atol=5 * atol)
+        for step, other in zip(found["metrics"], expected["metrics"], strict=True):
+            assert step["loss"] == pytest.approx(other["loss"], abs=atol)
+            assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=5 * atol)
+        for name, tensor in expected["weights"].items():
+            torch.testing.assert_close(found["weights"][name], tensor, rtol=0, atol=atol)
+    for kind in ("forward_tokens", "train_tokens"):
+        computed = {way: sum(rank[f"{case}-{way}"][kind] for rank in record) for way in ("shared", "whole")}
+        assert computed["shared"] < 0.6 * computed["whole"]

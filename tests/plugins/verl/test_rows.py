@@ -1,0 +1,105 @@
+"""Rows in verl's format."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from components.data.prompts import load_rows
+from plugins.verl.rows import load_verl_rows
+from tests.messages import says
+
+ASK = [{"role": "user", "content": "1+1?"}]
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    """A row of verl's."""
+    base = {"data_source": "sums", "prompt": ASK, "ability": "math", "reward_model": {"style": "rule"}}
+    base["reward_model"] = {"style": "rule", "ground_truth": "2"}
+    return base | {"extra_info": {"split": "train", "index": 0}} | changes
+
+
+def write(path: Path, *rows: dict[str, Any]) -> str:
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("ending", ["parquet", "json", "jsonl"])
+def test_a_row_is_prompt_label_source_and_extra_info(tmp_path: Path, ending: str) -> None:
+    path = write(tmp_path / f"a.{ending}", row())
+    assert load_verl_rows([path]) == [
+        {"input": ASK, "label": "2", "datasource": "sums", "extra_info": {"split": "train", "index": 0}}
+    ]
+
+
+def test_several_files_and_tasks_come_one_after_the_other(tmp_path: Path) -> None:
+    first = write(tmp_path / "1.jsonl", row(prompt="plain text"))
+    second = write(tmp_path / "2.jsonl", row(data_source="other"))
+    rows = load_verl_rows([first, second, "task:sort"], max_rows=4)
+    assert [each["datasource"] for each in rows] == ["sums", "other", "sort", "sort"]
+    assert rows[0]["input"] == "plain text"
+    assert rows[2:] == load_rows("task:sort", max_rows=4)[:2]
+
+
+def test_of_many_rows_the_first_or_some_that_the_seed_draws_are_taken(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", *(row(prompt=str(i)) for i in range(50)))
+
+    def taken(**how: Any) -> list[str]:
+        return [each["input"] for each in load_verl_rows([path], max_rows=5, **how)]
+
+    assert taken() == list("01234")
+    assert taken(draw=True, seed=1) == taken(draw=True, seed=1) != taken(draw=True, seed=2)
+    assert len(set(taken(draw=True, seed=1))) == 5
+
+
+def test_a_task_that_validates_is_drawn_from_what_is_kept_for_it() -> None:
+    assert load_verl_rows(["task:sort"], heldout=True, max_rows=3) == load_rows("task:sort", heldout=True, max_rows=3)
+    assert len(load_verl_rows(["task:sort"], heldout=True)) == 2048
+
+
+@pytest.mark.full
+def test_a_task_of_reasoning_gym_is_a_data_source_that_names_it() -> None:
+    (drawn,) = load_verl_rows(["reasoning_gym:chain_sum"], max_rows=1)
+    assert drawn["datasource"] == "reasoning_gym:chain_sum"
+
+
+@pytest.mark.parametrize(
+    ("changes", "facts"),
+    [
+        ({"prompt": None}, ["'prompt'", "'ability'", "prompt_key"]),
+        ({"data_source": None}, ["'data_source'", "reward_fn_key"]),
+        ({"prompt": [{"role": "user"}]}, ["'prompt'", "role", "content", "prompt_key"]),
+        ({"reward_model": {"style": "model"}}, ["reward_model.ground_truth"]),
+        ({"reward_model": None}, ["reward_model.ground_truth"]),
+        ({"images": ["a.png"]}, ["images"]),
+    ],
+)
+def test_what_a_row_lacks_is_said_with_its_file_and_number(
+    tmp_path: Path, changes: dict[str, Any], facts: list[str]
+) -> None:
+    path = write(tmp_path / "a.jsonl", row(), row(**changes))
+    with pytest.raises(ValueError, match=says(path, "row 1", *facts)):
+        load_verl_rows([path])
+
+
+def test_columns_may_have_other_names_and_where_nobody_asks_a_ground_truth_may_be_missing(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"question": "q", "origin": 3, "reward_model": {"style": "model"}})
+    found = load_verl_rows([path], prompt_key="question", source_key="origin", needs_truth=False)
+    assert found == [{"input": "q", "label": "", "datasource": "3"}]
+
+
+def test_a_prompt_is_enough_where_nothing_chooses_a_function(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"prompt": "q"})
+    assert load_verl_rows([path], needs_truth=False) == [{"input": "q", "label": "", "datasource": "unknown"}]
+    with pytest.raises(ValueError, match=says("reward_model.ground_truth")):
+        load_verl_rows([path])
+    with pytest.raises(ValueError, match=says("'origin'", "reward_fn_key")):
+        load_verl_rows([path], source_key="origin", needs_truth=False)

@@ -1,0 +1,221 @@
+"""Weights from rank 0 to the processes of several engines at once, here by gloo: on GPUs NCCL takes its place."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from components.generate.hf_engine import HFRolloutEngine
+from components.train.config import SamplingConfig
+from components.weights.digest import digest
+from components.weights.publisher import WeightHandle, WeightPublisher
+from plugins.weights_broadcast.carrier import ATTEMPTS, Broadcaster, read_broadcast
+from tests.components.generate.test_hf_engine import completions, named_weights, some_prompts
+from tests.components.helpers.ranks import FORKS
+from tests.plugins.weights_ipc.test_carrier import BUCKET_BYTES, CPU, weights
+
+Report = tuple[int, int, Any]
+"""Reader, version, and the digests of what came, or the name of the error."""
+
+
+def read(address: tuple[str, int], reader: int, versions: list[int], dies_after: int, found: SimpleQueue[Any]) -> None:
+    """An engine's process, which reads some versions and dies after so many tensors of the last; 0: it does not."""
+    for version in versions:
+        digests: dict[str, str] = {}
+        try:
+            for name, tensor in read_broadcast(address, reader, version, timeout_seconds=20):
+                digests[name] = digest(tensor)
+                if version == versions[-1] and len(digests) == dies_after:
+                    os._exit(9)
+            found.put((reader, version, digests))
+        except (OSError, RuntimeError) as error:
+            found.put((reader, version, type(error).__name__))
+
+
+def start(address: tuple[str, int], found: SimpleQueue[Any], reader: int, versions: list[int], dies: int = 0) -> Any:
+    process = FORKS.Process(target=read, args=(address, reader, versions, dies, found))
+    process.start()
+    return process
+
+
+def expected_of(version: int) -> dict[str, str]:
+    return {name: digest(tensor + version) for name, tensor in weights().items()}
+
+
+def send(broadcaster: Broadcaster, version: int) -> None:
+    """What passes through is whole, whatever becomes of the broadcast."""
+    tensors = {name: tensor + version for name, tensor in weights().items()}
+    passed = dict(broadcaster.sent(version, tensors.items()))
+    assert {name: digest(tensor) for name, tensor in passed.items()} == expected_of(version)
+
+
+def broadcaster_of(readers: int, arrival_seconds: float = 60) -> tuple[Broadcaster, tuple[str, int]]:
+    """After its first version, which brings its address."""
+    broadcaster = Broadcaster(
+        CPU, readers, bucket_bytes=BUCKET_BYTES, timeout_seconds=20, arrival_seconds=arrival_seconds
+    )
+    send(broadcaster, 1)
+    assert broadcaster.address is not None
+    return broadcaster, broadcaster.address
+
+
+def reports(found: SimpleQueue[Any], count: int) -> list[Report]:
+    return sorted((found.get() for _ in range(count)), key=lambda report: report[:2])
+
+
+def test_each_reader_has_each_version_to_the_last_bit() -> None:
+    broadcaster, address = broadcaster_of(2)
+    found = FORKS.SimpleQueue()
+    processes = [start(address, found, reader, [2, 3]) for reader in (1, 2)]
+    send(broadcaster, 2)
+    send(broadcaster, 3)
+    wanted = [(reader, version, expected_of(version)) for reader in (1, 2) for version in (2, 3)]
+    assert reports(found, 4) == wanted
+    for process in processes:
+        process.join()
+    broadcaster.close()
+
+
+def test_a_reader_that_dies_breaks_one_version_off_and_its_replacement_has_the_next() -> None:
+    broadcaster, address = broadcaster_of(2)
+    found = FORKS.SimpleQueue()
+    survivor = start(address, found, 1, [2, 3, 4])
+    dies = start(address, found, 2, [2, 3], dies=3)
+    send(broadcaster, 2)
+    send(broadcaster, 3)
+    dies.join()
+    assert dies.exitcode == 9
+    before = reports(found, 3)
+    assert [report[:2] for report in before] == [(1, 2), (1, 3), (2, 2)]
+    assert before[0][2] == before[2][2] == expected_of(2)
+    assert before[1][2] in ("RuntimeError", "ConnectionError", "TimeoutError")
+    replacement = start(address, found, 2, [4])
+    send(broadcaster, 4)
+    assert reports(found, 2) == [(1, 4, expected_of(4)), (2, 4, expected_of(4))]
+    survivor.join()
+    replacement.join()
+    broadcaster.close()
+
+
+def test_a_rank_that_readers_do_not_come_to_gives_the_version_up_and_then_all(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    broadcaster, address = broadcaster_of(2, arrival_seconds=0.5)
+    found = FORKS.SimpleQueue()
+    alone = start(address, found, 1, [2])
+    began = time.monotonic()
+    for attempt in range(ATTEMPTS):
+        assert broadcaster.address == address
+        send(broadcaster, 2 + attempt)
+    assert broadcaster.address is None
+    assert "no more are broadcast" in caplog.text
+    send(broadcaster, 9)
+    assert time.monotonic() - began < 30
+    assert reports(found, 1) == [(1, 2, "ConnectionError")]
+    alone.join()
+    broadcaster.close()
+
+
+def test_a_reader_that_stops_in_the_middle_has_the_next_version() -> None:
+    broadcaster, address = broadcaster_of(1)
+    arriving: Any = read_broadcast(address, 1, 2, timeout_seconds=20)
+    began = threading.Thread(target=send, args=(broadcaster, 2))
+    began.start()
+    name, tensor = next(arriving)
+    assert torch.equal(tensor, weights()[name] + 2)
+    # Who stops in the middle is in no group any more, and has the next version from a new one.
+    arriving.close()
+    began.join()
+    began = threading.Thread(target=send, args=(broadcaster, 3))
+    began.start()
+    again = dict(read_broadcast(address, 1, 3, timeout_seconds=20))
+    began.join()
+    assert {name: digest(tensor) for name, tensor in again.items()} == expected_of(3)
+
+
+def test_an_engine_has_what_is_broadcast_and_reads_the_folder_where_it_broke_off(
+    tied_model: Path, other_tied_model: Path, tmp_path: Path
+) -> None:
+    broadcaster, address = broadcaster_of(1)
+    publisher = WeightPublisher(tmp_path / "versions")
+    newer, older = named_weights(other_tied_model), named_weights(tied_model)
+    engine, late = HFRolloutEngine(tied_model), HFRolloutEngine(tied_model)
+    announced = WeightHandle(4, "", 0, is_sent=True, broadcast=address, reader=1)
+    reader = threading.Thread(target=engine.receive, args=(announced, True))
+    reader.start()
+    handle = publisher.publish(4, broadcaster.sent(4, newer.items()), with_digests=True)
+    reader.join()
+    sampling = SamplingConfig(max_new_tokens=8)
+    expected = completions(HFRolloutEngine(other_tied_model).generate(some_prompts(), sampling))
+    assert completions(engine.generate(some_prompts(), sampling)) == expected
+    late.receive(handle, verify=True)
+    assert completions(late.generate(some_prompts(), sampling)) == expected
+    # Nothing of the version is read but its digests: it is there.
+    (Path(handle.path) / "weights.bin").write_bytes(bytes(handle.nbytes + 2**14))
+    engine.receive(handle, verify=True)
+    assert engine.weight_version == 4
+    broken = WeightHandle(5, "", 0, is_sent=True, broadcast=address, reader=1)
+    failed: list[Exception] = []
+
+    def receive_broken() -> None:
+        try:
+            engine.receive(broken, verify=True)
+        except ConnectionError as error:
+            failed.append(error)
+
+    reader = threading.Thread(target=receive_broken)
+    reader.start()
+    giving_up: Any = broadcaster.sent(5, older.items())
+    next(giving_up)
+    with pytest.raises(RuntimeError, match="a rank is gone"):
+        giving_up.throw(RuntimeError("a rank is gone"))
+    reader.join()
+    assert len(failed) == 1
+    handle = publisher.publish(5, older.items(), with_digests=True)
+    engine.receive(handle, verify=True)
+    expected = completions(HFRolloutEngine(tied_model).generate(some_prompts(), sampling))
+    assert completions(engine.generate(some_prompts(), sampling)) == expected
+    broadcaster.close()
+    publisher.close()
+
+
+@pytest.mark.full
+@pytest.mark.vllm
+def test_every_part_of_a_vllm_engine_is_a_reader(tmp_path: Path) -> None:
+    from components.train.config import VLLMRolloutConfig
+    from plugins.vllm.engine import VLLMRolloutEngine
+    from tests.components.helpers.vllm_models import answers_of, uneven_prompts, write_vllm_model
+
+    models = [write_vllm_model(tmp_path / f"{seed}", seed, tied=True) for seed in (1, 2)]
+    engine = VLLMRolloutEngine(models[0], VLLMRolloutConfig(cpu_cache_gb=0.25, tensor_parallel_size=2))
+    broadcaster, address = broadcaster_of(2)
+    publisher = WeightPublisher(tmp_path / "versions")
+    try:
+        found = []
+        for version, model in ((2, models[1]), (3, models[0])):
+            announced = WeightHandle(version, "", 0, is_sent=True, broadcast=address, reader=1)
+            reader = threading.Thread(target=engine.receive, args=(announced, True))
+            reader.start()
+            tensors = broadcaster.sent(version, named_weights(model).items())
+            handle = publisher.publish(version, tensors, with_digests=True)
+            reader.join()
+            assert engine.sent_digests(handle) is not None
+            engine.receive(handle, verify=True)
+            found.append(answers_of(engine.generate(uneven_prompts(8), SamplingConfig(max_new_tokens=8))))
+    finally:
+        engine.close()
+        broadcaster.close()
+        publisher.close()
+    expected = []
+    for model in (models[1], models[0]):
+        alone = VLLMRolloutEngine(model, VLLMRolloutConfig(cpu_cache_gb=0.25))
+        expected.append(answers_of(alone.generate(uneven_prompts(8), SamplingConfig(max_new_tokens=8))))
+        alone.close()
+    assert found == expected

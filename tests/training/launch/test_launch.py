@@ -1,0 +1,136 @@
+"""The way of a job from its folder to its exit code, and the threads of its processes."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core import JobBuilder
+from tests.messages import says
+from tests.training.run.checkpoints.checkpoint_steps import save
+from training.launch.launch import alarm_observer, run_job, threads_each, threads_text
+from training.options.groups import CheckpointOptions, ModelOptions
+from training.options.supervised_options import ExampleOptions, SupervisedOptions
+from training.run.checkpoints.checkpoint import Checkpoints
+from training.run.continuation import continued_run
+from training.tracking import AlarmEvent, EventLog, StepEvent, Tracker, finish_summary, open_run_folder
+
+
+def test_workers_share_the_cores_and_each_has_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    assert [threads_each(workers) for workers in (1, 2, 3, 9)] == [8, 4, 2, 1]
+    monkeypatch.setenv("OMP_NUM_THREADS", "4,2")  # a list, for nested regions, is no number of cores
+    assert threads_each(1) == len(os.sched_getaffinity(0))
+
+
+def test_on_a_cluster_the_cores_of_this_machine_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.5:6379")
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    assert [threads_each(*each) for each in [(1,), (8,), (8, 2), (9, 2), (1, 2)]] == [-1, -8, -4, -5, -1]
+    assert [threads_text(threads) for threads in (-1, -4, 1, 2)] == [
+        "all cores",
+        "1/4 of the cores",
+        "1 thread",
+        "2 threads",
+    ]
+
+
+@pytest.mark.parametrize("elsewhere", [None, "~/kept"])
+def test_a_run_that_is_to_begin_anew_is_refused_where_checkpoints_lie(
+    elsewhere: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save(Checkpoints(elsewhere or tmp_path / "run/checkpoints"), 3)
+    config = SupervisedOptions(
+        run_dir="~/run",
+        resume="none",
+        model=ModelOptions(path="new:sort"),
+        data=ExampleOptions(path="task:sort"),
+        checkpoint=CheckpointOptions(path=elsewhere),
+    )
+    with pytest.raises(ValueError, match=says("step_3", "resume=auto")):
+        continued_run(config, "demo")
+    assert not (tmp_path / "run" / "summary.json").exists()
+    config.resume = "auto"
+    found = continued_run(config, "demo")
+    assert found is not None
+    assert found.folder.name == "step_3"
+
+
+def test_a_command_that_fails_before_its_trainer_leaves_the_record_of_the_run_before(tmp_path: Path) -> None:
+    for status in ("finished", "stopped"):
+        Tracker(tmp_path, "toy", {}, seed=0).update_summary(steps=4)
+        finish_summary(tmp_path, status)
+        before = (tmp_path / "summary.json").read_bytes()
+        finish_summary(tmp_path, "failed", "no room", recipe="toy", seed=1, attempts=1)
+        assert (tmp_path / "summary.json").read_bytes() == before
+    Tracker(tmp_path, "toy", {}, seed=0, resume_step=2)
+    finish_summary(tmp_path, "failed", "it broke", recipe="toy", seed=0)
+    assert json.loads((tmp_path / "summary.json").read_text())["error"] == "it broke"
+
+
+@pytest.mark.parametrize(
+    ("role", "code", "status", "error"),
+    [
+        ("Works", 0, "finished", None),
+        ("Fails", 1, "failed", "ValueError: there are no numbers; set numbers=FILE (in A-0)"),
+    ],
+)
+def test_the_end_of_a_job_is_its_exit_code_its_summary_and_its_last_line(
+    role: str, code: int, status: str, error: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    builder = JobBuilder().device_type("CPU")
+    builder.role("a").run(f"tests.training.launch.launch_roles.{role}")
+    run_dir = open_run_folder(str(tmp_path / "run"))
+    found = run_job(
+        builder.build(),
+        recipe="demo",
+        run_dir=run_dir,
+        seed=7,
+        backend="local",
+        began=time.time(),
+        lines=["on CPU"],
+        seconds={"warm_start": 1.5},
+    )
+    assert found == code
+    shown = capsys.readouterr()
+    assert shown.out.startswith(f"demo: run folder {run_dir}\ndemo: on CPU\n")
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["status"], summary["recipe"], summary["seed"], summary["attempts"]) == (status, "demo", 7, 1)
+    assert summary["seconds"]["warm_start"] == 1.5
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    assert [event["kind"] for event in events if event["event"] == "job"] == ["start", "end"]
+    assert summary["error"] == error
+    # Without processes there are no logs to look at.
+    assert shown.err.splitlines()[-1:] == ([f"demo: failed: {error}"] if error else [])
+
+
+def test_what_a_run_began_with_is_known_when_it_is_gone_on_with(tmp_path: Path) -> None:
+    lines = ("7", '{"step": 1, "actor/entropy": 1.0, "reward/score": null}', '{"step": 2, "ac')  # a stray one, and half
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    events, said = EventLog(tmp_path / "events.jsonl"), list[Any]()
+    bell = alarm_observer(events, said.append, {"train.learning_rate"})
+    for step in (2, 3):
+        bell(StepEvent(step, 10, 0.0, {"actor/entropy": 0.05}))  # no less than in the first step after the stop
+    assert [(event.alarm, event.step) for event in said] == [("entropy", 3)]
+    events.close()
+
+
+def test_an_alarm_is_said_and_written_once_also_by_a_run_that_is_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    # A call, half a line, and an event of somebody's own class.
+    path.write_text('{"event": "call", "method": "alarm"}\n{"event": "alarm", "al\n{"event": "alarm"}\n')
+    said: list[Any] = []
+    for step in (1, 2):
+        events = EventLog(path)
+        bell = alarm_observer(events, said.append, {"train.learning_rate"})
+        bell(StepEvent(step, 10, 0.0, {"actor/approx_kl": 9.0}))
+        bell(said[0])  # an event of another kind
+        events.close()
+    written = [json.loads(line) for line in path.read_text().splitlines()[3:]]
+    assert [(event["event"], event["alarm"], event["step"]) for event in written] == [("alarm", "kl", 1)]
+    assert [(type(event), event.text) for event in said] == [(AlarmEvent, written[0]["text"])]

@@ -1,0 +1,83 @@
+"""A model with another tokenizer or other settings: engines load it from a folder of links."""
+
+import json
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from components.models.end_tokens import end_tokens_of
+from plugins.demo.tasks import get_task
+from plugins.demo.tiny_model import task_tokenizer, tiny_model
+from tests.messages import says
+from training.launch.model_folder import model_view
+from training.options.groups import ModelOptions
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = task_tokenizer(get_task("sort"))
+    tiny_model(tokenizer, 1).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_model_without_changes_is_itself(model: Path, tmp_path: Path) -> None:
+    assert model_view(str(model), tmp_path / "view", {}) == str(model)
+    assert not (tmp_path / "view").exists()
+
+
+def test_settings_are_those_that_are_given_and_weights_are_the_models_own(model: Path, tmp_path: Path) -> None:
+    options = ModelOptions(path=str(model), config_overrides={"max_position_embeddings": 4096})
+    before = json.loads((model / "config.json").read_text())
+    options.prepared(tmp_path)
+    prepared = options.prepared(tmp_path)  # as a run that resumes
+    config = AutoConfig.from_pretrained(prepared.path)
+    assert config.max_position_embeddings == 4096
+    assert config.hidden_size == before["hidden_size"]
+    assert json.loads((model / "config.json").read_text()) == before
+    own, other = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (model, prepared.path))
+    assert all(bool((own[name] == other[name]).all()) for name in own)
+
+
+def test_a_tokenizer_of_another_folder_is_the_one_that_is_loaded(model: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}!"
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    options = ModelOptions(path=str(model), tokenizer_path=f"{tmp_path}/tokenizer")
+    prepared = options.prepared(tmp_path)
+    for found in (options.tokenizer(), prepared.tokenizer(), AutoTokenizer.from_pretrained(prepared.path)):
+        assert found.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+
+
+def test_a_chat_template_of_the_user_is_in_the_folder_that_engines_load(model: Path, tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m['content'] }}<pad>{% endfor %}"
+    prepared = ModelOptions(path=str(model), chat_template=template).prepared(tmp_path)
+    assert AutoTokenizer.from_pretrained(prepared.path).chat_template == template
+    assert AutoTokenizer.from_pretrained(model).chat_template != template
+    assert end_tokens_of(prepared.path) == [0, 2]  # <pad> ends a turn here, beside the model's own <eos>
+    assert end_tokens_of(model) == [2]
+
+
+def test_a_setting_that_the_model_does_not_have_is_named(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=says("model.config_overrides", "max_positions", str(model))):
+        model_view(str(model), tmp_path / "view", {"max_positions": 1})
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "facts"),
+    [
+        ("grpo", ["model.config_overrides={max_positions: 1}"], ["model.config_overrides", "max_positions"]),
+        ("sft", ["model.config_overrides={hidden_size: 8}"], ["model.path=new:sort", "model.config_overrides"]),
+    ],
+)
+def test_what_a_model_cannot_be_given_is_one_line_before_anything_starts(
+    recipe: str, options: list[str], facts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main = import_module(f"recipes.{recipe}.main").main
+    assert main([*options, f"run_dir={tmp_path}/run", "backend=local"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(says(*facts), line)

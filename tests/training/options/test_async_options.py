@@ -1,0 +1,63 @@
+"""Which settings of asynchronous training go together."""
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.messages import says
+from training.options.groups import AsyncOptions
+
+
+@pytest.mark.parametrize(
+    ("options", "facts"),
+    [
+        ({"partial_rollout": True}, ["asynchronous.partial_rollout", "asynchronous.enabled"]),
+        ({"in_flight_prompts": 3}, ["asynchronous.in_flight_prompts", "asynchronous.enabled"]),
+        ({"enabled": True, "in_flight_prompts": 3}, ["in_flight_prompts", "asynchronous.partial_rollout=true"]),
+        ({"enabled": True, "partial_rollout": True, "queue_size": 0}, ["partial_rollout", "queue_size=1"]),
+        ({"queue_size": -1}, ["asynchronous.queue_size=-1", 0]),
+    ],
+)
+def test_settings_that_do_nothing_alone_are_refused(options: dict[str, Any], facts: list[object]) -> None:
+    with pytest.raises(ValueError, match=says(*facts)):
+        AsyncOptions(**options)
+
+
+def test_a_batch_may_be_as_old_as_the_queue_is_long_and_one_more_where_prompts_are_carried() -> None:
+    assert (AsyncOptions(queue_size=5).ahead, AsyncOptions(queue_size=5).most_stale) == (0, 0)
+    partial = {"enabled": True, "queue_size": 2, "partial_rollout": True}
+    assert (AsyncOptions(**partial).ahead, AsyncOptions(**partial).most_stale) == (2, 2)
+    assert AsyncOptions(**partial, in_flight_prompts=3).most_stale == 3
+
+
+def faults_of(own: AsyncOptions, colocated: bool, backend: str) -> list[str]:
+    """What is in the way in a run with steps of four prompts."""
+    return list(own.faults_beside(colocated, backend, 4, "placement.colocate=false"))
+
+
+def test_generation_and_training_at_the_same_time_need_devices_and_processes_of_their_own() -> None:
+    ahead = AsyncOptions(enabled=True)
+    assert faults_of(ahead, False, "ray") == []
+    (fault,) = faults_of(ahead, True, "ray")
+    assert re.search(says("placement.colocate=false"), fault)
+    (fault,) = faults_of(ahead, False, "local")
+    assert re.search(says("backend=local", "backend=ray"), fault)
+    # Without a queue the roles work one after the other, as they do without the option.
+    assert faults_of(AsyncOptions(enabled=True, queue_size=0), True, "local") == []
+
+
+def test_who_learns_from_older_answers_without_a_correction_is_told() -> None:
+    ahead = AsyncOptions(enabled=True, queue_size=2)
+    (note,) = ahead.notes("correction=tis", False)
+    assert re.search(says(" 2 ", "correction=tis"), note)
+    assert ahead.notes("correction=tis", True) == []
+    assert AsyncOptions(enabled=True, queue_size=0).notes("correction=tis", False) == []
+
+
+@pytest.mark.parametrize(("count", "fits"), [(4, False), (5, True), (8, True), (9, False)])
+def test_more_prompts_than_a_step_has_and_at_most_twice_as_many_are_under_way(count: int, fits: bool) -> None:
+    own = AsyncOptions(enabled=True, partial_rollout=True, in_flight_prompts=count)
+    faults = faults_of(own, False, "ray")
+    assert len(faults) == (0 if fits else 1)
+    assert all(re.search(says(f"in_flight_prompts={count}", 5, 8, "4 prompts"), fault) for fault in faults)

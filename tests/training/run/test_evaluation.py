@@ -1,0 +1,197 @@
+"""Scores on held-out prompts over a run."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from components.batch import Batch
+from components.rewards.base import RewardError
+from components.train.config import SamplingConfig
+from tests.messages import says
+from training.run.evaluation import Evaluation
+
+
+def prompts() -> Batch:
+    """Two prompts of one token."""
+    return Batch(
+        [1, 1], {"tokens": torch.tensor([3, 4])}, {"prompt_id": torch.tensor([0, 1])}, {"datasource": ["a"] * 2}
+    )
+
+
+class Policy:
+    """Responses with one token each; the second response to a prompt is right, and greedy ones are when it has
+    learnt.
+    """
+
+    def __init__(self) -> None:
+        self.learnt = False
+        self.asked: list[tuple[int, float]] = []
+        self.narrowed: list[tuple[float, int]] = []
+        self.failing: list[int] = []
+        """Places of responses that have no reward."""
+
+    def response(self, asked: Batch, sampling: SamplingConfig) -> Batch:
+        temperature = sampling.temperature
+        self.asked.append((len(asked), temperature))
+        self.narrowed.append((sampling.top_p, sampling.top_k))
+        right_B = (asked["sample_id"] == 1) | torch.tensor(self.learnt and temperature == 0)
+        return Batch(
+            [2] * len(asked),
+            {"tokens": torch.zeros(2 * len(asked)), "action_mask": torch.tensor([False, True] * len(asked))},
+            {
+                "score": right_B.float(),
+                "prompt_id": asked["prompt_id"],
+                "truncated": torch.zeros(len(asked), dtype=torch.bool),
+                "reward_failed": torch.isin(torch.arange(len(asked)), torch.tensor(self.failing)).float(),
+                "log_greedy": torch.full([len(asked)], float(temperature == 0)),
+            },
+            {"datasource": asked["datasource"]},
+        )
+
+
+def heldout(policy: Policy, said: list[str], batch: Batch | None = None, greedy: bool = True) -> Evaluation:
+    return Evaluation(
+        prompts=batch,
+        response=policy.response,
+        sampling=SamplingConfig(temperature=0.5, top_p=0.7, top_k=9),
+        samples_per_prompt=2,
+        best_metric_key="",
+        info=said.append,
+        greedy=greedy,
+    )
+
+
+def test_each_evaluation_has_the_score_and_the_best_step_is_known() -> None:
+    policy, said = Policy(), []
+    scores = heldout(policy, said, prompts())
+    first = scores.start()
+    # Two responses to each of two prompts, and the likeliest to each.
+    assert policy.asked == [(4, 0.5), (2, 0.0)]
+    # The likeliest is that of all tokens, whatever the others are drawn from.
+    assert policy.narrowed == [(0.7, 9), (1.0, 0)]
+    assert (first["eval/score"], first["eval/score_greedy"], first["eval/failed"]) == (0.5, 0.0, 0.0)
+    assert (first["eval/pass2"], first["eval/a_score"], first["eval/a_pass2"]) == (1.0, 0.5, 1.0)
+    assert first["eval/response_length_mean"] == 1.0
+    assert first["eval/a_greedy"] == 0.0
+    assert scores.start() == {}
+    policy.learnt = True
+    last = scores.at_step(7)
+    assert (last["eval/score"], last["eval/score_greedy"]) == (0.5, 1.0)
+    assert scores.is_best(last)
+    assert not scores.is_best(last)
+    assert not scores.is_best({"reward/score": 1.0})
+    assert scores.best == ("score", 0.5)
+    asked = len(policy.asked)
+    summary = scores.finish(7)
+    assert summary == {"start": 0.5, "start_greedy": 0.0, "end": 0.5, "end_greedy": 1.0, "examples": 2}
+    assert re.findall(r"[0-9.]+", said[-1]) == ["2", "0.500", "0.500", "0.000", "1.000"]
+    assert len(policy.asked) == asked
+
+
+def test_what_was_not_asked_for_is_not_drawn_and_has_no_score() -> None:
+    policy, said = Policy(), []
+    scores = heldout(policy, said, prompts(), greedy=False)
+    assert "eval/score_greedy" not in scores.at_step(7)
+    assert policy.asked == [(4, 0.5)]
+    assert scores.finish(7) == {"start": None, "start_greedy": None, "end": 0.5, "end_greedy": None, "examples": 2}
+    assert re.findall(r"[0-9.]+", said[-1]) == ["2", "0.500"]
+
+
+def test_a_run_that_ends_at_a_step_that_nobody_knew_to_be_its_last_is_scored_then() -> None:
+    policy, said = Policy(), []
+    scores = heldout(policy, said, prompts())
+    scores.start()
+    scores.at_step(6)
+    policy.learnt = True
+    summary = scores.finish(7)
+    assert summary is not None
+    assert (summary["end"], summary["end_greedy"]) == (0.5, 1.0)
+    assert scores.finish(7) == summary
+    assert policy.asked == [(4, 0.5), (2, 0.0)] * 3
+
+
+def test_a_response_without_a_reward_is_in_no_mean_and_is_counted() -> None:
+    policy = Policy()
+    policy.failing = [0]  # of four, the first of prompt 0, which scores 0; and of two, that of prompt 0
+    found = heldout(policy, [], prompts()).at_step(7)
+    # Left are 1 of prompt 0, and 0 and 1 of prompt 1.
+    assert found["eval/score"] == pytest.approx(2 / 3)
+    assert (found["eval/pass2"], found["eval/failed"], found["eval/num_samples"]) == (1.0, 2.0, 3.0)
+    policy.failing = [0, 1, 2, 3]
+    with pytest.raises(RewardError, match=says(4)):
+        heldout(policy, [], prompts()).at_step(7)
+
+
+def test_a_recipe_adds_metrics_of_its_own_of_the_same_responses() -> None:
+    policy = Policy()
+    scores = Evaluation(
+        prompts=prompts(),
+        response=policy.response,
+        sampling=SamplingConfig(temperature=0.0),
+        samples_per_prompt=2,
+        best_metric_key="a_pass1",
+        info=lambda _: None,
+        further=lambda responses: {"val-core/a/reward/best@2/mean": float(responses["score"].max())},
+    )
+    found = scores.at_step(7)
+    assert (found["val-core/a/reward/best@2/mean"], found["eval/a_score"]) == (1.0, 0.5)
+    assert policy.asked == [(4, 0.0)]
+    assert scores.is_best(found)
+    assert scores.best == ("a_score", 0.5)
+
+
+def test_another_part_of_the_run_goes_on_with_the_scores() -> None:
+    policy, said = Policy(), []
+    first = heldout(policy, said, prompts())
+    first.start()
+    assert first.is_best(first.at_step(7))
+    second = heldout(policy, said, prompts())
+    second.load_state_dict(first.state_dict())
+    asked = len(policy.asked)
+    assert second.start() == {}
+    assert second.finish(7) == first.finish(7)
+    assert len(policy.asked) == asked
+    assert not second.is_best(second.scores["end"])
+
+
+def ended(scores: list[float], steps: list[int]) -> Evaluation:
+    """An evaluation of a run with these scores, the first at its start and the last after its end."""
+    evaluation = heldout(Policy(), [], prompts())
+    for step, score in zip(steps, scores, strict=True):
+        metrics = {"eval/score": score}
+        evaluation.scores["end" if step else "start"] = metrics
+        evaluation.is_best(metrics, step)
+    return evaluation
+
+
+def test_the_end_names_the_best_policy_and_its_folder_where_it_has_one(tmp_path: Path) -> None:
+    evaluation = ended([0.476, 0.54, 0.148], [0, 2, 4])
+    said = evaluation.verdict(tmp_path)
+    assert re.search(says("step 2", "0.540", "no checkpoint", "0.148", "worse than the start", "0.476"), said)
+    assert "train.learning_rate" in said
+    (tmp_path / "step_2").mkdir()
+    assert f"{tmp_path}/step_2/hf" in evaluation.verdict(tmp_path)
+
+
+def test_the_end_says_nothing_of_the_start_that_is_not_worse_and_nothing_at_all_of_the_best(tmp_path: Path) -> None:
+    (tmp_path / "step_2").mkdir()
+    said = ended([0.2, 0.54, 0.4], [0, 2, 4]).verdict(tmp_path)
+    assert re.search(says("step 2", "0.540", f"{tmp_path}/step_2/hf"), said)
+    assert "start" not in said
+    assert ended([0.2, 0.54], [0, 2]).verdict(tmp_path) == ""
+    assert ended([0.2], [0]).verdict(tmp_path) == ""
+
+
+def test_a_start_that_was_the_best_is_no_step(tmp_path: Path) -> None:
+    said = ended([0.5, 0.4], [0, 2]).verdict(tmp_path)
+    assert re.search(says("worse than the start", "0.400", "0.500"), said)
+    assert "step" not in said
+
+
+def test_without_prompts_everything_is_empty() -> None:
+    policy, said = Policy(), []
+    none = heldout(policy, said)
+    assert (none.start(), none.at_step(7), none.finish(7), policy.asked, said) == ({}, {}, None, [], [])
+    assert not none.is_best({"eval/x_score": 1.0})

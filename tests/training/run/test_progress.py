@@ -1,0 +1,445 @@
+"""Phases by a clock that is told what to show, and checkpoints that are due, best, failed, and continued from."""
+
+import errno
+import json
+import math
+import os
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import training.run.phase_clock
+from components.batch import Batch
+from tests.messages import says
+from training.run.checkpoints.checkpoint import CheckpointError, Checkpoints
+from training.run.phase_clock import PhaseClock
+from training.run.progress import Progress, RunCheckpoints
+from training.run.queue import SampleStream
+
+
+def test_phases_that_come_again_are_added_and_a_step_is_their_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([10.0, 11.0, 20.0, 23.5, 30.0, 30.25, 40.0, 41.0])
+    monkeypatch.setattr(
+        training.run.phase_clock, "time", SimpleNamespace(monotonic=lambda: next(times), time=lambda: 0.0)
+    )
+    clock = PhaseClock()
+    for name in ("generate", "train", "generate"):
+        with clock.phase(name):
+            pass
+    assert clock.take() == {"timing_s/generate": 1.25, "timing_s/train": 3.5, "timing_s/step": 4.75}
+    # What was taken is not counted again, and what fails has taken its time too.
+    with pytest.raises(KeyError), clock.phase("train"):
+        raise KeyError
+    assert clock.take() == {"timing_s/train": 1.0, "timing_s/step": 1.0}
+    assert clock.take() == {"timing_s/step": 0}
+
+
+def test_what_is_done_beside_the_steps_is_told_and_not_counted() -> None:
+    seen: list[Any] = []
+    clock = PhaseClock(seen.append)
+    assert clock.outside_step("evaluate", lambda x, y=0: x + y)(1, y=2) == 3
+    with pytest.raises(KeyError), clock.phase("train"):
+        clock.outside_step("checkpoint", {}.__getitem__)("gone")
+    phases = [(event.phase, event.seconds is None) for event in seen]
+    assert phases[:2] == [("evaluate", True), ("evaluate", False)]
+    assert phases[2:] == [("train", True), ("checkpoint", True), ("checkpoint", False), ("train", False)]
+    assert clock.take().keys() == {"timing_s/train", "timing_s/step"}
+
+
+def test_what_a_thread_did_meanwhile_is_shown_and_not_in_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 4.0, 1.0, 4.5, 4.5, 5.0, 5.0, 7.0])
+    monkeypatch.setattr(
+        training.run.phase_clock, "time", SimpleNamespace(monotonic=lambda: next(times), time=lambda: 0.0)
+    )
+    clock, handed = PhaseClock(), []
+
+    def generate() -> None:
+        with clock.phase("generate"):
+            pass
+        handed.append(clock.hand_over())
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    thread.join()
+    with clock.phase("wait"):
+        pass
+    clock.add(handed[0])
+    for name in ("reward", "train"):
+        with clock.phase(name):
+            pass
+    found = clock.take()
+    assert found.pop("timing_s/step") == 6.0  # 3.5 of waiting, 0.5 and 2
+    assert found == {
+        "timing_s/wait": 3.5,
+        "timing_s/reward": 0.5,
+        "timing_s/train": 2.0,
+        "timing_s/generate": 4.0,
+    }
+    assert clock.take() == {"timing_s/step": 0}
+
+
+def test_a_step_is_counted_in_and_its_speed_is_told() -> None:
+    # 3 sequences of 12 tokens in 4 s, while another thread generated for 5.
+    progress, batch = Progress(tokens=8, seconds=1.0), Batch([3, 4, 5], {"tokens": torch.arange(12)})
+    took = {"timing_s/generate": 5.0, "timing_s/train": 3.0, "timing_s/step": 4.0}
+    assert progress.count(took, batch, 2_500_000_000) == took | {
+        "perf/tokens_per_second": 3.0,
+        "perf/samples_per_second": 0.75,
+        "perf/generate_share": 1.25,
+        "perf/train_share": 0.75,
+        "perf/memory_gb": 2.5,
+    }
+    assert (progress.tokens, progress.seconds) == (20, 5.0)
+    # Nobody has looked at the memory yet, and the clock may not have moved.
+    found = progress.count({"timing_s/step": 0.0}, batch)
+    assert sorted(found) == ["perf/samples_per_second", "perf/tokens_per_second", "timing_s/step"]
+
+
+def test_a_stream_that_generates_ahead_tells_the_clock_of_both_threads() -> None:
+    clock, seen = PhaseClock(), []
+
+    def generate(step: int) -> int:
+        with clock.phase("generate"):
+            return step
+
+    for _ in SampleStream(generate, 2, 1, clock=clock):
+        with clock.phase("train"):
+            pass
+        found = clock.take()
+        seen.append(sorted(found))
+        both = found["timing_s/wait"] + found["timing_s/train"]
+        assert found["timing_s/step"] == pytest.approx(both)
+    assert seen == [["timing_s/generate", "timing_s/step", "timing_s/train", "timing_s/wait"]] * 2
+
+
+class Box:
+    """A run of some steps which counts tokens, and writes its checkpoints into a folder."""
+
+    def __init__(self, folder: Path, *, every: int = -1, steps: int = 5, run_id: str = "a", **config: Any) -> None:
+        self.said: list[str] = []
+        self.written: list[str] = []
+        self.fault: OSError | None = None
+        self.stream = SampleStream(lambda step: step, steps)
+        self.progress = Progress()
+        self.checkpoints = RunCheckpoints(
+            store=Checkpoints(folder),
+            stream=self.stream,
+            parts={"progress": self.progress},
+            write=self.write,
+            every=every,
+            config={"rate": 0.1} | config,
+            run_id=run_id,
+            info=self.said.append,
+        )
+
+    def write(self, folder: Path) -> None:
+        if self.fault is not None:
+            raise self.fault
+        self.written.append(folder.name)
+
+    def train(self, until: int, best: Callable[[int], bool] = lambda _: False) -> "Box":
+        """Up to and including this step, 10 tokens each."""
+        for step in self.stream:
+            self.progress.tokens += 10
+            self.checkpoints.save_when_due(best(step))
+            if step == until:
+                break
+        return self
+
+
+def names(box: Box) -> list[str]:
+    return sorted(path.name for path in box.checkpoints.store.folder.glob("step_*"))
+
+
+def test_checkpoints_are_written_when_due_of_the_best_step_and_once(tmp_path: Path) -> None:
+    box = Box(tmp_path, every=2).train(5, best=lambda step: step == 3)
+    assert names(box) == ["step_2", "step_3", "step_4"]
+    assert (tmp_path / "best").read_text() == "step_3\n"
+    box.checkpoints.save()
+    box.checkpoints.save()
+    assert box.written == [".step_2.partial", ".step_3.partial", ".step_4.partial", ".step_5.partial"]
+
+
+def test_without_a_number_of_steps_only_the_best_and_the_last_are_written(tmp_path: Path) -> None:
+    box = Box(tmp_path).train(5, best=lambda step: step == 1)
+    assert box.checkpoints.metrics == {}
+    box.checkpoints.save()
+    assert names(box) == ["step_1", "step_5"]
+
+
+def test_a_checkpoint_that_fails_is_said_and_counted_and_the_last_one_must_not(tmp_path: Path) -> None:
+    box = Box(tmp_path, every=1).train(1)
+    assert box.checkpoints.metrics["perf/checkpoints_failed"] == 0
+    box.fault = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    box.train(3)
+    assert box.checkpoints.metrics["perf/checkpoints_failed"] == 2
+    assert box.checkpoints.metrics["timing_s/checkpoint"] >= 0
+    for step, said in zip((2, 3), box.said, strict=True):
+        assert re.search(says(f"step {step}", tmp_path, "No space left on device"), said)
+    with pytest.raises(CheckpointError, match=says("step 3", tmp_path, "No space left on device")):
+        box.checkpoints.save()
+    assert names(box) == ["step_1"]
+
+
+def test_a_run_goes_on_where_it_was_and_says_what_is_other_than_before(tmp_path: Path) -> None:
+    before = Box(tmp_path, every=2)
+    before.checkpoints.parts["tracker"] = Progress(tokens=7)  # made after loading
+    before.train(2)
+    box = Box(tmp_path, rate=0.2)
+    found = box.checkpoints.load("auto")
+    assert found is not None
+    folder, state = found
+    assert (folder, state["tracker"]["tokens"]) == (tmp_path / "step_2", 7)
+    assert (box.stream.step, box.progress.tokens) == (2, 20)
+    resumed, changed = box.said
+    assert re.search(says("step 2 of 5", tmp_path / "step_2"), resumed)
+    assert "rate: 0.1 -> 0.2" in changed
+    box.checkpoints.save()  # it is there
+    assert box.written == []
+
+
+def test_the_steps_of_a_run_may_follow_from_what_is_left_of_its_data(tmp_path: Path) -> None:
+    Box(tmp_path, every=2).train(2)
+    box = Box(tmp_path)
+    # Counted once the parts are set: 20 tokens were trained on, and 50 are left.
+    box.checkpoints.load("auto", lambda: (70 - box.progress.tokens) // 10)
+    assert box.stream.steps == 7
+    (said,) = box.said
+    assert re.search(says("step 2 of 7", tmp_path / "step_2"), said)
+
+
+def test_what_another_run_has_saved_is_saved_again_in_the_folder_of_this_one(tmp_path: Path) -> None:
+    Box(tmp_path / "one", every=2).train(2)
+    box = Box(tmp_path / "two")
+    box.checkpoints.load(str(tmp_path / "one"))
+    assert box.stream.step == 2
+    box.checkpoints.save()
+    assert names(box) == ["step_2"]
+
+
+def test_a_run_that_is_started_again_goes_on_even_where_it_was_to_begin_anew(tmp_path: Path) -> None:
+    Box(tmp_path, every=2, run_id="mine").train(2)
+    assert Box(tmp_path, run_id="other").checkpoints.load("none") is None
+    assert Box(tmp_path, run_id="mine").checkpoints.load("none") is not None
+    assert Box(tmp_path / "empty").checkpoints.load("auto") is None
+
+
+def test_a_checkpoint_of_another_recipe_is_refused_with_what_it_lacks(tmp_path: Path) -> None:
+    Checkpoints(tmp_path).save(4, {"stream": {"step": 4}, "config": {}}, lambda folder: None)
+    with pytest.raises(ValueError, match=says(tmp_path / "step_4", "progress", "resume=none", "run_dir")):
+        Box(tmp_path).checkpoints.load("auto")
+
+
+# --- ahead
+
+
+class Counter:
+    """Hands out the prompts 0, 1, 2, ..."""
+
+    label: Any = None
+    """Of each; None: one of its own."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def take(self, count: int) -> Batch:
+        self.taken += count
+        ids = list(range(self.taken - count, self.taken))
+        own = {"prompt_id": ids, "weight": torch.tensor(ids) / 3}
+        labels = [self.label or {"number": i} for i in ids]
+        return Batch.from_rows({"tokens": [[i] * (i + 1) for i in ids]}, own, {"label": labels})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken = state["taken"]
+
+
+class Ahead:
+    """A run of 5 steps of two prompts, up to two batches ahead; in the middle of the batch of step `halt` it waits."""
+
+    def __init__(self, folder: Path, halt: int = 0, **sources: Any) -> None:
+        self.prompts, self.begun, self.go_on = Counter(), threading.Event(), threading.Event()
+        self.halt = halt
+        own = {"prompts": self.prompts, **sources}
+        self.stream = SampleStream(self.generate, 5, 2, sources=own, metrics=lambda: {"nan": math.nan})
+        self.said: list[str] = []
+        self.checkpoints = RunCheckpoints(
+            store=Checkpoints(folder),
+            stream=self.stream,
+            parts={},
+            write=lambda folder: None,
+            every=1,
+            config={},
+            run_id="",
+            info=self.said.append,
+        )
+
+    def generate(self, step: int) -> Batch:
+        batch = self.prompts.take(2)
+        if step == self.halt:
+            self.begun.set()
+            assert self.go_on.wait(300)
+        return batch
+
+    def train(self, until: int) -> list[Batch]:
+        """Up to this step, whose checkpoint is written while the batch of `halt` is under way."""
+        seen = []
+        for batch in self.stream:
+            seen.append(batch)
+            if self.stream.step == until:
+                assert not self.halt or self.begun.wait(300)
+                self.checkpoints.save_when_due()
+                self.go_on.set()
+                break
+        return seen
+
+
+def test_a_checkpoint_holds_the_batches_that_were_made_ahead_and_resume_makes_the_one_under_way_again(
+    tmp_path: Path,
+) -> None:
+    before = Ahead(tmp_path, halt=4).train(2)
+    state = json.loads((tmp_path / "step_2" / "state" / "trainer.json").read_text())
+    assert state["prompts"] == {"taken": 6}
+    assert state["stream"]["queue"][0]["batch"] == {"__batch__": "batch-stream-queue-0-batch.parquet"}
+    resumed = Ahead(tmp_path)
+    # Of the 10 prompts 4 were not yet handed out, and of the steps that are left one is in the queue.
+    found = resumed.checkpoints.load("auto", lambda: (10 - resumed.prompts.taken) // 2)
+    assert found is not None
+    assert (resumed.stream.step, resumed.stream.queued, resumed.stream.steps) == (2, 1, 5)
+    (said,) = resumed.said
+    assert re.search(says("step 2 of 5", tmp_path / "step_2"), said)
+    after = resumed.train(5)
+    assert [batch["prompt_id"].tolist() for batch in before + after] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    made = Counter()
+    made.taken = 4
+    assert after[0].to_table().equals(made.take(2).to_table())
+    assert math.isnan(resumed.stream.metrics["nan"])
+
+
+def test_without_a_queue_a_checkpoint_is_as_it_always_was(tmp_path: Path) -> None:
+    Box(tmp_path, every=2).train(2)
+    assert json.loads((tmp_path / "step_2" / "state" / "trainer.json").read_text()) == {
+        "stream": {"step": 2},
+        "progress": {"version": 0, "tokens": 20, "seconds": 0.0},
+        "run_id": "a",
+        "config": {"rate": 0.1},
+    }
+    assert [path.name for path in (tmp_path / "step_2" / "state").glob("t*")] == ["trainer.json"]
+
+
+def test_a_queue_with_objects_that_no_file_holds_is_refused_by_name(tmp_path: Path) -> None:
+    run = Ahead(tmp_path, halt=3)
+    run.prompts.label = (1, 2)
+    with pytest.raises(ValueError, match="'label'"):
+        run.train(1)
+    run.go_on.set()
+    assert not list(tmp_path.glob("step_*"))
+
+
+class Held:
+    """Prompts under way, as one batch."""
+
+    def __init__(self, prompts: Batch | None = None) -> None:
+        self.prompts = prompts
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.prompts is None else {"prompts": self.prompts, "steps": [1] * len(self.prompts)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.prompts = state.get("prompts")
+
+
+def test_prompts_under_way_are_in_a_checkpoint_which_a_run_without_them_refuses(tmp_path: Path) -> None:
+    Ahead(tmp_path, groups=Held(Counter().take(3))).train(1)
+    resumed = Ahead(tmp_path, groups=(held := Held()))
+    resumed.checkpoints.load("auto")
+    assert held.prompts is not None
+    assert held.prompts["label"] == [{"number": 0}, {"number": 1}, {"number": 2}]
+    with pytest.raises(ValueError, match=says(tmp_path / "step_1", "3 prompts", "asynchronous.partial_rollout")):
+        Ahead(tmp_path).checkpoints.load("auto")
+
+
+def test_a_run_may_begin_to_keep_prompts_under_way(tmp_path: Path) -> None:
+    Ahead(tmp_path).train(1)
+    resumed = Ahead(tmp_path, groups=(held := Held(Counter().take(1))))
+    resumed.checkpoints.load("auto")
+    assert held.prompts is None
+    Ahead(tmp_path / "two", groups=Held()).train(1)
+    assert Ahead(tmp_path / "two").checkpoints.load("auto") is not None
+
+
+def put_back(box: Box, at: int) -> Box:
+    """Train up to this step, whose batch is put back, as where its rewards failed."""
+    for step in box.stream:
+        if step == at:
+            box.stream.put_back()
+            box.checkpoints.save_unfinished()
+            return box
+        box.progress.tokens += 10
+        box.checkpoints.save_when_due()
+    raise AssertionError(f"there is no step {at}")
+
+
+@pytest.mark.parametrize("every", [-1, 3])
+def test_a_run_that_lost_its_rewards_goes_on_with_the_batch_that_waits_for_them(tmp_path: Path, every: int) -> None:
+    box = put_back(Box(tmp_path, every=every), at=4)
+    assert names(box) == ["step_3"]
+    (said,) = box.said
+    assert re.search(says("step 3", "1 batch"), said)
+    # The checkpoint that was due at step 3 did not hold the batch yet.
+    assert box.written == [".step_3.partial"] * (1 if every == -1 else 2)
+    resumed = Box(tmp_path)
+    resumed.checkpoints.load("auto")
+    assert (resumed.stream.step, resumed.stream.queued, resumed.progress.tokens) == (3, 1, 30)
+    assert list(resumed.stream) == [4, 5]
+
+
+def test_what_is_saved_already_or_was_never_trained_on_is_not_saved_for_rewards_that_failed(tmp_path: Path) -> None:
+    box = Box(tmp_path, every=1).train(2)
+    box.checkpoints.save_unfinished()
+    assert box.written == [".step_1.partial", ".step_2.partial"]
+    box = put_back(Box(tmp_path / "new"), at=1)
+    assert (names(box), box.said) == ([], [])
+
+
+def test_a_checkpoint_that_fails_does_not_hide_why_the_run_ends(tmp_path: Path) -> None:
+    box = Box(tmp_path).train(1)
+    box.fault = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    put_back(box, at=3)
+    (said,) = box.said
+    assert re.search(says("step 2", tmp_path, "No space left on device"), said)
+
+
+def test_a_step_whose_evaluation_failed_is_evaluated_before_the_run_goes_on(tmp_path: Path) -> None:
+    trained, found = Batch.from_rows({"tokens": [[1], [2, 3]]}, {"reward": torch.tensor([0.1, 0.2])}), {"loss": 0.3}
+
+    def no_rewards(batch: Batch, metrics: dict[str, float]) -> bool:
+        raise ConnectionError
+
+    box = Box(tmp_path).train(2)
+    with pytest.raises(ConnectionError):
+        box.checkpoints.record(no_rewards, trained, found)
+    box.checkpoints.save_unfinished()
+    (said,) = box.said
+    assert re.search(says("step 2", "evaluation"), said)
+    resumed, seen = Box(tmp_path), list[Any]()
+    resumed.checkpoints.load("auto")
+    resumed.checkpoints.catch_up(lambda batch, metrics: bool(seen.append((batch, metrics))) or True)
+    ((batch, metrics),) = seen
+    assert batch.to_table().equals(trained.to_table())
+    assert metrics == {"loss": 0.3}
+    # What is the best step is saved without it, and nothing is caught up with twice.
+    assert (tmp_path / "best").read_text() == "step_2\n"
+    assert resumed.written == [".step_2.partial"]
+    again = Box(tmp_path)
+    again.checkpoints.load("auto")
+    again.checkpoints.catch_up(no_rewards)
+    assert list(again.stream) == [3, 4, 5]

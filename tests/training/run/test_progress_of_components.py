@@ -1,0 +1,14 @@
+"""What components do is what core's watch for hangs sees, in every process that has anything of a recipe."""
+
+import pytest
+
+import core.supervise.control
+import training
+from components.process.heartbeat import beat
+
+
+def test_a_beat_of_components_is_one_of_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert training.__file__
+    monkeypatch.setattr(core.supervise.control, "_beaten", 0.0)
+    beat()
+    assert core.supervise.control._beaten > 0.0

@@ -1,0 +1,297 @@
+"""What is said of a step's responses."""
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from components.batch import Batch
+from components.data.samples import (
+    add_rewards,
+    check_rewarded,
+    compare_samples,
+    for_samples,
+    main_branches,
+    with_reward,
+    with_status,
+)
+from components.rewards.base import Responses, RewardOutput, RewardSource
+from components.rl.advantages import rloo
+from plugins.demo.tiny_model import character_tokenizer
+from tests.messages import says
+from training.run.rollouts import check_staleness, keep_failed, over_updates, record_step, rollout_metrics
+from training.tracking import StepEvent, Tracker
+
+
+def responses() -> Batch:
+    """Two prompts of one token, two responses each, of 1, 2, 1 and 1 tokens."""
+    mask = [False, True, False, True, True, False, True, False, True]
+    return Batch(
+        [2, 3, 2, 2],
+        {
+            "tokens": torch.arange(9),
+            "action_mask": torch.tensor(mask),
+            # Twice as likely for the engine in one of five tokens; what is masked is not read.
+            "logprob": torch.tensor([9.0, -1.0, math.nan, -1.0, -1.0, 0.0, -1.0, 0.0, -1.0]),
+            "rollout_logprob": torch.tensor([0.0, math.log(2) - 1, 0.0, -1.0, -1.0, 0.0, -1.0, 0.0, -1.0]),
+        },
+        {
+            "reward": torch.tensor([1.0, 3.0, 2.0, 2.0]),
+            "score": torch.tensor([0.0, 1.0, 1.0, 1.0]),
+            "shaped_reward": torch.tensor([-1.0, 1.0, 0.0, 0.0]),
+            "reward_failed": torch.tensor([0.0, 0.0, 1.0, 0.0]),
+            "truncated": torch.tensor([False, True, False, False]),
+            "prompt_id": torch.tensor([7, 7, 9, 9]),
+            "log_length": torch.tensor([1.0, 2.0, 1.0, 1.0]),
+            "weight_version": torch.tensor([4, 4, 3, 4]),
+        },
+    )
+
+
+def test_a_step_is_described_by_hand() -> None:
+    found = rollout_metrics(responses(), 0.6, 2.0, responses().select([0]))
+    assert found["reward/reward"] == 2.0
+    assert found["reward/score"] == 0.75
+    assert found["reward/failed"] == 1.0
+    assert found["reward/length"] == 1.25
+    # Rewards 1 and 3 have the deviation sqrt(2), 2 and 2 none.
+    assert found["reward/group_std"] == pytest.approx(math.sqrt(2) / 2)
+    assert found["reward/zero_variance_share"] == 0.5
+    assert found["rollout/response_length"] == 1.25
+    assert found["rollout/truncated_share"] == 0.25
+    assert found["rollout/logprob_gap_max"] == pytest.approx(math.log(2))
+    # One token in five, of ratio 1/2.
+    assert found["rollout/outside_share"] == pytest.approx(0.2)
+    assert found["rollout/mismatch_kl"] == pytest.approx(math.log(2) / 5)
+
+
+def test_the_responses_without_a_reward_are_left_out_of_the_others() -> None:
+    left = with_reward(responses())
+    assert left["prompt_id"].tolist() == [7, 7, 9]
+    assert left["reward"].tolist() == [1.0, 3.0, 2.0]
+    assert left["action_mask"].tolist() == [False, True, False, True, True, False, True]
+    assert with_reward(left) is left
+
+
+def test_of_episodes_also_those_without_a_reward_have_ended_somehow() -> None:
+    ended = ["finished", "truncated", "error", "finished"]
+    episodes = responses().with_sequences(num_turns=torch.ones(4)).with_objects(status=ended)
+    found = rollout_metrics(with_reward(episodes), failed=episodes.select([2]))
+    shares = [found[f"rollout/{name}_share"] for name in ("finished", "truncated", "error")]
+    assert (shares, found["reward/failed"]) == ([0.5, 0.25, 0.25], 1.0)
+
+
+def test_prompts_with_one_answer_have_no_groups() -> None:
+    assert "reward/group_std" not in rollout_metrics(responses().select([0, 2]))
+
+
+def test_without_a_pass_of_the_trainer_its_log_probabilities_are_compared_with_none() -> None:
+    alone = responses().only(*(name for name in responses().names if name != "logprob"))
+    found = rollout_metrics(alone)
+    assert found["reward/reward"] == 2.0
+    assert [name for name in found if "logprob" in name or "mismatch" in name] == []
+
+
+def test_each_prompt_is_asked_side_by_side_and_its_samples_are_numbered() -> None:
+    prompts = Batch([1, 1], {"tokens": torch.tensor([3, 4])}, {"prompt_id": torch.tensor([7, 9])})
+    asked = for_samples(prompts, 3)
+    assert asked["prompt_id"].tolist() == [7, 7, 7, 9, 9, 9]
+    assert asked["sample_id"].tolist() == [0, 1, 2, 0, 1, 2]
+
+
+def test_answers_are_cut_off_or_finished_in_words() -> None:
+    assert with_status(responses())["status"] == ["finished", "truncated", "finished", "finished"]
+
+
+class Lengths(RewardSource):
+    """Rewards the length of each response; the responses in `failing` get none."""
+
+    source = "lengths"
+
+    def __init__(self, failing: Sequence[int] = ()) -> None:
+        self.failing = failing
+        self.asked: tuple[Any, ...] = ()
+
+    def reward(self, given: Responses) -> RewardOutput:
+        assert given.responses is not None
+        self.asked = (given.queries, given.prompts, given.labels, given.responses)
+        reward_B = torch.tensor([0.0 if i in self.failing else len(text) for i, text in enumerate(given.responses)])
+        failures = {i: f"no number in {i}" for i in self.failing}
+        return RewardOutput(reward_B, reward_B / 4, {"vowels": torch.ones(len(given.queries))}, failures)
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+def texts(count: int) -> Batch:
+    """The prompt "ab", each time with one response more: "c", "cc", ..., and an end token that no response shows."""
+    tokenizer = character_tokenizer("abc")
+    rows = [
+        [*tokenizer.encode("ab" + "c" * (i + 1), add_special_tokens=False), tokenizer.eos_token_id]
+        for i in range(count)
+    ]
+    lengths = {"prompt_length": torch.full([count], 2)}
+    objects = {"prompt": ["ab"] * count, "label": [str(i) for i in range(count)]}
+    return Batch.from_rows({"tokens": rows}, per_sequence=lengths, objects=objects)
+
+
+def test_reward_code_reads_text_and_its_numbers_become_columns() -> None:
+    source, said = Lengths(), []
+    scored = add_rewards(texts(2), source, character_tokenizer("abc"), said.append)
+    queries, prompts, labels, responses = source.asked
+    end = character_tokenizer("abc").eos_token
+    assert (queries, prompts, labels) == ([f"abc{end}", f"abcc{end}"], ["ab", "ab"], ["0", "1"])
+    assert responses == ["c", "cc"]
+    found = [scored[name].tolist() for name in ("reward", "score", "reward_failed", "log_vowels")]
+    assert found == [[1, 2], [0.25, 0.5], [0, 0], [1, 1]]
+    assert said == []
+
+
+def test_the_first_failed_rewards_are_named_and_all_are_counted() -> None:
+    said: list[str] = []
+    scored = add_rewards(texts(6), Lengths([0, 2, 3, 5]), character_tokenizer("abc"), said.append)
+    assert scored["reward_failed"].tolist() == [1, 0, 1, 1, 0, 1]
+    assert len(said) == 4
+    for line, facts in zip(
+        said, (["response 0", "no number in 0"], ["response 2"], ["response 3", "no number in 3"], [1])
+    ):
+        assert re.search(says(*facts), line)
+
+
+def test_metrics_of_a_step_are_means_over_its_updates_and_tell_the_first_apart() -> None:
+    history = [{"loss": 1.0, "ratio_mean": 1.0, "engine_gap": 0.5}, {"loss": 3.0, "ratio_mean": 1.5, "engine_gap": 0.0}]
+    assert over_updates(history) == {
+        "loss": 2.0,
+        "ratio_mean": 1.25,
+        "engine_gap": 0.25,
+        "first_ratio_mean": 1.0,
+        "first_engine_gap": 0.5,
+    }
+    assert over_updates([{"loss": 1.0}]) == {"loss": 1.0}
+
+
+def test_a_batch_that_cannot_be_trained_on_is_kept_by_one_rank_and_named_by_all(tmp_path: Path) -> None:
+    path = tmp_path / "failed" / "step_000012-actor.parquet"
+    assert keep_failed(str(tmp_path), 12, "ACTOR", responses(), rank=1) == f"the batch is in {path}"
+    assert not path.exists()
+    assert keep_failed(str(tmp_path), 12, "ACTOR", responses(), rank=0) == f"the batch is in {path}"
+    assert Batch.load(path)["reward"].tolist() == [1.0, 3.0, 2.0, 2.0]
+
+
+def test_a_step_is_written_down_and_told_to_who_watches(tmp_path: Path) -> None:
+    told: list[StepEvent] = []
+    tracker = Tracker(tmp_path, "demo", {}, 0, emit=told.append, shown=("eval/score", "reward/"))
+    metrics = {"reward/score": 0.5, "actor/loss": 2.0}
+    texts = {"prompt": ["a", "a", "b", "b"], "label": [1, 1, 2, 2]}
+    samples = with_status(responses().with_sequences(prompt_length=torch.ones(4).long()).with_objects(**texts))
+    record_step(tracker, 3, 9, metrics, samples, character_tokenizer("abcdefghi"))
+    tracker.close()
+    (event,) = told
+    assert (event.step, event.steps, event.metrics, event.shown) == (3, 9, metrics, ("reward/score",))
+    assert event.sample is not None and event.sample["reward"] == 1.0
+    # The first response is of the tokens 0 and 1, whatever the data's own prompt was.
+    decode = character_tokenizer("abcdefghi").decode
+    assert (event.sample["prompt"], event.sample["response"]) == (decode([0]), decode([1]))
+    assert (tmp_path / "tokenizer" / "tokenizer.json").is_file()
+    (line,) = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert (line["step"], line["actor/loss"]) == (3, 2.0)
+    assert len(Batch.load(tmp_path / "rollouts" / "step_000003.parquet")) == 4
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 3
+
+
+def test_answers_that_cannot_be_shown_as_text_end_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    told: list[StepEvent] = []
+    tracker = Tracker(tmp_path, "demo", {}, 0, tensorboard=True, emit=told.append)
+    samples = with_status(responses().with_sequences(prompt_length=torch.ones(4).long()))
+    samples = samples.with_objects(prompt=["a"] * 4, label=[1] * 4)
+    tokenizer: Any = object()  # it has neither decode nor save_pretrained
+    for step in (1, 11):
+        record_step(tracker, step, 20, {"reward/score": 0.5}, samples, tokenizer)
+    tracker.close()
+    assert [(event.step, event.sample) for event in told] == [(1, None), (11, None)]
+    switched_off = [record.getMessage() for record in caplog.records]
+    assert len(switched_off) == 3
+    for text, what in zip(switched_off, ("answer", "tokenizer", "samples")):
+        assert what in text
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_without_a_pass_of_the_trainer_the_gap_of_the_first_update_is_that_of_the_rollouts(tmp_path: Path) -> None:
+    told: list[StepEvent] = []
+    tracker = Tracker(tmp_path, "demo", {}, 0, emit=told.append)
+    samples = with_status(responses().with_sequences(prompt_length=torch.ones(4).long()))
+    samples = samples.with_objects(prompt=["a"] * 4, label=[1] * 4)
+    for pass_of_trainer in ({}, {"rollout/logprob_gap_mean": 0.25}):
+        metrics = {"actor/first_engine_gap": 0.5, **pass_of_trainer}
+        record_step(tracker, 1, 2, metrics, samples, character_tokenizer("abcdefghi"))
+    tracker.close()
+    assert [event.metrics["rollout/logprob_gap_mean"] for event in told] == [0.5, 0.25]
+
+
+def test_an_engine_that_missed_an_update_is_found() -> None:
+    check_staleness(responses().select([0, 1]), 4)
+    with pytest.raises(RuntimeError, match=says("1 responses", "version [3]", "version 4")):
+        check_staleness(responses(), 4)
+    with pytest.raises(RuntimeError, match=says("version [4]", "version 3", 1)):
+        check_staleness(responses(), 3, most=1)
+
+
+def test_answers_may_be_so_many_versions_behind_and_it_is_measured() -> None:
+    checked = check_staleness(responses(), 5, most=2)
+    assert checked["staleness"].tolist() == [1, 1, 2, 1]
+    with pytest.raises(RuntimeError, match=says("version [3]", "version 5", 1)):
+        check_staleness(responses(), 5, most=1)
+    found = rollout_metrics(checked)
+    assert (found["rollout/staleness_mean"], found["rollout/staleness_max"]) == (1.25, 2.0)
+    assert "rollout/token_staleness_mean" not in found
+    # The five response tokens were drawn at 4, 4, 5, 3 and 5; the trainer is at 5.
+    version_N = torch.tensor([-1, 4, -1, 4, 5, -1, 3, -1, 5])
+    found = rollout_metrics(checked.with_tokens(token_version=version_N))
+    assert found["rollout/token_staleness_mean"] == pytest.approx(0.8)
+    assert [name for name in rollout_metrics(responses()) if "staleness" in name] == []
+
+
+def test_a_log_that_answers_lack_is_averaged_over_the_others_and_left_out_where_all_lack_it() -> None:
+    nan = math.nan
+    found = rollout_metrics(
+        responses().with_sequences(log_wins=torch.tensor([1.0, nan, 0.0, nan]), log_none=torch.full([4], nan))
+    )
+    assert found["reward/wins"] == 0.5
+    assert "reward/none" not in found
+
+
+def test_episodes_are_counted_by_how_they_ended() -> None:
+    played = responses().with_sequences(num_turns=torch.tensor([1, 2, 3, 4]))
+    found = rollout_metrics(played.with_objects(status=["finished", "truncated", "error", "finished"]))
+    shares = [found[f"rollout/{name}_share"] for name in ("finished", "truncated", "aborted", "error")]
+    assert (shares, found["rollout/turns_mean"]) == ([0.5, 0.25, 0.0, 0.25], 2.5)
+    assert "rollout/finished_share" not in rollout_metrics(with_status(responses()))
+
+
+def test_a_status_that_is_there_stays() -> None:
+    assert with_status(responses().with_objects(status=["error"] * 4))["status"] == ["error"] * 4
+
+
+def test_of_episodes_with_several_sequences_the_main_one_is_judged() -> None:
+    assert main_branches(responses())["reward"].tolist() == [1, 3, 2, 2]
+    assert main_branches(responses().with_sequences(branch=torch.tensor([0, 1, 0, 0])))["reward"].tolist() == [1, 2, 2]
+
+
+def test_a_sample_that_branched_is_compared_once() -> None:
+    # Prompt 7: the first sample has two sequences and reward 1, the second reward 0. By RLOO 1 - 0 and 0 - 1.
+    columns = {"prompt_id": torch.tensor([7, 7, 7]), "branch": torch.tensor([0, 1, 0])}
+    samples = Batch.from_rows({"tokens": [[1], [2], [3]]}, per_sequence=columns)
+    assert compare_samples(samples, torch.tensor([1.0, 1.0, 0.0]), rloo).tolist() == [1, 1, -1]
+    # As three samples the first two would have each other's reward in their mean: 1 - (1 + 0) / 2.
+    assert compare_samples(samples.without("branch"), torch.tensor([1.0, 1.0, 0.0]), rloo).tolist() == [0.5, 0.5, -1]
+
+
+def test_episodes_without_a_reward_are_refused() -> None:
+    samples = Batch.from_rows({"tokens": [[1]]}, objects={"error": [""]})
+    with pytest.raises(ValueError, match="agent_func_path"):
+        check_rewarded(samples)

@@ -1,0 +1,112 @@
+"""One run folder, one writer: who holds it, when it is free again, and what may be opened."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.messages import says
+from training.tracking import open_run_folder
+from training.tracking.run_folder import is_written
+
+PROJECT = Path(__file__).parents[3]
+HOLD = """
+import signal, subprocess, sys
+from training.tracking import open_run_folder
+open_run_folder(sys.argv[1])
+child = subprocess.Popen(["sleep", "infinity"], close_fds=False)
+print(child.pid, flush=True)
+signal.pause()
+"""
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Another process that holds the folder, and the process it has started."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=PROJECT,
+        start_new_session=True,
+    )
+    try:
+        assert holder.stdout is not None
+        yield holder, int(holder.stdout.readline())
+    finally:
+        os.killpg(holder.pid, signal.SIGKILL)
+        holder.communicate(timeout=300)
+
+
+def test_a_folder_is_made_and_may_be_opened_again_by_the_same_process(tmp_path: Path) -> None:
+    folder = open_run_folder(tmp_path / "a" / "run")
+    assert folder == tmp_path / "a" / "run"
+    assert (folder / ".lock").read_text() == f"process {os.getpid()} on {os.uname().nodename}\n"
+    assert open_run_folder(folder) == folder
+
+
+def test_a_folder_that_another_process_writes_to_is_refused_until_that_is_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with held(folder) as (holder, child):
+        facts = (f"run_dir={folder} ", f"process {holder.pid} ", os.uname().nodename)
+        with pytest.raises(ValueError, match=says(*facts)):
+            open_run_folder(folder)
+        assert is_written(folder)
+        holder.kill()
+        holder.wait(timeout=300)
+        os.kill(child, 0)  # what it started is still there, and holds nothing
+        assert not is_written(folder)
+        assert open_run_folder(folder) == folder
+        assert f"process {os.getpid()} " in (folder / ".lock").read_text()
+
+
+def test_a_forked_child_holds_nothing_and_is_refused_like_any_other(tmp_path: Path) -> None:
+    folder = open_run_folder(tmp_path / "run")
+    child = os.fork()
+    if child == 0:
+        try:
+            open_run_folder(folder)
+        except ValueError:
+            os._exit(7)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_a_folder_that_was_removed_and_made_anew_is_locked_anew(tmp_path: Path) -> None:
+    folder = open_run_folder(tmp_path / "run")
+    (folder / ".lock").unlink()
+    folder.rmdir()
+    assert open_run_folder(folder) == folder
+    assert (folder / ".lock").is_file()
+
+
+def test_a_folder_with_steps_is_opened_to_resume_and_refused_to_a_new_run(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert open_run_folder(tmp_path, resume="none") == tmp_path
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    for resume in ("auto", "elsewhere/checkpoints/step_3"):
+        assert open_run_folder(tmp_path, resume) == tmp_path
+    with pytest.raises(ValueError, match=says(f"run_dir={tmp_path} ", "resume=auto")):
+        open_run_folder(tmp_path, resume="none")
+
+
+def test_a_refused_new_run_leaves_the_folder_to_others(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ValueError, match=says(f"run_dir={tmp_path} ", "resume=auto")):
+        open_run_folder(tmp_path, resume="none")
+    with held(tmp_path) as (holder, _):
+        assert f"process {holder.pid} " in (tmp_path / ".lock").read_text()
+
+
+def test_a_folder_that_cannot_be_made_or_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=says(f"run_dir={tmp_path}/file/run ", "Not a directory")):
+        open_run_folder(tmp_path / "file" / "run")
+    # /proc/sys refuses new files to everybody, root included.
+    with pytest.raises(ValueError, match=r"run_dir=/proc/sys .*\(\w.*\)"):
+        open_run_folder("/proc/sys")

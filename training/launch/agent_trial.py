@@ -1,0 +1,127 @@
+"""Trial of an agent before a run starts: the first call of an episode, with rows of the data.
+
+Rewards have the same in reward_trial.py. A label that an environment cannot read, a column that the data lack, and a
+prompt that has been through the chat template already are found here, and not once models are loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from agents.options import AgentOptions
+from agents.rendering import first_tokens
+from agents.trial import AgentTrial, Opening, UntriedError
+from training.launch.reward_trial import rows_by_kind
+from training.options.groups import DataOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LIMIT_S = 2.0
+"""Seconds that the first call of an episode may take in a trial."""
+
+
+def try_agent(
+    agent: AgentOptions,
+    data: DataOptions,
+    rows: Mapping[str, list[dict[str, Any]]],
+    load_tokenizer: Callable[[], PreTrainedTokenizerBase] | None,
+) -> list[str]:
+    """Make the first call of an episode with the first row of each kind: `reset` of an environment, or the reward of an
+    agent of one turn. Where a call fails, further rows of that kind are tried: a few episodes may end as errors.
+
+    Args:
+        agent: options of the episodes.
+        data: of the prompts.
+        rows: of the data, by what messages call them; parts without rows are left out.
+        load_tokenizer: loads the policy's tokenizer; None for a plan that is made without the model.
+
+    Returns:
+        Notes for the user: what was not tried, and why, and rows whose episodes will be errors.
+
+    Raises:
+        ValueError: the agent cannot be loaded, or an episode could not begin; the message says with which row, and why.
+    """
+    option = f"agent.func_path={agent.func_path}"
+    prompts = _Prompts(data, load_tokenizer)
+    notes = list[str]()
+    try:
+        with AgentTrial(str(agent.func_path), agent.arguments) as trial:
+            if not trial.first_call:
+                return [_untried(option, data)]
+            for part, some in rows.items():
+                for numbers in rows_by_kind(some):
+                    notes += _try_kind(trial, prompts, some, numbers, f"{option}, tried with row {{}} of {part}: ")
+    except ValueError as error:
+        # An agent that cannot be loaded; the errors of rows name the option already.
+        if not str(error).startswith(option):
+            raise ValueError(f"{option}: {error}") from error
+        raise
+    except UntriedError as error:
+        notes.append(f"{option}: the trial of its first call before the start has no result: {error}")
+    return notes
+
+
+def _try_kind(
+    trial: AgentTrial, prompts: _Prompts, rows: list[dict[str, Any]], numbers: list[int], where: str
+) -> list[str]:
+    """Try rows until one succeeds, and return a note for each that does not; ValueError when none does."""
+    errors = list[ValueError]()
+    for number in numbers:
+        row = rows[number]
+        try:
+            text = prompts.text(row)
+            prompts.check_opening(trial.try_row(text, row, LIMIT_S), text)
+        except ValueError as error:
+            named = ValueError(f"{where.format(number)}{error}")
+            for note in getattr(error, "__notes__", ()):
+                named.add_note(note)
+            errors.append(named)
+            continue
+        return [f"{error}; episodes of such rows are errors (agent.max_failed_share)" for error in errors]
+    raise errors[0]
+
+
+def _untried(option: str, data: DataOptions) -> str:
+    note = f"{option} is not tried before the start: its episodes begin with the policy"
+    if data.apply_chat_template:
+        note += (
+            "; prompts have been through the chat template (data.apply_chat_template=true), and a chat message that "
+            "holds one is refused: set it to false where the agent writes messages"
+        )
+    return note
+
+
+class _Prompts:
+    """Prompts and openings as the policy reads them. The tokenizer is loaded where one of them needs it."""
+
+    def __init__(self, data: DataOptions, load_tokenizer: Callable[[], PreTrainedTokenizerBase] | None) -> None:
+        # The length of a prompt is checked elsewhere: here each row is a prompt.
+        self._data = replace(data, overlong="right")
+        self._load_tokenizer = load_tokenizer
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    def text(self, row: dict[str, Any]) -> str:
+        """Return the text of a row's prompt."""
+        is_plain = isinstance(row["input"], str) and not self._data.apply_chat_template
+        if is_plain and self._data.input_template is None:
+            return str(row["input"])
+        return self._data.source([row], self._loaded(), 0, shuffle=False).first()[0]
+
+    def check_opening(self, opening: Opening | None, prompt: str) -> None:
+        """Raise ValueError where no sequence can begin with what `reset` returned."""
+        if opening is None or opening[0] == prompt:
+            return
+        from components.data.text import TextEncoder
+
+        observation, tools = opening
+        first_tokens(TextEncoder(self._loaded()), observation, prompt, tools)
+
+    def _loaded(self) -> PreTrainedTokenizerBase:
+        if self._load_tokenizer is None:
+            raise UntriedError("the policy's tokenizer is not on this machine")
+        if self._tokenizer is None:
+            self._tokenizer = self._load_tokenizer()
+        return self._tokenizer

@@ -1,0 +1,83 @@
+"""A model with another tokenizer, or other settings in its config.json, as a folder that every engine loads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from components.net.hub import find_model
+
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "vocab*",
+    "merges.txt",
+    "added_tokens.json",
+    "chat_template*",
+)
+
+
+def model_view(
+    path: str,
+    folder: Path,
+    overrides: Mapping[str, Any],
+    tokenizer_path: str | None = None,
+    chat_template: str | None = None,
+) -> str:
+    """Make a folder of links to the files of a model, but for those that are to be others.
+
+    Args:
+        path: the model, a folder or a name on the hub.
+        folder: what to make; all machines of a run have to see it.
+        overrides: what config.json is to say otherwise.
+        tokenizer_path: whose tokenizer it gets. Default: its own.
+        chat_template: Jinja text, or a file that holds it; engines find the end of a turn in it. Default: its own.
+
+    Returns:
+        The folder, or the path itself where there is nothing to change.
+
+    Raises:
+        ValueError: there is no such model, or it has no such settings.
+    """
+    if not overrides and not tokenizer_path and not chat_template:
+        return path
+    unknown = sorted(set(overrides) - set(find_model(path).to_dict()))
+    if unknown:
+        raise ValueError(f"model.config_overrides has {', '.join(unknown)}, which config.json of {path} does not know")
+    source = local_folder(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.iterdir():
+        old.unlink()
+    own_tokenizer = {file for pattern in TOKENIZER_FILES for file in source.glob(pattern)} if tokenizer_path else set()
+    _link(folder, (file for file in source.iterdir() if file.name != "config.json" and file not in own_tokenizer))
+    if tokenizer_path:
+        other = local_folder(tokenizer_path)
+        _link(folder, (file for pattern in TOKENIZER_FILES for file in other.glob(pattern)))
+    settings = json.loads((source / "config.json").read_text(encoding="utf-8")) | dict(overrides)
+    (folder / "config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+    if chat_template:
+        from components.data.text import read_template
+
+        template = folder / "chat_template.jinja"
+        template.unlink(missing_ok=True)
+        template.write_text(read_template(chat_template), encoding="utf-8")
+    return str(folder)
+
+
+def local_folder(path: str) -> Path:
+    """Where the files of a model are; one of the hub is fetched."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(path))
+
+
+def _link(folder: Path, files: Iterable[Path]) -> None:
+    for file in files:
+        target = folder / file.name
+        if file.is_file() and not target.is_symlink():
+            target.symlink_to(file.resolve())

@@ -1,0 +1,309 @@
+"""The command line of a recipe that trains one model on data that is there, and the job that it runs."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, TypeVar
+
+from components.models.size import model_size
+from components.rewards.scorers import TASK_PREFIX
+from core import JobBuilder, Role
+from core.placement import detect_devices
+from plugins.demo.warm_start import WARM_START_PREFIX, resolve_model
+from plugins.plan.memory import learning
+from plugins.plan.plan import Plan, attention_notes, steps_text
+from training.launch.command import Command
+from training.launch.inputs import check_model, check_vocabulary
+from training.launch.launch import STOP_GRACE_S
+from training.options.config import CommandLine
+from training.options.groups import ModelOptions
+from training.options.schema import ConfigError, limit_note
+from training.options.supervised_options import PairOptions, Rows, Source, SupervisedOptions
+from training.run.continuation import Continued, check_seed, check_trained_model, no_state_of, other_data
+
+if TYPE_CHECKING:
+    from training.run.supervised_run import TrainingData
+
+C = TypeVar("C", bound=SupervisedOptions)
+P = TypeVar("P", bound=PairOptions)
+
+FEW_BYTES = 32 * 2**20
+"""Files of data up to this size are compared with those of a checkpoint before the start, changed options or not."""
+FIRST_ROWS = 100
+"""Rows of a task that are drawn before anything starts."""
+DRAWN_ROWS = 10_000
+"""Rows of a task that a run draws without a limit."""
+ENCODED_ROWS = 1_000
+"""Maximum number of rows of each source that are tokenized before anything starts."""
+
+
+def supervised_job(config: SupervisedOptions, *, trainer: str, model: str, role: str = Role.ACTOR) -> JobBuilder:
+    """What runs where; further roles may be added before `build()`.
+
+    Args:
+        config: the options, with everything filled in.
+        trainer: its class, as `package.module:Class`.
+        model: the class of the ranks that train the model.
+        role: of these.
+    """
+    builder = JobBuilder().config(config)
+    builder.recovery(config.max_restarts, config.stall_timeout, STOP_GRACE_S, config.placement_timeout)
+    builder.role(Role.TRAINER).run(trainer)
+    builder.role(role).train(model).resource(accelerator=1)
+    nodes = config.placement.nodes
+    builder.node_num(nodes).nnodes(nodes).nproc_per_node(config.placement.ranks_per_node or 1)
+    return builder
+
+
+class SupervisedCommand(Command[C]):
+    """See `Command`."""
+
+    def plan(self, asked: C, line: CommandLine[C]) -> Plan:
+        """See `Command.plan`."""
+        gpus = detect_devices()
+        config = asked.resolved(gpus)
+        job = self.build_job(config)
+        ranks, gpu, size = config.placement.ranks, job.device_type == "GPU", model_size(config.model.path)
+        engine = config.engine(1)
+        longest = min(config.data.max_tokens, (size and size.positions) or config.data.max_tokens)
+        sequences = config.GROUP_SIZE * config.train.batch_size
+        role = next(name for name, own in job.roles.items() if own.kind == "train")
+        # A reward model has a head of its own.
+        has_head = role != Role.REWARD
+        need = learning(size, engine, ranks, longest, sequences, gpu=gpu, has_head=has_head)
+        data = config.data
+        return Plan(
+            recipe=self.folder.name,
+            job=job,
+            config=config,
+            changed=line.changed(),
+            needs={role: need},
+            steps=steps_text(lambda count: arithmetic(config, count), data.path, data.max_samples, data.probs),
+            choices=[f"{engine.engine} zero_stage={engine.stage} {engine.precision}"],
+            notes=config.notes(line.named) + attention_notes(asked.model.attn_implementation),
+        )
+
+    def check(self, plan: Plan) -> None:
+        """See that models and data can be there."""
+        for option, path in plan.config.models.items():
+            if option not in plan.absent:
+                check_model(path, option)
+        notes: list[str] = []
+        rows = self.rows(plan.config, notes)
+        self.check_data(plan.config, rows, plan.absent)
+        self.check_held_out(plan.config, rows)
+        plan.notes = [*plan.notes, *notes]
+
+    def models(self, config: C) -> dict[str, str]:
+        """See `Command.models`."""
+        return config.models
+
+    def check_held_out(self, config: C, rows: list[tuple[Source, Rows]]) -> None:
+        """Check that the held-out examples leave some to train on.
+
+        Raises:
+            ConfigError: they do not.
+        """
+        held = 0 if config.evaluation.path else config.evaluation.held_out
+        # A task draws as many as are wanted.
+        is_drawn = any(source.name.startswith(TASK_PREFIX) for source, _ in rows)
+        most = config.data.max_samples
+        count = sum(len(part) for source, part in rows if source.option == "data.path")
+        if is_drawn:
+            count = most or DRAWN_ROWS
+        if held and min(count, most or count) <= held:
+            raise ConfigError(
+                f"evaluation.held_out={held} holds out all {count} {config.EXAMPLES} of data.path={config.data.path}; "
+                "lower it, or set evaluation.path to held-out data of its own"
+            )
+
+    def check_data(self, config: C, rows: list[tuple[Source, Rows]], absent: Collection[str] = ()) -> None:
+        """Check that the model knows the tokens of each part of the data.
+
+        Args:
+            config: of the run.
+            rows: of each part of the data.
+            absent: options whose models this machine lacks; a plan is made without them.
+
+        Args:
+            config: of the run.
+            absent: options whose models this machine lacks; a plan is made without them.
+
+        Raises:
+            ValueError: they do not, or it does not.
+        """
+        for option, path in config.models.items():
+            if option in absent or path.startswith(WARM_START_PREFIX):
+                continue
+            with naming(option, path):
+                tokenizer = config.tokenizer(path)
+                check_vocabulary(tokenizer, config.model)
+            for source, part in rows:
+                with naming(source.option, source.name):
+                    config.check_examples(part[:ENCODED_ROWS], source.name, tokenizer)
+
+    def first_example(self, config: C) -> list[str]:
+        """See `Command.first_example`."""
+        lines: list[str] = []
+        source = config.sources[0]
+        with naming(source.option, source.name):
+            rows = config.load(source.name, source.split, FIRST_ROWS, info=lines.append)
+            return lines + config.describe_first(rows, source.name, config.tokenizer(config.model.path))
+
+    def rows(self, config: C, notes: list[str]) -> list[tuple[Source, Rows]]:
+        """Read the rows of each part of the data, or a few of a generated task, before anything starts.
+
+        Args:
+            config: of the run.
+            notes: gets how many rows max_samples leaves out.
+
+        Raises:
+            ValueError: a part cannot be read; the message begins with its option.
+        """
+        parts: list[tuple[Source, Rows]] = []
+        limits = {"data.path": config.data.max_samples, "evaluation.path": config.evaluation.max_samples}
+        for source in config.sources:
+            is_drawn = source.name.startswith(TASK_PREFIX)
+            limit = FIRST_ROWS if is_drawn else limits[source.option]
+            with naming(source.option, source.name):
+                note = limit_note(notes, source.option.replace("path", "max_samples"))
+                parts.append((source, config.load(source.name, source.split, limit, note)))
+        for option, limit in limits.items():
+            count = sum(len(rows) for source, rows in parts if source.option == option)
+            if limit is not None and sum(source.option == option for source, _ in parts) > 1 and count > limit:
+                notes.append(f"{option.replace('path', 'max_samples')}={limit}: the parts have {count} rows together")
+        return parts
+
+    def exported(self, config: C) -> ModelOptions | None:
+        """See `Command.exported`."""
+        return config.model if "model.path" in config.models else None
+
+    def check_continued(self, plan: Plan, continued: Continued) -> None:
+        """See `Command.check_continued`."""
+        config, saved = plan.config, continued.state.get("data")
+        if not saved:
+            raise no_state_of(continued, config.EXAMPLES)
+        check_seed(continued, config, saved)
+        if (batch_size := saved.get("batch_size", config.train.batch_size)) != config.train.batch_size:
+            raise ConfigError(
+                f"train.batch_size={config.train.batch_size}, and {continued.folder} was written with "
+                f"train.batch_size={batch_size}; set that to continue it, or name another run_dir"
+            )
+        if not config.model.config_overrides:
+            check_trained_model(continued, config.model.path, "model.path", config.train.lora_rank)
+        if not _are_few(config) and not continued.has_changed("data.", "evaluation.", "model."):
+            return  # the trainer compares them, without a second pass over all of them here
+        from training.run.epochs import Epochs
+
+        with TemporaryDirectory() as scratch:
+            train = self.training_data(config, scratch).train
+        try:
+            Epochs.of(config, train).load_state_dict(saved)
+        except ValueError as error:
+            raise other_data(continued, f"data.path={config.data.path}", error) from error
+
+    @abstractmethod
+    def training_data(self, config: C, scratch: str) -> TrainingData:
+        """The examples as the trainer reads them.
+
+        Args:
+            config: the options, with everything filled in.
+            scratch: an empty folder, for a model that has to be made.
+        """
+
+    def ready(self, config: C) -> C:
+        """With the paths of demonstration models, which are made where they are not there yet."""
+        config = self.with_models(config)
+        if "model.path" not in config.models:
+            if config.model.config_overrides or config.model.tokenizer_path:
+                raise ValueError(
+                    f"model.path={config.model.path} is made here, with a tokenizer and settings of its own; leave "
+                    "model.config_overrides and model.tokenizer_path out, or set model.path to a folder"
+                )
+            return config
+        return replace(config, model=config.model.prepared(Path(config.run_dir)))
+
+    def with_models(self, config: C) -> C:
+        """The same, without a folder of the run."""
+        for option, path in config.models.items():
+            group, _, name = option.partition(".")
+            config = replace(config, **{group: replace(getattr(config, group), **{name: resolve_model(path)})})
+        return config
+
+
+class PairCommand(SupervisedCommand[P]):
+    """Of a recipe that learns from pairs."""
+
+    def training_data(self, config: P, scratch: str) -> TrainingData:  # noqa: ARG002 - no model is made there
+        """See `SupervisedCommand.training_data`."""
+        from training.run.pairs import read_training_pairs
+
+        config = self.with_models(config)
+        return read_training_pairs(config, config.model.path, lambda _: None)
+
+    def check_data(self, config: P, rows: list[tuple[Source, Rows]], absent: Collection[str] = ()) -> None:
+        """Check that all rows hold pairs, the first ones as the tokenizer reads them, and that all models read the same
+        tokens.
+        """
+        made_for = {f"{TASK_PREFIX}{path.removeprefix(WARM_START_PREFIX)}" for path in config.models.values()}
+        if made_for == {source.name for source, _ in rows}:
+            return  # the model is made for these very pairs, and a tokenizer takes seconds to import
+        if absent:
+            return  # without its models a plan knows no tokenizer
+        from components.data.preferences import check_pair_tokens, check_pairs, read_pairs
+        from components.data.text import same_vocabulary
+
+        config = self.with_models(config)
+        first = config.model.path
+        with naming("model.path", first):
+            tokenizer = config.tokenizer(first)
+            if "model.path" in config.models:  # it is not made here, for this very tokenizer
+                check_vocabulary(tokenizer, config.model)
+        readers = {first: tokenizer}
+        for option, path in config.models.items():
+            with naming(option, path):
+                readers.setdefault(path, tokenizer if path == first else config.tokenizer(path))
+                if not same_vocabulary(tokenizer, readers[path]):
+                    raise ValueError(
+                        f"it has another vocabulary than model.path={first}; set a model of the same family"
+                    )
+        for source, own in rows:
+            with naming(source.option, source.name):
+                check_pairs(own, config.pair_format(source.name))
+                pairs = read_pairs(own[:ENCODED_ROWS], config.pair_format(source.name), tokenizer)
+                # Models of a family may differ in the rows of their embeddings.
+                for reader in readers.values():
+                    check_pair_tokens(pairs, reader)
+
+
+def _are_few(config: SupervisedOptions) -> bool:
+    """True where the examples are generated, or in files that are read in a second or two."""
+    files = [Path(source.name) for source in config.sources if not source.name.startswith(TASK_PREFIX)]
+    return all(file.is_file() for file in files) and sum(file.stat().st_size for file in files) <= FEW_BYTES
+
+
+def arithmetic(config: SupervisedOptions, count: int) -> str:
+    """The optimizer steps of so many examples, in a sentence."""
+    rows, train, evaluation = config.EXAMPLES, config.train, config.evaluation
+    held = 0 if evaluation.path else evaluation.held_out
+    if count <= held:
+        return f"none: evaluation.held_out={held} holds out all {count} {rows}"
+    steps = train.epochs * -(-(count - held) // train.batch_size)
+    return (
+        f"{steps} optimizer steps of {train.batch_size} {rows}: {count - held} {rows} x {train.epochs} epochs, {held} "
+        f"held out; in micro-batches of at most {train.max_tokens} tokens on each of {config.placement.ranks} processes"
+    )
+
+
+@contextmanager
+def naming(option: str, value: str) -> Iterator[None]:
+    """Let errors begin with the option that they are about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{option}={value}: {error}") from error

@@ -1,0 +1,346 @@
+"""Configuration: a dataclass is the schema; YAML files and the command line only hold differences to it.
+
+Written as `key=value`, `--key=value` or `--key value`. How many values a `--key` takes follows from its field: a switch
+none or one, a pair two, a list as many as there are, everything else one. Dashes in keys are read as underscores.
+
+A schema whose class variable ADAPTER is an `Adapter` takes another system's names too. Whatever is wrong is said at
+once.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar, get_args, get_origin
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from components.net.hub import first_line
+from training.options.adapter import Adapter, Given, Translation
+from training.options.schema import ConfigError, collecting, fields_of, options_of, recipe_of, without_none
+from training.options.synonyms import answer
+
+T = TypeVar("T")
+
+_ASSIGNMENT = re.compile(r"--|\+{0,2}([A-Za-z_][\w.-]*)=")
+"""Begin of an option on the command line."""
+_SWITCH_WORDS = {"true", "false", "yes", "no", "on", "off", "1", "0"}
+
+
+def load_config(schema: type[T], arguments: Sequence[str]) -> T:
+    """The configuration: the schema's defaults, then each `--config FILE`, then the other arguments.
+
+    Raises:
+        ConfigError: see `CommandLine.config`.
+    """
+    return CommandLine(schema, arguments).config()
+
+
+class CommandLine(Generic[T]):
+    """What a user has written, read once: a command line, and before it the `--config FILE`s that it names."""
+
+    def __init__(self, schema: type[T], arguments: Sequence[str]) -> None:
+        """
+        Args:
+            schema: the options.
+            arguments: the command line. What is wrong with it, `config` says.
+        """
+        self.schema = schema
+        self._adapter = adapter_of(schema)
+        words, self._faults = _read_arguments(schema, arguments)
+        self.files = [Path(option.value) for option in words if option.name == "config"]
+        """Those that are named."""
+        self._given: list[Given] = []
+        for path in self.files:
+            try:
+                self._given += read_file(schema, path)
+            except ConfigError as error:
+                self._faults.append(str(error))
+        self._given += [option for option in words if option.name != "config"]
+        self._found = self._translated([])
+        self.written = self._found.written
+        """Option of the schema -> the name by which it was written."""
+        self.named = {option.name for option in self._found.options}
+        """The options that the user has named."""
+        self.notes = self._found.notes
+        """What is to be said of options that are named and have no effect here."""
+
+    def start_from(self, options: Sequence[Given]) -> None:
+        """Put other values than the schema's in places that the user does not name."""
+        self._found = self._translated(options)
+
+    def value(self, name: str) -> Any:
+        """What is written of an option, as it is written; None: nothing."""
+        return next((option.value for option in reversed(self._found.options) if option.name == name), None)
+
+    def config(self) -> T:
+        """The configuration.
+
+        Raises:
+            ConfigError: unknown keys (each with the nearest one), options that are refused, values of the wrong kind,
+                files that are not there, and whatever the schema itself refuses, all at once.
+        """
+        merged, faults = self._merged
+        numbers = _numbers(_plain(merged))
+        odd = [f"{name}={value}; set a finite number" for name, value in numbers if not math.isfinite(value)]
+        faults = [*self._found.faults, *faults, *odd]
+        config: Any = None
+        if not odd:
+            config, told = _made(merged)
+            faults += told
+        if faults:
+            raise ConfigError(_listed([self._adapter.renamed(fault, self._found.written) for fault in faults]))
+        return typing.cast(T, config)
+
+    def changed(self) -> dict[str, Any]:
+        """The options that are not at the schema's defaults, by dotted name: as they are written."""
+        usual, found = OmegaConf.structured(self.schema), self._merged[0]
+        values = {key: (OmegaConf.select(found, key), OmegaConf.select(usual, key)) for key in fields_of(self.schema)}
+        return {key: _plain(value) for key, (value, default) in values.items() if value != default}
+
+    def renamed(self, text: str) -> str:
+        """A sentence about options, in the names that the user writes."""
+        return self._adapter.renamed(text, self.written)
+
+    def _translated(self, before: Sequence[Given]) -> Translation:
+        found = translated(self.schema, [*before, *self._given])
+        found.faults += self._faults
+        return found
+
+    @functools.cached_property
+    def _merged(self) -> tuple[Any, list[str]]:
+        """The schema with all values put in, and what is wrong with those that cannot be."""
+        merged, fields = OmegaConf.structured(self.schema), fields_of(self.schema)
+        groups = {name.partition(".")[0] for name in fields if "." in name}
+        for node in (merged, *(merged[group] for group in groups)):
+            OmegaConf.set_readonly(node, False)  # as those of frozen dataclasses are
+        faults: list[str] = []
+        for option in self._found.options:
+            if option.value == "???":
+                faults.append(f"{option}=??? is no value; set one")
+                continue
+            try:
+                value = _typed(option.value, without_none(fields.get(option.name)))
+                OmegaConf.update(merged, option.name, value)
+            except yaml.YAMLError as error:
+                faults.append(f"{option}={option.value} is no YAML: {first_line(error)}")
+            except OmegaConfBaseException as error:
+                faults.append(f"{option}: {first_line(error)}")
+        return merged, faults
+
+
+def adapter_of(schema: Any) -> Adapter:
+    """The schema's adapter; one without names where it has none."""
+    return getattr(schema, "ADAPTER", None) or Adapter()
+
+
+def translated(schema: Any, given: Sequence[Given]) -> Translation:
+    """What is written in the names of the schema, and all that is wrong with it."""
+    resolved, unresolved = _resolved(schema, given)
+    found = adapter_of(schema).translate(resolved)
+    fields = fields_of(schema)
+    unknown = [option for option in found.options if not _is_known(option, fields)]
+    found.options = [option for option in found.options if option not in unknown]
+    if unknown:
+        meanings = {option.name: option.meaning for option in options_of(schema)}
+        for option in unknown:
+            told = answer(option.name, meanings, recipe_of(schema), adapter_of(schema).names())
+            source = f"{option.source}: " if option.source else ""
+            found.faults.append(f"{source}unknown option {option.name!r}{told}")
+    found.faults += unresolved
+    return found
+
+
+# --- the command line and files
+
+
+def _read_arguments(schema: Any, arguments: Sequence[str]) -> tuple[list[Given], list[str]]:
+    """Each option with its value, still text or a list of texts, under the name that the user has written."""
+    fields = fields_of(schema) | {"config": str}
+    found: list[Given] = []
+    faults: list[str] = []
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if not name.strip("-") or not (equals or word.startswith("--")):
+            words = [word, *itertools.takewhile(lambda later: not _ASSIGNMENT.match(later), rest)]
+            del rest[: len(words) - 1]
+            faults.append(f"cannot read {' '.join(words)!r} on the command line; write key=value or --key value")
+            continue
+        key = name.removeprefix("--").replace("-", "_") if name.startswith("--") else name
+        if equals:
+            found.append(Given(key, value))
+            continue
+        try:
+            following = _count_values(rest, lambda name: _kind_of(schema, name, fields) is not None)
+            found.append(Given(key, _take_values(word, _kind_of(schema, key, fields), rest, *following)))
+        except ConfigError as error:
+            faults.append(str(error))
+    return found, faults
+
+
+def _kind_of(schema: Any, key: str, fields: Mapping[str, Any]) -> Any:
+    """The type of the value of a name; None: there is no such name."""
+    kind = adapter_of(schema).kind_of(key, fields)
+    return fields.get(key) if kind is None else kind
+
+
+def _count_values(rest: Sequence[str], is_option: Callable[[str], bool]) -> tuple[int, int]:
+    """Return the number of words before the next option: one that is known, and any word that looks like one.
+
+    The value of a flag that takes one value may look like an option, as a path or a template does.
+    """
+    known = listed = 0
+    for word in rest:
+        assignment = _ASSIGNMENT.match(word)
+        if word.startswith("--") or (assignment and is_option(assignment[1].replace("-", "_"))):
+            break
+        known += 1
+        if assignment is None and listed == known - 1:
+            listed += 1
+    return known, listed
+
+
+def _take_values(word: str, kind: Any, rest: list[str], following: int, listed: int) -> Any:
+    """Remove the values of a flag from the words behind it, and return them.
+
+    Args:
+        word: the flag.
+        kind: type of its value; None where the flag is unknown.
+        rest: the words behind it.
+        following: number of words before the next known option.
+        listed: number of words before the next word that looks like an option; a list ends there.
+    """
+    kind = without_none(kind)
+    if kind is bool:
+        return rest.pop(0) if rest and rest[0].lower() in _SWITCH_WORDS else "true"
+    if kind is None or get_origin(kind) is list:
+        return [rest.pop(0) for _ in range(listed)]
+    is_tuple = get_origin(kind) is tuple
+    wanted = len(get_args(kind)) if is_tuple else 1
+    following = listed if is_tuple else following
+    if following < wanted:
+        del rest[:following]
+        raise ConfigError(f"{word} takes {wanted} value{'s' if wanted > 1 else ''}, but {following} follow")
+    values = [rest.pop(0) for _ in range(wanted)]
+    return values if is_tuple else values[0]
+
+
+def read_file(schema: Any, path: Path) -> list[Given]:
+    """Everything in a configuration file.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    if not path.is_file():
+        raise ConfigError(f"there is no configuration file {path}")
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path))
+    except Exception as error:
+        raise ConfigError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds a list, not keys and values")
+    fields = fields_of(schema)
+    leaves = _leaves(typing.cast(dict[str, Any], content), lambda name: _kind_of(schema, name, fields) is not None)
+    return [Given(name, value, str(path)) for name, value in leaves]
+
+
+def _leaves(given: Mapping[str, Any], is_option: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of everything in a tree that is no group; a mapping may be the value of an option."""
+    for key, value in given.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value and not is_option(name):
+            yield from _leaves(value, is_option, f"{name}.")
+        else:
+            yield name, value
+
+
+def _resolved(schema: Any, given: Sequence[Given]) -> tuple[list[Given], list[str]]:
+    """With each `${name}` replaced by what is said of that name, here or by the schema; and what cannot be."""
+    if not any("${" in str(option.value) for option in given):
+        return list(given), []
+    whole: Any = OmegaConf.create(typing.cast(Any, OmegaConf.to_container(OmegaConf.structured(schema))))
+    found: list[Given] = []
+    faults: list[str] = []
+    readable: list[Given] = []
+    for option in given:
+        try:
+            OmegaConf.update(whole, option.name, option.value, force_add=True)
+        except OmegaConfBaseException as error:
+            faults.append(f"{option}={option.value}: {first_line(error)}")
+        else:
+            readable.append(option)
+    for option in readable:
+        if "${" not in str(option.value) or option.name in adapter_of(schema).no_effect:
+            found.append(option)
+            continue
+        try:
+            value = OmegaConf.select(whole, option.name)
+            plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            found.append(Given(option.name, plain, option.source))
+        except OmegaConfBaseException as error:
+            faults.append(f"{option}={option.value}: {first_line(error)}")
+    return found, faults
+
+
+# --- values, and what the schema makes of them
+
+
+def _numbers(tree: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """(dotted name, value) of every number in a tree."""
+    if isinstance(tree, float):
+        yield prefix, tree
+    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list | tuple) else ()
+    for key, value in items:
+        yield from _numbers(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+def _made(merged: Any) -> tuple[Any, list[str]]:
+    """The configuration, and all that its groups and the whole have against it."""
+    with collecting() as told:
+        try:
+            return OmegaConf.to_object(merged), told
+        except Exception as error:
+            if not told and not isinstance(error, OmegaConfBaseException | ValueError):
+                raise
+            # A check may rest on what is at fault.
+            return None, told or [first_line(error)]
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+
+
+def _typed(value: Any, kind: Any) -> Any:
+    """Text of the command line as a YAML value, except where the field is text: a path may look like a number."""
+    if isinstance(value, str) and value and (kind is not str or value == "null"):
+        return OmegaConf.from_dotlist([f"value={value}"])["value"]
+    return value
+
+
+# --- messages
+
+
+def _is_known(given: Given, fields: Mapping[str, Any]) -> bool:
+    """Whether this is an option, an entry of one that is a mapping, or a whole group."""
+    key, is_whole = given.name, given.value is None or isinstance(given.value, Mapping)
+    if key in fields or (is_whole and any(name.startswith(f"{key}.") for name in fields)):
+        return True
+    mappings = (name for name, kind in fields.items() if get_origin(without_none(kind)) is dict)
+    return any(key.startswith(f"{name}.") for name in mappings)
+
+
+def _listed(faults: Iterable[str]) -> str:
+    """One fault as a line, several as a list."""
+    found = list(dict.fromkeys(faults))
+    if len(found) == 1:
+        return found[0]
+    return "\n".join([f"{len(found)} things are in the way:", *(f"  - {fault}" for fault in found)])

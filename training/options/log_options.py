@@ -1,0 +1,56 @@
+"""Options of W&B, TensorBoard and the monitoring endpoint of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from components.ranges import Range
+from plugins.monitoring.address import endpoint_fault
+from training.options.schema import Options
+from training.tracking import WandbConfig
+
+
+@dataclass(kw_only=True)
+class LogOptions(Options, group="log"):
+    """Where metrics go besides the files of the run folder, which are always written."""
+
+    wandb: bool = False
+    """Log to W&B, with WANDB_API_KEY; without a key it stays offline, in the run folder."""
+    wandb_project: str = "troupe"
+    """Name of the W&B project."""
+    wandb_name: str | None = None
+    """Name of the run there. Default: that of the run folder."""
+    wandb_group: str | None = None
+    """Runs of one group are shown together."""
+    wandb_org: str | None = None
+    """W&B user or team that owns the project. Default: the key's."""
+    wandb_key: str | None = None
+    """The API key; it switches W&B on. Default: WANDB_API_KEY, or what `wandb login` has kept."""
+    tensorboard: bool = False
+    """Write TensorBoard's files to run_dir/tensorboard."""
+    tensorboard_dir: str | None = None
+    """Write them to a folder in this one instead."""
+    metrics_port: Annotated[int, Range(least=0, most=65535)] | None = None
+    """Port at which the run serves its step, metrics, phase and roles while it runs: /metrics (Prometheus) and /state
+    (JSON). 0 selects a free port. No server by default."""
+    metrics_host: str = "127.0.0.1"
+    """IP address at which that server listens. Any other than loopback needs a token in TROUPE_METRICS_TOKEN."""
+
+    def faults(self) -> Iterator[str]:
+        """See `Options.faults`."""
+        if self.metrics_port is not None and (fault := endpoint_fault(self.metrics_host)):
+            yield fault
+
+    def sinks(self) -> dict[str, Any]:
+        """What `Tracker` is told of it."""
+        wandb = WandbConfig(
+            key=self.wandb_key,
+            project=self.wandb_project,
+            run_name=self.wandb_name,
+            group=self.wandb_group,
+            org=self.wandb_org,
+        )
+        asked = self.wandb or self.wandb_key
+        return {"wandb": wandb if asked else None, "tensorboard": self.tensorboard_dir or self.tensorboard}

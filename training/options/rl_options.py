@@ -1,0 +1,367 @@
+"""What the configurations of reinforcement-learning recipes share: the groups of options, their checks and sums."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
+
+from agents.loading import check_agent
+from agents.options import AgentOptions
+from components.generate.choice import choose_weight_sync
+from components.ranges import Count, NotNegative
+from components.rewards.base import check_reward
+from components.rewards.scorers import default_scorer
+from components.train.config import (
+    EVALUATION_STEP,
+    FrozenConfig,
+    RolloutConfig,
+    SamplingConfig,
+    TrainConfig,
+)
+from training.options.adapter import Adapter
+from training.options.groups import (
+    AsyncOptions,
+    CheckpointOptions,
+    DataOptions,
+    EvaluationOptions,
+    LearnerOptions,
+    ModelOptions,
+    PlacementOptions,
+    RewardOptions,
+    RolloutOptions,
+    RunOptions,
+)
+from training.options.log_options import LogOptions
+from training.options.parallel_options import ParallelOptions
+from training.options.schema import ConfigError, Options, idle_options, refuse, tried, without_effect
+
+
+@dataclass(kw_only=True)
+class PolicyOptions(Options, group="algorithm"):
+    """How far one step may move the policy; a recipe adds what makes its algorithm."""
+
+    clip_low: float = 0.2
+    """The importance-sampling ratio is clipped at 1 minus this."""
+    clip_high: NotNegative = 0.2
+    """And at 1 plus this; more than clip_low is DAPO's clip-higher."""
+    kl_coef: NotNegative = 0.0
+    """Weight of the KL penalty to the reference model. 0: no reference role is started."""
+    correction: Literal["none", "tis", "icepop"] = "none"
+    """Weigh each token's loss by the policy's probability over that of the engine which sampled it: weights outside of
+    correction_range are cut to it (tis), or 0 (icepop)."""
+    correction_range: tuple[float, float] = (0.5, 5.0)
+    """Lowest and highest such weight. What is beyond is logged as rollout/outside_share, also without a correction,
+    where a step has several optimizer steps."""
+
+    @property
+    def most_clip_low(self) -> float:
+        """What clip_low may be: a ratio is above 0."""
+        return 1.0
+
+    def faults(self) -> Iterator[str]:
+        """See `Options.faults`."""
+        if not 0 <= self.clip_low <= self.most_clip_low:
+            yield f"algorithm.clip_low={self.clip_low}; set it to at least 0, at most {self.most_clip_low:g}"
+        low, high = self.correction_range
+        if not 0 <= low < high:
+            yield f"algorithm.correction_range={low} {high}; set two ratios, the lower first"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyTrainOptions(LearnerOptions):
+    """How the responses of a step are trained on."""
+
+    precision: str = "auto"
+    """"fp32"; "bf16": bfloat16 parameters with float32 master weights; "bf16_autocast": float32 parameters, and matrix
+    products in bfloat16; or "auto": bf16 where there is a GPU."""
+    mini_batch_size: Count | None = None
+    """Responses of an optimizer step, over all ranks. Default: all of a training step, which is strictly on-policy."""
+    epochs: Count = 1
+    """How often a step's responses are gone through."""
+    micro_batch_size: Count | None = None
+    """Responses in a forward and backward pass of a rank, at most. Default: as many as max_tokens allows. Changes
+    memory and speed, not results."""
+    forward_micro_batch_size: Count | None = None
+    """`micro_batch_size` of passes without gradients. Default: as in training."""
+
+    def for_run(self, total_steps: int, seed: int) -> TrainConfig:
+        """See `TrainOptions.for_run`."""
+        return replace(
+            super().for_run(total_steps, seed),
+            max_sequences=self.micro_batch_size or 0,
+            forward_max_sequences=self.forward_micro_batch_size or 0,
+        )
+
+
+@dataclass(kw_only=True)
+class EpisodeOptions(AgentOptions):
+    """What is wrong with them is told with the faults of all other options."""
+
+    def __post_init__(self) -> None:
+        refuse(tried("", super().__post_init__))
+
+
+@dataclass(kw_only=True)
+class RLOptions(RunOptions):
+    """The groups of options of a recipe that trains a policy on its own rollouts."""
+
+    ADAPTER: ClassVar[Adapter] = Adapter.of_names(
+        {
+            "rollout_engine": "rollout.engine",
+            "data.input_key": "data.prompt_key",
+            "verify_weight_sync": "rollout.verify_weight_sync",
+            "agent_func_path": "agent.func_path",
+            "async_train": "asynchronous.enabled",
+            "async_queue_size": "asynchronous.queue_size",
+            "partial_rollout": "asynchronous.partial_rollout",
+        }
+    )
+    ROLLOUTS: ClassVar[str] = "responses"
+    """What a recipe calls them in messages."""
+    KL_IN_REWARD: ClassVar[bool] = False
+    """The KL is taken off the reward of each token, and not a part of the loss."""
+    APART: ClassVar[str] = "placement.colocate=false"
+    """What a user sets so that generation and training do not share devices."""
+    CORRECT: ClassVar[str] = "algorithm.correction=tis"
+    """What a user sets so that older responses are weighed by how likely they have become."""
+    HAS_ENGINES_APART: ClassVar[bool] = True
+    """The engines have processes of their own."""
+    FILTER_OPTION: ClassVar[str] = "algorithm.filter_range"
+    """What sets `filter_range`."""
+
+    prompts_per_step: Count = 64
+    """Prompts of a training step."""
+    samples_per_prompt: Count = 8
+    """Responses, or episodes, to each."""
+    max_steps: Count | None = None
+    """Training steps, at most. Default: as many as the prompts fill."""
+    sandbox: Literal["isolated", "unsafe"] = "isolated"
+    """Where programs that the policy wrote run: in namespaces of their own, or where the system forbids these with
+    limits alone, and with the files and the network of this user."""
+    model: ModelOptions = field(default_factory=ModelOptions)
+    data: DataOptions = field(default_factory=DataOptions)
+    reward: RewardOptions = field(default_factory=RewardOptions)
+    rollout: RolloutOptions = field(default_factory=RolloutOptions)
+    agent: AgentOptions = field(default_factory=EpisodeOptions)
+    asynchronous: AsyncOptions = field(default_factory=AsyncOptions)
+    algorithm: Any = field(default_factory=PolicyOptions)
+    """PolicyOptions; a recipe names its own subclass."""
+    train: PolicyTrainOptions = field(default_factory=PolicyTrainOptions)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
+    placement: PlacementOptions = field(default_factory=PlacementOptions)
+    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    log: LogOptions = field(default_factory=LogOptions)
+
+    def faults(self) -> Iterator[str]:
+        """See `Options.faults`."""
+        yield from super().faults()
+        for name, value in (("model.path", self.model.path), ("data.path", self.data.path)):
+            if not value:
+                yield f"{name} is empty; set {name}=..., or run without options for the demonstration"
+        yield from self._faults_of_sizes()
+        yield from self.parallel.faults_beside(self.train)
+        yield from self.asynchronous.faults_beside(
+            self.placement.colocate, self.backend, self.prompts_per_step, self.APART
+        )
+        if self.asynchronous.ahead and (self.placement.engines_sleep or self.placement.learners_sleep):
+            yield (
+                "asynchronous.enabled, but who sleeps cannot work at the same time; set placement.engines_sleep=false "
+                "and placement.learners_sleep=false"
+            )
+        if self.filter_range and self.asynchronous.partial_rollout:
+            yield (
+                f"{self.FILTER_OPTION} replaces prompts of a step, and asynchronous.partial_rollout carries some to "
+                "the next; unset one of them"
+            )
+        if self.data.path:
+            yield from self._faults_of_reward()
+
+    def _faults_of_reward(self) -> Iterator[str]:
+        yield from tried("", self._check_reward)
+
+    def _check_reward(self) -> None:
+        if self.agent.func_path:
+            check_agent(self.agent.func_path)
+        if self.reward_source is not None:
+            check_reward(self.reward_source)
+
+    def _faults_of_sizes(self) -> Iterator[str]:
+        if self.step_size % self.mini_batch_size:
+            yield (
+                f"train.mini_batch_size={self.mini_batch_size} does not divide a step's {self.step_size} "
+                f"{self.ROLLOUTS} (prompts_per_step={self.prompts_per_step} x samples_per_prompt="
+                f"{self.samples_per_prompt}); set a divisor"
+            )
+        if self.step_size < (self.placement.actor_ranks or 1):
+            yield (
+                f"a step has {self.step_size} {self.ROLLOUTS}, fewer than placement.actor_ranks="
+                f"{self.placement.actor_ranks}; raise prompts_per_step, or lower the other"
+            )
+
+    @property
+    def reward_source(self) -> str | None:
+        """Where rewards come from: what was named, else the scorer of the task that the data are of; None: from the
+        agent's environment.
+        """
+        if self.agent.gives_rewards:
+            if self.reward.source:
+                raise ConfigError(
+                    f"reward.source={self.reward.source}, but rewards come from the environment of agent.func_path="
+                    f"{self.agent.func_path}; set one of the two, or agent.rewarded_by=reward"
+                )
+            return None
+        source = self.reward.source or default_scorer(self.data.path)
+        if source is None:
+            raise ConfigError(
+                f"data.path={self.data.path} names no task with a reward of its own; set reward.source to a scorer, a "
+                ".py file or the URL of a reward server"
+            )
+        return source
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether there is a KL to measure."""
+        return self.algorithm.kl_coef != 0
+
+    @property
+    def is_own_reference(self) -> bool:
+        """Whether the policy is the reference too, with its adapters off: then there is no role for that."""
+        return self.train.lora_rank > 0
+
+    @property
+    def starts_as_reference(self) -> bool:
+        """Whether the policy that training begins with is the reference, so that their KL is 0."""
+        return not self.train.lora_path
+
+    @property
+    def has_reference_role(self) -> bool:
+        """Whether the reference is a model of its own."""
+        return self.needs_reference and not self.is_own_reference
+
+    @property
+    def freezes_models(self) -> bool:
+        """Whether there is a model that is only evaluated."""
+        return self.has_reference_role
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether the policy's log-probabilities before the update are needed. With one optimizer step they are its
+        own.
+        """
+        if self.KL_IN_REWARD and self.needs_reference:
+            return True
+        return self.updates_per_step > 1 or self.algorithm.correction != "none"
+
+    @property
+    def filter_range(self) -> tuple[float, float] | tuple[None, None] | None:
+        """Dynamic sampling: prompts whose mean score is not between the two are replaced; with two None those whose
+        scores are all the same. None: none are.
+        """
+        return getattr(self.algorithm, "filter_range", None)
+
+    @property
+    def step_size(self) -> int:
+        """Responses of a training step."""
+        return self.prompts_per_step * self.samples_per_prompt
+
+    @property
+    def mini_batch_size(self) -> int:
+        """Responses of an optimizer step."""
+        return self.train.mini_batch_size or self.step_size
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of a training step, of all epochs together."""
+        return self.train.epochs * (self.step_size // self.mini_batch_size)
+
+    @property
+    def frozen_engine(self) -> FrozenConfig:
+        """The engine of a model that is not trained: it computes as the policy does, in as large micro-batches."""
+        own = self.train.for_run(1, self.seed)
+        return FrozenConfig(
+            precision=own.precision,
+            limits=own.forward_limits,
+            packing=own.packing,
+            layout=self.placement.frozen_models,
+        )
+
+    @property
+    def micro_batch_size(self) -> str:
+        """Of a micro-batch at most, with its unit."""
+        most = f"{self.train.max_tokens} tokens"
+        return f"{self.train.micro_batch_size} {self.ROLLOUTS} or {most}" if self.train.micro_batch_size else most
+
+    def optimizer_steps(self, count: int) -> int:  # noqa: ARG002 - a recipe whose steps differ in size reads it
+        """Optimizer steps into which `count` responses are cut, in each epoch."""
+        return self.step_size // self.mini_batch_size
+
+    def steps(self, num_prompts: int) -> int:
+        """Steps that so many prompts fill; filtered prompts leave less for the last one, or fewer steps."""
+        beyond = self.prompts_per_step - 1 if self.filter_range else 0
+        steps = (num_prompts + beyond) // self.prompts_per_step
+        return steps if self.max_steps is None else min(steps, self.max_steps)
+
+    def arithmetic(self, num_prompts: int) -> str:
+        """How much of what a run does, in a sentence."""
+        total = num_prompts * self.data.epochs
+        steps = self.steps(total)
+        unused = max(total - steps * self.prompts_per_step, 0)
+        at_most = "at most " if self.filter_range else ""
+        left_over = f"; the last {unused} prompts do not fill a step and are unused" if unused else ""
+        if unused >= self.prompts_per_step and steps == self.max_steps:
+            left_over = f"; {unused} of {total} prompts are unused: max_steps={self.max_steps} ends the run before"
+        return (
+            f"{at_most}{steps} steps of {self.prompts_per_step} prompts x {self.samples_per_prompt} {self.ROLLOUTS} = "
+            f"{self.step_size}; in each {self.updates_per_step} optimizer steps of "
+            f"{self.mini_batch_size} {self.ROLLOUTS}, in micro-batches of at most "
+            f"{self.micro_batch_size}{left_over}"
+        )
+
+    def notes(self, given: Collection[str]) -> list[str]:
+        """What a user who has named the options `given` should know of before the run starts."""
+        idle = [
+            (not self.needs_reference, "algorithm.kl_estimator", "algorithm.kl_coef=0"),
+            (not self.needs_reference, "placement.references", "algorithm.kl_coef=0"),
+            (not self.freezes_models, "placement.frozen_models", "every model is trained, or samples"),
+            (self.is_own_reference, "placement.references", "the policy with its adapters off is the reference"),
+        ]
+        idle += [(True, name, why) for name, why in idle_options(self)]
+        found = without_effect(idle, given)
+        compares = self.has_reference_role or self.needs_old_logprobs
+        if compares and self.train.precision != "fp32" and self.train.packing is False:
+            found.append(
+                f"train.precision={self.train.precision} with train.packing=false: padding changes how "
+                "log-probabilities are rounded, so that the KL starts near 0 and not at it"
+            )
+        found += self.rollout.notes()
+        found += self.agent.notes(given, self.rollout.engine)
+        corrects = self.algorithm.correction != "none"
+        return found + self.asynchronous.notes(self.CORRECT, corrects)
+
+    def sampling(self, step: int, temperature: float | None = None) -> SamplingConfig:
+        """How the responses of a step are drawn; evaluations name a temperature of their own."""
+        return self.rollout.sampling(self.seed, step, temperature)
+
+    @property
+    def heldout_sampling(self) -> SamplingConfig:
+        """How the responses to held-out prompts are drawn: always with the same random numbers."""
+        own = self.evaluation
+        usual = self.sampling(EVALUATION_STEP, own.temperature)
+        return replace(usual, top_p=own.top_p, top_k=own.top_k)
+
+    def weight_sync(self, gpus: int) -> tuple[str, str]:
+        """How weights get to the engines, on machines of so many GPUs, and why; see `choose_weight_sync`."""
+        apart = self.HAS_ENGINES_APART and self.backend != "local"
+        shares = apart and self.placement.colocate and (gpus > 0 or self.placement.nodes == 1)
+        return choose_weight_sync(self.rollout.weight_sync, gpus, apart, shares, self.train.lora_rank)
+
+    def rollout_engine(self) -> RolloutConfig:
+        """The engine of a rollout instance."""
+        longest = self.agent.longest_prompt(self.data.max_prompt_tokens, self.rollout.max_new_tokens)
+        return self.rollout.engine_config(self.train.precision, longest, self.placement, self.train.lora_rank)
+
+    def train_engine(self, steps: int) -> TrainConfig:
+        """The engine of the policy's ranks, in a run of so many steps."""
+        return self.parallel.of(self.train.for_run(steps * self.updates_per_step, self.seed))
