@@ -365,7 +365,7 @@ class SimulatedTransport(Transport):
 
 
 class SimulatedBackend:
-    """As core/supervise/master.py and core/supervise/bring_up.py use it. A process is the specification that it was to be made from.
+    """A backend for core/supervise. A process is the specification that it is made from.
 
     `channels`: the other ends of the control channels; None: there are no channels.
     """

@@ -29,8 +29,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from components.import_path import import_path
 from components.net.loopback import loopback_variables
+from components.process.import_path import import_path
 from components.process.streams import accept_any_text
 
 LOAD_TIMEOUT_S = 600.0

@@ -27,8 +27,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.import_path import PROJECT
 from components.net.hub import cache_root
+from components.process.import_path import PROJECT
 from components.process.streams import accept_any_text
 from components.ranges import Checked, Count
 from plugins.demo.tasks import get_task

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
-from components.import_path import import_path
+from components.process.import_path import import_path
 
 
 def start_program(module: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
