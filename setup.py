@@ -1,7 +1,7 @@
 """Build of the wheel, in which all packages of this repository have one import name: `troupe`.
 
-A clone is used with its root on `sys.path`: `import core`, `from training.run.run import Run`. In site-packages these names
-would collide with other projects (`agents` is the import name of openai-agents). The wheel therefore contains
+A clone is used with its root on `sys.path`: `import core`, `from training.run.run import Run`. In site-packages these
+names would collide with other projects (`agents` is the import name of openai-agents). The wheel therefore contains
 `troupe/core`, `troupe/training` and so on, and every file is rewritten while it is copied. The result is plain code: no
 import hook runs at import time. Three things are rewritten, for every top-level package of pyproject.toml:
 
