@@ -237,7 +237,7 @@ CHECKS: dict[str, Callable[[list[str], Command], None]] = {
 @functools.cache
 def sources() -> str:
     """All code of the project."""
-    folders = ("core", "components", "agents", "training", "recipes", "scripts")
+    folders = ("core", "components", "agents", "training", "plugins", "recipes", "scripts")
     files = [file for folder in folders for kind in ("*.py", "*.sh") for file in sorted((ROOT / folder).rglob(kind))]
     return "\n".join(file.read_text(encoding="utf-8") for file in files)
 
