@@ -23,6 +23,9 @@ from core.supervise.control import beat
 from core.trainer import BaseTrainer
 from core.workload import BaseWorkload, export_rpc_method, export_verl_worker_rpc
 
+__version__ = "0.1.0"
+"""The version of the project. pyproject.toml reads it from here."""
+
 DLJobBuilder = JobBuilder
 """DLRover's name."""
 RLRoleType = Role

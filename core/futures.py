@@ -70,7 +70,7 @@ class Pending:
             self._lost_results += 1
             self._context.info(f"{self.member.name}.{self.method} is asked again: {error}")
             return True
-        self._context.directory.met_death(self.member)
+        self._context.directory.report_dead(self.member)
         self._context.emit("death", (self.member.role, self.member.rank, self.member.attempt, str(error)))
         self._again_at = 0.0
         return self._share is not None and self._context.directory.may_return(self.member)

@@ -82,7 +82,7 @@ class Directory(dict[Role, RoleEntry]):
             is_back = self._changed.wait_for(lambda: (member.role, member.rank) not in self._lost, timeout)
             return self[member.role].members[member.rank] if is_back else None
 
-    def met_death(self, member: Member) -> None:
+    def report_dead(self, member: Member) -> None:
         """A call found out that a member is gone, perhaps before the master did."""
         with self._changed:
             if self.may_return(member) and self[member.role].members[member.rank] == member:

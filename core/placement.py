@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import JobError
-from core.plan import BundlePlan, HostPlan, Placement, Resource, RoleSpec
+from core.plan import BundlePlan, Placement, ProcessPlan, Resource, RoleSpec
 
 _LIST_S = 30.0
 
@@ -154,8 +154,8 @@ def _check_collocations(roles: Mapping[str, RoleSpec], collocations: Sequence[Se
             )
 
 
-def _hosts(roles: Mapping[str, RoleSpec], seats: Mapping[tuple[str, int], _Seat]) -> list[HostPlan]:
-    hosts: list[HostPlan] = []
+def _hosts(roles: Mapping[str, RoleSpec], seats: Mapping[tuple[str, int], _Seat]) -> list[ProcessPlan]:
+    hosts: list[ProcessPlan] = []
     for name, spec in roles.items():
         members = [r for r, s in roles.items() if spec.process is not None and s.process == spec.process] or [name]
         if name != members[0]:
@@ -168,7 +168,7 @@ def _hosts(roles: Mapping[str, RoleSpec], seats: Mapping[tuple[str, int], _Seat]
                     "of workers and one collocation; add with_collocation(...)"
                 )
             hosts.append(
-                HostPlan(
+                ProcessPlan(
                     workers=[(role, rank) for role in members],
                     bundle=found[0].bundle,
                     threads=_threads([roles[role].resource for role in members]),

@@ -65,7 +65,7 @@ class RoleSpec(BaseModel):
         return self.nnodes * self.nproc_per_node
 
 
-class HostPlan(Resource):
+class ProcessPlan(Resource):
     """One process: the workers it holds, and its share of a bundle."""
 
     workers: list[tuple[str, int]]
@@ -100,7 +100,7 @@ class Placement(BaseModel):
     """Accelerators, or shares of them; all 0 where the job runs on CPU."""
 
     bundles: list[BundlePlan]
-    hosts: list[HostPlan]
+    hosts: list[ProcessPlan]
 
 
 class Limits(BaseModel):

@@ -173,7 +173,7 @@ class RoleGroup(Generic[W]):
                 members, directory = self._entry.members, self._context.directory
                 for role, rank, attempt in late.missing:
                     if members[rank].attempt == attempt:
-                        directory.met_death(members[rank])
+                        directory.report_dead(members[rank])
                     self._context.emit("hung", (role, rank, attempt, str(late)))
                 if not (export.idempotent and directory.may_return(members[0])):
                     raise

@@ -41,7 +41,7 @@ from core.exports import Export, export_of  # noqa: E402
 from core.members import Member, Outcome, Share, Transport  # noqa: E402
 from core.supervise import master  # noqa: E402 (see above)
 from core.supervise.control import Status  # noqa: E402
-from core.supervise.host import IDLE, HostReport, HostSpec, Made  # noqa: E402
+from core.supervise.worker_process import IDLE, Made, ProcessReport, ProcessSpec  # noqa: E402
 
 WORKERS = (1, 2, 4, 8, 16, 32, 64)
 SIMULATED = (64, 1000, 4000)
@@ -365,7 +365,7 @@ class SimulatedTransport(Transport):
 
 
 class SimulatedBackend:
-    """As core/supervise/master.py and core/supervise/bring_up.py use it. A process is the specification that it was to be made from.
+    """A backend for core/supervise. A process is the specification that it is made from.
 
     `channels`: the other ends of the control channels; None: there are no channels.
     """
@@ -381,19 +381,19 @@ class SimulatedBackend:
     def start(self, placement: Any, placement_timeout: float, info: Any) -> None:
         """There is room for all."""
 
-    def create(self, spec: HostSpec) -> HostSpec:
+    def create(self, spec: ProcessSpec) -> ProcessSpec:
         """Nothing is started."""
         if self._channels is not None and self._address is None:
             self._address = self._channels.listen(spec.run.key)
         return spec
 
-    def invoke(self, handle: HostSpec, method: str, *args: Any) -> Answer:
+    def invoke(self, handle: ProcessSpec, method: str, *args: Any) -> Answer:
         """What a process would answer."""
         del args
         value: Any = None
         if method == "report":
             # It is no process of this machine, which a signal could reach.
-            value = HostReport("10.0.0.1", "simulated", 0, node="simulated", control=self._address)
+            value = ProcessReport("10.0.0.1", "simulated", 0, node="simulated", control=self._address)
         elif method == "construct":
             value = {role: Made(dict(self._exports), "bench_core.Light", False) for role in handle.roles}
         return self.transport.answer(value)
@@ -402,7 +402,7 @@ class SimulatedBackend:
         """It goes nowhere."""
         return value
 
-    def kill(self, handle: HostSpec) -> None:
+    def kill(self, handle: ProcessSpec) -> None:
         """All end with the first."""
         del handle
         if self._channels is not None and self._address is not None:

@@ -154,7 +154,9 @@ def environment(_: Probes) -> list[Line]:
 def stamp(version: str) -> str:
     """As scripts/setup.sh computes it."""
     folders = [
-        f"{name}\n" for name in ("core", "components", "agents", "training", "recipes") if (HOME / name).is_dir()
+        f"{name}\n"
+        for name in ("core", "components", "agents", "training", "plugins", "recipes")
+        if (HOME / name).is_dir()
     ]
     text = "".join(folders) + f"{HOME}\n{version}\n"
     files = [(HOME / name).read_bytes() for name in ("pyproject.toml", "constraints.txt", "scripts/setup.sh")]

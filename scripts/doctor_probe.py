@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-OURS = ("core", "components", "agents", "training", "recipes")
+OURS = ("core", "components", "agents", "training", "plugins", "recipes")
 
 
 def plain(name: str) -> str:

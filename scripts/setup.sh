@@ -73,7 +73,7 @@ has() {
 
 fingerprint() {
     local package
-    for package in core components agents training recipes; do # the editable install lists them one by one
+    for package in core components agents training plugins recipes; do # the editable install lists them one by one
         [[ ! -d "$package" ]] || printf '%s\n' "$package"
     done
     printf '%s\n' "$home" "$("$venv_python" -I -S -c 'import sys; print(sys.version)')"

@@ -29,18 +29,23 @@ MAY_IMPORT = {
     "components": {"components"},
     "agents": {"agents", "components"},
     "training": {"core", "agents", "components", "training"},
+    "plugins": {"core", "agents", "components", "training"},
     "recipes": {"core", "agents", "components", "training"},
-    "scripts": {"core", "agents", "components", "training", "recipes"},
-    "tests": {"core", "agents", "components", "training", "recipes", "tests"},
+    "scripts": {"core", "agents", "components", "training", "plugins", "recipes"},
+    "tests": {"core", "agents", "components", "training", "plugins", "recipes", "tests"},
 }
-"""Which of our folders the files of a folder may import. A recipe reaches its own files by relative imports."""
-LAYERS = ("core", "components", "agents", "training", "recipes", "scripts")
+"""Which of our folders the files of a folder may import. A recipe reaches its own files by relative imports, and a
+plug-in its own files. The registry (components/registry.py) loads plug-ins by the values of options."""
+LAYERS = ("core", "components", "agents", "training", "plugins", "recipes", "scripts")
 CORE_MAY_IMPORT = {"ray", "omegaconf", "pydantic"}
 ENGINE_LIBRARIES = {"deepspeed", "peft", "vllm"}
-"""Only files of components/engines import these."""
+"""Only plug-ins import these."""
 TORCH_FREE_FILES = {"main.py", "config.py", "remote_call.py"}
 """Files of a recipe that plan a job, or name its calls, before any torch is needed."""
 
+PLUGIN_IMPORTS = tuple((ROOT / "tests" / "plugin_imports.txt").read_text(encoding="utf-8").split("\n"))
+"""Imports of plug-ins that are left from before plug-ins existed, as `importing module -> plug-in`. The list may only
+shrink."""
 CEILINGS = tomllib.loads((ROOT / "tests" / "ceilings.toml").read_text(encoding="utf-8"))
 FUNCTION_LINES: int = CEILINGS["all"]["function"]
 FILE_LINES: int = CEILINGS["all"]["file"]
@@ -135,9 +140,21 @@ def imports_of(path: Path, root: Path) -> list[Import]:
     return found
 
 
+def plugin_import(found: Import, parts: tuple[str, ...]) -> str:
+    """The import of a plug-in by another part of the tree as `importing module -> plug-in`; otherwise empty."""
+    if found.top != "plugins" or parts[0] in {"scripts", "tests"}:
+        return ""
+    plugin = found.name.split(".")[1]
+    module = ".".join(parts).removesuffix(".py").removesuffix(".__init__")
+    return "" if parts[:2] == ("plugins", plugin) else f"{module} -> {plugin}"
+
+
 def import_fault(found: Import, parts: tuple[str, ...]) -> str:
     """Why a file at `parts` may not import this; empty when it may."""
     layer = parts[0]
+    if found.top == "plugins" and layer not in {"scripts", "tests"}:
+        edge = plugin_import(found, parts)
+        return f"nothing imports a plug-in: {edge}" if edge and edge not in PLUGIN_IMPORTS else ""
     if found.top in MAY_IMPORT:
         if found.relative and found.top == layer and layer != "recipes":
             return ""
@@ -151,8 +168,8 @@ def import_fault(found: Import, parts: tuple[str, ...]) -> str:
         return f"core may not import {found.name}, only {', '.join(sorted(CORE_MAY_IMPORT))} and Python's own"
     if layer == "components" and found.top == "ray":
         return "components work without ray"
-    if layer in {"components", "agents"} and found.top in ENGINE_LIBRARIES and "engines" not in parts:
-        return f"only components/engines may import {found.top}"
+    if layer in {"components", "agents", "training"} and found.top in ENGINE_LIBRARIES:
+        return f"only a plug-in may import {found.top}"
     return ""
 
 
@@ -164,6 +181,16 @@ def import_faults(root: Path) -> list[str]:
         for found in imports_of(path, root)
         if (fault := import_fault(found, path.relative_to(root).parts))
     ]
+
+
+def plugin_import_faults(root: Path) -> list[str]:
+    """Entries of `PLUGIN_IMPORTS` that no import needs any more."""
+    edges = {
+        plugin_import(found, path.relative_to(root).parts)
+        for path in sources(root, *LAYERS)
+        for found in imports_of(path, root)
+    }
+    return [f"tests/plugin_imports.txt: remove {edge}" for edge in PLUGIN_IMPORTS if edge and edge not in edges]
 
 
 def cycle_faults(root: Path) -> list[str]:
@@ -357,11 +384,11 @@ def heavy_import_faults(root: Path, modules: list[str], forbidden: list[str]) ->
 
 
 def missing_library_faults(root: Path) -> list[str]:
-    """Modules of components that cannot be imported without ray, vllm and deepspeed, beside the engines of these."""
+    """Modules of components that cannot be imported without ray, vllm and deepspeed."""
     modules = [
         ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
         for path in sources(root, "components")
-        if path.name != "__main__.py" and not any(i.top in ENGINE_LIBRARIES for i in imports_of(path, root))
+        if path.name != "__main__.py"
     ]
     code = (
         "import importlib, sys\n"
@@ -377,6 +404,7 @@ def missing_library_faults(root: Path) -> list[str]:
 
 STATIC_CHECKS = (
     import_faults,
+    plugin_import_faults,
     cycle_faults,
     torch_faults,
     function_size_faults,

@@ -76,7 +76,7 @@ def tree(root: Path, files: dict[str, str]) -> Path:
 GOOD_IMPORTS = {
     "core/job.py": "import json\nimport pydantic\nimport ray.actor\nfrom core.roles import Role\nfrom . import config",
     "components/rl/kl.py": "import torch\nfrom components.batch import Batch\nfrom ..batch import Batch as B",
-    "components/engines/zero.py": "import deepspeed",
+    "plugins/zero/engine.py": "import deepspeed\nfrom plugins.zero import options\nfrom training.run import run",
     "agents/executor.py": "from components.batch import Batch",
     "recipes/a/roles/actor.py": "import core\nimport agents\nfrom components import batch\nfrom ..config import C",
     "recipes/a/main.py": "from .config import C\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
@@ -101,7 +101,9 @@ def test_imports_that_go_down_are_fine(tmp_path: Path) -> None:
         ("components/a.py", "import core", "components may not import core"),
         ("components/a.py", "if TYPE_CHECKING:\n    from core import Role", "components may not import core.Role"),
         ("components/a.py", "import ray", "components work without ray"),
-        ("components/a.py", "from vllm import LLM", "only components/engines may import vllm"),
+        ("components/a.py", "from vllm import LLM", "only a plug-in may import vllm"),
+        ("components/a.py", "from plugins.vllm import engine", "nothing imports a plug-in: components.a -> vllm"),
+        ("plugins/b/a.py", "import plugins.vllm.engine", "nothing imports a plug-in: plugins.b.a -> vllm"),
         ("agents/a.py", "import core", "agents may not import core"),
         ("agents/a.py", "from training.run.run import Run", "agents may not import training.run.run.Run"),
         ("training/a.py", "import recipes.grpo", "training may not import recipes.grpo"),
@@ -144,7 +146,7 @@ def test_torch_that_comes_by_a_detour_is_found(tmp_path: Path) -> None:
 
 
 def test_a_component_that_needs_ray_is_found_and_an_engine_of_deepspeed_is_not(tmp_path: Path) -> None:
-    files = {"components/a.py": "import ray", "components/b.py": "", "components/engines/c.py": "import deepspeed"}
+    files = {"components/a.py": "import ray", "components/b.py": "", "plugins/zero/c.py": "import deepspeed"}
     (fault,) = missing_library_faults(tree(tmp_path, files))
     assert fault.startswith("components.a: ")
 

@@ -43,6 +43,8 @@ FOREIGN = {
     "sbatch": r"\S+",
     "scancel": r"(--batch --signal=TERM )?[A-Z]+",
     "mkdocs": r"(build|serve)( --strict)?",
+    "pip": r"install \S+ @ file:///\S+\.whl",
+    "pre-commit": r"install",
 }
 """Commands that are not ours, and how those that we show look; others have checks of their own."""
 
@@ -141,11 +143,13 @@ def check_python(words: list[str], command: Command) -> None:
         module, *rest = rest
         if module == "pytest":
             check_pytest(rest, command)
-        elif found := re.fullmatch(r"recipes\.(\w+)\.main", module):
+        elif found := re.fullmatch(r"(?:troupe\.)?recipes\.(\w+)\.main", module):  # the prefix is that of the wheel
             check_recipe(found[1], rest, command)
         elif module == "recipes.reward_model.serve":
             if rest:  # else it is only named
                 load_config(importlib.import_module(module).ServeConfig, rest)
+        elif module == "uv":
+            assert rest in (["build"], []), f"no test knows uv {rest}"
         elif module == "tests.notebooks":
             assert importlib.util.find_spec(module) and not rest, f"{module} takes no options: {rest}"
         elif module in OPTIONS_OF:
@@ -233,7 +237,7 @@ CHECKS: dict[str, Callable[[list[str], Command], None]] = {
 @functools.cache
 def sources() -> str:
     """All code of the project."""
-    folders = ("core", "components", "agents", "training", "recipes", "scripts")
+    folders = ("core", "components", "agents", "training", "plugins", "recipes", "scripts")
     files = [file for folder in folders for kind in ("*.py", "*.sh") for file in sorted((ROOT / folder).rglob(kind))]
     return "\n".join(file.read_text(encoding="utf-8") for file in files)
 

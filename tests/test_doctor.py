@@ -39,7 +39,7 @@ class House:
 
     def __init__(self, folder: Path) -> None:
         self.home, self.site = folder / "home", folder / "site-packages"
-        for name in ("core", "components", "agents", "training", "recipes"):
+        for name in ("core", "components", "agents", "training", "plugins", "recipes"):
             (self.home / name).mkdir(parents=True)
             (self.home / name / "__init__.py").touch()
         (self.home / "scripts").mkdir()

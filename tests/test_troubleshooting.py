@@ -24,7 +24,7 @@ HOLE = "\0"
 def printed() -> str:
     """Every text of the project's code, with a hole for each thing that is put into it, and its shell scripts."""
     found = []
-    for folder in ("core", "components", "agents", "training", "recipes", "scripts"):
+    for folder in ("core", "components", "agents", "training", "plugins", "recipes", "scripts"):
         for file in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.JoinedStr):

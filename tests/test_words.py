@@ -27,7 +27,7 @@ ALLOWED = (
     "for a right answer",
 )
 """The uses that are the field's own."""
-FOLDERS = ("core", "components", "agents", "training", "recipes", "scripts")
+FOLDERS = ("core", "components", "agents", "training", "plugins", "recipes", "scripts")
 FIELD = {
     "docs/own_data.md": [
         "batch size",

@@ -1,4 +1,4 @@
-""".github/workflows/tests.yml, as far as it can be held to the rest of the project without the host that runs it."""
+"""Files for the code host, as far as they can be held to the rest of the project without the host that reads them."""
 
 from __future__ import annotations
 
@@ -98,3 +98,68 @@ def test_a_newer_commit_ends_the_tests_of_an_older_one_and_none_ends_a_night() -
     assert WORKFLOW["concurrency"]["cancel-in-progress"] is True
     assert "github.ref" in WORKFLOW["concurrency"]["group"]
     assert "github.event_name" in WORKFLOW["concurrency"]["group"]
+
+
+RELEASE: dict[Any, Any] = yaml.safe_load(text_of(".github/workflows/release.yml"))
+(BUILD,) = RELEASE["jobs"].values()
+FORMS = sorted(path.name for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*_*.yml"))
+
+
+def test_a_tag_of_a_version_builds_the_wheel_and_the_site_and_publishes_nothing() -> None:
+    assert RELEASE[True]["push"] == {"tags": ["v*"]}
+    assert RELEASE["permissions"] == {"contents": "read"}
+    assert "permissions" not in BUILD
+    assert 0 < BUILD["timeout-minutes"] <= 120
+    actions = [step["uses"] for step in BUILD["steps"] if "uses" in step]
+    assert all(re.fullmatch(r"actions/[\w-]+@v\d+", action) for action in actions)
+    uploaded = [step["with"]["path"] for step in BUILD["steps"] if "upload-artifact" in step.get("uses", "")]
+    assert uploaded == ["dist/troupe-*", "site"]
+
+
+def test_the_commands_of_a_release_name_files_and_modules_that_exist() -> None:
+    commands = "\n".join(step["run"] for step in BUILD["steps"] if "run" in step)
+    assert subprocess.run(["bash", "-n"], input=commands, text=True).returncode == 0
+    assert all((ROOT / file).is_file() for file in re.findall(r"(?:tests|scripts)/[\w/]+\.\w+", commands))
+    assert "tests/test_wheel.py" in commands
+    site = re.search(r'check "site" env (.*)', text_of(".ci/run"))
+    assert site is not None
+    assert site[1] in commands
+    assert "uv" in PROJECT["optional-dependencies"]["dev"]
+
+
+def test_dependabot_reads_the_files_that_hold_versions() -> None:
+    updates = yaml.safe_load(text_of(".github/dependabot.yml"))["updates"]
+    assert {(entry["package-ecosystem"], entry["directory"]) for entry in updates} == {
+        ("pip", "/"),
+        ("github-actions", "/"),
+    }
+
+
+def test_the_hooks_before_a_commit_are_the_checks_of_ci_and_a_limit_on_the_size_of_files() -> None:
+    (local,) = yaml.safe_load(text_of(".pre-commit-config.yaml"))["repos"]
+    hooks = {hook["id"]: hook["entry"] for hook in local["hooks"]}
+    assert set(hooks) == {"ruff-check", "ruff-format", "check-added-large-files"}
+    assert {hooks["ruff-check"], hooks["ruff-format"]} == {
+        f".venv/bin/ruff {x} --force-exclude" for x in ("check", "format")
+    }
+    assert ".venv/bin/ruff check ." in text_of(".ci/run")
+    limit = int(hooks["check-added-large-files"].rpartition("=")[2])
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True).stdout.split("\0")
+    assert [
+        name for name in tracked if name and (ROOT / name).is_file() and (ROOT / name).stat().st_size > limit * 1024
+    ] == []
+
+
+def test_there_is_a_form_for_a_bug_a_feature_and_a_question_about_an_algorithm() -> None:
+    assert FORMS == ["algorithm_question.yml", "bug_report.yml", "feature_request.yml"]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_form_of_an_issue_is_complete_and_leads_to_pages_that_exist(name: str) -> None:
+    text = text_of(f".github/ISSUE_TEMPLATE/{name}")
+    form = yaml.safe_load(text)
+    assert {"name", "description", "body"} <= set(form)
+    assert all(field["attributes"].get("label") or field["type"] == "markdown" for field in form["body"])
+    names = [field["id"] for field in form["body"] if "id" in field]
+    assert len(names) == len(set(names))
+    assert all((ROOT / file).is_file() for file in re.findall(r"(?:docs|scripts|recipes)/[\w/]+\.\w+", text))

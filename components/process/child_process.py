@@ -30,9 +30,9 @@ from types import ModuleType
 from typing import Any
 
 from components.net.loopback import loopback_variables
+from components.process.import_path import import_path
 from components.process.streams import accept_any_text
 
-PROJECT = Path(__file__).resolve().parents[2]
 LOAD_TIMEOUT_S = 600.0
 """Seconds for importing the user's file, which may load a model."""
 _ROUNDS = 20
@@ -49,7 +49,7 @@ class Child:
         self._dead = False
         self._number = 0
         self.channel, theirs = socket.socketpair()
-        paths = [str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        path = import_path(os.environ.get("PYTHONPATH"))
         with theirs:
             # -P: a folder called components, or a random.py, where the caller happens to stand is not ours.
             # -u, and stderr for stdout: what the user's code prints is seen at once, among our own messages.
@@ -60,7 +60,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, **loopback_variables(), **environment, "PYTHONPATH": os.pathsep.join(paths)},
+                env={**os.environ, **loopback_variables(), **environment, "PYTHONPATH": path},
                 process_group=0,
             )
 

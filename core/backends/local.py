@@ -16,7 +16,7 @@ from core.exports import Export
 from core.members import Member, Outcome, Share, Transport
 from core.plan import Placement
 from core.printed import PrintedLines
-from core.supervise.host import Host, HostSpec, WarningsTo, threads_here
+from core.supervise.worker_process import ProcessSpec, WarningsTo, WorkerProcess, threads_here
 
 
 class LocalTransport(Transport):
@@ -65,11 +65,11 @@ class LocalTransport(Transport):
                 self._changed.notify_all()
 
 
-class LocalHost(Host):
-    """A host beside others in one process: while it works, the process looks as if it were its own."""
+class LocalProcess(WorkerProcess):
+    """A simulated worker process: while it works, environment and output of the real process are its own."""
 
     def __init__(
-        self, spec: HostSpec, transport: LocalTransport, emit: Callable[[str, Any], None], out: TextIO
+        self, spec: ProcessSpec, transport: LocalTransport, emit: Callable[[str, Any], None], out: TextIO
     ) -> None:
         super().__init__(spec, spec.run.config, transport, emit)
         self.printed = PrintedLines(spec.plan.name, lambda line: emit("info", line), spec.log_file, rest=out)
@@ -104,31 +104,31 @@ class LocalBackend:
         """Let the libraries use as many threads as the role with the most of them, where they have not counted yet."""
         del placement_timeout, info  # there is room at once
         self._before = _State()
-        threads = max(threads_here(host.threads) for host in placement.hosts)
+        threads = max(threads_here(process.threads) for process in placement.hosts)
         os.environ["OMP_NUM_THREADS"] = str(threads)
         if torch := sys.modules.get("torch"):
             torch.set_num_threads(threads)
         logging.getLogger().addHandler(self._warnings)
 
     def pickled(self, value: Any) -> Any:
-        """A copy, for a host of its own."""
+        """A copy, for a process of its own."""
         return copied(value)
 
-    def create(self, spec: HostSpec) -> LocalHost:
-        """Make one host."""
-        return LocalHost(spec, self.transport, self._emit, self._out)
+    def create(self, spec: ProcessSpec) -> LocalProcess:
+        """Make one process."""
+        return LocalProcess(spec, self.transport, self._emit, self._out)
 
     def _emit(self, kind: str, payload: Any) -> None:
         # The driver is no workload: what its observers print is not theirs.
         with redirect_stdout(self._out):
             self._to_master(kind, payload)
 
-    def invoke(self, handle: LocalHost, method: str, *args: Any) -> Outcome:
-        """Call a method of the host itself; returns a reference."""
+    def invoke(self, handle: LocalProcess, method: str, *args: Any) -> Outcome:
+        """Call a method of the process itself; returns a reference."""
         worker = f"{args[0]}-{args[1]}" if method == "run" else f"{method} {id(handle)}"
         return self.transport.carry_out(worker, lambda: handle.do(method, *args))
 
-    def kill(self, handle: LocalHost) -> None:
+    def kill(self, handle: LocalProcess) -> None:
         """Close its log; nothing else is to be ended."""
         handle.printed.close()
 

@@ -34,7 +34,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from core.backends.ray_address import check_reachable, is_ray_left, unanswered
-from core.backends.ray_host import RayHost
+from core.backends.ray_process import RayProcess
 from core.backends.ray_token import own_token, token_faults_named
 from core.errors import JobError, ResultLost, WorkerDied, first_line, with_note
 from core.exports import Export
@@ -42,7 +42,7 @@ from core.members import Member, Outcome, Share, Transport
 from core.placement import detect_devices
 from core.plan import BundlePlan, Placement
 from core.shared_memory import BESIDE, shared_folder
-from core.supervise.host import HostSpec
+from core.supervise.worker_process import ProcessSpec
 
 _CONCURRENTLY = "concurrently"
 _NODE_LABEL = "ray.io/node-id"
@@ -131,7 +131,7 @@ def _actor(concurrency: int, roles: tuple[str, ...]) -> Any:
     if len(roles) > 1:
         groups |= dict.fromkeys(roles, 1)
     remote: Any = ray.remote(concurrency_groups=groups) if groups else ray.remote  # pyright: ignore[reportCallIssue]
-    return remote(type("+".join(roles), (RayHost,), {}))
+    return remote(type("+".join(roles), (RayProcess,), {}))
 
 
 class RayBackend:
@@ -284,8 +284,8 @@ class RayBackend:
         """Bytes of a value whose class may be defined in the driver's own script."""
         return cloudpickle.dumps(value)
 
-    def create(self, spec: HostSpec) -> Any:
-        """Start one host; returns its handle at once, as only actors without a name do."""
+    def create(self, spec: ProcessSpec) -> Any:
+        """Start one process; returns its handle at once, as only actors without a name do."""
         assert self._group is not None
         plan = spec.plan
         options: dict[str, Any] = {
@@ -305,11 +305,11 @@ class RayBackend:
         return _actor(beside, tuple(plan.roles)).options(**options).remote(spec, RayTransport())
 
     def invoke(self, handle: Any, method: str, *args: Any) -> Any:
-        """Call a method of the host itself; returns a reference."""
+        """Call a method of the process itself; returns a reference."""
         return getattr(handle, method).remote(*args)
 
     def kill(self, handle: Any) -> None:
-        """End a host at once."""
+        """End a process at once."""
         self._ask_ray(lambda: ray.kill(handle, no_restart=True))
 
     def release(self) -> None:

@@ -16,8 +16,8 @@ from core.members import RoleEntry
 from core.plan import JobSpec
 from core.roles import Role
 from core.supervise.control import ControlLink
-from core.supervise.host import HostSpec, Made, RunFacts
-from core.supervise.watch import Watch, WatchedHost, directory_of, local_ranks, member_of
+from core.supervise.watch import Watch, WatchedProcess, directory_of, local_ranks, member_of
+from core.supervise.worker_process import Made, ProcessSpec, RunFacts
 
 _FIRST_REPORT_S = 10.0
 _TOGETHER_S = 5.0
@@ -35,7 +35,7 @@ class BringUp:
         job: what is to run.
         facts: what all processes are told.
         backend: where they live.
-        watch: gets a host for each process.
+        watch: the state of each process is kept there.
         starts: how often each process was started in the attempts before; counted on here.
     """
 
@@ -47,7 +47,7 @@ class BringUp:
         self._starts = starts
         # How often instances of a role were lost, and when they last were.
         self._incidents: dict[str, tuple[int, float]] = {}
-        self._coming: dict[WatchedHost, Stages] = {}
+        self._coming: dict[WatchedProcess, Stages] = {}
         self._report_at = _FIRST_REPORT_S
         self._node_died_at = -math.inf
         self._dead_nodes: set[str] = backend.dead_nodes()
@@ -61,84 +61,84 @@ class BringUp:
         for plan in job.placement.hosts:
             drives = Role.TRAINER in plan.roles
             runs = all(job.roles[role].kind == "run" for role in plan.roles) and not drives
-            watch.hosts.append(WatchedHost(plan, expendable=runs and facts.recovers, drives=drives))
+            watch.processes.append(WatchedProcess(plan, expendable=runs and facts.recovers, drives=drives))
         # Who has still to get so far before the others may go on.
-        self._unreported = set(watch.hosts)
-        self._unmade = set(watch.hosts)
-        for host in watch.hosts:
-            self._begin(host)
+        self._unreported = set(watch.processes)
+        self._unmade = set(watch.processes)
+        for process in watch.processes:
+            self._begin(process)
 
     @property
     def all_up(self) -> bool:
         """Whether nobody is on the way."""
         return not self._coming
 
-    def _begin(self, host: WatchedHost) -> None:
-        name = host.plan.name
-        host.attempt = self._starts[name] = self._starts.get(name, 0) + 1
-        host.report = host.link = None
-        host.fault = host.lost = ""
-        host.started = time.monotonic()
-        roles = {role: self._job.roles[role] for role in host.plan.roles}
-        spec = HostSpec(self._facts, host.plan, roles, self._job.global_env | host.plan.env, host.attempt)
-        host.log_file = spec.log_file
-        host.handle = self._backend.create(spec)
-        self._coming[host] = stages = self._stages(host)
-        host.reference = next(stages)
+    def _begin(self, process: WatchedProcess) -> None:
+        name = process.plan.name
+        process.attempt = self._starts[name] = self._starts.get(name, 0) + 1
+        process.report = process.link = None
+        process.fault = process.lost = ""
+        process.started = time.monotonic()
+        roles = {role: self._job.roles[role] for role in process.plan.roles}
+        spec = ProcessSpec(self._facts, process.plan, roles, self._job.global_env | process.plan.env, process.attempt)
+        process.log_file = spec.log_file
+        process.handle = self._backend.create(spec)
+        self._coming[process] = stages = self._stages(process)
+        process.reference = next(stages)
 
-    def _ask(self, host: WatchedHost, method: str, *args: Any) -> Any:
-        return self._backend.invoke(host.handle, method, *args)
+    def _ask(self, process: WatchedProcess, method: str, *args: Any) -> Any:
+        return self._backend.invoke(process.handle, method, *args)
 
     # --- the stages of one
 
-    def _stages(self, host: WatchedHost) -> Stages:
+    def _stages(self, process: WatchedProcess) -> Stages:
         """From a process that is asked where it is to one that can be called."""
-        host.report = yield self._ask(host, "report")
-        assert host.report is not None
-        if host.report.control is not None:
+        process.report = yield self._ask(process, "report")
+        assert process.report is not None
+        if process.report.control is not None:
             try:
-                host.link = ControlLink(host.report.control, self._facts.key)
+                process.link = ControlLink(process.report.control, self._facts.key)
             except (OSError, EOFError) as error:
-                host.lose(f"its control channel: {error!r}")
+                process.lose(f"its control channel: {error!r}")
                 yield
-        self._unreported.discard(host)
-        if host.drives and not host.plan.shown:  # else a module might look at devices before they are set
+        self._unreported.discard(process)
+        if process.drives and not process.plan.shown:  # else a module might look at devices before they are set
             # It is made after all others, and what it imports can be there by then.
-            yield self._ask(host, "import_classes")
+            yield self._ask(process, "import_classes")
         while self._unreported:
             yield
         if not self.roles:
             self._introduce()
-        if host.drives:
+        if process.drives:
             # It is made with the others' exports in hand.
             while not all(other.drives for other in self._unmade):
                 yield
-            yield self._ask(host, "connect", self._directory())
-        local = {(Role(role), rank): self._local[Role(role), rank] for role, rank in host.plan.workers}
-        devices = self._devices.get(host.plan.bundle, [])
-        shown = [device for index, device in enumerate(devices) if index in host.plan.shown]
-        self._note((yield self._ask(host, "construct", self._rendezvous, local, shown)))
-        self._unmade.discard(host)
+            yield self._ask(process, "connect", self._directory())
+        local = {(Role(role), rank): self._local[Role(role), rank] for role, rank in process.plan.workers}
+        devices = self._devices.get(process.plan.bundle, [])
+        shown = [device for index, device in enumerate(devices) if index in process.plan.shown]
+        self._note((yield self._ask(process, "construct", self._rendezvous, local, shown)))
+        self._unmade.discard(process)
         while self._unmade:
             yield
-        if not host.drives:
-            yield self._ask(host, "connect", self._directory())
-        if host.replaces:
-            yield self._ask(host, "repeat", host.calls)
-            for role, rank in host.plan.workers:
-                if self.roles[Role(role)].has_run and any(other.drives for other in self._watch.hosts):
-                    yield self._ask(host, "start_run", Role(role), rank)
-            self._announce(host)
+        if not process.drives:
+            yield self._ask(process, "connect", self._directory())
+        if process.replaces:
+            yield self._ask(process, "repeat", process.calls)
+            for role, rank in process.plan.workers:
+                if self.roles[Role(role)].has_run and any(other.drives for other in self._watch.processes):
+                    yield self._ask(process, "start_run", Role(role), rank)
+            self._announce(process)
 
     def _introduce(self) -> None:
         """Once all have said where they are: who is who, and where the ranks of each role meet."""
-        hosts = self._watch.hosts
-        self.roles, self._local = directory_of(self._job.roles, hosts), local_ranks(hosts)
-        for host in hosts:
-            assert host.report is not None
-            self._rendezvous |= {role: (host.report.ip, port) for role, port in host.report.ports.items()}
-            if host.plan.accelerator > 1:
-                self._devices[host.plan.bundle] = host.report.devices
+        processes = self._watch.processes
+        self.roles, self._local = directory_of(self._job.roles, processes), local_ranks(processes)
+        for process in processes:
+            assert process.report is not None
+            self._rendezvous |= {role: (process.report.ip, port) for role, port in process.report.ports.items()}
+            if process.plan.accelerator > 1:
+                self._devices[process.plan.bundle] = process.report.devices
 
     def _note(self, made: dict[Role, Made]) -> None:
         for role, found in made.items():
@@ -150,17 +150,17 @@ class BringUp:
             self._stored = self._backend.transport.put(self.roles)
         return self._stored
 
-    def _announce(self, host: WatchedHost) -> None:
-        for role, rank in host.plan.workers:
-            member = member_of(host, Role(role), rank)
+    def _announce(self, process: WatchedProcess) -> None:
+        for role, rank in process.plan.workers:
+            member = member_of(process, Role(role), rank)
             self.roles[member.role].members[rank] = member
-            self._emit_to_others(host, "replaced", self._backend.pickled(member))
+            self._emit_to_others(process, "replaced", self._backend.pickled(member))
         self._stored = None
-        self._watch.event("replaced", host.plan.name, f"attempt {host.attempt}")
+        self._watch.event("replaced", process.plan.name, f"attempt {process.attempt}")
 
-    def _emit_to_others(self, host: WatchedHost, kind: str, *details: Any) -> None:
-        for other in self._watch.hosts:
-            if other is not host and not other.lost:
+    def _emit_to_others(self, process: WatchedProcess, kind: str, *details: Any) -> None:
+        for other in self._watch.processes:
+            if other is not process and not other.lost:
                 other.send(kind, *details)
 
     # --- going on
@@ -171,43 +171,43 @@ class BringUp:
         Raises:
             BaseException: what a workload's class raised while it was imported, made or set up.
         """
-        references = [host.reference for host in self._coming if host.reference is not None]
+        references = [process.reference for process in self._coming if process.reference is not None]
         # To be woken by each of many that answer one by one would take as long as all of them together.
         ready = {None, *self._backend.transport.wait(references, timeout, len(references))}
-        for host in list(self._coming):
-            if not host.lost and host.reference in ready:
-                self._advance(host, self._coming[host])
-        self._check_room([host for host in self._coming if host.report is None and not host.lost])
+        for process in list(self._coming):
+            if not process.lost and process.reference in ready:
+                self._advance(process, self._coming[process])
+        self._check_room([process for process in self._coming if process.report is None and not process.lost])
 
-    def _advance(self, host: WatchedHost, stages: Stages) -> None:
+    def _advance(self, process: WatchedProcess, stages: Stages) -> None:
         value = None
-        if host.reference is not None:
-            outcome = self._backend.transport.outcome(host.reference)
+        if process.reference is not None:
+            outcome = self._backend.transport.outcome(process.reference)
             if isinstance(outcome.error, WorkerDied) and not outcome.raised:
-                host.lose(str(outcome.error))
+                process.lose(str(outcome.error))
                 return
             if outcome.error is not None:
-                raise with_note(outcome.error, f"in {host.plan.name}")
+                raise with_note(outcome.error, f"in {process.plan.name}")
             value = outcome.value
         try:
-            host.reference = stages.send(value)
+            process.reference = stages.send(value)
         except StopIteration:
-            del self._coming[host]
+            del self._coming[process]
 
-    def _check_room(self, waiting: list[WatchedHost]) -> None:
+    def _check_room(self, waiting: list[WatchedProcess]) -> None:
         """Say of processes that have not started for long what they wait for.
 
         Raises:
             WorkerDied: they have waited for room as long as the user allows.
         """
-        waited = time.monotonic() - min((host.started for host in waiting), default=math.inf)
+        waited = time.monotonic() - min((process.started for process in waiting), default=math.inf)
         if waited < _FIRST_REPORT_S:
             self._report_at = _FIRST_REPORT_S
         if waited < self._report_at:
             return
         missing, limit = self._backend.room_missing(), self._job.placement_timeout
         self._report_at = limit if waited < limit < 2 * waited else 2 * waited
-        names = ", ".join(host.plan.name for host in waiting[:3]) + (", ..." if len(waiting) > 3 else "")
+        names = ", ".join(process.plan.name for process in waiting[:3]) + (", ..." if len(waiting) > 3 else "")
         if missing and waited >= limit:
             raise WorkerDied(f"{names} could not be started within placement_timeout={limit:g} s: {missing}")
         self._watch.info(
@@ -216,10 +216,12 @@ class BringUp:
 
     # --- the lost
 
-    def late(self, limit: float) -> list[tuple[WatchedHost, str]]:
+    def late(self, limit: float) -> list[tuple[WatchedProcess, str]]:
         """Who has not said where it is for so many seconds, and so can be asked nothing, with what tells so."""
-        silent = [host for host in self._coming if host.link is None and not host.lost]
-        return [(host, f"not up after {limit:g} s") for host in silent if time.monotonic() - host.started > limit]
+        silent = [process for process in self._coming if process.link is None and not process.lost]
+        return [
+            (process, f"not up after {limit:g} s") for process in silent if time.monotonic() - process.started > limit
+        ]
 
     def look_at_nodes(self) -> None:
         """All processes on nodes that the cluster has found dead are lost, though no connection may have ended."""
@@ -227,38 +229,38 @@ class BringUp:
         if dead - self._dead_nodes:
             self._dead_nodes = dead
             self._node_died_at = time.monotonic()
-        for host in self._watch.hosts:
-            if host.report is not None and host.report.node in dead:
-                host.lose("its machine is gone")
+        for process in self._watch.processes:
+            if process.report is not None and process.report.node in dead:
+                process.lose("its machine is gone")
 
-    def start_again(self, host: WatchedHost, end: Callable[[WatchedHost], None]) -> None:
+    def start_again(self, process: WatchedProcess, end: Callable[[WatchedProcess], None]) -> None:
         """Begin to put a new process in the place of a lost one.
 
         Raises:
             WorkerDied: one of its roles has used up its restarts.
         """
-        line = host.blame()
-        self._watch.event("lost", host.plan.name, line)
-        for role, rank in host.plan.workers:
-            self._emit_to_others(host, "lost", role, rank)
+        line = process.blame()
+        self._watch.event("lost", process.plan.name, line)
+        for role, rank in process.plan.workers:
+            self._emit_to_others(process, "lost", role, rank)
         if self._unmade:
-            self._unmade.add(host)
+            self._unmade.add(process)
             if not self.roles:
-                self._unreported.add(host)
-        for role in host.plan.roles:
-            self._count(role, host, line)
+                self._unreported.add(process)
+        for role in process.plan.roles:
+            self._count(role, process, line)
         self._watch.info(f"{line}; it is started again")
-        end(host)
-        host.replaces = True
-        self._begin(host)
+        end(process)
+        process.replaces = True
+        self._begin(process)
 
-    def _count(self, role: str, host: WatchedHost, line: str) -> None:
+    def _count(self, role: str, process: WatchedProcess, line: str) -> None:
         now, limit = time.monotonic(), self._job.roles[role].max_restarts
         incidents, began = self._incidents.get(role, (0, -math.inf))
-        if host.report is None:
+        if process.report is None:
             self.look_at_nodes()
-        together = host.started < began and now - began < _TOGETHER_S
-        by_the_node = host.report is None and now - self._node_died_at < _NODE_S
+        together = process.started < began and now - began < _TOGETHER_S
+        by_the_node = process.report is None and now - self._node_died_at < _NODE_S
         if together or by_the_node:
             return
         if incidents >= limit:

@@ -22,8 +22,8 @@ from core.plan import JobResult, JobSpec
 from core.roles import Role
 from core.shared_memory import claim_shared, shared_folder, sweep_shared
 from core.supervise.bring_up import BringUp
-from core.supervise.host import RunFacts, python_path
-from core.supervise.watch import Watch, WatchedHost
+from core.supervise.watch import Watch, WatchedProcess
+from core.supervise.worker_process import RunFacts, python_path
 
 _POLL_S = 0.2
 _START_POLL_S = 0.05
@@ -42,7 +42,7 @@ class Master:
     """One run of one job.
 
     Whoever finds out that a process is gone (the end of its connection, an error of Ray in any call, Ray's list of
-    nodes, a time limit) says so in one place, `WatchedHost.lose`, and `_tend` sees to it.
+    nodes, a time limit) says so in one place, `WatchedProcess.lose`, and `_supervise` sees to it.
 
     `runs`: whether it runs the job to its end, as `run` does; else this process drives it inside `running`.
     """
@@ -80,7 +80,7 @@ class Master:
         self._runs = runs
         self._ending = self._stop_passed_on = self._cleaning_up = False
         self._attempt = 1
-        self._driving: set[WatchedHost] = set()
+        self._driving: set[WatchedProcess] = set()
         self._stop_asked: float | None = None
         self._look_at_nodes_at = 0.0
         self._output = ""
@@ -182,47 +182,51 @@ class Master:
             self._set_handlers()  # after Ray, which sets some of its own
         self._coming = BringUp(self._job, self._facts, self._backend, self._watch, self._starts)
         while not self._coming.all_up:
-            self._tend(pause=_START_POLL_S)
+            self._supervise(pause=_START_POLL_S)
         self._watch.event("start", text=f"attempt {self._attempt}")
 
     def _drive(self) -> None:
         """Run the trainer to its end; a job without one runs every workload that has a `run()`."""
-        workers = [(host, Role(role), rank) for host in self._watch.hosts for role, rank in host.plan.workers]
+        workers = [
+            (process, Role(role), rank) for process in self._watch.processes for role, rank in process.plan.workers
+        ]
         driving = [worker for worker in workers if worker[1] == Role.TRAINER]
         if not driving:
-            driving = [(host, role, rank) for host, role, rank in workers if self._coming.roles[role].has_run]
-        self._driving = {host for host, _, _ in driving}
-        for host in self._driving:
-            host.expendable = False  # nobody could tell its replacement how far it had come
-        for host, role, rank in workers:
-            if self._coming.roles[role].has_run and (host, role, rank) not in driving:
-                self._backend.invoke(host.handle, "start_run", role, rank)
-        self._collect([(host, self._backend.invoke(host.handle, "run", role, rank)) for host, role, rank in driving])
+            driving = [(process, role, rank) for process, role, rank in workers if self._coming.roles[role].has_run]
+        self._driving = {process for process, _, _ in driving}
+        for process in self._driving:
+            process.expendable = False  # nobody could tell its replacement how far it had come
+        for process, role, rank in workers:
+            if self._coming.roles[role].has_run and (process, role, rank) not in driving:
+                self._backend.invoke(process.handle, "start_run", role, rank)
+        self._collect(
+            [(process, self._backend.invoke(process.handle, "run", role, rank)) for process, role, rank in driving]
+        )
         self._ending = True
-        living = [host for host in self._watch.hosts if not host.lost]
-        self._collect([(host, self._backend.invoke(host.handle, "teardown")) for host in living])
+        living = [process for process in self._watch.processes if not process.lost]
+        self._collect([(process, self._backend.invoke(process.handle, "teardown")) for process in living])
         self._watch.poll()
 
-    def _collect(self, calls: list[tuple[WatchedHost, Any]]) -> None:
+    def _collect(self, calls: list[tuple[WatchedProcess, Any]]) -> None:
         """Wait for all, tending every process meanwhile; the first failure or fatal death is raised."""
-        waiting = {reference: host for host, reference in calls}
+        waiting = {reference: process for process, reference in calls}
         while waiting:
             for reference in self._backend.transport.wait(list(waiting), _POLL_S, len(waiting)):
-                host = waiting.pop(reference)
+                process = waiting.pop(reference)
                 outcome = self._backend.transport.outcome(reference)
                 died = isinstance(outcome.error, WorkerDied) and not outcome.raised
                 if died:
-                    host.lose(str(outcome.error))
+                    process.lose(str(outcome.error))
                 if outcome.error is None or (died and self._ending):
                     continue
                 # A death is the cause of what its peers complain about, so it is looked for first.
-                self._tend(_BLAME_WITHIN_S)
-                raise with_note(outcome.error, f"in {host.plan.name}")
-            self._tend()
+                self._supervise(_BLAME_WITHIN_S)
+                raise with_note(outcome.error, f"in {process.plan.name}")
+            self._supervise()
 
     # --- tending
 
-    def _tend(self, within: float = 0.0, pause: float = 0.0) -> None:
+    def _supervise(self, within: float = 0.0, pause: float = 0.0) -> None:
         """See to everything that happens beside the calls: who died, who hangs, who asked for the end.
 
         Args:
@@ -232,14 +236,14 @@ class Master:
         deadline = time.monotonic() + within
         while True:
             self._watch.poll()
-            for host, how in self._heard("death"):
-                host.lose(how)
+            for process, how in self._heard("death"):
+                process.lose(how)
             if self._watch.silent() and time.monotonic() >= self._look_at_nodes_at:
                 self._look_at_nodes_at = time.monotonic() + _NODES_EVERY_S
                 self._coming.look_at_nodes()
             self._end_hung()
             self._pass_on_stop()
-            lost = [host for host in self._watch.hosts if host.lost]
+            lost = [process for process in self._watch.processes if process.lost]
             if lost or time.monotonic() >= deadline:
                 break
             time.sleep(0.05)
@@ -249,23 +253,23 @@ class Master:
             raise RuntimeError(text)
         if self._ending:
             return
-        fatal = [host for host in lost if not host.expendable]
+        fatal = [process for process in lost if not process.expendable]
         if fatal:
             self._output = fatal[0].last_lines()
             others = f"; gone too: {', '.join(h.plan.name for h in fatal[1:])}" if fatal[1:] else ""
             raise WorkerDied(fatal[0].blame() + others)
-        for host in lost:
-            self._output = host.last_lines()
-            self._coming.start_again(host, self._end)
+        for process in lost:
+            self._output = process.last_lines()
+            self._coming.start_again(process, self._end)
         self._coming.advance(pause)
 
-    def _heard(self, kind: str) -> list[tuple[WatchedHost, str]]:
+    def _heard(self, kind: str) -> list[tuple[WatchedProcess, str]]:
         """Processes of which others say something, if they have not been replaced yet."""
         return [
-            (host, text)
+            (process, text)
             for role, rank, attempt, text in self._watch.take(kind)
-            for host in self._watch.hosts
-            if host.attempt == attempt and (role, rank) in host.plan.workers
+            for process in self._watch.processes
+            if process.attempt == attempt and (role, rank) in process.plan.workers
         ]
 
     def _end_hung(self) -> None:
@@ -273,17 +277,17 @@ class Master:
         if limit := self._job.stall_timeout:
             hung += self._watch.stalled(limit, self._driving, self._coming.all_up)
             hung += self._coming.late(max(limit, self._job.placement_timeout))
-        for host, why in hung:
-            if host.lost or not self._facts.recovers:
+        for process, why in hung:
+            if process.lost or not self._facts.recovers:
                 continue
-            stack = self._watch.stack(host)
+            stack = self._watch.stack(process)
             innermost = stack.strip().splitlines()[-2].strip() if stack else "an unknown place"
-            host.fault = f"{why}; it was at {innermost}"
-            self._watch.event("hung", host.plan.name, host.fault)
+            process.fault = f"{why}; it was at {innermost}"
+            self._watch.event("hung", process.plan.name, process.fault)
             if stack:
-                _print_line(f"{host.plan.name} hangs, here:\n{stack.rstrip()}")
-            self._end(host)
-            host.lose(host.fault)
+                _print_line(f"{process.plan.name} hangs, here:\n{stack.rstrip()}")
+            self._end(process)
+            process.lose(process.fault)
 
     def _pass_on_stop(self) -> None:
         if self._stop_asked is None:
@@ -292,10 +296,10 @@ class Master:
             self._stop_passed_on = True
             self._watch.event("stop")
             _print_line("stopping at the next safe place, with what is to be kept; Ctrl-C again stops at once")
-            for host in self._driving:
-                host.send("stop")
+            for process in self._driving:
+                process.send("stop")
                 if self._backend.is_local:
-                    host.handle.request_stop()
+                    process.handle.request_stop()
         if time.monotonic() - self._stop_asked > self._job.stop_grace:
             raise KeyboardInterrupt
 
@@ -308,33 +312,33 @@ class Master:
 
     # --- ending
 
-    def _end(self, host: WatchedHost) -> None:
+    def _end(self, process: WatchedProcess) -> None:
         """End a process, also one that obeys nobody or cannot be reached."""
-        host.signal(signal.SIGKILL)  # one that is stopped obeys nobody else
-        with contextlib.suppress(Exception):  # a host that is gone already needs no end
-            self._backend.kill(host.handle)
-        if host.link is not None:
-            host.link.close()  # should it live on, it ends itself as soon as it notices
+        process.signal(signal.SIGKILL)  # one that is stopped obeys nobody else
+        with contextlib.suppress(Exception):  # a process that is gone already needs no end
+            self._backend.kill(process.handle)
+        if process.link is not None:
+            process.link.close()  # should it live on, it ends itself as soon as it notices
 
     def _end_processes(self) -> None:
         """End all processes, and give back what they were given; the cluster stays."""
-        hosts = self._watch.hosts
+        processes = self._watch.processes
         # One process of each other machine removes what the run has in its shared memory.
-        others = {h.report.machine: h for h in hosts if h.report and h.link and not h.lost and not h.is_here}
+        others = {h.report.machine: h for h in processes if h.report and h.link and not h.lost and not h.is_here}
         self._watch.ask("tidy", list(others.values()), _TIDY_WITHIN_S)
-        for host in hosts:  # by Ray: of a process that ends by itself it tells as of a crash
-            with contextlib.suppress(Exception):  # a host that is gone already needs no end
-                self._backend.kill(host.handle)
+        for process in processes:  # by Ray: of a process that ends by itself it tells as of a crash
+            with contextlib.suppress(Exception):  # a process that is gone already needs no end
+                self._backend.kill(process.handle)
         deadline = time.monotonic() + _GONE_WITHIN_S
-        reachable = [host.link for host in hosts if host.link is not None and not host.lost]
+        reachable = [process.link for process in processes if process.link is not None and not process.lost]
         while any(link.alive for link in reachable) and time.monotonic() < deadline:
             self._watch.poll()
             if self._backend.fault():
                 break
             time.sleep(0.02)
-        for host in hosts:
-            self._end(host)
-        self._watch.hosts.clear()
+        for process in processes:
+            self._end(process)
+        self._watch.processes.clear()
         self._watch.messages.clear()
         self._driving.clear()
         self._ending = False

@@ -14,11 +14,11 @@ from typing import Any
 
 from core.members import Member, RoleEntry
 from core.observers import JobEvent, MemoryEvent, Observer
-from core.plan import HostPlan, RoleSpec
+from core.plan import ProcessPlan, RoleSpec
 from core.roles import Role
 from core.shared_memory import machine_id
 from core.supervise.control import ControlLink, MemoryGauge
-from core.supervise.host import IDLE, STARTING, CallKey, HostReport, KeptCall
+from core.supervise.worker_process import IDLE, STARTING, CallKey, KeptCall, ProcessReport
 
 _log = logging.getLogger("troupe")
 
@@ -30,10 +30,10 @@ _TAIL_LINES = 20
 
 
 @dataclass(eq=False)
-class WatchedHost:
+class WatchedProcess:
     """One process of the job; replaced in place, so that its place in the job stays what it is."""
 
-    plan: HostPlan
+    plan: ProcessPlan
     expendable: bool
     """Whether it is replaced when it dies; the death of the others ends the attempt."""
     drives: bool = False
@@ -46,7 +46,7 @@ class WatchedHost:
     attempt: int = 0
     started: float = 0.0
     log_file: Path | None = None
-    report: HostReport | None = None
+    report: ProcessReport | None = None
     link: ControlLink | None = None
     fault: str = ""
     """Why it was ended, if it did not die by itself."""
@@ -109,7 +109,7 @@ class Watch:
     """
 
     def __init__(self, observers: list[Observer], info: Callable[[str], None], in_this_process: bool = False) -> None:
-        self.hosts: list[WatchedHost] = []
+        self.processes: list[WatchedProcess] = []
         self.messages: defaultdict[str, list[Any]] = defaultdict(list)
         self.peak_memory = 0
         self._observers = observers
@@ -119,10 +119,10 @@ class Watch:
         self._last_sign = time.monotonic()
         self._memory = MemoryGauge(descendants=in_this_process)
 
-    def event(self, kind: str, process: str = "", text: str = "") -> None:
+    def event(self, kind: str, name: str = "", text: str = "") -> None:
         """Tell the observers of something that happened to the job."""
         self._last_sign = time.monotonic()
-        self._tell(JobEvent(kind, time.time(), process, text))
+        self._tell(JobEvent(kind, time.time(), name, text))
 
     def _tell(self, event: Any) -> None:
         """Pass an event to all observers. One that raises is dropped with a warning: watching never stops a run."""
@@ -135,21 +135,21 @@ class Watch:
 
     def poll(self) -> None:
         """Show what the processes said, notice whose connection has ended, and keep their status fresh."""
-        linked = [(host, host.link) for host in self.hosts if host.link is not None]
-        for host, link in linked:
+        linked = [(process, process.link) for process in self.processes if process.link is not None]
+        for process, link in linked:
             for kind, payload in link.poll():
                 if kind == "kept":
-                    key, host.calls[key] = payload
+                    key, process.calls[key] = payload
                 else:
                     self.take_in(kind, payload)
             if not link.alive:
-                host.lose("killed, out of memory, or crashed")
+                process.lose("killed, out of memory, or crashed")
         if time.monotonic() >= self._next_status:
             self._next_status = time.monotonic() + _STATUS_EVERY_S
             memory = {"DRIVER": self._memory.read()}
-            alive = [(host, link) for host, link in linked if link.alive]
-            for host, link in alive:
-                memory[host.roles] = memory.get(host.roles, 0) + link.status.memory_bytes
+            alive = [(process, link) for process, link in linked if link.alive]
+            for process, link in alive:
+                memory[process.roles] = memory.get(process.roles, 0) + link.status.memory_bytes
             total = sum(memory.values())
             self.peak_memory = max(self.peak_memory, total)
             if time.monotonic() >= self._next_memory:
@@ -158,9 +158,13 @@ class Watch:
             for _, link in alive:
                 link.send("status", total)
 
-    def silent(self) -> list[WatchedHost]:
+    def silent(self) -> list[WatchedProcess]:
         """Processes that have not answered for a while: perhaps their machine is gone, which closes no connection."""
-        return [host for host in self.hosts if host.link and host.link.alive and host.link.silent_for > _SILENT_S]
+        return [
+            process
+            for process in self.processes
+            if process.link and process.link.alive and process.link.silent_for > _SILENT_S
+        ]
 
     def on_event(self, kind: str, payload: Any) -> None:
         """Take a message of a workload in this process, which no poll will bring."""
@@ -179,70 +183,74 @@ class Watch:
         """The messages of a kind, which are then gone."""
         return self.messages.pop(kind, [])
 
-    def stalled(self, limit: float, driving: Collection[WatchedHost], all_up: bool) -> list[tuple[WatchedHost, str]]:
+    def stalled(
+        self, limit: float, driving: Collection[WatchedProcess], all_up: bool
+    ) -> list[tuple[WatchedProcess, str]]:
         """Processes without a sign of progress for `limit` seconds, with what tells so.
 
         A process that answers nothing, or is in one call and has not beaten for so long. Only when there is none: who
         drives the job, if nobody does anything for it.
         """
-        now, found = time.monotonic(), list[tuple[WatchedHost, str]]()
-        alive = [(host, host.link) for host in self.hosts if host.link is not None and host.link.alive]
+        now, found = time.monotonic(), list[tuple[WatchedProcess, str]]()
+        alive = [
+            (process, process.link) for process in self.processes if process.link is not None and process.link.alive
+        ]
         # Ranks wait for each other: one that makes progress does so for all.
         ranks: dict[str, float] = {}
-        for host, link in alive:
-            if not host.expendable:
-                ranks[host.roles] = min(link.status.quiet, ranks.get(host.roles, math.inf))
-        for host, link in alive:
-            quiet = ranks.get(host.roles, link.status.quiet)
+        for process, link in alive:
+            if not process.expendable:
+                ranks[process.roles] = min(link.status.quiet, ranks.get(process.roles, math.inf))
+        for process, link in alive:
+            quiet = ranks.get(process.roles, link.status.quiet)
             if link.silent_for > limit:
-                found.append((host, f"it has not responded for {link.silent_for:.0f} s"))
-            elif host not in driving and link.status.doing not in (IDLE, STARTING) and quiet > limit:
+                found.append((process, f"it has not responded for {link.silent_for:.0f} s"))
+            elif process not in driving and link.status.doing not in (IDLE, STARTING) and quiet > limit:
                 seconds = link.status.seconds
-                found.append((host, f"in {link.status.doing} for {seconds:.0f} s, {quiet:.0f} s without progress"))
+                found.append((process, f"in {link.status.doing} for {seconds:.0f} s, {quiet:.0f} s without progress"))
         quiet = now - self._last_sign
         # What a process that has just stopped answering said last, that it is idle, may be long untrue.
         known = limit / 2
         idle = all(h in driving or (link.status.doing == IDLE and link.silent_for < known) for h, link in alive)
         if not found and quiet > limit and idle and all_up:
             found = [
-                (host, f"in {link.status.doing}, and it has called nobody for {quiet:.0f} s")
-                for host, link in alive
-                if host in driving and link.status.quiet > limit
+                (process, f"in {link.status.doing}, and it has called nobody for {quiet:.0f} s")
+                for process, link in alive
+                if process in driving and link.status.quiet > limit
             ]
         return found
 
-    def ask(self, kind: str, hosts: Sequence[WatchedHost], within: float) -> list[Any]:
+    def ask(self, kind: str, processes: Sequence[WatchedProcess], within: float) -> list[Any]:
         """What processes answer to a message within so many seconds; the dead are not waited for."""
-        for host in hosts:
-            host.send(kind)
+        for process in processes:
+            process.send(kind)
         deadline, answers = time.monotonic() + within, list[Any]()
-        while len(answers) < sum(not host.lost for host in hosts) and time.monotonic() < deadline:
+        while len(answers) < sum(not process.lost for process in processes) and time.monotonic() < deadline:
             time.sleep(0.02)
             self.poll()
             answers += self.take(kind)
         return answers
 
-    def stack(self, host: WatchedHost) -> str:
+    def stack(self, process: WatchedProcess) -> str:
         """Where the process is; its log has all threads. Empty if it cannot tell."""
-        found = "".join(self.ask("stack", [host], _STACK_WITHIN_S))
+        found = "".join(self.ask("stack", [process], _STACK_WITHIN_S))
         if not found:
             # It holds Python's lock; the signal's handler needs none.
-            host.signal(signal.SIGUSR1)
+            process.signal(signal.SIGUSR1)
             time.sleep(0.2)
         return found
 
 
-def member_of(host: WatchedHost, role: Role, rank: int) -> Member:
+def member_of(process: WatchedProcess, role: Role, rank: int) -> Member:
     """A worker as others see it."""
-    return Member(role, rank, host.handle, host.attempt, role if len(host.plan.workers) > 1 else "")
+    return Member(role, rank, process.handle, process.attempt, role if len(process.plan.workers) > 1 else "")
 
 
-def directory_of(roles: Mapping[str, RoleSpec], hosts: Sequence[WatchedHost]) -> dict[Role, RoleEntry]:
+def directory_of(roles: Mapping[str, RoleSpec], processes: Sequence[WatchedProcess]) -> dict[Role, RoleEntry]:
     """The workers of each role, as they find each other; what they export is not known yet."""
     directory: dict[Role, RoleEntry] = {}
     for name, spec in roles.items():
         role = Role(name)
-        members = {rank: host for host in hosts for other, rank in host.plan.workers if other == name}
+        members = {rank: process for process in processes for other, rank in process.plan.workers if other == name}
         directory[role] = RoleEntry(
             kind=spec.kind,
             members=[member_of(members[rank], role, rank) for rank in range(spec.total)],
@@ -251,13 +259,13 @@ def directory_of(roles: Mapping[str, RoleSpec], hosts: Sequence[WatchedHost]) ->
     return directory
 
 
-def local_ranks(hosts: Sequence[WatchedHost]) -> dict[tuple[Role, int], tuple[int, int]]:
-    """(local rank, local world size) of each worker, from the nodes on which the hosts really are."""
+def local_ranks(processes: Sequence[WatchedProcess]) -> dict[tuple[Role, int], tuple[int, int]]:
+    """(local rank, local world size) of each worker, from the nodes on which the processes really are."""
     by_node: dict[tuple[str, str], list[int]] = {}
-    for host in hosts:
-        assert host.report is not None
-        for role, rank in host.plan.workers:
-            by_node.setdefault((role, host.report.node), []).append(rank)
+    for process in processes:
+        assert process.report is not None
+        for role, rank in process.plan.workers:
+            by_node.setdefault((role, process.report.node), []).append(rank)
     return {
         (Role(role), rank): (position, len(ranks))
         for (role, _), ranks in by_node.items()

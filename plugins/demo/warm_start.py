@@ -28,10 +28,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from components.net.hub import cache_root
+from components.process.import_path import PROJECT
 from components.process.streams import accept_any_text
 from components.ranges import Checked, Count
 from plugins.demo.tasks import get_task
-from training.launch.programs import PROJECT, start_program
+from training.launch.programs import start_program
 from training.options.config import load_config
 from training.options.schema import describe_options
 

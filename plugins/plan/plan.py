@@ -20,7 +20,7 @@ from components.data.prompts import DEFAULT_TASK_ROWS, REASONING_GYM_PREFIX, TAS
 from components.generate.choice import attention_note
 from core import Job
 from core.placement import detect_devices
-from core.plan import HostPlan
+from core.plan import ProcessPlan
 from plugins.plan.machines import assumed, is_here, node_lines, nodes_of, ranges
 from plugins.plan.memory import PROCESS_BYTES, Need, phases
 from training.launch.launch import printed, threads_text
@@ -380,7 +380,7 @@ class Plan:
             found.append(replace(places[alike[0] - 1], name=name))
         return found
 
-    def _hosts_on(self, node: int) -> list[HostPlan]:
+    def _hosts_on(self, node: int) -> list[ProcessPlan]:
         return [host for host in self.job.placement.hosts if self.nodes[host.bundle] == node]
 
     def _machine(self, node: int) -> Place:

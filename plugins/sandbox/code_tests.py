@@ -36,10 +36,11 @@ GRACE_S = 1.0
 
 _MODULES = ("code_values", "code_link", "code_names", "code_test_child")
 """For both sandboxes, in which there is nothing of ours; each imports the ones before it."""
+_PACKAGE = __name__.rpartition(".")[0]
 _CHILD = f"""\
 import sys, types
 for name, text in {[(name, Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")) for name in _MODULES]!r}:
-    module = sys.modules["components.data." + name] = types.ModuleType("components.data." + name)
+    module = sys.modules[f"{_PACKAGE}.{{name}}"] = types.ModuleType(f"{_PACKAGE}.{{name}}")
     exec(compile(text, name, "exec"), vars(module))
 module.main(sys.argv[1:])
 """

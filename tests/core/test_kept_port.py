@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from core.backends.ray_host import kept_port
+from core.backends.ray_process import kept_port
 
 RANK = """
 import sys

@@ -20,7 +20,7 @@ import workers
 from core import CallEvent, Job, JobBuilder, JobError, JobEvent, JobResult, RoleGroup
 from core.backends.local import copied
 from core.shared_memory import BESIDE, claim_shared, leave_shared, machine_id, process_start, sweep_shared
-from core.supervise.host import load_object
+from core.supervise.worker_process import load_object
 from tests.messages import says
 
 HERE = Path(__file__).parent

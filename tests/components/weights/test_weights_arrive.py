@@ -68,7 +68,7 @@ def test_vllm_answers_as_the_trainer_whose_weights_it_received(
 ) -> None:
     """In a process of its own, since vLLM sets up the one it is in."""
     (tmp_path / "published").write_bytes(pickle.dumps(published_by(1) + published_by(2)))
-    worker = str(Path(__file__).with_name("receive_worker.py"))
+    worker = str(Path(__file__).parents[1] / "helpers" / "receive_worker.py")
     done = subprocess.run(
         [sys.executable, worker, str(models), kind, str(tmp_path / "published")],
         stdout=subprocess.PIPE,

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from core import MemoryEvent
-from core.plan import HostPlan
+from core.plan import ProcessPlan
 from core.supervise.control import ControlLink, ControlServer, MemoryGauge, Status, memory_bytes
-from core.supervise.host import IDLE, STARTING
-from core.supervise.watch import Watch, WatchedHost
+from core.supervise.watch import Watch, WatchedProcess
+from core.supervise.worker_process import IDLE, STARTING
 from tests.messages import says
 
 KEY = b"k" * 32
@@ -146,10 +146,10 @@ def test_the_memory_of_each_role_is_told_and_not_again_at_every_poll(monkeypatch
     watch = Watch([seen.append], print)
     for workers in ([("ACTOR", 0), ("ROLLOUT", 0)], [("ACTOR", 1), ("ROLLOUT", 1)], [("REWARD", 0)]):
         server = ControlServer("127.0.0.1", KEY, {"status": lambda _: Status("idle", 0.0, 0.0, 7)})
-        plan = HostPlan(workers=workers, bundle=0, cpu=1, threads=1, accelerator=0, memory=0)
+        plan = ProcessPlan(workers=workers, bundle=0, cpu=1, threads=1, accelerator=0, memory=0)
         link = ControlLink(server.address, KEY)
         link.status = Status("idle", 0.0, 0.0, 7)
-        watch.hosts.append(WatchedHost(plan, expendable=False, link=link))
+        watch.processes.append(WatchedProcess(plan, expendable=False, link=link))
     for _ in range(3):
         watch.poll()
     (event,) = seen
@@ -164,10 +164,10 @@ def test_who_is_in_one_call_without_progress_is_taken_for_dead_and_a_driver_only
     for name in ("TRAINER-0", "ACTOR-0", "ACTOR-1", "TOOL-0"):
         role, rank = name.split("-")
         server = ControlServer("127.0.0.1", KEY, {})
-        plan = HostPlan(workers=[(role, int(rank))], bundle=0, cpu=1, threads=1, accelerator=0, memory=0)
+        plan = ProcessPlan(workers=[(role, int(rank))], bundle=0, cpu=1, threads=1, accelerator=0, memory=0)
         links[name] = ControlLink(server.address, KEY)
-        watch.hosts.append(WatchedHost(plan, expendable=role == "TOOL", link=links[name]))
-    trainer = watch.hosts[0]
+        watch.processes.append(WatchedProcess(plan, expendable=role == "TOOL", link=links[name]))
+    trainer = watch.processes[0]
 
     def stalled(limit: float) -> dict[str, str]:
         return {host.plan.name: why for host, why in watch.stalled(limit, [trainer], all_up=True)}

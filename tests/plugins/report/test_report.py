@@ -39,7 +39,7 @@ from training.launch import launch
 from training.launch.launch import reporting
 from training.launch.programs import start_program
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def run_of(folder: Path, limits: Limits | None = None) -> dict[str, Any]:

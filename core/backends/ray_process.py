@@ -1,4 +1,4 @@
-"""A host inside a Ray actor: a process of its own, with a log, and a side thread that answers the master."""
+"""A worker process as a Ray actor, with a log and a side thread that answers the master."""
 
 import contextlib
 import faulthandler
@@ -26,17 +26,25 @@ from core.printed import PrintedLines
 from core.roles import Role
 from core.shared_memory import claim_shared, leave_shared, machine_id, sweep_shared
 from core.supervise.control import ControlServer, Status
-from core.supervise.host import CallKey, Host, HostReport, HostSpec, KeptCall, WarningsTo, threads_here
+from core.supervise.worker_process import (
+    CallKey,
+    KeptCall,
+    ProcessReport,
+    ProcessSpec,
+    WarningsTo,
+    WorkerProcess,
+    threads_here,
+)
 
 
-class RayHost(Host):
+class RayProcess(WorkerProcess):
     """The actor. What the master asks runs in the order in which it was sent, and so do the calls to each workload.
 
     A process of one workload does all of this on its main thread. Where several share it, each has a thread, so that
     they can call each other; they work one at a time.
     """
 
-    def __init__(self, spec: HostSpec, transport: Transport) -> None:
+    def __init__(self, spec: ProcessSpec, transport: Transport) -> None:
         _prepare(spec)
         super().__init__(spec, pickle.loads(spec.run.config), transport, self._to_master)
         self._ip = ray.util.get_node_ip_address()
@@ -83,7 +91,7 @@ class RayHost(Host):
         """Bytes that all processes of the job take, by the master's last count."""
         return self._job_memory
 
-    def report(self) -> HostReport:
+    def report(self) -> ProcessReport:
         """Say where it is, and which node Ray takes it for: several may have one address.
 
         A port is kept for each role whose ranks will meet here, so that no other job on this machine is given it.
@@ -95,7 +103,7 @@ class RayHost(Host):
         for role, rank in self._spec.plan.workers:
             if rank == 0 and self._spec.roles[role].kind == "train":
                 self._ports[Role(role)] = kept_port()
-        return HostReport(
+        return ProcessReport(
             self._ip,
             machine_id(),
             os.getpid(),
@@ -106,7 +114,7 @@ class RayHost(Host):
         )
 
     def packed(self, exports: dict[str, Export]) -> bytes:
-        """As `Host.packed`: pickled, as what they name takes seconds to import, and few processes need it."""
+        """As `WorkerProcess.packed`: pickled, as what they name takes seconds to import, and few processes need it."""
         return cloudpickle.dumps(exports)
 
     def call_named(self, *args: Any, **kwargs: Any) -> Any:
@@ -140,7 +148,7 @@ class RayHost(Host):
             self.call(*key, *args, **kwargs)
 
     def run(self, role: Role, rank: int) -> None:
-        """As `Host.run`; siblings work while it waits for them."""
+        """As `WorkerProcess.run`; siblings work while it waits for them."""
         with self._turn:
             super().run(role, rank)
 
@@ -186,7 +194,7 @@ def _that_can_be_sent(error: Exception) -> Exception:
     return error
 
 
-def _prepare(spec: HostSpec) -> None:
+def _prepare(spec: ProcessSpec) -> None:
     # Before any user module is imported: libraries read these once.
     os.environ["OMP_NUM_THREADS"] = str(threads_here(spec.plan.threads))
     # Threads that wait by spinning take the cores from whoever has work: other roles, other jobs. For a moment they

@@ -1,4 +1,4 @@
-"""A host: it holds workloads and runs the calls to them, one at a time unless their role asks for concurrency."""
+"""The content of a worker process: workloads, and the calls to them, which run one at a time by default."""
 
 import asyncio
 import gc
@@ -22,7 +22,7 @@ from core.errors import first_line
 from core.exports import Export, exports_of
 from core.members import Directory, RoleEntry, Transport
 from core.observers import CallEvent
-from core.plan import HostPlan, RoleSpec
+from core.plan import ProcessPlan, RoleSpec
 from core.printed import PrintedLines, is_library
 from core.roles import Role
 from core.sharding import payload_bytes
@@ -65,11 +65,11 @@ class RunFacts:
 
 
 @dataclass(frozen=True)
-class HostSpec:
-    """Everything that a host needs to start: of its run, its place in the plan, the roles of its workers."""
+class ProcessSpec:
+    """Everything that a process needs to start: of its run, its place in the plan, the roles of its workers."""
 
     run: RunFacts
-    plan: HostPlan
+    plan: ProcessPlan
     roles: dict[str, RoleSpec]
     env: dict[str, str]
     attempt: int
@@ -81,8 +81,8 @@ class HostSpec:
 
 
 @dataclass
-class HostReport:
-    """What a host answers when it is up: where its control channel is, if it is a process of its own, and the ports
+class ProcessReport:
+    """What a process answers when it is up: where its control channel is, if it is a process of its own, and the ports
     kept for rendezvous.
     """
 
@@ -123,7 +123,7 @@ class _Worker:
             return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
 
 
-class Host:
+class WorkerProcess:
     """Workloads and what they need of each other. Its methods run one at a time, in the order in which they were sent.
 
     Args:
@@ -134,9 +134,9 @@ class Host:
     """
 
     printed: PrintedLines
-    """Standard output while its workloads work; set by the host of each backend."""
+    """Standard output while its workloads work; set by the process of each backend."""
 
-    def __init__(self, spec: HostSpec, config: Any, transport: Transport, emit: Callable[[str, Any], None]) -> None:
+    def __init__(self, spec: ProcessSpec, config: Any, transport: Transport, emit: Callable[[str, Any], None]) -> None:
         self._spec = spec
         self._config = config
         self._transport = transport
@@ -165,9 +165,9 @@ class Host:
         """Let the workloads see that the user has asked for the end."""
         self._stop_requested.set()
 
-    def report(self) -> HostReport:
+    def report(self) -> ProcessReport:
         """Say where it is."""
-        return HostReport("127.0.0.1", machine_id(), os.getpid())
+        return ProcessReport("127.0.0.1", machine_id(), os.getpid())
 
     def import_classes(self) -> None:
         """Import the workloads' classes, before they are made."""
@@ -346,7 +346,7 @@ def load_object(path: str) -> Any:
 
 
 def python_path() -> tuple[str, ...]:
-    """Folders that a host must search for the job's modules: those of this process that hold no installed packages."""
+    """Folders of this process's module path without packages; other processes search them for the job's modules."""
     here = [str(Path(entry).resolve()) for entry in sys.path]
     return tuple(entry for entry in here if "site-packages" not in entry and not entry.startswith(sys.base_prefix))
 
