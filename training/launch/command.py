@@ -17,12 +17,12 @@ from components.process.streams import accept_any_text
 from core import Job
 from core.backends.ray_address import check_reachable, is_ray_left
 from core.placement import detect_devices
-from plugins.plan.machines import Machines, assuming, is_here
-from plugins.plan.plan import Plan
 from training.launch.early_writes import check_writes
 from training.launch.inputs import absent_models
 from training.launch.launch import open_endpoint, run_job
 from training.launch.machine_limits import check_machine
+from training.launch.machines import Machines, assuming, is_here
+from training.launch.plan import Plan
 from training.options.config import CommandLine, read_file
 from training.options.groups import ModelOptions, RunOptions
 from training.options.schema import describe_options

@@ -21,7 +21,7 @@ from core import Job
 from core.backends import BackendName
 from plugins.alarms.alarms import Alarms
 from plugins.live_view.run_view import printable
-from plugins.plan.machines import cores_here
+from training.launch.machines import cores_here
 from training.launch.programs import start_program
 from training.options.schema import options_of
 from training.terminal.terminal import Terminal
