@@ -144,7 +144,7 @@ def role_sizes(job: Job) -> dict[str, int]:
 def missing_defaults() -> list[str]:
     """Return a line with the capabilities of `ON_BY_DEFAULT` whose plug-ins are not installed; none if all are."""
     missing = [title for title, (kind, name) in ON_BY_DEFAULT.items() if name not in names(kind)]
-    return [f"plug-ins that are not installed: {', '.join(missing)}; the run goes on without them"] if missing else []
+    return [f"plug-ins that are not installed: {', '.join(missing)}; the run continues without them"] if missing else []
 
 
 @contextmanager

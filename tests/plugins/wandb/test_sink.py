@@ -34,7 +34,11 @@ def no_wandb_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Ours, not those of libraries."""
-    return [r.message for r in caplog.records if r.levelno >= logging.WARNING and r.name.startswith("training.")]
+    return [
+        r.message
+        for r in caplog.records
+        if r.levelno >= logging.WARNING and r.name.startswith(("training.", "plugins."))
+    ]
 
 
 def stored_records(path: Path) -> Iterator[Any]:

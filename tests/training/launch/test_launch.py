@@ -10,7 +10,7 @@ import pytest
 from core import JobBuilder
 from tests.messages import says
 from tests.training.run.checkpoints.checkpoint_steps import save
-from training.launch.launch import run_job, threads_each, threads_text
+from training.launch.launch import missing_defaults, run_job, threads_each, threads_text
 from training.options.groups import CheckpointOptions, ModelOptions
 from training.options.supervised_options import ExampleOptions, SupervisedOptions
 from training.run.checkpoints.checkpoint import Checkpoints
@@ -106,3 +106,10 @@ def test_the_end_of_a_job_is_its_exit_code_its_summary_and_its_last_line(
     assert summary["error"] == error
     # Without processes there are no logs to look at.
     assert shown.err.splitlines()[-1:] == ([f"demo: failed: {error}"] if error else [])
+
+
+def test_capabilities_that_are_not_installed_are_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert missing_defaults() == []
+    monkeypatch.setattr("training.launch.launch.names", lambda kind: ["monitoring"] if kind == "run observer" else [])
+    (line,) = missing_defaults()
+    assert "alarms, live view, report" in line
