@@ -86,7 +86,8 @@ def load(kind: str, name: str, option: str = "") -> Any:
     Args:
         kind: such as `rollout engine` or `weight carrier`.
         name: such as `vllm`.
-        option: the option that names it, for the error; default: the kind.
+        option: the option that names it, for the error; default: the kind. With a value, such as `log.wandb=true`,
+            where the value is not the name.
 
     Raises:
         MissingPlugin: no plug-in provides it.
@@ -94,8 +95,9 @@ def load(kind: str, name: str, option: str = "") -> Any:
     provided = _provided().get((kind, name))
     if provided is None:
         known = ", ".join(names(kind)) or "none"
+        written, target = (option, f"the {kind} {name}") if "=" in option else (f"{option or kind}={name}", "it")
         raise MissingPlugin(
-            f"{option or kind}={name}: no plug-in in {FOLDER.name}/ or among the installed packages provides it; "
+            f"{written}: no plug-in in {FOLDER.name}/ or among the installed packages provides {target}; "
             f"provided: {known}"
         )
     return provided.load()

@@ -16,7 +16,7 @@ PAGE = "docs/metrics.md"
 HEAD = """\
 # Metrics
 
-<!-- Written by scripts/metrics_page.py from training/tracking/{metrics,alarms}.py: change those, not this page. -->
+<!-- Written by scripts/metrics_page.py from training/tracking/metrics.py, plugins/alarms: change those, not this. -->
 
 After this page you know what each number of a run means, whether it should rise or fall, and which alarm watches it.
 

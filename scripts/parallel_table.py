@@ -17,7 +17,7 @@ import plan_table  # which makes the project importable
 
 from components.models.size import ModelSize, size_of
 from components.train.config import TrainConfig
-from plugins.plan.memory import Need, learning
+from plugins.plan.memory import MemoryEstimate, learning
 
 PAGE = plan_table.ROOT / "docs/parallel.md"
 MODELS = {name: plan_table.MODELS[name] for name in ("Qwen2.5-7B", "Qwen2.5-32B", "Qwen2.5-72B")}
@@ -41,7 +41,7 @@ SIZES = (1, 2, 4, 8)
 """Of an axis that stays on a machine of 8 GPUs."""
 
 
-def choices(size: ModelSize, devices: int, longest: int) -> Iterator[tuple[TrainConfig, Need]]:
+def choices(size: ModelSize, devices: int, longest: int) -> Iterator[tuple[TrainConfig, MemoryEstimate]]:
     """All axes that are possible, and what a rank then takes; optimizer states on the GPU, and in host memory."""
     tensors, experts = ((1,), SIZES) if size.experts else (SIZES, (1,))
     for context, tensor, expert, offload in product(SIZES, tensors, experts, (False, True)):
@@ -52,12 +52,12 @@ def choices(size: ModelSize, devices: int, longest: int) -> Iterator[tuple[Train
         yield config, learning(size, config, devices, longest, SEQUENCES, gpu=True)
 
 
-def fits(need: Need) -> bool:
+def fits(need: MemoryEstimate) -> bool:
     """Whether a GPU and a machine can hold it."""
     return need.total <= MOST and 8 * need.host <= HOST
 
 
-def chosen(size: ModelSize, devices: int, longest: int) -> tuple[TrainConfig, Need]:
+def chosen(size: ModelSize, devices: int, longest: int) -> tuple[TrainConfig, MemoryEstimate]:
     """Of those that fit the one that sends least, without offloading if it can; where none fits the smallest."""
     found = list(choices(size, devices, longest))
     fitting = [one for one in found if fits(one[1])]

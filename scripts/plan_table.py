@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from components.models.size import ModelSize, size_of  # noqa: E402
 from components.train.config import TrainConfig, VLLMRolloutConfig  # noqa: E402 (may not be installed)
-from plugins.plan.memory import Need, frozen, phases, sampling, training  # noqa: E402
+from plugins.plan.memory import MemoryEstimate, frozen, phases, sampling, training  # noqa: E402
 
 PAGE = ROOT / "docs/large_models.md"
 BEGIN, END = "<!-- {name}: written by scripts/{script} -->", "<!-- end of {name} -->"
@@ -71,14 +71,14 @@ class Layout:
     """A policy, its engines and a reference that share all devices."""
 
     devices: int
-    actor: Need
-    engine: Need
-    reference: Need
+    actor: MemoryEstimate
+    engine: MemoryEstimate
+    reference: MemoryEstimate
     parallel: int
     """Devices of an engine."""
 
     @property
-    def needs(self) -> tuple[Need, Need, Need]:
+    def needs(self) -> tuple[MemoryEstimate, MemoryEstimate, MemoryEstimate]:
         return self.actor, self.engine, self.reference
 
     @property
@@ -119,7 +119,7 @@ def layout(size: ModelSize, devices: int, device_bytes: int) -> Layout:
     return Layout(devices, actor, engine, reference, parallel)
 
 
-def _engine(size: ModelSize, devices: int, parallel: int, device_bytes: int) -> Need:
+def _engine(size: ModelSize, devices: int, parallel: int, device_bytes: int) -> MemoryEstimate:
     config = VLLMRolloutConfig(
         dtype="bfloat16", tensor_parallel_size=parallel, gpu_memory_utilization=SHARE, enable_sleep=True
     )

@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from own_python import use_own_python
+from reexec_in_venv import reexec_in_venv
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # the project may not be installed
 
@@ -49,5 +49,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    use_own_python()
+    reexec_in_venv()
     sys.exit(main())

@@ -399,9 +399,9 @@ def test_what_is_shipped_has_the_code_and_neither_environment_nor_runs_nor_weigh
 @pytest.mark.full
 def test_a_script_goes_on_in_the_projects_python_once_however_that_is_named(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
-    shutil.copy(ROOT / "scripts" / "own_python.py", tmp_path / "scripts")
+    shutil.copy(ROOT / "scripts" / "reexec_in_venv.py", tmp_path / "scripts")
     (tmp_path / "scripts" / "a.py").write_text(
-        "import sys\nfrom own_python import use_own_python\nuse_own_python()\nprint(sys.prefix, sys.argv[1:])\n"
+        "import sys\nfrom reexec_in_venv import reexec_in_venv\nreexec_in_venv()\nprint(sys.prefix, sys.argv[1:])\n"
     )
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "made"], check=True, timeout=LIMIT_S)
     (tmp_path / ".venv").symlink_to("made")

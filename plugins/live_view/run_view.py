@@ -14,6 +14,7 @@ from rich.cells import cell_len, chop_cells
 from rich.text import Text
 
 from core import CallEvent, JobEvent, MemoryEvent
+from training.terminal.view import printable
 from training.tracking.event_types import AlarmEvent, PhaseEvent, StepEvent
 from training.tracking.metrics import canonical_name
 from training.tracking.serialization import duration
@@ -43,6 +44,19 @@ class _Role:
     calls: dict[tuple[int, str, float], float] = field(default_factory=dict)
     """(rank, method, when it began there): since when, here."""
     replaced: int = 0
+
+
+@dataclass(frozen=True)
+class _Activity:
+    """What the workers of a role do, as the line of the role shows it."""
+
+    name: str
+    """Method, phase or state."""
+    seconds: float
+    """Time since it began."""
+    notes: str
+    """Ranks that it is about, and replacements."""
+    style: str
 
 
 class RunView:
@@ -220,33 +234,44 @@ class RunView:
     def _role_lines(self) -> list[Text]:
         if self._status == "finished":
             return []
-        rows = [
-            (f"{name} x{role.size}" if role.size > 1 else name, *self._at(role)) for name, role in self._roles.items()
-        ]
-        wide = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
+        rows = []
+        for name, role in self._roles.items():
+            activity = self._activity(role)
+            title = f"{name} x{role.size}" if role.size > 1 else name
+            rows.append((title, activity.name, duration(activity.seconds), activity))
+        widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
         return [
             Text.assemble(
-                f"{name:<{wide[0]}}  ", (f"{what:<{wide[1]}}  {took:>{wide[2]}}", style), (f"  {more}" if more else "")
+                f"{title:<{widths[0]}}  ",
+                (f"{name:<{widths[1]}}  {took:>{widths[2]}}", activity.style),
+                f"  {activity.notes}" if activity.notes else "",
             )
-            for name, what, took, more, style in rows
+            for title, name, took, activity in rows
         ]
 
-    def _at(self, role: _Role) -> tuple[str, str, str, str]:
-        """(what a role does, since when, a word about its ranks, the style of it)."""
-        seconds, ranks = self._now() - role.idle_since, ""
-        what, style = "idle", "dim"
-        work = {(rank, "starts"): since for rank, since in role.starting.items()}
-        work = work or {(rank, what): since for (rank, what, _), since in role.calls.items()}
-        if not work and role is self._roles.get(TRAINER):
-            work = {(0, "between phases" if self._has_phases else "sets up"): role.idle_since}
-        if work:
-            (rank, what), since = min(work.items(), key=lambda item: item[1])
-            seconds = self._now() - since
-            style = "bold red" if seconds > HUNG_S else "yellow" if seconds > SLOW_S else "green"
-            style = "" if what == _WHOLE_LIFE else style
-            ranks = _ranks(role.size, len({rank for rank, _ in work}), rank, max(work.values()) - since >= 1.0)
-        replaced = f"{role.replaced} replaced" if role.replaced else ""
-        return what, duration(seconds), ", ".join(part for part in (ranks, replaced) if part), style
+    def _activity(self, role: _Role) -> _Activity:
+        """Return what the workers of a role do: the call that has lasted longest, or that they are idle."""
+        replaced = [f"{role.replaced} replaced"] if role.replaced else []
+        work = self._work(role)
+        if not work:
+            return _Activity("idle", self._now() - role.idle_since, ", ".join(replaced), "dim")
+        (rank, name), since = min(work.items(), key=lambda item: item[1])
+        differ = max(work.values()) - since >= 1.0
+        ranks = _ranks(role.size, len({rank for rank, _ in work}), rank, differ)
+        seconds = self._now() - since
+        notes = ", ".join([ranks, *replaced] if ranks else replaced)
+        return _Activity(name, seconds, notes, "" if name == _WHOLE_LIFE else _style(seconds))
+
+    def _work(self, role: _Role) -> dict[tuple[int, str], float]:
+        """Return (rank, name) of what the workers of a role do, and the time at which it began."""
+        if role.starting:
+            return {(rank, "starts"): since for rank, since in role.starting.items()}
+        if role.calls:
+            return {(rank, method): since for (rank, method, _), since in role.calls.items()}
+        if role is self._roles.get(TRAINER):
+            # The trainer drives the run, so it is never idle.
+            return {(0, "between phases" if self._has_phases else "sets up"): role.idle_since}
+        return {}
 
     def _alarm_lines(self) -> list[Text]:
         return [Text(printable(f"! step {a.step}: {a.text}; {a.advice}"), style="yellow") for a in self._alarms]
@@ -264,6 +289,13 @@ class RunView:
         lines += [Text(part, style="dim") for part in chop_cells(printable(prompt[-_KEPT:]), cells)[-_PROMPT_LINES:]]
         lines += [Text(part, style="cyan") for part in chop_cells(printable(response[:_KEPT]), cells)[:_RESPONSE_LINES]]
         return lines
+
+
+def _style(seconds: float) -> str:
+    """Return the style of a call that has lasted for a time."""
+    if seconds > HUNG_S:
+        return "bold red"
+    return "yellow" if seconds > SLOW_S else "green"
 
 
 def _ranks(size: int, busy: int, longest: int, differ: bool) -> str:
@@ -289,13 +321,6 @@ def _headlines(shown: Sequence[str]) -> list[str]:
     if found and found[0].endswith("loss"):
         found += [name for name in own if name.endswith("accuracy")][:1]
     return found + [name for name in shown if _is_eval(name)][:1]
-
-
-def printable(text: str) -> str:
-    """Text in which nothing moves the cursor or changes how the terminal shows what follows."""
-    if text.isprintable():
-        return text
-    return "".join(x if x.isprintable() else "↵" if x == "\n" else " " if x.isspace() else "�" for x in text)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.text import Text
 
-from plugins.live_view.run_view import printable
+from training.terminal.view import printable
 
 logger = logging.getLogger(__name__)
 

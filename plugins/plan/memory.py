@@ -1,14 +1,16 @@
-"""How much memory a model takes where it is trained, frozen or sampled from: arithmetic, before anything is loaded.
+"""Memory of a model that is trained, evaluated or sampled from, computed before anything is loaded.
 
-Nothing here needs torch, and nothing is invented: what neither weight files nor a known architecture tell is None.
+Nothing here needs torch. A number that follows neither from the weight files nor from a known architecture is None.
 scripts/bench_plan.py compares the numbers with processes on a CPU. Those of GPUs are computed, not measured.
 
-A device is shared in phases, and its peak is that of the largest: responses are generated, then the models that learn
-and judge work, then weights go to the engines. What sleeps is not there in the phases of others (`phases`).
+Roles share a device in phases, and its peak is that of the largest phase: responses are generated, then models are
+trained and evaluated, then weights are sent to the engines. A model that sleeps takes no memory in the phases of others
+(`phases`).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,6 +25,7 @@ from components.train.config import (
     weight_type,
 )
 from plugins.plan.communication import sent_bytes
+from training.launch.model_use import check_axes
 
 PROCESS_BYTES = {"driver": 250_000_000, "process": 400_000_000, "vllm": 1_100_000_000}
 """Of an interpreter with its libraries, as proportional set size: of the driver, of a process with torch, with vLLM."""
@@ -49,167 +52,163 @@ _STATES = {"fp32": 7, "bf16": 9, "bf16_autocast": 14}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Need:
-    """Bytes that one process of a role takes where it computes: a GPU's memory, or the machine's where there is none.
+class MemoryEstimate:
+    """Memory of one process of a role in bytes, where it computes: on a GPU, or on the machine if it has none.
 
-    None: not known.
+    None stands for a number that is not known.
     """
 
     weights: int | None = 0
     gradients: int | None = 0
     optimizer: int | None = 0
-    """With the float32 master weights."""
+    """Optimizer states, with the float32 master weights."""
     cache: int | None = 0
-    """Of keys and values."""
+    """Cache of keys and values."""
     passes: int | None = 0
-    """Beside these at most, while it works: activations, logits, gathered parameters, gradients on their way."""
+    """Maximum during a pass besides the above: activations, logits, gathered parameters, gradients in buffers."""
     base: int = PROCESS_BYTES["process"]
-    """Of interpreter and libraries; on a GPU of its context, NCCL's buffers and CUDA graphs."""
-    let_go: int = 0
-    """Of the gradients, what is there in training alone."""
+    """Interpreter and libraries; on a GPU the context, the buffers of NCCL and CUDA graphs."""
+    freed_gradients: int = 0
+    """Part of the gradients that exists only during training."""
     host: int = 0
-    """On the machine, where the rest is on a GPU: what is offloaded, or sleeps there."""
+    """Memory of the machine, if the rest is on a GPU: what is offloaded, or sleeps there."""
     loading: int = 0
-    """On the machine besides, only while the model is made."""
+    """Further memory of the machine while the model is created."""
     first: int = 0
-    """Rank 0 besides, on the machine: a moving average."""
+    """Further memory of the machine for rank 0: a moving average."""
     published: int = 0
-    """Weights for the engines that sample, in the machine's shared memory, or on disk where that is full."""
+    """Weights for the engines that sample, in shared memory of the machine, or on disk if that is full."""
     grows: bool = False
-    """The cache follows from the longest sequences that there may be, and is not taken before there are."""
+    """True if the cache grows up to the longest sequences that are possible, and is not allocated before."""
     sleeps: bool = False
-    """All but its base is given back while other roles that share the device work."""
+    """True if everything but the base is freed while other roles that share the device work."""
     generates: bool = False
-    """It works while responses are generated, and other roles after that."""
+    """True if it works while responses are generated. Other roles work after that."""
     share: int = 0
-    """What vLLM may take of a GPU; 0: not known, or there is none."""
+    """Memory of a GPU that vLLM may take; 0 without vLLM, or if it is not known."""
     short: int = 0
-    """What this lacks for its weights, one sequence and what vLLM needs besides."""
+    """Amount by which the share is too small for the weights, one sequence and the buffers of vLLM."""
     sends: Mapping[str, int] = field(default_factory=dict)
-    """To other ranks in an optimizer step, at most, by the axis of the ranks."""
-    parts: tuple[Need, ...] = ()
-    """Where one process does several things, what each of them takes."""
+    """Maximum number of bytes that are sent to other ranks in an optimizer step, by the axis of the ranks."""
+    parts: tuple[MemoryEstimate, ...] = ()
+    """Estimates of each use, if one process has several."""
 
     @property
-    def certain(self) -> int:
-        """What it takes in any case."""
+    def fixed_bytes(self) -> int:
+        """Bytes that are taken in any case, as far as known."""
         parts = [self.weights, self.gradients, self.optimizer, 0 if self.grows else self.cache]
         return sum(part or 0 for part in parts)
 
     @property
-    def brief(self) -> int:
-        """What it takes besides while it works, at most, as far as known."""
+    def transient_bytes(self) -> int:
+        """Maximum number of further bytes while it works, as far as known."""
         return (self.passes or 0) + ((self.cache or 0) if self.grows else 0)
 
     @property
     def total(self) -> int:
-        """All of it, as far as known."""
-        return self.base + self.certain + self.brief
+        """Maximum number of bytes, as far as known."""
+        return self.base + self.fixed_bytes + self.transient_bytes
 
     @property
     def is_known(self) -> bool:
-        """Whether nothing of it is unknown."""
+        """True if no part is unknown."""
         return None not in (self.weights, self.gradients, self.optimizer, self.cache, self.passes)
 
 
-def together(*needs: Need) -> Need:
-    """Of one process that does all of these, one after the other, and keeps what each of them takes."""
+def together(*estimates: MemoryEstimate) -> MemoryEstimate:
+    """Return the memory of one process with several uses, which work one after the other and keep what they hold."""
     sums: dict[str, int | None] = {}
     for name in ("weights", "gradients", "optimizer", "cache"):
-        amounts = [getattr(need, name) for need in needs]
+        amounts = [getattr(estimate, name) for estimate in estimates]
         sums[name] = None if None in amounts else sum(amounts)
-    passes = [need.passes for need in needs]
-    return Need(
+    passes = [estimate.passes for estimate in estimates]
+    return MemoryEstimate(
         **sums,
         passes=None if None in passes else max(count or 0 for count in passes),
-        base=max(need.base for need in needs),
-        let_go=sum(need.let_go for need in needs),
-        host=sum(need.host for need in needs),
-        loading=max(need.loading for need in needs),
-        first=sum(need.first for need in needs),
-        published=sum(need.published for need in needs),
-        grows=any(need.grows for need in needs),
-        sleeps=all(need.sleeps for need in needs),
-        generates=all(need.generates for need in needs),
-        share=max(need.share for need in needs),
-        short=max(need.short for need in needs),
-        sends=sum((Counter(need.sends) for need in needs), Counter[str]()),
-        parts=tuple(part for need in needs for part in need.parts or (need,)),
+        base=max(estimate.base for estimate in estimates),
+        freed_gradients=sum(estimate.freed_gradients for estimate in estimates),
+        host=sum(estimate.host for estimate in estimates),
+        loading=max(estimate.loading for estimate in estimates),
+        first=sum(estimate.first for estimate in estimates),
+        published=sum(estimate.published for estimate in estimates),
+        grows=any(estimate.grows for estimate in estimates),
+        sleeps=all(estimate.sleeps for estimate in estimates),
+        generates=all(estimate.generates for estimate in estimates),
+        share=max(estimate.share for estimate in estimates),
+        short=max(estimate.short for estimate in estimates),
+        sends=sum((Counter(estimate.sends) for estimate in estimates), Counter[str]()),
+        parts=tuple(part for estimate in estimates for part in estimate.parts or (estimate,)),
     )
 
 
 @dataclass(frozen=True)
 class Phase:
-    """What is on one device at the same time, without contexts."""
+    """Memory of one device at the same time, without contexts."""
 
     name: str
-    certain: int
+    fixed_bytes: int
     """Bytes that are taken in any case."""
-    brief: int
-    """Bytes that are taken besides, at most: of roles that work one after the other the largest."""
+    transient_bytes: int
+    """Maximum number of further bytes: of roles that work one after the other the largest."""
 
     @property
     def most(self) -> int:
-        """All of it."""
-        return self.certain + self.brief
+        """Maximum number of bytes."""
+        return self.fixed_bytes + self.transient_bytes
 
 
-def phases(needs: Iterable[Need]) -> list[Phase]:
-    """The phases of a step on a device that processes with these needs share, in their order."""
-    parts = [part for need in needs for part in need.parts or (need,)]
+def phases(estimates: Iterable[MemoryEstimate]) -> list[Phase]:
+    """Return the phases of a step, in their order, on a device that processes with these estimates share."""
+    parts = [part for estimate in estimates for part in estimate.parts or (estimate,)]
     engines = [part for part in parts if part.generates]
     others = [part for part in parts if not part.generates]
-    learning = sum(part.certain for part in parts if not (part.sleeps and part.generates))
-    idle = sum(part.certain - part.let_go for part in others if not part.sleeps)
-    generating = idle + sum(part.certain for part in engines)
     found = list[Phase]()
     if engines:
-        found.append(Phase("generation", generating, max(part.brief for part in engines)))
+        idle = sum(part.fixed_bytes - part.freed_gradients for part in others if not part.sleeps)
+        generating = idle + sum(part.fixed_bytes for part in engines)
+        found.append(Phase("generation", generating, max(part.transient_bytes for part in engines)))
     if others:
-        found.append(Phase("training" if engines else "work", learning, max(part.brief for part in others)))
+        awake = sum(part.fixed_bytes for part in parts if not (part.sleeps and part.generates))
+        name = "training" if engines else "work"
+        found.append(Phase(name, awake, max(part.transient_bytes for part in others)))
     if engines and any(part.published for part in others):
-        # Engines that sleep have their weights again before they have a cache.
-        woken = sum((part.weights or 0) if part.sleeps else part.certain for part in engines)
-        learned = sum(part.certain - part.let_go for part in others)
-        found.append(Phase("weight sync", learned + woken, 2 * BUCKET_BYTES))
+        # Engines that sleep receive their weights before they allocate a cache.
+        woken = sum((part.weights or 0) if part.sleeps else part.fixed_bytes for part in engines)
+        trained = sum(part.fixed_bytes - part.freed_gradients for part in others)
+        found.append(Phase("weight sync", trained + woken, 2 * BUCKET_BYTES))
     return found
 
 
 def learning(
     size: ModelSize | None, config: TrainConfig, ranks: int, longest: int, sequences: int, **options: bool
-) -> Need:
-    """Bytes of rank 0 of a model that is trained on so many sequences in an optimizer step, of at most `longest`
-    tokens; options as in `training`.
+) -> MemoryEstimate:
+    """Return the memory and the communication of rank 0 of a model that is trained.
+
+    Args:
+        size: size of the model.
+        config: configuration of the engine.
+        ranks: number of ranks.
+        longest: maximum number of tokens of a sequence.
+        sequences: number of sequences of an optimizer step.
+        options: as in `training`.
 
     Raises:
-        ValueError: the ranks, or the model's heads or experts, cannot be shared out as the configuration says.
+        ValueError: the ranks, or the heads or experts of the model, are not divisible as the configuration says.
     """
     if size is not None:
-        _check_axes(size, config)
-    own = -(-sequences // config.data_ranks(ranks))
-    tokens = micro_batch_tokens(config, longest, own)
-    several = steps_in_parts(config, longest, own)
-    need = training(size, config, ranks, tokens=-(-tokens // config.context), several=several, **options)
-    size = size if size is None or options.get("has_head", True) else size.without_head
+        check_axes(size, config)
+    each = -(-sequences // config.data_ranks(ranks))
+    tokens = micro_batch_tokens(config, longest, each)
+    several = steps_in_parts(config, longest, each)
+    estimate = training(size, config, ranks, tokens=-(-tokens // config.context), several=several, **options)
+    if size is not None and not options.get("has_head", True):
+        size = size.without_head
     trained = None if size is None else _trained(size, config)
     if size is None or trained is None or not size.layers:
-        return need
-    stretch, passes = -(-own * longest // config.context), -(-own * longest // tokens)
-    return replace(need, sends=sent_bytes(size, config, ranks, trained=trained, tokens=stretch, passes=passes))
-
-
-def _check_axes(size: ModelSize, config: TrainConfig) -> None:
-    axes = {"context": config.context, "tensor": config.tensor}
-    given = " x ".join(f"parallel.{axis}={number}" for axis, number in axes.items() if number > 1)
-    if size.heads % (config.context * config.tensor):
-        raise ValueError(f"{given} does not divide the model's {size.heads} attention heads; set a divisor")
-    if config.expert > 1 and size.layers and not size.experts:
-        raise ValueError(f"parallel.expert={config.expert}: the model's layers have no experts; set 1")
-    if size.experts % config.expert:
-        raise ValueError(
-            f"parallel.expert={config.expert} does not divide the {size.experts} experts of the model's layers; set a "
-            "divisor"
-        )
+        return estimate
+    computed = -(-each * longest // config.context)
+    passes = -(-each * longest // tokens)
+    return replace(estimate, sends=sent_bytes(size, config, ranks, trained=trained, tokens=computed, passes=passes))
 
 
 def training(
@@ -223,72 +222,91 @@ def training(
     publishes: bool = False,
     has_head: bool = True,
     sleeps: bool = False,
-) -> Need:
-    """Bytes of rank 0 of a model that is trained.
+) -> MemoryEstimate:
+    """Return the memory of rank 0 of a model that is trained.
 
     Args:
-        size: of the model.
-        config: of the engine.
-        ranks: over which it is partitioned.
-        tokens: of the largest micro-batch that there can be.
-        several: an optimizer step may have several micro-batches.
-        gpu: it computes there.
-        publishes: rank 0 hands the weights to engines that sample, and keeps two versions of them.
-        has_head: it has an output layer over the vocabulary; values and scores have none.
-        sleeps: it goes to host memory while others work.
+        size: size of the model.
+        config: configuration of the engine.
+        ranks: number of ranks that share the model.
+        tokens: number of tokens of the largest possible micro-batch.
+        several: True if an optimizer step may have several micro-batches.
+        gpu: True if it is trained on a GPU.
+        publishes: True if rank 0 publishes the weights to engines that sample. It keeps two versions of them.
+        has_head: True if the model has an output layer over the vocabulary. Critics and reward models have none.
+        sleeps: True if it is moved to host memory while others work.
     """
-    size = size if size is None or has_head else size.without_head
+    base = PROCESS_BYTES["process"]
+    if gpu:
+        base = CONTEXT_BYTES + (NCCL_BYTES if ranks > 1 else 0)
+    if size is not None and not has_head:
+        size = size.without_head
     trained = None if size is None else _trained(size, config)
-    base = (CONTEXT_BYTES + NCCL_BYTES * (ranks > 1)) if gpu else PROCESS_BYTES["process"]
     if size is None or trained is None:
-        return Need(weights=None, gradients=None, optimizer=None, passes=None, base=base, sleeps=sleeps)
-    whole, of_all = size, trained
+        return MemoryEstimate(weights=None, gradients=None, optimizer=None, passes=None, base=base, sleeps=sleeps)
+    engine_type = _FSDPMemory if config.engine == "fsdp" else _DeepSpeedMemory
     if config.tensor > 1:
-        # A rank has a model of its own, smaller and over fewer ranks.
-        size, ranks = size.cut(config.tensor), ranks // config.tensor
-        trained = size.parameters
-    work = _Training(size, config, ranks, trained, several, gpu)
-    weights, gradients, optimizer = work.kept()
-    host = 0
+        # A rank holds a smaller model of its own, which fewer ranks share.
+        cut = size.cut(config.tensor)
+        engine = engine_type(cut, config, ranks // config.tensor, cut.parameters, several, gpu)
+    else:
+        engine = engine_type(size, config, ranks, trained, several, gpu)
+    resident = engine.resident()
     if config.adam_offload and gpu:
-        host, optimizer = optimizer + 4 * trained // ranks, 0
-        # Those that are not partitioned wait on the GPU for the end of the step.
-        gradients = gradients if config.stage < 2 else 0
-        if config.engine == "fsdp":
-            host, weights = host + weights, 0
-    # ZeRO 3 keeps a buffer for them.
-    let_go = gradients if config.engine == "fsdp" or config.stage < 3 else 0
+        resident = engine.offloaded(resident)
+    # DeepSpeed keeps a buffer for the gradients of ZeRO 3.
+    freed_gradients = 0 if config.engine == "deepspeed" and config.stage == 3 else resident.gradients
+    host = resident.host
     if sleeps:
-        host += weights + gradients - let_go + optimizer
-    activations = _activations(size, tokens, config)
-    passes = None
-    if activations is not None:
-        head = _head_bytes(size, tokens, config, gpu) * has_head + work.gathered_rest()
-        passes = max(activations + max(head, work.backward(size.vocabulary * size.hidden * has_head)), work.step())
-    return Need(
-        weights=weights,
-        gradients=gradients,
-        optimizer=optimizer,
-        passes=passes,
+        host += resident.weights + resident.gradients - freed_gradients + resident.optimizer
+    return MemoryEstimate(
+        weights=resident.weights,
+        gradients=resident.gradients,
+        optimizer=resident.optimizer,
+        passes=_pass_bytes(engine, tokens, has_head),
         base=base,
-        let_go=let_go,
+        freed_gradients=freed_gradients,
         host=host,
-        loading=min(2 * BUCKET_BYTES, 4 * whole.parameters) * gpu,
-        first=4 * of_all * (config.ema_beta is not None),
-        published=2 * work.width * whole.parameters * publishes,
+        loading=min(2 * BUCKET_BYTES, 4 * size.parameters) if gpu else 0,
+        first=0 if config.ema_beta is None else 4 * trained,
+        published=2 * engine.width * size.parameters if publishes else 0,
         sleeps=sleeps,
     )
 
 
+def _pass_bytes(engine: _TrainingMemory, tokens: int, has_head: bool) -> int | None:
+    """Maximum memory of a forward and backward pass, or of the optimizer step after it; None if it is not known."""
+    size, config = engine.size, engine.config
+    activations = _activations(size, tokens, config)
+    if activations is None:
+        return None
+    head_bytes = _head_bytes(size, tokens, config, engine.gpu) if has_head else 0
+    head_numbers = size.vocabulary * size.hidden if has_head else 0
+    # The backward pass of the output layer comes before that of the layers.
+    backward = max(head_bytes + engine.gathered_rest(), engine.backward(head_numbers))
+    return max(activations + backward, engine.step())
+
+
 @dataclass(frozen=True)
-class _Training:
-    """The parameters of a model under an engine."""
+class _Resident:
+    """Memory of a trained model between two optimizer steps, or at the end of one."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    host: int = 0
+    """Part that is offloaded to host memory."""
+
+
+@dataclass(frozen=True)
+class _TrainingMemory(ABC):
+    """Memory of the parameters of a model under a training engine."""
 
     size: ModelSize
     config: TrainConfig
     ranks: int
     trained: int
-    """Parameters of it, or of adapters, that are trained."""
+    """Number of trained parameters, of the model or of its adapters."""
     several: bool
     gpu: bool
 
@@ -298,76 +316,139 @@ class _Training:
         return 2 if self.config.precision == "bf16" else 4
 
     @property
-    def bucket(self) -> int:
-        """Numbers of DeepSpeed's buffers."""
-        return ZERO_NUMBERS["cuda" if self.gpu else "cpu"]
-
-    @property
     def whole(self) -> int:
-        """Parameters that a pass needs here: of experts that ranks share the own ones."""
+        """Number of parameters that a pass needs on this rank. Experts that ranks share are counted for this rank."""
         experts = self.size.expert_parameters
         return self.size.parameters - (experts - experts // self.config.expert)
 
     @property
     def layer(self) -> int:
-        """Parameters of a layer that a pass needs here."""
+        """Number of parameters of a layer that a pass needs on this rank."""
         return (self.whole - self.size.rest) // max(1, self.size.layers)
 
-    def kept(self) -> tuple[int, int, int]:
-        """Weights, gradients and the optimizer's states, between two steps or at the end of one."""
-        width, stage, ranks = self.width, self.config.stage, self.ranks
-        whole = self.size.parameters + (self.trained if self.config.lora_rank else 0)
-        if self.config.engine == "fsdp":
-            return 4 * whole // ranks, 4 * self.trained // ranks, 8 * self.trained // ranks
-        weights = width * whole // (ranks if stage == 3 else 1)
-        gradients = 4 * self.trained // (ranks if stage >= 2 else 1)
-        return weights, gradients, 8 * self.trained if stage == 0 else 12 * self.trained // ranks
+    @property
+    def stored(self) -> int:
+        """Number of parameters with those of adapters."""
+        return self.size.parameters + (self.trained if self.config.lora_rank else 0)
 
+    @abstractmethod
+    def resident(self) -> _Resident:
+        """Return the memory between two optimizer steps, without offloading."""
+
+    @abstractmethod
+    def offloaded(self, resident: _Resident) -> _Resident:
+        """Return the memory between two optimizer steps with the optimizer offloaded to host memory."""
+
+    @abstractmethod
     def gathered_rest(self) -> int:
-        """What no layer has, gathered for a whole pass."""
-        return self.width * self.size.rest if self.config.engine == "fsdp" else 0
+        """Bytes of the parameters outside of layers that are gathered during a whole pass."""
 
+    @abstractmethod
     def backward(self, head: int) -> int:
-        """Gathered parameters and gradients on their way, while activations are there.
+        """Return the bytes of gathered parameters and of gradients in buffers while activations exist.
 
         Args:
-            head: numbers of the output layer, whose gradient comes first and waits for the end; 0 without one.
+            head: number of weights of the output layer, whose gradient is computed first and kept until the end of the
+                pass; 0 without an output layer.
         """
-        width, stage = self.width, self.config.stage
-        if self.config.engine == "fsdp":
-            adapters = self.config.lora_rank > 0
-            own = self.trained // max(1, self.size.layers) if adapters else self.layer
-            # A layer's gradient, and its copy in float32 that is reduced.
-            gradients = (width + 4) * own + (0 if adapters else width * head)
-            if stage < 3:
-                # The gradients of all micro-batches but the last are added up in float32, whole; rows come of the last.
-                whole = self.trained if adapters else self.whole
-                added = 4 * (whole - self.trained // self.ranks) * self.several
-                return width * self.whole + added + gradients
-            # Of the layers one computes, and the next one is on its way.
-            return self.gathered_rest() + 2 * width * self.layer + gradients
-        # Gradients wait for each other in a buffer, which a GPU is asked for as a whole. ZeRO 1 fills it at the end.
-        buffer = width * (self.bucket if self.gpu else min(self.trained, self.bucket))
-        if stage < 2:
-            return buffer * stage * self.gpu
-        # One that is larger than the buffer goes alone.
-        waiting = width * min(self.trained, max(self.bucket, head))
-        at_once = max(self.bucket, 2 * self.layer) + self.size.rest
-        gathered = width * min(self.size.parameters, at_once) if stage == 3 and self.ranks > 1 else 0
-        return waiting + buffer + gathered
+
+    @abstractmethod
+    def step(self) -> int:
+        """Return the bytes of the optimizer step, after the activations are freed."""
+
+
+class _FSDPMemory(_TrainingMemory):
+    """Memory under fsdp, which keeps weights in float32, shards all of them, and gathers layers for passes."""
+
+    def resident(self) -> _Resident:
+        return _Resident(4 * self.stored // self.ranks, 4 * self.trained // self.ranks, 8 * self.trained // self.ranks)
+
+    def offloaded(self, resident: _Resident) -> _Resident:
+        host = resident.optimizer + 4 * self.trained // self.ranks + resident.weights
+        return _Resident(0, resident.gradients if self.config.stage < 2 else 0, 0, host)
+
+    def gathered_rest(self) -> int:
+        return self.width * self.size.rest
+
+    def backward(self, head: int) -> int:
+        gradients = self._layer_gradients(head)
+        if self.config.stage == 3:
+            # One layer is computed while the next one is gathered.
+            return self.gathered_rest() + 2 * self.width * self.layer + gradients
+        accumulated = 0
+        if self.several:
+            # Gradients of all micro-batches but the last are added up in float32, unsharded.
+            unsharded = self.trained if self.config.lora_rank else self.whole
+            accumulated = 4 * (unsharded - self.trained // self.ranks)
+        return self.width * self.whole + accumulated + gradients
+
+    def _layer_gradients(self, head: int) -> int:
+        """Bytes of the gradient of a layer with its float32 copy, which is reduced, and of the output layer."""
+        if self.config.lora_rank:
+            return (self.width + 4) * (self.trained // max(1, self.size.layers))
+        return (self.width + 4) * self.layer + self.width * head
 
     def step(self) -> int:
-        """What the end of a step takes, when activations have gone: gradients that are reduced, and their copies in
-        float32 for the optimizer.
-        """
-        if self.config.engine == "fsdp":
-            return 0 if self.config.lora_rank else (2 * self.width + 4) * self.size.rest
-        own = self.trained // self.ranks
-        if self.config.stage == 0:
-            return 4 * min(self.trained, _REDUCED)
-        if self.config.stage == 1:
-            return 4 * own + self.width * (self.bucket if self.gpu else min(self.trained, self.bucket))
-        return 4 * (own if self.config.stage == 2 else min(own, self.bucket))
+        # Gradients of the parameters outside of layers are reduced last.
+        return 0 if self.config.lora_rank else (2 * self.width + 4) * self.size.rest
+
+
+class _DeepSpeedMemory(_TrainingMemory):
+    """Memory under DeepSpeed, where the stage of ZeRO determines which parts are sharded."""
+
+    @property
+    def bucket(self) -> int:
+        """Maximum number of gradients in a buffer."""
+        return ZERO_NUMBERS["cuda" if self.gpu else "cpu"]
+
+    @property
+    def buffer(self) -> int:
+        """Bytes of the buffer in which gradients wait. A GPU allocates it as a whole."""
+        return self.width * (self.bucket if self.gpu else min(self.trained, self.bucket))
+
+    def resident(self) -> _Resident:
+        stage, trained, ranks = self.config.stage, self.trained, self.ranks
+        weights = self.width * self.stored // (ranks if stage == 3 else 1)
+        gradients = 4 * trained // (ranks if stage >= 2 else 1)
+        # Without sharding the weights are the master weights.
+        optimizer = 8 * trained if stage == 0 else 12 * trained // ranks
+        return _Resident(weights, gradients, optimizer)
+
+    def offloaded(self, resident: _Resident) -> _Resident:
+        host = resident.optimizer + 4 * self.trained // self.ranks
+        # Gradients that are not sharded stay on the GPU until the end of the step.
+        return _Resident(resident.weights, resident.gradients if self.config.stage < 2 else 0, 0, host)
+
+    def gathered_rest(self) -> int:
+        return 0
+
+    def backward(self, head: int) -> int:
+        stage = self.config.stage
+        if stage == 0:
+            return 0
+        if stage == 1:
+            # ZeRO 1 fills the buffer at the end of the step; see `step`. A GPU has it from the start.
+            return self.buffer if self.gpu else 0
+        # A gradient that is larger than the buffer is reduced alone.
+        reduced = self.width * min(self.trained, max(self.bucket, head))
+        gathered = 0
+        if stage == 3 and self.ranks > 1:
+            at_once = max(self.bucket, 2 * self.layer) + self.size.rest
+            gathered = self.width * min(self.size.parameters, at_once)
+        return reduced + self.buffer + gathered
+
+    def step(self) -> int:
+        # Gradients of the step in float32, for the optimizer.
+        shard = self.trained // self.ranks
+        match self.config.stage:
+            case 0:
+                return 4 * min(self.trained, _REDUCED)
+            case 1:
+                return 4 * shard + self.buffer
+            case 2:
+                return 4 * shard
+            case _:
+                return 4 * min(shard, self.bucket)
 
 
 def frozen(
@@ -379,7 +460,7 @@ def frozen(
     has_head: bool = True,
     layout: str = "whole",
     ranks: int = 1,
-) -> Need:
+) -> MemoryEstimate:
     """Bytes of a model that is only evaluated.
 
     Args:
@@ -395,7 +476,7 @@ def frozen(
     is_whole = layout == "whole"
     base = (CONTEXT_BYTES + NCCL_BYTES * (ranks > 1 and not is_whole)) if gpu else PROCESS_BYTES["process"]
     if size is None:
-        return Need(weights=None, passes=None, base=base)
+        return MemoryEstimate(weights=None, passes=None, base=base)
     size = size if has_head else size.without_head
     width, embedding = _WIDTH[weight_type(precision)], size.vocabulary * size.hidden
     # What is multiplied is kept in the type of products; embeddings are not.
@@ -410,7 +491,7 @@ def frozen(
         if not is_whole:
             passes += width * embedding + narrow * size.head + 2 * narrow * (size.parameters - size.rest) // size.layers
     waits = gpu and layout == "offloaded"
-    return Need(
+    return MemoryEstimate(
         weights=0 if waits else weights,
         passes=passes,
         base=base,
@@ -421,7 +502,7 @@ def frozen(
 
 def sampling(
     size: ModelSize | None, config: RolloutConfig, rows: int, tokens: int, device_bytes: int | None, *, gpu: bool
-) -> Need:
+) -> MemoryEstimate:
     """Bytes of one engine that samples, on each of its devices; on a CPU of all its processes.
 
     Args:
@@ -440,9 +521,9 @@ def sampling(
     weights = None if size is None else width * size.parameters
     loading = (weights or 0) * gpu
     if size is None or not size.layers:
-        return Need(weights=weights, cache=None, passes=None, base=base, loading=loading, generates=True)
+        return MemoryEstimate(weights=weights, cache=None, passes=None, base=base, loading=loading, generates=True)
     rows = min(rows, config.max_num_seqs)
-    return Need(
+    return MemoryEstimate(
         weights=weights,
         cache=rows * tokens * 2 * size.layers * size.keys * width,
         passes=2 * rows * size.vocabulary * 4,
@@ -455,26 +536,26 @@ def sampling(
 
 def _vllm(
     size: ModelSize | None, config: VLLMRolloutConfig, rows: int, tokens: int, device_bytes: int | None, gpu: bool
-) -> Need:
+) -> MemoryEstimate:
     """Of an engine of vLLM, whose cache has what is left of its share."""
     width, parts = _WIDTH[config.dtype], config.tensor_parallel_size
     weights = None if size is None else width * size.parameters
     if not gpu:
         cache, base = int(config.cpu_cache_gb * 2**30), PROCESS_BYTES["vllm"] * parts
-        return Need(weights=weights, cache=cache, base=base, generates=True)
+        return MemoryEstimate(weights=weights, cache=cache, base=base, generates=True)
     base = CONTEXT_BYTES + GRAPH_BYTES * (not config.enforce_eager) + NCCL_BYTES * (parts > 1)
     # While it sleeps its weights are on the machine.
     host = (weights or 0) * config.enable_sleep
     known = {"base": base, "sleeps": config.enable_sleep, "host": host, "generates": True}
     weights = None if weights is None else weights // parts
     if device_bytes is None or weights is None or size is None:
-        return Need(weights=weights, cache=None, passes=None, **known)
+        return MemoryEstimate(weights=weights, cache=None, passes=None, **known)
     passes = _vllm_pass(size, min(rows, config.max_num_seqs), width, parts)
     longest = 2 * size.layers * size.keys * width * tokens // parts
     share = int(config.gpu_memory_utilization * device_bytes)
     left = share - base - weights - passes
     short = max(longest - left, 0)
-    return Need(weights=weights, cache=max(left, 0), passes=passes, share=share, short=short, **known)
+    return MemoryEstimate(weights=weights, cache=max(left, 0), passes=passes, share=share, short=short, **known)
 
 
 def _vllm_pass(size: ModelSize, rows: int, width: int, parts: int) -> int:

@@ -1,4 +1,3 @@
-"""report.html: a run in one file that opens without a network, made of what the run writes."""
+"""Report: a run as one HTML file that needs no network. No option loads it; it is written wherever it is there."""
 
-RUN_FILES = ("metrics.jsonl", "events.jsonl", "summary.json", "plan.json")
-"""What it is made of, besides the rollouts."""
+PROVIDES = {"report program": {"html": "program:PROGRAM"}}

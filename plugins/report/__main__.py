@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from components.process.streams import accept_any_text
-from plugins.report import RUN_FILES
+from plugins.report.program import RUN_FILES
 
 SHARE = 0.02
 """At most so much of the time goes into the report of a run that is not at its end."""

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from plugins.report import RUN_FILES, gather
+from plugins.report import gather
 from plugins.report.gather import Events, Limits
+from plugins.report.program import RUN_FILES
 from plugins.report.samples import read_rollouts
 from training.tracking.run_folder import is_written
 from training.tracking.serialization import duration, json_object, write_whole

@@ -1,4 +1,4 @@
-"""W&B as a reader of a run: online where there is a key and somebody responses, else on disk in the run folder."""
+"""W&B as a metric sink of a run: online if there is a key and W&B responds, otherwise offline in the run folder."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from training.tracking.redaction import hide_in_text, remember_secret
+from training.tracking.sinks import SinkContext
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ STEP = "step"
 
 @dataclass(frozen=True, kw_only=True)
 class WandbConfig:
-    """Where W&B shows a run."""
+    """Project, name and account of a run on W&B."""
 
     key: str | None = None
     """API key. None: WANDB_API_KEY, else the netrc file; with none of them the run is kept offline, on disk."""
@@ -41,6 +42,14 @@ class WandbConfig:
 
 class Wandb:
     """One run of W&B, or its continuation."""
+
+    TITLE = "W&B"
+
+    @classmethod
+    def open(cls, context: SinkContext, **settings: Any) -> Wandb:
+        """Open the sink of a run. Settings are those of `WandbConfig`."""
+        config = {**context.config, "environment": context.environment}
+        return cls(context.run_dir, config, WandbConfig(**settings), context.run_id)
 
     def __init__(self, run_dir: Path, config: Any, options: WandbConfig, run_id: str | None = None) -> None:
         """Start the run, or continue with the one called `run_id`.

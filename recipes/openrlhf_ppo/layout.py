@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from components.generate.choice import choose_attention
 from core.placement import detect_devices
-from plugins.plan.machines import cores_here, is_here
+from training.launch.machines import cores_here, is_here
 from training.options.schema import ConfigError
 
 from .config import COUNTS, SPREAD, PPOConfig

@@ -4,10 +4,9 @@ from pathlib import Path
 
 from core import Job, RLJobBuilder, Role
 from core.placement import detect_devices
-from plugins.plan.estimate import Estimate
-from plugins.plan.memory import Need, together
-from plugins.plan.plan import Plan
 from training.launch.launch import STOP_GRACE_S
+from training.launch.model_use import ModelUse
+from training.launch.plan import Plan
 from training.launch.policy_command import PolicyCommand, frozen_role
 
 from .config import PPOConfig
@@ -59,21 +58,22 @@ class PPOCommand(PolicyCommand[PPOConfig]):
         """See `PolicyCommand.resolved`."""
         return resolved(asked)
 
-    def needs(self, config: PPOConfig, job: Job) -> dict[str, Need]:
-        """See `PolicyCommand.needs`."""
-        policy, size = config.model.path, config.step_size
-        batch, sleeps = config.mini_batch_size, config.placement.learners_sleep
-        actor, critic, start = config.train_engine(1), config.critic_engine(1), config.critic_start
-        estimate = Estimate(job, policy, config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.agent)
+    def model_uses(self, config: PPOConfig, job: Job) -> list[ModelUse]:
+        """See `PolicyCommand.model_uses`."""
         frozen, paths = config.frozen_engine, config.reward_model.paths
-        rewards = [estimate.inferred(Role.REWARD, path, frozen, size, has_head=False) for path in paths]
-        return {
-            Role.ACTOR: estimate.trained(Role.ACTOR, policy, actor, batch, publishes=True, sleeps=sleeps),
-            Role.CRITIC: estimate.trained(Role.CRITIC, start, critic, batch, has_head=False, sleeps=sleeps),
-            Role.ROLLOUT: estimate.sampled(Role.ROLLOUT, policy, config.rollout_engine(), size),
-            Role.REFERENCE: estimate.inferred(Role.REFERENCE, policy, config.frozen_engine, size),
-            Role.REWARD: together(Need(), *rewards),
-        }
+        critic = ModelUse(
+            role=Role.CRITIC,
+            path=config.critic_start,
+            config=config.critic_engine(1),
+            sequences=config.mini_batch_size,
+            has_head=False,
+            sleeps=config.placement.learners_sleep,
+        )
+        rewards = [
+            ModelUse(role=Role.REWARD, path=path, config=frozen, sequences=config.step_size, has_head=False)
+            for path in paths
+        ]
+        return [*super().model_uses(config, job), critic, *rewards]
 
     def models(self, config: PPOConfig) -> dict[str, str]:
         """See `Command.models`."""

@@ -7,10 +7,9 @@ from typing import Any
 
 from core import Job, JobBuilder
 from core.placement import detect_devices
-from plugins.plan.estimate import Estimate
-from plugins.plan.memory import Need, together
-from plugins.plan.plan import Plan
 from training.launch.launch import STOP_GRACE_S, threads_each
+from training.launch.model_use import ModelUse
+from training.launch.plan import Plan
 from training.launch.policy_command import PolicyCommand
 from training.options.schema import ConfigError
 
@@ -95,32 +94,43 @@ class VerlCommand(PolicyCommand[VerlPPOConfig]):
         train, critic = (replace(each, precision=chosen.get(each.precision, each.precision)) for each in own)
         return replace(config, train=train, critic=critic)
 
-    def needs(self, config: VerlPPOConfig, job: Job) -> dict[str, Need]:
-        """What a process of each role takes: the parts of the policy that its name says, or a model of its own."""
-        policy, size = config.model.path, config.step_size
-        estimate = Estimate(job, policy, config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.agent)
-        needs, critic = dict[str, Need](), config.critic.path or policy
-        reference = config.algorithm.reference_path or policy
-        sleeps = config.placement.learners_sleep
+    def model_uses(self, config: VerlPPOConfig, job: Job) -> list[ModelUse]:
+        """See `PolicyCommand.model_uses`. The name of a role lists the parts of the policy that its processes hold."""
+        uses = list[ModelUse]()
         for role in job.placement.processes:
-            held, parts = list[Need](), role.lower().split("_")
-            if "actor" in parts:
-                engine = config.train_engine(1)
-                held.append(
-                    estimate.trained(role, policy, engine, config.mini_batch_size, publishes=True, sleeps=sleeps)
-                )
-            if "rollout" in parts:
-                held.append(estimate.sampled(role, policy, config.rollout_engine(), size))
-            if "ref" in parts and config.has_reference_role:
-                held.append(estimate.inferred(role, reference, config.frozen_engine, size))
-            if "critic" in parts:
-                engine, batch = config.engine("critic", 1), config.size_of("critic")
-                held.append(estimate.trained(role, critic, engine, batch, has_head=False, sleeps=sleeps))
-            if "rm" in parts:
-                own = config.reward_engine
-                held.append(estimate.inferred(role, config.reward.model_path, own, size, has_head=False))
-            needs[role] = together(Need(), *held)
-        return needs
+            models = self._models_by_part(config, role)
+            uses += [models[part] for part in role.lower().split("_") if part in models]
+        return uses
+
+    def _models_by_part(self, config: VerlPPOConfig, role: str) -> dict[str, ModelUse]:
+        """Models of the parts that the name of a role may have."""
+        policy, size, sleeps = config.model.path, config.step_size, config.placement.learners_sleep
+        models = {
+            "actor": ModelUse(
+                role=role,
+                path=policy,
+                config=config.train_engine(1),
+                sequences=config.mini_batch_size,
+                publishes=True,
+                sleeps=sleeps,
+            ),
+            "rollout": ModelUse(role=role, path=policy, config=config.rollout_engine(), sequences=size),
+            "critic": ModelUse(
+                role=role,
+                path=config.critic.path or policy,
+                config=config.engine("critic", 1),
+                sequences=config.size_of("critic"),
+                has_head=False,
+                sleeps=sleeps,
+            ),
+            "rm": ModelUse(
+                role=role, path=config.reward.model_path, config=config.reward_engine, sequences=size, has_head=False
+            ),
+        }
+        if config.has_reference_role:
+            reference = config.algorithm.reference_path or policy
+            models["ref"] = ModelUse(role=role, path=reference, config=config.frozen_engine, sequences=size)
+        return models
 
     def models(self, config: VerlPPOConfig) -> dict[str, str]:
         """See `Command.models`."""

@@ -32,7 +32,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path += [str(ROOT / "scripts"), str(ROOT)]
 
-from own_python import use_own_python  # noqa: E402
+from reexec_in_venv import reexec_in_venv  # noqa: E402
 
 STOP_S = 660
 """Seconds from a stop to the end by force: the 10 minutes that core gives a step, and some."""
@@ -324,7 +324,7 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    use_own_python()
+    reexec_in_venv()
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:

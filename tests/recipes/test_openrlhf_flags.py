@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from recipe_runs import ROOT
 
-from plugins.plan.machines import Machines, assuming
 from recipes.openrlhf_ppo.config import PPOConfig
 from recipes.openrlhf_ppo.main import main, read_config
 from tests.messages import says
+from training.launch.machines import Machines, assuming
 from training.options.schema import ConfigError, fields_of, options_of, without_none
 
 UPSTREAM = Path(__file__).parent / "upstream"

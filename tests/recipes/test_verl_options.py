@@ -62,8 +62,8 @@ def test_verls_grpo_example_is_read_as_verl_means_it() -> None:
     assert (engine.zero_stage, engine.packing, engine.adam_offload, engine.engine) == (3, True, False, "fsdp")
     assert config.steps(7473 * config.data.epochs) == 15 * 7473 // 1024 == 109
     assert config.placement.frozen_models == "offloaded"
-    sinks = config.log.sinks()
-    assert (sinks["wandb"].project, sinks["wandb"].run_name) == ("verl_grpo_example_gsm8k", "qwen3_8b_function_rm")
+    wandb = config.log.sinks()["wandb"]
+    assert (wandb["project"], wandb["run_name"]) == ("verl_grpo_example_gsm8k", "qwen3_8b_function_rm")
     assert (config.data.path, config.evaluation.path) == ("data/gsm8k/train.parquet", "data/gsm8k/test.parquet")
     assert (config.data.overlong, config.evaluation.temperature) == ("leave_out", 0.0)
     notes = [*config.notes({"critic.warmup_steps"}), *CommandLine(VerlPPOConfig, arguments).notes]

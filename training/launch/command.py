@@ -17,17 +17,18 @@ from components.process.streams import accept_any_text
 from core import Job
 from core.backends.ray_address import check_reachable, is_ray_left
 from core.placement import detect_devices
-from plugins.plan.machines import Machines, assuming, is_here
-from plugins.plan.plan import Plan
 from training.launch.early_writes import check_writes
 from training.launch.inputs import absent_models
-from training.launch.launch import open_endpoint, run_job
+from training.launch.launch import role_sizes, run_job
 from training.launch.machine_limits import check_machine
+from training.launch.machines import Machines, assuming, is_here
+from training.launch.plan import Plan
 from training.options.config import CommandLine, read_file
 from training.options.groups import ModelOptions, RunOptions
 from training.options.schema import describe_options
 from training.run.continuation import Continued, continued_run
 from training.tracking import open_run_folder
+from training.tracking.observers import RunObserver, close_observers, open_observers
 
 C = TypeVar("C", bound=RunOptions)
 
@@ -150,7 +151,7 @@ class Command(ABC, Generic[C]):
             print(describe_options(self.schema))
             return 0
         line = CommandLine(self.schema, self.words(arguments))
-        endpoint = None
+        observers: list[RunObserver] = []
         try:
             _check_text(arguments)
             with assuming(_machines(line)):
@@ -176,15 +177,14 @@ class Command(ABC, Generic[C]):
             continued = continued_run(config, plan.recipe)
             if continued is not None:
                 self.check_continued(plan, continued)
-            endpoint = open_endpoint(config, plan.job, plan.recipe)
+            observers = open_observers(plan.recipe, config, role_sizes(plan.job))
             run_dir = open_run_folder(config.run_dir, config.resume)
             config = replace(config, run_dir=str(run_dir))
             plan.notes = [*plan.notes, *self.check_writes(plan)]
             plan.job.config = self.ready(config)
             (run_dir / "plan.json").write_text(plan.json(), encoding="utf-8")
         except (ValueError, OSError) as error:
-            if endpoint is not None:
-                endpoint.close()
+            close_observers(observers)
             text = re.sub(r"\w+", lambda word: _OF_CORE.get(word[0], word[0]), str(error))
             print(f"{self.folder.name}: {line.renamed(text)}", file=sys.stderr)
             return 2
@@ -197,7 +197,7 @@ class Command(ABC, Generic[C]):
             began=began,
             lines=plan.lines(),
             seconds={"warm_start": time.time() - began},
-            endpoint=endpoint,
+            observers=observers,
         )
 
     def _dry_run(self, plan: Plan) -> None:

@@ -11,29 +11,30 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from components.registry import find, names
 from core import Job
 from core.backends import BackendName
-from plugins.alarms.alarms import Alarms
-from plugins.live_view.run_view import printable
-from plugins.plan.machines import cores_here
+from training.launch.machines import cores_here
 from training.launch.programs import start_program
-from training.options.schema import options_of
 from training.terminal.terminal import Terminal
-from training.tracking import EventLog, StepEvent, config_text, finish_summary, redact
-
-if TYPE_CHECKING:
-    from plugins.monitoring.endpoint import MetricsEndpoint
+from training.terminal.view import LIVE, VIEW, printable
+from training.tracking import EventLog, config_text, finish_summary, redact
+from training.tracking.observers import OBSERVER, RunObserver, close_observers
 
 logger = logging.getLogger(__name__)
 
 REPORT_WITHIN_S = 120.0
 """So long a run waits at its end for its report (a disk may hang)."""
+REPORT, HTML = "report program", "html"
+"""Kind and name of the plug-in that provides the report: the name of a module for `python -m`. It is started with the
+run folder as its argument, and ends after it has read a line, or the end, of its stdin."""
+ON_BY_DEFAULT = {"alarms": (OBSERVER, "alarms"), "live view": (VIEW, LIVE), "report": (REPORT, HTML)}
+"""Capabilities that a run has without an option if their plug-ins are there: kind and name by title."""
 STOP_GRACE_S = 600.0
 """Seconds that a step may still take after Ctrl-C, with the checkpoint that follows it."""
 
@@ -82,7 +83,7 @@ def run_job(
     began: float,
     lines: Sequence[str] = (),
     seconds: Mapping[str, float] | None = None,
-    endpoint: MetricsEndpoint | None = None,
+    observers: Sequence[RunObserver] = (),
 ) -> int:
     """Run a job to its end, close its summary, and say how it ended.
 
@@ -95,38 +96,28 @@ def run_job(
         began: seconds since the epoch at which the user started it.
         lines: what a person should read before it starts.
         seconds: what took time before it starts, as summary.json names it.
-        endpoint: serves the state of the run until it ends.
+        observers: observers of the run; they are closed at its end.
 
     Returns:
         The exit code: 0 finished, 1 failed, 130 stopped.
     """
-    events, sizes = EventLog(run_dir / "events.jsonl"), {name: role.total for name, role in job.roles.items()}
-    config = getattr(job, "config", None)
-    # A KL to another model is not 0 before the first update.
-    silent = () if getattr(config, "starts_as_reference", True) else ("start",)
+    events, sizes = EventLog(run_dir / "events.jsonl"), role_sizes(job)
     with reporting(run_dir):
         with Terminal(recipe, run_dir, sizes, backend, began) as terminal:
+            receivers = [events, terminal, *observers]
+
+            def emit(event: Any) -> None:
+                for receiver in receivers:
+                    receiver(event)
+
             for line in (f"run folder {run_dir}", *lines):
                 terminal.info(f"{recipe}: {line}")
-            state = [endpoint.state] if endpoint is not None else []
-            if endpoint is not None:
-                terminal.info(f"{recipe}: metrics at {endpoint.url}/metrics and {endpoint.url}/state")
-
-            def show(alarm: Any) -> None:
-                for observer in (terminal, *state):
-                    observer(alarm)
-
-            observers = [
-                events,
-                terminal,
-                *state,
-                alarm_observer(events, show, options_in_use(config), silent),
-            ]
+            for line in (*missing_defaults(), *(line for each in observers for line in each.start(run_dir, emit))):
+                terminal.info(f"{recipe}: {line}")
             logs = run_dir / "logs"
-            result = job.submit(recipe, backend=backend, log_dir=logs, began=began, observers=observers)
+            result = job.submit(recipe, backend=backend, log_dir=logs, began=began, observers=receivers)
         events.close()
-        if endpoint is not None:
-            endpoint.close()
+        close_observers(observers)
         finish_summary(
             run_dir,
             result.status,
@@ -145,28 +136,30 @@ def run_job(
     return result.exit_code
 
 
-def open_endpoint(config: Any, job: Job, recipe: str) -> MetricsEndpoint | None:
-    """Bind the monitoring endpoint of a run, or return None without `log.metrics_port`.
+def role_sizes(job: Job) -> dict[str, int]:
+    """Return the number of workers of each role."""
+    return {name: role.total for name, role in job.roles.items()}
 
-    Raises:
-        OSError: the port cannot be used.
-    """
-    if config.log.metrics_port is None:
-        return None
-    from plugins.monitoring.endpoint import MetricsEndpoint, RunState
 
-    state = RunState(recipe, {name: role.total for name, role in job.roles.items()})
-    return MetricsEndpoint(state, config.log.metrics_host, config.log.metrics_port)
+def missing_defaults() -> list[str]:
+    """Return a line with the capabilities of `ON_BY_DEFAULT` whose plug-ins are not installed; none if all are."""
+    missing = [title for title, (kind, name) in ON_BY_DEFAULT.items() if name not in names(kind)]
+    return [f"plug-ins that are not installed: {', '.join(missing)}; the run continues without them"] if missing else []
 
 
 @contextmanager
 def reporting(run_dir: Path) -> Iterator[None]:
-    """Let a program of its own keep `run_dir/report.html` current while the block lasts, and write it once more at the
-    end. It takes nothing from the run, and what goes wrong with it is one warning.
+    """Keep `run_dir/report.html` current in a separate process while the block lasts, and write it at its end.
+
+    A failure of that process is one warning. Without a plug-in that provides the report there is none.
     """
+    module: str | None = find(REPORT, HTML)
+    if module is None:
+        yield
+        return
     report, pipe = run_dir / "report.html", subprocess.PIPE
     # In a session of its own, so that Ctrl-C is the run's.
-    program = start_program("plugins.report", str(run_dir), stdin=pipe, stderr=pipe, start_new_session=True)
+    program = start_program(module, str(run_dir), stdin=pipe, stderr=pipe, start_new_session=True)
     try:
         yield
     finally:
@@ -183,28 +176,3 @@ def reporting(run_dir: Path) -> Iterator[None]:
             # A terminal that is gone, a pipe that nobody reads: the run has ended well all the same.
             with suppress(OSError, ValueError):
                 print(f"report: {report}", flush=True)
-
-
-def options_in_use(config: Any) -> set[str]:
-    """Names of the options that change something in a run with this configuration."""
-    names = {option.name for option in options_of(type(config))} if is_dataclass(config) else set[str]()
-    agent = getattr(config, "agent", None)
-    return names if agent and agent.func_path else {name for name in names if not name.startswith("agent.")}
-
-
-def alarm_observer(
-    events: EventLog, terminal: Callable[[Any], None], options: Collection[str], silent: Collection[str] = ()
-) -> Callable[[Any], None]:
-    """An observer that looks at the metrics of every step, and says and writes down what is wrong with them, with what
-    to try by these options. Alarms that are `silent` mean nothing in this run.
-    """
-    alarms = Alarms(options, silent)
-    alarms.recall(events.path.parent)
-
-    def look(event: Any) -> None:
-        if isinstance(event, StepEvent):
-            for alarm in alarms.look(event.step, event.metrics):
-                events(alarm)
-                terminal(alarm)
-
-    return look

@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 from components.models.size import model_size
 from core import Job, JobBuilder, RLJobBuilder, Role
 from core.placement import detect_devices
-from plugins.plan.estimate import Estimate
-from plugins.plan.memory import Need
-from plugins.plan.plan import Plan, attention_notes, steps_text
 from training.launch.command import Command
 from training.launch.inputs import CHECKED_ROWS, check_prompts, data_tokenizer, describe_prompts, resolved
 from training.launch.launch import STOP_GRACE_S, threads_each
+from training.launch.model_use import ModelUse
+from training.launch.plan import Plan, attention_notes
+from training.launch.row_counts import steps_text
 from training.options.adapter import as_text
 from training.options.config import CommandLine
 from training.options.groups import ModelOptions
@@ -137,7 +137,8 @@ class PolicyCommand(Command[C]):
             job=job,
             config=config,
             changed=line.changed(),
-            needs=self.needs(config, job),
+            models=self.model_uses(config, job),
+            longest=longest_sequence(config),
             steps=steps_text(config.arithmetic, data.path, data.max_samples, data.probs),
             choices=[
                 f"{train.engine} zero_stage={config.train_engine(1).stage} {train.precision}{attention}",
@@ -148,17 +149,21 @@ class PolicyCommand(Command[C]):
             overlaps=config.asynchronous.ahead > 0,
         )
 
-    def needs(self, config: C, job: Job) -> dict[str, Need]:
-        """What a process of each role that holds a model will take."""
-        model, size = config.model.path, config.step_size
-        estimate = Estimate(job, model, config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.agent)
-        engine, sleeps = config.train_engine(1), config.placement.learners_sleep
-        batch = config.mini_batch_size
-        return {
-            Role.ACTOR: estimate.trained(Role.ACTOR, model, engine, batch, publishes=True, sleeps=sleeps),
-            Role.ROLLOUT: estimate.sampled(Role.ROLLOUT, model, config.rollout_engine(), size),
-            Role.REFERENCE: estimate.inferred(Role.REFERENCE, model, config.frozen_engine, size),
-        }
+    def model_uses(self, config: C, job: Job) -> list[ModelUse]:  # noqa: ARG002 - for a subclass
+        """Return the models that the roles of the job hold."""
+        model, size, sleeps = config.model.path, config.step_size, config.placement.learners_sleep
+        return [
+            ModelUse(
+                role=Role.ACTOR,
+                path=model,
+                config=config.train_engine(1),
+                sequences=config.mini_batch_size,
+                publishes=True,
+                sleeps=sleeps,
+            ),
+            ModelUse(role=Role.ROLLOUT, path=model, config=config.rollout_engine(), sequences=size),
+            ModelUse(role=Role.REFERENCE, path=model, config=config.frozen_engine, sequences=size),
+        ]
 
     def models(self, config: C) -> dict[str, str]:
         """See `Command.models`."""
@@ -237,6 +242,14 @@ class PolicyCommand(Command[C]):
     def ready(self, config: C) -> C:
         """With the path of the demonstration's model, which is made where it is not there yet."""
         return replace(config, model=config.model.prepared(Path(config.run_dir)))
+
+
+def longest_sequence(config: RLOptions) -> int:
+    """Return the maximum number of tokens of a prompt, or of an episode, with its response."""
+    most_prompt, most_new = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    read, size = config.agent.longest_prompt(most_prompt, most_new), model_size(config.model.path)
+    limits = (read and read + most_new, size and size.positions)
+    return min(filter(None, limits), default=most_prompt + most_new)
 
 
 def _check_positions(config: RLOptions) -> None:

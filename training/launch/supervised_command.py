@@ -15,11 +15,12 @@ from components.rewards.scorers import TASK_PREFIX
 from core import JobBuilder, Role
 from core.placement import detect_devices
 from plugins.demo.warm_start import WARM_START_PREFIX, resolve_model
-from plugins.plan.memory import learning
-from plugins.plan.plan import Plan, attention_notes, steps_text
 from training.launch.command import Command
 from training.launch.inputs import check_model, check_vocabulary
 from training.launch.launch import STOP_GRACE_S
+from training.launch.model_use import ModelUse
+from training.launch.plan import Plan, attention_notes
+from training.launch.row_counts import steps_text
 from training.options.config import CommandLine
 from training.options.groups import ModelOptions
 from training.options.schema import ConfigError, limit_note
@@ -65,24 +66,26 @@ class SupervisedCommand(Command[C]):
 
     def plan(self, asked: C, line: CommandLine[C]) -> Plan:
         """See `Command.plan`."""
-        gpus = detect_devices()
-        config = asked.resolved(gpus)
+        config = asked.resolved(detect_devices())
         job = self.build_job(config)
-        ranks, gpu, size = config.placement.ranks, job.device_type == "GPU", model_size(config.model.path)
-        engine = config.engine(1)
-        longest = min(config.data.max_tokens, (size and size.positions) or config.data.max_tokens)
-        sequences = config.GROUP_SIZE * config.train.batch_size
+        size, engine = model_size(config.model.path), config.engine(1)
         role = next(name for name, own in job.roles.items() if own.kind == "train")
-        # A reward model has a head of its own.
-        has_head = role != Role.REWARD
-        need = learning(size, engine, ranks, longest, sequences, gpu=gpu, has_head=has_head)
+        use = ModelUse(
+            role=role,
+            path=config.model.path,
+            config=engine,
+            sequences=config.GROUP_SIZE * config.train.batch_size,
+            # A reward model has a head of its own.
+            has_head=role != Role.REWARD,
+        )
         data = config.data
         return Plan(
             recipe=self.folder.name,
             job=job,
             config=config,
             changed=line.changed(),
-            needs={role: need},
+            models=[use],
+            longest=min(data.max_tokens, (size and size.positions) or data.max_tokens),
             steps=steps_text(lambda count: arithmetic(config, count), data.path, data.max_samples, data.probs),
             choices=[f"{engine.engine} zero_stage={engine.stage} {engine.precision}"],
             notes=config.notes(line.named) + attention_notes(asked.model.attn_implementation),

@@ -39,7 +39,7 @@ from components.train.config import (
     product_type,
 )
 from core import beat
-from plugins.plan.machines import Machines
+from training.launch.machines import Machines
 from training.options.schema import Options, at_home, limit_note, recipe_of, refuse, tried, where
 from training.run.checkpoints.checkpoint import Checkpoints
 

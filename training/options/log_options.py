@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from components.ranges import Range
-from plugins.monitoring.address import endpoint_fault
-from training.options.schema import Options
-from training.tracking import WandbConfig
+from components.registry import load
+from training.options.schema import Options, tried
+from training.tracking.observers import OBSERVER, ObserverType
+from training.tracking.sinks import SINK
 
 
 @dataclass(kw_only=True)
@@ -40,17 +41,26 @@ class LogOptions(Options, group="log"):
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
-        if self.metrics_port is not None and (fault := endpoint_fault(self.metrics_host)):
-            yield fault
+        for name in self.sinks():
+            yield from tried("", load, SINK, name, f"log.{name}=true")
+        if self.metrics_port is not None:
+            yield from tried("", self._check_endpoint)
 
-    def sinks(self) -> dict[str, Any]:
-        """What `Tracker` is told of it."""
-        wandb = WandbConfig(
-            key=self.wandb_key,
-            project=self.wandb_project,
-            run_name=self.wandb_name,
-            group=self.wandb_group,
-            org=self.wandb_org,
-        )
-        asked = self.wandb or self.wandb_key
-        return {"wandb": wandb if asked else None, "tensorboard": self.tensorboard_dir or self.tensorboard}
+    def sinks(self) -> dict[str, dict[str, Any]]:
+        """Settings of the metric sinks that the options name, by the names of the sinks; see `Tracker`."""
+        chosen: dict[str, dict[str, Any]] = {}
+        if self.tensorboard or self.tensorboard_dir:
+            chosen["tensorboard"] = {"folder": self.tensorboard_dir}
+        if self.wandb or self.wandb_key:
+            chosen["wandb"] = {
+                "key": self.wandb_key,
+                "project": self.wandb_project,
+                "run_name": self.wandb_name,
+                "group": self.wandb_group,
+                "org": self.wandb_org,
+            }
+        return chosen
+
+    def _check_endpoint(self) -> None:
+        endpoint: ObserverType = load(OBSERVER, "monitoring", f"log.metrics_port={self.metrics_port}")
+        endpoint.check(self)

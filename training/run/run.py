@@ -106,7 +106,7 @@ class Run(Generic[Item]):
             self.recipe.name,
             trainer.config,
             own.seed,
-            **own.log.sinks(),
+            sinks=own.log.sinks(),
             resume_step=stream.step,
             state=resumed[1]["tracker"] if resumed else None,
             emit=trainer.emit,

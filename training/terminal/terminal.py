@@ -1,4 +1,4 @@
-"""What the person at the terminal sees of a run, in the driver."""
+"""Output of a run on the terminal or in a pipe, in the driver."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from plugins.live_view.run_view import RunView
-from plugins.live_view.screen import Screen
+from components.registry import find
 from training.terminal.driver_log import driver_log
+from training.terminal.view import LIVE, VIEW, TerminalView, ViewType
 from training.tracking.event_types import AlarmEvent, StepEvent
 from training.tracking.tracker import console_line
 
@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 class Terminal:
-    """An observer of a job. On a terminal it draws how the run stands, elsewhere it prints a line of `key=value` for
-    every step; what is printed meanwhile scrolls up. What libraries write is in logs/driver.log.
+    """An observer of a job that prints a line of `key=value` for every step. On a terminal it shows a view of the run
+    instead, if a plug-in provides one, and lines scroll above it. Output of libraries goes to logs/driver.log.
 
-    With backend=local everything is left as it is, so that breakpoints work: then it only prints.
+    With backend=local the streams stay as they are, so that breakpoints work: then it only prints.
     """
 
     def __init__(self, recipe: str, run_dir: Path, roles: Mapping[str, int], backend: str, began: float) -> None:
@@ -38,8 +38,8 @@ class Terminal:
             began: seconds since the epoch at which the user started the run.
         """
         self._log = run_dir / "logs" / "driver.log" if backend == "ray" else None
-        self._view = RunView(f"{recipe}  {run_dir}", roles, began)
-        self._screen: Screen | None = None
+        self._title, self._roles, self._began = f"{recipe}  {run_dir}", roles, began
+        self._view: TerminalView | None = None
         self._undo = ExitStack()
         self._out: Any = None
 
@@ -48,12 +48,14 @@ class Terminal:
         if self._log is None:
             return self
         with ExitStack() as undo:
-            if _is_terminal(sys.stdout):
+            view_type: ViewType | None = find(VIEW, LIVE) if _is_terminal(sys.stdout) else None
+            if view_type is not None:
                 sys.stdout.flush()
-                self._screen = Screen(os.dup(sys.stdout.fileno()), self._view.frame, sys.stdout.encoding)
-                undo.callback(self._screen.close)
-            # A frame must be the only thing that is written to the terminal.
-            undo.enter_context(driver_log(self._log, self.info, (2,) if self._screen is None else (1, 2)))
+                terminal = os.dup(sys.stdout.fileno())
+                self._view = view_type(self._title, self._roles, self._began, terminal, sys.stdout.encoding)
+                undo.callback(self._view.close)
+            # Nothing but the view may write to its terminal.
+            undo.enter_context(driver_log(self._log, self.info, (2,) if self._view is None else (1, 2)))
             lines = _Lines(self.info)
             undo.callback(lines.end)
             undo.enter_context(redirect_stdout(lines))
@@ -64,17 +66,18 @@ class Terminal:
         self._undo.close()
 
     def __call__(self, event: Any) -> None:
-        """Take in what the job tells."""
-        self._view.take(event)
+        """Receive an event of the job."""
+        if self._view is not None:
+            self._view.take(event)
         if isinstance(event, AlarmEvent):
             self.info(f"warning: {event.text}; {event.advice}")
-        elif self._screen is None and isinstance(event, StepEvent) and event.shown:
+        elif self._view is None and isinstance(event, StepEvent) and event.shown:
             self.info(console_line(event.step, {name: event.metrics[name] for name in event.shown}))
 
     def info(self, line: str) -> None:
         """Show a line."""
-        if self._screen is not None:
-            self._screen.info(line)
+        if self._view is not None:
+            self._view.info(line)
             return
         try:
             print(line, file=self._out, flush=True)

@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics, rollouts, events, a summary. Files are the truth; W&B and TensorBoard read along.
+"""Record of a run: metrics, rollouts, events and a summary in files, and metrics in further sinks of plug-ins.
 
 Nothing here may stop a training run: a sink that fails is switched off with one warning. Nothing here needs
 torch.
@@ -7,7 +7,6 @@ torch.
           tokenizer/  tensorboard/  wandb/  .lock
 """
 
-from plugins.wandb.sink import WandbConfig
 from training.tracking.event_types import AlarmEvent, PhaseEvent, StepEvent
 from training.tracking.events import EventLog
 from training.tracking.redaction import redact
@@ -21,7 +20,6 @@ __all__ = [
     "PhaseEvent",
     "StepEvent",
     "Tracker",
-    "WandbConfig",
     "config_text",
     "console_line",
     "finish_summary",

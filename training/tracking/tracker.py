@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from plugins.wandb.sink import Wandb, WandbConfig
+from components.registry import load
 from training.tracking.environment import write_environment
 from training.tracking.event_types import StepEvent
 from training.tracking.redaction import hide_in_text, redact
 from training.tracking.serialization import plain, write_whole
-from training.tracking.sinks import JsonLines, Sink, TensorBoard
+from training.tracking.sinks import SINK, JsonLines, Sink, SinkContext, SinkType
 from training.tracking.summary import begin_summary, check_fields, merge_summary
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-WANDB_ID = "wandb_id"
 ROLLOUTS, UNREWARDED = "rollouts/step_{step:06d}.parquet", "failed/step_{step:06d}-rewards.parquet"
 """Of a step: what it was trained on, and what it was not trained on because there is no reward."""
 
@@ -42,8 +41,7 @@ class Tracker:
         config: Any,
         seed: int,
         *,
-        wandb: WandbConfig | None = None,
-        tensorboard: str | Path | bool = False,
+        sinks: Mapping[str, Mapping[str, Any]] | None = None,
         resume_step: int = 0,
         state: Mapping[str, Any] | None = None,
         emit: Callable[[Any], object] = lambda _: None,
@@ -56,10 +54,10 @@ class Tracker:
             recipe: the name of the recipe, for the summary.
             config: a mapping or dataclass; written with keys and tokens hidden.
             seed: the run's seed, for the summary.
-            wandb: log to W&B too; None leaves it off.
-            tensorboard: write TensorBoard's files too: True puts them in `<run_dir>/tensorboard`, a path there.
+            sinks: settings of further metric sinks by the names under which plug-ins provide them, such as
+                `{"tensorboard": {}}`. Default: metrics.jsonl alone.
             resume_step: metrics and rollouts of later steps are removed, as those steps are done again; 0 begins anew.
-            state: `state_dict()` of the tracker that the checkpoint was written with: W&B continues in the same run.
+            state: `state_dict()` of the tracker in the checkpoint. A sink such as W&B continues in the same record.
             emit: takes a StepEvent for every line of metrics; a workload's `emit` brings it to the driver.
             shown: the metrics that a person is to see of each step, in this order; a name that ends in `/` stands for
                 all of that group.
@@ -68,7 +66,7 @@ class Tracker:
         self._announce, self._shown = emit, tuple(shown)
         self._sinks: dict[str, Sink] = {}
         self._off: set[str] = set()
-        self._wandb_id: str | None = (state or {}).get(WANDB_ID) if wandb is not None else None
+        self._run_ids: dict[str, str | None] = {}
         redact(os.environ)  # so that no key that stands there is written
         hidden = redact(config)
         environment: dict[str, Any] = {}
@@ -76,20 +74,14 @@ class Tracker:
         self._guard("config.yaml", lambda: write_config(self.run_dir, config))
         self._guard("environment.json", lambda: environment.update(write_environment(self.run_dir)))
         self._open_sink("metrics.jsonl", lambda: JsonLines(self.run_dir / "metrics.jsonl", resume_step))
-        if tensorboard:
-            own = self.run_dir / "tensorboard"
-            folder = own if tensorboard is True else Path(tensorboard).expanduser()
-            # In a folder of the user's other runs may stand beside; a new one must not void those.
-            purge_step = resume_step + 1 if folder == own or resume_step else None
-            self._open_sink("TensorBoard", lambda: TensorBoard(folder, purge_step))
-        if wandb is not None:
-            described = {**hidden, "environment": environment}
-            self._open_sink("W&B", lambda: self._start_wandb(described, wandb))
+        for name, settings in (sinks or {}).items():
+            run_id = (state or {}).get(f"{name}_id")
+            self._open_provided(name, SinkContext(self.run_dir, hidden, environment, resume_step, run_id), settings)
         self._guard("summary.json", lambda: begin_summary(self.run_dir, recipe, seed, resume_step))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a tracker that resumes from a checkpoint needs to know: {"wandb_id"}, None without W&B."""
-        return {WANDB_ID: self._wandb_id}
+        """Identifiers with which sinks continue after a resume, such as {"wandb_id": "..."}."""
+        return {name: run_id for name, run_id in self._run_ids.items() if run_id}
 
     def log(
         self,
@@ -159,10 +151,17 @@ class Tracker:
             self._guard(name, sink.close)
         self._sinks.clear()
 
-    def _start_wandb(self, config: Any, options: WandbConfig) -> Wandb:
-        run = Wandb(self.run_dir, config, options, self._wandb_id)
-        self._wandb_id = run.run_id
-        return run
+    def _open_provided(self, name: str, context: SinkContext, settings: Mapping[str, Any]) -> None:
+        sink_type: SinkType = load(SINK, name)
+        # Kept if the sink fails to open: a later attempt continues in the same record.
+        self._run_ids[f"{name}_id"] = context.run_id
+
+        def open_it() -> Sink:
+            sink = sink_type.open(context, **settings)
+            self._run_ids[f"{name}_id"] = sink.run_id
+            return sink
+
+        self._open_sink(sink_type.TITLE, open_it)
 
     def _open_sink(self, name: str, make: Callable[[], Sink]) -> None:
         def open_it() -> None:

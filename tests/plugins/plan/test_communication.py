@@ -8,7 +8,7 @@ import pytest
 from components.models.size import ModelSize
 from components.train.config import TrainConfig
 from plugins.plan.communication import sent_bytes
-from plugins.plan.memory import Need, learning, together
+from plugins.plan.memory import MemoryEstimate, learning, together
 
 # Two layers of 460 parameters, an embedding of 80; query heads of 4 numbers, of which two share a key head.
 DENSE = ModelSize(parameters=1000, layers=2, hidden=8, heads=4, queries=16, keys=8, intermediate=10, vocabulary=10)
@@ -71,4 +71,7 @@ def test_a_plan_counts_tokens_and_passes_of_a_rank() -> None:
     # Of 8 sequences of 20 tokens a pair of ranks has 4, in two passes, and one of the pair a half of each.
     assert learning(DENSE, config, 4, 20, 8).sends == sent(DENSE, 4, tokens=40, passes=2, context=2)
     assert learning(None, config, 4, 20, 8).sends == {}
-    assert together(Need(sends={"data": 1}), Need(sends={"data": 2, "expert": 5})).sends == {"data": 3, "expert": 5}
+    assert together(MemoryEstimate(sends={"data": 1}), MemoryEstimate(sends={"data": 2, "expert": 5})).sends == {
+        "data": 3,
+        "expert": 5,
+    }

@@ -12,11 +12,12 @@ import pytest
 
 from core import Job, RLJobBuilder
 from core.placement import detect_devices
-from plugins.plan.machines import Machines, assumed, assuming, node_lines, nodes_of
-from plugins.plan.plan import Capacity
+from plugins.plan.capacity import Capacity
 from tests.messages import says
 from tests.model_folders import folder_of
 from training.launch.launch import threads_each
+from training.launch.machines import Machines, assumed, assuming
+from training.launch.node_layout import node_lines, nodes_of
 from training.options.groups import PlacementOptions
 
 RECIPES = ("dpo", "grpo", "multi_turn", "openrlhf_ppo", "reinforce_pp", "reward_model", "sft", "verl_ppo")

@@ -14,7 +14,7 @@ from plugins.plan.memory import (
     GRAPH_BYTES,
     NCCL_BYTES,
     PROCESS_BYTES,
-    Need,
+    MemoryEstimate,
     frozen,
     micro_batch_tokens,
     phases,
@@ -179,10 +179,10 @@ def test_what_is_offloaded_or_sleeps_is_on_the_machine() -> None:
     assert (need.weights, need.gradients, need.optimizer, need.host) == (4000, 4000, 0, 2000 + 6000)
     # Gradients are let go of at the end of a step, but for the buffer of ZeRO 3.
     asleep = training(ModelSize(parameters=1000), TrainConfig(), 1, tokens=1, gpu=True, sleeps=True)
-    assert (asleep.certain, asleep.host) == (16_000, 12_000)
+    assert (asleep.fixed_bytes, asleep.host) == (16_000, 12_000)
     config = TrainConfig(zero_stage=3, precision="bf16")
     asleep = training(ModelSize(parameters=1000), config, 2, tokens=1, gpu=True, sleeps=True)
-    assert (asleep.certain, asleep.host) == (9_000, 9_000)
+    assert (asleep.fixed_bytes, asleep.host) == (9_000, 9_000)
     shared = VLLMRolloutConfig(enable_sleep=True, tensor_parallel_size=2)
     engine = sampling(ModelSize(parameters=1000), shared, 1, 1, GB, gpu=True)
     assert (engine.weights, engine.host) == (2000, 4000)  # of both devices
@@ -208,7 +208,7 @@ def test_a_micro_batch_is_what_the_budget_and_the_step_allow() -> None:
 def test_an_hf_engines_cache_grows_with_rows_and_tokens() -> None:
     need = sampling(SMALL, HFRolloutConfig(max_num_seqs=8), 100, 64, None, gpu=False)
     # 8 rows x 64 tokens x keys and values x 2 layers x 5 numbers x 4 bytes; it is not sure to be taken.
-    assert (need.weights, need.cache, need.certain) == (400_000, 8 * 64 * 2 * 2 * 5 * 4, 400_000)
+    assert (need.weights, need.cache, need.fixed_bytes) == (400_000, 8 * 64 * 2 * 2 * 5 * 4, 400_000)
     assert sampling(SMALL, HFRolloutConfig(precision="bf16"), 4, 64, None, gpu=False).cache == 4 * 64 * 2 * 2 * 5 * 2
 
 
@@ -257,25 +257,28 @@ def test_a_sharded_model_is_divided_and_one_that_is_offloaded_waits_on_the_machi
 
 
 def test_what_sleeps_is_not_there_while_others_work() -> None:
-    actor = Need(weights=10, gradients=4, optimizer=20, passes=7, let_go=4, sleeps=True, published=1)
-    engine = Need(weights=5, cache=50, passes=3, sleeps=True, generates=True)
-    reference = Need(weights=2, passes=9)
-    found = {phase.name: (phase.certain, phase.brief) for phase in phases([actor, engine, reference])}
+    actor = MemoryEstimate(weights=10, gradients=4, optimizer=20, passes=7, freed_gradients=4, sleeps=True, published=1)
+    engine = MemoryEstimate(weights=5, cache=50, passes=3, sleeps=True, generates=True)
+    reference = MemoryEstimate(weights=2, passes=9)
+    found = {phase.name: (phase.fixed_bytes, phase.transient_bytes) for phase in phases([actor, engine, reference])}
     # The reference stays; gradients are let go of before the engine has its weights again, and a bucket travels.
     assert found == {"generation": (57, 3), "training": (36, 9), "weight sync": (37, 2 * BUCKET_BYTES)}
-    awake = Need(weights=5, cache=50, passes=3, generates=True)
-    found = {phase.name: phase.certain for phase in phases([actor, awake, reference])}
+    awake = MemoryEstimate(weights=5, cache=50, passes=3, generates=True)
+    found = {phase.name: phase.fixed_bytes for phase in phases([actor, awake, reference])}
     assert found == {"generation": 57, "training": 91, "weight sync": 87}
     assert [phase.name for phase in phases([actor])] == ["work"]
 
 
 def test_one_process_keeps_what_stays_and_lends_what_sleeps() -> None:
-    actor, engine = Need(weights=10, passes=1, sleeps=True), Need(weights=5, cache=6, sleeps=True, generates=True)
-    both = together(Need(), together(actor, engine), Need(weights=1))
-    assert [phase.certain for phase in phases([both])] == [12, 11]
+    actor, engine = (
+        MemoryEstimate(weights=10, passes=1, sleeps=True),
+        MemoryEstimate(weights=5, cache=6, sleeps=True, generates=True),
+    )
+    both = together(MemoryEstimate(), together(actor, engine), MemoryEstimate(weights=1))
+    assert [phase.fixed_bytes for phase in phases([both])] == [12, 11]
 
 
 def test_one_process_that_does_two_things_keeps_both() -> None:
-    both = together(Need(weights=1, optimizer=2, passes=5), Need(weights=10, cache=20, passes=3))
+    both = together(MemoryEstimate(weights=1, optimizer=2, passes=5), MemoryEstimate(weights=10, cache=20, passes=3))
     assert (both.weights, both.optimizer, both.cache, both.passes) == (11, 2, 20, 5)
-    assert together(Need(weights=None), Need(weights=1)).weights is None
+    assert together(MemoryEstimate(weights=None), MemoryEstimate(weights=1)).weights is None

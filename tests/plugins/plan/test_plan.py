@@ -12,11 +12,15 @@ import pytest
 from components.models.size import ModelSize
 from components.train.config import VLLMRolloutConfig
 from core import JobBuilder
-from plugins.plan.memory import PROCESS_BYTES, Need, sampling, together
-from plugins.plan.plan import Capacity, Plan, amount, gpu_bytes, steps_text
+from plugins.plan.capacity import Capacity, gpu_bytes
+from plugins.plan.collect import RunMemory
+from plugins.plan.memory import PROCESS_BYTES, MemoryEstimate, sampling, together
+from plugins.plan.memory_plan import MemoryPlan
+from plugins.plan.text import format_bytes
 from recipes.grpo.config import GRPOConfig
 from tests.messages import says
 from tests.model_folders import LARGE, folder_of
+from training.launch.node_layout import nodes_of
 from training.options.groups import DataOptions, ModelOptions, PlacementOptions
 from training.options.rl_options import PolicyTrainOptions
 
@@ -28,44 +32,49 @@ ACTOR = "actor_rollout_ref.actor"
 # --- the plan
 
 
-def plan_of(needs: dict[str, Need], *, device: int | None, collocated: bool = True, kind: Any = "GPU") -> Plan:
+def plan_of(
+    estimates: dict[str, MemoryEstimate], *, device: int | None, collocated: bool = True, kind: Any = "GPU"
+) -> MemoryPlan:
     config = GRPOConfig(model=ModelOptions(path="m"), data=DataOptions(path="task:sort"))
     builder = JobBuilder().config(config)
     builder.device_type(kind).device_per_node(8)
     builder.role("TRAINER").run("recipes.grpo.trainer:GRPOTrainer")
-    for role in needs:
+    for role in estimates:
         builder.role(role).run("recipes.grpo.roles.actor:Actor").total(2).resource(accelerator=1)
     if collocated:
-        builder.with_collocation(*needs)
+        builder.with_collocation(*estimates)
     job = builder.build()
-    return Plan(
-        recipe="demo",
+    estimates = {role: estimates.get(role, MemoryEstimate()) for role in job.placement.processes}
+    run = RunMemory(
         job=job,
         config=job.config,
-        changed={},
-        needs=needs,
-        steps="",
-        choices=[],
+        nodes=nodes_of(job),
+        estimates=estimates,
         capacity=Capacity(100 * GB, device),
     )
+    return MemoryPlan(run)
 
 
-def learner(**options: Any) -> Need:
-    return Need(weights=10 * GB, gradients=10 * GB, optimizer=20 * GB, passes=5 * GB, base=0, **options)
+def text_of(plan: MemoryPlan) -> str:
+    return "\n".join(text for _, text in plan.paragraphs())
+
+
+def learner(**options: Any) -> MemoryEstimate:
+    return MemoryEstimate(weights=10 * GB, gradients=10 * GB, optimizer=20 * GB, passes=5 * GB, base=0, **options)
 
 
 def test_roles_that_share_a_gpu_keep_what_stays_and_take_turns_with_the_rest() -> None:
-    sampler = Need(weights=10 * GB, cache=20 * GB, base=0, generates=True)
-    device, machine = json.loads(plan_of({"ACTOR": learner(), "ROLLOUT": sampler}, device=80 * GB).json())["places"]
+    sampler = MemoryEstimate(weights=10 * GB, cache=20 * GB, base=0, generates=True)
+    device, machine = plan_of({"ACTOR": learner(), "ROLLOUT": sampler}, device=80 * GB).fields()["places"]
     assert (device["place"], device["least"], device["most"]) == ("a GPU of ACTOR + ROLLOUT", 70 * GB, 75 * GB)
     assert machine["most"] == PROCESS_BYTES["driver"] + 5 * PROCESS_BYTES["process"]
     # Where both sleep while the other works, the larger phase counts: 30 GB of generation, or of training 40 and 5.
-    engine = Need(weights=10 * GB, cache=20 * GB, base=0, sleeps=True, generates=True)
-    device = json.loads(plan_of({"ACTOR": learner(sleeps=True), "ROLLOUT": engine}, device=80 * GB).json())["places"][0]
+    engine = MemoryEstimate(weights=10 * GB, cache=20 * GB, base=0, sleeps=True, generates=True)
+    device = plan_of({"ACTOR": learner(sleeps=True), "ROLLOUT": engine}, device=80 * GB).fields()["places"][0]
     assert (device["least"], device["most"]) == (40 * GB, 45 * GB)
     assert device["phases"] == {"generation": 30 * GB, "training": 45 * GB}
     apart = plan_of({"ACTOR": learner(), "ROLLOUT": sampler}, device=80 * GB, collocated=False)
-    assert [place["least"] for place in json.loads(apart.json())["places"]] == [40 * GB, 30 * GB, 0]
+    assert [place["least"] for place in apart.fields()["places"]] == [40 * GB, 30 * GB, 0]
 
 
 def options_in(error: pytest.ExceptionInfo[ValueError]) -> list[str]:
@@ -80,18 +89,18 @@ def test_what_is_certain_and_cannot_fit_is_refused_with_what_to_set() -> None:
     assert "2 x (weights 10 GB, gradients 10 GB, optimizer 20 GB)" in str(error.value)
     assert options_in(error) == ["train.zero_stage=3", "train.lora_rank=16", "train.adam_offload=true"]
     plan = plan_of({"ACTOR": learner(host=60 * GB)}, device=None)
-    plan.config = replace(plan.config, train=PolicyTrainOptions(zero_stage=2, adam_offload=True, ema_beta=0.9))
+    plan.run.config = replace(plan.run.config, train=PolicyTrainOptions(zero_stage=2, adam_offload=True, ema_beta=0.9))
     with pytest.raises(ValueError, match=says("2 x (", "60 GB")) as error:
         plan.check()
     assert options_in(error) == ["train.adam_offload=false", "train.ema_beta=null"]
     plan_of({"ACTOR": learner()}, device=None).check()  # nobody knows what there is
-    assert "maybe too much" in "\n".join(plan_of({"ACTOR": learner()}, device=41 * GB).lines())
+    assert "maybe too much" in text_of(plan_of({"ACTOR": learner()}, device=41 * GB))
     plan = plan_of({"A": learner(), "B": learner()}, device=None, collocated=False, kind="CPU")
-    plan.config = replace(plan.config, placement=PlacementOptions(actor_ranks=2))
+    plan.run.config = replace(plan.run.config, placement=PlacementOptions(actor_ranks=2))
     with pytest.raises(ValueError, match=says("machine", "160 GB", "100 GB")) as error:
         plan.check()
     assert options_in(error) == ["train.lora_rank=16", "placement.actor_ranks"]
-    sampler = Need(weights=10 * GB, cache=50 * GB)
+    sampler = MemoryEstimate(weights=10 * GB, cache=50 * GB)
     with pytest.raises(ValueError) as error:
         plan_of({"ROLLOUT": sampler}, device=None, collocated=False, kind="CPU").check()
     assert options_in(error) == ["rollout.cpu_cache_gb"]
@@ -102,17 +111,17 @@ def test_a_share_that_does_not_hold_an_engines_weights_is_refused() -> None:
     need = sampling(size, VLLMRolloutConfig(dtype="bfloat16", gpu_memory_utilization=0.45), 1, 1, 80 * GB, gpu=True)
     # 0.45 x 80 = 36 GB for 20 x 2 GB of weights, 0.6 GB of context and 1 GB of CUDA graphs.
     assert (need.cache, need.short) == (0, 5_600_000_000)
-    plan = plan_of({"ACTOR": Need(), "ROLLOUT": need}, device=80 * GB)
+    plan = plan_of({"ACTOR": MemoryEstimate(), "ROLLOUT": need}, device=80 * GB)
     message = says("ROLLOUT", "36 GB", "42 GB")
     with pytest.raises(ValueError, match=message) as error:
         plan.check()
     assert options_in(error) == ["rollout.tensor_parallel", "rollout.gpu_memory"]
     # A larger share does not help where the GPU is too small, nor do more devices an engine that trains on its own.
-    plan.there = Capacity(100 * GB, 40 * GB)
+    plan.run.capacity = Capacity(100 * GB, 40 * GB)
     with pytest.raises(ValueError, match=message) as error:
         plan.check()
     assert options_in(error) == ["rollout.tensor_parallel"]
-    plan.needs = {"ROLLOUT": together(need, learner())}
+    plan.run.estimates = {"ROLLOUT": together(need, learner())}
     with pytest.raises(ValueError, match="42 GB") as error:
         plan.check()
     assert options_in(error) == []
@@ -142,16 +151,16 @@ def test_the_machines_of_a_cluster_are_taken_to_be_like_this_one(
 
 def test_a_gpu_that_is_too_small_is_refused_on_any_machine_and_the_memory_of_others_is_a_verdict() -> None:
     plan = plan_of({"ACTOR": learner(host=60 * GB)}, device=None)
-    plan.there = Capacity(100 * GB, None, is_guess=True)
+    plan.run.capacity = Capacity(100 * GB, None, is_guess=True)
     plan.check()
-    told = "\n".join(plan.lines())
+    told = text_of(plan)
     assert re.search(says("too much", "other machines", "like this one"), told)
-    assert plan.verdicts() == {"node 1": "too much"}
-    plan.there = Capacity(200 * GB, 39 * GB, is_guess=True)
+    assert plan.verdicts() == ["too much"]
+    plan.run.capacity = Capacity(200 * GB, 39 * GB, is_guess=True)
     with pytest.raises(ValueError, match=says("a GPU of ACTOR", "39 GB")):
         plan.check()
-    plan.there = Capacity(200 * GB, None)
-    assert (plan.verdicts(), "--assume_devices=8x1x80GB" in "\n".join(plan.lines())) == ({"node 1": "not known"}, True)
+    plan.run.capacity = Capacity(200 * GB, None)
+    assert (plan.verdicts(), "--assume_devices=8x1x80GB" in text_of(plan)) == (["not known"], True)
 
 
 def test_of_gpus_that_differ_only_those_count_whose_names_are_clear(
@@ -165,17 +174,6 @@ def test_of_gpus_that_differ_only_those_count_whose_names_are_clear(
         monkeypatch.setenv(name, value)
         assert Capacity.here(1).device == 8 * 2**30
     gpu_bytes.cache_clear()
-
-
-def test_steps_are_told_where_rows_are_counted_quickly(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"x": 1}\n\n{"x": 2}\n')
-    assert steps_text(str, f"{tmp_path}/a.jsonl", None) == "2"
-    assert steps_text(str, f"{tmp_path}/a.jsonl,task:sort", 9) == "9"
-    assert steps_text(str, "task:sort", None) == "10000"
-    assert "org/data" in steps_text(str, "org/data", None)
-    with (tmp_path / "large.jsonl").open("wb") as file:
-        file.truncate(65_000_000)
-    assert str(tmp_path / "large.jsonl") in steps_text(str, f"{tmp_path}/large.jsonl", None)
 
 
 def test_rows_that_are_all_held_out_make_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,7 +190,7 @@ def test_rows_that_are_all_held_out_make_no_step(tmp_path: Path, capsys: pytest.
 
 
 def test_amounts_are_short() -> None:
-    found = [amount(count) for count in (None, 0, 82_000, 1_640_000, 402_000_000, 999_600_000, 1_347 * GB)]
+    found = [format_bytes(count) for count in (None, 0, 82_000, 1_640_000, 402_000_000, 999_600_000, 1_347 * GB)]
     assert found == ["?", "-", "82 kB", "1.6 MB", "402 MB", "1 GB", "1,347 GB"]
 
 
@@ -230,7 +228,7 @@ def test_a_model_that_no_machine_holds_is_refused_before_anything_starts(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("plugins.plan.plan.Capacity.here", lambda *_: Capacity(machine=512 * GB))
+    monkeypatch.setattr("plugins.plan.capacity.Capacity.here", lambda *_: Capacity(machine=512 * GB))
     path = folder_of(tmp_path / "large", LARGE)
     given = [option.format(path) for option in options]
     main = import_module(f"recipes.{recipe}.main").main

@@ -20,7 +20,7 @@ from wandb.proto import wandb_internal_pb2
 
 from components.batch import Batch
 from tests.messages import says
-from training.tracking import EventLog, Tracker, WandbConfig, finish_summary
+from training.tracking import EventLog, Tracker, finish_summary
 
 PROJECT = Path(__file__).parents[3]
 
@@ -34,7 +34,11 @@ def no_wandb_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Ours, not those of libraries."""
-    return [r.message for r in caplog.records if r.levelno >= logging.WARNING and r.name.startswith("training.")]
+    return [
+        r.message
+        for r in caplog.records
+        if r.levelno >= logging.WARNING and r.name.startswith(("training.", "plugins."))
+    ]
 
 
 def stored_records(path: Path) -> Iterator[Any]:
@@ -80,7 +84,7 @@ def history(records: list[Any]) -> list[dict[str, Any]]:
 
 def test_wandb_without_a_key_is_kept_offline_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run_dir = tmp_path / "run"
-    tracker = Tracker(run_dir, "toy", {"lr": 1e-3}, seed=0, wandb=WandbConfig())
+    tracker = Tracker(run_dir, "toy", {"lr": 1e-3}, seed=0, sinks={"wandb": {}})
     tracker.log(1, {"reward": 0.5, "loss": math.nan, "heads": {"a": torch.tensor(2.0)}})
     tracker.close()
     (warning,) = warnings_of(caplog)
@@ -99,7 +103,7 @@ def test_wandb_that_does_not_answer_is_kept_offline_and_the_key_is_not_written(
 ) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
     key = "0123456789abcdef" * 2 + "01234567"
-    tracker = Tracker(tmp_path, "toy", {}, seed=0, wandb=WandbConfig(key=key, init_timeout=10.0))
+    tracker = Tracker(tmp_path, "toy", {}, seed=0, sinks={"wandb": {"key": key, "init_timeout": 10.0}})
     tracker.log(1, {"reward": 0.5})
     tracker.close()
     (warning,) = warnings_of(caplog)
@@ -114,13 +118,13 @@ def test_a_resumed_run_is_the_same_run_of_wandb_and_its_steps_may_go_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    first = Tracker(tmp_path, "toy", {"lr": 1}, seed=0, wandb=WandbConfig())
+    first = Tracker(tmp_path, "toy", {"lr": 1}, seed=0, sinks={"wandb": {}})
     for step in (1, 2, 3):
         first.log(step, {"try": 1})
     state = json.loads(json.dumps(first.state_dict()))
     first.close()
     assert len(state["wandb_id"]) == 8
-    resumed = Tracker(tmp_path, "toy", {"lr": 2}, seed=0, wandb=WandbConfig(), resume_step=1, state=state)
+    resumed = Tracker(tmp_path, "toy", {"lr": 2}, seed=0, sinks={"wandb": {}}, resume_step=1, state=state)
     assert resumed.state_dict() == state
     for step in (2, 3):
         resumed.log(step, {"try": 2})
@@ -141,10 +145,10 @@ def test_without_wandb_there_is_no_id_and_a_new_run_has_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = {"wandb_id": "abcdefgh"}
-    assert Tracker(tmp_path, "toy", {}, seed=0, state=state).state_dict() == {"wandb_id": None}
+    assert Tracker(tmp_path, "toy", {}, seed=0, state=state).state_dict() == {}
     # An attempt whose W&B fails keeps the id for the next one.
     monkeypatch.setenv("WANDB_MODE", "no such mode")
-    broken = Tracker(tmp_path, "toy", {}, seed=0, wandb=WandbConfig(), state=state)
+    broken = Tracker(tmp_path, "toy", {}, seed=0, sinks={"wandb": {}}, state=state)
     assert "W&B" not in broken._sinks
     assert broken.state_dict() == state
 
@@ -153,7 +157,7 @@ def test_samples_are_one_table_that_grows_by_the_rows_of_each_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    tracker = Tracker(tmp_path, "toy", {}, seed=0, wandb=WandbConfig())
+    tracker = Tracker(tmp_path, "toy", {}, seed=0, sinks={"wandb": {}})
     tracker.samples(1, list)
     tracker.samples(1, lambda: [{"prompt": "p1", "reward": torch.tensor(0.5)}, {"reward": "none", "prompt": "p2"}])
     tracker.samples(4, lambda: [{"prompt": "p3", "more": 1}])
@@ -169,9 +173,9 @@ def test_a_service_of_wandb_that_dies_costs_one_warning(tmp_path: Path) -> None:
     code = """
     import logging, os, sys
     import psutil
-    from training.tracking import Tracker, WandbConfig
+    from training.tracking import Tracker
     logging.basicConfig(format="%(message)s")
-    tracker = Tracker(sys.argv[1], "toy", {}, 0, wandb=WandbConfig())
+    tracker = Tracker(sys.argv[1], "toy", {}, 0, sinks={"wandb": {}})
     tracker.log(1, {"reward": 1.0})
     services = psutil.Process().children()
     assert len(services) == 1
@@ -239,8 +243,8 @@ def test_no_file_of_the_run_folder_holds_a_key(tmp_path: Path, monkeypatch: pyte
     everything = (
         " ".join(value for name, value in SECRETS.items() if name != "login") + f" ftp://a:{SECRETS['login']}@b"
     )
-    options = WandbConfig(key=SECRETS["wandb"])
-    tracker = Tracker(run_dir, "toy", config, 0, wandb=options, tensorboard=True)
+    sinks = {"tensorboard": {}, "wandb": {"key": SECRETS["wandb"]}}
+    tracker = Tracker(run_dir, "toy", config, 0, sinks=sinks)
     events = EventLog(run_dir / "events.jsonl")
     tracker.log(1, {"note": everything, "reward": 1.0})
     tracker.samples(1, lambda: [{"prompt": everything, "reward": 1.0}])
@@ -269,7 +273,7 @@ def test_wandb_leaves_nothing_outside_the_run_folder(
     for name in ("HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
         monkeypatch.setenv(name, str(home))
     monkeypatch.setenv("WANDB_MODE", "offline")
-    tracker = Tracker(tmp_path / "run", "toy", {}, 0, wandb=WandbConfig())
+    tracker = Tracker(tmp_path / "run", "toy", {}, 0, sinks={"wandb": {}})
     tracker.samples(1, lambda: [{"prompt": "a"}])
     tracker.close()
     assert list(home.rglob("*")) == []

@@ -4,19 +4,18 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from core import JobBuilder
 from tests.messages import says
 from tests.training.run.checkpoints.checkpoint_steps import save
-from training.launch.launch import alarm_observer, run_job, threads_each, threads_text
+from training.launch.launch import missing_defaults, run_job, threads_each, threads_text
 from training.options.groups import CheckpointOptions, ModelOptions
 from training.options.supervised_options import ExampleOptions, SupervisedOptions
 from training.run.checkpoints.checkpoint import Checkpoints
 from training.run.continuation import continued_run
-from training.tracking import AlarmEvent, EventLog, StepEvent, Tracker, finish_summary, open_run_folder
+from training.tracking import Tracker, finish_summary, open_run_folder
 
 
 def test_workers_share_the_cores_and_each_has_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,28 +108,8 @@ def test_the_end_of_a_job_is_its_exit_code_its_summary_and_its_last_line(
     assert shown.err.splitlines()[-1:] == ([f"demo: failed: {error}"] if error else [])
 
 
-def test_what_a_run_began_with_is_known_when_it_is_gone_on_with(tmp_path: Path) -> None:
-    lines = ("7", '{"step": 1, "actor/entropy": 1.0, "reward/score": null}', '{"step": 2, "ac')  # a stray one, and half
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    events, said = EventLog(tmp_path / "events.jsonl"), list[Any]()
-    bell = alarm_observer(events, said.append, {"train.learning_rate"})
-    for step in (2, 3):
-        bell(StepEvent(step, 10, 0.0, {"actor/entropy": 0.05}))  # no less than in the first step after the stop
-    assert [(event.alarm, event.step) for event in said] == [("entropy", 3)]
-    events.close()
-
-
-def test_an_alarm_is_said_and_written_once_also_by_a_run_that_is_gone_on_with(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    # A call, half a line, and an event of somebody's own class.
-    path.write_text('{"event": "call", "method": "alarm"}\n{"event": "alarm", "al\n{"event": "alarm"}\n')
-    said: list[Any] = []
-    for step in (1, 2):
-        events = EventLog(path)
-        bell = alarm_observer(events, said.append, {"train.learning_rate"})
-        bell(StepEvent(step, 10, 0.0, {"actor/approx_kl": 9.0}))
-        bell(said[0])  # an event of another kind
-        events.close()
-    written = [json.loads(line) for line in path.read_text().splitlines()[3:]]
-    assert [(event["event"], event["alarm"], event["step"]) for event in written] == [("alarm", "kl", 1)]
-    assert [(type(event), event.text) for event in said] == [(AlarmEvent, written[0]["text"])]
+def test_capabilities_that_are_not_installed_are_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert missing_defaults() == []
+    monkeypatch.setattr("training.launch.launch.names", lambda kind: ["monitoring"] if kind == "run observer" else [])
+    (line,) = missing_defaults()
+    assert "alarms, live view, report" in line

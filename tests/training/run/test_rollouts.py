@@ -206,7 +206,7 @@ def test_a_step_is_written_down_and_told_to_who_watches(tmp_path: Path) -> None:
 
 def test_answers_that_cannot_be_shown_as_text_end_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     told: list[StepEvent] = []
-    tracker = Tracker(tmp_path, "demo", {}, 0, tensorboard=True, emit=told.append)
+    tracker = Tracker(tmp_path, "demo", {}, 0, sinks={"tensorboard": {}}, emit=told.append)
     samples = with_status(responses().with_sequences(prompt_length=torch.ones(4).long()))
     samples = samples.with_objects(prompt=["a"] * 4, label=[1] * 4)
     tokenizer: Any = object()  # it has neither decode nor save_pretrained

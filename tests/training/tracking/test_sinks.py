@@ -2,98 +2,14 @@
 
 import json
 import logging
-import os
 import re
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
-import yaml
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.messages import says
+from tests.plugins.tensorboard.test_sink import run_child, scalars
 from training.tracking import Tracker
-
-PROJECT = Path(__file__).parents[3]
-
-
-def run_child(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a process of its own, with warnings on stderr."""
-    prelude = "import logging\nlogging.basicConfig(format='%(message)s')\n"
-    return subprocess.run(
-        [sys.executable, "-c", prelude + textwrap.dedent(code), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=540,
-        cwd=PROJECT,
-        env=os.environ | environment,
-    )
-
-
-def read_tensorboard(folder: Path) -> EventAccumulator:
-    reader = EventAccumulator(str(folder))
-    reader.Reload()
-    return reader
-
-
-def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
-    return [(event.step, event.value) for event in read_tensorboard(folder).Scalars(tag)]
-
-
-def test_tensorboard_shows_numbers_and_samples_in_the_run_folder(tmp_path: Path) -> None:
-    tracker = Tracker(tmp_path, "toy", {}, seed=0, tensorboard=True)
-    tracker.log(1, {"reward": 0.5, "note": "text", "heads": {"a": 2}, "done": True})
-    tracker.log(2, {"reward": 0.25})
-    tracker.samples(2, lambda: [{"prompt": "a|b\nc", "reward": 1.0}, {"reward": 0.0, "prompt": f"sk-{'k' * 20}"}])
-    # All of it is there at once, not when the tracker is closed.
-    folder = tmp_path / "tensorboard"
-    assert scalars(folder, "reward") == [(1, 0.5), (2, 0.25)]
-    assert scalars(folder, "heads/a") == [(1, 2.0)]
-    assert scalars(folder, "done") == [(1, 1.0)]
-    (text,) = read_tensorboard(folder).Tensors("samples/text_summary")
-    table = "| prompt | reward |\n| --- | --- |\n| a\\|b<br>c | 1.0 |\n| *** | 0.0 |"
-    assert (text.step, text.tensor_proto.string_val[0].decode()) == (2, table)
-
-
-def test_on_resume_tensorboard_drops_the_steps_that_are_done_again(tmp_path: Path) -> None:
-    tracker = Tracker(tmp_path, "toy", {}, seed=0, tensorboard=True)
-    for step in (1, 2, 3, 4):
-        tracker.log(step, {"try": 1})
-    resumed = Tracker(tmp_path, "toy", {}, seed=0, tensorboard=True, resume_step=2)
-    resumed.log(3, {"try": 2})
-    assert scalars(tmp_path / "tensorboard", "try") == [(1, 1.0), (2, 1.0), (3, 2.0)]
-
-
-def test_tensorboard_goes_to_a_folder_that_is_named_and_is_off_without_one(tmp_path: Path) -> None:
-    elsewhere = tmp_path / "logs"
-    Tracker(tmp_path / "run", "toy", {}, seed=0, tensorboard=elsewhere).log(1, {"reward": 0.5})
-    assert scalars(elsewhere, "reward") == [(1, 0.5)]
-    for option in (False, ""):
-        tracker = Tracker(tmp_path / "run", "toy", {}, seed=0, tensorboard=option)
-        tracker.samples(1, lambda: [{"prompt": "for nobody"}])
-    assert not (tmp_path / "run" / "tensorboard").exists()
-
-
-def test_without_tensorboard_the_run_goes_on_and_one_warning_says_what_to_install(tmp_path: Path) -> None:
-    # An environment that has what the tracker needs and no more.
-    (tmp_path / "packages").mkdir()
-    (tmp_path / "packages" / "yaml").symlink_to(Path(yaml.__file__).parent)
-    code = f"""
-    import sys
-    sys.path = [{str(PROJECT)!r}, {str(tmp_path / "packages")!r}, *(p for p in sys.path if "site-packages" not in p)]
-    from training.tracking import Tracker
-    tracker = Tracker(sys.argv[1], "toy", {{}}, 0, tensorboard=True)
-    tracker.log(1, {{"reward": 0.5}})
-    tracker.close()
-    """
-    done = run_child(code, str(tmp_path / "run"))
-    assert done.returncode == 0, done.stderr
-    (warning,) = done.stderr.splitlines()
-    facts = ("TensorBoard", tmp_path / "run", "No module named 'tensorboard'", "pip install tensorboard")
-    assert re.search(says(*facts), warning)
-    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text())["reward"] == 0.5
 
 
 def test_a_disk_that_is_full_switches_each_file_off_with_one_warning(tmp_path: Path) -> None:
@@ -109,7 +25,7 @@ def test_a_disk_that_is_full_switches_each_file_off_with_one_warning(tmp_path: P
     class Note:
         text: str
 
-    tracker = Tracker(sys.argv[1], "toy", {}, 0, tensorboard=True)
+    tracker = Tracker(sys.argv[1], "toy", {}, 0, sinks={"tensorboard": {}})
     events = EventLog(sys.argv[1] + "/events.jsonl")
     batch = Batch([40_000], {"tokens": torch.arange(40_000)})
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -152,7 +68,7 @@ def test_what_stands_in_the_way_of_a_file_costs_one_warning(
         (tmp_path / name).write_text("")
     else:
         (tmp_path / name).mkdir()
-    tracker = Tracker(tmp_path, "toy", {}, seed=0, tensorboard=True)
+    tracker = Tracker(tmp_path, "toy", {}, seed=0, sinks={"tensorboard": {}})
     for step in (1, 2):
         tracker.log(step, {"reward": 1.0})
     tracker.update_summary(steps=2)
@@ -164,7 +80,7 @@ def test_what_stands_in_the_way_of_a_file_costs_one_warning(
 
 
 def test_a_file_that_was_closed_switches_its_sink_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tracker = Tracker(tmp_path, "toy", {}, seed=0, tensorboard=True)
+    tracker = Tracker(tmp_path, "toy", {}, seed=0, sinks={"tensorboard": {}})
     tracker.log(1, {"reward": 1.0})
     for sink in tracker._sinks.values():
         sink.close()

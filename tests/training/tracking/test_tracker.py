@@ -102,6 +102,7 @@ def test_metrics_of_steps_that_are_done_again_are_removed_on_resume(tmp_path: Pa
 
 def test_a_sink_that_fails_is_switched_off_with_one_warning(tracker: Tracker, caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
+        run_id = None
         calls = 0
 
         def log(self, step: int, metrics: Mapping[str, Any]) -> None:

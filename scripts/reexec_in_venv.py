@@ -12,7 +12,7 @@ STARTED = "TROUPE_STARTED_IN"
 """The process that has continued in another Python already. What starts a Python may hide which one it is."""
 
 
-def use_own_python() -> None:
+def reexec_in_venv() -> None:
     """Go on in the Python that TROUPE_PYTHON names, else in that of .venv, where it is there and this is another."""
     given = os.environ.get("TROUPE_PYTHON")
     python = shutil.which(given or str(VENV / "bin" / "python"))

@@ -1,0 +1,56 @@
+"""Alarms as an observer of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any
+
+from plugins.alarms.alarms import Alarms
+from training.options.schema import options_of
+from training.tracking.event_types import StepEvent
+from training.tracking.observers import RunObserver
+
+
+class AlarmObserver(RunObserver):
+    """Checks the metrics of every step, and emits an `AlarmEvent` for each alarm that they raise."""
+
+    def __init__(self, options: Collection[str], silent: Collection[str] = ()) -> None:
+        """
+        Args:
+            options: names of the options that change something in the run; the advice names no others.
+            silent: names of alarms that do not apply to the run.
+        """
+        self._alarms = Alarms(options, silent)
+        self._emit: Callable[[Any], None] = lambda _: None
+
+    @classmethod
+    def check(cls, options: Any) -> None:
+        """See `ObserverType.check`. There is nothing to check."""
+
+    @classmethod
+    def open(cls, recipe: str, config: Any, roles: Mapping[str, int]) -> AlarmObserver:  # noqa: ARG003
+        """See `ObserverType.open`. Every run has alarms."""
+        # The KL to a model other than the start is not 0 before the first update.
+        silent = () if getattr(config, "starts_as_reference", True) else ("start",)
+        return cls(options_in_use(config), silent)
+
+    def start(self, run_dir: Path, emit: Callable[[Any], None]) -> Sequence[str]:
+        """See `RunObserver.start`."""
+        self._alarms.recall(run_dir)
+        self._emit = emit
+        return ()
+
+    def __call__(self, event: Any) -> None:
+        """See `RunObserver.__call__`."""
+        if isinstance(event, StepEvent):
+            for alarm in self._alarms.look(event.step, event.metrics):
+                self._emit(alarm)
+
+
+def options_in_use(config: Any) -> set[str]:
+    """Return the names of the options that change something in a run with this configuration."""
+    names = {option.name for option in options_of(type(config))} if is_dataclass(config) else set[str]()
+    agent = getattr(config, "agent", None)
+    return names if agent and agent.func_path else {name for name in names if not name.startswith("agent.")}

@@ -1,0 +1,32 @@
+"""The memory plan as fields of plan.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from plugins.plan.collect import RunMemory
+from plugins.plan.pools import memory_pools, node_verdicts
+from plugins.plan.text import COLUMNS
+
+
+def fields(run: RunMemory) -> dict[str, Any]:
+    """Return the verdict on each node, the memory of each role, and the memory pools."""
+    memory = [
+        {"role": role, "processes": run.count(role)}
+        | {name: getattr(estimate, name) for name in COLUMNS}
+        | {"total": estimate.total if estimate.is_known else None, "sends": estimate.sends}
+        for role, estimate in run.estimates.items()
+    ]
+    places = [
+        {
+            "place": pool.name,
+            "least": pool.least,
+            "most": pool.most,
+            "phases": pool.phases,
+            "there": pool.available,
+            "verdict": pool.verdict,
+        }
+        for pool in memory_pools(run)
+    ]
+    verdicts = {f"node {node}": verdict for node, verdict in enumerate(node_verdicts(run), 1)}
+    return {"verdicts": verdicts, "memory": memory, "places": places}

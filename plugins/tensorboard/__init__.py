@@ -1,0 +1,3 @@
+"""TensorBoard: writes the metrics and samples of a run to event files. Loaded by `log.tensorboard=true`."""
+
+PROVIDES = {"metric sink": {"tensorboard": "sink:TensorBoard"}}

@@ -1,0 +1,40 @@
+"""Alarms as an observer of a run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from plugins.alarms.observer import AlarmObserver
+from training.tracking import AlarmEvent, EventLog, StepEvent
+
+
+def test_what_a_run_began_with_is_known_when_it_is_gone_on_with(tmp_path: Path) -> None:
+    lines = ("7", '{"step": 1, "actor/entropy": 1.0, "reward/score": null}', '{"step": 2, "ac')  # a stray one, and half
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    said, bell = list[Any](), AlarmObserver({"train.learning_rate"})
+    bell.start(tmp_path, said.append)
+    for step in (2, 3):
+        bell(StepEvent(step, 10, 0.0, {"actor/entropy": 0.05}))  # no less than in the first step after the stop
+    assert [(event.alarm, event.step) for event in said] == [("entropy", 3)]
+
+
+def test_an_alarm_is_said_and_written_once_also_by_a_run_that_is_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    # A call, half a line, and an event of somebody's own class.
+    path.write_text('{"event": "call", "method": "alarm"}\n{"event": "alarm", "al\n{"event": "alarm"}\n')
+    said: list[Any] = []
+    for step in (1, 2):
+        events = EventLog(path)
+        bell = AlarmObserver({"train.learning_rate"})
+
+        def emit(event: Any, events: EventLog = events) -> None:
+            events(event)
+            said.append(event)
+
+        bell.start(tmp_path, emit)
+        bell(StepEvent(step, 10, 0.0, {"actor/approx_kl": 9.0}))
+        bell(said[0])  # an event of another kind
+        events.close()
+    written = [json.loads(line) for line in path.read_text().splitlines()[3:]]
+    assert [(event["event"], event["alarm"], event["step"]) for event in written] == [("alarm", "kl", 1)]
+    assert [(type(event), event.text) for event in said] == [(AlarmEvent, written[0]["text"])]

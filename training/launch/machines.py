@@ -1,0 +1,91 @@
+"""The machines that a run is planned for: this one, or those that `assume_devices` names."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from components.generate.choice import is_elsewhere
+from core.placement import assumed_devices
+
+_WRITTEN = re.compile(r"(\d+)(?:x(\d+))?(?:x(\d+)GB)?(?:x(\d+)GB)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Identical machines of a cluster."""
+
+    devices: int
+    """Number of GPUs of each machine. 0 for machines that compute on their CPUs."""
+    nodes: int | None = None
+    """Number of machines. None for as many as the run asks for."""
+    device_bytes: int | None = None
+    """Memory of a GPU, or None if it is not known."""
+    host_bytes: int | None = None
+    """Memory of a machine, or None if it is not known."""
+
+    @classmethod
+    def parse(cls, text: str) -> Machines:
+        """Parse `8`, `8x2`, `8x2x80GB` or `8x2x80GBx1000GB`: GPUs of each machine, number of machines, memory of a GPU,
+        memory of a machine. For machines without GPUs the memory is that of a machine: `0x2x64GB`.
+
+        Raises:
+            ValueError: the text has another form.
+        """
+        match = _WRITTEN.fullmatch(text.strip())
+        if match is None or match[2] == "0":
+            raise ValueError(
+                f"assume_devices={text}; write GPUs of each machine x machines, as 8x2, or with the memory of a GPU, "
+                "as 8x2x80GB, and that of a machine, as 8x2x80GBx1000GB"
+            )
+        devices, nodes, *amounts = match.groups()
+        device_bytes, host_bytes = (int(gigabytes) * 10**9 if gigabytes else None for gigabytes in amounts)
+        if int(devices) == 0 and host_bytes is None:
+            device_bytes, host_bytes = None, device_bytes
+        return cls(int(devices), int(nodes) if nodes else None, device_bytes, host_bytes)
+
+    def __str__(self) -> str:
+        if self.nodes is None:
+            machines = "as many machines as it asks for,"
+        else:
+            machines = f"{self.nodes} machine{'s' * (self.nodes > 1)}"
+        each = f" of {self.device_bytes / 1e9:g} GB" if self.device_bytes else ""
+        gpus = f"{self.devices} GPU{'s' * (self.devices > 1)}{each}" if self.devices else "no GPU"
+        host = f" and {self.host_bytes / 1e9:g} GB" if self.host_bytes else ""
+        return f"{machines} with {gpus}{host}{' each' * (self.nodes != 1)}"
+
+
+_assumed: ContextVar[Machines | None] = ContextVar("assumed_machines", default=None)
+
+
+@contextmanager
+def assuming(machines: Machines | None) -> Iterator[None]:
+    """Plan for these machines while the block lasts. None plans for this machine."""
+    machines_token = _assumed.set(machines)
+    devices_token = assumed_devices.set(machines.devices if machines else None)
+    packages_token = is_elsewhere.set(machines is not None)
+    try:
+        yield
+    finally:
+        _assumed.reset(machines_token)
+        assumed_devices.reset(devices_token)
+        is_elsewhere.reset(packages_token)
+
+
+def assumed() -> Machines | None:
+    """Return the assumed machines, or None if the run is planned for this machine."""
+    return _assumed.get()
+
+
+def is_here() -> bool:
+    """True if the run is planned for this machine, so that its cores, memory and packages count."""
+    return assumed() is None and not os.environ.get("RAY_ADDRESS")
+
+
+def cores_here() -> int | None:
+    """Return the number of CPU cores that the run may use, or None if it runs on other machines."""
+    return len(os.sched_getaffinity(0)) if is_here() else None

@@ -1,0 +1,60 @@
+"""Models that the roles of a run hold: what a recipe tells the plan of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from components.models.size import ModelSize, model_size
+from components.train.config import FrozenConfig, RolloutConfig, TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelUse:
+    """A model that each process of a role holds, and its use."""
+
+    role: str
+    path: str
+    """Path of the model, as the recipe receives it."""
+    config: TrainConfig | FrozenConfig | RolloutConfig
+    """The engine, which determines the use: the model is trained, evaluated, or sampled from."""
+    sequences: int
+    """Number of sequences of an optimizer step, of a request to a frozen model, or of the responses of a step. All
+    processes of the role share them."""
+    has_head: bool = True
+    """True if the model has an output layer over the vocabulary. Critics and reward models have none."""
+    publishes: bool = False
+    """True if rank 0 publishes the weights to engines that sample."""
+    sleeps: bool = False
+    """True if the model is moved to host memory while other roles work."""
+
+    def check(self, ranks: int) -> None:
+        """Check that the ranks of the role can train the model with the axes of the configuration.
+
+        Raises:
+            ValueError: an axis does not divide the ranks, or the heads or experts of the model.
+        """
+        if not isinstance(self.config, TrainConfig):
+            return
+        size = model_size(self.path)
+        if size is not None:
+            check_axes(size, self.config)
+        self.config.data_ranks(ranks)
+
+
+def check_axes(size: ModelSize, config: TrainConfig) -> None:
+    """Check that the axes of a training engine divide a model.
+
+    Raises:
+        ValueError: the number of attention heads or experts is not divisible; the message says what to set.
+    """
+    axes = {"context": config.context, "tensor": config.tensor}
+    given = " x ".join(f"parallel.{axis}={number}" for axis, number in axes.items() if number > 1)
+    if size.heads % (config.context * config.tensor):
+        raise ValueError(f"{given} does not divide the model's {size.heads} attention heads; set a divisor")
+    if config.expert > 1 and size.layers and not size.experts:
+        raise ValueError(f"parallel.expert={config.expert}: the model's layers have no experts; set 1")
+    if size.experts % config.expert:
+        raise ValueError(
+            f"parallel.expert={config.expert} does not divide the {size.experts} experts of the model's layers; set a "
+            "divisor"
+        )

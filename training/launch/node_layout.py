@@ -1,0 +1,84 @@
+"""The node of each worker of a job, computed before it starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from core import Job
+from training.launch.machines import assumed
+
+
+def nodes_of(job: Job) -> list[int]:
+    """Return the node of each bundle of a job, from 0. Ray may choose another layout.
+
+    Bundles of roles that are spread over nodes are placed first, and large bundles before small ones.
+
+    Raises:
+        ValueError: a role fits on no node.
+    """
+    bundles, devices = job.placement.bundles, job.device_per_node if job.device_type == "GPU" else 0
+    together: dict[object, list[int]] = {}
+    for index, bundle in enumerate(bundles):
+        together.setdefault(bundle.machine or index, []).append(index)
+    # Shares such as 1/3 were rounded down, so three of them may sum to a little less than one device.
+    sizes = {key: math.ceil(sum(bundles[i].accelerator for i in own) - 1e-3) for key, own in together.items()}
+    found = [0] * len(bundles)
+    machines = assumed()
+    used = [0] * ((machines and machines.nodes) or job.node_num)
+    taken: set[tuple[str, int]] = set()
+    for key in sorted(together, key=lambda key: (isinstance(key, int), -sizes[key])):
+        first, size = together[key][0], sizes[key]
+        machine = bundles[first].machine
+        role = machine[0] if machine else ""
+        free = [node for node, full in enumerate(used) if full + size <= devices and (role, node) not in taken]
+        if not free:
+            raise ValueError(_no_room(job, first, size, used, devices))
+        used[free[0]] += size
+        if role:
+            taken.add((role, free[0]))
+        for index in together[key]:
+            found[index] = free[0]
+    return found
+
+
+def _no_room(job: Job, bundle: int, size: int, used: Sequence[int], devices: int) -> str:
+    """Return an error message that names the role that fits on no node, its request, and the free devices."""
+    owners = dict.fromkeys(role for host in job.placement.hosts if host.bundle == bundle for role, _ in host.workers)
+    widest = max(owners, key=lambda role: job.roles[role].nnodes)
+    nodes = f"{len(used)} node{'s' * (len(used) > 1)}"
+    asked = job.roles[widest].nnodes
+    if asked > len(used):
+        return f"{widest} asks for {asked} nodes, and there {'are' if len(used) > 1 else 'is'} {nodes}; lower its nodes"
+    left = ", ".join(str(devices - full) for full in used)
+    return (
+        f"{' + '.join(owners)} asks for {size} device{'s' * (size > 1)} on one node, and of {devices} on each of "
+        f"{nodes} only {left} are left by the other roles; lower the counts, colocate roles, or set more nodes"
+    )
+
+
+def node_lines(job: Job, nodes: Sequence[int]) -> list[str]:
+    """Describe the workers of each node in the layout of `nodes_of`, in one line per node."""
+    found = list[str]()
+    for node in range(job.node_num):
+        ranks: dict[str, list[int]] = {}
+        for host in job.placement.hosts:
+            if nodes[host.bundle] == node:
+                for role, rank in host.workers:
+                    ranks.setdefault(role, []).append(rank)
+        workers = ", ".join(f"{role.lower()} {ranges(of_role)}" for role, of_role in ranks.items())
+        used = sum(bundle.accelerator for bundle, on in zip(job.placement.bundles, nodes, strict=True) if on == node)
+        gpus = f"; {math.ceil(used - 1e-3)} of {job.device_per_node} GPUs" if job.device_type == "GPU" else ""
+        found.append(f"node {node + 1}: {workers or 'nothing'}{gpus}")
+    return found
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Write numbers as ranges: 0, 1, 2, 3 and 6 as `0-3,6`."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and found[-1][1] == number - 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in found)

@@ -1,0 +1,233 @@
+"""The plan of a run, before anything starts: processes, devices and steps, as a table and as JSON.
+
+A plug-in of the kind "plan" adds the memory that each process needs, and refuses a run that cannot fit. Nothing here
+needs torch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from components.generate.choice import attention_note
+from components.registry import find
+from core import Job
+from core.placement import detect_devices
+from training.launch.launch import printed, threads_text
+from training.launch.machines import assumed
+from training.launch.model_use import ModelUse
+from training.launch.node_layout import node_lines, nodes_of
+from training.tracking import redact
+
+PLAN, MEMORY = "plan", "memory"
+"""Kind and name of the plug-in that provides a `MemoryPlanType`."""
+WIDTH = 100
+_HEADS = ("memory", "steps", "sends", "with", "changed", "unknown", "idle", "absent")
+"""Headings of the paragraphs below the table, in their order."""
+_NO_MEMORY_PLAN = "not checked: no plug-in plans it, so a run that does not fit fails after its start"
+_NOT_OF_THE_RUN = ("run_dir", "dry_run", "assume_devices", "print_config")
+
+
+class MemoryPlan(Protocol):
+    """Memory that a run needs, computed before it starts."""
+
+    def check(self) -> None:
+        """Check that the run can fit.
+
+        Raises:
+            ValueError: it cannot; the message says what to set.
+        """
+        ...
+
+    def columns(self) -> Mapping[str, Sequence[str]]:
+        """Return the columns of the table by heading, with a cell for each role of the job. A dash is an empty cell."""
+        ...
+
+    def verdicts(self) -> Sequence[str]:
+        """Return a verdict for each node of the job."""
+        ...
+
+    def paragraphs(self) -> Sequence[tuple[str, str]]:
+        """Return texts with their headings: "memory", "sends" or "unknown"."""
+        ...
+
+    def fields(self) -> Mapping[str, Any]:
+        """Return the fields of plan.json."""
+        ...
+
+
+class MemoryPlanType(Protocol):
+    """Constructor of a memory plan that a plug-in provides."""
+
+    def __call__(self, plan: Plan) -> MemoryPlan:
+        """Compute the memory of a planned run.
+
+        Raises:
+            ValueError: the plan cannot work.
+        """
+        ...
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """Processes, devices, memory and steps of a run, and the reasons for them."""
+
+    recipe: str
+    job: Job
+    config: Any
+    """Configuration with all automatic values resolved."""
+    changed: Mapping[str, Any]
+    """Options that are not at their defaults, by dotted name."""
+    models: Sequence[ModelUse]
+    """Models that the processes of the job hold. Those of roles that the job lacks are ignored."""
+    longest: int
+    """Maximum number of tokens of a sequence."""
+    steps: str
+    """Arithmetic of the number of steps, or the reason why it is not known yet."""
+    choices: Sequence[str]
+    """Engines and precision, with the reasons."""
+    notes: Sequence[str] = ()
+    step_count: int | None = None
+    """Number of steps, or None before the data are read."""
+    overlaps: bool = False
+    """True if roles work at the same time."""
+    absent: Mapping[str, str] = field(default_factory=dict)
+    """Models that this machine lacks, by option, with the reason."""
+
+    def __post_init__(self) -> None:
+        self.job.check_backend(self.config.backend)
+        self.nodes = nodes_of(self.job)
+        options = {name: value for name, value in self.changed.items() if name not in _NOT_OF_THE_RUN}
+        self.changed = redact(options)
+        processes = self.job.placement.processes
+        self.models = [use for use in self.models if use.role in processes]
+        for use in self.models:
+            use.check(processes[use.role])
+        memory_plan_type: MemoryPlanType | None = find(PLAN, MEMORY)
+        self.memory = None if memory_plan_type is None else memory_plan_type(self)
+
+    def json(self) -> str:
+        """Return plan.json: the job, and the content of the table."""
+        job = json.loads(self.job.model_copy(update={"config": redact(self.config)}).model_dump_json())
+        own = {
+            "assumed": str(assumed() or "") or None,
+            "nodes": node_lines(self.job, self.nodes),
+            "idle_nodes": max(self._idle_nodes(), 0),
+            "absent": dict(self.absent),
+            "changed": self.changed,
+            "arithmetic": self.steps,
+        }
+        memory = {} if self.memory is None else self.memory.fields()
+        return json.dumps({**job, **own, **memory}, indent=2)
+
+    def print_config(self, asked: Any, given: Collection[str]) -> None:
+        """Print the configuration, and the notes on stderr.
+
+        Args:
+            asked: the configuration before automatic values were resolved.
+            given: the options that the user has named.
+        """
+        print(printed(asked, given))
+        self._info(self.notes)
+
+    def check_and_show(self, always: bool = False) -> None:
+        """Check the memory. The table goes to stderr if the run cannot fit, or always.
+
+        Raises:
+            ValueError: see `MemoryPlan.check`.
+        """
+        try:
+            if self.memory is not None:
+                self.memory.check()
+        except ValueError:
+            self._info(self.lines())
+            raise
+        if always:
+            self._info(self.lines())
+
+    def _info(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            print(f"{self.recipe}: {line}", file=sys.stderr)
+
+    def lines(self) -> list[str]:
+        """Return the plan as lines of text."""
+        machines = assumed()
+        lines = [f"assumed   {machines}, not this one"] if machines else []
+        lines += [*self._table(), *self._node_lines()]
+        paragraphs = [("memory", _NO_MEMORY_PLAN)] if self.memory is None else [*self.memory.paragraphs()]
+        paragraphs += self._paragraphs()
+        for head, text in sorted(paragraphs, key=lambda paragraph: _HEADS.index(paragraph[0])):
+            lines += self._wrapped(head, text)
+        return [*lines, *self.notes]
+
+    def _paragraphs(self) -> list[tuple[str, str]]:
+        """Texts below the table with their headings."""
+        paragraphs = [("steps", self.steps), ("with", "; ".join(self.choices)), ("changed", self._changed())]
+        if (idle := self._idle_nodes()) > 0:
+            count = idle + self.job.node_num
+            paragraphs.append(("idle", f"{idle} of {count} machines: set placement.nodes={count} to use them all"))
+        absent = [("absent", f"{option}: {why}; a run needs it") for option, why in self.absent.items()]
+        return [(head, text) for head, text in paragraphs if text] + absent
+
+    def _table(self) -> list[str]:
+        """Roles with their processes and devices, and the columns of the memory plan that have a value."""
+        placement = self.job.placement
+        threads = {role: host.threads for host in placement.hosts for role, _ in host.workers}
+        processes: list[str] = []
+        for role, count in placement.processes.items():
+            device = placement.devices[role] / count
+            processes.append(f"{count} x {f'{device:.2g} GPU' if device else threads_text(threads[role])}")
+        columns = [[f"on {self.job.device_type}", *map(str.lower, placement.processes)], ["processes", *processes]]
+        memory = {} if self.memory is None else self.memory.columns()
+        columns += [[head, *cells] for head, cells in memory.items() if any(cell != "-" for cell in cells)]
+        widths = [max(map(len, column)) for column in columns]
+        gap = "  " if sum(widths) + 2 * len(widths) <= self._width else " "
+        padded = [
+            [cell.ljust(width) if i < 2 else cell.rjust(width) for cell in column]
+            for i, (column, width) in enumerate(zip(columns, widths, strict=True))
+        ]
+        return [gap.join(row) for row in zip(*padded, strict=True)]
+
+    def _node_lines(self) -> list[str]:
+        """Workers and verdict of each node, if there are several."""
+        if self.job.node_num == 1 and not assumed():
+            return []
+        texts = node_lines(self.job, self.nodes)
+        if self.memory is not None:
+            texts = list(map("; ".join, zip(texts, self.memory.verdicts(), strict=True)))
+        lines: list[str] = []
+        for text in texts:
+            lines += self._wrapped("" if lines else "nodes", text)
+        return lines
+
+    def _idle_nodes(self) -> int:
+        """Return the number of assumed machines that the run does not use."""
+        machines = assumed()
+        return (machines.nodes or 0) - self.job.node_num if machines else 0
+
+    @property
+    def _width(self) -> int:
+        return WIDTH - len(self.recipe) - 2
+
+    def _wrapped(self, head: str, text: str) -> list[str]:
+        return textwrap.wrap(f"{head:<10}{text}", self._width, subsequent_indent=" " * 10)
+
+    def _changed(self) -> str:
+        text = " ".join(f"{name}={short_value(value)}" for name, value in self.changed.items())
+        return textwrap.shorten(text, 2 * (self._width - 10) - 20, placeholder=f" ... ({len(self.changed)} in all)")
+
+
+def short_value(value: Any) -> str:
+    """Write a value as on a command line, with at most 40 characters."""
+    text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def attention_notes(asked: str | None) -> list[str]:
+    """Return a note if another attention implementation than the requested one is used."""
+    note = attention_note(asked, detect_devices())
+    return [f"model.{note}"] if note else []
