@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from components.models.causal import ValueModel
+from components.models.value_model import ValueModel
 from components.train.config import TrainConfig
 from plugins.lora.files import WEIGHTS, layer_of
 
 _ALL = "all-linear"
 
 
-class Adapters:
+class LoraAdapters:
     """The adapters of one model: where they are, and what the model is with them added to its weights."""
 
     def __init__(self, model: nn.Module, config: TrainConfig) -> None:

@@ -27,7 +27,8 @@ from components.batch import Batch
 from components.data.prompts import PromptSource, load_rows
 from components.data.samples import add_rewards, for_samples, shuffled_minibatches
 from components.data.text import load_tokenizer
-from components.models.causal import load_policy, token_logprobs
+from components.models.causal import token_logprobs
+from components.models.loading import load_policy
 from components.rewards.opening import open_reward
 from components.rl.advantages import group_norm
 from components.rl.aggregation import LossOutput, Totals, aggregate, reduce_loss

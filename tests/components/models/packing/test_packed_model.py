@@ -13,10 +13,13 @@ import transformers
 from torch import Tensor, nn
 
 from components.batch import Batch
-from components.models.causal import load_policy, load_value_model, state_values, token_logprobs, token_values
+from components.models.causal import state_values, token_logprobs, token_values
+from components.models.loading import load_policy
 from components.models.packing import packed_model as packing
-from components.models.packing.packed_model import packed_inputs, packs
+from components.models.packing.layout import packs
+from components.models.packing.packed_model import packed_inputs
 from components.models.packing.packed_row import PackedRow
+from components.models.value_model import load_value_model
 from tests.components.helpers import packing_cases
 from tests.components.helpers.ranks import run_ranks
 from tests.messages import says
