@@ -1,13 +1,17 @@
 """Automatic casting and sleep, on both engines, in a plain process and in two ranks."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from components import registry
+from components.train.config import TrainConfig
 from tests.components.helpers import option_cases as options
 from tests.components.helpers.option_runs import Runs, same_bits
 from tests.components.helpers.ranks import WORLD_SIZES
+from tests.messages import says
 
 
 @pytest.fixture(scope="module")
@@ -60,3 +64,22 @@ def test_an_engine_that_slept_goes_on_to_the_last_bit_and_is_not_to_be_asked_mea
         assert slept["metrics"] == awake["metrics"]
         assert same_bits(slept["masters"], awake["masters"])
         assert same_bits(slept["weights"], awake["weights"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "facts"),
+    [
+        ({"context": 2}, ["parallel.context=2", "plug-in", "context"]),
+        ({"tensor": 2}, ["parallel.tensor=2", "plug-in", "tensor"]),
+        ({"expert": 2}, ["parallel.expert=2", "plug-in", "expert"]),
+        ({"lora_rank": 2}, ["lora_rank=2", "plug-in", "lora"]),
+        ({"lora_path": "here"}, ["lora_path=here", "plug-in", "lora"]),
+        ({"router_aux_loss_coef": 0.1}, ["router_aux_loss_coef=0.1", "plug-in", "router"]),
+    ],
+)
+def test_an_option_whose_plug_in_is_missing_is_refused_by_its_name(
+    settings: dict[str, Any], facts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_provided", dict)
+    with pytest.raises(ValueError, match=says(*facts)):
+        TrainConfig(**({"engine": "fsdp", "zero_stage": 2} | settings))
