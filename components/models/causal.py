@@ -23,7 +23,7 @@ from components.models.packing.row_slices import row_slices
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """What a policy gives for the tokens of a batch."""
+    """Log-probabilities and entropies of the tokens of a batch."""
 
     logprob_N: Tensor
     """[N] float32, in nats; 0 for the first token of a sequence."""

@@ -62,7 +62,7 @@ def check_scale(scale: float) -> None:
 def read_logits(
     logits_RV: Tensor, row_M: Tensor, label_M: Tensor, scale: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """What `label_logprobs` returns, without a graph."""
+    """Return the results of `label_logprobs` without a graph."""
     scratch = Scratch(logits_RV, len(row_M))
     logprob_M = scratch.first_KV.new_empty(len(row_M))
     entropy_M = torch.empty_like(logprob_M) if with_entropy else None

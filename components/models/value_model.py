@@ -89,7 +89,7 @@ class ValueModel(nn.Module):
         save_file(weights, Path(path) / "model.safetensors", metadata={"format": "pt"})
 
     def stored_name(self, name: str) -> str:
-        """What a parameter is called in the files."""
+        """Return the name of a parameter in the files."""
         prefixes = {"backbone": self.backbone.base_model_prefix, "score": self.value_head_prefix}
         part, _, rest = name.partition(".")
         return f"{prefixes[part]}.{rest}"

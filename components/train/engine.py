@@ -68,11 +68,11 @@ class TrainEngine(PartitionedModel):
     @property
     @abstractmethod
     def _passes_are_collective(self) -> bool:
-        """Whether a forward pass gathers parameters, so that every rank has to make it."""
+        """True if a forward pass gathers parameters, so that every rank has to make it."""
 
     @property
     def _trained(self) -> nn.Module:
-        """What a loss function calls."""
+        """The module that a loss function calls."""
         return self.model
 
     @abstractmethod
@@ -89,7 +89,7 @@ class TrainEngine(PartitionedModel):
 
     @property
     def learning_rate(self) -> float:
-        """Of the next optimizer step."""
+        """Learning rate of the next optimizer step."""
         return self.config.learning_rate_at(self.step_count)
 
     def forward(self, batch: Batch, compute: Callable[[nn.Module, Batch], Tensor], *, adapters: bool = True) -> Tensor:

@@ -47,7 +47,7 @@ class PartitionedModel(ABC):
 
     @abstractmethod
     def _part(self, parameter: nn.Parameter, dtype: torch.dtype) -> Part:
-        """What this rank has of a parameter, to be gathered in this type. All ranks call this."""
+        """Return this rank's part of a parameter, to be gathered in this type. All ranks call this."""
 
     @property
     def _zero(self) -> Any:
@@ -55,7 +55,7 @@ class PartitionedModel(ABC):
         return None
 
     def _state(self) -> EngineState:
-        """Where the state of this engine lies."""
+        """Return the state of this engine, where it lies."""
         adapters = None if self.adapters is None else self.adapters.note
         return EngineState(self.model, self._adam, self._zero, self.config, self.device, self.average, adapters)
 
@@ -142,7 +142,7 @@ class PartitionedModel(ABC):
         return itertools.chain(self.adapters.merged(self._frozen(), adapters), self._buffers()), adapters
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Those that are saved with a model, on rank 0."""
+        """Return the buffers that are saved with a model, on rank 0."""
         return iter(self._state().buffers.items() if self.rank == 0 else ())
 
     def _shapes(self) -> Iterator[tuple[str, Tensor]]:
@@ -214,11 +214,11 @@ class PartitionedModel(ABC):
             raise ValueError("the training engine is asleep, and what it holds is in host memory; call wake() first")
 
     def _scratch(self) -> Iterable[Tensor]:
-        """What takes memory between two steps, though its content is of no use then."""
+        """Return tensors whose content is not needed between two steps, though they take memory."""
         return ()
 
     def _tensors(self) -> Iterator[Tensor]:
-        """What has to be there in the next step."""
+        """Return the tensors that the next step needs."""
         state = self._state()
         for group in state.adam.param_groups:
             yield from group["params"]
@@ -231,5 +231,5 @@ class PartitionedModel(ABC):
             yield from (part for part in parts if part is not None)
 
     def _type(self, parameter: nn.Parameter) -> torch.dtype:
-        """In which passes use it; a master weight may be of another."""
+        """Return the type in which passes use a parameter; its master weight may have another."""
         return torch.bfloat16 if self.config.precision == "bf16" else parameter.dtype

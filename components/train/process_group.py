@@ -62,8 +62,8 @@ def init_process_group(timeout_s: float = 1800.0) -> None:
 
 
 def _meeting_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store | None:  # pyright: ignore[reportPrivateImportUsage]
-    """Where the ranks meet, at MASTER_ADDR alone: torch's own store listens at all addresses, to whoever comes. None,
-    for torch's own, where that is a name, or torchrun has a store.
+    """Return a store that listens at MASTER_ADDR alone: torch's own listens at all addresses. Return None, for torch's
+    own, if the address is a name or torchrun has a store.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if "TORCHELASTIC_USE_AGENT_STORE" in os.environ or not address.replace(".", "").isdecimal():

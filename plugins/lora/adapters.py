@@ -58,7 +58,7 @@ class LoraAdapters:
         self.layers: dict[str, Any] = {
             n: module for n, module in model.named_modules() if isinstance(module, LoraLayer)
         }
-        """Those that have an adapter, by name."""
+        """Layers that have an adapter, by name."""
         for name, parameter in model.named_parameters():
             if ".lora_" in name:
                 parameter.data = parameter.data.float()
@@ -66,11 +66,11 @@ class LoraAdapters:
             self._load(model, Path(config.lora_path).expanduser())
         names = ("lora_rank", "lora_alpha", "lora_target_modules")
         self.note = {name: getattr(config, name) for name in names}
-        """What a saved state has to agree with."""
+        """Settings that a saved state has to agree with."""
 
     @property
     def scale(self) -> float:
-        """By which the product of an adapter is multiplied."""
+        """Factor of the product of an adapter's two matrices."""
         return self.note["lora_alpha"] / self.note["lora_rank"]
 
     def _load(self, model: nn.Module, folder: Path) -> None:
@@ -103,7 +103,7 @@ class LoraAdapters:
         return str(self.config.base_model_name_or_path)
 
     def named(self, trained: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Of what is trained the adapters, by the names of peft's files."""
+        """Return the adapters among the trained tensors, by the names of peft's files."""
         for name, tensor in trained:
             if ".lora_" in name:
                 yield "base_model.model." + name.removeprefix(self.prefix).replace(".default.", "."), tensor

@@ -58,7 +58,7 @@ def cut_layers(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class _Cuts:
-    """What becomes of each module."""
+    """Placement and forward function of each module."""
 
     def __init__(self, model: Any, mesh: DeviceMesh) -> None:
         self._model, self._size, self._group = model, mesh.size(), mesh.get_group()
@@ -66,7 +66,7 @@ class _Cuts:
         self._plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
         self._embedding, self._head = model.get_input_embeddings(), model.get_output_embeddings()
         self.placement: dict[nn.Parameter, Placement] = {}
-        """Of parameters that are cut; others are whole on all ranks."""
+        """Placements of parameters that are cut; others are whole on all ranks."""
         self.forward: dict[nn.Module, Callable[..., Tensor]] = {}
         """(module, its own forward, group, ...) -> output."""
         self._given = f"parallel.tensor={self._size}"
@@ -147,7 +147,7 @@ class _Cuts:
 
 
 def plan_name(name: str) -> str:
-    """As transformers' plans name a module: with a star for the number of a layer."""
+    """Return the name of a module in transformers' plans: with a star for the number of a layer."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
@@ -210,7 +210,7 @@ def _head(module: nn.Module, forward: Any, group: dist.ProcessGroup, x: Tensor) 
 
 
 class _Spread(torch.autograd.Function):
-    """What all ranks have, for each to compute something else of: its gradient is the sum of theirs."""
+    """A tensor that all ranks have and compute different things of: its gradient is the sum of theirs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

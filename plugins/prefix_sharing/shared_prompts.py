@@ -147,7 +147,7 @@ def saved_by(runs: Iterable[Run]) -> int:
 
 
 def shared_places(batch: Batch, runs: list[Run]) -> tuple[Tensor, Tensor]:
-    """Where the tokens of `batch` lie in a row, run after run: what its members share, then what each has for itself.
+    """Place the tokens of `batch` in a row, run after run: what its members share, then what each has for itself.
 
     Returns:
         [N] int64, of each token its place; [U] int64, of each place the first token that lies there.

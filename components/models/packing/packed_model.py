@@ -89,7 +89,7 @@ def use_packing(model: PreTrainedModel, probe: PreTrainedModel | None = None) ->
 def _distance(
     asked: PreTrainedModel, expected_1NV: Tensor, inputs: dict[str, Any], place_N: Tensor | None = None
 ) -> float:
-    """How far a model's output for a row is from what is expected, relative to the largest number."""
+    """Return the largest difference of a model's output for a row, relative to the largest expected number."""
     with torch.no_grad():
         found_1NV = asked(**inputs)[0].float()
     found_1NV = found_1NV if place_N is None else found_1NV[:, place_N]
@@ -123,7 +123,7 @@ def use_own_attention(model: PreTrainedModel) -> None:
 def packed_inputs(
     batch: Batch, layout: RowLayout = END_TO_END, *, one_follower: bool = False
 ) -> tuple[dict[str, Any], Tensor | None]:
-    """What a model that packs is called with, for column `tokens` of at least one token.
+    """Return the arguments of a model that packs, for column `tokens` of at least one token.
 
     Args:
         batch: of the sequences.
@@ -157,7 +157,7 @@ def _probe_row(model: PreTrainedModel) -> Batch:
 
 
 def _mask(attention_mask: Tensor | None = None, local_size: int | None = None, **arguments: Any) -> Tensor | None:
-    """What layers get as their mask: None, or [1, 1, 1, 1] the tokens of their window; a real mask where there is one.
+    """Return the mask of layers: None, or [1, 1, 1, 1] the tokens of their window; a real mask where there is one.
 
     Args:
         attention_mask: [R, S] False at padding.
@@ -184,7 +184,7 @@ def _attention(
     packed_row: PackedRow | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers calls attention: returns [R, N, H, D] and no attention weights.
+    """Attention as transformers calls it: return [R, N, H, D] and no attention weights.
 
     Args:
         attention_mask: what `_mask` made of it.

@@ -25,7 +25,7 @@ from components.models.packing.row_slices import WHOLE_ROWS, RowSlices
 
 
 class Rectangles(NamedTuple):
-    """How the row becomes rectangles, and these the row."""
+    """Indices that turn the row into rectangles, and these into the row."""
 
     shapes: list[tuple[int, int, int]]
     """R, S and T of each."""
@@ -39,7 +39,7 @@ class Rectangles(NamedTuple):
 
 
 class PackedRow:
-    """Where the sequences lie. An object of its own, so that nobody looks for tensors in it on its way to attention."""
+    """The places of sequences in a row. It is an object, so that no library looks for tensors in it."""
 
     slices: RowSlices = WHOLE_ROWS
     """The part of the row that each rank computes."""
@@ -62,7 +62,7 @@ class PackedRow:
         self.borders, self.longest = packed.cumulative_lengths, packed.max_length
 
     def parts(self) -> Iterable[Part]:
-        """Of the queries; every place of the row is in one of them at least."""
+        """Return the parts of the queries. Every place of the row is in at least one."""
         if self.plan is not None:
             return self.plan.parts
         return [Part(sequence, 0, length) for sequence, length in enumerate(self.lengths.tolist())]
