@@ -36,13 +36,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from components.batch import Batch  # noqa: E402 (may not be installed)
-from components.models.causal import load_policy, policy_logprobs, token_logprobs  # noqa: E402
+from components.models.causal import policy_logprobs, token_logprobs  # noqa: E402
 from components.models.disk.export import save_model  # noqa: E402
+from components.models.loading import load_policy  # noqa: E402
 from components.rl.aggregation import LossOutput, Totals  # noqa: E402
 from components.train.config import FrozenConfig, PassLimits, TrainConfig  # noqa: E402
-from components.train.engine import TrainEngine, init_process_group  # noqa: E402
+from components.train.engine import TrainEngine  # noqa: E402
 from components.train.frozen import open_frozen_policy  # noqa: E402
 from components.train.opening import open_engine  # noqa: E402
+from components.train.process_group import init_process_group  # noqa: E402
 from plugins.plan.memory import BUCKET_BYTES  # noqa: E402
 
 VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS = 32_000, 1024, 4096, 22

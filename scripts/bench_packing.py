@@ -27,11 +27,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from components.batch import Batch  # noqa: E402 (may not be installed)
-from components.models.causal import keep_freed_memory, token_logprobs  # noqa: E402
+from components.models.causal import token_logprobs  # noqa: E402
+from components.models.freed_memory import keep_freed_memory  # noqa: E402
 from components.models.head import has_plain_head, mark_plain_head  # noqa: E402
+from components.models.packing.layout import END_TO_END, set_layout  # noqa: E402
 from components.models.packing.packed_model import use_packing  # noqa: E402
 from plugins.demo.tiny_model import character_tokenizer, tiny_model  # noqa: E402
-from plugins.prefix_sharing.shared_prompts import mark_shared_prompts  # noqa: E402
 
 SEQUENCES, MEAN, LONGEST = 32, 135, 480
 BUDGET = 2048
@@ -75,7 +76,7 @@ def medians(batch: Batch, rounds: int) -> dict[str, float]:
     keep_freed_memory(whole)  # as load_policy does
     use_packing(packed)
     use_packing(whole)
-    mark_shared_prompts(whole, False)
+    set_layout(whole, END_TO_END)
     by_length = [batch.select(index) for index in batch.micro_batch_indices(BUDGET)]
     ways: dict[str, Callable[[], None]] = {
         "padded": partial(forward_and_backward, padded, [batch]),

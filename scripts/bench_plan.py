@@ -76,7 +76,8 @@ def work(folder: str, options: dict[str, Any], scratch: str) -> None:
     import torch
 
     from components.batch import Batch
-    from components.models.causal import load_policy, token_logprobs
+    from components.models.causal import token_logprobs
+    from components.models.loading import load_policy
     from components.rl.aggregation import LossOutput
     from components.train.opening import open_engine
 

@@ -28,8 +28,8 @@ sys.path[0] = str(ROOT)
 from components.batch import Batch  # noqa: E402 (may not be installed)
 from components.data.preferences import scored_tokens  # noqa: E402
 from components.data.text import TextEncoder, load_tokenizer  # noqa: E402
-from components.models.causal import ValueModel  # noqa: E402
 from components.models.reward_model import RewardModel  # noqa: E402
+from components.models.value_model import ValueModel  # noqa: E402
 from plugins.demo.tasks import get_task  # noqa: E402
 from plugins.demo.tiny_model import task_tokenizer, tiny_model  # noqa: E402
 

@@ -19,7 +19,7 @@ from check_gpu_parts import (
 )
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from components.models.causal import load_policy, without_progress_bars
+from components.models.loading import load_policy, without_progress_bars
 from components.models.size import model_size
 from components.train.config import TrainConfig
 from components.train.opening import open_engine

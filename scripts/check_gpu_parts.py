@@ -33,7 +33,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from components.batch import Batch  # noqa: E402 (the project may not be installed)
-from components.models.causal import load_policy, token_logprobs  # noqa: E402
+from components.models.causal import token_logprobs  # noqa: E402
+from components.models.loading import load_policy  # noqa: E402
 from components.rl.aggregation import LossOutput, Totals, reduce_loss  # noqa: E402
 from components.rl.policy_losses import ppo_loss  # noqa: E402
 from components.train.config import TrainConfig  # noqa: E402

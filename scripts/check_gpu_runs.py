@@ -28,7 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from components.models.causal import without_progress_bars  # noqa: E402
+from components.models.loading import without_progress_bars  # noqa: E402
 from plugins.demo.tasks import get_task  # noqa: E402 (the project may not be installed)
 from plugins.demo.tiny_model import task_tokenizer, tiny_model  # noqa: E402
 from training.tracking.serialization import json_lines  # noqa: E402

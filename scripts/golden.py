@@ -36,7 +36,7 @@ from components.batch import Batch
 from components.data.preferences import PairFormat, encode_pairs, read_pairs
 from components.data.supervised import encode_demonstrations
 from components.generate.hf_engine import HFRolloutEngine
-from components.models.causal import without_progress_bars
+from components.models.loading import without_progress_bars
 from components.train.config import HFRolloutConfig, SamplingConfig
 from core import Identity, Role, WorkloadContext
 from core.backends.local import LocalTransport

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from components.batch import Batch
 from components.generate.engine import Completions, RolloutEngine, limits
 from components.generate.sampling import uniform
-from components.models.causal import load_policy
 from components.models.device import compute_device
+from components.models.loading import load_policy
 from components.models.precision import compute_in, round_products
 from components.process.heartbeat import beat
 from components.train.config import HFRolloutConfig, SamplingConfig

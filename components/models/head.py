@@ -17,16 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from components.models.logprobs import (
-    VocabularyPart,
-    check_scale,
-    gradients_that_count,
-    read_logits,
-    read_shared_logits,
-    summed,
-    write_gradient,
-)
-from plugins.parallel.tensor import own_parts, vocabulary_part
+from components.models.logprobs import check_scale, gradients_that_count
+from components.models.vocabulary import WHOLE_VOCABULARY, Vocabulary, vocabulary_of
 
 # Logits of one chunk, and rows at least, by kind of device. What is made of the logits has smaller chunks of its own,
 # but matrix products want many rows, most of all the one that is added to the gradient of the weights.
@@ -75,12 +67,12 @@ def logprobs_for_logits(
         row_M: [M] int64, the place of each label's state among all that the layer is given.
         label_M: as in `state_logprobs`, like the other arguments.
     """
+    vocabulary = vocabulary_of(head)
 
     def forward(state_BTH: Tensor) -> Tensor:
         state_MH = state_BTH.flatten(0, -2).index_select(0, row_M)
-        with own_parts(head):
-            part, own = vocabulary_part(head), (head.weight, head.bias)
-            logprob_M, entropy_M = state_logprobs(state_MH, *own, label_M, scale, with_entropy, part)
+        with vocabulary.weights(head) as (weight_VH, bias_V):
+            logprob_M, entropy_M = state_logprobs(state_MH, weight_VH, bias_V, label_M, scale, with_entropy, vocabulary)
         # Not a view of [M, 2]: the hooks that fully_shard puts on a model's output get lost when it is one.
         return torch.stack([x_M[None] for x_M in (logprob_M, entropy_M) if x_M is not None], dim=-1)
 
@@ -95,7 +87,7 @@ def state_logprobs(
     label_M: Tensor,
     scale: float,
     with_entropy: bool,
-    part: VocabularyPart | None = None,
+    vocabulary: Vocabulary = WHOLE_VOCABULARY,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each label under softmax((W h + b) / scale), and the entropy of that distribution.
 
@@ -110,7 +102,7 @@ def state_logprobs(
         label_M: [M] int64 in 0 to V - 1.
         scale: the temperature, positive.
         with_entropy: also give the entropy.
-        part: of the vocabulary that the weights are of, where ranks share it: they have the same states and labels.
+        vocabulary: of the layer, as `vocabulary_of` returns it; default: the weights are those of the whole vocabulary.
 
     Returns:
         [M] log-probabilities in nats, and [M] entropies in nats or None.
@@ -119,7 +111,7 @@ def state_logprobs(
         ValueError: scale is not positive.
     """
     check_scale(scale)
-    return _StateLogprobs.apply(state_MH, weight_VH, bias_V, label_M, scale, with_entropy, part)
+    return _StateLogprobs.apply(state_MH, weight_VH, bias_V, label_M, scale, with_entropy, vocabulary)
 
 
 class _StateLogprobs(torch.autograd.Function):
@@ -132,32 +124,29 @@ class _StateLogprobs(torch.autograd.Function):
         label_M: Tensor,
         scale: float,
         with_entropy: bool,
-        part: VocabularyPart | None,
+        vocabulary: Vocabulary,
     ) -> tuple[Tensor, Tensor | None]:
         device = state_MH.device.type
         autocasts = torch.is_autocast_enabled(device) and weight_VH.dtype == torch.float32
         ctx.dtype = torch.get_autocast_dtype(device) if autocasts else weight_VH.dtype
-        ctx.scale, ctx.kept, ctx.part = scale, None, part
-        logprobs, entropies, totals = [], [], []
+        ctx.scale, ctx.kept, ctx.vocabulary = scale, None, vocabulary
+        logprobs, entropies, log_totals = [], [], []
         head = _cast(ctx.dtype, weight_VH, bias_V)
         # One where there is no state, so that the lists are not empty.
         chunks = label_M.split(_chunk_rows(weight_VH))
         for state_KH, label_K in zip(state_MH.split(_chunk_rows(weight_VH)), chunks, strict=True):
             with torch.autocast(device, enabled=False):
                 logits_KV = linear(state_KH.to(ctx.dtype), *head)
-            row_K = torch.arange(len(label_K), device=label_K.device)
-            if part is None:
-                logprob_K, entropy_K = read_logits(logits_KV, row_K, label_K, scale, with_entropy)
-            else:
-                logprob_K, entropy_K, total_K = read_shared_logits(logits_KV, label_K, scale, part)
-                totals.append(total_K)
+            logprob_K, entropy_K, log_total_K = vocabulary.read(logits_KV, label_K, scale, with_entropy)
             logprobs.append(logprob_K)
             entropies.append(entropy_K)
+            log_totals.append(log_total_K)
             if len(chunks) == 1 and any(ctx.needs_input_grad):
                 ctx.kept = logits_KV
         logprob_M = torch.cat(logprobs)
         entropy_M = torch.cat(entropies) if with_entropy else None
-        ctx.save_for_backward(state_MH, weight_VH, bias_V, label_M, entropy_M, torch.cat(totals) if totals else None)
+        log_total_M = None if log_totals[0] is None else torch.cat(log_totals)
+        ctx.save_for_backward(state_MH, weight_VH, bias_V, label_M, entropy_M, log_total_M)
         ctx.set_materialize_grads(False)
         return logprob_M, entropy_M
 
@@ -166,7 +155,7 @@ class _StateLogprobs(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]: the decorator's type loses ctx
         ctx: Any, logprob_grad_M: Tensor | None, entropy_grad_M: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]:
-        state_MH, weight_VH, bias_V, label_M, entropy_M, total_M = ctx.saved_tensors
+        state_MH, weight_VH, bias_V, label_M, entropy_M, log_total_M = ctx.saved_tensors
         gradients = gradients_that_count(logprob_grad_M, entropy_grad_M, entropy_M)
         if gradients is None:
             return None, None, None, None, None, None, None
@@ -181,10 +170,11 @@ class _StateLogprobs(torch.autograd.Function):
             index_K = index_N[chunk]
             state_KH = state_MH[index_K].to(ctx.dtype)
             grad_KV = linear(state_KH, *head) if ctx.kept is None else ctx.kept[index_K]
-            row_K = torch.arange(len(index_K), device=index_K.device)
-            own = None if entropy is None else (entropy[0][chunk], entropy[1][chunk])
-            shared = None if ctx.part is None else (ctx.part, total_M[index_K])
-            write_gradient(grad_KV, grad_KV, row_K, label_M[index_K], ctx.scale, logprob_grad_N[chunk], own, shared)
+            entropy_K = None if entropy is None else (entropy[0][chunk], entropy[1][chunk])
+            log_total_K = None if log_total_M is None else log_total_M[index_K]
+            ctx.vocabulary.write_gradient(
+                grad_KV, label_M[index_K], ctx.scale, logprob_grad_N[chunk], entropy_K, log_total_K
+            )
             if state_grad_MH is not None:
                 state_grad_MH[index_K] = (grad_KV @ head[0]).to(state_MH.dtype)
             if weight_grad_VH is not None and ctx.dtype == wide:
@@ -193,8 +183,8 @@ class _StateLogprobs(torch.autograd.Function):
                 weight_grad_VH += grad_KV.t() @ state_KH
             if bias_grad_V is not None:
                 bias_grad_V += grad_KV.sum(0, dtype=wide)
-        if state_grad_MH is not None and ctx.part is not None:
-            state_grad_MH = summed(state_grad_MH, ctx.part.group)
+        if state_grad_MH is not None:
+            state_grad_MH = ctx.vocabulary.sum_state_gradient(state_grad_MH)
         return state_grad_MH, weight_grad_VH, bias_grad_V, None, None, None, None
 
 

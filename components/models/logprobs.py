@@ -9,11 +9,9 @@ is not 0, `K` those of a chunk.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -23,29 +21,7 @@ _CHUNK_ELEMENTS = {"cpu": 2**18}
 _DEFAULT_CHUNK_ELEMENTS = 2**26
 
 # exp of it is 0 in float32 and in float64, and 0 times it is 0, where 0 * -inf would be NaN.
-_NO_CHANCE = -1000.0
-
-
-@dataclass(frozen=True)
-class VocabularyPart:
-    """The tokens that this rank has the logits of, where the ranks of a group share a vocabulary."""
-
-    group: dist.ProcessGroup
-    first: int
-    size: int
-
-    def local(self, token: Tensor) -> tuple[Tensor, Tensor]:
-        """Of tokens their places in the part, 0 for those of other ranks; and which are this rank's."""
-        place = token - self.first
-        is_own = (place >= 0) & (place < self.size)
-        return place.where(is_own, 0), is_own
-
-
-def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over the ranks of a group, as a new tensor."""
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
+NO_CHANCE = -1000.0
 
 
 def label_logprobs(
@@ -86,8 +62,8 @@ def check_scale(scale: float) -> None:
 def read_logits(
     logits_RV: Tensor, row_M: Tensor, label_M: Tensor, scale: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """What `label_logprobs` returns, without a graph."""
-    scratch = _Scratch(logits_RV, len(row_M))
+    """Return the results of `label_logprobs` without a graph."""
+    scratch = Scratch(logits_RV, len(row_M))
     logprob_M = scratch.first_KV.new_empty(len(row_M))
     entropy_M = torch.empty_like(logprob_M) if with_entropy else None
     for chunk in scratch.chunks(len(row_M)):
@@ -95,49 +71,18 @@ def read_logits(
         logprob_KV = torch.log_softmax(logits_KV, -1, out=scratch.second_KV[: len(logits_KV)])
         logprob_M[chunk] = logprob_KV.gather(1, label_M[chunk, None]).squeeze(1)
         if entropy_M is not None:
-            probability_KV = torch.exp(logprob_KV.clamp_(min=_NO_CHANCE), out=logits_KV)
+            probability_KV = torch.exp(logprob_KV.clamp_(min=NO_CHANCE), out=logits_KV)
             entropy_M[chunk] = -probability_KV.mul_(logprob_KV).sum(-1)
     return logprob_M, entropy_M
 
 
-def read_shared_logits(
-    logits_MV: Tensor, label_M: Tensor, scale: float, part: VocabularyPart
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of ranks that have a part of each row, without gathering it.
+class PartialRows(NamedTuple):
+    """Rows of which the logits of a part of the vocabulary are here."""
 
-    With m the largest x of all ranks, s = sum_j exp(x_j - m) and t = sum_j exp(x_j - m) (x_j - m),
-    log p_label = x_label - m - log s and H = log s - t / s. What is summed over the ranks are three numbers a row.
-
-    Args:
-        logits_MV: [M, V / ranks] of this rank's tokens, each row with a label.
-        label_M: [M] int64 among all tokens.
-        scale: the temperature.
-        part: of the vocabulary.
-
-    Returns:
-        [M] log-probabilities, [M] entropies, and [M] the logarithms of the sums of exp(x), for the gradient.
-    """
-    rows = torch.arange(len(logits_MV), device=logits_MV.device)
-    place_M, is_own_M = part.local(label_M)
-    scratch = _Scratch(logits_MV, len(rows))
-    most_M, total_M, slope_M, label_logit_M = scratch.first_KV.new_empty(4, len(rows)).unbind()
-    for chunk in scratch.chunks(len(rows)):
-        logits_KV = scratch.load(logits_MV, rows[chunk], scale)
-        label_logit_M[chunk] = logits_KV.gather(1, place_M[chunk, None]).squeeze(1)
-        most_M[chunk] = logits_KV.amax(1)
-        logits_KV.sub_(most_M[chunk, None]).clamp_(min=_NO_CHANCE)
-        probability_KV = torch.exp(logits_KV, out=scratch.second_KV[: len(logits_KV)])
-        total_M[chunk] = probability_KV.sum(1)
-        slope_M[chunk] = probability_KV.mul_(logits_KV).sum(1)
-    most_of_all_M = most_M.clone()
-    dist.all_reduce(most_of_all_M, op=dist.ReduceOp.MAX, group=part.group)
-    below_M = most_M - most_of_all_M
-    share_M = below_M.exp()
-    label_logit_M = (label_logit_M - most_of_all_M).where(is_own_M, 0.0)
-    parts_3M = torch.stack([total_M * share_M, (slope_M + total_M * below_M) * share_M, label_logit_M])
-    total_M, slope_M, label_logit_M = summed(parts_3M, part.group)
-    log_total_M = total_M.log()
-    return label_logit_M - log_total_M, log_total_M - slope_M / total_M, most_of_all_M + log_total_M
+    has_label_N: Tensor
+    """[N] bool, True where the label is in the part."""
+    log_total_N: Tensor
+    """[N] logarithms of the sums of exp(logit / scale) over the whole vocabulary."""
 
 
 def write_gradient(
@@ -148,7 +93,7 @@ def write_gradient(
     scale: float,
     logprob_grad_N: Tensor,
     entropy: tuple[Tensor, Tensor] | None,
-    shared: tuple[VocabularyPart, Tensor] | None = None,
+    part: PartialRows | None = None,
 ) -> None:
     """Write the gradient of these rows of logits into the same rows of `target_RV`, which may be the logits.
 
@@ -156,46 +101,45 @@ def write_gradient(
         logits_RV: [R, V].
         target_RV: [R, V] of the same dtype.
         row_N: [N] int64, no row twice.
-        label_N: [N] int64, the label of each row.
+        label_N: [N] int64, the label of each row; any where `part` says that it is elsewhere.
         scale: the temperature.
         logprob_grad_N: [N] gradients of the labels' log-probabilities.
         entropy: [N] gradients of the rows' entropies, and [N] the entropies; None: they have no gradient.
-        shared: which part of the vocabulary the rows are, and [N] the logarithms of the sums of exp over all of it.
+        part: of rows that are a part of the vocabulary; None: the rows are whole.
     """
-    scratch = _Scratch(logits_RV, len(row_N))
+    scratch = Scratch(logits_RV, len(row_N))
     label_grad_N = logprob_grad_N / scale
-    if shared is not None:
-        label_N, is_own_N = shared[0].local(label_N)
-        label_grad_N = label_grad_N.where(is_own_N, 0.0)
+    if part is not None:
+        label_grad_N = label_grad_N.where(part.has_label_N, 0.0)
     for chunk in scratch.chunks(len(row_N)):
         row_K, logprob_grad_K = row_N[chunk], logprob_grad_N[chunk] / scale
         logits_KV = scratch.load(logits_RV, row_K, scale)
         grad_KV = scratch.second_KV[: len(logits_KV)]
-        total_K = None if shared is None else shared[1][chunk]
+        log_total_K = None if part is None else part.log_total_N[chunk]
         if entropy is None:
-            _softmax(logits_KV, grad_KV, total_K).mul_(-logprob_grad_K[:, None])
+            _softmax(logits_KV, grad_KV, log_total_K).mul_(-logprob_grad_K[:, None])
         else:
             # -p (a + b (log p + H)), where a and b are the gradients of log-probability and entropy.
             entropy_grad_K = entropy[0][chunk] / scale
             offset_K = logprob_grad_K + entropy_grad_K * entropy[1][chunk]
-            logprob_KV = _log_softmax(logits_KV, grad_KV, total_K).clamp_(min=_NO_CHANCE)
+            logprob_KV = _log_softmax(logits_KV, grad_KV, log_total_K).clamp_(min=NO_CHANCE)
             probability_KV = torch.exp(logprob_KV, out=logits_KV)
             logprob_KV.mul_(-entropy_grad_K[:, None]).sub_(offset_K[:, None]).mul_(probability_KV)
         grad_KV.scatter_add_(1, label_N[chunk, None], label_grad_N[chunk, None])
         scratch.store(grad_KV, target_RV, row_K)
 
 
-def _softmax(logits_KV: Tensor, out_KV: Tensor, total_K: Tensor | None) -> Tensor:
-    """Written into `out_KV`; with `total_K` as in `write_gradient`, where the rows are a part."""
-    if total_K is None:
+def _softmax(logits_KV: Tensor, out_KV: Tensor, log_total_K: Tensor | None) -> Tensor:
+    """Written into `out_KV`; with `log_total_K` where the rows are a part, as in `PartialRows`."""
+    if log_total_K is None:
         return torch.softmax(logits_KV, -1, out=out_KV)
-    return _log_softmax(logits_KV, out_KV, total_K).exp_()
+    return _log_softmax(logits_KV, out_KV, log_total_K).exp_()
 
 
-def _log_softmax(logits_KV: Tensor, out_KV: Tensor, total_K: Tensor | None) -> Tensor:
-    if total_K is None:
+def _log_softmax(logits_KV: Tensor, out_KV: Tensor, log_total_K: Tensor | None) -> Tensor:
+    if log_total_K is None:
         return torch.log_softmax(logits_KV, -1, out=out_KV)
-    return torch.sub(logits_KV, total_K[:, None], out=out_KV)
+    return torch.sub(logits_KV, log_total_K[:, None], out=out_KV)
 
 
 def gradients_that_count(
@@ -251,7 +195,7 @@ class _LabelLogprobs(torch.autograd.Function):
         return grad_RV, None, None, None, None
 
 
-class _Scratch:
+class Scratch:
     """Room for two copies of a chunk of rows, used again for each chunk.
 
     Made anew for each chunk, they let the process grow by one to two times the size of the logits: malloc did not use

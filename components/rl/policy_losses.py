@@ -5,7 +5,7 @@ makes one number of it. `logprob_N` is the log-probability now, in nats, and the
 `old_logprob_N` is the same before the first update on these samples; `action_mask_N` is True where the policy produced
 the token, and what is outside of it may be anything, NaN too. r = exp(logprob - old_logprob) is the ratio, with the
 log-ratio kept within +-20. Metrics: `ratio_mean` and `approx_kl`, the k3 estimate of the KL from the old policy in
-nats, which is 0 only while every token's ratio is 1; and `clipped_share` of tokens that a clip range changes.
+nats, which is 0 only while every token's ratio is 1; and `clip_frac` of tokens that a clip range changes.
 """
 
 from typing import Literal, get_args
@@ -46,7 +46,7 @@ def ppo_loss(
         clip_low: the ratio is kept above 1 - clip_low, 0 to 1.
         clip_high: the ratio is kept below 1 + clip_high, at least 0.
         dual_clip: more than 1: a token with a negative advantage costs at most -dual_clip A, however likely it has
-            become. `dual_clipped_share` says on how many tokens. None: no such bound.
+            become. `dual_clip_frac` says on how many tokens. None: no such bound.
     """
     advantage_N = _checked(logprob_N, old_logprob_N, advantage_N, action_mask_N)
     return _clipped(log_ratio(logprob_N, old_logprob_N, action_mask_N), advantage_N, clip_low, clip_high, dual_clip)
@@ -112,7 +112,7 @@ def geo_mean_loss(
     ratio_B = (sequence_sums(kept_N, lengths_B) / count_B).exp()
     loss_B = -sequence_sums(advantage_N, lengths_B) / count_B * ratio_B
     loss_N = chosen(action_mask_N, spread(loss_B, lengths_B, len(advantage_N)))
-    return TokenLoss(loss_N, {"clipped_share": kept_N != own_N, **_distance(own_N, own_N.exp())})
+    return TokenLoss(loss_N, {"clip_frac": kept_N != own_N, **_distance(own_N, own_N.exp())})
 
 
 def cispo_loss(
@@ -137,7 +137,7 @@ def cispo_loss(
     ratio_N = own_N.exp()
     weight_N = ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high)
     loss_N = -weight_N * advantage_N * chosen(action_mask_N, logprob_N)
-    return TokenLoss(loss_N, {"clipped_share": weight_N != ratio_N, **_distance(own_N, ratio_N)})
+    return TokenLoss(loss_N, {"clip_frac": weight_N != ratio_N, **_distance(own_N, ratio_N)})
 
 
 def sapo_loss(
@@ -206,7 +206,7 @@ def dppo_loss(
     dropped_N = (up_N & (distance_N > clip_high)) | (down_N & (distance_N > clip_low))
     ratio_N = own_N.exp()
     loss_N = -ratio_N.clamp(max=ratio_cap) * advantage_N * chosen(action_mask_N, logprob_N)
-    return TokenLoss(torch.where(dropped_N, 0.0, loss_N), {"clipped_share": dropped_N, **_distance(own_N, ratio_N)})
+    return TokenLoss(torch.where(dropped_N, 0.0, loss_N), {"clip_frac": dropped_N, **_distance(own_N, ratio_N)})
 
 
 def dro_loss(
@@ -361,12 +361,12 @@ def _clipped(
     ratio_N = log_ratio_N.exp()
     gain_N = ratio_N * advantage_N
     clipped_gain_N = ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high) * advantage_N
-    metrics = {"clipped_share": clipped_gain_N < gain_N, **_distance(log_ratio_N, ratio_N)}
+    metrics = {"clip_frac": clipped_gain_N < gain_N, **_distance(log_ratio_N, ratio_N)}
     gain_N = torch.minimum(gain_N, clipped_gain_N)
     if dual_clip is not None:
         bounded_N = (advantage_N < 0) & (gain_N < dual_clip * advantage_N)
         gain_N = torch.where(bounded_N, dual_clip * advantage_N, gain_N)
-        metrics["dual_clipped_share"] = bounded_N
+        metrics["dual_clip_frac"] = bounded_N
     return TokenLoss(-gain_N, metrics)
 
 

@@ -22,7 +22,7 @@ def clipped_value_loss(
         clip: how far a value may move with effect, in units of reward; inf for no limit.
 
     Returns:
-        Of each token the loss, and the metrics `clipped_share` of tokens where the kept value counted, `value_mean` and
+        Of each token the loss, and the metrics `clip_frac` of tokens where the kept value counted, `value_mean` and
         `return_mean`.
     """
     check_columns(action_mask_N, value_N=value_N, old_value_N=old_value_N, return_N=return_N)
@@ -36,7 +36,7 @@ def clipped_value_loss(
     square_N = (value_N - return_N).square()
     kept_square_N = (kept_N - return_N).square()
     metrics = {
-        "clipped_share": kept_square_N > square_N,
+        "clip_frac": kept_square_N > square_N,
         "value_mean": value_N.detach(),
         "return_mean": return_N,
     }

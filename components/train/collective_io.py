@@ -41,7 +41,7 @@ def _errno_in(message: str) -> int | None:
     return next((code for code in _DISK_ERRORS if os.strerror(code) in message), None)
 
 
-class Attempt:
+class CollectiveIO:
     """Work on files between collectives. After an error it is left out, until all ranks can stop together."""
 
     def __init__(self, what: str) -> None:

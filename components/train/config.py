@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Annotated
 
+from components import registry
 from components.ranges import (
     Checked,
     Count,
@@ -20,7 +21,6 @@ from components.ranges import (
     ShareAboveZero,
     ShareBelowOne,
 )
-from plugins.lora.files import adapter_settings
 
 ENGINES = ("deepspeed", "fsdp")
 CHOSEN_PRECISIONS = ("fp32", "bf16", "bf16_autocast")
@@ -29,6 +29,9 @@ LAYOUTS = ("whole", "sharded", "offloaded")
 SCHEDULERS = ("constant", "linear", "cosine_with_min_lr")
 WITH_ADAPTERS = {"lora_rank": True}
 """Of an option that has an effect only where that one is set."""
+
+AXES = ("context", "tensor", "expert")
+"""Axes of ranks beside data that share a model; a plug-in provides each."""
 
 EVALUATION_STEP = -1
 """Step number in the counters of evaluation's random numbers: no training step has it, so evaluations always draw the
@@ -119,8 +122,11 @@ class TrainOptions(Checked):
         """Take over the settings of the adapters at `lora_path`; faults of those that are given otherwise."""
         if not self.lora_path:
             return
+        if missing := _missing("adapter settings", "lora", f"{prefix}lora_path={self.lora_path}"):
+            yield missing
+            return
         try:
-            settings = adapter_settings(self.lora_path)
+            settings = registry.load("adapter settings", "lora")(self.lora_path)
         except ValueError as error:
             yield f"{prefix}{error}"
             return
@@ -136,8 +142,15 @@ class TrainOptions(Checked):
         """What cannot work besides numbers that are out of range; each begins with an option, behind a prefix."""
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             yield f"{prefix}betas={self.betas}; set two numbers from 0 to below 1"
-        if self.lora_rank and importlib.util.find_spec("peft") is None:
+        if self.lora_rank and (missing := _missing("adapters", "lora", f"{prefix}lora_rank={self.lora_rank}")):
+            yield missing
+        elif self.lora_rank and importlib.util.find_spec("peft") is None:
             yield f"{prefix}lora_rank={self.lora_rank} needs peft; run `bash scripts/setup.sh lora`, or set it to 0"
+        coefficient = self.router_aux_loss_coef
+        if coefficient and (
+            missing := _missing("auxiliary loss", "router", f"{prefix}router_aux_loss_coef={coefficient}")
+        ):
+            yield missing
         if not self.lora_target_modules.strip(", "):
             yield f"{prefix}lora_target_modules is empty; name layers, or all-linear"
         if self.adam_offload and self.zero_stage == 0:
@@ -241,7 +254,9 @@ def parallel_faults(train: TrainOptions, *, context: int, tensor: int, expert: i
         tensor: ranks that share each layer.
         expert: ranks that share the experts of a layer.
     """
-    for axis, size in {"context": context, "tensor": tensor, "expert": expert}.items():
+    for axis, size in zip(AXES, (context, tensor, expert), strict=True):
+        if size > 1 and (missing := _missing("parallelism", axis, f"parallel.{axis}={size}")):
+            yield missing
         if size > 1 and train.engine != "fsdp":
             yield (
                 f"parallel.{axis}={size} needs engine=fsdp, and engine={train.engine} has one axis of ranks: its ZeRO "
@@ -264,6 +279,13 @@ def parallel_faults(train: TrainOptions, *, context: int, tensor: int, expert: i
             f"parallel.tensor={tensor} cuts every matrix, those of experts too, which parallel.expert={expert} leaves "
             "whole; set one of them to 1"
         )
+
+
+def _missing(kind: str, name: str, option: str) -> str:
+    """Return the fault of an option whose plug-in is missing; empty if it is there."""
+    if name in registry.names(kind):
+        return ""
+    return f"{option}: no plug-in in plugins/ or among the installed packages provides the {kind} `{name}`"
 
 
 def _context_faults(train: TrainOptions, given: str) -> Iterator[str]:

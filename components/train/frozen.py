@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
-from components.models.causal import load_policy
 from components.models.device import compute_device
 from components.models.disk.blocks import local_part, own_block
 from components.models.disk.export import save_model
 from components.models.disk.weight_files import WeightFiles, fill
+from components.models.loading import load_policy
 from components.models.precision import compute_in, round_products
 from components.train.config import FrozenConfig, weight_type
 from components.train.passes import evaluate_together
@@ -49,9 +49,9 @@ class FrozenEngine(Generic[M]):
     def _partition(self) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        from components.train.engine import init_process_group
         from components.train.fsdp_groups import partition
         from components.train.mesh import all_ranks
+        from components.train.process_group import init_process_group
 
         init_process_group()
         offload = self.config.layout == "offloaded"

@@ -21,10 +21,10 @@ from components.batch import Batch
 from components.models.disk.blocks import local_part, own_block
 from components.models.disk.weight_files import fill
 from components.train.config import TrainConfig
-from components.train.engine import TrainEngine, adam_of
+from components.train.engine import TrainEngine
 from components.train.fsdp_groups import partition
+from components.train.optimizer import adam_of
 from components.weights.gather import Part, part_of
-from plugins.parallel.experts import share_experts
 
 
 class FSDPEngine(TrainEngine):
@@ -39,8 +39,7 @@ class FSDPEngine(TrainEngine):
         """
         super().__init__(model, config)
         self.axes.share(model.float())
-        shared = self.axes.experts
-        experts = () if shared is None else share_experts(model, shared["expert"])
+        experts = self.axes.share_experts(model)
         is_bf16 = config.precision == "bf16"
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if is_bf16 else None, reduce_dtype=torch.float32)
         # What no layer has is needed again when the backward pass begins, at once.
@@ -52,7 +51,7 @@ class FSDPEngine(TrainEngine):
             offload=config.adam_offload,
             layers_let_go=config.zero_stage == 3,
             experts=experts,
-            copies=None if shared is None else shared["copies"],
+            copies=self.axes.copies,
         )
         fill(model, "cpu" if config.adam_offload else self.device)
         self._adam = adam_of(model, config)

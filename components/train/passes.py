@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from components.batch import Batch
-from components.models.causal import evaluate
-from components.models.packing.packed_model import packs
+from components.models.packing.layout import layout_of
+from components.process.heartbeat import beat
 from components.train.config import PassLimits
-from plugins.prefix_sharing.shared_prompts import runs_of, saved_by, shared_micro_batches, shares_prompts
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -43,7 +42,7 @@ def evaluate_together(
     Raises:
         ValueError: passes are collective, and this rank has nothing to make them with.
     """
-    plan = micro_batches(batch, limits, model)
+    plan = layout_of(model).micro_batches(batch, limits.max_tokens, limits.max_sequences)
     most = torch.tensor(len(plan), device=device)
     if is_collective:
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
@@ -60,10 +59,27 @@ def evaluate_together(
     return result_N
 
 
-def micro_batches(batch: Batch, limits: PassLimits, model: nn.Module) -> list[Tensor]:
-    """Positions for the micro-batches of a pass of `model`, together every sequence once."""
-    if shares_prompts(model):
-        runs = runs_of(batch)
-        if saved_by(runs):
-            return shared_micro_batches(batch.lengths, runs, limits.max_tokens, limits.max_sequences)
-    return batch.micro_batch_indices(limits.max_tokens, limits.max_sequences, packs(model))
+def evaluate(
+    batch: Batch, plan: list[Tensor], device: torch.device | str, compute: Callable[[Batch], Tensor]
+) -> Tensor:
+    """Apply `compute` to a batch in micro-batches, without gradients.
+
+    Args:
+        batch: B sequences.
+        plan: positions of each micro-batch, together every sequence once.
+        device: where `compute` wants its micro-batch.
+        compute: micro-batch of n tokens -> [n].
+
+    Returns:
+        [N] on the CPU, in the order of `batch`.
+    """
+    if not plan:
+        return torch.zeros(0)
+    parts = list[Tensor]()
+    with torch.no_grad():
+        for index in plan:
+            parts.append(compute(batch.select(index).to(device)).cpu())
+            beat()
+    order_B = torch.cat(plan)
+    shuffled = Batch(batch.lengths[order_B], {"result": torch.cat(parts)})
+    return shuffled.select(order_B.argsort())["result"]

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from components.models.disk.blocks import Block, local_part, own_block
 from components.models.disk.tensor_file import TensorFile, TensorReader
 from components.process.heartbeat import beat
-from components.train.collective_io import Attempt
+from components.train.collective_io import CollectiveIO
 from components.train.config import TrainConfig
 from components.train.weight_average import WeightAverage
 
@@ -126,25 +126,25 @@ class EngineState:
         """Write the folder. The note comes last: a folder that has one is whole."""
         parameters, beneath = self.parameters, self._sum_beneath()
         writers = self._writers(parameters)
-        attempt = Attempt(f"write {folder}")
-        attempt.do(partial(self._begin, folder))
-        file = attempt.do(partial(self._create, folder, parameters, writers))
+        io = CollectiveIO(f"write {folder}")
+        io.do(partial(self._begin, folder))
+        file = io.do(partial(self._create, folder, parameters, writers))
         for name, writer in writers.items():
             for key in self.keys_of(parameters[name]):
                 # After an error too, since the other ranks gather.
                 for start, piece in self.pieces(parameters[name], key, writer):
                     if writer == self.rank and file is not None:
-                        attempt.do(partial(file.write_part, f"{name}/{key}", piece, start))
+                        io.do(partial(file.write_part, f"{name}/{key}", piece, start))
         if file is not None:
             file.close()
         if self.rank == 0 and self.average is not None:
             averages = {f"{name}/average": tensor for name, tensor in self.average.tensors.items()}
-            attempt.do(partial(save_file, averages, folder / AVERAGE))
-        attempt.end()
+            io.do(partial(save_file, averages, folder / AVERAGE))
+        io.end()
         if self.rank == 0:
             note = self._note(parameters, writers) | {"step_count": step_count, "beneath": beneath}
-            attempt.do(lambda: (folder / NOTE).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8"))
-        attempt.end()
+            io.do(lambda: (folder / NOTE).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8"))
+        io.end()
 
     def load(self, folder: Path) -> tuple[int, list[str]]:
         """Take everything from the folder, once all ranks have found it whole; before that nothing is changed.
@@ -153,9 +153,9 @@ class EngineState:
             The number of optimizer steps; and what is not exact, a sentence each.
         """
         with ExitStack() as stack:
-            attempt = Attempt(f"read {folder}")
-            saved = attempt.do(lambda: self._open(folder, stack))
-            attempt.end()
+            io = CollectiveIO(f"read {folder}")
+            saved = io.do(lambda: self._open(folder, stack))
+            io.end()
             assert saved is not None
             if saved.note["beneath"] != self._sum_beneath():
                 raise ValueError(
@@ -229,29 +229,34 @@ class EngineState:
         return ("weight",) if self._adam_step(parameter) is None else ("weight", *MOMENTS)
 
     def pieces(self, parameter: nn.Parameter, key: str, writer: int) -> Iterator[tuple[int, Tensor]]:
-        """The master weight or a moment of one parameter, laid flat, in float32: where a piece begins, and the piece.
+        """Yield the float32 master weight or a moment of one parameter in flat pieces, each with its start.
 
         Every rank must exhaust the iterator, and the pieces are right on `writer` alone.
         """
-        part, count = self._part(parameter), whole_shape(parameter).numel()
-        block, own = Block(0, 0), torch.empty(0, 1)
+        part = self._part(parameter)
+        block = Block(0, 0) if part is None else part.block
+        own = torch.empty(0, 1)
         if part is not None:
-            block, own = part.block, part.of(part.flat if key == "weight" else self.adam.state[part.flat][key])
-        is_whole = self.world_size == 1 or not (_is_zeros(parameter) or _is_dtensor(parameter))
-        for first, last in _pieces(count // block.width, block.width):
+            own = part.of(part.flat if key == "weight" else self.adam.state[part.flat][key])
+        is_on_writer = self.world_size == 1 or not (_is_zeros(parameter) or _is_dtensor(parameter))
+        for first, last in _pieces(whole_shape(parameter).numel() // block.width, block.width):
             beat()
-            begin, end = max(block.row, first), min(block.row + block.rows, last)
-            numbers = own[begin - block.row : end - block.row].float() if begin < end else own[:0].float()
-            if is_whole:
-                yield first * block.width, numbers.flatten()
-                continue
-            # Added as integers, all but one of which are 0, the parts arrive with every bit.
-            bits = torch.zeros(last - first, block.width, dtype=torch.int32, device=self.device)
-            if block.is_first and begin < end:
-                there = replace(block, row=begin - first, rows=end - begin)
-                there.of(bits).copy_(numbers.view(torch.int32))
-            dist.reduce(bits, dst=writer)
-            yield first * block.width, bits.view(torch.float32).flatten()
+            begin = max(block.row, first)
+            end = max(begin, min(block.row + block.rows, last))
+            numbers = own[begin - block.row : end - block.row].float()
+            if not is_on_writer:
+                place = replace(block, row=begin - first, rows=end - begin)
+                numbers = self._collect(numbers, place, last - first, writer)
+            yield first * block.width, numbers.flatten()
+
+    def _collect(self, numbers: Tensor, place: Block, rows: int, writer: int) -> Tensor:
+        """Return a piece of so many rows on `writer`, to which each rank contributes its numbers at a place."""
+        # Added as integers, all but one of which are 0, the parts arrive with every bit.
+        bits = torch.zeros(rows, place.width, dtype=torch.int32, device=self.device)
+        if place.is_first and place.rows:
+            place.of(bits).copy_(numbers.view(torch.int32))
+        dist.reduce(bits, dst=writer)
+        return bits.view(torch.float32)
 
     def _writers(self, parameters: dict[str, nn.Parameter]) -> dict[str, int]:
         """Which rank writes which parameter: equal shares at any time, so that all write together."""

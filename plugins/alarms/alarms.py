@@ -95,7 +95,7 @@ class Alarm:
 
 
 def _moves_far(now: Numbers, _: Numbers) -> bool:
-    return now["actor/clipped_share"] > MOST_CLIPPED and now.get("actor/approx_kl", 0.0) > MOVES
+    return now["actor/clip_frac"] > MOST_CLIPPED and now.get("actor/approx_kl", 0.0) > MOVES
 
 
 def _is_sure_of_wrong_responses(now: Numbers, first: Numbers) -> bool:
@@ -235,7 +235,7 @@ ALARMS = (
     ),
     Alarm(
         name="clipping",
-        watches="actor/clipped_share",
+        watches="actor/clip_frac",
         when=f"over {MOST_CLIPPED}, with `actor/approx_kl` over {MOVES}",
         text="{now:.0%} of the tokens are clipped, so that little of what the responses teach gets through",
         remedies=(LOWER_RATE, FEWER_UPDATES),

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from components.models.device import compute_device
 from components.models.disk.weight_files import fill, filled
 from components.train.config import TrainConfig
-from components.train.engine import TrainEngine, adam_of
+from components.train.engine import TrainEngine
 from components.train.fsdp_groups import layers_of
 from components.train.host_memory import tensors_within
+from components.train.optimizer import adam_of
 from components.weights.gather import Part, cut_part, whole_part
 from plugins.plan.memory import ZERO_NUMBERS
 

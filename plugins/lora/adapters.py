@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from components.models.causal import ValueModel
+from components.models.value_model import ValueModel
 from components.train.config import TrainConfig
 from plugins.lora.files import WEIGHTS, layer_of
 
 _ALL = "all-linear"
 
 
-class Adapters:
+class LoraAdapters:
     """The adapters of one model: where they are, and what the model is with them added to its weights."""
 
     def __init__(self, model: nn.Module, config: TrainConfig) -> None:
@@ -58,7 +58,7 @@ class Adapters:
         self.layers: dict[str, Any] = {
             n: module for n, module in model.named_modules() if isinstance(module, LoraLayer)
         }
-        """Those that have an adapter, by name."""
+        """Layers that have an adapter, by name."""
         for name, parameter in model.named_parameters():
             if ".lora_" in name:
                 parameter.data = parameter.data.float()
@@ -66,11 +66,11 @@ class Adapters:
             self._load(model, Path(config.lora_path).expanduser())
         names = ("lora_rank", "lora_alpha", "lora_target_modules")
         self.note = {name: getattr(config, name) for name in names}
-        """What a saved state has to agree with."""
+        """Settings that a saved state has to agree with."""
 
     @property
     def scale(self) -> float:
-        """By which the product of an adapter is multiplied."""
+        """Factor of the product of an adapter's two matrices."""
         return self.note["lora_alpha"] / self.note["lora_rank"]
 
     def _load(self, model: nn.Module, folder: Path) -> None:
@@ -103,7 +103,7 @@ class Adapters:
         return str(self.config.base_model_name_or_path)
 
     def named(self, trained: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Of what is trained the adapters, by the names of peft's files."""
+        """Return the adapters among the trained tensors, by the names of peft's files."""
         for name, tensor in trained:
             if ".lora_" in name:
                 yield "base_model.model." + name.removeprefix(self.prefix).replace(".default.", "."), tensor

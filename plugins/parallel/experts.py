@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from plugins.parallel.tensor import plan_name
 
 _EXPERTS = "grouped_gemm"
-"""What transformers' plans say of parameters whose rows are experts."""
+"""Style in transformers' plans of parameters whose rows are experts."""
 
 
 def share_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:

@@ -9,32 +9,47 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
+from components.models.packing.layout import packs
+from components.models.routers import find_routers
+from components.rl.aggregation import LossOutput, Totals
+
+if TYPE_CHECKING:
+    from components.train.engine import LossFunction
 
 
-class Routers:
-    """The routers of a model, of which a dense one has none."""
+class RouterLoss:
+    """The load-balancing loss of a model, which a dense one has not."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """Find them, by what transformers says of the model's class."""
-        recorders = [
-            recorder
-            for module in model.modules()
-            if (recorder := (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")) is not None
-        ]
-        self._index = recorders[0].index if recorders else 0
-        kinds = tuple({recorder.target_class for recorder in recorders})
-        self._routers = [module for module in model.modules() if isinstance(module, kinds)]
+    def __init__(self, model: nn.Module, coefficient: float = 1.0) -> None:
+        """
+        Args:
+            model: policy or value model.
+            coefficient: weight of the loss.
+        """
+        self._routers = find_routers(model)
+        self._coefficient = coefficient
         config: Any = getattr(model, "config", None) or getattr(getattr(model, "backbone", None), "config", None)
-        self._top_k = config.get_text_config().num_experts_per_tok if self._routers else 0
+        self._top_k = config.get_text_config().num_experts_per_tok if self._routers.modules else 0
 
-    def __bool__(self) -> bool:
-        return bool(self._routers)
+    def added_to(self, loss_fn: LossFunction, minibatch: Batch) -> LossFunction:
+        """Return the loss function of an optimizer step with this loss, in which a micro-batch counts by its share of
+        the rows that the step routes. For a dense model it is the same function.
+        """
+
+        def both(model: nn.Module, micro: Batch, totals: Totals) -> LossOutput:
+            with self.watched() as logits:
+                output = loss_fn(model, micro, totals)
+            balance = self.loss(logits, micro, packs(model)) * row_share(micro, minibatch)
+            metrics = output.metrics | {"router_aux_loss": balance.detach()}
+            return LossOutput(output.loss + self._coefficient * balance, metrics)
+
+        return both if self._routers.modules else loss_fn
 
     @contextmanager
     def watched(self) -> Iterator[list[Tensor]]:
@@ -42,11 +57,11 @@ class Routers:
         seen: list[Tensor] = []
 
         def note(_: nn.Module, __: Any, output: Any) -> None:
-            logits = output[self._index] if isinstance(output, tuple) else output
+            logits = output[self._routers.index] if isinstance(output, tuple) else output
             seen.append(logits.flatten(0, -2))
 
         # The logits are not to come again when activations are recomputed, which is after this.
-        handles = [router.register_forward_hook(note) for router in self._routers]
+        handles = [router.register_forward_hook(note) for router in self._routers.modules]
         try:
             yield seen
         finally:

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,11 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-from components.models.logprobs import VocabularyPart, summed
+from components.models.vocabulary import set_vocabulary
+from plugins.parallel.vocabulary import CopiedVocabulary, VocabularyPart, own_parts, summed
 
-_MARK = "vocabulary_part"
 _COLUMNS, _ROWS, _EACH_HEAD = "colwise", "rowwise", "replicated_with_grad_allreduce"
 """Styles of transformers' plans; embedding and output layer are found without."""
 _KEYS = ("k_proj", "v_proj")
@@ -58,33 +57,8 @@ def cut_layers(model: nn.Module, mesh: DeviceMesh) -> None:
         module.forward = partial(forward, module, module.forward, mesh.get_group())
 
 
-def vocabulary_part(head: nn.Module) -> VocabularyPart | None:
-    """Which tokens this rank has the logits of; None: all."""
-    return getattr(head, _MARK, None)
-
-
-@contextmanager
-def own_parts(module: nn.Module, *, partial_gradients: bool = False) -> Iterator[None]:
-    """Inside, parameters that are DTensors are this rank's parts.
-
-    Args:
-        module: whose own parameters they are.
-        partial_gradients: all ranks have them whole, and the gradients of all ranks add up.
-    """
-    parameters: dict[str, Any] = module._parameters
-    kept = dict(parameters)
-    placements = [Partial()] if partial_gradients else None
-    for name, parameter in kept.items():
-        if isinstance(parameter, DTensor):
-            parameters[name] = parameter.to_local(grad_placements=placements)
-    try:
-        yield
-    finally:
-        parameters.update(kept)
-
-
 class _Cuts:
-    """What becomes of each module."""
+    """Placement and forward function of each module."""
 
     def __init__(self, model: Any, mesh: DeviceMesh) -> None:
         self._model, self._size, self._group = model, mesh.size(), mesh.get_group()
@@ -92,7 +66,7 @@ class _Cuts:
         self._plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
         self._embedding, self._head = model.get_input_embeddings(), model.get_output_embeddings()
         self.placement: dict[nn.Parameter, Placement] = {}
-        """Of parameters that are cut; others are whole on all ranks."""
+        """Placements of parameters that are cut; others are whole on all ranks."""
         self.forward: dict[nn.Module, Callable[..., Tensor]] = {}
         """(module, its own forward, group, ...) -> output."""
         self._given = f"parallel.tensor={self._size}"
@@ -156,12 +130,14 @@ class _Cuts:
         tokens = len(module.weight)
         heads = [layer for layer in (self._embedding, self._head) if layer is not None]
         if any(len(layer.weight) % self._size for layer in heads):
+            if module is self._head:
+                set_vocabulary(module, CopiedVocabulary())
             return
         size = tokens // self._size
         part = VocabularyPart(self._group, self._group.rank() * size, size)
         self.placement |= dict.fromkeys(module.parameters(recurse=False), Shard(0))
         if module is self._head:
-            setattr(module, _MARK, part)
+            set_vocabulary(module, part)
             self.forward[module] = _head
             return
         if module.padding_idx is not None:
@@ -171,7 +147,7 @@ class _Cuts:
 
 
 def plan_name(name: str) -> str:
-    """As transformers' plans name a module: with a star for the number of a layer."""
+    """Return the name of a module in transformers' plans: with a star for the number of a layer."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
@@ -234,7 +210,7 @@ def _head(module: nn.Module, forward: Any, group: dist.ProcessGroup, x: Tensor) 
 
 
 class _Spread(torch.autograd.Function):
-    """What all ranks have, for each to compute something else of: its gradient is the sum of theirs."""
+    """A tensor that all ranks have and compute different things of: its gradient is the sum of theirs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -20,11 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
+from components.models.packing.layout import EndToEnd, Part, RowPlan
+from components.models.routers import find_routers
 
 SHORTEST = 4
 """Tokens that sequences have in common, at least: with fewer it takes longer to lay them out than to compute them."""
 
-_MARK = "shares_prompts"
+MOST_SEEN = 2**24
+"""Queries times keys: above it a whole sequence is queries, as a mask would take more memory than is saved."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,57 @@ class Run:
         return self.shared * (len(self.members) - 1)
 
 
-def mark_shared_prompts(model: nn.Module, does: bool) -> None:
-    """Note at a model whether its attention knows what sequences share."""
-    setattr(model, _MARK, does)
+class SharedPrompts(EndToEnd):
+    """All sequences in one row, which has once what a run of them begins with."""
+
+    def __init__(self, shortest: int = SHORTEST) -> None:
+        """
+        Args:
+            shortest: minimum number of tokens that the sequences of a run have in common.
+        """
+        self.shortest = shortest
+
+    def plan_row(self, batch: Batch, *, one_follower: bool = False) -> RowPlan | None:
+        """Return the plan of a packed row, or None if nothing is saved."""
+        runs = runs_of(batch, self.shortest, one_follower=one_follower)
+        return row_plan(batch, runs) if saved_by(runs) else None
+
+    def micro_batches(self, batch: Batch, max_tokens: int, max_sequences: int = 0) -> list[Tensor]:
+        """Return the positions for micro-batches, whose rows have what a run shares once."""
+        runs = runs_of(batch, self.shortest)
+        if saved_by(runs):
+            return shared_micro_batches(batch.lengths, runs, max_tokens, max_sequences)
+        return super().micro_batches(batch, max_tokens, max_sequences)
+
+    def micro_batches_by_rank(
+        self, minibatch: Batch, ranks: int, max_tokens: int, max_sequences: int = 0, group_size: int = 1
+    ) -> list[list[Tensor]]:
+        """Return for each rank the positions for its micro-batches; groups that a loss compares are not parted."""
+        runs = runs_of(minibatch, self.shortest) if group_size == 1 else []
+        if not saved_by(runs):
+            return super().micro_batches_by_rank(minibatch, ranks, max_tokens, max_sequences, group_size)
+        lengths_B = minibatch.lengths
+        parts = shares_of_runs(lengths_B, runs, ranks)
+        return [shared_micro_batches(lengths_B, part, max_tokens, max_sequences) for part in parts]
 
 
-def shares_prompts(model: nn.Module) -> bool:
-    """Whether a model, or the model in an engine, is given what sequences have in common once."""
-    return getattr(model, _MARK, False)
+def layout_for(model: nn.Module) -> SharedPrompts | None:
+    """Return the layout of a model, or None for a mixture of experts: the loss that balances experts counts every token
+    that is routed, so that each is computed.
+    """
+    return None if find_routers(model).modules else SharedPrompts()
+
+
+def row_plan(batch: Batch, runs: list[Run]) -> RowPlan:
+    """Return the plan of a row that has what the members of each run share once."""
+    lengths = batch.lengths.tolist()
+    parts = [Part(run.members[0], 0, run.shared) for run in runs if run.shared]
+    for run in runs:
+        for member in run.members:
+            length = lengths[member]
+            is_long = (length - run.shared) * length > MOST_SEEN
+            parts.append(Part(member, 0 if is_long else run.shared, length))
+    return RowPlan(*shared_places(batch, runs), parts)
 
 
 def runs_of(batch: Batch, shortest: int = SHORTEST, *, one_follower: bool = False) -> list[Run]:
@@ -101,7 +147,7 @@ def saved_by(runs: Iterable[Run]) -> int:
 
 
 def shared_places(batch: Batch, runs: list[Run]) -> tuple[Tensor, Tensor]:
-    """Where the tokens of `batch` lie in a row, run after run: what its members share, then what each has for itself.
+    """Place the tokens of `batch` in a row, run after run: what its members share, then what each has for itself.
 
     Returns:
         [N] int64, of each token its place; [U] int64, of each place the first token that lies there.

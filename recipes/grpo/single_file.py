@@ -27,7 +27,8 @@ from components.batch import Batch
 from components.data.prompts import PromptSource, load_rows
 from components.data.samples import add_rewards, for_samples, shuffled_minibatches
 from components.data.text import load_tokenizer
-from components.models.causal import load_policy, token_logprobs
+from components.models.causal import token_logprobs
+from components.models.loading import load_policy
 from components.rewards.opening import open_reward
 from components.rl.advantages import group_norm
 from components.rl.aggregation import LossOutput, Totals, aggregate, reduce_loss
@@ -72,9 +73,8 @@ def train(model_path: str, own: Settings) -> Iterator[dict[str, float]]:
     sampling = SamplingConfig(temperature=own.temperature, max_new_tokens=own.max_new_tokens, seed=own.seed)
     options = TrainOptions(learning_rate=own.learning_rate, max_tokens=own.max_tokens)
     parts = own.prompts_per_step * own.samples_per_prompt // own.mini_batch_size
-    train_engine = open_engine(
-        load_policy(model_path, packing=None), options.for_run(own.steps * own.epochs * parts, own.seed)
-    )
+    model = load_policy(model_path, packing=None)
+    train_engine = open_engine(model, options.for_run(own.steps * own.epochs * parts, own.seed))
     frozen = FrozenConfig(limits=PassLimits(max_tokens=own.max_tokens), packing=None)
     reference = open_frozen_policy(model_path, frozen) if own.kl_coef else None  # is never trained
 

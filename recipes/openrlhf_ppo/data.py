@@ -50,7 +50,7 @@ def check_models(config: PPOConfig, absent: Collection[str] = ()) -> list[str]:
 
 
 def _check_statistics(path: str) -> None:
-    from components.models.causal import score_statistics
+    from components.models.value_model import score_statistics
 
     try:
         score_statistics(find_model(path), path)

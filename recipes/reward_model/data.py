@@ -3,7 +3,7 @@
 from itertools import chain
 
 from components.data.preferences import pair_texts
-from components.models.causal import without_progress_bars
+from components.models.loading import without_progress_bars
 from plugins.demo.tiny_model import learnt_tokenizer, tiny_model
 
 from .config import NEW_FROM_TEXT, RewardModelConfig

@@ -20,7 +20,7 @@ from agents.openai_executor import OpenAIAgentExecutor
 from agents.openai_protocol import CompletionRequest, Message, RequestError, read_request, rest_of
 from agents.options import AgentOptions
 from components.data.text import load_tokenizer
-from components.models.causal import load_policy
+from components.models.loading import load_policy
 from tests.agents.episode_cases import TEXTS, Rig, sampling, write_policy
 from tests.agents.openai_cases import Blocking, chat, check_drawn, user
 from tests.messages import says

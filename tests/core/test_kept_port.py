@@ -12,7 +12,7 @@ from core.backends.ray_process import kept_port
 RANK = """
 import sys
 import torch.distributed as dist
-from components.train.engine import init_process_group
+from components.train.process_group import init_process_group
 
 init_process_group()
 if dist.get_rank() == 0:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from pyarrow import Table, parquet
 
-from components.models.causal import ValueModel
+from components.models.value_model import ValueModel
 from plugins.demo.tasks import get_task
 from plugins.demo.tiny_model import task_tokenizer, tiny_model
 from recipes.verl_ppo.main import read_config

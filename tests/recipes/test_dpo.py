@@ -22,7 +22,7 @@ from components.batch import Batch
 from components.data.preferences import PairFormat, encode_pairs, read_pairs
 from components.data.text import TextEncoder, load_tokenizer
 from components.generate.hf_engine import HFRolloutEngine
-from components.models.causal import load_policy
+from components.models.loading import load_policy
 from components.rl.aggregation import Totals
 from components.train.config import SamplingConfig
 from plugins.demo.tasks import get_task

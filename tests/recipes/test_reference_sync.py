@@ -8,7 +8,7 @@ from local_runs import run_locally
 from safetensors.torch import load_file
 from torch import Tensor
 
-from components.models.causal import load_policy
+from components.models.loading import load_policy
 from components.train.config import FrozenConfig
 from components.train.frozen import FrozenEngine
 from recipes.grpo.main import read_config

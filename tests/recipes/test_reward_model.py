@@ -18,8 +18,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from components.batch import Batch
 from components.data.preferences import scored_tokens
 from components.data.text import TextEncoder
-from components.models.causal import load_value_model
 from components.models.reward_model import RewardModel
+from components.models.value_model import load_value_model
 from recipes.reward_model.main import main
 from tests.messages import says
 

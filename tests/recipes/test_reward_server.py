@@ -23,8 +23,8 @@ import pytest
 from components.batch import Batch
 from components.data.preferences import scored_tokens
 from components.data.text import TextEncoder, load_tokenizer
-from components.models.causal import ValueModel
 from components.models.reward_model import RewardModel, note_statistics
+from components.models.value_model import ValueModel
 from components.rewards.base import RewardSettings
 from plugins.demo.tasks import get_task
 from plugins.demo.tiny_model import task_tokenizer, tiny_model

@@ -95,7 +95,7 @@ def test_each_step_has_the_numbers_of_the_recipe(case: str, policy: Path, tmp_pa
         theirs = {name.removeprefix("actor/"): value for name, value in line.items()}
         theirs["reward"] = line["reward/reward"]
         compared = ours.keys() - {"seconds"}
-        assert {"reward", "loss", "approx_kl", "entropy", "grad_norm", "clipped_share"} <= compared
+        assert {"reward", "loss", "approx_kl", "entropy", "grad_norm", "clip_frac"} <= compared
         assert ("kl_loss" in compared) == (own.kl_coef > 0)
         assert {name: ours[name] for name in compared} == {name: theirs[name] for name in compared}
     # They say something: the responses differ in reward, and the policy has moved.

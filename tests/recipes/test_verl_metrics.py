@@ -163,11 +163,11 @@ def test_turns_and_the_age_of_the_weights_are_told_of_episodes() -> None:
 
 
 def test_metrics_of_an_update_have_verls_names() -> None:
-    actor = ("loss", "policy_loss", "clipped_share", "dual_clipped_share", "approx_kl", "entropy", "kl_loss")
+    actor = ("loss", "policy_loss", "clip_frac", "dual_clip_frac", "approx_kl", "entropy", "kl_loss")
     found = renamed({f"actor/{name}": 1.0 for name in (*actor, "grad_norm", "learning_rate", "first_ratio_mean")})
     names = "loss pg_loss pg_clipfrac pg_clipfrac_lower ppo_kl entropy kl_loss grad_norm lr first_ratio_mean"
     assert list(found) == [f"actor/{name}" for name in names.split()]
-    critic = ("loss", "clipped_share", "value_mean", "return_mean", "grad_norm", "learning_rate")
+    critic = ("loss", "clip_frac", "value_mean", "return_mean", "grad_norm", "learning_rate")
     found = renamed({f"critic/{name}": 1.0 for name in critic})
     names = "vf_loss vf_clipfrac vpred_mean return_mean grad_norm lr"
     assert list(found) == [f"critic/{name}" for name in names.split()]

@@ -1,7 +1,7 @@
 """What every role of a model that is not trained does."""
 
 from components.models.device import is_engine_dead
-from components.train.engine import init_process_group
+from components.train.process_group import init_process_group
 from core import BaseWorkload
 
 

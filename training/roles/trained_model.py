@@ -7,9 +7,10 @@ from torch import Tensor, nn
 
 from components.batch import Batch
 from components.data.samples import shuffled_minibatches
-from components.models.causal import load_policy
+from components.models.loading import load_policy
 from components.rl.aggregation import LossOutput, Totals
-from components.train.engine import LossFunction, TrainEngine, init_process_group
+from components.train.engine import LossFunction, TrainEngine
+from components.train.process_group import init_process_group
 from core import BaseWorkload, rpc, trainer_invocation
 from training.run.rollouts import keep_failed, over_updates
 

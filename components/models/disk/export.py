@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from components.models.causal import ValueModel
 from components.models.disk.settings import save_settings
 from components.models.disk.tensor_file import TensorFile
+from components.models.value_model import ValueModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,5 +1,5 @@
-"""Sequences laid end to end in one row, of which each attends to itself only: no padding is computed, and what several
-of them begin with is computed once (shared_prompts.py).
+"""Sequences laid end to end in one row, of which each attends to itself only: no padding is computed. With a plug-in
+for the row layout, what several of them begin with is computed once.
 
 A model that packs gets the row, positions that start anew with each sequence, and where the sequences begin, under the
 names that transformers uses; its attention is the function below, whatever the layer's window, soft cap or sinks.
@@ -15,7 +15,7 @@ sequence, `R` rows of a call, `H` query heads, `K` key heads, `D` size of a head
 from __future__ import annotations
 
 import logging
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,25 +23,25 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
 
+from components import registry
 from components.batch import Batch
+from components.models.packing.layout import END_TO_END, RowLayout, set_layout
 from components.models.packing.packed_row import PackedRow, picked
+from components.models.packing.row_slices import WHOLE_ROWS
 from components.models.precision import as_multiplied
-from plugins.parallel.router_loss import Routers
-from plugins.prefix_sharing.shared_prompts import mark_shared_prompts, runs_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _log = logging.getLogger(__name__)
 _NAME = "troupe_packed"
-_MARK = "packs_sequences"  # a ValueModel has a property of this name
 
 # How far a packed sequence may be from the same one alone, relative to the largest number of the output.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
 
 def use_packing(model: PreTrainedModel, probe: PreTrainedModel | None = None) -> None:
-    """Let `model` take packed sequences; `packs` tells from then on.
+    """Let `model` take packed sequences, and give it a layout that packs.
 
     It gets the attention of this file, unless it was loaded with flash attention, which knows packed sequences. A small
     packed row is compared with its sequences alone, under the model's own plain attention.
@@ -79,35 +79,40 @@ def use_packing(model: PreTrainedModel, probe: PreTrainedModel | None = None) ->
     # Not the other way round: NaN is not near.
     if not distance <= _TOLERANCE.get(asked.dtype, 1e-3):
         raise ValueError(_refusal(model, f"packed sequences gave other results than alone, {distance:.1g} apart"))
-    mark_shared_prompts(model, _can_share(asked, row, expected))
     if own is not None and "flash" in own:
         model.set_attn_implementation(own)
-        mark_shared_prompts(model, False)
-    setattr(model, _MARK, True)
+        set_layout(model, END_TO_END)
+    else:
+        set_layout(model, _layout_for(asked, row, expected))
 
 
 def _distance(
     asked: PreTrainedModel, expected_1NV: Tensor, inputs: dict[str, Any], place_N: Tensor | None = None
 ) -> float:
-    """How far a model's output for a row is from what is expected, relative to the largest number."""
+    """Return the largest difference of a model's output for a row, relative to the largest expected number."""
     with torch.no_grad():
         found_1NV = asked(**inputs)[0].float()
     found_1NV = found_1NV if place_N is None else found_1NV[:, place_N]
     return float((found_1NV - expected_1NV).abs().max() / expected_1NV.abs().max())
 
 
-def _can_share(asked: PreTrainedModel, row: Batch, expected_1NV: Tensor) -> bool:
-    """Whether a model hands on to its attention what sequences share. The loss that balances experts counts every token
-    that is routed, so that a mixture of experts computes each.
-    """
-    if Routers(asked):
-        return False
+def _layout_for(asked: PreTrainedModel, row: Batch, expected_1NV: Tensor) -> RowLayout:
+    """Return the layout of the plug-in that computes shared tokens once, if the model hands it on to its attention."""
+    choose = registry.find("row layout", "shared prompts")
+    layout = _warn_once() if choose is None else choose(asked)
+    if layout is None:
+        return END_TO_END
     try:
-        distance = _distance(asked, expected_1NV, *packed_inputs(row, shortest=2))
+        distance = _distance(asked, expected_1NV, *packed_inputs(row, layout))
     except (RuntimeError, TypeError, ValueError) as error:
         _log.info("%s computes each sequence whole: %s", type(asked).__name__, error)
-        return False
-    return distance <= _TOLERANCE.get(asked.dtype, 1e-3)
+        return END_TO_END
+    return layout if distance <= _TOLERANCE.get(asked.dtype, 1e-3) else END_TO_END
+
+
+@cache
+def _warn_once() -> None:
+    _log.warning("no plug-in provides the row layout `shared prompts`: a prompt is computed anew for each sample")
 
 
 def use_own_attention(model: PreTrainedModel) -> None:
@@ -115,25 +120,20 @@ def use_own_attention(model: PreTrainedModel) -> None:
     model.set_attn_implementation(_NAME)
 
 
-def packs(model: nn.Module) -> bool:
-    """Whether a model, or the model in an engine, takes packed sequences."""
-    return getattr(model, _MARK, False)
-
-
 def packed_inputs(
-    batch: Batch, shortest: int | None = None, *, one_follower: bool = False
+    batch: Batch, layout: RowLayout = END_TO_END, *, one_follower: bool = False
 ) -> tuple[dict[str, Any], Tensor | None]:
-    """What a model that packs is called with, for column `tokens` of at least one token.
+    """Return the arguments of a model that packs, for column `tokens` of at least one token.
 
     Args:
         batch: of the sequences.
-        shortest: what sequences begin with alike, of so many tokens at least, is in the row once; None: nothing is.
-        one_follower: see `runs_of`.
+        layout: of the model.
+        one_follower: see `RowLayout.plan_row`.
 
     Returns:
         Arguments of the call; and [N] the place of each token in the row, None where they are in order.
     """
-    row = PackedRow(batch, None if shortest is None else runs_of(batch, shortest, one_follower=one_follower))
+    row = PackedRow(batch, layout.plan_row(batch, one_follower=one_follower))
     packed = batch.packed()
     token_U, position_U = (x if row.first_U is None else x[row.first_U] for x in (packed.tokens, packed.positions))
     # No cache and no mask: with either transformers takes the row for one sequence.
@@ -157,7 +157,7 @@ def _probe_row(model: PreTrainedModel) -> Batch:
 
 
 def _mask(attention_mask: Tensor | None = None, local_size: int | None = None, **arguments: Any) -> Tensor | None:
-    """What layers get as their mask: None, or [1, 1, 1, 1] the tokens of their window; a real mask where there is one.
+    """Return the mask of layers: None, or [1, 1, 1, 1] the tokens of their window; a real mask where there is one.
 
     Args:
         attention_mask: [R, S] False at padding.
@@ -184,7 +184,7 @@ def _attention(
     packed_row: PackedRow | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers calls attention: returns [R, N, H, D] and no attention weights.
+    """Attention as transformers calls it: return [R, N, H, D] and no attention weights.
 
     Args:
         attention_mask: what `_mask` made of it.
@@ -203,23 +203,22 @@ def _attention(
         return sdpa_attention_forward(module, query_RHND, key_RKND, value_RKND, attention_mask, **arguments)
     # Under autocast rotated queries and keys come in float32, which the kernel does not take.
     query_RHND, key_RKND, value_RKND = as_multiplied(query_RHND, key_RKND, value_RKND)
-    context = None if packed_row is None else packed_row.context
-    sinks_H = s_aux if context is None or s_aux is None else context.own_heads(s_aux)
+    slices = WHOLE_ROWS if packed_row is None else packed_row.slices
+    sinks_H = None if s_aux is None else slices.own_heads(s_aux)
     window = None if attention_mask is None else int(attention_mask)
     scale = query_RHND.shape[-1] ** -0.5 if scaling is None else scaling
     attend = partial(_by_sdpa if plain else partial(_by_hand, softcap=softcap, s_aux=sinks_H), scale, dropout, window)
     inputs = query_RHND, key_RKND, value_RKND
     if packed_row is None:
         return attend(*inputs).transpose(1, 2).contiguous(), None
-    if context is not None:
-        inputs = context.by_heads(*inputs, packed_row.places)
+    inputs = slices.to_heads(*inputs, packed_row.places)
     if plain and dropout == 0 and _has_kernel(query_RHND, value_RKND):
         output_1UHD = _by_kernel(*inputs, packed_row, scale, window)
     else:
         query_1HUD, key_1KUD, value_1KUD = inputs
         parts = zip(packed_row.queries(query_1HUD), *map(packed_row.keys, (key_1KUD, value_1KUD)), strict=True)
         output_1UHD = packed_row.from_rectangles([attend(query, key, value) for query, key, value in parts])
-    return output_1UHD if context is None else context.by_places(output_1UHD), None
+    return slices.from_heads(output_1UHD), None
 
 
 def _is_causal(module: nn.Module) -> bool:

@@ -1,9 +1,9 @@
 """Sequences in one row, as attention is given them: each by itself.
 
-Every token is a query once: first what sequences share, by itself, and then the rest of each sequence, which sees the
-sequence whole. Where there is no kernel for sequences of different lengths, those of about the same length stand as the
-rows of a rectangle, so that there are few calls. A token attends to nothing after it, so what fills a row up changes
-nothing.
+Every token is a query once: where sequences share tokens, first these by themselves, and then the rest of each
+sequence, which sees the sequence whole. Where there is no kernel for sequences of different lengths, those of about the
+same length stand as the rows of a rectangle, so that there are few calls. A token attends to nothing after it, so what
+fills a row up changes nothing.
 
 Legend: `N` tokens of the sequences end to end, `U` places of the row, `P` parts of sequences, `F`
 fields of all rectangles, `R` parts of a rectangle, `S` queries and `T` keys of each, `H` heads, `D` size of a head.
@@ -20,25 +20,12 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from components.batch import Batch
-from plugins.parallel.context import Context
-from plugins.prefix_sharing.shared_prompts import Run, saved_by, shared_places
-
-MOST_SEEN = 2**24
-"""Queries times keys: above it a whole sequence is queries, as a mask would take more memory than is saved."""
-
-
-class Part(NamedTuple):
-    """Neighbouring tokens of a sequence, as queries."""
-
-    sequence: int
-    first: int
-    """Position of the first of them."""
-    end: int
-    """Position after the last."""
+from components.models.packing.layout import Part, RowPlan
+from components.models.packing.row_slices import WHOLE_ROWS, RowSlices
 
 
 class Rectangles(NamedTuple):
-    """How the row becomes rectangles, and these the row."""
+    """Indices that turn the row into rectangles, and these into the row."""
 
     shapes: list[tuple[int, int, int]]
     """R, S and T of each."""
@@ -52,42 +39,33 @@ class Rectangles(NamedTuple):
 
 
 class PackedRow:
-    """Where the sequences lie. An object of its own, so that nobody looks for tensors in it on its way to attention."""
+    """The places of sequences in a row. It is an object, so that no library looks for tensors in it."""
 
-    context: Context | None = None
-    """Over whose ranks the row is spread; None: this rank has all of it."""
+    slices: RowSlices = WHOLE_ROWS
+    """The part of the row that each rank computes."""
 
-    def __init__(self, batch: Batch, runs: list[Run] | None = None) -> None:
+    def __init__(self, batch: Batch, plan: RowPlan | None = None) -> None:
         """
         Args:
             batch: the sequences, none of them empty.
-            runs: what the members of each share is in the row once; None: the sequences lie end to end.
+            plan: places that several tokens share; None: the sequences lie end to end.
         """
         self.lengths = batch.lengths
-        self.runs = runs if runs and saved_by(runs) else None
-        self.place_N: Tensor | None = None
+        self.plan = plan
+        self.place_N = None if plan is None else plan.place_N
         """int64, of each token its place in the row; None: in order."""
-        self.first_U: Tensor | None = None
+        self.first_U = None if plan is None else plan.first_U
         """int64, of each place the first token that lies there; None: in order."""
-        if self.runs is not None:
-            self.place_N, self.first_U = shared_places(batch, self.runs)
         self.places = batch.num_tokens if self.first_U is None else len(self.first_U)
         """U."""
         packed = batch.packed()
         self.borders, self.longest = packed.cumulative_lengths, packed.max_length
 
     def parts(self) -> Iterable[Part]:
-        """Of the queries; every place of the row is in one of them at least."""
-        lengths = self.lengths.tolist()
-        if self.runs is None:
-            return [Part(sequence, 0, length) for sequence, length in enumerate(lengths)]
-        found = [Part(run.members[0], 0, run.shared) for run in self.runs if run.shared]
-        for run in self.runs:
-            for member in run.members:
-                length = lengths[member]
-                is_long = (length - run.shared) * length > MOST_SEEN
-                found.append(Part(member, 0 if is_long else run.shared, length))
-        return found
+        """Return the parts of the queries. Every place of the row is in at least one."""
+        if self.plan is not None:
+            return self.plan.parts
+        return [Part(sequence, 0, length) for sequence, length in enumerate(self.lengths.tolist())]
 
     @cached_property
     def rectangles(self) -> Rectangles:
@@ -113,7 +91,7 @@ class PackedRow:
         field_U = torch.empty(self.places, dtype=torch.int64)
         field_U[query_place_F[is_token_F]] = is_token_F.nonzero().squeeze(1)
         key_place_F = query_place_F
-        if self.runs is not None:
+        if self.plan is not None:
             key_place_F, _ = self._fields(start_P, torch.zeros_like(first_P), end_P, width_P)
         device = self.lengths.device
         return Rectangles(shapes, query_place_F.to(device), key_place_F.to(device), field_U.to(device))

@@ -3,7 +3,8 @@
 from torch import nn
 
 from components.batch import Batch
-from components.models.causal import load_value_model, state_values
+from components.models.causal import state_values
+from components.models.value_model import load_value_model
 from components.rl.aggregation import LossOutput, Totals
 from core import trainer_invocation
 from training.roles.supervised import SupervisedModel

@@ -3,7 +3,8 @@
 from functools import partial
 
 from components.batch import Batch
-from components.models.causal import load_value_model, token_values
+from components.models.causal import token_values
+from components.models.value_model import load_value_model
 from components.train.opening import open_engine
 from core import Dispatch, register
 from training.roles.trained_model import TrainedModel

@@ -15,7 +15,7 @@ from components.generate.async_engine import Generation
 from components.generate.batched_engine import BatchedEngine
 from components.generate.engine import Completions
 from components.generate.hf_engine import HFRolloutEngine
-from components.models.causal import load_policy
+from components.models.loading import load_policy
 from components.train.config import HFRolloutConfig, SamplingConfig
 from components.train.opening import open_async_engine
 from components.weights.publisher import WeightHandle, WeightPublisher

@@ -11,7 +11,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from components.batch import Batch
 from components.generate.hf_engine import HFRolloutConfig, HFRolloutEngine, SamplingConfig, _invert, _likeliest
-from components.models.causal import load_policy, token_logprobs
+from components.models.causal import token_logprobs
+from components.models.loading import load_policy
 from components.weights.publisher import WeightPublisher
 from plugins.fast_decode import attention as decode_attention
 from plugins.fast_decode.attention import _grouped_decoding

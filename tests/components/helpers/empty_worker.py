@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.models.causal import load_policy, load_value_model
 from components.models.disk import weight_files
 from components.models.disk.blocks import local_part
+from components.models.loading import load_policy
+from components.models.value_model import load_value_model
 from components.train.engine import TrainEngine
 from components.train.opening import open_engine
 from tests.components.helpers.train_cases import config, minibatches, nll, squared_error, weights

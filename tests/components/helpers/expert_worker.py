@@ -15,8 +15,8 @@ from transformers import (
 )
 
 from components.batch import Batch
-from components.models.causal import load_policy
 from components.models.disk.blocks import local_part
+from components.models.loading import load_policy
 from components.rl.aggregation import LossOutput, Totals
 from components.train.engine import TrainEngine
 from tests.components.helpers import mesh_worker

@@ -1,11 +1,11 @@
-"""What a process keeps of memory that its tensors leave free: what test_causal.py lets a process of its own measure."""
+"""Memory that a process keeps when tensors are freed: what test_freed_memory.py lets a process of its own measure."""
 
 import resource
 from pathlib import Path
 
 import torch
 
-from components.models.causal import keep_freed_memory
+from components.models.freed_memory import keep_freed_memory
 
 
 def kept_when_freed() -> list[int]:

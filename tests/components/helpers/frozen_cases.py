@@ -8,13 +8,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from components.batch import Batch
-from components.models.causal import load_policy, load_value_model, policy_logprobs, state_values, token_logprobs
+from components.models.causal import policy_logprobs, state_values, token_logprobs
 from components.models.disk.blocks import local_part
+from components.models.loading import load_policy
+from components.models.value_model import load_value_model
 from components.rl.aggregation import LossOutput, Totals
 from components.train.config import FrozenConfig, PassLimits, weight_type
-from components.train.engine import init_process_group
 from components.train.frozen import FrozenEngine
 from components.train.opening import open_engine
+from components.train.process_group import init_process_group
 from tests.components.helpers import train_cases as cases
 
 ENGINES: dict[str, dict[str, Any]] = {

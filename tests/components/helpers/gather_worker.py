@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from components.train.engine import init_process_group
+from components.train.process_group import init_process_group
 from components.weights.gather import gathered, part_of
 
 BUCKET_BYTES = 80 * 2**20

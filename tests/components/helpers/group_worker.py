@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from components.batch import Batch
-from components.models.causal import load_value_model, state_values
+from components.models.causal import state_values
+from components.models.value_model import load_value_model
 from components.rl.aggregation import LossOutput, Totals
 from components.rl.preference_losses import bradley_terry_loss
 from components.train.opening import open_engine

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from components.process.child_process import load_file
-from components.train import engine as train_engine
+from components.train import partitioned_model
 
 BUCKET_BYTES = 8 * 2**20
 LAYERS = 12
@@ -16,7 +16,7 @@ bench.VOCABULARY, bench.HIDDEN, bench.INTERMEDIATE = 1000, 512, 2048
 
 def growth(folder: str, kind: str, work: str) -> dict[str, Any]:
     """Bytes by phase; and the digest of the state."""
-    train_engine.BUCKET_BYTES = {"cpu": BUCKET_BYTES}
+    partitioned_model.BUCKET_BYTES = {"cpu": BUCKET_BYTES}
     record = bench.measured(Path(folder), kind, work)
     grown = {name: peak - record["starts"][name] for name, peak in record["peaks"].items()}
     return grown | {"digest": record["digest"]}

@@ -1,4 +1,4 @@
-"""GRPO's update on meshes of ranks: what a rank does for test_mesh.py.
+"""GRPO's update on meshes of ranks: what a rank does for test_axes.py.
 
 Legend: `N` all tokens of a batch end to end.
 """
@@ -22,8 +22,10 @@ from transformers import (
 from components.batch import Batch
 from components.models import head as head_logprobs
 from components.models import logprobs
-from components.models.causal import load_policy, load_value_model, token_logprobs, token_values
+from components.models.causal import token_logprobs, token_values
 from components.models.disk.blocks import local_part
+from components.models.loading import load_policy
+from components.models.value_model import load_value_model
 from components.rl.aggregation import LossOutput, Totals
 from components.rl.policy_losses import ppo_loss
 from components.train.engine import TrainEngine

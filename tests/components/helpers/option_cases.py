@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from components.batch import Batch
-from components.models.causal import load_policy, load_value_model
+from components.models.loading import load_policy
+from components.models.value_model import load_value_model
 from components.train.engine import TrainEngine
 from components.train.host_memory import HostCopies, tensors_within
 from components.train.opening import open_engine

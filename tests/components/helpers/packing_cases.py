@@ -12,9 +12,11 @@ from torch import nn
 
 from components.batch import Batch
 from components.models import head as head_logprobs
-from components.models.causal import load_policy, load_value_model, token_logprobs
+from components.models.causal import token_logprobs
 from components.models.head import plain_head
-from components.models.packing.packed_model import packs
+from components.models.loading import load_policy
+from components.models.packing.layout import packs
+from components.models.value_model import load_value_model
 from components.rl.aggregation import LossOutput, Totals
 from components.train.opening import open_engine
 from tests.components.helpers import train_cases as cases

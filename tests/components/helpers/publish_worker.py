@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
-from components.models.causal import load_policy, token_logprobs
+from components.models.causal import token_logprobs
+from components.models.loading import load_policy
 from components.rl.aggregation import LossOutput, Totals
-from components.train import engine as train_engine
+from components.train import partitioned_model
 from components.train.config import TrainConfig
 from components.train.engine import TrainEngine
 from components.train.opening import open_engine
@@ -55,7 +56,7 @@ def publish(models: Path, name_of_all: str) -> list[Published]:
         name_of_all: with it begin the folders of the versions, in shared memory.
     """
     published = []
-    train_engine.BUCKET_BYTES = {"cpu": 2**16}
+    partitioned_model.BUCKET_BYTES = {"cpu": 2**16}
     # Every combination learns something else, so that no two have the same weights.
     for number, (name, (library, stage)) in enumerate((name, e) for e in ENGINES for name in ("tied", "untied")):
         config = TrainConfig(engine=library, zero_stage=stage, learning_rate=0.02)

@@ -6,11 +6,13 @@ import torch
 from torch import nn
 
 from components.batch import Batch
-from components.models.causal import load_policy, load_value_model, token_logprobs, token_values
+from components.models.causal import token_logprobs, token_values
+from components.models.loading import load_policy
+from components.models.packing.layout import END_TO_END, set_layout
+from components.models.value_model import load_value_model
 from components.rl.aggregation import LossOutput, Totals
 from components.train.engine import TrainEngine
 from components.train.opening import open_engine
-from plugins.prefix_sharing.shared_prompts import mark_shared_prompts
 from tests.components.helpers import train_cases as cases
 
 CASES: dict[str, dict[str, Any]] = {
@@ -68,7 +70,8 @@ def shared_and_whole(model_folder: str) -> dict[str, Any]:
             of_values, checkpointing = case.startswith("value"), "checkpointing" in case
             load: Any = load_value_model if of_values else load_policy
             model = load(model_folder, gradient_checkpointing=checkpointing, packing=True)
-            mark_shared_prompts(model.backbone if of_values else model, way == "shared")
+            if way == "whole":
+                set_layout(model.backbone if of_values else model, END_TO_END)
             engine = open_engine(model, cases.config(packing=True, **(settings | {"max_tokens": 100})))
             record[f"{case}-{way}"] = trained(engine, of_values)
     return record

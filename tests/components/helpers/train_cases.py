@@ -10,7 +10,7 @@ from components.batch import Batch
 from components.models.causal import token_logprobs, token_values
 from components.rl.aggregation import LossOutput, Totals
 from components.rl.masked import sequence_sums
-from components.train import engine as train_engine
+from components.train import partitioned_model
 from components.train.config import TrainConfig
 from components.train.engine import TrainEngine
 
@@ -92,7 +92,7 @@ def logprobs(model: nn.Module, batch: Batch) -> Tensor:
 
 def weights(engine: TrainEngine) -> dict[str, Tensor]:
     # Little at a time, so that zero_stage 3 gathers in several goes.
-    train_engine.BUCKET_BYTES = {"cpu": 40_000}
+    partitioned_model.BUCKET_BYTES = {"cpu": 40_000}
     return {name: tensor.clone() for name, tensor in engine.gathered_parameters()}
 
 

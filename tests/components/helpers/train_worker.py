@@ -20,13 +20,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from components.batch import Batch
-from components.models.causal import load_policy, load_value_model
+from components.models.loading import load_policy
+from components.models.value_model import load_value_model
 from components.process.heartbeat import listen
 from components.rl.aggregation import LossOutput, Totals
-from components.train import engine as train_engine
+from components.train import partitioned_model
 from components.train import state as engine_state
-from components.train.engine import TrainEngine, init_process_group
+from components.train.engine import TrainEngine
 from components.train.opening import open_engine
+from components.train.process_group import init_process_group
 from components.weights.publisher import WeightPublisher
 from plugins.deepspeed import engine as deepspeed_engine
 from tests.components.helpers.train_cases import (
@@ -394,7 +396,7 @@ def beats_of(engine: TrainEngine, output: Path) -> dict[str, int]:
     doing = "forward"
     engine.forward(own_part(engine), logprobs)
     doing = "gathering"
-    train_engine.BUCKET_BYTES = {"cpu": 1}
+    partitioned_model.BUCKET_BYTES = {"cpu": 1}
     assert len(list(engine.gathered_parameters())) in (0, len(list(engine.model.parameters())))
     doing = "state"
     engine.save_state(output / "beats")

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from components.batch import Batch
 from components.models import head as head_logprobs
-from components.models.causal import load_policy, token_logprobs
+from components.models.causal import token_logprobs
 from components.models.head import plain_head, state_logprobs
+from components.models.loading import load_policy
 from components.models.logprobs import label_logprobs
 from tests.components.helpers.packing_cases import small_chunks
 

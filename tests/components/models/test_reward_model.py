@@ -13,8 +13,8 @@ import transformers
 from transformers import AutoModelForSequenceClassification
 
 from components.batch import Batch
-from components.models.causal import load_value_model
 from components.models.reward_model import RewardModel
+from components.models.value_model import load_value_model
 from components.train.config import FrozenConfig, PassLimits
 from tests.messages import says
 

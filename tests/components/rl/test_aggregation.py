@@ -160,7 +160,7 @@ def test_what_has_no_mean_is_refused() -> None:
 
 
 def test_a_share_of_tokens_does_not_hide_that_one_was_no_number() -> None:
-    tokens = TokenLoss(torch.tensor([math.nan, 1.0]), {"clipped_share": torch.tensor([False, True])})
+    tokens = TokenLoss(torch.tensor([math.nan, 1.0]), {"clip_frac": torch.tensor([False, True])})
     found = reduce_loss(tokens, torch.ones(2).bool(), torch.tensor([2]), Totals(tokens=2, sequences=1))
     assert found.loss.isnan()
-    assert found.metrics["clipped_share"].isnan()
+    assert found.metrics["clip_frac"].isnan()

@@ -136,7 +136,7 @@ def test_clip_cov_by_hand() -> None:
     assert two_tokens([False, False], "clip")[:2] == (pytest.approx([2.0, -1.5]), pytest.approx([2.0, -1.5]))
     loss, slope, metrics = two_tokens([True, False], "clip")
     assert (loss, slope) == (pytest.approx([0.0, -1.5]), pytest.approx([0.0, -1.5]))
-    assert set(metrics) == {"clipped_share", "ratio_mean", "approx_kl", "dropped_share"}
+    assert set(metrics) == {"clip_frac", "ratio_mean", "approx_kl", "dropped_share"}
     assert metrics["dropped_share"] == [1.0, 0.0]
 
 
@@ -163,7 +163,7 @@ def slow_token(
     if name == "clip_cov":
         clipped = (advantage > 0 and ratio > 1.28) or (advantage < 0 and ratio < 0.8)
         kept = min(max(ratio, 0.8), 1.28) if clipped else ratio
-        metrics |= {"clipped_share": float(clipped), "dropped_share": float(chosen)}
+        metrics |= {"clip_frac": float(clipped), "dropped_share": float(chosen)}
         return (
             0.0 if chosen else -kept * advantage,
             0.0 if chosen or clipped or not inside else -ratio * advantage,

@@ -57,10 +57,10 @@ def slow_surrogate(log_ratio: Tensor, advantage: float, low: float, high: float,
     kept = ratio if 1 - low <= ratio.item() <= 1 + high else torch.tensor(min(max(ratio.item(), 1 - low), 1 + high))
     gain, kept_gain = ratio * advantage, kept * advantage
     loss = -min(gain, kept_gain, key=Tensor.item)
-    metrics = {"clipped_share": float(kept_gain.item() < gain.item()), **near(log_ratio)}
+    metrics = {"clip_frac": float(kept_gain.item() < gain.item()), **near(log_ratio)}
     if dual < math.inf:
         bounded = advantage < 0 and loss.item() > -dual * advantage
-        metrics["dual_clipped_share"] = float(bounded)
+        metrics["dual_clip_frac"] = float(bounded)
         loss = torch.tensor(-dual * advantage) if bounded else loss
     return loss, metrics
 
@@ -82,7 +82,7 @@ def slow_geo_mean(response: list[Acting]) -> list[Cost]:
         cut = d > 0.4 if token.advantage > 0 else d < -0.3
         kept = torch.tensor(0.4 if d > 0 else -0.3, dtype=torch.float64) if cut else token.log_ratio
         product = product * (kept / len(response)).exp()
-        metrics.append({"clipped_share": float(cut), **near(token.log_ratio)})
+        metrics.append({"clip_frac": float(cut), **near(token.log_ratio)})
     loss = -product * (sum(token.advantage for token in response) / len(response))
     return [(loss, of_token) for of_token in metrics]
 
@@ -90,7 +90,7 @@ def slow_geo_mean(response: list[Acting]) -> list[Cost]:
 def slow_cispo(token: Acting) -> Cost:
     ratio = math.exp(token.log_ratio.item())
     weight = min(max(ratio, 0.5), 1.28)
-    return -weight * token.advantage * token.x, {"clipped_share": float(weight != ratio), **near(token.log_ratio)}
+    return -weight * token.advantage * token.x, {"clip_frac": float(weight != ratio), **near(token.log_ratio)}
 
 
 def slow_sapo(token: Acting) -> Cost:
@@ -112,7 +112,7 @@ def slow_dppo(token: Acting, divergence: str, low: float, high: float, cap: floa
     limit = high if new > old else low
     dropped = (new - old) * token.advantage > 0 and distance > limit
     weight = 0.0 if dropped else min(math.exp(token.log_ratio.item()), cap)
-    return -weight * token.advantage * token.x, {"clipped_share": float(dropped), **near(token.log_ratio)}
+    return -weight * token.advantage * token.x, {"clip_frac": float(dropped), **near(token.log_ratio)}
 
 
 def each(cost: Callable[[Acting], Cost]) -> Slow:
@@ -203,7 +203,7 @@ def test_ppo_by_hand() -> None:
     )
     assert loss == pytest.approx([-1.2, -0.5, 0.8, 1.5, -2.25])
     assert slope == pytest.approx([0.0, -0.5, 0.0, 1.5, -2.25])
-    assert metrics["clipped_share"] == [1.0, 0.0, 1.0, 0.0, 0.0]
+    assert metrics["clip_frac"] == [1.0, 0.0, 1.0, 0.0, 0.0]
     assert metrics["ratio_mean"] == pytest.approx([1.5, 0.5, 0.5, 1.5, 1.125])
     assert metrics["approx_kl"] == pytest.approx([0.094535, 0.193147, 0.193147, 0.094535, 0.007217], abs=1e-6)
 
@@ -220,8 +220,8 @@ def test_the_dual_clip_by_hand() -> None:
     )
     assert loss == pytest.approx([3.0, 2.0, -1.2])
     assert slope == pytest.approx([0.0, 2.0, 0.0])
-    assert metrics["dual_clipped_share"] == [1.0, 0.0, 0.0]
-    assert metrics["clipped_share"] == [0.0, 0.0, 1.0]
+    assert metrics["dual_clip_frac"] == [1.0, 0.0, 0.0]
+    assert metrics["clip_frac"] == [0.0, 0.0, 1.0]
 
 
 def test_gspo_by_hand() -> None:
@@ -232,7 +232,7 @@ def test_gspo_by_hand() -> None:
     )
     assert loss == pytest.approx([-1.0, -3.0, -1.2, 2.0])
     assert slope == pytest.approx([-1.0, -3.0, 0.0, 2.0])
-    assert metrics["clipped_share"] == [0.0, 0.0, 1.0, 0.0]
+    assert metrics["clip_frac"] == [0.0, 0.0, 1.0, 0.0]
     # The tokens' own, which say how far the policy is.
     assert metrics["ratio_mean"] == pytest.approx([2.0, 0.5, 4.0, 1.0])
     # r - 1 - ln r
@@ -256,7 +256,7 @@ def test_the_geometric_mean_by_hand() -> None:
     root = math.sqrt(2)
     assert loss == pytest.approx([-root, -root, root, root])
     assert slope == pytest.approx([0.0, -root, root, 0.0])
-    assert metrics["clipped_share"] == [1.0, 0.0, 0.0, 1.0]
+    assert metrics["clip_frac"] == [1.0, 0.0, 0.0, 1.0]
     assert metrics["ratio_mean"] == pytest.approx([4.0, 0.25, 4.0, 0.25])
 
 
@@ -265,9 +265,9 @@ def test_cispo_by_hand() -> None:
     loss, slope, metrics = of_ratios(cispo_loss, [2.0, 0.5, 1.0], [1.0, 1.0, -2.0], clip_low=1.0, clip_high=0.5)
     assert loss == pytest.approx([1.5 * 2 * LN2, 0.5 * 4 * LN2, -2 * 3 * LN2])
     assert slope == pytest.approx([-1.5, -0.5, 2.0])
-    assert metrics["clipped_share"] == [1.0, 0.0, 0.0]
+    assert metrics["clip_frac"] == [1.0, 0.0, 0.0]
     loss, slope, metrics = of_ratios(cispo_loss, [0.5], [1.0], clip_low=0.25, clip_high=0.5)
-    assert (loss, slope, metrics["clipped_share"]) == (pytest.approx([0.75 * 4 * LN2]), [-0.75], [1.0])
+    assert (loss, slope, metrics["clip_frac"]) == (pytest.approx([0.75 * 4 * LN2]), [-0.75], [1.0])
 
 
 def test_dro_by_hand() -> None:
@@ -293,7 +293,7 @@ def test_dppo_by_hand() -> None:
     # From 1/8: 3/8 is 0.25 away, 1/16 is 0.0625 away. Upwards with A > 0 and downwards with A < 0 they are dropped.
     limits: dict[str, Any] = {"clip_low": 0.05, "clip_high": 0.2, "ratio_cap": 2.0, "divergence": "tv"}
     loss, slope, metrics = of_ratios(dppo_loss, [3.0, 3.0, 0.5, 0.5, 2.0], [1.0, -1.0, -1.0, 1.0, 1.0], **limits)
-    assert metrics["clipped_share"] == [1.0, 0.0, 1.0, 0.0, 0.0]
+    assert metrics["clip_frac"] == [1.0, 0.0, 1.0, 0.0, 0.0]
     # The weight of the second, 3, is capped at 2; its log p is ln(3/8); the others' are -4 ln 2 and -2 ln 2.
     assert loss == pytest.approx([0.0, 2 * math.log(3 / 8), 0.0, 0.5 * 4 * LN2, 2 * 2 * LN2])
     assert slope == pytest.approx([0.0, 2.0, 0.0, -0.5, -2.0])
@@ -302,7 +302,7 @@ def test_dppo_by_hand() -> None:
         _, _, metrics = of_ratios(
             dppo_loss, [3.0, 0.5], [1.0, -1.0], divergence="kl", clip_low=low, clip_high=high, ratio_cap=2.0
         )
-        assert metrics["clipped_share"] == dropped
+        assert metrics["clip_frac"] == dropped
 
 
 def test_reinforce_by_hand() -> None:
@@ -325,7 +325,7 @@ def test_at_the_first_update_the_gradient_is_that_of_reinforce(name: str) -> Non
     assert x_N.grad is not None
     assert x_N.grad.tolist() == [-2.0, 1.0, -4.0]
     assert not found.metrics.get("approx_kl", torch.zeros(3)).any()
-    assert not found.metrics.get("clipped_share", torch.zeros(3)).any()
+    assert not found.metrics.get("clip_frac", torch.zeros(3)).any()
 
 
 def refused(facts: list[str], loss: Callable[..., TokenLoss], *more: Tensor, **limits: Any) -> None:
@@ -350,7 +350,7 @@ def test_the_divergence_keeps_its_digits_where_a_token_is_nearly_certain() -> No
     arguments = (torch.tensor([-1e-9]), torch.tensor([-1e-2]), torch.ones(1), torch.ones(1).bool())
     for limit, dropped in ((0.149, 1.0), (0.152, 0.0)):
         found = dppo_loss(*arguments, divergence="kl", clip_low=limit, clip_high=limit)
-        assert found.metrics["clipped_share"].tolist() == [dropped]
+        assert found.metrics["clip_frac"].tolist() == [dropped]
 
 
 def test_the_loss_of_the_entropy_is_its_negative() -> None:

@@ -154,7 +154,7 @@ def test_ppo_is_that_of_both(step: Step, dual: float | None) -> None:
     # Their ppo_clip_ratio: where surr2 < surr1.
     ratio_BT = published.token_ratio(step.row("x"), old_BT)
     clipped_BT = (ratio_BT.clamp(0.8, 1.27) * advantage_BT < ratio_BT * advantage_BT).double()
-    share = token_mean(ours(step["x"]).metrics["clipped_share"], step.mask_N, 64)
+    share = token_mean(ours(step["x"]).metrics["clip_frac"], step.mask_N, 64)
     assert_same(share, (clipped_BT * step.mask).sum() / 64)
 
 

@@ -22,7 +22,7 @@ def slow_token(value: float, old: float, target: float, clip: float) -> tuple[fl
     moves = abs(value - old) <= clip
     # Where both squares are equal, each is half of the maximum, and the kept value does not move beyond the limit.
     own = 1.0 if square > kept_square or moves else 0.5 if square == kept_square else 0.0
-    metrics = {"clipped_share": float(kept_square > square), "value_mean": value, "return_mean": target}
+    metrics = {"clip_frac": float(kept_square > square), "value_mean": value, "return_mean": target}
     return 0.5 * max(square, kept_square), own * (value - target), metrics
 
 
@@ -36,7 +36,7 @@ def test_three_tokens_by_hand() -> None:
     found.loss_N.sum().backward()
     assert found.loss_N.tolist() == [1.125, 0.5, 0.03125]
     assert {name: of_N.tolist() for name, of_N in found.metrics.items()} == {
-        "clipped_share": [1.0, 0.0, 0.0],
+        "clip_frac": [1.0, 0.0, 0.0],
         "value_mean": [1.0, 1.0, 0.25],
         "return_mean": [2.0, 0.0, 0.5],
     }
@@ -51,7 +51,7 @@ def test_without_a_limit_it_is_half_the_squared_error() -> None:
     one = torch.tensor([1.0])
     found = clipped_value_loss(torch.tensor([3.0]), torch.zeros(1), one, one.bool(), clip=INF)
     assert found.loss_N.tolist() == [2.0]
-    assert found.metrics["clipped_share"].tolist() == [0.0]
+    assert found.metrics["clip_frac"].tolist() == [0.0]
 
 
 def test_rounding_does_not_count_as_clipped() -> None:
@@ -59,7 +59,7 @@ def test_rounding_does_not_count_as_clipped() -> None:
     value_N, return_N = torch.randn(1000, generator=generator), torch.randn(1000, generator=generator)
     old_N = value_N + torch.rand(1000, generator=generator) - 0.5
     found = clipped_value_loss(value_N, old_N, return_N, torch.ones(1000).bool(), clip=0.6)
-    assert not found.metrics["clipped_share"].any()
+    assert not found.metrics["clip_frac"].any()
 
 
 @given(step=steps(), clip=st.sampled_from([0.03, 0.7, 3.0, INF]))

@@ -16,10 +16,11 @@ from transformers import AutoTokenizer
 
 from components.batch import Batch
 from components.generate.hf_engine import HFRolloutEngine, SamplingConfig
-from components.models.causal import load_policy, load_value_model, token_logprobs, token_values
-from components.rl.aggregation import Totals
+from components.models.causal import token_logprobs, token_values
+from components.models.loading import load_policy
+from components.models.value_model import load_value_model
 from components.train.config import TrainConfig
-from components.train.engine import adam_of
+from components.train.optimizer import adam_of
 from tests.components.helpers import train_cases as cases
 from tests.components.helpers.ranks import WORLD_SIZES, run_ranks
 from tests.components.helpers.train_worker import meet_nowhere, trained_in_many_ways
@@ -285,34 +286,6 @@ def test_a_world_without_a_meeting_place_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_nothing_was_compiled(run_of: RunOf, world_size: int) -> None:
     assert not (run_of(world_size).folder / "extensions").exists()
-
-
-def test_a_loss_is_divided_by_the_trained_tokens_of_the_whole_minibatch() -> None:
-    from components.train.engine import _totals
-
-    batch = Batch.from_rows({"tokens": [[1, 2, 3], [4, 5]], "loss_mask": [[False, True, True], [False, True]]})
-    batch = batch.with_tokens(loss_mask=batch["loss_mask"].bool())
-    assert _totals(batch) == Totals(tokens=3, sequences=2, rows=2)
-    actions_N = torch.tensor([False, False, True, False, False])
-    assert _totals(batch.with_tokens(action_mask=actions_N)) == Totals(tokens=1, sequences=1, rows=2)
-    assert _totals(batch.only("tokens")) == Totals(tokens=5, sequences=2, rows=2)
-    with pytest.raises(ValueError, match=says("loss_mask", "5 tokens")):
-        _totals(batch.with_tokens(loss_mask=torch.zeros(5, dtype=torch.bool)))
-    with pytest.raises(ValueError, match="train_step"):
-        _totals(batch.select([]))
-
-
-def test_a_sequence_without_a_trained_token_is_not_counted() -> None:
-    from components.train.engine import _totals
-
-    # Lengths 2, 0, 1, 3, of which the second has no token, and the first none that is trained on.
-    batch = Batch(torch.tensor([2, 0, 1, 3]), {"tokens": torch.arange(6)})
-    mask_N = torch.tensor([False, False, True, True, False, True])
-    assert _totals(batch) == Totals(tokens=6, sequences=3, rows=4)
-    assert _totals(batch.with_tokens(action_mask=mask_N)) == Totals(tokens=3, sequences=2, rows=4)
-    # Where both are there, the action mask says what is trained on.
-    both = batch.with_tokens(action_mask=mask_N, loss_mask=torch.ones(6, dtype=torch.bool))
-    assert _totals(both) == Totals(tokens=3, sequences=2, rows=4)
 
 
 def test_the_learning_rate_rises_linearly_and_decays_to_its_minimum() -> None:

@@ -11,7 +11,9 @@ import torch
 from transformers import AutoConfig
 
 from components.batch import Batch
-from components.models.causal import load_policy, load_value_model, policy_logprobs, state_values
+from components.models.causal import policy_logprobs, state_values
+from components.models.loading import load_policy
+from components.models.value_model import load_value_model
 from components.rl.kl import kl_estimate
 from tests.components.helpers import frozen_cases as cases
 from tests.components.helpers.ranks import WORLD_SIZES, run_ranks

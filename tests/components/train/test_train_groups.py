@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from components.batch import Batch
-from components.models.causal import load_value_model, state_values
-from components.train.config import TrainConfig
-from components.train.engine import _plan, _shortest
+from components.models.causal import state_values
+from components.models.packing.layout import END_TO_END, PADDED
+from components.models.value_model import load_value_model
+from components.train.minibatch import shortest_group
 from tests.components.helpers import train_cases
 from tests.components.helpers.group_worker import CASES, minibatches, trained_on_pairs
 from tests.components.helpers.ranks import WORLD_SIZES, run_ranks
@@ -134,8 +135,8 @@ def test_a_group_is_never_parted(
     made: tuple[Batch, int], ranks: int, max_tokens: int, max_sequences: int, packing: bool
 ) -> None:
     batch, size = made
-    config = TrainConfig(max_tokens=max_tokens, max_sequences=max_sequences)
-    plans = _plan(batch, ranks, config, size, packing)
+    layout = END_TO_END if packing else PADDED
+    plans = layout.micro_batches_by_rank(batch, ranks, max_tokens, max_sequences, size)
     assert len(plans) == ranks
     cuts = [index.tolist() for plan in plans for index in plan]
     assert sorted(position for cut in cuts for position in cut) == list(range(len(batch)))
@@ -148,7 +149,7 @@ def test_a_group_is_never_parted(
             assert (sum(lengths) if packing else len(cut) * max(lengths)) <= max_tokens
             assert len(cut) <= (max_sequences or len(cut))
     # What a rank looks at when it has nothing of its own is a whole group, and the shortest.
-    spare = _shortest(batch, size).tolist()
+    spare = shortest_group(batch, size).tolist()
     totals = [int(batch.lengths[i : i + size].sum()) for i in range(0, len(batch), size)]
     assert spare == list(range(spare[0], spare[0] + size))
     assert spare[0] % size == 0
@@ -157,8 +158,8 @@ def test_a_group_is_never_parted(
 
 def test_groups_of_one_are_cut_as_before_there_were_groups() -> None:
     batch = Batch(torch.tensor([5, 3, 9, 1, 7]), {})
-    config = TrainConfig(max_tokens=10, max_sequences=2)
-    for plan, share in zip(_plan(batch, 2, config), batch.balanced_shares(2), strict=True):
+    plans = PADDED.micro_batches_by_rank(batch, 2, max_tokens=10, max_sequences=2)
+    for plan, share in zip(plans, batch.balanced_shares(2), strict=True):
         cuts = Batch(batch.lengths[share], {}).micro_batch_indices(10, 2)
         assert [index.tolist() for index in plan] == [share[cut].tolist() for cut in cuts]
 
@@ -166,5 +167,5 @@ def test_groups_of_one_are_cut_as_before_there_were_groups() -> None:
 def test_ranks_get_about_as_many_tokens_of_whole_groups() -> None:
     # Pairs of 20, 20, 3 and 9 tokens: a long one for each rank, whatever their first sequences are.
     batch = Batch(torch.tensor([1, 19, 9, 11, 2, 1, 8, 1]), {})
-    plans = _plan(batch, 2, TrainConfig(max_tokens=1000), 2)
+    plans = PADDED.micro_batches_by_rank(batch, 2, max_tokens=1000, group_size=2)
     assert sorted(sum(int(batch.lengths[index].sum()) for index in plan) for plan in plans) == [23, 29]

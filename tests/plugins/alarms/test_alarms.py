@@ -36,7 +36,7 @@ def sounded(steps: Sequence[dict[str, Any]]) -> list[tuple[str, int]]:
 
 
 def clipped(share: float, kl: float) -> dict[str, float]:
-    return {"actor/clipped_share": share, "actor/approx_kl": kl}
+    return {"actor/clip_frac": share, "actor/approx_kl": kl}
 
 
 def open_to(entropy: float, score: float) -> dict[str, float]:

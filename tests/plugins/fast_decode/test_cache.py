@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import DynamicCache
 
-from components.models.causal import load_policy
+from components.models.loading import load_policy
 from plugins.fast_decode.cache import spare_cache
 
 

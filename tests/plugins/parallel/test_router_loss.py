@@ -9,11 +9,14 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen3Config, Qwen3Fo
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from components.batch import Batch
-from components.models.causal import load_policy, load_value_model, state_values, token_logprobs
+from components.models.causal import state_values, token_logprobs
+from components.models.loading import load_policy
+from components.models.routers import find_routers
+from components.models.value_model import load_value_model
 from components.rl.aggregation import LossOutput, Totals
 from components.train.config import TrainConfig
 from components.train.opening import open_engine
-from plugins.parallel.router_loss import Routers, load_balancing_loss, row_share
+from plugins.parallel.router_loss import RouterLoss, load_balancing_loss, row_share
 
 SIZES: dict[str, Any] = {
     "vocab_size": 20,
@@ -68,21 +71,21 @@ def test_the_formula_is_that_of_transformers() -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_padding_is_not_counted(experts: Path, packed: bool) -> None:
     model = load_policy(experts, packing=packed)
-    routers, batch = Routers(model), Batch.from_rows({"tokens": ROWS})
-    with routers.watched() as logits:
+    balance, batch = RouterLoss(model), Batch.from_rows({"tokens": ROWS})
+    with balance.watched() as logits:
         token_logprobs(model, batch)
     # Nothing is predicted from a sequence's last token, which is not counted in either layout.
     read = [row[:-1] for row in ROWS]
     assert len(logits) == 2
-    assert float(routers.loss(logits, batch, packed).detach()) == pytest.approx(expected(experts, read), rel=1e-5)
+    assert float(balance.loss(logits, batch, packed).detach()) == pytest.approx(expected(experts, read), rel=1e-5)
 
 
 def test_a_value_model_has_its_routers_too_and_a_step_along_the_gradient_balances_them(experts: Path) -> None:
     model = load_value_model(experts, gradient_checkpointing=True).train()
-    routers, batch = Routers(model), Batch.from_rows({"tokens": ROWS})
-    with routers.watched() as logits:
+    balance, batch = RouterLoss(model), Batch.from_rows({"tokens": ROWS})
+    with balance.watched() as logits:
         state_values(model, batch)
-    loss = routers.loss(logits, batch, packed=False)
+    loss = balance.loss(logits, batch, packed=False)
     assert float(loss.detach()) == pytest.approx(expected(experts, ROWS), rel=1e-5)
     loss.backward()
     assert len(logits) == 2  # activations were computed again, and not seen again
@@ -91,10 +94,10 @@ def test_a_value_model_has_its_routers_too_and_a_step_along_the_gradient_balance
             if "gate.weight" in name:
                 assert weight.grad is not None
                 weight.sub_(0.1 * weight.grad)
-    with routers.watched() as logits:
+    with balance.watched() as logits:
         state_values(model, batch)
     # The same tokens go to the same experts after so small a step, whose probabilities are lower.
-    assert routers.loss(logits, batch, packed=False) < loss
+    assert balance.loss(logits, batch, packed=False) < loss
 
 
 def test_micro_batches_share_a_step_by_their_routed_rows() -> None:
@@ -130,4 +133,10 @@ def test_sequences_without_a_token_to_learn_count_as_they_do_in_transformers(
 
 def test_a_dense_model_has_none(tmp_path: Path) -> None:
     Qwen3ForCausalLM(Qwen3Config(**SIZES)).save_pretrained(tmp_path)
-    assert not Routers(load_policy(tmp_path))
+    model = load_policy(tmp_path)
+    assert not find_routers(model).modules
+
+    def loss(*_: object) -> LossOutput:
+        raise AssertionError
+
+    assert RouterLoss(model).added_to(loss, Batch.from_rows({"tokens": ROWS})) is loss

@@ -11,20 +11,21 @@ from torch import Tensor, nn
 
 from components.batch import Batch
 from components.models import causal
-from components.models.causal import load_policy, load_value_model, state_values, token_logprobs, token_values
-from components.models.packing import packed_row
+from components.models.causal import state_values, token_logprobs, token_values
+from components.models.loading import load_policy
+from components.models.packing.layout import END_TO_END, layout_of, set_layout
 from components.models.packing.packed_model import packed_inputs
 from components.models.packing.packed_row import PackedRow
-from components.train.config import PassLimits
-from components.train.passes import micro_batches
+from components.models.value_model import load_value_model
+from plugins.prefix_sharing import shared_prompts
 from plugins.prefix_sharing.shared_prompts import (
     Run,
-    mark_shared_prompts,
+    SharedPrompts,
+    row_plan,
     runs_of,
     shared_micro_batches,
     shared_places,
     shares_of_runs,
-    shares_prompts,
 )
 from tests.components.helpers import shared_cases
 from tests.components.helpers.ranks import run_ranks
@@ -77,7 +78,7 @@ def test_a_row_has_what_is_shared_once_and_every_token_its_place() -> None:
     assert place_N.tolist() == [0, 1, 2, 3, 4, 8, 9, 0, 1, 2, 5, 6, 7]
     assert first_U.tolist() == [0, 1, 2, 3, 4, 10, 11, 12, 5, 6]
     assert batch["tokens"][first_U].tolist() == [*P, 1, 5, 6, 6, 7, 7]
-    inputs, found_N = packed_inputs(batch, shortest=3, one_follower=True)
+    inputs, found_N = packed_inputs(batch, SharedPrompts(shortest=3), one_follower=True)
     assert found_N is not None
     assert inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 3, 4, 5, 0, 1]]
     assert inputs["input_ids"][0, found_N].tolist() == batch["tokens"].tolist()
@@ -86,7 +87,7 @@ def test_a_row_has_what_is_shared_once_and_every_token_its_place() -> None:
 def test_every_token_is_a_query_once_and_sees_its_sequence_whole_and_gradients_add_up() -> None:
     batch = batch_of([*P, 1], list(range(30)), [*P, 6, 6])
     # The row: 2 3 4 | 5 1 | 5 6 6 | 0 ... 29
-    row = PackedRow(batch, [Run([0, 2], 3), Run([1], 0)])
+    row = PackedRow(batch, row_plan(batch, [Run([0, 2], 3), Run([1], 0)]))
     # From position 3 on the last 3 tokens of 6 are queries, and of 5 the last 2, filled up; then 30 whole; then what is
     # shared.
     assert row.rectangles.shapes == [(2, 3, 6), (1, 30, 30), (1, 3, 3)]
@@ -110,8 +111,8 @@ def test_a_sequence_too_long_for_a_mask_is_queries_whole(monkeypatch: pytest.Mon
     batch = batch_of([*P, 1], [*P, 6, 6])
     runs = [Run([0, 1], 3)]
     # Two tokens that see five are 10 places of a mask, three that see six 18.
-    monkeypatch.setattr(packed_row, "MOST_SEEN", 17)
-    row = PackedRow(batch, runs)
+    monkeypatch.setattr(shared_prompts, "MOST_SEEN", 17)
+    row = PackedRow(batch, row_plan(batch, runs))
     assert row.rectangles.shapes == [(1, 2, 5), (2, 6, 6)]
     x_1HUD = torch.arange(8.0).view(1, 1, 8, 1)
     assert row.from_rectangles(row.queries(x_1HUD)).flatten().tolist() == list(range(8))
@@ -186,7 +187,7 @@ def test_log_probs_entropies_and_gradients_equal_those_of_separate_sequences(
     batch = shared_cases.groups(0, prompts=3, samples=3)
     model = load_policy(folder_of(name), packing=True).eval()
     reference = load_policy(folder_of(name), attn_implementation="eager").eval()
-    assert shares_prompts(model)
+    assert isinstance(layout_of(model), SharedPrompts)
     sizes: list[int] = []
     model.get_input_embeddings().register_forward_hook(lambda *call: sizes.append(call[1][0].numel()))
     shared_2N = both(model, batch)
@@ -208,14 +209,14 @@ def test_log_probs_of_groups_are_those_of_whole_sequences(tied_model: Path, dtyp
     batch = shared_cases.groups(0, prompts=4, samples=4)
     model = load_policy(tied_model, dtype, packing=True).eval()
     shared_2N = both(model, batch)
-    mark_shared_prompts(model, False)
+    set_layout(model, END_TO_END)
     torch.testing.assert_close(shared_2N, both(model, batch), rtol=0, atol=apart)
 
 
 def test_values_equal_those_of_separate_sequences(tied_model: Path) -> None:
     batch = shared_cases.groups(0, prompts=3, samples=3)
     shared, plain = load_value_model(tied_model, packing=True).eval(), load_value_model(tied_model).eval()
-    assert shares_prompts(shared)
+    assert isinstance(layout_of(shared), SharedPrompts)
     for compute in (token_values, state_values):
         alone_N = torch.cat([compute(plain, batch.select([i])) for i in range(len(batch))])
         torch.testing.assert_close(compute(shared, batch), alone_N, rtol=0, atol=1e-5)
@@ -240,16 +241,15 @@ def test_logits_that_a_model_changes_are_read_at_every_place_once(
 
 def test_a_mixture_of_experts_computes_every_token(folder_of: Callable[[str], Path]) -> None:
     # Its balancing loss counts the tokens that are routed.
-    assert not shares_prompts(load_policy(folder_of("gpt_oss"), packing=True))
+    assert layout_of(load_policy(folder_of("gpt_oss"), packing=True)) is END_TO_END
 
 
 def test_passes_are_planned_by_what_the_model_shares(tied_model: Path) -> None:
     batch = shared_cases.groups(0, prompts=2, samples=6)
-    limits = PassLimits(max_tokens=batch.num_tokens // 2 + 14)
-    shared, whole = (load_policy(tied_model, packing=True) for _ in range(2))
-    mark_shared_prompts(whole, False)
-    assert [len(micro_batches(batch, limits, model)) for model in (shared, whole)] == [1, 2]
-    planned = torch.cat(micro_batches(batch, limits, shared))
+    max_tokens = batch.num_tokens // 2 + 14
+    shared = layout_of(load_policy(tied_model, packing=True))
+    assert [len(layout.micro_batches(batch, max_tokens)) for layout in (shared, END_TO_END)] == [1, 2]
+    planned = torch.cat(shared.micro_batches(batch, max_tokens))
     assert planned.sort().values.tolist() == list(range(12))
 
 

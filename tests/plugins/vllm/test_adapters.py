@@ -14,7 +14,8 @@ import torch
 from components.batch import Batch
 from components.generate.choice import HOLD_ADAPTERS, MOST_LORA_RANK, adapters_fault
 from components.generate.engine import adapter_misfit
-from components.models.causal import load_policy, policy_logprobs
+from components.models.causal import policy_logprobs
+from components.models.loading import load_policy
 from components.train.config import SamplingConfig, TrainConfig, VLLMRolloutConfig
 from components.train.engine import TrainEngine
 from components.train.opening import open_engine

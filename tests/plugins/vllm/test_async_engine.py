@@ -12,7 +12,8 @@ import torch
 from components.batch import Batch
 from components.generate.async_engine import Generation
 from components.generate.hf_engine import HFRolloutEngine
-from components.models.causal import load_policy, token_logprobs
+from components.models.causal import token_logprobs
+from components.models.loading import load_policy
 from components.train.config import SamplingConfig, VLLMRolloutConfig
 from components.weights.publisher import WeightPublisher
 from plugins.vllm.async_engine import AsyncVLLMEngine

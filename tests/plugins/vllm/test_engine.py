@@ -13,8 +13,9 @@ import torch
 
 from components.batch import Batch
 from components.generate.hf_engine import HFRolloutEngine
-from components.models.causal import load_policy, token_logprobs
+from components.models.causal import token_logprobs
 from components.models.device import is_engine_dead
+from components.models.loading import load_policy
 from components.train.config import SamplingConfig, TrainConfig, VLLMRolloutConfig
 from components.train.opening import open_engine, open_rollout_engine
 from components.weights.publisher import WeightPublisher

@@ -23,9 +23,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from components.models.causal import load_policy, load_value_model
 from components.models.disk.export import save_model
 from components.models.disk.weight_files import fill
+from components.models.loading import load_policy
+from components.models.value_model import load_value_model
 from tests.components.helpers import empty_worker
 from tests.components.helpers.empty_worker import CASES
 from tests.components.helpers.ranks import WORLD_SIZES, run_ranks

@@ -12,11 +12,15 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from components import registry
 from components.batch import Batch
-from components.models.causal import load_policy, load_value_model, state_values, token_logprobs, token_values
+from components.models.causal import state_values, token_logprobs, token_values
+from components.models.loading import load_policy
 from components.models.packing import packed_model as packing
-from components.models.packing.packed_model import packed_inputs, packs
+from components.models.packing.layout import END_TO_END, layout_of, packs
+from components.models.packing.packed_model import packed_inputs
 from components.models.packing.packed_row import PackedRow
+from components.models.value_model import load_value_model
 from tests.components.helpers import packing_cases
 from tests.components.helpers.ranks import run_ranks
 from tests.messages import says
@@ -249,6 +253,20 @@ def test_a_model_that_cannot_pack_is_padded_where_nobody_asked(
     assert not packs(padded)
     assert re.search(says("Bloom", "padded"), " ".join(caplog.messages))
     assert torch.equal(both(padded, batch), both(plain, batch))
+
+
+def test_without_a_plug_in_for_shared_tokens_each_sequence_is_computed_whole(
+    tied_model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = Batch.from_rows({"tokens": [[2, 3, 4, 5, 6, 7], [2, 3, 4, 5, 6, 8]]})
+    shared = both(load_policy(tied_model, packing=True), batch)
+    monkeypatch.setattr(registry, "_provided", dict)
+    packing._warn_once.cache_clear()
+    models = [load_policy(tied_model, packing=True) for _ in range(2)]
+    assert all(layout_of(model) is END_TO_END for model in models)
+    torch.testing.assert_close(both(models[0], batch), shared, rtol=0, atol=1e-5)
+    assert [message for message in caplog.messages if "shared prompts" in message] == caplog.messages
+    assert len(caplog.messages) == 1
 
 
 @pytest.fixture(scope="module")

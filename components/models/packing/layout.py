@@ -1,0 +1,126 @@
+"""The layout of sequences in the rows of a model: each in a padded row of its own, or end to end in one row.
+
+The layout of a model also cuts batches into micro-batches, as it decides what a sequence costs. A plug-in that computes
+tokens which several sequences share once provides an `EndToEnd` with plans of its own (kind `row layout`).
+
+Legend: `B` sequences, `G` groups of `S` sequences, `N` all their tokens end to end, `U` places of a row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from components.batch import Batch
+
+_MARK = "row_layout"
+
+
+class Part(NamedTuple):
+    """Neighbouring tokens of a sequence, as queries."""
+
+    sequence: int
+    first: int
+    """Position of the first of them."""
+    end: int
+    """Position after the last."""
+
+
+class RowPlan(NamedTuple):
+    """A packed row whose places several tokens share."""
+
+    place_N: Tensor
+    """int64, of each token its place in the row."""
+    first_U: Tensor
+    """int64, of each place the first token that lies there."""
+    parts: list[Part]
+    """Queries of attention. Every place of the row is in at least one of them."""
+
+
+class RowLayout:
+    """Each sequence in a row of its own, which padding makes as long as the longest. Base of other layouts."""
+
+    is_packed = False
+    """True if all sequences lie in one row."""
+
+    def plan_row(
+        self,
+        batch: Batch,  # noqa: ARG002 - no place is shared
+        *,
+        one_follower: bool = False,  # noqa: ARG002 - as above
+    ) -> RowPlan | None:
+        """Return the plan of a packed row, or None if each token has a place of its own, in order.
+
+        Args:
+            batch: with column `tokens`.
+            one_follower: tokens may share a place only if the same token follows each of them.
+        """
+        return None
+
+    def micro_batches(self, batch: Batch, max_tokens: int, max_sequences: int = 0) -> list[Tensor]:
+        """Return the positions for micro-batches, together every sequence once.
+
+        Args:
+            batch: the sequences.
+            max_tokens: maximum number of computed tokens of a micro-batch; a longer sequence stands alone.
+            max_sequences: maximum number of sequences of a micro-batch; 0 sets no limit.
+        """
+        return batch.micro_batch_indices(max_tokens, max_sequences, self.is_packed)
+
+    def micro_batches_by_rank(
+        self, minibatch: Batch, ranks: int, max_tokens: int, max_sequences: int = 0, group_size: int = 1
+    ) -> list[list[Tensor]]:
+        """Return for each rank the positions for its micro-batches. Every rank computes this for all.
+
+        Args:
+            minibatch: the sequences of one optimizer step.
+            ranks: number of shares with about equal costs.
+            max_tokens: as in `micro_batches`, like max_sequences.
+            max_sequences: of a micro-batch.
+            group_size: number of neighbouring sequences that stay in one micro-batch.
+
+        Raises:
+            ValueError: the minibatch has part of a group.
+        """
+        if len(minibatch) % group_size:
+            raise ValueError(f"the minibatch has {len(minibatch)} sequences, which are no groups of {group_size}")
+        length_GS = minibatch.lengths.view(-1, group_size)
+        # What a group takes in a micro-batch: of padded rows the longest decides.
+        cost_G = length_GS.sum(1) if self.is_packed else group_size * length_GS.amax(1)
+        max_groups = max(1, max_sequences // group_size) if max_sequences else 0
+        plans = []
+        for share in Batch(length_GS.sum(1), {}).balanced_shares(ranks):
+            cuts = Batch(cost_G[share], {}).micro_batch_indices(max_tokens, max_groups, self.is_packed)
+            plans.append([members_of(share[index], group_size) for index in cuts])
+        return plans
+
+
+class EndToEnd(RowLayout):
+    """All sequences end to end in one row."""
+
+    is_packed = True
+
+
+PADDED, END_TO_END = RowLayout(), EndToEnd()
+
+
+def set_layout(model: nn.Module, layout: RowLayout) -> None:
+    """Let the sequences of a model be laid out so."""
+    setattr(model, _MARK, layout)
+
+
+def layout_of(model: nn.Module) -> RowLayout:
+    """Return the layout of a model, or of the model in an engine."""
+    return getattr(model, _MARK, PADDED)
+
+
+def packs(model: nn.Module) -> bool:
+    """Return True if a model, or the model in an engine, takes packed sequences."""
+    return layout_of(model).is_packed
+
+
+def members_of(group_G: Tensor, group_size: int) -> Tensor:
+    """Return the positions of the sequences of some groups."""
+    return (group_G.view(-1, 1) * group_size + torch.arange(group_size)).flatten()

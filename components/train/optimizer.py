@@ -1,0 +1,32 @@
+"""AdamW over the parameters of a model that are trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from components.train.config import TrainConfig
+
+
+def adam_of(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """The optimizer of what is trained in `model`."""
+    return torch.optim.AdamW(
+        _parameter_groups(model, config.weight_decay, config.weight_decay_all),
+        lr=config.learning_rate,
+        betas=config.betas,
+        eps=config.eps,
+        fused=True,
+    )
+
+
+def _parameter_groups(model: nn.Module, weight_decay: float, is_for_all: bool) -> list[dict[str, Any]]:
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if weight_decay == 0 or is_for_all:
+        return [{"params": parameters, "weight_decay": weight_decay}]
+    # ds_shape: of the whole parameter, which DeepSpeed may have partitioned.
+    matrices = [parameter for parameter in parameters if len(getattr(parameter, "ds_shape", parameter.shape)) > 1]
+    vectors = [parameter for parameter in parameters if len(getattr(parameter, "ds_shape", parameter.shape)) <= 1]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,81 @@
+"""The axes of ranks that share sequences (context), layers (tensor) or experts.
+
+Ranks that share sequences have numbers that follow each other, so that those who talk most are on one machine.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from components.batch import Batch
+from components.train.config import TrainConfig
+from components.train.mesh import Axes
+from plugins.parallel.context import slice_rows
+from plugins.parallel.experts import share_experts
+from plugins.parallel.tensor import cut_layers
+
+
+class ParallelAxes(Axes):
+    """The axes data x context x tensor, and beside them copies x expert over the same ranks."""
+
+    def __init__(self, config: TrainConfig, device: torch.device) -> None:
+        """
+        Args:
+            config: of the engine; all ranks have the same.
+            device: of its collectives.
+
+        Raises:
+            ValueError: the ranks cannot be shared out.
+        """
+        super().__init__(config, device)
+        self.data = config.data_ranks(dist.get_world_size())
+        alike = dist.get_world_size() // self.data
+        self.data_rank = dist.get_rank() // alike
+        self._mesh: DeviceMesh | None = None
+        """data x context x tensor; None where all ranks are on the data axis."""
+        self._alike: dist.ProcessGroup | None = None
+        """Ranks with the same sequences: context x tensor."""
+        if alike > 1:
+            shape = self.data, config.context, config.tensor
+            self._mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "context", "tensor"))
+            self.shards = self._mesh["data", "context"]._flatten("shards")
+            self._alike = self._mesh["context", "tensor"]._flatten("alike").get_group()
+        self._experts = None if config.expert == 1 else _expert_mesh(config.expert, device)
+        """The same ranks otherwise: `expert` have different experts, `copies` the same ones."""
+        self.copies = None if self._experts is None else self._experts["copies"]
+
+    def share(self, model: nn.Module) -> None:
+        """Let the ranks of the context and tensor axes compute `model` together; see `Axes.share`."""
+        if self._mesh is None:
+            return
+        tensor = self._mesh["tensor"]
+        if tensor.size() > 1:
+            cut_layers(model, tensor)
+        if self._mesh["context"].size() > 1:
+            slice_rows(model, self._mesh.get_group("context"), tensor.size())
+
+    def share_experts(self, model: nn.Module) -> list[nn.Module]:
+        """Keep this rank's share of the experts; see `Axes.share_experts`."""
+        return [] if self._experts is None else share_experts(model, self._experts["expert"])
+
+    def gather_batch(self, batch: Batch) -> tuple[Batch, slice]:
+        """Return the sequences of the ranks of the context and tensor axes, and the slice that `batch` is."""
+        if self._alike is None:
+            return batch, slice(None)
+        parts: list[Batch] = [batch] * self._alike.size()
+        dist.all_gather_object(parts, batch, group=self._alike)
+        before = sum(part.num_tokens for part in parts[: self._alike.rank()])
+        return Batch.concat(parts), slice(before, before + batch.num_tokens)
+
+    def summed(self, values: Tensor) -> Tensor:
+        """Return the sum over the data axis, in place. Ranks that compute together have the same values."""
+        dist.all_reduce(values, group=None if self._mesh is None else self._mesh.get_group("data"))
+        return values
+
+
+def _expert_mesh(size: int, device: torch.device) -> DeviceMesh:
+    shape = dist.get_world_size() // size, size
+    return init_device_mesh(device.type, shape, mesh_dim_names=("copies", "expert"))

@@ -1,0 +1,134 @@
+"""A vocabulary that the ranks of the tensor axis divide: each has the logits of a part of its tokens.
+
+Legend: `V` tokens of this rank's part, `M` states that have a label, `K` those of a chunk, `H` numbers of a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
+
+from components.models.logprobs import NO_CHANCE, PartialRows, Scratch, write_gradient
+from components.models.vocabulary import Vocabulary
+
+
+@contextmanager
+def own_parts(module: nn.Module, *, partial_gradients: bool = False) -> Iterator[None]:
+    """Inside, parameters that are DTensors are this rank's parts.
+
+    Args:
+        module: whose own parameters they are.
+        partial_gradients: all ranks have them whole, and the gradients of all ranks add up.
+    """
+    parameters: dict[str, Any] = module._parameters
+    kept = dict(parameters)
+    placements = [Partial()] if partial_gradients else None
+    for name, parameter in kept.items():
+        if isinstance(parameter, DTensor):
+            parameters[name] = parameter.to_local(grad_placements=placements)
+    try:
+        yield
+    finally:
+        parameters.update(kept)
+
+
+def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum over the ranks of a group as a new tensor."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+class CopiedVocabulary(Vocabulary):
+    """A vocabulary that the ranks cannot divide, so that each computes all logits."""
+
+    @contextmanager
+    def weights(self, head: nn.Linear) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Inside, this rank's parts of weight and bias."""
+        with own_parts(head):
+            yield head.weight, head.bias
+
+
+class VocabularyPart(CopiedVocabulary):
+    """The tokens that this rank has the logits of. All ranks have the same states and labels."""
+
+    def __init__(self, group: dist.ProcessGroup, first: int, size: int) -> None:
+        """
+        Args:
+            group: the ranks that divide the vocabulary.
+            first: token of this rank.
+            size: number of its tokens.
+        """
+        self.group = group
+        self.first = first
+        self.size = size
+
+    def local(self, token: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the places of tokens in the part, 0 for those of other ranks, and which tokens are this rank's."""
+        place = token - self.first
+        is_own = (place >= 0) & (place < self.size)
+        return place.where(is_own, 0), is_own
+
+    def read(
+        self,
+        logits_KV: Tensor,
+        label_K: Tensor,
+        scale: float,
+        with_entropy: bool,  # noqa: ARG002 - it is a by-product
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities and entropies without gathering the logits.
+
+        With m the largest x of all ranks, s = sum_j exp(x_j - m) and t = sum_j exp(x_j - m) (x_j - m),
+        log p_label = x_label - m - log s and H = log s - t / s. Three numbers a row are summed over the ranks.
+        """
+        return _read(logits_KV, label_K, scale, self)
+
+    def write_gradient(
+        self,
+        logits_KV: Tensor,
+        label_K: Tensor,
+        scale: float,
+        logprob_grad_K: Tensor,
+        entropy: tuple[Tensor, Tensor] | None,
+        log_total_K: Tensor | None,
+    ) -> None:
+        """Replace the logits of the part by their gradient."""
+        assert log_total_K is not None
+        row_K = torch.arange(len(label_K), device=label_K.device)
+        place_K, is_own_K = self.local(label_K)
+        part = PartialRows(is_own_K, log_total_K)
+        write_gradient(logits_KV, logits_KV, row_K, place_K, scale, logprob_grad_K, entropy, part)
+
+    def sum_state_gradient(self, grad_MH: Tensor) -> Tensor:
+        """Return the sum of the gradients of all parts."""
+        return summed(grad_MH, self.group)
+
+
+def _read(logits_MV: Tensor, label_M: Tensor, scale: float, part: VocabularyPart) -> tuple[Tensor, Tensor, Tensor]:
+    rows = torch.arange(len(logits_MV), device=logits_MV.device)
+    place_M, is_own_M = part.local(label_M)
+    scratch = Scratch(logits_MV, len(rows))
+    most_M, total_M, slope_M, label_logit_M = scratch.first_KV.new_empty(4, len(rows)).unbind()
+    for chunk in scratch.chunks(len(rows)):
+        logits_KV = scratch.load(logits_MV, rows[chunk], scale)
+        label_logit_M[chunk] = logits_KV.gather(1, place_M[chunk, None]).squeeze(1)
+        most_M[chunk] = logits_KV.amax(1)
+        logits_KV.sub_(most_M[chunk, None]).clamp_(min=NO_CHANCE)
+        probability_KV = torch.exp(logits_KV, out=scratch.second_KV[: len(logits_KV)])
+        total_M[chunk] = probability_KV.sum(1)
+        slope_M[chunk] = probability_KV.mul_(logits_KV).sum(1)
+    most_of_all_M = most_M.clone()
+    dist.all_reduce(most_of_all_M, op=dist.ReduceOp.MAX, group=part.group)
+    below_M = most_M - most_of_all_M
+    share_M = below_M.exp()
+    label_logit_M = (label_logit_M - most_of_all_M).where(is_own_M, 0.0)
+    parts_3M = torch.stack([total_M * share_M, (slope_M + total_M * below_M) * share_M, label_logit_M])
+    total_M, slope_M, label_logit_M = summed(parts_3M, part.group)
+    log_total_M = total_M.log()
+    return label_logit_M - log_total_M, log_total_M - slope_M / total_M, most_of_all_M + log_total_M
