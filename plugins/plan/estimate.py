@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from components.generate.config import RolloutConfig
 from components.models.size import model_size
-from components.train.config import FrozenConfig, RolloutConfig, TrainConfig
+from components.train.config import FrozenConfig, TrainConfig
 from core import Job
 from plugins.plan.memory import Need, frozen, learning, sampling
 from plugins.plan.plan import Capacity

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from components.models.size import ModelSize
-from components.train.config import VLLMRolloutConfig
 from core import JobBuilder
 from plugins.plan.memory import PROCESS_BYTES, Need, sampling, together
 from plugins.plan.plan import Capacity, Plan, amount, gpu_bytes, steps_text
+from plugins.vllm.config import VLLMRolloutConfig
 from recipes.grpo.config import GRPOConfig
 from tests.messages import says
 from tests.model_folders import LARGE, folder_of
