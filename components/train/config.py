@@ -50,18 +50,13 @@ def default_engine() -> str:
     return "deepspeed" if has_plugin and importlib.util.find_spec("deepspeed") is not None else "fsdp"
 
 
-def default_zero_stage() -> int:
-    """Return the stage where none is named: 0 with DeepSpeed; 2 with fsdp, which has no lower one."""
-    return 0 if default_engine() == "deepspeed" else 2
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(Checked):
     """How a model is trained, as a user chooses it: engine, optimizer, schedule, memory."""
 
     engine: Annotated[str, NameOf("train engine", ("fsdp",))] = field(default_factory=default_engine)
     """Who partitions the training over the ranks: "deepspeed", or "fsdp" (torch's fully_shard)."""
-    zero_stage: Annotated[int, OneOf((0, 1, 2, 3))] = field(default_factory=default_zero_stage)
+    zero_stage: Annotated[int, OneOf((0, 1, 2, 3))] = 0
     """What is partitioned over the ranks: 0 nothing, 1 optimizer states, 2 gradients too, 3 all. fsdp partitions all
     between optimizer steps: with 3 within a step too, with 2 parameters and gradients are whole there."""
     precision: Annotated[str, OneOf(PRECISIONS)] = "fp32"
@@ -150,14 +145,19 @@ class TrainOptions(Checked):
             yield f"{prefix}lora_target_modules is empty; name layers, or all-linear"
         if self.adam_offload and self.zero_stage == 0:
             yield f"{prefix}adam_offload=True works on partitioned optimizer states; set zero_stage to 1, 2 or 3"
-        if self.engine == "fsdp" and self.zero_stage < 2:
+        # Without DeepSpeed there is no other engine: lower stages, as demonstrations set them, count as 2.
+        if self.engine == "fsdp" and self.zero_stage < 2 and default_engine() != "fsdp":
             yield f"{prefix}zero_stage={self.zero_stage}: engine=fsdp partitions all between steps; set 2 or 3"
         if self.engine == "fsdp" and self.overlap_comm:
             yield f"{prefix}overlap_comm=True: engine=fsdp overlaps always, and nobody can choose; leave it out"
 
     @property
     def stage(self) -> int:
-        """`zero_stage` as it is used: without ZeRO, DeepSpeed trains bfloat16 with a loss scale of its own."""
+        """`zero_stage` as it is used: fsdp has none below 2, and without ZeRO, DeepSpeed trains bfloat16 with a loss
+        scale of its own.
+        """
+        if self.engine == "fsdp":
+            return max(self.zero_stage, 2)
         return max(self.zero_stage, 1) if self.precision == "bf16" else self.zero_stage
 
     def for_run(self, total_steps: int, seed: int) -> TrainConfig:
