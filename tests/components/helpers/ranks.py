@@ -20,7 +20,7 @@ MAY_TAKE_S = 540
 
 # Importing takes longer than most of what the ranks do.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload([f"tests.components.engines.{part}" for part in PARTS])
+FORKS.set_forkserver_preload([f"tests.components.helpers.{part}" for part in PARTS])
 
 
 def run_ranks(work: Callable[..., Any], world_size: int, folder: Path, *arguments: object) -> list[Any]:
