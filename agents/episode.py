@@ -15,7 +15,7 @@ from agents.rendering import decode
 if TYPE_CHECKING:
     from components.data.text import TextEncoder
     from components.generate.async_engine import AsyncEngine, Generation, Request
-    from components.train.config import SamplingConfig
+    from components.generate.config import SamplingConfig
 
 STREAMS = 2**32
 """More samples than any prompt has: sequence k of a sample draws the numbers of sample k * STREAMS + sample_id."""

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Json, PositiveInt, ValidationError
 
 from agents.tools import OPEN, parse_calls
-from components.train.config import EVALUATION_STEP, SamplingConfig
+from components.generate.config import EVALUATION_STEP, SamplingConfig
 
 _ids = itertools.count()
 

@@ -40,7 +40,7 @@ from components.data.text import render_prompt
 
 if TYPE_CHECKING:
     from components.generate.async_engine import Generation
-    from components.train.config import SamplingConfig
+    from components.generate.config import SamplingConfig
 
 BACKLOG = 1024
 """Connections that may wait to be taken."""

@@ -20,15 +20,15 @@ from components.batch import Batch
 from components.data.text import TextEncoder
 from components.generate.async_engine import AsyncEngine
 from components.generate.engine import RolloutEngine
+from components.generate.opening import open_async_engine, open_rollout_engine
 from components.process.child_process import described
 from components.rewards.base import RewardError
 from components.rewards.workers import FEW_FAILURES, allowed_failures
-from components.train.opening import open_async_engine, open_rollout_engine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from components.train.config import RolloutConfig, SamplingConfig
+    from components.generate.config import RolloutConfig, SamplingConfig
     from components.weights.publisher import WeightHandle
 
 WINDOW = 256

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from components.data.cells import text_or_messages, without_surrogates
+from components.generate.config import EVALUATION_STEP
 from components.rewards.base import read_columns
-from components.train.config import EVALUATION_STEP
 
 if TYPE_CHECKING:
-    from components.train.config import SamplingConfig
+    from components.generate.config import SamplingConfig
 
 STEP_KEYS = ("rewards", "environment_feedback", "done")
 """What every step has to return."""

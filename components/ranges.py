@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_type_hints
 
+from components.registry import names
+
 
 @dataclass(frozen=True)
 class Range:
@@ -47,6 +49,23 @@ class OneOf:
         return f"to one of {', '.join(map(str, self.known))}"
 
 
+@dataclass(frozen=True)
+class NameOf:
+    """Names of a kind: basic ones, and those that plug-ins provide."""
+
+    kind: str
+    """Kind of the registry, such as `train engine`."""
+    basic: tuple[str, ...] = ()
+
+    def holds(self, value: Any) -> bool:
+        """True if the value is one of the names."""
+        return value in self.basic or value in names(self.kind)
+
+    def __str__(self) -> str:
+        known = dict.fromkeys([*self.basic, *names(self.kind)])
+        return f"to one of {', '.join(known)}, or install a plug-in that provides the {self.kind} of that name"
+
+
 Count = Annotated[int, Range(least=1)]
 CountFromZero = Annotated[int, Range(least=0)]
 Positive = Annotated[float, Range(above=0)]
@@ -58,8 +77,8 @@ Seconds = Annotated[float, Range(above=0, below=math.inf)]
 
 
 def out_of_range(options: Any, prefix: str = "") -> Iterator[str]:
-    """What is wrong with the fields of a dataclass that have a `Range` or `OneOf`; None is allowed where the type has
-    it.
+    """Yield the faults of the fields of a dataclass that have a `Range`, `OneOf` or `NameOf`. None is allowed where the
+    type has it.
     """
     for name, allowed in _allowed(type(options)).items():
         value = getattr(options, name)
@@ -76,8 +95,8 @@ class Checked:
 
 
 @functools.cache
-def _allowed(schema: type) -> dict[str, Range | OneOf]:
-    found: dict[str, Range | OneOf] = {}
+def _allowed(schema: type) -> dict[str, Range | OneOf | NameOf]:
+    found: dict[str, Range | OneOf | NameOf] = {}
     for name, hint in get_type_hints(schema, include_extras=True).items():
         for kind in (hint, *get_args(hint)):  # in `Count | None` it is a part of the type
             for part in getattr(kind, "__metadata__", ()):

@@ -33,7 +33,7 @@ from agents.options import AgentOptions  # noqa: E402
 from agents.runner import EpisodeRunner, settle  # noqa: E402
 from components.batch import Batch  # noqa: E402
 from components.generate.async_engine import AsyncEngine, Generation, Piece, Request  # noqa: E402
-from components.train.config import SamplingConfig  # noqa: E402
+from components.generate.config import SamplingConfig  # noqa: E402
 from components.weights.publisher import WeightHandle  # noqa: E402
 from plugins.demo.tiny_model import character_tokenizer  # noqa: E402
 

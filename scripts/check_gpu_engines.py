@@ -46,10 +46,10 @@ from check_gpu_parts import (
 )
 from transformers import Qwen2ForCausalLM
 
+from components.generate.config import HFRolloutConfig, SamplingConfig
 from components.generate.hf_engine import HFRolloutEngine
 from components.models.loading import load_policy, without_progress_bars
 from components.rl.aggregation import Totals
-from components.train.config import HFRolloutConfig, SamplingConfig
 from components.train.utilisation import peak_flops, training_flops
 from components.weights.publisher import WeightPublisher
 

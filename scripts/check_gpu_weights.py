@@ -22,8 +22,8 @@ import torch
 from check_gpu_engines import CHECKS
 from check_gpu_parts import Row, Setting, engine, inferred, main  # which makes the project importable
 
+from components.generate.config import HFRolloutConfig
 from components.generate.hf_engine import HFRolloutEngine
-from components.train.config import HFRolloutConfig
 from components.train.engine import TrainEngine
 from components.weights.publisher import WeightHandle, WeightPublisher
 from plugins.weights_broadcast.carrier import Broadcaster
@@ -121,7 +121,8 @@ def receive_sent(setting: Setting, precision: Any, way: str, connection: Connect
     if setting.on_gpu and way == "broadcast":
         torch.cuda.set_device(1)
     rollout = HFRolloutEngine(setting.folder / "large", HFRolloutConfig(precision=precision))
-    announced = WeightHandle(0, str(setting.folder), 0, is_sent=True, broadcast=connection.recv(), reader=1)
+    route = connection.recv()
+    announced = WeightHandle(0, str(setting.folder), 0, carrier=way, is_sent=True, route=route, reader=1)
     connection.send(True)
     for version in (1, 2, 3):
         assert connection.recv() == version

@@ -35,9 +35,9 @@ import torch
 from components.batch import Batch
 from components.data.preferences import PairFormat, encode_pairs, read_pairs
 from components.data.supervised import encode_demonstrations
+from components.generate.config import HFRolloutConfig, SamplingConfig
 from components.generate.hf_engine import HFRolloutEngine
 from components.models.loading import without_progress_bars
-from components.train.config import HFRolloutConfig, SamplingConfig
 from core import Identity, Role, WorkloadContext
 from core.backends.local import LocalTransport
 from core.context import entered

@@ -18,8 +18,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from components.models.size import ModelSize, size_of  # noqa: E402
-from components.train.config import TrainConfig, VLLMRolloutConfig  # noqa: E402 (may not be installed)
-from plugins.plan.memory import MemoryEstimate, frozen, phases, sampling, training  # noqa: E402
+from components.train.config import TrainConfig  # noqa: E402 (may not be installed)
+from plugins.plan.memory import (  # noqa: E402
+    MemoryEstimate,
+    frozen,
+    phases,
+    sampling,
+    training,
+)
+from plugins.vllm.config import VLLMRolloutConfig  # noqa: E402 (may not be installed)
 
 PAGE = ROOT / "docs/large_models.md"
 BEGIN, END = "<!-- {name}: written by scripts/{script} -->", "<!-- end of {name} -->"

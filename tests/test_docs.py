@@ -343,7 +343,7 @@ def test_the_pages_of_the_api_have_the_docstrings_of_what_they_name(site: Path) 
         "core": "core.workload.BaseWorkload",
         "batch": "components.batch.Batch.group_by",
         "rl": "components.rl.advantages.group_norm",
-        "engines": "components.train.opening.open_rollout_engine",
+        "engines": "components.generate.opening.open_rollout_engine",
         "run": "training.run.policy_run.PolicyRun.end_step",
         "roles": "training.roles.policy.PolicyWorker",
         "rewards": "components.rewards.opening.open_reward",

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from components.generate.config import SamplingConfig
 from components.generate.engine import WeightVersions
-from components.train.config import SamplingConfig
 
 if TYPE_CHECKING:
     from components.weights.publisher import WeightHandle

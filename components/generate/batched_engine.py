@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from components.batch import Batch
 from components.generate.async_engine import AsyncEngine, Generation, Piece, Request
-from components.train.config import SamplingConfig
+from components.generate.config import SamplingConfig
 
 if TYPE_CHECKING:
     from components.generate.engine import RolloutEngine

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from components.batch import Batch
+from components.generate.config import SamplingConfig
 from components.models.device import peak_gpu_memory
-from components.train.config import SamplingConfig
 
 if TYPE_CHECKING:
     from components.weights.publisher import WeightHandle

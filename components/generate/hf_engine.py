@@ -14,17 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
+from components.generate.config import HFRolloutConfig, SamplingConfig
+from components.generate.decoding import Decoding
 from components.generate.engine import Completions, RolloutEngine, limits
 from components.generate.sampling import uniform
 from components.models.device import compute_device
 from components.models.loading import load_policy
 from components.models.precision import compute_in, round_products
 from components.process.heartbeat import beat
-from components.train.config import HFRolloutConfig, SamplingConfig
+from components.registry import find
 from components.train.host_memory import HostCopies
 from components.weights.digest import digest
 from components.weights.publisher import WeightHandle, read_weights
-from plugins.fast_decode.attention import use_grouped_decoding
 
 if TYPE_CHECKING:
     import numpy as np
@@ -90,11 +91,12 @@ class HFRolloutEngine(RolloutEngine):
         self.config = config or HFRolloutConfig()
         # With its number: another thread may have another current device.
         self.device = compute_device()
-        self.model: Any = load_policy(model_path, dtype=self.config.dtype).eval().requires_grad_(False)
+        self.model: Any = load_policy(model_path, dtype=self.config.weights_dtype).eval().requires_grad_(False)
         round_products(self.model, self.config.precision)
         compute_in(self.model, self.config.precision, self.device)
         self.model.to(self.device)
-        use_grouped_decoding(self.model)
+        self._decoding: Decoding = (find("decoding", "fast") or Decoding)()
+        self._decoding.prepare(self.model)
         end = self.model.generation_config.eos_token_id
         end_tokens = torch.tensor([] if end is None else end, dtype=torch.int64)
         self._end_tokens = end_tokens.view(-1).to(self.device)
@@ -174,14 +176,12 @@ class HFRolloutEngine(RolloutEngine):
             The cache of all R rows; their logits, [R, V]; their attention mask over the slots of the prompts
             and of all new tokens, [R, S + K], or None when no row is padded.
         """
-        from plugins.fast_decode.cache import spare_cache
-
         # Padding is told from token 0 by -1, or [0, 5] and [5] would be the same row.
         tokens_RS = prompts.padded("tokens", -1, side="left").to(self.device, torch.int64)
         tokens_US, place_R = tokens_RS.unique(dim=0, return_inverse=True)
         real_US = tokens_US >= 0
         padded = not bool(real_US.all())
-        cache = spare_cache(self.model)
+        cache = self._decoding.new_cache(self.model)
         logits_U1V = self.model(
             input_ids=tokens_US.clamp(min=0),
             attention_mask=real_US.long() if padded else None,

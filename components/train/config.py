@@ -1,4 +1,4 @@
-"""Configurations of the engines, without torch: recipes embed these classes in their own `config.py`."""
+"""Configurations of training engines, without torch: recipes embed these classes in their own `config.py`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from components.ranges import (
     Checked,
     Count,
     CountFromZero,
+    NameOf,
     NotNegative,
     OneOf,
     Positive,
-    Range,
     Share,
-    ShareAboveZero,
     ShareBelowOne,
 )
+from components.registry import names
 
-ENGINES = ("deepspeed", "fsdp")
 CHOSEN_PRECISIONS = ("fp32", "bf16", "bf16_autocast")
 PRECISIONS = (*CHOSEN_PRECISIONS, "auto")
 LAYOUTS = ("whole", "sharded", "offloaded")
@@ -32,10 +31,6 @@ WITH_ADAPTERS = {"lora_rank": True}
 
 AXES = ("context", "tensor", "expert")
 """Axes of ranks beside data that share a model; a plug-in provides each."""
-
-EVALUATION_STEP = -1
-"""Step number in the counters of evaluation's random numbers: no training step has it, so evaluations always draw the
-same numbers, and two of the same weights are equal."""
 
 
 def weight_type(precision: str) -> str:
@@ -50,11 +45,19 @@ def product_type(precision: str) -> str:
     return "float32" if precision == "fp32" else "bfloat16"
 
 
+def default_engine() -> str:
+    """Return the training engine where none is named: DeepSpeed if its plug-in and the library are installed, else
+    fsdp.
+    """
+    has_plugin = "deepspeed" in names("train engine")
+    return "deepspeed" if has_plugin and importlib.util.find_spec("deepspeed") is not None else "fsdp"
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(Checked):
     """How a model is trained, as a user chooses it: engine, optimizer, schedule, memory."""
 
-    engine: Annotated[str, OneOf(ENGINES)] = "deepspeed"
+    engine: Annotated[str, NameOf("train engine", ("fsdp",))] = field(default_factory=default_engine)
     """Who partitions the training over the ranks: "deepspeed", or "fsdp" (torch's fully_shard)."""
     zero_stage: Annotated[int, OneOf((0, 1, 2, 3))] = 0
     """What is partitioned over the ranks: 0 nothing, 1 optimizer states, 2 gradients too, 3 all. fsdp partitions all
@@ -155,14 +158,19 @@ class TrainOptions(Checked):
             yield f"{prefix}lora_target_modules is empty; name layers, or all-linear"
         if self.adam_offload and self.zero_stage == 0:
             yield f"{prefix}adam_offload=True works on partitioned optimizer states; set zero_stage to 1, 2 or 3"
-        if self.engine == "fsdp" and self.zero_stage < 2:
+        # Without DeepSpeed there is no other engine: lower stages, as demonstrations set them, count as 2.
+        if self.engine == "fsdp" and self.zero_stage < 2 and default_engine() != "fsdp":
             yield f"{prefix}zero_stage={self.zero_stage}: engine=fsdp partitions all between steps; set 2 or 3"
         if self.engine == "fsdp" and self.overlap_comm:
             yield f"{prefix}overlap_comm=True: engine=fsdp overlaps always, and nobody can choose; leave it out"
 
     @property
     def stage(self) -> int:
-        """`zero_stage` as it is used: without ZeRO, DeepSpeed trains bfloat16 with a loss scale of its own."""
+        """`zero_stage` as it is used: fsdp has none below 2, and without ZeRO, DeepSpeed trains bfloat16 with a loss
+        scale of its own.
+        """
+        if self.engine == "fsdp":
+            return max(self.zero_stage, 2)
         return max(self.zero_stage, 1) if self.precision == "bf16" else self.zero_stage
 
     def for_run(self, total_steps: int, seed: int) -> TrainConfig:
@@ -325,80 +333,3 @@ class FrozenConfig(Checked):
     def is_collective(self) -> bool:
         """Whether passes gather parameters, so that every rank has to make them."""
         return self.layout != "whole"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingConfig(Checked):
-    """How completions are drawn. Tokens depend on these fields, the prompt and its ids, on nothing else."""
-
-    temperature: NotNegative = 1.0
-    """Logits are divided by it. 0 = the likeliest token, with its log-probability at temperature 1."""
-    top_p: ShareAboveZero = 1.0
-    """Draw from the likeliest tokens whose probabilities reach this sum; 1 = from all."""
-    top_k: CountFromZero = 0
-    """Draw from so many likeliest tokens; 0 = from all. With top_p or top_k log-probabilities are those of the tokens
-    that are left, which is not what a trainer computes."""
-    max_new_tokens: Count = 16
-    """Completions are cut after so many tokens, the end token included."""
-    seed: int = 42
-    """The run's seed."""
-    step: int = 0
-    """The generation step; another step draws other numbers for the same prompt."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every token can be drawn, so that log-probabilities are the trainer's."""
-        return self.temperature == 0 or (self.top_p == 1 and self.top_k == 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class HFRolloutConfig(Checked):
-    """The generation loop over a transformers model."""
-
-    precision: Annotated[str, OneOf(CHOSEN_PRECISIONS)] = "fp32"
-    """"fp32", "bf16" or "bf16_autocast", as of the policy that is trained. Log-probabilities are float32 always."""
-    max_num_seqs: Count = 512
-    """Sequences generated at the same time. Changes memory and speed, not tokens."""
-
-    @property
-    def dtype(self) -> str:
-        """Of weights: "float32" or "bfloat16"."""
-        return weight_type(self.precision)
-
-    @property
-    def lora_rank(self) -> int:
-        """0: it receives whole weights."""
-        return 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class VLLMRolloutConfig(Checked):
-    """A vLLM engine."""
-
-    dtype: Annotated[str, OneOf(("float32", "bfloat16"))] = "float32"
-    """Of weights and cache: "float32" or "bfloat16". Log-probabilities are float32 in either case."""
-    max_num_seqs: Count = 256
-    """Sequences that are generated at the same time; others wait. Changes memory and speed, not tokens."""
-    max_model_len: Annotated[int, Range(least=2)] | None = None
-    """Tokens of prompt and completion together, at most. Default: what the model's positions allow."""
-    tensor_parallel_size: Count = 1
-    """Devices over which the weights of one engine are spread; on a CPU processes, each with a core of its own."""
-    gpu_memory_utilization: ShareAboveZero = 0.9
-    """Share of a GPU's memory that weights and cache may take. Unused on a CPU."""
-    cpu_cache_gb: Positive = 1.0
-    """GiB of an engine's key-value cache on a CPU. Unused on a GPU."""
-    enforce_eager: bool = False
-    """On a GPU, run kernels one by one instead of in CUDA graphs: slower, and starts sooner. On a CPU always."""
-    enable_prefix_caching: bool = True
-    """Read the common beginning of prompts once. Changes speed, not tokens."""
-    enable_sleep: bool = False
-    """On a GPU, be able to give its memory back between generations. On a CPU nothing is freed."""
-    own_process: bool = False
-    """Run the engine in a process beside this one; otherwise in this one, where a single device allows it."""
-    lora_rank: CountFromZero = 0
-    """Keep the weights as they were loaded, and receive low-rank adapters of this rank that are added to them. 0:
-    receive whole weights."""
-
-
-RolloutConfig = HFRolloutConfig | VLLMRolloutConfig
-"""What an engine that generates is made with."""

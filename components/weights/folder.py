@@ -9,6 +9,8 @@ mapping, without the lock, for the next version in that file.
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import hmac
 import json
 import mmap
 import os
@@ -195,6 +197,11 @@ class VersionWriter:
     def remove(self) -> None:
         os.close(self._file)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def prove(token: str, what: str) -> str:
+    """Return a proof that one has the token, without showing the token."""
+    return hmac.digest(token.encode(), what.encode(), hashlib.sha256).hex()
 
 
 def open_version(folder: Path, proof: str, *, writable: bool) -> OpenVersion | None:

@@ -2,8 +2,8 @@
 
 A version is one folder in shared memory, or on disk. It appears under its name only when it is whole, and readers map
 it into memory, so that a version that is unlinked while it is read stays readable to that reader. Readers on other
-machines pull it from the publisher (weight_transport.py). While it is still being gathered, readers on the device of a
-rank may have it (weight_ipc.py), or all others at once (weight_broadcast.py).
+machines pull it from the publisher (transport.py). Carriers of plug-ins may bring it while it is still being gathered
+(carrier.py).
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
+from components.registry import load
 from components.weights.buckets import pieces_of
+from components.weights.choice import FOLDER_CARRIER
 from components.weights.digest import digest
-from components.weights.folder import OpenVersion, VersionWriter, WrittenVersion, open_version
-from plugins.weights_broadcast.carrier import read_broadcast
-from plugins.weights_ipc.carrier import read_sent
-from plugins.weights_tcp.carrier import RemoteVersion, WeightServer, fetch, prove
+from components.weights.folder import OpenVersion, VersionWriter, WrittenVersion, open_version, prove
+from components.weights.transport import RemoteVersion, VersionServer, open_transport
 
 _VERSION_GLOB = "weights-????????*"
 
@@ -46,13 +47,16 @@ class WeightHandle:
     adapter_scale: float = 0.0
     """The version is low-rank adapters alone, by the names of peft's files, and B A is to be multiplied by this before
     it is added to the weights that were loaded. 0: it is whole weights."""
+    carrier: str = FOLDER_CARRIER
+    """Name of the carrier, whose class reads the version (carrier.py)."""
     is_sent: bool = False
-    """The ranks send it as they gather it, and the version's own handle follows; `path` is where they listen, unless it
-    is broadcast."""
-    broadcast: tuple[str, int] | None = None
-    """Where rank 0 broadcasts this version, if it `is_sent`, or those that follow; None: nowhere."""
+    """The ranks send it as they gather it, and the version's own handle follows; `path` is then the run's folder on
+    this machine."""
+    route: Any = None
+    """Where the carrier's readers find this version, if it `is_sent`, or those that follow; set by the carrier and
+    picklable."""
     reader: int = 0
-    """Of one that is broadcast: the number of the engine's first process among all readers, from 1."""
+    """Of one that is sent: the number of the engine's first process among all readers, from 1."""
 
 
 class WeightPublisher:
@@ -81,7 +85,7 @@ class WeightPublisher:
             bucket_bytes: a reader on another machine gets so much at a time, or one weight that is larger.
             headroom_bytes: stay free in `directory`: a full /dev/shm kills other processes and raises no error.
             serve: listen for readers on other machines, on a free port of `host`, which must lie in a network that you
-                trust (weight_transport.py). Without it no socket is opened.
+                trust (transport.py). Without it no socket is opened.
             host: this machine's address as the readers reach it; nothing is bound to any other. None: MASTER_ADDR, as
                 rank 0 of a train role has it, else 127.0.0.1.
             timeout_seconds: a reader that takes no bucket for so long is given up.
@@ -94,7 +98,9 @@ class WeightPublisher:
         self._newest: int | None = None
         self._sweep()
         host = host or os.environ.get("MASTER_ADDR", "127.0.0.1")
-        self._server = WeightServer(host, self._token, self._find, timeout_seconds) if serve else None
+        self._server: VersionServer | None = None
+        if serve:
+            self._server = open_transport().serve(host, self._token, self._find, timeout_seconds)
 
     def publish(
         self,
@@ -193,8 +199,7 @@ def read_digests(handle: WeightHandle) -> dict[str, str]:
 def read_weights(
     handle: WeightHandle, timeout_seconds: float = 60.0, *, writable: bool = True, part: int = 0
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a version: those that a rank sends, else mapped where its folder is, else through the network,
-    from a publisher that serves. Copy what you keep.
+    """The weights of a version, by the carrier that its handle names. Copy what you keep.
 
     Args:
         handle: of the version.
@@ -207,12 +212,17 @@ def read_weights(
         FileNotFoundError: the version is gone, or was never within reach.
         ConnectionError: the publisher is gone, or does not respond in time.
     """
-    if handle.is_sent and handle.broadcast is not None:
-        yield from read_broadcast(handle.broadcast, handle.reader + part, handle.version, timeout_seconds)
+    if handle.carrier == FOLDER_CARRIER:
+        yield from read_folder(handle, timeout_seconds, writable=writable)
         return
-    if handle.is_sent:
-        yield from read_sent(Path(handle.path), handle.version, timeout_seconds)
-        return
+    carrier = load("weight carrier", handle.carrier, "rollout.weight_sync")
+    yield from carrier.read(handle, timeout_seconds, writable=writable, part=part)
+
+
+def read_folder(handle: WeightHandle, timeout_seconds: float, *, writable: bool) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a published version, mapped where its folder is, else through the network from a publisher that
+    serves. See `read_weights`.
+    """
     opened = _open(handle, False, timeout_seconds, writable)
     if isinstance(opened, RemoteVersion):
         yield from opened.tensors
@@ -258,4 +268,4 @@ def _open(
             f"version {handle.version} of the weights is not at {handle.path}: it was unlinked after a newer "
             "one was published, or lies on another machine; receive the newest handle, or let the publisher serve"
         )
-    return fetch(handle.address, handle.token, handle.version, timeout_seconds, table_only)
+    return open_transport().fetch(handle.address, handle.token, handle.version, timeout_seconds, table_only)

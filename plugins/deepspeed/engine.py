@@ -20,9 +20,9 @@ from components.train.config import TrainConfig
 from components.train.engine import TrainEngine
 from components.train.fsdp_groups import layers_of
 from components.train.host_memory import tensors_within
+from components.train.memory_sizes import ZERO_NUMBERS
 from components.train.optimizer import adam_of
 from components.weights.gather import Part, cut_part, whole_part
-from plugins.plan.memory import ZERO_NUMBERS
 
 
 class DeepSpeedEngine(TrainEngine):

@@ -15,22 +15,15 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from components.generate.config import PagedRolloutConfig, RolloutConfig
 from components.models.size import ModelSize
-from components.train.config import (
-    HFRolloutConfig,
-    RolloutConfig,
-    TrainConfig,
-    VLLMRolloutConfig,
-    product_type,
-    weight_type,
-)
+from components.train.config import TrainConfig, product_type, weight_type
+from components.train.memory_sizes import CONTEXT_BYTES, ZERO_NUMBERS
 from plugins.plan.communication import sent_bytes
 from training.launch.model_use import check_axes
 
 PROCESS_BYTES = {"driver": 250_000_000, "process": 400_000_000, "vllm": 1_100_000_000}
 """Of an interpreter with its libraries, as proportional set size: of the driver, of a process with torch, with vLLM."""
-CONTEXT_BYTES = 600_000_000
-"""Of a GPU's memory for what a process with torch has there before its first tensor."""
 NCCL_BYTES = 1_000_000_000
 """Of a GPU's memory for the buffers of a group of processes. Between 0.5 GB (2 GPUs) and 1.6 GB (8) are reported, see
 issues 864 and 964 of NVIDIA/nccl."""
@@ -41,9 +34,6 @@ BUCKET_BYTES = 256 * 2**20
 """Weights travel between files, ranks and engines in such parts at most, of which two are there at a time."""
 VLLM_TOKENS = 16384
 """That vLLM reads at a time, at most."""
-ZERO_NUMBERS = {"cuda": 2**25, "cpu": 2**23}
-"""By the kind of device: gradients that DeepSpeed reduces at a time, and of the optimizer's states those that a step
-has at a time; with zero_stage 3 it also gathers so many parameters at a time, or two layers where these are more."""
 _REDUCED = 500_000_000
 """Gradients that DeepSpeed reduces at a time with zero_stage 0."""
 _WIDTH = {"float32": 4, "bfloat16": 2}
@@ -513,10 +503,9 @@ def sampling(
         device_bytes: of its GPU, where known.
         gpu: it samples there.
     """
-    if isinstance(config, VLLMRolloutConfig):
+    if isinstance(config, PagedRolloutConfig):
         return _vllm(size, config, rows, tokens, device_bytes, gpu)
-    assert isinstance(config, HFRolloutConfig)
-    width = _WIDTH[config.dtype]
+    width = _WIDTH[config.weights_dtype]
     base = CONTEXT_BYTES if gpu else PROCESS_BYTES["process"]
     weights = None if size is None else width * size.parameters
     loading = (weights or 0) * gpu
@@ -535,7 +524,7 @@ def sampling(
 
 
 def _vllm(
-    size: ModelSize | None, config: VLLMRolloutConfig, rows: int, tokens: int, device_bytes: int | None, gpu: bool
+    size: ModelSize | None, config: PagedRolloutConfig, rows: int, tokens: int, device_bytes: int | None, gpu: bool
 ) -> MemoryEstimate:
     """Of an engine of vLLM, whose cache has what is left of its share."""
     width, parts = _WIDTH[config.dtype], config.tensor_parallel_size

@@ -1,0 +1,7 @@
+"""Rollout engine on vLLM, for GPUs and large models: `rollout.engine=vllm` loads it, or `auto` where it is faster."""
+
+PROVIDES = {
+    "rollout config": {"vllm": "config:VLLMRolloutConfig"},
+    "rollout engine": {"vllm": "engine:VLLMRolloutEngine"},
+    "async rollout engine": {"vllm": "async_engine:AsyncVLLMEngine"},
+}

@@ -16,9 +16,9 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from components.generate.choice import MOST_LORA_RANK
 from components.weights.digest import digest
 from components.weights.publisher import WeightHandle, read_weights
+from plugins.vllm.config import MOST_LORA_RANK
 
 _ID = 1
 """vLLM's own number for the policy's adapters, of which there is one set."""

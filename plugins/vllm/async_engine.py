@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from components.generate.async_engine import AsyncEngine, Generation, Piece, Request
+from components.generate.config import SamplingConfig
 from components.generate.sampling import request_seeds
 from components.models.end_tokens import end_tokens_of
 from components.process.heartbeat import beat
-from components.train.config import SamplingConfig, VLLMRolloutConfig
 from components.weights.publisher import WeightHandle
 from plugins.vllm.adapters import adapter_request, arrived, no_change
+from plugins.vllm.config import VLLMRolloutConfig
 from plugins.vllm.options import (
     drawn_logprobs,
     engine_arguments,

@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 
 from components.batch import Batch
+from components.generate.config import SamplingConfig
 from components.generate.engine import Completions, RolloutEngine
 from components.models.end_tokens import end_tokens_of
 from components.process.heartbeat import beat
-from components.train.config import SamplingConfig, VLLMRolloutConfig
 from components.weights.publisher import WeightHandle
 from plugins.vllm.adapters import adapter_request, arrived, no_change
+from plugins.vllm.config import VLLMRolloutConfig
 from plugins.vllm.options import (
     completions,
     engine_arguments,

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from components.batch import Batch
-from components.generate.choice import head_fault
+from components.generate.config import SamplingConfig
 from components.generate.engine import Completions, limits
 from components.generate.sampling import request_seeds
 from components.models.device import compute_device
-from components.train.config import SamplingConfig, VLLMRolloutConfig
-from plugins.plan.memory import CONTEXT_BYTES
+from components.train.memory_sizes import CONTEXT_BYTES
 from plugins.vllm.adapters import adapter_arguments
+from plugins.vllm.config import VLLMRolloutConfig, head_fault
 
 RECEIVER = "plugins.vllm.worker.WeightReceiver"
 BINDING, OUR_BINDING = "VLLM_CPU_OMP_THREADS_BIND", "TROUPE_VLLM_THREADS_BIND"

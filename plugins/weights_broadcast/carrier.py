@@ -23,7 +23,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,8 @@ from torch import Tensor
 from components.models.device import compute_device
 from components.process.heartbeat import beat
 from components.weights.buckets import BucketFiller, Piece, pieces_of
+from components.weights.carrier import CarrierSetting, FolderCarrier
+from components.weights.publisher import WeightHandle
 
 BUCKET_BYTES = 128 * 2**20
 """Of one message; a larger weight is sent alone."""
@@ -41,6 +44,47 @@ ATTEMPTS = 3
 """Versions in a row that break off, after which none is broadcast."""
 _log = logging.getLogger(__name__)
 _NULL = "null"
+
+
+class BroadcastCarrier(FolderCarrier):
+    """The `weight carrier` "broadcast"."""
+
+    NAME: ClassVar[str] = "broadcast"
+
+    def __init__(self, setting: CarrierSetting) -> None:
+        super().__init__(setting)
+        self._broadcaster = Broadcaster(setting.device, setting.readers) if setting.rank == 0 else None
+
+    @property
+    def gathers_everywhere(self) -> bool:
+        return self.setting.device.type == "cuda"
+
+    @property
+    def route(self) -> tuple[str, int] | None:
+        """Address of the broadcaster; see `Broadcaster.address`."""
+        return None if self._broadcaster is None else self._broadcaster.address
+
+    def sent(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        return tensors if self._broadcaster is None else self._broadcaster.sent(version, tensors)
+
+    def close(self) -> None:
+        if self._broadcaster is not None:
+            self._broadcaster.close()
+        super().close()
+
+    @classmethod
+    def announced(cls, version: int, shared_dir: Path, route: Any, reader: int) -> WeightHandle | None:
+        if route is None:
+            return None
+        return WeightHandle(version, str(shared_dir), 0, carrier=cls.NAME, is_sent=True, route=route, reader=reader)
+
+    @classmethod
+    def read(
+        cls, handle: WeightHandle, timeout_seconds: float, *, writable: bool, part: int
+    ) -> Iterator[tuple[str, Tensor]]:
+        if handle.is_sent:
+            return read_broadcast(handle.route, handle.reader + part, handle.version, timeout_seconds)
+        return super().read(handle, timeout_seconds, writable=writable, part=part)
 
 
 class Broadcaster:

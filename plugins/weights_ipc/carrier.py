@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,11 +28,50 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from components.models.device import compute_device
 from components.weights.buckets import BucketFiller, pieces_of
+from components.weights.carrier import CarrierSetting, FolderCarrier
+from components.weights.publisher import WeightHandle
 
 BUCKET_BYTES = 128 * 2**20
 """What is mapped; a larger weight travels alone."""
 _DEVICE = list(inspect.signature(rebuild_cuda_tensor).parameters).index("storage_device")
 _log = logging.getLogger(__name__)
+
+
+class IPCCarrier(FolderCarrier):
+    """The `weight carrier` "ipc". On GPUs each rank sends to the engine on its device, on a CPU rank 0 to all."""
+
+    NAME: ClassVar[str] = "ipc"
+
+    def __init__(self, setting: CarrierSetting) -> None:
+        super().__init__(setting)
+        self._sender: BucketSender | None = None
+        if self.gathers_everywhere or setting.rank == 0:
+            readers = 1 if self.gathers_everywhere else setting.readers
+            self._sender = BucketSender(setting.shared_dir, setting.device, readers, to_host=setting.rank == 0)
+
+    @property
+    def gathers_everywhere(self) -> bool:
+        return self.setting.device.type == "cuda"
+
+    def sent(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        return tensors if self._sender is None else self._sender.sent(version, tensors)
+
+    def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+        super().close()
+
+    @classmethod
+    def announced(cls, version: int, shared_dir: Path, route: Any, reader: int) -> WeightHandle:  # noqa: ARG003
+        return WeightHandle(version, str(shared_dir), 0, carrier=cls.NAME, is_sent=True, reader=reader)
+
+    @classmethod
+    def read(
+        cls, handle: WeightHandle, timeout_seconds: float, *, writable: bool, part: int
+    ) -> Iterator[tuple[str, Tensor]]:
+        if handle.is_sent:
+            return read_sent(Path(handle.path), handle.version, timeout_seconds)
+        return super().read(handle, timeout_seconds, writable=writable, part=part)
 
 
 class BucketSender:

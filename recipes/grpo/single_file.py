@@ -27,6 +27,8 @@ from components.batch import Batch
 from components.data.prompts import PromptSource, load_rows
 from components.data.samples import add_rewards, for_samples, shuffled_minibatches
 from components.data.text import load_tokenizer
+from components.generate.config import HFRolloutConfig, SamplingConfig
+from components.generate.opening import open_rollout_engine
 from components.models.causal import token_logprobs
 from components.models.loading import load_policy
 from components.rewards.opening import open_reward
@@ -35,9 +37,9 @@ from components.rl.aggregation import LossOutput, Totals, aggregate, reduce_loss
 from components.rl.kl import kl_estimate
 from components.rl.masked import token_mean
 from components.rl.policy_losses import ppo_loss
-from components.train.config import FrozenConfig, HFRolloutConfig, PassLimits, SamplingConfig, TrainOptions
+from components.train.config import FrozenConfig, PassLimits, TrainOptions
 from components.train.frozen import open_frozen_policy
-from components.train.opening import open_engine, open_rollout_engine
+from components.train.opening import open_engine
 from components.weights.publisher import WeightPublisher
 
 

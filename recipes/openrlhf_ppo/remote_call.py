@@ -15,7 +15,7 @@ from training.remote_call import wait_all
 
 if TYPE_CHECKING:
     from components.batch import Batch
-    from components.train.config import SamplingConfig
+    from components.generate.config import SamplingConfig
 
 # --- set-up: every rank loads its model
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from components.batch import Batch
 from components.data.samples import with_status
-from components.train.config import SamplingConfig
+from components.generate.config import SamplingConfig
 from core import Role, RoleGroup
 from training.remote_call import wait_all
 from training.run.policy_calls import PolicyCalls

@@ -11,8 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from agents.loading import check_agent
 from components.data.columns import column_names
+from components.generate.config import PagedRolloutConfig, RolloutConfig
 from components.ranges import Count, Positive, Range
-from components.train.config import FrozenConfig, PassLimits, RolloutConfig, TrainConfig, VLLMRolloutConfig
+from components.train.config import FrozenConfig, PassLimits, TrainConfig
 from plugins.verl.rows import SINGLE_TURN, TOOLS, load_verl_rows
 from training.options.groups import DataOptions, EvaluationOptions, RewardOptions, RolloutOptions
 from training.options.ppo_options import BY_RESPONSE, Aggregation, KLEstimator, PPOOptions, PPORunOptions
@@ -412,7 +413,7 @@ class VerlPPOConfig(PPORunOptions):
     def rollout_engine(self) -> RolloutConfig:
         """See `RLOptions.rollout_engine`; an engine beside what trains has a process of its own."""
         config = super().rollout_engine()
-        if not isinstance(config, VLLMRolloutConfig):
+        if not isinstance(config, PagedRolloutConfig):
             return config
         return replace(config, own_process=self.placement.is_hybrid)
 

@@ -15,7 +15,7 @@ from agents.options import AgentOptions
 from agents.runner import open_runner
 from components.batch import Batch
 from components.data.text import TextEncoder, load_tokenizer
-from components.train.config import HFRolloutConfig, SamplingConfig
+from components.generate.config import HFRolloutConfig, SamplingConfig
 from plugins.demo.tiny_model import learnt_tokenizer, tiny_model
 
 Steps = list[dict[str, Any]]

@@ -15,10 +15,10 @@ from agents.runner import EpisodeRunner
 from components.batch import Batch
 from components.data.text import TextEncoder, load_tokenizer
 from components.generate.batched_engine import BatchedEngine
+from components.generate.config import HFRolloutConfig, SamplingConfig
 from components.generate.hf_engine import HFRolloutEngine
 from components.models.causal import token_logprobs
 from components.models.loading import load_policy
-from components.train.config import HFRolloutConfig, SamplingConfig
 from plugins.demo.tiny_model import learnt_tokenizer, tiny_model
 
 TEMPLATE = (

@@ -15,8 +15,8 @@ from agents.options import AgentOptions
 from agents.runner import open_runner
 from components.batch import Batch
 from components.data.text import load_tokenizer
+from components.generate.config import HFRolloutConfig, SamplingConfig
 from components.rewards.opening import open_reward
-from components.train.config import HFRolloutConfig, SamplingConfig
 from plugins.demo.tiny_model import learnt_tokenizer, tiny_model
 
 PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()

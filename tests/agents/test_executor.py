@@ -24,7 +24,7 @@ from agents.rendering import first_tokens
 from agents.runner import open_runner
 from agents.schema import read_sampling, read_step, sampling_params
 from components.batch import Batch
-from components.train.config import EVALUATION_STEP, HFRolloutConfig
+from components.generate.config import EVALUATION_STEP, HFRolloutConfig
 from tests.agents.episode_cases import POSITIONS, Rig, sampling, turns_of, write_policy
 from tests.messages import says
 

@@ -19,7 +19,7 @@ from agents.openai_executor import OpenAIAgentExecutor
 from agents.openai_protocol import CompletionRequest, RequestError, read_request
 from agents.openai_server import Recording
 from components.generate.async_engine import AsyncEngine
-from components.train.config import EVALUATION_STEP
+from components.generate.config import EVALUATION_STEP
 from tests.agents.episode_cases import POSITIONS, TEXTS, Rig, sampling, turns_of, write_policy
 from tests.agents.openai_cases import Blocking, chat, check_drawn, user
 from tests.messages import says

@@ -22,8 +22,8 @@ from agents.runner import WINDOW, EpisodeRunner, open_runner
 from components.batch import Batch
 from components.generate.async_engine import Request
 from components.generate.batched_engine import BatchedEngine
+from components.generate.config import HFRolloutConfig, SamplingConfig
 from components.generate.hf_engine import HFRolloutEngine
-from components.train.config import HFRolloutConfig, SamplingConfig
 from components.weights.publisher import WeightHandle, WeightPublisher
 from tests.agents.episode_cases import POSITIONS, Rig, sampling, turns_of, write_policy
 from tests.messages import says

@@ -20,7 +20,7 @@ from typing import Any
 
 from agents.episode import AgentExecutorBase
 from agents.schema import StepResult, read_reset, read_sampling, read_step, sampling_params
-from components.train.config import SamplingConfig
+from components.generate.config import SamplingConfig
 from tests.contracts.samples import Sample
 from tests.contracts.targets import load_value
 

@@ -13,7 +13,7 @@ import torch
 from tiny_models import write_reward_model
 
 from components.batch import Batch
-from components.train.config import SamplingConfig
+from components.generate.config import SamplingConfig
 from core import Identity, Role, WorkloadContext
 from core.backends.ray import RayTransport
 from core.context import entered

@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM
 from components.batch import Batch
 from components.data.preferences import PairFormat, encode_pairs, read_pairs
 from components.data.text import TextEncoder, load_tokenizer
+from components.generate.config import SamplingConfig
 from components.generate.hf_engine import HFRolloutEngine
 from components.models.loading import load_policy
 from components.rl.aggregation import Totals
-from components.train.config import SamplingConfig
 from plugins.demo.tasks import get_task
 from plugins.demo.warm_start import WARM_START_PREFIX, resolve_model
 from recipes.dpo.algorithm import loss, preference_loss, response_logprobs

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from components.batch import Batch
-from components.train.config import SamplingConfig
+from components.generate.config import SamplingConfig
 from core import BaseTrainer, trainer_invocation
 from recipes.grpo.config import GRPOConfig
 from training.roles.rollout import RolloutWorker

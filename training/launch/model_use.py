@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from components.generate.config import RolloutConfig
 from components.models.size import ModelSize, model_size
-from components.train.config import FrozenConfig, RolloutConfig, TrainConfig
+from components.train.config import FrozenConfig, TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from components.data.columns import column_names
 from components.data.mixture import source_names
-from components.generate.choice import ROLLOUT_ENGINES, adapters_fault, choose_rollout_engine
+from components.generate.choice import BASIC_ENGINES, choose_rollout_engine, rollout_config
+from components.generate.config import HFRolloutConfig, RolloutConfig, RolloutSetting, SamplingConfig
 from components.process.heartbeat import listen
 from components.ranges import (
     Count,
     CountFromZero,
+    NameOf,
     NotNegative,
     Positive,
     Range,
@@ -30,14 +32,8 @@ from components.ranges import (
 )
 from components.rewards.base import RewardSettings
 from components.rewards.scorers import REASONING_GYM_PREFIX, TASK_PREFIX
-from components.train.config import (
-    HFRolloutConfig,
-    RolloutConfig,
-    SamplingConfig,
-    TrainOptions,
-    VLLMRolloutConfig,
-    product_type,
-)
+from components.train.config import TrainOptions
+from components.weights.choice import BASIC_CARRIERS
 from core import beat
 from training.launch.machines import Machines
 from training.options.schema import Options, at_home, limit_note, recipe_of, refuse, tried, where
@@ -298,7 +294,7 @@ class RolloutOptions(Options, group="rollout"):
     """Tokens of a response, at most, the end token included."""
     max_num_seqs: Count = 512
     """Responses that an engine generates at the same time. Changes memory and speed, not tokens."""
-    engine: str = "auto"
+    engine: Annotated[str, NameOf("rollout engine", BASIC_ENGINES)] = "auto"
     """Who generates: `vllm`; `hf`, a loop around transformers; or `auto`: vllm where it is installed and faster, on a
     GPU or with a large model. They draw different tokens from the same seed."""
     tensor_parallel: Count = where(1, engine=("auto", "vllm"))
@@ -315,7 +311,7 @@ class RolloutOptions(Options, group="rollout"):
     """vllm: read the common beginning of prompts once. Changes speed, not tokens."""
     verify_weight_sync: bool = False
     """After each step compare a digest of every weight on both sides."""
-    weight_sync: Literal["auto", "shared_memory", "ipc", "broadcast"] = "auto"
+    weight_sync: Annotated[str, NameOf("weight carrier", BASIC_CARRIERS)] = "auto"
     """How weights get to the engines: `shared_memory`, which those on other nodes read by TCP; past the host, while
     they are gathered, by `ipc`, from a rank to the engine on its GPU, or `broadcast`, by NCCL from rank 0 to all; or
     `auto`: ipc where each rank shares its GPU with an engine, broadcast where engines have GPUs of their own."""
@@ -325,8 +321,6 @@ class RolloutOptions(Options, group="rollout"):
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
-        if self.engine not in ROLLOUT_ENGINES:
-            yield f"rollout.engine={self.engine}; use one of {', '.join(ROLLOUT_ENGINES)}"
         if self.engine == "hf" and self.tensor_parallel > 1:
             yield f"rollout.tensor_parallel={self.tensor_parallel}, but hf uses one device; leave it out"
 
@@ -352,7 +346,7 @@ class RolloutOptions(Options, group="rollout"):
             )
         if not lora_rank:
             return replace(self, engine=name), engine
-        fault = adapters_fault(name, model_path, lora_rank, asked=self.merge_lora is False)
+        fault = rollout_config(name).adapters_fault(model_path, lora_rank, self.merge_lora is False)
         if fault and self.merge_lora is False:
             raise ValueError(f"rollout.merge_lora=false: {fault}; leave it out")
         merges = bool(fault) if self.merge_lora is None else self.merge_lora
@@ -384,22 +378,17 @@ class RolloutOptions(Options, group="rollout"):
             placement: who shares a GPU with it, and who sleeps there.
             lora_rank: of the policy's adapters; 0: it has none.
         """
-        if self.engine != "vllm":
-            return HFRolloutConfig(precision=precision, max_num_seqs=self.max_num_seqs)
-        # Those that sleep leave a context on the GPU, and a reference model stays.
-        shared = 0.7 if placement.learners_sleep else 0.45
-        return VLLMRolloutConfig(
-            dtype=product_type(precision),
-            max_num_seqs=self.max_num_seqs,
-            max_model_len=None if max_prompt_tokens is None else max_prompt_tokens + self.max_new_tokens,
-            tensor_parallel_size=self.tensor_parallel,
-            gpu_memory_utilization=self.gpu_memory or (shared if placement.shares_devices else 0.9),
-            cpu_cache_gb=self.cpu_cache_gb,
-            enforce_eager=self.enforce_eager,
-            enable_prefix_caching=self.prefix_caching,
-            enable_sleep=bool(placement.engines_sleep),
+        setting = RolloutSetting(
+            precision=precision,
+            max_prompt_tokens=max_prompt_tokens,
+            shares_devices=placement.shares_devices,
+            learners_sleep=placement.learners_sleep,
+            engines_sleep=bool(placement.engines_sleep),
             lora_rank=0 if self.merge_lora else lora_rank,
         )
+        # `auto` is made vLLM or hf by `chosen`.
+        name = HFRolloutConfig.NAME if self.engine == "auto" else self.engine
+        return rollout_config(name).from_options(self, setting)
 
     def notes(self) -> list[str]:
         """What a user should know of before the run starts."""

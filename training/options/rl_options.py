@@ -8,17 +8,12 @@ from typing import Any, ClassVar, Literal
 
 from agents.loading import check_agent
 from agents.options import AgentOptions
-from components.generate.choice import choose_weight_sync
+from components.generate.config import EVALUATION_STEP, RolloutConfig, SamplingConfig
 from components.ranges import Count, NotNegative
 from components.rewards.base import check_reward
 from components.rewards.scorers import default_scorer
-from components.train.config import (
-    EVALUATION_STEP,
-    FrozenConfig,
-    RolloutConfig,
-    SamplingConfig,
-    TrainConfig,
-)
+from components.train.config import FrozenConfig, TrainConfig
+from components.weights.choice import SyncSetting, choose_weight_sync, transport_fault
 from training.options.adapter import Adapter
 from training.options.groups import (
     AsyncOptions,
@@ -161,6 +156,7 @@ class RLOptions(RunOptions):
             if not value:
                 yield f"{name} is empty; set {name}=..., or run without options for the demonstration"
         yield from self._faults_of_sizes()
+        yield from transport_fault(self.placement.nodes)
         yield from self.parallel.faults_beside(self.train)
         yield from self.asynchronous.faults_beside(
             self.placement.colocate, self.backend, self.prompts_per_step, self.APART
@@ -355,7 +351,8 @@ class RLOptions(RunOptions):
         """How weights get to the engines, on machines of so many GPUs, and why; see `choose_weight_sync`."""
         apart = self.HAS_ENGINES_APART and self.backend != "local"
         shares = apart and self.placement.colocate and (gpus > 0 or self.placement.nodes == 1)
-        return choose_weight_sync(self.rollout.weight_sync, gpus, apart, shares, self.train.lora_rank)
+        setting = SyncSetting(gpus=gpus, apart=apart, shares=shares, lora_rank=self.train.lora_rank)
+        return choose_weight_sync(self.rollout.weight_sync, setting)
 
     def rollout_engine(self) -> RolloutConfig:
         """The engine of a rollout instance."""

@@ -1,8 +1,8 @@
 """The policy that is trained."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
@@ -14,10 +14,9 @@ from components.models.causal import policy_logprobs
 from components.rl.kl import kl_estimate
 from components.train.engine import LossFunction
 from components.train.opening import open_engine
-from components.weights.publisher import WeightHandle, WeightPublisher
+from components.weights.carrier import CarrierSetting, FolderCarrier, carrier_class
+from components.weights.publisher import WeightHandle
 from core import rpc, trainer_invocation
-from plugins.weights_broadcast.carrier import Broadcaster
-from plugins.weights_ipc.carrier import BucketSender
 from training import remote_call
 from training.options.rl_options import RLOptions
 from training.roles.trained_model import Prepare, TrainedModel, of_rank0, policy_to_train
@@ -34,10 +33,8 @@ LEAST_PROBED, MOST_PROBED = 4, 64
 class TrainedPolicy(TrainedModel):
     """One rank of the policy, whose weights go to rollout engines."""
 
-    publisher: WeightPublisher | None = None
-    """Of rank 0."""
-    sender: BucketSender | Broadcaster | None = None
-    """Of a rank that sends weights while they are gathered: to engines on its device, or, rank 0, to all."""
+    carrier: FolderCarrier | None = None
+    """Carries the weights to the engines, once the policy is loaded."""
 
     def train(
         self,
@@ -72,54 +69,43 @@ class TrainedPolicy(TrainedModel):
         return experience.select(chosen_B[self.engine.rank :: self.engine.world_size])
 
     def open_policy(self, model_path: str, steps: int) -> None:
-        """Load the model and put it under the training engine; `steps` set the length of its schedule. Rank 0 hands
-        weights to rollout engines, which may be on other machines, and with `rollout.weight_sync=broadcast` sends them
-        to all at once; with `ipc` each rank sends them to the engine on its GPU, on a CPU rank 0 to all.
+        """Load the model and put it under the training engine; `steps` set the length of its schedule. The carrier
+        that `rollout.weight_sync` names brings weights to the rollout engines, which may be on other machines.
         """
         own = self.config
         self.engine = open_engine(policy_to_train(model_path, own), own.train_engine(steps))
-        device, way = self.engine.device, own.rollout.weight_sync
-        engines = own.placement.rollout_engines * own.rollout.tensor_parallel
-        if way == "ipc" and (device.type == "cuda" or self.rank == 0):
-            readers = 1 if device.type == "cuda" else engines
-            self.sender = BucketSender(self.shared_dir, device, readers, to_host=self.rank == 0)
-        if way == "broadcast" and self.rank == 0:
-            self.sender = Broadcaster(device, readers=engines)
-        if self.rank == 0:
-            on_disk, serve = f"{own.run_dir}/weights", own.placement.nodes > 1
-            self.publisher = WeightPublisher(self.shared_dir / "policy", fallback_directory=on_disk, serve=serve)
+        setting = CarrierSetting(
+            rank=self.rank,
+            device=self.engine.device,
+            shared_dir=self.shared_dir,
+            fallback_dir=Path(own.run_dir, "weights"),
+            readers=own.placement.rollout_engines * own.rollout.tensor_parallel,
+            serve=own.placement.nodes > 1,
+        )
+        self.carrier = carrier_class(own.rollout.weight_sync)(setting)
 
     @rpc(remote_call.publish_weights)
     def publish_weights(self, version: int) -> WeightHandle | None:
         """Rank 0 writes what all ranks gather, in the type of the engines' weights, and returns where. Of a model with
         adapters these alone, where the engines hold them.
         """
-        own = self.config
-        sampling = own.rollout_engine()
-        dtype: torch.dtype = getattr(torch, sampling.dtype)
+        assert self.carrier is not None
+        sampling = self.config.rollout_engine()
+        dtype: torch.dtype = getattr(torch, sampling.weights_dtype)
         scale = 0.0
-        everywhere = own.rollout.weight_sync in ("ipc", "broadcast") and self.engine.device.type == "cuda"
-        gathered = partial(self.engine.gathered_parameters, everywhere)
+        gathered = partial(self.engine.gathered_parameters, self.carrier.gathers_everywhere)
         if self.engine.adapters is not None and sampling.lora_rank:
             scale = self.engine.adapters.scale
             gathered = self.engine.gathered_adapters
         parameters = ((name, tensor.detach().to(dtype)) for name, tensor in gathered())
-        if self.sender is not None:
-            parameters = self.sender.sent(version, parameters)
-        if self.publisher is not None:
-            verify = own.rollout.verify_weight_sync
-            handle = self.publisher.publish(version, parameters, with_digests=verify, adapter_scale=scale)
-            return replace(handle, broadcast=self.sender.address) if isinstance(self.sender, Broadcaster) else handle
-        for _ in parameters:
-            assert everywhere, "only rank 0 is given parameters"
-        return None
+        verify = self.config.rollout.verify_weight_sync
+        return self.carrier.publish(version, parameters, with_digests=verify, adapter_scale=scale)
 
     @rpc(remote_call.end_job)
     def end(self) -> None:
         """Unlink the published weights."""
-        for held in (self.sender, self.publisher):
-            if held is not None:
-                held.close()
+        if self.carrier is not None:
+            self.carrier.close()
 
 
 class PolicyWorker(TrainedPolicy, Generic[C]):

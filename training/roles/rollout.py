@@ -4,8 +4,9 @@ import logging
 
 from agents.runner import Collected, EpisodeRunner, open_runner
 from components.batch import Batch
+from components.generate.config import SamplingConfig
 from components.models.device import is_engine_dead
-from components.train.config import SamplingConfig
+from components.weights.carrier import carrier_class
 from components.weights.publisher import WeightHandle, nearby
 from core import BaseWorkload, rpc, trainer_invocation
 from training import remote_call
@@ -102,12 +103,12 @@ class RolloutWorker(SamplingWorker):
         `receive_weights`, which follows.
         """
         own = self.config.rollout
-        broadcast = None if self.received is None else self.received.broadcast
-        if own.weight_sync == "shared_memory" or (own.weight_sync == "broadcast" and broadcast is None):
+        route = None if self.received is None else self.received.route
+        reader = 1 + self.rank * own.tensor_parallel
+        handle = carrier_class(own.weight_sync).announced(version, self.shared_dir, route, reader)
+        if handle is None:
             return
         self.runner.wake(for_weights=True)
-        reader = 1 + self.rank * own.tensor_parallel
-        handle = WeightHandle(version, str(self.shared_dir), 0, is_sent=True, broadcast=broadcast, reader=reader)
         try:
             self.runner.receive(handle, verify=own.verify_weight_sync)
         except Exception as error:  # vLLM gives what its processes raise no type of their own

@@ -12,8 +12,8 @@ from typing import Any
 
 from components.batch import Batch
 from components.data.samples import for_samples, with_reward
+from components.generate.config import SamplingConfig
 from components.rewards.base import RewardError
-from components.train.config import SamplingConfig
 from training.run.evaluation_metrics import best_metric, heldout_metrics
 
 

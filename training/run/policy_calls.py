@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from agents.runner import Collected
     from components.batch import Batch
-    from components.train.config import SamplingConfig
+    from components.generate.config import SamplingConfig
     from core import BaseTrainer, Future
     from training.options.rl_options import RLOptions
     from training.roles.policy import PolicyWorker

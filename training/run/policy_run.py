@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from components.batch import Batch
 from components.data.samples import add_rewards, for_samples, main_branches, with_reward, with_status
 from components.data.shown import described
+from components.generate.config import SamplingConfig
 from components.rewards.base import RewardError
 from components.rewards.opening import open_reward
-from components.train.config import SamplingConfig
 from plugins.dynamic_sampling.sampler import PromptFilter
 from plugins.partial_rollouts.buffer import GroupsInFlight
 from training.launch.inputs import describe_prompts, read_prompts, unused_template

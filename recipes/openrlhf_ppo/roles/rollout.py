@@ -1,7 +1,7 @@
 """The engine that samples from the policy."""
 
 from components.batch import Batch
-from components.train.config import SamplingConfig
+from components.generate.config import SamplingConfig
 from core import rpc
 from training.roles.rollout import RolloutWorker
 

@@ -3,9 +3,9 @@
 from functools import partial
 
 from components.batch import Batch
+from components.generate.config import SamplingConfig
 from components.models.causal import policy_logprobs
 from components.models.device import is_engine_dead
-from components.train.config import SamplingConfig
 from components.train.frozen import open_frozen_policy
 from core import Dispatch, register, rpc
 from training import remote_call

@@ -13,11 +13,11 @@ import pytest
 from components.batch import Batch
 from components.generate.async_engine import Generation
 from components.generate.batched_engine import BatchedEngine
+from components.generate.config import HFRolloutConfig, SamplingConfig
 from components.generate.engine import Completions
 from components.generate.hf_engine import HFRolloutEngine
+from components.generate.opening import open_async_engine
 from components.models.loading import load_policy
-from components.train.config import HFRolloutConfig, SamplingConfig
-from components.train.opening import open_async_engine
 from components.weights.publisher import WeightHandle, WeightPublisher
 from tests.messages import says
 

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from components.generate import choice
-from components.generate.choice import attention_note, choose_attention, choose_rollout_engine, choose_weight_sync
-from components.train.config import HFRolloutConfig, VLLMRolloutConfig
+from components.generate.choice import attention_note, choose_attention, choose_rollout_engine
+from components.generate.config import HFRolloutConfig
+from plugins.vllm import config
+from plugins.vllm.config import VLLMRolloutConfig
 from tests.messages import says
 from training.options.groups import PlacementOptions, RolloutOptions
 from training.options.schema import idle_options
@@ -19,7 +20,7 @@ NEEDS_VLLM = pytest.mark.full
 def test_vllm_is_chosen_on_a_gpu_or_for_a_large_model_and_the_reason_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "LARGE_BYTES", 100)
+    monkeypatch.setattr(config, "LARGE_BYTES", 100)
     reasons = []
     for asked, gpus, expected in (("auto", 0, "hf"), ("auto", 2, "vllm"), ("hf", 2, "hf")):
         name, reason = choose_rollout_engine(asked, gpus, str(tmp_path))
@@ -46,7 +47,7 @@ def test_without_vllm_auto_takes_hf_and_asking_for_it_says_what_to_install(monke
 @pytest.mark.parametrize(
     ("options", "facts"),
     [
-        ({"engine": "sglang"}, ["rollout.engine=sglang", "auto", "vllm", "hf"]),
+        ({"engine": "sglang"}, ["rollout.engine=sglang", "auto", "hf", "vllm"]),
         ({"engine": "hf", "tensor_parallel": 2}, ["rollout.tensor_parallel=2", "hf"]),
         ({"top_p": 0.0}, ["rollout.top_p=0.0", "above 0", "at most 1"]),
         ({"top_k": -1}, ["rollout.top_k=-1"]),
@@ -59,56 +60,11 @@ def test_options_of_sampling_that_cannot_be_are_named(options: dict[str, object]
         RolloutOptions(**options)  # pyright: ignore[reportArgumentType]
 
 
-@NEEDS_VLLM
-def test_hot_samples_are_for_hf_alone() -> None:
-    options, line = RolloutOptions(temperature=2.5).chosen(8, "x")
-    assert options.engine == "hf"
-    assert re.search(says("hf", "vLLM", 0.01, 2.0, 2.5), line)
-    with pytest.raises(ValueError, match=says("vllm", 0.005, "hf")):
-        RolloutOptions(engine="vllm").chosen(8, "x", 0.005)
-    assert RolloutOptions(engine="vllm").chosen(8, "x", 0.0)[0].engine == "vllm"
-
-
-@NEEDS_VLLM
-def test_heads_without_a_kernel_are_for_hf_on_a_cpu(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"hidden_size": 64, "num_attention_heads": 4}')
-    assert RolloutOptions().chosen(1, str(tmp_path))[0].engine == "vllm"
-    with pytest.raises(ValueError, match=says("vLLM", 32, 16, "hf")):
-        RolloutOptions(engine="vllm").chosen(0, str(tmp_path))
-
-
-@NEEDS_VLLM
-def test_adapters_go_alone_to_an_engine_that_can_hold_them_and_merged_to_others(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
-    placement = PlacementOptions()
-    for engine, asked, merges, words in (
-        ("vllm", None, False, "the adapters alone"),
-        ("vllm", True, True, "adapters added"),
-        ("hf", None, True, "hf holds whole weights"),
-    ):
-        options, line = RolloutOptions(engine=engine, merge_lora=asked).chosen(8, str(tmp_path), lora_rank=4)
-        assert options.merge_lora is merges
-        assert words in line
-        assert options.engine_config("fp32", 9, placement, lora_rank=4).lora_rank == (0 if merges else 4)
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(ValueError, match=says("rollout.merge_lora=false", "gpt2")):
-        RolloutOptions(engine="vllm", merge_lora=False).chosen(8, str(tmp_path), lora_rank=4)
-    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
-    with pytest.raises(ValueError, match=says("rollout.merge_lora=false", "train.lora_rank=513", 512)):
-        RolloutOptions(engine="vllm", merge_lora=False).chosen(8, str(tmp_path), lora_rank=513)
-    options, line = RolloutOptions(engine="vllm").chosen(8, str(tmp_path), lora_rank=513)
-    assert options.merge_lora
-    assert "513" in line
-    options, line = RolloutOptions(engine="vllm").chosen(8, str(tmp_path), lora_rank=0)
-    assert options.merge_lora is None
-    assert "adapters" not in line
-
-
 def test_options_reach_the_engine_and_evaluations_draw_from_all_tokens() -> None:
     options = RolloutOptions(engine="vllm", top_p=0.9, top_k=5, max_new_tokens=20, tensor_parallel=2)
     shared = PlacementOptions(engines_sleep=True)
-    config = options.engine_config("bf16", 100, shared, lora_rank=0)
-    assert config == VLLMRolloutConfig(
+    made = options.engine_config("bf16", 100, shared, lora_rank=0)
+    assert made == VLLMRolloutConfig(
         dtype="bfloat16",
         max_num_seqs=512,
         max_model_len=120,
@@ -158,40 +114,3 @@ def test_flash_attention_that_cannot_run_is_sdpa_and_why_is_said(monkeypatch: py
     has.append("flash_attn")
     assert [choose_attention(asked, 8) for asked in ("auto", "flash_attention_2")] == ["flash_attention_2"] * 2
     assert [attention_note(asked, 8) for asked in ("auto", None, "eager", "flash_attention_2")] == [""] * 4
-
-
-@pytest.mark.parametrize(
-    ("asked", "gpus", "apart", "shares", "lora_rank", "expected"),
-    [
-        ("auto", 8, True, True, 0, "ipc"),
-        ("auto", 8, True, False, 0, "broadcast"),
-        ("auto", 8, False, False, 0, "shared_memory"),
-        ("auto", 8, True, True, 16, "shared_memory"),
-        ("auto", 8, True, False, 16, "shared_memory"),
-        ("auto", 0, True, True, 0, "shared_memory"),
-        ("shared_memory", 8, True, True, 0, "shared_memory"),
-        ("ipc", 0, True, True, 0, "ipc"),
-        ("broadcast", 0, True, True, 0, "broadcast"),
-    ],
-)
-def test_weights_go_past_the_host_where_there_are_gpus_and_processes_to_go_between(
-    asked: str, gpus: int, apart: bool, shares: bool, lora_rank: int, expected: str
-) -> None:
-    assert choose_weight_sync(asked, gpus, apart, shares, lora_rank)[0] == expected
-
-
-@pytest.mark.parametrize(
-    ("asked", "apart", "shares", "lora_rank", "why"),
-    [
-        ("ipc", True, False, 0, "no engines beside"),
-        ("ipc", True, True, 16, "adapters"),
-        ("broadcast", False, False, 0, "in the processes of the policy"),
-        ("broadcast", True, True, 0, "each GPU once"),
-        ("broadcast", True, False, 16, "adapters"),
-    ],
-)
-def test_a_way_of_the_weights_that_cannot_be_is_refused(
-    asked: str, apart: bool, shares: bool, lora_rank: int, why: str
-) -> None:
-    with pytest.raises(ValueError, match=says(f"rollout.weight_sync={asked}", why)):
-        choose_weight_sync(asked, 8, apart, shares, lora_rank)

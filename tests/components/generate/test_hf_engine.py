@@ -7,15 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from components.batch import Batch
 from components.generate.hf_engine import HFRolloutConfig, HFRolloutEngine, SamplingConfig, _invert, _likeliest
 from components.models.causal import token_logprobs
 from components.models.loading import load_policy
 from components.weights.publisher import WeightPublisher
-from plugins.fast_decode import attention as decode_attention
-from plugins.fast_decode.attention import _grouped_decoding
 from tests.messages import says
 
 END = 1
@@ -218,59 +215,6 @@ def test_tokens_are_left_out_by_top_k_first_and_then_by_top_p() -> None:
     assert torch.isfinite(_likeliest(logits_1V, 0.8, 3)).tolist() == [[False, True, False, True]]
     assert torch.isfinite(_likeliest(logits_1V, 0.8, 0)).tolist() == [[True, True, False, True]]
     assert torch.isfinite(_likeliest(logits_1V, 0.01, 0)).tolist() == [[False, True, False, False]]
-
-
-@pytest.mark.parametrize("capacity", [5, 9, 300])
-@pytest.mark.parametrize("layout", ["whole", "other heads between", "expanded", "from its second place"])
-def test_attention_over_grouped_heads_equals_attention_over_repeated_ones(layout: str, capacity: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(3, 4, 1, 8, generator=generator)
-    key, value = torch.randn(2, 3, 2, capacity, 8, generator=generator)
-    if layout == "other heads between":
-        key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (key, value))
-    elif layout == "expanded":
-        key, value = (x[:1, :1].expand(3, 2, -1, -1) for x in (key, value))
-    first = 1 if layout == "from its second place" else 0
-    key, value = (x[:, :, first : first + 4] for x in (key, value))
-    mask_R11S = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1], [1, 1, 1, 1]]).bool()[:, None, None]
-    module = torch.nn.Module()
-    module.num_key_value_groups = 2  # pyright: ignore[reportArgumentType]
-    for mask in (mask_R11S, None):
-        grouped, _ = _grouped_decoding(module, query, key, value, mask, scaling=0.3)
-        repeated, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=0.3)
-        torch.testing.assert_close(grouped, repeated)
-
-
-def test_decoding_in_bfloat16_is_no_further_from_exact_attention_than_torchs() -> None:
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(64, 4, 1, 32, generator=generator).bfloat16()
-    key, value = torch.randn(2, 64, 2, 256, 32, generator=generator).bfloat16()[..., :200, :]
-    module = torch.nn.Module()
-    module.num_key_value_groups = 2  # pyright: ignore[reportArgumentType]
-    exact, _ = sdpa_attention_forward(module, query.double(), key.double(), value.double(), None, scaling=0.3)
-    grouped, _ = _grouped_decoding(module, query, key, value, None, scaling=0.3)
-    torchs, _ = sdpa_attention_forward(module, query, key, value, None, scaling=0.3)
-    assert grouped.dtype == torch.bfloat16
-    error, torch_error = ((x.double() - exact).abs().mean() for x in (grouped, torchs))
-    assert 0 < error <= torch_error
-
-
-def test_decoding_by_two_products_draws_what_torchs_attention_draws(
-    untied_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sampling = SamplingConfig(max_new_tokens=40, seed=3)  # more than the first capacity, and rows leave
-    rows = [[2, 9, 4], [5], [7, 8, 6, 2, 3]] * 4
-    prompts = Batch.from_rows({"tokens": rows}, {"prompt_id": [0, 1, 2] * 4, "sample_id": list(range(12))})
-    calls: list[int] = []
-    by_two_products = decode_attention._by_two_products
-    spy = lambda *call: calls.append(len(call[0])) or by_two_products(*call)
-    monkeypatch.setattr(decode_attention, "_by_two_products", spy)
-    by_products = HFRolloutEngine(untied_model).generate(prompts, sampling)
-    assert calls[-1] < calls[0] and len(calls) > 40
-    monkeypatch.setattr(decode_attention, "_MOST_POSITIONS", 0)
-    by_torch = HFRolloutEngine(untied_model).generate(prompts, sampling)
-    assert completions(by_products) == completions(by_torch)
-    torch.testing.assert_close(by_products["rollout_logprob"], by_torch["rollout_logprob"], rtol=0, atol=1e-5)
 
 
 def test_seed_step_prompt_and_sample_each_change_the_tokens(engine: HFRolloutEngine) -> None:

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
+from components.generate.config import SamplingConfig
 from components.generate.sampling import uniform
-from components.train.config import SamplingConfig
 
 WORD = 2**64
 

@@ -12,8 +12,9 @@ import pickle
 import sys
 from pathlib import Path
 
-from components.train.config import HFRolloutConfig, RolloutConfig, SamplingConfig, VLLMRolloutConfig
-from components.train.opening import open_rollout_engine
+from components.generate.config import HFRolloutConfig, RolloutConfig, SamplingConfig
+from components.generate.opening import open_rollout_engine
+from plugins.vllm.config import VLLMRolloutConfig
 from tests.components.helpers.publish_worker import NEW_TOKENS, PROMPTS, Published
 from tests.components.helpers.vllm_models import answers_of, uneven_prompts
 

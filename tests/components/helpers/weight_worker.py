@@ -1,4 +1,4 @@
-"""Processes for test_weight_transport.py: `python weight_worker.py publish FOLDER` or `... read HANDLE_FILE`."""
+"""Processes for the tests of weights_tcp: `python weight_worker.py publish FOLDER` or `... read HANDLE_FILE`."""
 
 import os
 import pickle

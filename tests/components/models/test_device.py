@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from components.batch import Batch
+from components.generate.config import HFRolloutConfig, SamplingConfig
+from components.generate.opening import open_rollout_engine
 from components.models.device import compute_device, is_engine_dead
 from components.models.disk.weight_files import fill
 from components.models.loading import load_policy
 from components.process import heartbeat
-from components.train.config import HFRolloutConfig, SamplingConfig
-from components.train.opening import open_rollout_engine
 from components.weights.publisher import WeightPublisher, read_weights
 from tests.messages import says
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from components.batch import Batch
+from components.generate.config import SamplingConfig
 from components.generate.hf_engine import HFRolloutEngine
 from components.models.disk.export import save_model
 from components.models.end_tokens import end_tokens_of
 from components.models.loading import load_policy
-from components.train.config import SamplingConfig
 from tests.chat_models import END_ID, TURN_END, chat_model
 
 EOS_ID = 2

@@ -184,8 +184,8 @@ def test_a_model_name_that_is_no_warm_start_stays_as_it_is() -> None:
 
 def responses(folder: Path, task: Task, temperature: float, count: int) -> list[tuple[str, str]]:
     """One response to each of the first held-out prompts, with its label."""
+    from components.generate.config import SamplingConfig
     from components.generate.hf_engine import HFRolloutEngine
-    from components.train.config import SamplingConfig
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     rows = load_rows(f"task:{task.name}", split="heldout", max_rows=count)

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from components.generate.config import HFRolloutConfig
 from components.models.size import ModelSize, model_size, size_of
-from components.train.config import HFRolloutConfig, TrainConfig, VLLMRolloutConfig
+from components.train.config import TrainConfig
 from plugins.plan.memory import (
     BUCKET_BYTES,
     CONTEXT_BYTES,
@@ -23,6 +24,7 @@ from plugins.plan.memory import (
     together,
     training,
 )
+from plugins.vllm.config import VLLMRolloutConfig
 from tests.model_folders import LARGE, folder_of
 
 GB = 1_000_000_000

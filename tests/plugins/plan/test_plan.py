@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from components.models.size import ModelSize
-from components.train.config import VLLMRolloutConfig
 from core import JobBuilder
 from plugins.plan.capacity import Capacity, gpu_bytes
 from plugins.plan.collect import RunMemory
 from plugins.plan.memory import PROCESS_BYTES, MemoryEstimate, sampling, together
 from plugins.plan.memory_plan import MemoryPlan
 from plugins.plan.text import format_bytes
+from plugins.vllm.config import VLLMRolloutConfig
 from recipes.grpo.config import GRPOConfig
 from tests.messages import says
 from tests.model_folders import LARGE, folder_of

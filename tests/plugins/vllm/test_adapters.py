@@ -12,16 +12,17 @@ import pytest
 import torch
 
 from components.batch import Batch
-from components.generate.choice import HOLD_ADAPTERS, MOST_LORA_RANK, adapters_fault
+from components.generate.config import HFRolloutConfig, SamplingConfig
 from components.generate.engine import adapter_misfit
 from components.models.causal import policy_logprobs
 from components.models.loading import load_policy
-from components.train.config import SamplingConfig, TrainConfig, VLLMRolloutConfig
+from components.train.config import TrainConfig
 from components.train.engine import TrainEngine
 from components.train.opening import open_engine
 from components.weights.publisher import WeightHandle, WeightPublisher
 from plugins.vllm.adapters import adapter_arguments, no_change
 from plugins.vllm.async_engine import AsyncVLLMEngine
+from plugins.vllm.config import HOLD_ADAPTERS, MOST_LORA_RANK, VLLMRolloutConfig
 from plugins.vllm.engine import VLLMRolloutEngine
 from tests.components.helpers.vllm_models import POSITIONS, uneven_prompts, write_vllm_model
 from tests.messages import says
@@ -162,9 +163,9 @@ def test_the_families_that_are_sent_adapters_are_vllms_own(tmp_path: Path) -> No
         assert loaded is not None
         assert supports_lora(loaded), family
         AutoConfig.for_model(family).save_pretrained(tmp_path / family)
-        assert adapters_fault("vllm", str(tmp_path / family), 8, asked=False) == ""
+        assert VLLMRolloutConfig.adapters_fault(str(tmp_path / family), 8, False) == ""
     AutoConfig.for_model("gpt2").save_pretrained(tmp_path / "gpt2")
-    assert "gpt2" in adapters_fault("vllm", str(tmp_path / "gpt2"), 8, asked=False)
-    assert "not known" in adapters_fault("vllm", str(tmp_path / "nowhere"), 8, asked=False)
-    assert adapters_fault("vllm", str(tmp_path / "nowhere"), 8, asked=True) == ""
-    assert "hf" in adapters_fault("hf", str(tmp_path / "qwen2"), 8, asked=False)
+    assert "gpt2" in VLLMRolloutConfig.adapters_fault(str(tmp_path / "gpt2"), 8, False)
+    assert "not known" in VLLMRolloutConfig.adapters_fault(str(tmp_path / "nowhere"), 8, False)
+    assert VLLMRolloutConfig.adapters_fault(str(tmp_path / "nowhere"), 8, True) == ""
+    assert "hf" in HFRolloutConfig.adapters_fault(str(tmp_path / "qwen2"), 8, False)

@@ -11,12 +11,13 @@ import torch
 
 from components.batch import Batch
 from components.generate.async_engine import Generation
+from components.generate.config import SamplingConfig
 from components.generate.hf_engine import HFRolloutEngine
 from components.models.causal import token_logprobs
 from components.models.loading import load_policy
-from components.train.config import SamplingConfig, VLLMRolloutConfig
 from components.weights.publisher import WeightPublisher
 from plugins.vllm.async_engine import AsyncVLLMEngine
+from plugins.vllm.config import VLLMRolloutConfig
 from plugins.vllm.engine import VLLMRolloutEngine
 from tests.components.helpers.vllm_models import POSITIONS, answers_of, prompts_of, write_vllm_model
 from tests.messages import says

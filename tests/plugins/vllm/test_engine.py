@@ -12,13 +12,16 @@ import pytest
 import torch
 
 from components.batch import Batch
+from components.generate.config import SamplingConfig
 from components.generate.hf_engine import HFRolloutEngine
+from components.generate.opening import open_rollout_engine
 from components.models.causal import token_logprobs
 from components.models.device import is_engine_dead
 from components.models.loading import load_policy
-from components.train.config import SamplingConfig, TrainConfig, VLLMRolloutConfig
-from components.train.opening import open_engine, open_rollout_engine
+from components.train.config import TrainConfig
+from components.train.opening import open_engine
 from components.weights.publisher import WeightPublisher
+from plugins.vllm.config import VLLMRolloutConfig
 from plugins.vllm.engine import VLLMRolloutEngine
 from tests.components.conftest import write_model
 from tests.components.helpers.vllm_models import (

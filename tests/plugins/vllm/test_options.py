@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from components.train.config import VLLMRolloutConfig
 from plugins.plan.memory import CONTEXT_BYTES
+from plugins.vllm.config import VLLMRolloutConfig
 from plugins.vllm.options import engine_arguments, free_share, memory_by_uuid
 from tests.components.conftest import write_model
 from tests.messages import says

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from components.generate.config import SamplingConfig
 from components.generate.hf_engine import HFRolloutEngine
-from components.train.config import SamplingConfig
 from components.weights.digest import digest
 from components.weights.publisher import WeightHandle, WeightPublisher
 from plugins.weights_broadcast.carrier import ATTEMPTS, Broadcaster, read_broadcast
@@ -147,7 +147,7 @@ def test_an_engine_has_what_is_broadcast_and_reads_the_folder_where_it_broke_off
     publisher = WeightPublisher(tmp_path / "versions")
     newer, older = named_weights(other_tied_model), named_weights(tied_model)
     engine, late = HFRolloutEngine(tied_model), HFRolloutEngine(tied_model)
-    announced = WeightHandle(4, "", 0, is_sent=True, broadcast=address, reader=1)
+    announced = WeightHandle(4, "", 0, is_sent=True, carrier="broadcast", route=address, reader=1)
     reader = threading.Thread(target=engine.receive, args=(announced, True))
     reader.start()
     handle = publisher.publish(4, broadcaster.sent(4, newer.items()), with_digests=True)
@@ -161,7 +161,7 @@ def test_an_engine_has_what_is_broadcast_and_reads_the_folder_where_it_broke_off
     (Path(handle.path) / "weights.bin").write_bytes(bytes(handle.nbytes + 2**14))
     engine.receive(handle, verify=True)
     assert engine.weight_version == 4
-    broken = WeightHandle(5, "", 0, is_sent=True, broadcast=address, reader=1)
+    broken = WeightHandle(5, "", 0, is_sent=True, carrier="broadcast", route=address, reader=1)
     failed: list[Exception] = []
 
     def receive_broken() -> None:
@@ -189,7 +189,7 @@ def test_an_engine_has_what_is_broadcast_and_reads_the_folder_where_it_broke_off
 @pytest.mark.full
 @pytest.mark.vllm
 def test_every_part_of_a_vllm_engine_is_a_reader(tmp_path: Path) -> None:
-    from components.train.config import VLLMRolloutConfig
+    from plugins.vllm.config import VLLMRolloutConfig
     from plugins.vllm.engine import VLLMRolloutEngine
     from tests.components.helpers.vllm_models import answers_of, uneven_prompts, write_vllm_model
 
@@ -200,7 +200,7 @@ def test_every_part_of_a_vllm_engine_is_a_reader(tmp_path: Path) -> None:
     try:
         found = []
         for version, model in ((2, models[1]), (3, models[0])):
-            announced = WeightHandle(version, "", 0, is_sent=True, broadcast=address, reader=1)
+            announced = WeightHandle(version, "", 0, is_sent=True, carrier="broadcast", route=address, reader=1)
             reader = threading.Thread(target=engine.receive, args=(announced, True))
             reader.start()
             tensors = broadcaster.sent(version, named_weights(model).items())

@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from components.generate.config import SamplingConfig
 from components.generate.hf_engine import HFRolloutEngine
-from components.train.config import SamplingConfig, VLLMRolloutConfig
 from components.weights.digest import digest
 from components.weights.publisher import WeightHandle, WeightPublisher
+from plugins.vllm.config import VLLMRolloutConfig
 from plugins.weights_ipc.carrier import BucketSender, read_sent
 from tests.components.generate.test_hf_engine import completions, named_weights, some_prompts
 from tests.components.helpers.ranks import FORKS
@@ -121,7 +122,7 @@ def test_an_engine_that_was_sent_a_version_has_it_and_one_that_was_not_reads_its
     publisher = WeightPublisher(folder / "versions")
     newer = named_weights(other_tied_model)
     engine, late = HFRolloutEngine(tied_model), HFRolloutEngine(tied_model)
-    announced = WeightHandle(4, str(folder), 0, is_sent=True)
+    announced = WeightHandle(4, str(folder), 0, is_sent=True, carrier="ipc")
     reader = threading.Thread(target=engine.receive, args=(announced, True))
     reader.start()
     handle = publisher.publish(4, sender.sent(4, newer.items()), with_digests=True)
@@ -137,7 +138,7 @@ def test_an_engine_that_was_sent_a_version_has_it_and_one_that_was_not_reads_its
         assert completions(each.generate(some_prompts(), sampling)) == expected
         assert each.weight_version == 4
     other = publisher.publish(5, named_weights(tied_model).items(), with_digests=True)
-    engine.received(WeightHandle(5, str(folder), 0, is_sent=True), dict.fromkeys(newer, "damaged"))
+    engine.received(WeightHandle(5, str(folder), 0, is_sent=True, carrier="ipc"), dict.fromkeys(newer, "damaged"))
     with pytest.raises(RuntimeError, match=says("version 5", "damaged")):
         engine.receive(other, verify=True)
     sender.close()
@@ -167,7 +168,7 @@ def test_vllm_takes_what_it_is_sent_and_the_folder_where_that_breaks_off(tmp_pat
     def responses_after(version: int, model: Path, breaks: bool) -> list[list[int]]:
         sending = threading.Thread(target=send, args=(version, model, breaks))
         sending.start()
-        announced = WeightHandle(version, str(folder), 0, is_sent=True)
+        announced = WeightHandle(version, str(folder), 0, is_sent=True, carrier="ipc")
         with suppress(EOFError):
             engine.receive(announced, verify=True)
         sending.join()

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from components.batch import Batch
+from components.generate.config import SamplingConfig
 from components.rewards.base import RewardError
-from components.train.config import SamplingConfig
 from tests.messages import says
 from training.run.evaluation import Evaluation
 

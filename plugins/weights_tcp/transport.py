@@ -12,7 +12,6 @@ not an attacker who can read or write on that network: bind to an address of a n
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import json
 import logging
@@ -20,25 +19,34 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from components.weights.buckets import Piece, pieces_of
-from components.weights.folder import OpenVersion
+from components.weights.folder import OpenVersion, prove
+from components.weights.transport import RemoteVersion, VersionServer, WeightTransport
 
 _log = logging.getLogger(__name__)
 _REQUEST_BYTES = 4096
 
 
-def prove(token: str, what: str) -> str:
-    """Shows that one has the token, without showing the token."""
-    return hmac.digest(token.encode(), what.encode(), hashlib.sha256).hex()
+class TCPTransport(WeightTransport):
+    """The `weight transport` "tcp"."""
+
+    def serve(
+        self, host: str, token: str, find: Callable[[int], OpenVersion | None], timeout_seconds: float
+    ) -> VersionServer:
+        return WeightServer(host, token, find, timeout_seconds)
+
+    def fetch(
+        self, address: tuple[str, int], token: str, version: int, timeout_seconds: float, table_only: bool = False
+    ) -> RemoteVersion:
+        return fetch(address, token, version, timeout_seconds, table_only)
 
 
-class WeightServer:
+class WeightServer(VersionServer):
     """Serves versions from side threads of the publisher's process, one for each reader."""
 
     def __init__(
@@ -103,16 +111,6 @@ class WeightServer:
                 connection.sendall(flat.numpy().data)
             except OSError as error:
                 raise OSError(f"version {version} stopped on its way ({error})") from error
-
-
-@dataclass(frozen=True)
-class RemoteVersion:
-    """A version at the publisher's, with its payload on the way."""
-
-    tables: list[list[Piece]]
-    digests: dict[str, str] | None
-    tensors: Iterator[tuple[str, Tensor]]
-    """One bucket at a time is held here, and longer by who keeps its tensors."""
 
 
 def fetch(

@@ -1,0 +1,120 @@
+"""Carriers of weights from the ranks of the policy to the engines.
+
+`FolderCarrier` is the one that always works. A plug-in provides a subclass as the `weight carrier` that
+`rollout.weight_sync` names: it may send a version while the ranks gather it, and the folder stays for engines that
+missed it. Every handle carries the carrier's name, by which a reader finds the class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from components.registry import load
+from components.weights.choice import FOLDER_CARRIER
+from components.weights.publisher import WeightHandle, WeightPublisher, read_folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class CarrierSetting:
+    """Facts of a run that a carrier is made with on each rank of the policy."""
+
+    rank: int
+    """Rank of the policy."""
+    device: torch.device
+    """Device on which this rank gathers the weights."""
+    shared_dir: Path
+    """Folder of the run in this machine's shared memory."""
+    fallback_dir: Path
+    """Folder for versions that do not fit there."""
+    readers: int
+    """Number of processes of all engines."""
+    serve: bool
+    """Engines are on other machines too."""
+
+
+class FolderCarrier:
+    """The trainer's end of a carrier, on one rank: rank 0 writes each version to a folder, which engines map."""
+
+    NAME: ClassVar[str] = FOLDER_CARRIER
+    """Name of the carrier, as `rollout.weight_sync` takes it."""
+
+    def __init__(self, setting: CarrierSetting) -> None:
+        self.setting = setting
+        self.publisher: WeightPublisher | None = None
+        if setting.rank == 0:
+            directory = setting.shared_dir / "policy"
+            self.publisher = WeightPublisher(directory, setting.fallback_dir, serve=setting.serve)
+
+    @property
+    def gathers_everywhere(self) -> bool:
+        """True if every rank gathers the weights on its device; otherwise rank 0 does, on the host."""
+        return False
+
+    @property
+    def route(self) -> Any:
+        """See `WeightHandle.route`."""
+        return None
+
+    def sent(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:  # noqa: ARG002
+        """Send a version while it is gathered; yield each tensor once it is sent."""
+        return tensors
+
+    def publish(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], *, with_digests: bool, adapter_scale: float
+    ) -> WeightHandle | None:
+        """Send and publish a version; see `WeightPublisher.publish`. All ranks call this.
+
+        Returns:
+            The handle on rank 0, else None.
+        """
+        tensors = self.sent(version, tensors)
+        if self.publisher is None:
+            for _ in tensors:
+                assert self.gathers_everywhere, "only rank 0 is given parameters"
+            return None
+        handle = self.publisher.publish(version, tensors, with_digests=with_digests, adapter_scale=adapter_scale)
+        return replace(handle, carrier=self.NAME, route=self.route)
+
+    def close(self) -> None:
+        """End what the carrier has started, and unlink its versions."""
+        if self.publisher is not None:
+            self.publisher.close()
+
+    @classmethod
+    def announced(cls, version: int, shared_dir: Path, route: Any, reader: int) -> WeightHandle | None:  # noqa: ARG003
+        """Return the handle by which an engine reads a version while the ranks send it; None if they do not.
+
+        Args:
+            version: number of the version.
+            shared_dir: folder of the run in the engine's shared memory.
+            route: of the last handle that the engine received; None before the first.
+            reader: number of the engine's first process among all readers, from 1.
+        """
+        return None
+
+    @classmethod
+    def read(
+        cls,
+        handle: WeightHandle,
+        timeout_seconds: float,
+        *,
+        writable: bool,
+        part: int,  # noqa: ARG003
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Read the weights of a version in an engine's process; see `read_weights`."""
+        return read_folder(handle, timeout_seconds, writable=writable)
+
+
+def carrier_class(name: str) -> type[FolderCarrier]:
+    """Return the class of the carrier that `rollout.weight_sync` names.
+
+    Raises:
+        MissingPlugin: no plug-in provides it.
+    """
+    return FolderCarrier if name == FOLDER_CARRIER else load("weight carrier", name, "rollout.weight_sync")

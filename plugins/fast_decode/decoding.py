@@ -1,0 +1,22 @@
+"""Decoding with a cache that has room for tokens to come, and attention that does not copy it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from components.generate.decoding import Decoding
+from plugins.fast_decode.attention import use_grouped_decoding
+from plugins.fast_decode.cache import spare_cache
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache
+
+
+class FastDecoding(Decoding):
+    """Grouped attention over a roomy cache."""
+
+    def prepare(self, model: Any) -> None:
+        use_grouped_decoding(model)
+
+    def new_cache(self, model: Any) -> DynamicCache:
+        return spare_cache(model)

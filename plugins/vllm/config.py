@@ -1,0 +1,96 @@
+"""Configuration of a vLLM engine, and the models and temperatures that vLLM takes. Nothing here needs torch or vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from components.generate.choice import text_config
+from components.generate.config import PagedRolloutConfig, RolloutSetting
+from components.ranges import Range
+from components.train.config import product_type
+
+if TYPE_CHECKING:
+    from training.options.groups import RolloutOptions
+
+LARGE_BYTES = 100_000_000
+"""A model's weight files from which on vLLM is the faster one on a CPU too: see docs/benchmarks.md."""
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Numbers of an attention head for which vLLM 0.32 has kernels on a CPU."""
+HOLD_ADAPTERS = ("gemma", "gemma2", "gemma3_text", "glm4", "granite", "llama", "mistral", "phi3", "qwen2", "qwen3")
+"""Families (`model_type`) of whose models vLLM 0.32 adds low-rank adapters to every linear layer but the head."""
+MOST_LORA_RANK = 512
+"""Of adapters that vLLM 0.32 holds."""
+COLDEST, HOTTEST = 0.01, 2.0
+"""Temperatures that vLLM takes as they are, beside 0; it would raise lower ones, and refuses higher ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLLMRolloutConfig(PagedRolloutConfig):
+    """A vLLM engine."""
+
+    NAME: ClassVar[str] = "vllm"
+    TITLE: ClassVar[str] = "vLLM"
+    PACKAGE: ClassVar[str] = "vllm"
+    INSTALL: ClassVar[str] = "bash scripts/setup.sh vllm"
+
+    max_model_len: Annotated[int, Range(least=2)] | None = None
+    """Tokens of prompt and completion together, at most. Default: what the model's positions allow."""
+    enable_prefix_caching: bool = True
+    """Read the common beginning of prompts once. Changes speed, not tokens."""
+
+    @classmethod
+    def from_options(cls, options: RolloutOptions, setting: RolloutSetting) -> VLLMRolloutConfig:
+        """See `RolloutConfig.from_options`."""
+        # Roles that sleep leave a context on the GPU, and a reference model stays.
+        shared = 0.7 if setting.learners_sleep else 0.45
+        longest = setting.max_prompt_tokens
+        return cls(
+            dtype=product_type(setting.precision),
+            max_num_seqs=options.max_num_seqs,
+            max_model_len=None if longest is None else longest + options.max_new_tokens,
+            tensor_parallel_size=options.tensor_parallel,
+            gpu_memory_utilization=options.gpu_memory or (shared if setting.shares_devices else 0.9),
+            cpu_cache_gb=options.cpu_cache_gb,
+            enforce_eager=options.enforce_eager,
+            enable_prefix_caching=options.prefix_caching,
+            enable_sleep=setting.engines_sleep,
+            lora_rank=setting.lora_rank,
+        )
+
+    @classmethod
+    def fault(cls, gpus: int, model_path: str, temperatures: tuple[float, ...]) -> str:
+        """See `RolloutConfig.fault`."""
+        odd = [t for t in temperatures if t != 0 and not COLDEST <= t <= HOTTEST]
+        if odd:
+            return f"vLLM takes temperatures of 0, or from {COLDEST} to {HOTTEST}, not {odd[0]}"
+        return "" if gpus else head_fault(Path(model_path).expanduser())
+
+    @classmethod
+    def advantage(cls, gpus: int, model_path: str) -> str:
+        """See `RolloutConfig.advantage`."""
+        if gpus:
+            return "there is a GPU"
+        nbytes = sum(file.stat().st_size for file in Path(model_path).expanduser().glob("*.safetensors"))
+        return f"the model has {nbytes / 1e6:,.0f} MB of weights" if nbytes >= LARGE_BYTES else ""
+
+    @classmethod
+    def adapters_fault(cls, model_path: str, lora_rank: int, is_requested: bool) -> str:
+        """See `RolloutConfig.adapters_fault`."""
+        if lora_rank > MOST_LORA_RANK:
+            return f"vLLM holds adapters of rank {MOST_LORA_RANK} at most, not of train.lora_rank={lora_rank}"
+        family = text_config(Path(model_path).expanduser()).get("model_type")
+        if family is None:
+            return "" if is_requested else "the type of the model is not known before it is loaded"
+        return "" if family in HOLD_ADAPTERS else f"vLLM is not known to hold those of a model of type {family}"
+
+
+def head_fault(model: Path) -> str:
+    """Why vLLM cannot sample from this model on a CPU; empty when it can, or nothing is known of it."""
+    config = text_config(model)
+    if not {"hidden_size", "num_attention_heads"} <= config.keys():
+        return ""
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    sizes = ", ".join(map(str, CPU_HEADS))
+    return "" if size in CPU_HEADS else f"on a CPU vLLM has kernels for attention heads of {sizes}, not {size}"
