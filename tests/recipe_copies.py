@@ -21,7 +21,7 @@ def copied(recipe: str, target: Path) -> Path:
 
 def cloned(target: Path) -> Path:
     """A copy of the project, with all that a run of it needs."""
-    for name in ("core", "components", "agents", "training", "recipes", "scripts"):
+    for name in ("core", "components", "agents", "training", "plugins", "recipes", "scripts"):
         shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", target)
     return target

@@ -78,7 +78,8 @@ def code_of(spec: str, arguments: Mapping[str, Any] | None = None, of_one: bool 
         path, name = reward_function(spec)
         load = partial(_load_function, path, name, arguments, of_one)
         return RewardCode(source=f"{name} in {str(path)!r}", load=load, of_one=of_one is True, of_batch=of_one is False)
-    load = partial(_load_scorer, get_scorer(spec), module_of(spec))
+    scorer = get_scorer(spec)
+    load = partial(_load_scorer, scorer, module_of(scorer))
     return RewardCode(source=f"scorer {spec!r}", load=load, reads_rows=False)
 
 

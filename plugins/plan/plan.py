@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from components.data.prompts import DEFAULT_TASK_ROWS, REASONING_GYM_PREFIX, TASK_PREFIX
+from components.data.sources import DEFAULT_ROWS, is_drawn
 from components.generate.choice import attention_note
 from core import Job
 from core.placement import detect_devices
@@ -491,8 +491,8 @@ def steps_text(arithmetic: Callable[[int], str], source: str, most: int | None, 
 
 def _count_rows(name: str, most: int | None) -> int | None:
     path = Path(name).expanduser()
-    if name.startswith((TASK_PREFIX, REASONING_GYM_PREFIX)):
-        return DEFAULT_TASK_ROWS if most is None else most
+    if is_drawn(name):
+        return DEFAULT_ROWS if most is None else most
     try:
         if path.suffix == ".jsonl" and path.is_file() and path.stat().st_size <= _COUNTED_BYTES:
             with path.open("rb") as file:

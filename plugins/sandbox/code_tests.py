@@ -39,7 +39,7 @@ _MODULES = ("code_values", "code_link", "code_names", "code_test_child")
 _CHILD = f"""\
 import sys, types
 for name, text in {[(name, Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")) for name in _MODULES]!r}:
-    module = sys.modules["components.data." + name] = types.ModuleType("components.data." + name)
+    module = sys.modules["{__package__}." + name] = types.ModuleType("{__package__}." + name)
     exec(compile(text, name, "exec"), vars(module))
 module.main(sys.argv[1:])
 """

@@ -6,6 +6,10 @@ from training.options.adapter import Computed
 
 TOOL_AGENT = Path(__file__).with_name("tool_agent.py")
 """The agent file that runs verl's tools."""
+SINGLE_TURN = "single_turn_agent"
+"""verl's name of the agent that answers in one turn."""
+TOOLS = "tool_agent"
+"""verl's name of the agent that calls tools."""
 ROLLOUT = "actor_rollout_ref.rollout"
 TURNS = f"{ROLLOUT}.multi_turn"
 FORMATS = ("hermes", "qwen3_coder")
@@ -23,13 +27,13 @@ def read_agent(keys: Computed) -> None:
     """Read the file of tools, and the limits on turns and tokens."""
     tools_key = keys.name(f"{TURNS}.tool_config_path", "data.tool_config_path")
     loop_key = f"{ROLLOUT}.agent.default_agent_loop"
-    loop = keys.get(loop_key, default="single_turn_agent")
+    loop = keys.get(loop_key, default=SINGLE_TURN)
     others = [key for key in keys.given if key.endswith((*OTHER_AGENTS, "agent_loop_config_path"))]
     keys.faults += [f"{key}={keys.given[key]}: {AGENTS}" for key in others if keys.given[key]]
-    if loop not in ("single_turn_agent", "tool_agent"):
+    if loop not in (SINGLE_TURN, TOOLS):
         keys.faults.append(f"{loop_key}={loop}: {AGENTS}")
     if tools_key is None:
-        if (keys.get(f"{TURNS}.enable") or loop == "tool_agent") and not others and not keys.option("agent.func_path"):
+        if (keys.get(f"{TURNS}.enable") or loop == TOOLS) and not others and not keys.option("agent.func_path"):
             keys.faults.append(f"{TURNS}.enable without {TURNS}.tool_config_path: {AGENTS}")
         return
     if keys.option("agent.func_path"):
