@@ -283,6 +283,11 @@ def short_line(text: str, length: int = 300) -> str:
     return line if len(line) <= length else f"{line[:length]}..."
 
 
+def cut_text(text: str, length: int) -> str:
+    """Return the first `length` characters, and a line that notes it if there are more."""
+    return text if len(text) <= length else f"{text[:length]}\n... ({len(text)} characters, cut after {length})"
+
+
 # What follows runs in a child.
 
 
