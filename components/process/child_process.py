@@ -64,8 +64,12 @@ class Child:
                 process_group=0,
             )
 
-    def verdict(self, message: object, timeout_s: float) -> Any:
-        """Get a child's answer: "ok" and what it found, or "failed", a line and a traceback. It may be dead then."""
+    def request(self, message: object, timeout_s: float) -> Any:
+        """Send a message and return the reply, by convention a tuple: "ok" and the results, or "failed", the reason in
+        one line and a traceback.
+
+        A child that does not reply in time, or with another's reply, is killed, and "failed" is returned.
+        """
         deadline = time.monotonic() + timeout_s
         self._number += 1
         try:
@@ -85,12 +89,12 @@ class Child:
         """Have a child load what it is for and return what it replies; ValueError, and the child is ended, when it
         cannot.
         """
-        verdict, *found = self.verdict(setup, LOAD_TIMEOUT_S)
-        if verdict == "ok":
-            return found[0] if found else None
+        status, *results = self.request(setup, LOAD_TIMEOUT_S)
+        if status == "ok":
+            return results[0] if results else None
         self.kill()
         self.end()
-        reason, trace = found
+        reason, trace = results
         error = ValueError(f"{what} cannot be loaded: {reason}")
         if trace:
             error.add_note(trace)

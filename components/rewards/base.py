@@ -126,7 +126,7 @@ class RewardSource(ABC):
             labels: as the data has them.
             responses: the responses alone, without special tokens. The built-in scorers read them; left out, a
                 response is what follows the prompt in its query.
-            rows: what else is known of each, see `by_names` of reward_functions.py; only functions of files read it.
+            rows: what else is known of each, see `by_names` of functions.py; only functions of files read it.
 
         Raises:
             ValueError: there are more or fewer of some than queries.

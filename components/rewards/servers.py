@@ -6,7 +6,7 @@ import os
 from typing import Any
 from urllib.parse import urlsplit
 
-from components.registry import load
+from components.registry import load, names
 
 TOKEN = "TROUPE_REWARD_TOKEN"
 """Environment variable of the bearer token, for servers and for those that ask them."""
@@ -49,7 +49,9 @@ def check_servers(part: str) -> None:
         MissingPlugin: no plug-in asks such servers.
         ValueError: one is no URL of a server.
     """
-    client_of(reward_urls(part))
+    urls = reward_urls(part)
+    if urlsplit(urls[0]).scheme not in names(KIND):  # otherwise the client's libraries are not loaded for a check
+        client_of(urls)
 
 
 def client_of(urls: list[str]) -> Any:

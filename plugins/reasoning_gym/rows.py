@@ -76,12 +76,12 @@ def draw_rows(name: str, split: str, count: int, seed: int, *, limit_s: float = 
     request = {"name": name, "heldout": split == "heldout", "count": count, "seed": seed, "limit_s": limit_s}
     child = Child(__name__, PYTHONHASHSEED="0")
     try:
-        verdict, *found = child.verdict(request, limit_s + 60)
+        status, *results = child.request(request, limit_s + 60)
     finally:
         child.end()
-    if verdict != "ok":
-        raise ValueError(f"{where}: {found[0]}")
-    return found[0]
+    if status != "ok":
+        raise ValueError(f"{where}: {results[0]}")
+    return results[0]
 
 
 # What follows runs in the child.
