@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -49,7 +49,6 @@ class Child:
         self._dead = False
         self._number = 0
         self.channel, theirs = socket.socketpair()
-        paths = [str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
         with theirs:
             # -P: a folder called components, or a random.py, where the caller happens to stand is not ours.
             # -u, and stderr for stdout: what the user's code prints is seen at once, among our own messages.
@@ -60,7 +59,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, **loopback_variables(), **environment, "PYTHONPATH": os.pathsep.join(paths)},
+                env=with_our_path({**os.environ, **loopback_variables(), **environment}),
                 process_group=0,
             )
 
@@ -126,6 +125,12 @@ class Child:
                 self._process.wait(END_TIMEOUT_S)
         self.kill()
         self._process.wait()
+
+
+def with_our_path(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a Python that finds our modules before all others, wherever it is started."""
+    paths = [str(PROJECT), *filter(None, [environment.get("PYTHONPATH")])]
+    return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 async def run_program(

@@ -33,12 +33,13 @@ from components.ranges import Checked, Count
 from components.registry import module_of
 from components.train.config import TrainConfig
 from plugins.demo.tasks import get_task
-from training.launch.programs import PROJECT, start_program
+from training.launch.programs import start_program
 from training.options.config import load_config
 from training.options.schema import describe_options
 
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NOTE = "warm_start.json"
+_PROJECT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +179,7 @@ def source_files() -> list[Path]:
 
 def _files_of(module: str) -> list[Path]:
     """Where a module of ours may lie: a file, or the `__init__` of a folder."""
-    path = PROJECT.joinpath(*module.split("."))
+    path = _PROJECT.joinpath(*module.split("."))
     return [path.with_suffix(".py"), path / "__init__.py"]
 
 
@@ -186,7 +187,7 @@ def _folder(settings: WarmStartSettings) -> Path:
     digest = hashlib.sha256(json.dumps(dataclasses.asdict(settings), sort_keys=True).encode())
     for path in source_files():
         content = path.read_bytes()
-        digest.update(f"\n{path.relative_to(PROJECT)} {len(content)}\n".encode() + content)
+        digest.update(f"\n{path.relative_to(_PROJECT)} {len(content)}\n".encode() + content)
     return cache_root() / "warm_start" / f"{settings.task}-{digest.hexdigest()[:16]}"
 
 
