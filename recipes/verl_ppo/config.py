@@ -203,7 +203,8 @@ class RowOptions(DataOptions):
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         yield from super().faults()
-        yield from tried("", load, *ROW_FORMAT)
+        if self.path:
+            yield from tried("", load, *ROW_FORMAT)
         idle = ("probs", "split", "label_key", "apply_chat_template", "input_template")
         for option in fields(self):
             value = getattr(self, option.name)
