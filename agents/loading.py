@@ -14,10 +14,13 @@ from typing import Any
 from agents.episode import AgentExecutorBase
 from agents.executor import MultiTurnAgentExecutor
 from components.process.child_process import described, load_file
+from components.registry import MissingPlugin, find, names
 from components.rewards.base import check_defines
 
 SHIPPED_PREFIX = "env:"
 SHIPPED = Path(__file__).parent / "environments"
+KIND = "environment"
+"""Kind of the plug-ins that provide environments: the path of an agent file, such as `guess:__file__`, by its name."""
 NAMES = ("AgentExecutor", "AgentInstance")
 """What an agent file defines; the first that is there counts."""
 
@@ -26,7 +29,7 @@ def check_agent(func_path: str) -> None:
     """Refuse what `load_agent` could not load, without running the file.
 
     Raises:
-        ValueError: there is no such file or environment, it is not valid Python, defines neither `AgentExecutor` nor
+        ValueError: there is no such file or environment, it is no valid Python, defines neither `AgentExecutor` nor
             `AgentInstance`, or imports from openrlhf.
     """
     tree = check_defines(str(agent_file(func_path)), "agent file", NAMES, "AgentExecutor or AgentInstance")
@@ -69,7 +72,7 @@ def load_agent(func_path: str, arguments: Mapping[str, Any] | None = None) -> Ag
 def load_agent_file(func_path: str) -> ModuleType:
     """Run the file of an agent, which finds modules that lie beside it; ValueError when it raises."""
     path = agent_file(func_path)
-    if path.parent != SHIPPED and str(path.parent) not in sys.path:
+    if not func_path.startswith(SHIPPED_PREFIX) and str(path.parent) not in sys.path:
         # Last: a helper called random.py must not be taken for Python's own.
         sys.path.append(str(path.parent))
     try:
@@ -79,14 +82,26 @@ def load_agent_file(func_path: str) -> ModuleType:
 
 
 def agent_file(func_path: str) -> Path:
-    """Where the file of an agent lies; ValueError when there is no such environment."""
+    """Return the path of an agent's file.
+
+    Raises:
+        MissingPlugin: there is no environment of that name.
+    """
     if not func_path.startswith(SHIPPED_PREFIX):
         return Path(func_path).expanduser().absolute()
-    path = SHIPPED / f"{func_path.removeprefix(SHIPPED_PREFIX)}.py"
-    if not path.is_file():
-        names = ", ".join(f"{SHIPPED_PREFIX}{file.stem}" for file in sorted(SHIPPED.glob("[!_]*.py")))
-        raise ValueError(f"there is no environment {func_path!r}; there are {names}")
-    return path
+    name = func_path.removeprefix(SHIPPED_PREFIX)
+    path = SHIPPED / f"{name}.py"
+    if path.is_file():
+        return path
+    if (provided := find(KIND, name)) is not None:
+        return Path(provided)
+    known = ", ".join(f"{SHIPPED_PREFIX}{name}" for name in environment_names())
+    raise MissingPlugin(f"there is no environment {func_path!r}, and no plug-in provides it; there are {known}")
+
+
+def environment_names() -> list[str]:
+    """List the names of the environments here and of plug-ins."""
+    return sorted({*(file.stem for file in SHIPPED.glob("[!_]*.py")), *names(KIND)})
 
 
 def _failed(what: str, error: BaseException) -> ValueError:

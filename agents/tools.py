@@ -24,8 +24,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, validate_call
 from agents.environments import TextEnvironment
 from agents.user_code import Overdue, in_thread, in_time
 from components.data.cells import without_surrogates
-from components.process.child_process import short_line
-from plugins.sandbox.sandbox import Limits, cut, run_python_async
+from components.process.child_process import cut_text, short_line
+from components.registry import load
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 TOO_DEEP = "too many brackets"
@@ -191,18 +191,16 @@ class Tool:
         return without_surrogates(result)
 
 
-def python_tool(limits: Limits | None = None) -> Tool:
-    """A tool that runs Python in the sandbox. docs/security.md describes its boundary, and what it does not promise."""
+def python_tool(limits: Any = None) -> Tool:
+    """Make a tool that runs Python in the sandbox; docs/security.md describes its boundary.
 
-    async def python(code: str) -> str:
-        """Run a Python program and give what it prints. Nothing is kept from one call to the next.
+    Args:
+        limits: `Limits` of plugins/sandbox/sandbox.py. Default: the limits there.
 
-        Args:
-            code: the whole program
-        """
-        return (await run_python_async(code, limits=limits)).text or "(it printed nothing)"
-
-    return Tool.of(python)
+    Raises:
+        MissingPlugin: there is no sandbox.
+    """
+    return load("tool", "python", "python_tool")(limits)
 
 
 class ToolAgentInstance(TextEnvironment):
@@ -295,7 +293,7 @@ class ToolAgentInstance(TextEnvironment):
             if left_s <= 0:
                 raise Overdue
             text = await in_time(self._tools[call.name].run(call.arguments), left_s)
-            return cut(text, self.max_result_chars)
+            return cut_text(text, self.max_result_chars)
         except Overdue:
             reason = f"{call.name} gave no result in {self.tool_timeout_s:g} s"
         except Exception as error:  # noqa: BLE001 - a tool may raise anything, and the policy is to learn from it

@@ -93,11 +93,11 @@ class AgentTrial:
 
     def _ask(self, message: object, limit_s: float, what: str) -> Any:
         began = time.monotonic()
-        verdict, *found = self._child.verdict(message, limit_s)
-        if verdict == "ok":
-            return found[0]
-        reason, trace = found
-        if verdict == "untried":
+        status, *results = self._child.request(message, limit_s)
+        if status == "ok":
+            return results[0]
+        reason, trace = results
+        if status == "untried":
             raise UntriedError(reason)
         if time.monotonic() - began >= limit_s:
             raise UntriedError(f"{what} takes more than {limit_s:g} s")

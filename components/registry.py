@@ -74,6 +74,14 @@ def names(kind: str) -> list[str]:
     return [name for provided_kind, name in _provided() if provided_kind == kind]
 
 
+def module_of(kind: str, name: str) -> str | None:
+    """Import name of the module that a plug-in provides something from; None if no plug-in provides it. Nothing is
+    imported.
+    """
+    provided = _provided().get((kind, name))
+    return provided and f"{provided.package}.{provided.target.partition(':')[0]}"
+
+
 def find(kind: str, name: str) -> Any | None:
     """Import what a plug-in provides, or return None if no plug-in provides it."""
     provided = _provided().get((kind, name))

@@ -33,8 +33,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
+from components.models.sources import resolve_model  # noqa: E402
+from components.net.hub import cache_root  # noqa: E402
 from plugins.demo.tasks import get_task  # noqa: E402 (may not be installed)
-from plugins.demo.warm_start import cache_root, resolve_model  # noqa: E402
 
 TRL = "1.16.0"
 PROMPTS, ANSWERS = 64, 8

@@ -1,4 +1,4 @@
-"""Environments that come with the project: `agent.func_path=env:<name>` runs the file of that name here."""
+"""Environments: `agent.func_path=env:<name>` runs the file of that name here, or that of a plug-in."""
 
 from __future__ import annotations
 

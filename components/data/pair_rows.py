@@ -36,6 +36,7 @@ from components.data.messages import (
     with_system,
 )
 from components.data.model_tokens import turn_end_id
+from components.data.sources import is_drawn
 from components.data.text import check_tools_written, render_conversation, render_prompt
 
 if TYPE_CHECKING:
@@ -67,8 +68,8 @@ class PairFormat:
     """Columns that are left out, although their names have a well-known meaning."""
 
     def of(self, source: str) -> PairFormat:
-        """The format of a source's rows: a task's have it where they always do."""
-        if not source.startswith("task:"):
+        """The format of a source's rows: drawn ones have it where they always do."""
+        if not is_drawn(source):
             return self
         return PairFormat(
             prompt_key="prompt", apply_chat_template=self.apply_chat_template, with_margin=self.with_margin

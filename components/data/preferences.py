@@ -23,8 +23,8 @@ from components.data.mixture import Note, first_rows
 from components.data.pair_rows import Pair, PairFormat, check_columns, read_pair, without_end
 from components.data.records import read_records
 from components.data.shown import described, described_example
+from components.data.sources import DEFAULT_ROWS, data_source
 from components.data.text import TextEncoder
-from plugins.demo.tasks import get_task
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,11 @@ def load_pairs(
     seed: int = 0,
     note: Note | None = None,
 ) -> list[dict[str, Any]]:
-    """Read rows of pairs from what `read_records` takes, or draw those of `task:<name>`: 10,000, or `max_rows`.
-    `note` is called with a sentence if `max_rows` leaves rows out.
+    """Read rows of pairs from what `read_records` takes, or draw those of a plug-in's data source: 10,000, or
+    `max_rows`. `note` is called with a sentence if `max_rows` leaves rows out.
     """
-    kind, _, task = source.partition(":")
-    if kind == "task":
-        return list(get_task(task).pairs(max_rows or 10_000, seed))
+    if (drawn := data_source(source)) is not None:
+        return drawn.pairs(max_rows or DEFAULT_ROWS, seed)
     return first_rows(read_records(source, split=split), max_rows, source, note)
 
 

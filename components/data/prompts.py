@@ -20,10 +20,8 @@ from components.data.mixture import Note, first_rows, mixed, mixture_probabiliti
 from components.data.prompt_rows import DEFAULT_DATASOURCE, DEFAULT_INPUT, check_prompt, read_rows
 from components.data.records import read_records
 from components.data.shown import MOST_CHARACTERS, described
+from components.data.sources import DEFAULT_ROWS, Split, data_source
 from components.data.text import TextEncoder, check_tools_written, render_prompt
-from components.rewards.scorers import REASONING_GYM_PREFIX, TASK_PREFIX
-from plugins.demo.tasks import Split, get_task
-from plugins.reasoning_gym.rows import draw_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,9 +30,6 @@ if TYPE_CHECKING:
 
 Overlong = Literal["leave_out", "left", "right", "middle"]
 """What becomes of a prompt that is too long: it is left out, or tokens are cut away on that side of it."""
-
-DEFAULT_TASK_ROWS = 10_000
-"""Prompts drawn from a task when the caller names no number."""
 
 
 def load_rows(
@@ -55,19 +50,18 @@ def load_rows(
     A row also has `system`, a system prompt, and `tools`, definitions for the chat template, where columns of these
     names hold them, and `columns`, the names of those that its prompt is made of.
 
-    `datasource` says where a row came from: the task's name, the row's own field `datasource`, or "default".
+    `datasource` says where a row came from: a task's name, the row's own field `datasource`, or "default".
 
     Args:
-        source: parts with commas between them; each is `task:<name>`, `reasoning_gym:<task>` or what `read_records`
-            takes. A task of reasoning-gym may have settings, as in `reasoning_gym:chain_sum?min_terms=2&max_terms=2`;
-            see `draw_rows`. Its labels are for the scorer reasoning_gym.
-        prompt_key: the field with the prompt: a string or a list of chat messages. A task needs no keys.
+        source: parts with commas between them; each is what `read_records` takes, or `<scheme>:<name>` of a plug-in
+            that draws rows, such as `task:sort` (see components/data/sources.py).
+        prompt_key: the field with the prompt: a string or a list of chat messages. Drawn rows need no keys.
         label_key: the field handed to the scorer as the label, with dots a field of a field; None means that every
             label is "".
-        split: of every part; None is "train", and "heldout" of a task where `heldout` is set.
+        split: of every part; None is "train", and "heldout" of drawn rows where `heldout` is set.
         heldout: the rows are for evaluation.
-        max_rows: the first so many rows in all; a task that is the only part draws exactly so many.
-        seed: for the drawing of a task's rows and for blending.
+        max_rows: the first so many rows in all; a drawn source that is the only part draws exactly so many.
+        seed: for drawing and for blending.
         probs: with which probability the next row comes from which part: a positive number for each, with commas
             between them, 1 in all. They continue until every row of every part was used, so those of small parts come
             more than once. None lays the parts end to end.
@@ -78,17 +72,13 @@ def load_rows(
     probabilities = mixture_probabilities(probs, len(names))
     parts: list[list[dict[str, Any]]] = []
     for name in names:
-        if name.startswith((TASK_PREFIX, REASONING_GYM_PREFIX)):
-            task_split = split or ("heldout" if heldout else "train")
-            count = DEFAULT_TASK_ROWS if max_rows is None else max_rows
+        drawn = data_source(name)
+        if drawn is not None:
+            count = DEFAULT_ROWS if max_rows is None else max_rows
             if len(names) > 1:
-                count = min(count, DEFAULT_TASK_ROWS)
-            if name.startswith(REASONING_GYM_PREFIX):
-                parts.append(draw_rows(name.removeprefix(REASONING_GYM_PREFIX), task_split, count, seed))
-                continue
-            task = get_task(name.removeprefix(TASK_PREFIX))
-            rows = task.rows(cast(Split, task_split), count, seed)
-            parts.append([{**row, "datasource": task.name} for row in rows])
+                count = min(count, DEFAULT_ROWS)
+            drawn_split = split or ("heldout" if heldout else "train")
+            parts.append(drawn.prompts(cast(Split, drawn_split), count, seed))
         else:
             # More than the first max_rows of a part are never among the first max_rows of a blend.
             records = read_records(name, split=split or "train", label_key=label_key)

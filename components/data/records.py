@@ -16,6 +16,7 @@ from typing import Any
 
 from components.data.cells import keep_spelling, kind_of, rows_of
 from components.data.data_folders import folder_files
+from components.data.sources import source_forms
 from components.data.unpacking import ipc_batches, parquet_batches, read_bytes
 from components.net.hub import first_line, why_unreachable
 
@@ -61,10 +62,7 @@ def read_records(source: str | Path, *, split: str = "train", label_key: str | N
         records = _read_file(path, label_key)
     elif _type_of(path) in FILE_TYPES or name.startswith(("/", ".", "~")) or not _HUB_NAME.fullmatch(name):
         types = ", ".join(FILE_TYPES)
-        raise ValueError(
-            f"data file {str(source)!r} does not exist; give a {types} file, a folder, a name on the hub, task:<name> "
-            "or reasoning_gym:<task>"
-        )
+        raise ValueError(f"data file {str(source)!r} does not exist; give a {types} file, a folder, {source_forms()}")
     else:
         records = _read_hub(name, data_dir, split)
     if not isinstance(records, list) or not records:
@@ -179,8 +177,8 @@ def _read_hub(name: str, data_dir: str | None, split: str) -> list[dict[str, Any
         except Exception as error:  # file readers and HTTP clients raise what they like
             raise ValueError(
                 f"there is no file or folder {name!r} here, and the hub did not give a data set of that name, split "
-                f"{split!r} ({reason or _reason(error)}); give a {', '.join(FILE_TYPES)} file, a folder, a name on the "
-                "hub, task:<name> or reasoning_gym:<task>"
+                f"{split!r} ({reason or _reason(error)}); give a {', '.join(FILE_TYPES)} file, a folder, "
+                f"{source_forms()}"
             ) from error
         finally:
             config.HF_HUB_OFFLINE = was_offline

@@ -47,8 +47,8 @@ def add_rewards(
         step: of training; such functions may read it.
 
     Returns:
-        With `reward`, `score`, `reward_failed` (1 where there is none and the other two are 0: see `with_reward`), and
-        a `log_<name>` for whatever else the source gives; see `metric_names`.
+        With `reward`, `score`, `reward_failed` (1 where there is none and the other two are 0: see `drop_unrewarded`),
+        and a `log_<name>` for whatever else the source gives; see `metric_names`.
     """
     if source is None:
         check_rewarded(samples)
@@ -102,8 +102,8 @@ def with_rewards(samples: Batch, output: RewardOutput, info: Callable[[str], Non
     return samples.with_sequences(reward=reward_B, score=score_B, reward_failed=failed_B, **logs)
 
 
-def with_reward(samples: Batch) -> Batch:
-    """The responses that have a reward; the others are in no baseline, no mean and no loss."""
+def drop_unrewarded(samples: Batch) -> Batch:
+    """Return the responses that have a reward; the others are in no baseline, no mean and no loss."""
     failed_B = samples["reward_failed"] > 0
     return samples.select(~failed_B) if bool(failed_B.any()) else samples
 

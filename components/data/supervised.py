@@ -38,8 +38,8 @@ from components.data.messages import are_messages, as_messages, is_learnt, read_
 from components.data.mixture import Note, first_rows
 from components.data.records import read_records
 from components.data.shown import described_example
+from components.data.sources import DEFAULT_ROWS, data_source, is_drawn
 from components.data.text import TextEncoder, check_tools_written, render_conversation, render_prompt
-from plugins.demo.tasks import get_task
 
 PAIRS = (
     ("prompt", "response"),
@@ -76,8 +76,8 @@ class DemonstrationFormat:
     """Columns that are left out, although their names have a well-known meaning."""
 
     def of(self, source: str) -> DemonstrationFormat:
-        """The format of a source's rows: a task's have it where they always do."""
-        if not source.startswith("task:"):
+        """The format of a source's rows: drawn ones have it where they always do."""
+        if not is_drawn(source):
             return self
         return replace(self, prompt_key=None, response_key=None, plain_text=False, ignored_columns=())
 
@@ -208,16 +208,15 @@ def load_demonstrations(
     note: Note | None = None,
     info: Note | None = None,
 ) -> list[dict[str, Any]]:
-    """Read rows, as `DemonstrationFormat.read` gives them, from what `read_records` takes, or draw those of
-    `task:<name>`: 10,000, or `max_rows`. `note` is called with a sentence if `max_rows` leaves rows out, `info` with
-    the columns that are used, and those that are not.
+    """Read rows, as `DemonstrationFormat.read` gives them, from what `read_records` takes, or draw those of a
+    plug-in's data source: 10,000, or `max_rows`. `note` is called with a sentence if `max_rows` leaves rows out, `info`
+    with the columns that are used, and those that are not.
 
     Raises:
         ValueError: the source cannot be read, or a row has no demonstration. It names the row.
     """
-    kind, _, task = str(source).partition(":")
-    if kind == "task":
-        return list(get_task(task).demonstrations(max_rows or 10_000, seed))
+    if (drawn := data_source(str(source))) is not None:
+        return drawn.demonstrations(max_rows or DEFAULT_ROWS, seed)
     rows: list[dict[str, Any]] = []
     used: dict[str, None] = {}
     records = first_rows(read_records(source, split=split), max_rows, str(source), note)

@@ -62,7 +62,7 @@ def _try_once(folder: str, file: str | None, templates: tuple[str, ...], digest:
     child = Child("components.data.tokenizer_child")
     try:
         for what, part in (("tokenizer.json", {"tokenizer_file": file}), ("chat template", {"templates": templates})):
-            found = child.verdict(request | part, TRIAL_S)
+            found = child.request(request | part, TRIAL_S)
             if found is not None:
                 reason = found if isinstance(found, str) else found[1]
                 if signal.SIGXCPU.name in reason:

@@ -12,20 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from components.models.disk.tensor_header import SINGLE, index_of, read_header
+from components.models.sources import config_of
 from components.net.hub import cached_folder, check_sizes
-from plugins.demo.tasks import get_task
 
-TASK_MODEL: dict[str, Any] = {
-    "model_type": "qwen2",
-    "hidden_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 384,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-}
-"""Shape of the models that are still to be made for a task: plugins/demo/tiny_model.py."""
 _DENSE = ("llama", "mistral", "qwen2", "qwen3")
 _MIXTURES = ("qwen3_moe",)
 """Architectures whose number of parameters follows from config.json alone."""
@@ -110,22 +99,16 @@ class ModelSize:
 
 
 def model_size(path: str) -> ModelSize | None:
-    """Numbers of the model in a folder or the hub's local cache, or of one that is still to be made for a task.
+    """Numbers of the model in a folder or the hub's local cache, or of one that a plug-in still has to make.
 
     Args:
-        path: as a recipe is given it; after a colon, of `warm_start:` and `new:`, a task's name.
+        path: as a recipe is given it.
 
     Returns:
         None where nothing is known.
     """
-    kind, _, task = path.partition(":")
-    if kind in ("warm_start", "new"):
-        try:
-            found = get_task(task)
-        except ValueError:
-            return None
-        # Three marks beside the characters, or as many tokens as it says.
-        return size_of(TASK_MODEL | {"vocab_size": found.vocabulary or len(found.alphabet) + 3})
+    if (made := config_of(path)) is not None:
+        return size_of(made)
     folder = Path(path).expanduser()
     if not folder.is_dir():
         folder = cached_folder(path)

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -49,7 +49,6 @@ class Child:
         self._dead = False
         self._number = 0
         self.channel, theirs = socket.socketpair()
-        path = import_path(os.environ.get("PYTHONPATH"))
         with theirs:
             # -P: a folder called components, or a random.py, where the caller happens to stand is not ours.
             # -u, and stderr for stdout: what the user's code prints is seen at once, among our own messages.
@@ -60,12 +59,16 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, **loopback_variables(), **environment, "PYTHONPATH": path},
+                env=with_our_path({**os.environ, **loopback_variables(), **environment}),
                 process_group=0,
             )
 
-    def verdict(self, message: object, timeout_s: float) -> Any:
-        """Get a child's answer: "ok" and what it found, or "failed", a line and a traceback. It may be dead then."""
+    def request(self, message: object, timeout_s: float) -> Any:
+        """Send a message and return the reply, by convention a tuple: "ok" and the results, or "failed", the reason in
+        one line and a traceback.
+
+        A child that does not reply in time, or with another's reply, is killed, and "failed" is returned.
+        """
         deadline = time.monotonic() + timeout_s
         self._number += 1
         try:
@@ -85,12 +88,12 @@ class Child:
         """Have a child load what it is for and return what it replies; ValueError, and the child is ended, when it
         cannot.
         """
-        verdict, *found = self.verdict(setup, LOAD_TIMEOUT_S)
-        if verdict == "ok":
-            return found[0] if found else None
+        status, *results = self.request(setup, LOAD_TIMEOUT_S)
+        if status == "ok":
+            return results[0] if results else None
         self.kill()
         self.end()
-        reason, trace = found
+        reason, trace = results
         error = ValueError(f"{what} cannot be loaded: {reason}")
         if trace:
             error.add_note(trace)
@@ -122,6 +125,11 @@ class Child:
                 self._process.wait(END_TIMEOUT_S)
         self.kill()
         self._process.wait()
+
+
+def with_our_path(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a Python that finds our modules before all others, wherever it is started."""
+    return {**environment, "PYTHONPATH": import_path(environment.get("PYTHONPATH"))}
 
 
 async def run_program(
@@ -281,6 +289,11 @@ def short_line(text: str, length: int = 300) -> str:
     """One line of at most `length` characters."""
     line = " ".join(text.split())
     return line if len(line) <= length else f"{line[:length]}..."
+
+
+def cut_text(text: str, length: int) -> str:
+    """Return the first `length` characters, and a line that notes it if there are more."""
+    return text if len(text) <= length else f"{text[:length]}\n... ({len(text)} characters, cut after {length})"
 
 
 # What follows runs in a child.

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, cast
-from urllib.parse import urlsplit
 
 from components.ranges import Checked, Count, Seconds, Share
 from components.rewards.scorers import get_scorer
+from components.rewards.servers import check_servers, is_server
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,6 +85,10 @@ class RewardError(RuntimeError):
     """Too many responses have no reward; training would continue with made-up ones."""
 
 
+class RefusedError(RewardError, ValueError):
+    """A server answered what no new try would change; once somebody has mended it, a run can continue."""
+
+
 class WrongCountError(ValueError):
     """A function for many responses that returned another number of rewards. Nobody can say which reward is whose."""
 
@@ -122,7 +126,7 @@ class RewardSource(ABC):
             labels: as the data has them.
             responses: the responses alone, without special tokens. The built-in scorers read them; left out, a
                 response is what follows the prompt in its query.
-            rows: what else is known of each, see `by_names` of reward_functions.py; only functions of files read it.
+            rows: what else is known of each, see `by_names` of functions.py; only functions of files read it.
 
         Raises:
             ValueError: there are more or fewer of some than queries.
@@ -152,8 +156,8 @@ class RewardSource(ABC):
 def check_reward(spec: str) -> None:
     """Refuse what `open_reward` could not open, without running the user's file or asking a server."""
     for _, part in reward_parts(spec):
-        if "://" in part:
-            reward_urls(part)
+        if is_server(part):
+            check_servers(part)
         elif is_reward_file(part):
             reward_function(part)
         else:
@@ -206,23 +210,6 @@ def reward_parts(spec: str) -> list[tuple[float, str]]:
             "penalty is a part whose rewards are below 0)"
         )
     return parts
-
-
-def reward_urls(spec: str) -> list[str]:
-    """Split a list of http(s) URLs with commas between them; ValueError for anything else in it."""
-    urls = [part.strip() for part in spec.split(",")]
-    for url in urls:
-        try:
-            parts = urlsplit(url)
-            good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:
-            good = False
-        if not good or any(character.isspace() for character in url):
-            raise ValueError(
-                f"{url!r} in the reward {spec!r} is no URL of a server; set it to one .py file, one scorer, or to "
-                "http://HOST:PORT/PATH, several with commas between them"
-            )
-    return urls
 
 
 def parse_file(spec: str, what: str) -> ast.Module:

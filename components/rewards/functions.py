@@ -53,7 +53,7 @@ class RewardCode:
     source: str
     """What errors call it."""
     load: Callable[[], Callable[..., Columns]]
-    """Gives in such a process what `by_names` gives."""
+    """Returns, in such a process, a function that `by_names` has wrapped."""
     reads_rows: bool = True
     """Whether it reads more than queries, prompts, labels and responses."""
     of_one: bool = False
@@ -78,7 +78,8 @@ def code_of(spec: str, arguments: Mapping[str, Any] | None = None, of_one: bool 
         path, name = reward_function(spec)
         load = partial(_load_function, path, name, arguments, of_one)
         return RewardCode(source=f"{name} in {str(path)!r}", load=load, of_one=of_one is True, of_batch=of_one is False)
-    load = partial(_load_scorer, get_scorer(spec), module_of(spec))
+    scorer = get_scorer(spec)
+    load = partial(_load_scorer, scorer, module_of(scorer))
     return RewardCode(source=f"scorer {spec!r}", load=load, reads_rows=False)
 
 
@@ -109,44 +110,77 @@ def _load_scorer(scorer: Scorer, module: str | None) -> Callable[..., Columns]:
 def by_names(
     function: RewardFunction, arguments: Mapping[str, Any] | None = None, of_one: bool | None = None
 ) -> Callable[..., Columns]:
-    """Make a function of the columns queries, prompts, labels, responses and rows.
+    """Wrap a reward function, which is called by the names of its parameters, as a function of five columns.
 
-    `rows` says of each response what else is known: `data_source`, `columns` (a mapping, the data's other columns),
-    `completion_ids` and `step`. Prompts are text, but for a function that takes `completions` and data whose prompts
-    are chat messages: it is given messages for both, as by TRL. `arguments` are given besides.
+    The columns are queries, prompts, labels, responses and rows. An entry of `rows` holds what else is known of a
+    response: `data_source`, `columns` (a mapping, the data's other columns), `completion_ids` and `step`.
 
-    The function may be async, and returns for each response a number, None (there is no reward) or a dict with `score`,
-    in any kind of list; or a dict with `rewards` (see `read_columns`). An async function for one response is awaited
-    for several responses at the same time; see `ConcurrentCalls`.
+    The function may be async. It returns for each response a number, None (there is no reward) or a dict with `score`,
+    in any kind of list; or a dict with `rewards` (see `read_columns`). Prompts are text. A function that takes
+    `completions` is given chat messages for both, as by TRL, where the data's prompts are messages.
+
+    Args:
+        function: in one of the signatures above.
+        arguments: further keyword arguments.
+        of_one: call the function for each response alone (or, False, for all responses at once). Default: as its
+            parameters are named.
     """
     parameters = list(inspect.signature(function).parameters.values())
-    names, given = {parameter.name for parameter in parameters}, dict(arguments or {})
-    is_trl = _is_trl(names)
-    if names.intersection(OF_ONE[:3]) if of_one is None else of_one:
+    names = {parameter.name for parameter in parameters}
+    takes_one = bool(names.intersection(OF_ONE[:3])) if of_one is None else of_one
+    if takes_one:
+        return _for_one(function, parameters, dict(arguments or {}))
+    usual = OURS if of_one is None else OF_ALL
+    return _for_all(function, parameters, dict(arguments or {}), TRL if _is_trl(names) else usual)
 
-        def call_one(*row: Any) -> Any:
-            return function(**_chosen(parameters, _of_one(*row) | given, {*OF_ONE, *given}))
 
-        if any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
-            return ConcurrentCalls(call_one)
-        return lambda *columns: read_scores([_awaited(call_one(*row)) for row in zip(*columns)])
-    others = TRL if is_trl else OURS if of_one is None else OF_ALL
+def _for_one(
+    function: RewardFunction, parameters: Sequence[inspect.Parameter], arguments: dict[str, Any]
+) -> Callable[..., Columns]:
+    """Wrap a function for one response. An async function is awaited for several responses at the same time."""
+    offered = {*OF_ONE, *arguments}
+
+    def call_one(*row: Any) -> Any:
+        return function(**_chosen(parameters, _of_one(*row) | arguments, offered))
+
+    if any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
+        return ConcurrentCalls(call_one)
+    return lambda *columns: read_scores([_awaited(call_one(*row)) for row in zip(*columns)])
+
+
+def _for_all(
+    function: RewardFunction,
+    parameters: Sequence[inspect.Parameter],
+    arguments: Mapping[str, Any],
+    signature: tuple[str, ...],
+) -> Callable[..., Columns]:
+    """Wrap a function for all responses.
+
+    Args:
+        function: of the user.
+        parameters: of the function.
+        arguments: further keyword arguments.
+        signature: names that a function with `**kwargs` is given: OURS, TRL or OF_ALL.
+    """
 
     def call(queries: Sequence[str], *columns: Sequence[Any]) -> Columns:
-        logs, texts = dict[str, Any](), dict[str, list[str | None]]()
-        known = _of_all(queries, *columns) | {
-            "log_metric": logs.__setitem__,
-            "log_extra": lambda name, values: texts.__setitem__(str(name), [str(value) for value in values]),
-        }
-        if is_trl:
+        logs: dict[str, Any] = {}
+        texts: dict[str, list[str | None]] = {}
+
+        def log_extra(name: str, values: Sequence[Any]) -> None:
+            texts[str(name)] = [str(value) for value in values]
+
+        known = _of_all(queries, *columns) | {"log_metric": logs.__setitem__, "log_extra": log_extra}
+        if signature is TRL:
             _as_messages(known)
-        known |= given
-        for_all = {*others, *given}
-        if others is not OF_ALL:  # verl gives no more than its own
-            for_all.update(name for row in columns[-1] for name in row.get("columns", {}))
-        found = read_rewards(_awaited(_called(function, parameters, known, for_all)), len(queries))
-        logged = read_columns({"rewards": found.rewards, "extra_logs": logs}, len(queries)).logs
-        return Columns(found.rewards, found.scores, found.logs | logged, found.texts | texts, found.absent)
+        known |= arguments
+        offered = {*signature, *arguments}
+        if signature is not OF_ALL:  # verl gives no columns of the data
+            offered.update(name for row in columns[-1] for name in row.get("columns", {}))
+        returned = _awaited(_call(function, parameters, known, offered))
+        read = read_rewards(returned, len(queries))
+        logged = read_columns({"rewards": read.rewards, "extra_logs": logs}, len(queries)).logs
+        return Columns(read.rewards, read.scores, read.logs | logged, read.texts | texts, read.absent)
 
     return call
 
@@ -279,17 +313,29 @@ def _conversation(prompt: Any, completion: str) -> tuple[list[Any], list[dict[st
     return before, [{"role": ASSISTANT, "content": (begun or "") + completion}]
 
 
-def _called(
-    function: RewardFunction, parameters: Sequence[inspect.Parameter], known: dict[str, Any], others: Collection[str]
+def _call(
+    function: RewardFunction, parameters: Sequence[inspect.Parameter], known: dict[str, Any], offered: Collection[str]
 ) -> Any:
-    """Call a function for all responses: by names, or with the first three by their places if they have other names."""
-    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    first = [p.name for p in places if p.default is p.empty][:3]
-    renamed = len(first) == 3 and OURS[0] in others and not {*first} <= known.keys()
-    if not renamed and (places or not any(p.kind is p.VAR_POSITIONAL for p in parameters)):
-        return function(**_chosen(parameters, known, others))
-    left = [p for p in parameters if p.name not in first]
-    return function(*(known[name] for name in OURS[:3]), **_chosen(left, known, {*others} - {*OURS[:3]}))
+    """Call a function for all responses by the names of its parameters.
+
+    A function in OpenRLHF's signature may name its first three parameters as it likes, or take `*args` alone: it gets
+    queries, prompts and labels by position.
+
+    Args:
+        function: of the user.
+        parameters: of the function.
+        known: values of all arguments, by name.
+        offered: names of those that a function with `**kwargs` is given.
+    """
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p.name for p in positional if p.default is p.empty][:3]
+    has_own_names = OURS[0] in offered and len(required) == 3 and not {*required} <= known.keys()
+    takes_args_alone = not positional and any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if not has_own_names and not takes_args_alone:
+        return function(**_chosen(parameters, known, offered))
+    first = OURS[:3]
+    others = [p for p in parameters if p.name not in required]
+    return function(*(known[name] for name in first), **_chosen(others, known, {*offered}.difference(first)))
 
 
 def _chosen(

@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from components.rewards.base import FUNCTION_NAMES, is_reward_file, reward_function
+from components.rewards.servers import is_server
 
 RUN_NAMES = re.compile(
     r"reward|score|shaped|failed|group_std|zero_variance_share"  # of a step's rewards
@@ -75,7 +76,7 @@ def part_names(specs: Sequence[str]) -> list[str]:
 
 
 def _part_name(spec: str) -> str:
-    if "://" in spec:
+    if is_server(spec):
         url = urlsplit(spec.partition(",")[0])
         return _plain(f"{url.hostname}{url.path}")
     if not is_reward_file(spec):

@@ -20,9 +20,9 @@ from components.rewards.base import (
     check_reward,
     in_threads,
     reward_parts,
-    reward_urls,
 )
 from components.rewards.names import metric_names, part_names
+from components.rewards.servers import client_of, is_server, reward_urls
 from components.rewards.workers import WorkerReward, allowed_failures
 
 if TYPE_CHECKING:
@@ -42,10 +42,9 @@ def open_reward(spec: str, settings: RewardSettings | None = None) -> RewardSour
 
 
 def _open_one(spec: str, settings: RewardSettings, *, in_sum: bool = False) -> RewardSource:
-    if "://" in spec:
-        from plugins.remote_reward.scorer import RemoteReward
-
-        return RemoteReward(reward_urls(spec), settings)
+    if is_server(spec):
+        urls = reward_urls(spec)
+        return client_of(urls)(urls, settings)
     return WorkerReward(spec, settings, in_sum=in_sum)
 
 

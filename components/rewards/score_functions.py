@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from components.data.sources import KIND as SOURCES
+from components.registry import load, names
 from components.rewards.base import check_reward
 from components.rewards.functions import RewardCode, by_names, code_of, scored
-from components.rewards.scorers import REASONING_GYM, REASONING_GYM_PREFIX, get_scorer, scorer_names
+from components.rewards.scorers import get_scorer, scorer_names
 
 ScoreFunction = Callable[..., Any]
 
@@ -22,15 +24,21 @@ SCORER_OF = {
     **dict.fromkeys(("openai/gsm8k", "Rowan/hellaswag"), "gsm8k"),
     **dict.fromkeys(("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"), "math"),
     **dict.fromkeys(("math_dapo", "math_dapo_reasoning", "aime*", "numina_*"), "math"),
-    f"{REASONING_GYM_PREFIX}*": REASONING_GYM,
 }
 """The scorers of data sources that are not called as they are. A `*` stands for any end of a name."""
+KIND = "score function"
+"""Kind of the plug-ins that provide functions in verl's signature by the data sources of rows."""
 
 
 def default_functions() -> dict[str, ScoreFunction]:
-    """The built-in functions by data source; a scorer's or a task's own name is one as well."""
-    of_themselves = {name: name for name in scorer_names()}
-    return {source: partial(by_scorer, scorer) for source, scorer in (of_themselves | SCORER_OF).items()}
+    """The built-in functions and those of plug-ins by data source. A scorer's own name is one as well, and
+    `<scheme>:*` where a scorer has the name of the scheme that draws rows.
+    """
+    scorers = scorer_names()
+    scorer_of = {name: name for name in scorers} | SCORER_OF
+    scorer_of |= {f"{scheme}:*": scheme for scheme in names(SOURCES) if scheme in scorers}
+    functions: dict[str, ScoreFunction] = {source: partial(by_scorer, scorer) for source, scorer in scorer_of.items()}
+    return functions | {source: load(KIND, source) for source in names(KIND)}
 
 
 def by_scorer(

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from decimal import Decimal
+from typing import TypeVar
 
-from plugins.demo.tasks import TASKS, get_task
-from plugins.reasoning_gym.scorer import reasoning_gym_score
+from components.data.sources import data_source
+from components.registry import MissingPlugin, load, names
 
-TASK_PREFIX = "task:"
-REASONING_GYM = "reasoning_gym"
-REASONING_GYM_PREFIX = f"{REASONING_GYM}:"
+KIND = "scorer"
+"""Kind of the plug-ins that provide scorers by their names."""
 
 Scorer = Callable[[str, str], float | dict[str, float]]
 """Scores one response against its label, both without special tokens; beside `score` a dict has numbers to log."""
+S = TypeVar("S", bound=Scorer)
+_PACKAGE = "needed_package"
+"""Attribute of a scorer that needs a package."""
 
 # A number as people write it: commas between groups of three, a point; sign and dollar before it in either order.
 _DIGITS = r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
@@ -25,6 +30,28 @@ _DIGITS = r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?
 _STATED_NUMBER = re.compile(rf"\s*+(?:\\?\$)?+\s*+(?P<sign>[-+−]?+)\s*+(?:\\?\$)?+\s*+{_DIGITS}(?!\s*[/^]|[.,:]?[0-9])")
 # In running text a minus is a sign only where nothing stands before it that it could be taken from: `10-3` ends in 3.
 _ANY_NUMBER = re.compile(rf"(?P<sign>(?<![\w)])[-−](?=\\?\$?[0-9.]))?(?:\\?\$)?{_DIGITS}")
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package that a scorer imports when it is first called."""
+
+    module: str
+    """Import name."""
+    name: str
+    """Name of the package."""
+    extra: str
+    """Extra of scripts/setup.sh that installs it."""
+
+
+def needs(package: Package) -> Callable[[S], S]:
+    """Return a decorator that records the package which a scorer imports, so that it is checked before a run."""
+
+    def record(scorer: S) -> S:
+        setattr(scorer, _PACKAGE, package)
+        return scorer
+
+    return record
 
 
 def exact_match(response: str, label: str) -> float:
@@ -52,6 +79,7 @@ def gsm8k_flexible(response: str, label: str) -> float:
     return 1.0 if found and _value(found[-1]) == wanted else 0.0
 
 
+@needs(Package("math_verify", "math-verify", "math"))
 def math_answer(response: str, label: str) -> float:
     r"""Give 1.0 when the answer found in the response equals the label's as mathematics, by math-verify.
 
@@ -77,52 +105,64 @@ _SCORERS: dict[str, Scorer] = {
     "gsm8k": gsm8k,
     "gsm8k_flexible": gsm8k_flexible,
     "math": math_answer,
-    REASONING_GYM: reasoning_gym_score,
 }
-_PACKAGES = {"math": ("math_verify", "math-verify", "math"), REASONING_GYM: ("reasoning_gym", "reasoning-gym", "tasks")}
-"""The module, the package and the extra that a scorer needs."""
 
 
 def register_scorer(name: str, scorer: Scorer) -> None:
     """Make a scorer available under a name of its own; other processes must be able to import it."""
-    if name in _SCORERS or name in TASKS:
+    if name in scorer_names():
         raise ValueError(f"there is a scorer named {name!r} already; choose another name")
     _SCORERS[name] = scorer
 
 
 def scorer_names() -> list[str]:
-    """List the names that `get_scorer` knows: the tasks and the registered scorers."""
-    return sorted({*_SCORERS, *TASKS})
+    """List the names that `get_scorer` knows: the scorers here, the registered ones, and those of plug-ins."""
+    return sorted({*_SCORERS, *names(KIND)})
 
 
 def get_scorer(name: str) -> Scorer:
-    """Look up the scorer of a task, or a registered one."""
-    if name in TASKS:
-        return get_task(name).graded
-    if name not in _SCORERS:
-        raise ValueError(f"there is no scorer {name!r}; set it to one of: {', '.join(scorer_names())}, or a .py file")
-    if name in _PACKAGES:
-        module, package, extra = _PACKAGES[name]
-        if importlib.util.find_spec(module) is None:
-            raise ValueError(
-                f"the scorer {name!r} needs the package {package}, which is not installed; run: "
-                f"bash scripts/setup.sh recipes {extra}"
-            )
-    return _SCORERS[name]
+    """Return the scorer of a name.
+
+    Raises:
+        MissingPlugin: there is no such scorer.
+        ValueError: a package that it needs is not installed.
+    """
+    try:
+        scorer = _SCORERS.get(name) or _load(name)
+    except MissingPlugin as error:
+        known = ", ".join(scorer_names())
+        raise MissingPlugin(
+            f"there is no scorer {name!r}, and no plug-in provides it; set it to one of: {known}, or a .py file"
+        ) from error
+    package: Package | None = getattr(scorer, _PACKAGE, None)
+    if package is not None and importlib.util.find_spec(package.module) is None:
+        raise ValueError(
+            f"the scorer {name!r} needs the package {package.name}, which is not installed; run: "
+            f"bash scripts/setup.sh recipes {package.extra}"
+        )
+    return scorer
 
 
-def module_of(name: str) -> str | None:
+@functools.cache
+def _load(name: str) -> Scorer:
+    return load(KIND, name)
+
+
+def module_of(scorer: Scorer) -> str | None:
     """Name the module that a scorer imports when it is first called: whoever runs it can do so before that."""
-    return _PACKAGES[name][0] if name in _PACKAGES else None
+    package: Package | None = getattr(scorer, _PACKAGE, None)
+    return package and package.module
 
 
 def default_scorer(source: str) -> str | None:
-    """Name the scorer of data that bring one, by their source in `load_rows`; None where the parts do not bring one."""
-    found: set[str | None] = set()
-    for name in map(str.strip, source.split(",")):
-        of_task = name.removeprefix(TASK_PREFIX) if name.startswith(TASK_PREFIX) else None
-        found.add(REASONING_GYM if name.startswith(REASONING_GYM_PREFIX) else of_task)
-    return found.pop() if len(found) == 1 else None
+    """Name the scorer of data that bring one, by their source in `load_rows`; None where the parts do not bring one.
+
+    Raises:
+        ValueError: no plug-in draws the rows of a part whose name has a scheme.
+    """
+    drawn = [data_source(name.strip()) for name in source.split(",")]
+    scorers = {None if part is None else part.scorer for part in drawn}
+    return scorers.pop() if len(scorers) == 1 else None
 
 
 def _value(found: re.Match[str]) -> Decimal:

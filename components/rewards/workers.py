@@ -50,7 +50,7 @@ FEW_FAILURES = 2
 """So many never end a run, unless nobody else was rewarded or none may fail."""
 
 WRONG_COUNT = "wrong count"
-"""Verdict on a call that returned another number of rewards than it was given responses."""
+"""Status of a call that returned another number of rewards than it was given responses."""
 
 _log = logging.getLogger(__name__)
 
@@ -156,24 +156,25 @@ class WorkerReward(RewardSource):
 
     def _reward_chunk(self, batch: _Batch, places: Sequence[int]) -> list[tuple[Sequence[int], Columns]]:
         """Reward some responses of a batch, in a thread; those whose chunk fails once more, each alone."""
-        verdict, *found = self._ask(
+        status, *results = self._ask(
             batch, [[column[place] for place in places] for column in batch.columns], self._limit_s(len(places))
         )
-        if verdict == "ok":
+        if status == "ok":
             beat()
-            for place, failure in found[0].failures.items():
+            columns: Columns = results[0]
+            for place, failure in columns.failures.items():
                 batch.fail(places[place], *failure)
-            for place in () if self._in_sum else found[0].absent:
+            for place in () if self._in_sum else columns.absent:
                 batch.fail(places[place], "it returned None", "")
-            return [(places, found[0])]
-        if verdict == WRONG_COUNT:
-            raise RewardError(f"{self.source} {found[0]}")
+            return [(places, columns)]
+        if status == WRONG_COUNT:
+            raise RewardError(f"{self.source} {results[0]}")
         if len(places) == 1 or self._in_one_call:
             for place in places:
-                batch.fail(place, *found)
+                batch.fail(place, *results)
             return []
         again = f"asking again for each of its {len(places)} responses alone"
-        _log.warning("%s: %s; %s", self.source, found[0], again)
+        _log.warning("%s: %s; %s", self.source, results[0], again)
         return [part for place in places for part in self._reward_chunk(batch, [place])]
 
     def _limit_s(self, count: int) -> float:
@@ -184,7 +185,7 @@ class WorkerReward(RewardSource):
         return limit_s * count if self._code.of_batch else limit_s
 
     def _ask(self, batch: _Batch, message: object, timeout_s: float) -> Any:
-        """What `Child.verdict` gives, of a child that is idle; one that is gone is replaced before."""
+        """Return the reply of an idle child, as `Child.request` does. A child that has died is replaced before."""
         child = self._idle.get()
         try:
             if child is not None and child.is_dead():
@@ -194,9 +195,9 @@ class WorkerReward(RewardSource):
             child = child or self._start()
             self._busy.add(child)
             self._check_open(batch)
-            verdict = child.verdict(message, timeout_s)
+            reply = child.request(message, timeout_s)
             self._check_open(batch)
-            return verdict
+            return reply
         finally:
             if child is not None:
                 self._busy.discard(child)

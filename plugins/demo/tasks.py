@@ -5,33 +5,17 @@ Nothing here needs torch: a recipe's `main.py` asks about tasks before it starts
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import random
 import re
 import string
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-Split = Literal["train", "heldout"]
-
-HELDOUT_SHARE = 10
-"""One prompt in this many belongs to the held-out split."""
-
-GIVE_UP_AFTER = 2_000
-"""Draws in a row that bring nothing new before a request for distinct prompts is refused."""
+from components.data.sources import MAX_MISSES, Split, is_heldout
 
 _SUM = re.compile(r"[0-9]+[-+][0-9]+=[0-9]+")
-
-
-def is_heldout(prompt: str) -> bool:
-    """Tell whether a prompt is kept for evaluation.
-
-    It depends on the prompt's text alone, so no seed, process or version can move a prompt across.
-    """
-    digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % HELDOUT_SHARE == 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +85,7 @@ class Task(ABC):
             prompt, label = self.draw(rng)
             if is_heldout(prompt) != (split == "heldout") or prompt in label_of:
                 misses += 1
-                if misses > GIVE_UP_AFTER:
+                if misses > MAX_MISSES:
                     raise ValueError(
                         f"task {self.name!r} was asked for {count} different {split} prompts and found only "
                         f"{len(label_of)}; ask for fewer"

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from plugins.demo.tasks import Task
@@ -95,7 +95,7 @@ def _wrapped(backend: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def tiny_model(
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: PreTrainedTokenizerBase,
     seed: int,
     *,
     hidden: int = 128,

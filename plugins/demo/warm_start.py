@@ -28,9 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from components.net.hub import cache_root
-from components.process.import_path import PROJECT
 from components.process.streams import accept_any_text
 from components.ranges import Checked, Count
+from components.registry import module_of
+from components.train.config import TrainConfig
 from plugins.demo.tasks import get_task
 from training.launch.programs import start_program
 from training.options.config import load_config
@@ -38,9 +39,7 @@ from training.options.schema import describe_options
 
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NOTE = "warm_start.json"
-
-WARM_START_PREFIX = "warm_start:"
-"""`warm_start:<task>` stands for the demonstration model of a task, where a recipe asks for a model."""
+_PROJECT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,13 +94,13 @@ def ensure_warm_start(settings: WarmStartSettings, progress: Callable[[str], Non
     return folder
 
 
-def check_warm_start(name: str) -> None:
-    """Check that the warm start that `warm_start:<task>` names is there, or can be made.
+def check_warm_start(settings: WarmStartSettings) -> None:
+    """Check that a warm start is there, or can be made.
 
     Raises:
-        ValueError: there is no such task, or the folder for warm starts cannot be written to.
+        ValueError: the folder for warm starts cannot be written to.
     """
-    folder = _folder(WarmStartSettings(task=name.removeprefix(WARM_START_PREFIX)))
+    folder = _folder(settings)
     if (folder / _NOTE).is_file():
         return
     # Nothing is made yet: the run may be refused for another reason.
@@ -114,13 +113,6 @@ def check_warm_start(name: str) -> None:
             f"the demonstration's model is kept in {folder.parent}, which cannot be written to ({error.strerror}); set "
             "TROUPE_CACHE to another folder"
         ) from error
-
-
-def resolve_model(name: str, progress: Callable[[str], None] = print) -> str:
-    """The model that `name` stands for: `warm_start:<task>` is made or found, everything else stays as it is."""
-    if not name.startswith(WARM_START_PREFIX):
-        return name
-    return str(ensure_warm_start(WarmStartSettings(task=name.removeprefix(WARM_START_PREFIX)), progress))
 
 
 def make_warm_start(settings: WarmStartSettings, progress: Callable[[str], None] = print) -> Path:
@@ -158,17 +150,20 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def source_files() -> list[Path]:
-    """List the files of components whose change makes another model: this one and all that it leads to.
+    """List the files of components and plug-ins whose change makes another model: this one, the training engine's, and
+    all that these import.
 
-    Found by reading the import statements, so that no list has to follow when a file is split or moved.
+    They are found by reading the import statements, so that no list has to follow when a file is split or moved.
     """
-    found: set[Path] = set()
+    paths: set[Path] = set()
     waiting = [Path(__file__).resolve()]
+    if (engine := module_of("train engine", TrainConfig().engine)) is not None:
+        waiting += _files_of(engine)
     while waiting:
         path = waiting.pop()
-        if path in found or not path.is_file():
+        if path in paths or not path.is_file():
             continue
-        found.add(path)
+        paths.add(path)
         for node in ast.walk(ast.parse(path.read_bytes(), filename=str(path))):
             names: list[str] = []
             if isinstance(node, ast.Import):
@@ -176,16 +171,23 @@ def source_files() -> list[Path]:
             elif isinstance(node, ast.ImportFrom) and node.module:
                 # `from components import batch` names a file, `from components.batch import Batch` does not.
                 names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-            ours = [name.split(".") for name in names if name.startswith("components.")]
-            waiting += [PROJECT.joinpath(*parts).with_suffix(".py") for parts in ours]
-    return sorted(found)
+            waiting += [
+                file for name in names if name.startswith(("components.", "plugins.")) for file in _files_of(name)
+            ]
+    return sorted(paths)
+
+
+def _files_of(module: str) -> list[Path]:
+    """Where a module of ours may lie: a file, or the `__init__` of a folder."""
+    path = _PROJECT.joinpath(*module.split("."))
+    return [path.with_suffix(".py"), path / "__init__.py"]
 
 
 def _folder(settings: WarmStartSettings) -> Path:
     digest = hashlib.sha256(json.dumps(dataclasses.asdict(settings), sort_keys=True).encode())
     for path in source_files():
         content = path.read_bytes()
-        digest.update(f"\n{path.relative_to(PROJECT)} {len(content)}\n".encode() + content)
+        digest.update(f"\n{path.relative_to(_PROJECT)} {len(content)}\n".encode() + content)
     return cache_root() / "warm_start" / f"{settings.task}-{digest.hexdigest()[:16]}"
 
 
@@ -210,8 +212,7 @@ def _train(settings: WarmStartSettings, folder: Path, progress: Callable[[str], 
     from components.models.causal import token_logprobs
     from components.rl.aggregation import LossOutput, Totals
     from components.rl.supervised import sft_loss
-    from components.train.config import TrainConfig
-    from plugins.deepspeed.engine import DeepSpeedEngine
+    from components.train.opening import open_engine
     from plugins.demo.tiny_model import task_tokenizer, tiny_model
 
     def loss_fn(model: nn.Module, batch: Batch, totals: Totals) -> LossOutput:
@@ -236,7 +237,7 @@ def _train(settings: WarmStartSettings, folder: Path, progress: Callable[[str], 
             total_steps=settings.steps,
             seed=settings.seed,
         )
-        engine = DeepSpeedEngine(model, config)
+        engine = open_engine(model, config)
         metrics: dict[str, float] = {}
         for step, batch in enumerate(data.split(settings.steps), 1):
             metrics = engine.train_step(batch, loss_fn)

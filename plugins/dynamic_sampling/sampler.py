@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from components.batch import Batch
-from components.data.samples import with_reward
+from components.data.samples import drop_unrewarded
 from components.rl.advantages import group_std
 from components.rl.rewards import groups_within
 
@@ -95,7 +95,7 @@ class PromptFilter:
 
     def _that_teach(self, responses: Batch) -> Batch:
         """All responses of the prompts that pass, also those without a reward, which are counted later."""
-        judged, (low, high) = with_reward(responses), self.bounds
+        judged, (low, high) = drop_unrewarded(responses), self.bounds
         scores = judged["score"], judged["prompt_id"]
         passes_B = group_std(*scores) > 0 if low is None or high is None else groups_within(*scores, low, high)
         return responses.select(torch.isin(responses["prompt_id"], judged["prompt_id"][passes_B]))

@@ -17,10 +17,14 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from components.data.sources import MAX_MISSES, DataSource, Split, is_heldout
 from components.process.child_process import Child, run_child, serve_calls
-from components.rewards.scorers import REASONING_GYM, REASONING_GYM_PREFIX, get_scorer
-from plugins.demo.tasks import GIVE_UP_AFTER, is_heldout
+from components.rewards.scorers import get_scorer
 from plugins.reasoning_gym.scorer import make_label
+
+PREFIX = "reasoning_gym:"
+"""Of a data source in messages."""
+SCORER = "reasoning_gym"
 
 DRAW_LIMIT_S = 600.0
 """Seconds after which a request is refused: a few tasks take a second and more for one question."""
@@ -33,6 +37,19 @@ REFUSED = {
     "game_of_life_halting": "its verifier takes any text for right",
 }
 """Tasks that cannot be used, and why."""
+
+
+class ReasoningGymSource(DataSource):
+    """The questions of a task."""
+
+    @property
+    def scorer(self) -> str:
+        """See `DataSource.scorer`."""
+        return SCORER
+
+    def prompts(self, split: Split, count: int, seed: int) -> list[dict[str, Any]]:
+        """See `DataSource.prompts`."""
+        return list(draw_rows(self.name, split, count, seed))
 
 
 def draw_rows(name: str, split: str, count: int, seed: int, *, limit_s: float = DRAW_LIMIT_S) -> list[dict[str, str]]:
@@ -52,19 +69,19 @@ def draw_rows(name: str, split: str, count: int, seed: int, *, limit_s: float = 
     Raises:
         ValueError: there is no such task or setting, it cannot be used, has too few questions, or takes too long.
     """
-    get_scorer(REASONING_GYM)
-    where = f"{REASONING_GYM_PREFIX}{name}"
+    get_scorer(SCORER)
+    where = f"{PREFIX}{name}"
     if split not in ("train", "heldout"):
         raise ValueError(f"{where} has no split {split!r}; set split to 'train' or 'heldout'")
     request = {"name": name, "heldout": split == "heldout", "count": count, "seed": seed, "limit_s": limit_s}
     child = Child(__name__, PYTHONHASHSEED="0")
     try:
-        verdict, *found = child.verdict(request, limit_s + 60)
+        status, *results = child.request(request, limit_s + 60)
     finally:
         child.end()
-    if verdict != "ok":
-        raise ValueError(f"{where}: {found[0]}")
-    return found[0]
+    if status != "ok":
+        raise ValueError(f"{where}: {results[0]}")
+    return results[0]
 
 
 # What follows runs in the child.
@@ -113,13 +130,13 @@ def _draw(name: str, heldout: bool, count: int, seed: int, limit_s: float) -> li
             break
         found = f"{count} different {'heldout' if heldout else 'train'} questions were asked for, and {len(labels)}"
         now = time.monotonic()
-        if misses > GIVE_UP_AFTER:
+        if misses > MAX_MISSES:
             raise ValueError(f"{found} found; ask for fewer")
         if now - start > limit_s:
             raise ValueError(f"{found} found in {limit_s:g} s; ask for fewer, or for a task that is drawn faster")
         if now - reported > REPORT_EVERY_S:
             reported = now
-            print(f"{REASONING_GYM_PREFIX}{name}: {found} drawn in {now - start:.0f} s", file=sys.stderr)
+            print(f"{PREFIX}{name}: {found} drawn in {now - start:.0f} s", file=sys.stderr)
     return [{"input": question, "label": label, "datasource": task} for question, label in labels.items()]
 
 

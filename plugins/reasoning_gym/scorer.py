@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from components.rewards.scorers import Package, needs
+
 FULL_SCORE = 1.0 - 1e-9
 ERROR_LOG = "reasoning_gym_error"
 """What is logged: 1 for an answer that its verifier could not take, 0 for any other."""
@@ -52,6 +54,7 @@ def make_label(task: str, settings: Mapping[str, Any], entry: Mapping[str, Any])
     return json.dumps({"task": task, "settings": _tagged(dict(settings)), "entry": _tagged(dict(entry))})
 
 
+@needs(Package("reasoning_gym", "reasoning-gym", "tasks"))
 def reasoning_gym_score(response: str, label: str) -> dict[str, float]:
     """Give 1.0 when the task's own verifier gives the answer in the response its full score, and 0.0 otherwise.
 

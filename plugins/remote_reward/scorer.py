@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import queue
 import random
 import threading
@@ -29,6 +28,7 @@ from components.net.http_client import HttpClient, Reply, UnreadableError
 from components.process.heartbeat import beat
 from components.rewards.base import (
     Columns,
+    RefusedError,
     Responses,
     RewardError,
     RewardOutput,
@@ -38,18 +38,14 @@ from components.rewards.base import (
     join_columns,
     read_columns,
 )
+from components.rewards.servers import TOKEN, reward_token
 
-TOKEN = "TROUPE_REWARD_TOKEN"
 UNAUTHORIZED = 401
 TOO_MANY_REQUESTS = 429
 LONGEST_PAUSE_S = 10.0
 """The longest wait between two tries, whatever a server asks for with Retry-After."""
 
 _log = logging.getLogger(__name__)
-
-
-class RefusedError(RewardError, ValueError):
-    """A server answered what no new try would change; once somebody has mended it, a run can continue."""
 
 
 class RemoteReward(RewardSource):
@@ -146,19 +142,6 @@ class RemoteReward(RewardSource):
             f"{self.source} gave no result in {tries} tries over {time.monotonic() - began:.1f} s; the last: {reason}; "
             "see that it runs, can be reached from here, and is fast enough"
         )
-
-
-def reward_token(given: str | None = None) -> str | None:
-    """The bearer token of reward servers: the one given, or the environment's; None where there is none.
-
-    Raises ValueError for one that no header can hold, and for an empty one.
-    """
-    if given is not None and not given.strip():
-        raise ValueError("token is empty, so that everybody would be let in; set one, or leave it out")
-    token = (given or os.environ.get(TOKEN, "")).strip()
-    if not (token.isascii() and token.isprintable()):  # what the HTTP library would say of it shows it
-        raise ValueError(f"{TOKEN} holds characters that no HTTP header can; set it to the server's token")
-    return token or None
 
 
 def _authorization() -> dict[str, str]:

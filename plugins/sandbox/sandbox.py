@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from components.process.child_process import run_program
+from components.process.child_process import cut_text, run_program
 from components.ranges import Checked, Count, Seconds
 from plugins.sandbox.sandbox_filter import call_filter
 
@@ -354,12 +354,7 @@ def _warn(fault: str) -> None:
 
 def _shown(text: str, folder: str, most: int) -> str:
     # Its name is another one every time, and would make what the policy reads differ from run to run.
-    return cut(text.replace(f"{folder}/", "").replace(folder, "."), most)
-
-
-def cut(text: str, most: int) -> str:
-    """The first so many characters, and where there are more a line that notes it."""
-    return text if len(text) <= most else f"{text[:most]}\n... ({len(text)} characters, cut after {most})"
+    return cut_text(text.replace(f"{folder}/", "").replace(folder, "."), most)
 
 
 def _encoded(text: str) -> bytes:

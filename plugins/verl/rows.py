@@ -15,7 +15,7 @@ from components.data.mixture import Note, first_rows
 from components.data.prompt_rows import prompt_columns
 from components.data.prompts import load_rows
 from components.data.records import read_records
-from components.rewards.scorers import REASONING_GYM_PREFIX, TASK_PREFIX
+from components.data.sources import data_source
 
 HELDOUT_ROWS = 2_048
 """Held-out prompts drawn from a task when the caller names no number."""
@@ -28,8 +28,6 @@ TRUTH_KEY = "reward_model.ground_truth"
 """Where a row has its label."""
 SINGLE_TURN = "single_turn_agent"
 """verl's name of the agent that answers in one turn."""
-TOOLS = "tool_agent"
-"""verl's name of the agent that calls tools."""
 
 
 def load_verl_rows(
@@ -49,7 +47,7 @@ def load_verl_rows(
     """Read rows as `load_rows` gives them, with `extra_info` where a row has it.
 
     Args:
-        files: each is what `read_records` takes, `task:<name>` or `reasoning_gym:<task>`, whose data source is that.
+        files: each is what `read_records` takes, or `<scheme>:<name>` of a plug-in that draws rows.
         prompt_key: the field with the prompt.
         source_key: the field that tells where a row is from; a row may lack the default one.
         needs_truth: a row without a ground truth is an error; else its label is "".
@@ -64,12 +62,12 @@ def load_verl_rows(
     """
     rows: list[dict[str, Any]] = []
     for name in files:
-        if name.startswith((TASK_PREFIX, REASONING_GYM_PREFIX)):
-            found = load_rows(
-                name, heldout=heldout, max_rows=max_rows or (HELDOUT_ROWS if heldout else None), seed=seed
-            )
-            if name.startswith(REASONING_GYM_PREFIX):
-                found = [{**row, "datasource": f"{REASONING_GYM_PREFIX}{row['datasource']}"} for row in found]
+        if (drawn := data_source(name)) is not None:
+            count = max_rows or (HELDOUT_ROWS if heldout else None)
+            found = load_rows(name, heldout=heldout, max_rows=count, seed=seed)
+            # A scorer of all sources of a scheme is called by that, as in `default_functions`.
+            if drawn.scorer == name.partition(":")[0]:
+                found = [{**row, "datasource": f"{drawn.scorer}:{row['datasource']}"} for row in found]
             rows += found
             continue
         records = read_records(name, label_key=TRUTH_KEY)

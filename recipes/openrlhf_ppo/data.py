@@ -5,10 +5,10 @@ of the user's own has to be looked at.
 from collections.abc import Collection
 
 from components.data.cells import label_text
+from components.models.sources import is_made
 from components.net.hub import find_model
 from components.rewards.base import check_reward
 from components.rewards.scorers import get_scorer, scorer_names
-from plugins.demo.warm_start import WARM_START_PREFIX
 from training.launch.inputs import check_reader, check_reward_model
 from training.launch.reward_trial import try_rewards
 
@@ -33,7 +33,7 @@ def check_models(config: PPOConfig, absent: Collection[str] = ()) -> list[str]:
         if {"model.path", f"reward_model.path[{i}]"} & set(absent):
             continue
         check_reward_model(path, "reward_model.path", config.model)
-        if own.normalize and not path.startswith(WARM_START_PREFIX):
+        if own.normalize and not is_made(path):
             _check_statistics(path)
     if config.needs_critic and config.critic.path and "critic.path" not in absent:
         check_reader(config.critic.path, "critic.path", config.model)

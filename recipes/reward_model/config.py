@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
+from components.models.sources import new_model
 from plugins.openrlhf.adapter import supervised
 from training.options.groups import ModelOptions
 from training.options.schema import Options
@@ -56,10 +57,9 @@ class RewardModelConfig(PairOptions):
     def tokenizer(self, path: str) -> PreTrainedTokenizerBase:
         """See `SupervisedOptions.tokenizer`. Its token for padding is not the end token, by which a score is found."""
         from components.data.text import pad_apart_from_end
-        from plugins.demo.tiny_model import learnt_tokenizer
 
         if path == NEW_FROM_TEXT:
-            return learnt_tokenizer([], 3 + 256)  # before the model is made: pad, bos and eos, and every byte
+            return new_model(path).tokenizer()  # before the model is made: pad, bos and eos, and every byte
         found = super().tokenizer(path)
         pad_apart_from_end(found)
         return found

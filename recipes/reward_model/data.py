@@ -4,7 +4,7 @@ from itertools import chain
 
 from components.data.preferences import pair_texts
 from components.models.loading import without_progress_bars
-from plugins.demo.tiny_model import learnt_tokenizer, tiny_model
+from components.models.sources import new_model
 
 from .config import NEW_FROM_TEXT, RewardModelConfig
 
@@ -19,8 +19,9 @@ def starting_model(config: RewardModelConfig, scratch: str) -> str:
     if config.model.path != NEW_FROM_TEXT:
         return config.model.path
     texts = config.training_examples(lambda rows, of: [list(pair_texts([row], config.pair_format(of))) for row in rows])
-    tokenizer = learnt_tokenizer(chain.from_iterable(texts), VOCABULARY)
+    model = new_model(NEW_FROM_TEXT)
+    tokenizer = model.tokenizer(chain.from_iterable(texts), VOCABULARY)
     with without_progress_bars():
-        tiny_model(tokenizer, config.seed, max_positions=config.data.max_tokens).save_pretrained(scratch)
+        model.save(tokenizer, scratch, config.seed, config.data.max_tokens)
     tokenizer.save_pretrained(scratch)
     return scratch

@@ -27,10 +27,10 @@ from components.models.reward_model import RewardModel
 from components.net.hub import find_model
 from components.process.streams import accept_any_text
 from components.ranges import Count, Positive, Range
+from components.rewards.servers import TOKEN, reward_token
 from components.train.config import FrozenConfig, PassLimits
 from core.placement import detect_devices
 from plugins.openrlhf.adapter import TABLE
-from plugins.remote_reward.scorer import TOKEN, reward_token
 from training.options.adapter import Adapter
 from training.options.config import CommandLine
 from training.options.schema import ConfigError, Options, describe_options

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 from components.data.columns import column_names
 from components.data.mixture import Note
-from plugins.demo.tasks import get_task
+from components.models.sources import NEW_KIND, config_of
+from components.schemes import has_scheme_of
 from plugins.openrlhf.adapter import supervised
 from training.options.groups import CheckpointOptions, ModelOptions
-from training.options.schema import tried
 from training.options.supervised_options import ExampleOptions, Rows, SupervisedOptions
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ class SFTConfig(SupervisedOptions):
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         yield from super().faults()
-        if self.model.path.startswith(NEW):
-            yield from tried(f"model.path={self.model.path}: ", get_task, self.model.path.removeprefix(NEW))
+        if has_scheme_of(NEW_KIND, self.model.path) and config_of(self.model.path) is None:
+            yield f"model.path={self.model.path}: this recipe makes a model for a task; set model.path={NEW}<task>"
 
     @property
     def models(self) -> dict[str, str]:

@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 from components.data.preferences import check_shares
 from components.data.supervised import SupervisedData, encode_demonstrations
-from plugins.demo.tasks import get_task
-from plugins.demo.tiny_model import task_tokenizer, tiny_model
+from components.models.sources import new_model
 from training.options.supervised_options import Rows
 from training.run.supervised_run import TrainingData
 
@@ -17,9 +16,10 @@ def starting_model(config: SFTConfig, scratch: str, *, with_weights: bool = True
     path = config.model.path
     if not path.startswith(NEW):
         return path
-    tokenizer = task_tokenizer(get_task(path.removeprefix(NEW)))
+    model = new_model(path)
+    tokenizer = model.tokenizer()
     if with_weights:
-        tiny_model(tokenizer, config.seed).save_pretrained(scratch)
+        model.save(tokenizer, scratch, config.seed)
     tokenizer.save_pretrained(scratch)
     return scratch
 

@@ -7,6 +7,10 @@ from training.options.adapter import Computed
 
 TOOL_AGENT = Path(agents.__file__).with_name("verl_tools.py")
 """The agent file that runs verl's tools and interactions."""
+SINGLE_TURN = "single_turn_agent"
+"""verl's name of the agent that answers in one turn."""
+TOOLS = "tool_agent"
+"""verl's name of the agent that calls tools."""
 ROLLOUT = "actor_rollout_ref.rollout"
 TURNS = f"{ROLLOUT}.multi_turn"
 FORMATS = ("hermes", "qwen3_coder", "qwen", "chatml")
@@ -26,13 +30,13 @@ def read_agent(keys: Computed) -> None:
     """Read the files of tools and interactions, and the limits on turns and tokens."""
     named = {name: key for name in FILES if (key := keys.name(f"{TURNS}.{name}", f"data.{name}"))}
     loop_key = f"{ROLLOUT}.agent.default_agent_loop"
-    loop = keys.get(loop_key, default="single_turn_agent")
+    loop = keys.get(loop_key, default=SINGLE_TURN)
     others = [key for key in keys.given if key.endswith(("agent_loop_config_path", "custom_agent_loop_loader"))]
     keys.faults += [f"{key}={keys.given[key]}: {AGENTS}" for key in others if keys.given[key]]
-    if loop not in ("single_turn_agent", "tool_agent"):
+    if loop not in (SINGLE_TURN, TOOLS):
         keys.faults.append(f"{loop_key}={loop}: {AGENTS}")
     if not named:
-        if (keys.get(f"{TURNS}.enable") or loop == "tool_agent") and not others and not keys.option("agent.func_path"):
+        if (keys.get(f"{TURNS}.enable") or loop == TOOLS) and not others and not keys.option("agent.func_path"):
             keys.faults.append(f"{TURNS}.enable without {TURNS}.tool_config_path: {AGENTS}")
         return
     first = next(iter(named.values()))

@@ -13,20 +13,22 @@ from agents.loading import check_agent
 from components.data.columns import column_names
 from components.generate.config import PagedRolloutConfig, RolloutConfig
 from components.ranges import Count, Positive, Range
+from components.registry import load
 from components.train.config import FrozenConfig, PassLimits, TrainConfig
-from plugins.verl.rows import SINGLE_TURN, TOOLS, load_verl_rows
 from training.options.groups import DataOptions, EvaluationOptions, RewardOptions, RolloutOptions
 from training.options.ppo_options import BY_RESPONSE, Aggregation, KLEstimator, PPOOptions, PPORunOptions
 from training.options.rl_options import PolicyTrainOptions
 from training.options.schema import limit_note, tried, where
 
 from .adapter import VERL
-from .agent_keys import TOOL_AGENT
+from .agent_keys import SINGLE_TURN, TOOL_AGENT, TOOLS
 from .resource_pool import PoolOptions
 
 Compared = Literal["grpo", "grpo_passk", "reinforce_plus_plus_baseline", "rloo", "opo", "gpg", "gdpo"]
 """Estimators that compare the responses to one prompt with each other."""
 Estimator = Literal[Compared, "gae", "reinforce_plus_plus", "remax", "optimal_token_baseline"]
+ROW_FORMAT = ("row format", "verl")
+"""Plug-in that reads the rows."""
 LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric", "seq_max": "max"}
 """Over what `rejection` measures."""
 
@@ -202,6 +204,8 @@ class RowOptions(DataOptions):
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         yield from super().faults()
+        if self.path:
+            yield from tried("", load, *ROW_FORMAT)
         idle = ("probs", "split", "label_key", "apply_chat_template", "input_template")
         for option in fields(self):
             value = getattr(self, option.name)
@@ -436,7 +440,7 @@ class VerlPPOConfig(PPORunOptions):
         """
         path = self.evaluation.path if heldout else self.data.path
         own_agent = self.agent.func_path is not None and not self.has_verl_agent
-        rows = load_verl_rows(
+        rows = load(*ROW_FORMAT)(
             [str(Path(name.strip()).expanduser()) for name in (path or "").split(",") if name],
             prompt_key=self.data.prompt_key,
             source_key=self.data.source_key,

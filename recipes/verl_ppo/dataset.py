@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from components.data.prompts import PromptSource
-from plugins.verl.rows import load_verl_rows
+from components.registry import load
+
+from .config import ROW_FORMAT
 
 
 class RLHFDataset:
@@ -25,7 +27,7 @@ class RLHFDataset:
         options = dict(config or {})
         cuts = not options.get("filter_overlong_prompts", True)
         files = [data_files] if isinstance(data_files, str) else list(data_files)
-        self.rows = load_verl_rows(
+        self.rows: list[dict[str, Any]] = load(*ROW_FORMAT)(
             files,
             prompt_key=options.get("prompt_key", "prompt"),
             source_key=options.get("reward_fn_key", "data_source"),

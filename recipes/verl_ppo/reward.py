@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from components.rewards.functions import PREDICTION
 from components.rewards.score_functions import ScoreCode, ScoreFunction, default_functions
 from components.rewards.workers import WorkerReward
-from plugins.sandbox.code_tests import code_score
 from training.launch.reward_trial import try_code
 
 from .config import VerlPPOConfig
@@ -20,9 +19,7 @@ if TYPE_CHECKING:
 
     from components.batch import Batch
 
-CODE_SOURCES = ("apps", "codecontests", "codeforces", "taco")
-"""Data sources whose responses are programs; their ground truths are tests."""
-OWN_FUNCTIONS: dict[str, ScoreFunction] = dict.fromkeys(CODE_SOURCES, code_score)
+OWN_FUNCTIONS: dict[str, ScoreFunction] = {}
 """Reward functions by data source, beside `default_functions`. Put yours here, from the top level of a module; a `*` at
 the end of a name stands for any end.
 """

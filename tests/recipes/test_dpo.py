@@ -24,9 +24,9 @@ from components.data.text import TextEncoder, load_tokenizer
 from components.generate.config import SamplingConfig
 from components.generate.hf_engine import HFRolloutEngine
 from components.models.loading import load_policy
+from components.models.sources import resolve_model
 from components.rl.aggregation import Totals
 from plugins.demo.tasks import get_task
-from plugins.demo.warm_start import WARM_START_PREFIX, resolve_model
 from recipes.dpo.algorithm import loss, preference_loss, response_logprobs
 from recipes.dpo.config import DPOConfig, DPOOptions
 from recipes.dpo.data import in_calls
@@ -292,7 +292,7 @@ def test_adapters_learn_too_and_are_merged_into_what_is_saved(runs: dict[str, Ru
 
 @pytest.mark.nightly
 def test_the_policy_becomes_better_in_truth(tmp_path: Path) -> None:
-    start = Path(resolve_model(f"{WARM_START_PREFIX}sort"))
+    start = Path(resolve_model("warm_start:sort"))
     # As in tiny.yaml, which is read because no model is named, with half of the pairs.
     run = run_locally("dpo", tmp_path, {"run": ["seed=1", "data.max_samples=2760", "evaluation.held_out=200"]})["run"]
     assert run.summary["steps"] == 40

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from local_runs import run_locally
 
-from plugins.demo.warm_start import WARM_START_PREFIX, resolve_model
+from components.models.sources import resolve_model
 
 OPTIONS = {
     # 16 steps of 64 prompts x 8 responses, as in tiny.yaml, which is read because no model is named.
@@ -26,7 +26,7 @@ OPTIONS = {
     ["grpo", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("reinforce_pp", "openrlhf_ppo", "verl_ppo"))],
 )
 def test_the_recipe_turns_the_policy_over_within_a_few_steps(recipe: str, tmp_path: Path) -> None:
-    resolve_model(f"{WARM_START_PREFIX}sort")
+    resolve_model("warm_start:sort")
     run = run_locally(recipe, tmp_path, {"run": ["seed=1", *OPTIONS[recipe].split()]})["run"]
     score = run.summary["score"]
     # Measured, sampled at temperature 1 and (greedy), seed 1: grpo .20 -> .80 (.98); reinforce_pp .20 -> .83 (.99);

@@ -9,12 +9,12 @@ import pytest
 from local_runs import run_locally
 from recipe_runs import ROOT
 
-from plugins.demo.warm_start import WARM_START_PREFIX, resolve_model
+from components.models.sources import resolve_model
 
 
 @pytest.mark.nightly
 def test_a_policy_becomes_right_by_a_reward_model_that_has_only_seen_pairs(tmp_path: Path) -> None:
-    resolve_model(f"{WARM_START_PREFIX}sort")
+    resolve_model("warm_start:sort")
     model, preset = tmp_path / "model", ROOT / "recipes" / "openrlhf_ppo" / "reward_model.yaml"
     pairs = ["data.max_samples=5512", "evaluation.held_out=500", "train.epochs=1", f"checkpoint.export_path={model}"]
     learnt = run_locally("reward_model", tmp_path, {"rm": ["seed=1", *pairs]})["rm"]

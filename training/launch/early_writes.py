@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from components.models.size import model_size
+from components.models.sources import is_made
 from components.net.hub import find_model, first_line
 from core.shared_memory import SHARED_MEMORY
-from plugins.demo.warm_start import WARM_START_PREFIX
 
 if TYPE_CHECKING:
     from training.options.groups import ModelOptions, RunOptions
@@ -55,7 +55,7 @@ def check_writes(config: Any, exported: ModelOptions | None, steps: int | None) 
     """
     _check_space(config, steps)
     store = config.checkpoint.store(config.run_dir)
-    if exported is None or exported.path.startswith(WARM_START_PREFIX):
+    if exported is None or is_made(exported.path):
         return []
     dropped: list[str] = []
     try:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from components.generate.choice import choose_attention
 from components.models.disk.tensor_header import check_weight_files
+from components.models.sources import is_made, made_model
 from components.net.hub import WEIGHTS, ModelNotFound, cached_folder, find_model
 from training.options.groups import DataOptions, EvaluationOptions, ModelOptions, RunOptions
 
@@ -59,11 +60,9 @@ def check_model(path: str, option: str = "model.path") -> None:
     Raises:
         ValueError: it cannot; the message says what to set.
     """
-    from plugins.demo.warm_start import WARM_START_PREFIX, check_warm_start
-
     try:
-        if path.startswith(WARM_START_PREFIX):
-            check_warm_start(path)
+        if (made := made_model(path)) is not None:
+            made.check()
         else:
             find_model(path)
             folder = Path(path).expanduser()
@@ -79,11 +78,9 @@ def absent_models(models: Mapping[str, str]) -> dict[str, str]:
     Args:
         models: path of each model, by option.
     """
-    from plugins.demo.warm_start import WARM_START_PREFIX
-
     absent = dict[str, str]()
     for option, path in models.items():
-        if path.startswith(WARM_START_PREFIX):
+        if is_made(path):
             continue
         folder = Path(path).expanduser()
         try:
@@ -104,15 +101,14 @@ def check_reward_model(path: str, option: str, policy: ModelOptions) -> None:
         ValueError: it cannot, or does not; the message says what to set.
     """
     from components.data.text import load_tokenizer, same_vocabulary
-    from plugins.demo.warm_start import WARM_START_PREFIX
 
     check_model(path, option)
-    if path.startswith(WARM_START_PREFIX):
+    if is_made(path):
         return
     labels = find_model(path).num_labels
     if labels != 1:
         raise ValueError(f"{option}={path}: it has {labels} labels; a reward model has one (num_labels=1)")
-    if policy.path.startswith(WARM_START_PREFIX):
+    if is_made(policy.path):
         return
     if not same_vocabulary(policy.tokenizer(), load_tokenizer(path, pad_token=policy.pad_token, pad_with_end=True)):
         raise ValueError(
@@ -128,10 +124,8 @@ def check_reader(path: str, option: str, policy: ModelOptions) -> None:
     Raises:
         ValueError: it cannot, or has not; the message says what to set.
     """
-    from plugins.demo.warm_start import WARM_START_PREFIX
-
     check_model(path, option)
-    if path.startswith(WARM_START_PREFIX) or policy.path.startswith(WARM_START_PREFIX):
+    if is_made(path) or is_made(policy.path):
         return
     rows = getattr(find_model(path).get_text_config(), "vocab_size", sys.maxsize)
     policy_rows = getattr(find_model(policy.path).get_text_config(), "vocab_size", sys.maxsize)
@@ -252,10 +246,8 @@ def check_encoding(
     Raises:
         ValueError: they do not; or all prompts are too long.
     """
-    from plugins.demo.warm_start import WARM_START_PREFIX
-
     rows = rows[:CHECKED_ROWS]
-    if model.path.startswith(WARM_START_PREFIX):  # it is still to be made
+    if is_made(model.path):  # perhaps it is still to be made
         if max(len(str(row["input"])) for row in rows) <= data.max_prompt_tokens:
             return 0  # without its tokenizer, which takes seconds to import: a token has a character at least
         return data.source(rows, data_tokenizer(model), seed).too_long
@@ -273,15 +265,9 @@ def check_encoding(
 
 
 def data_tokenizer(model: ModelOptions) -> PreTrainedTokenizerBase:
-    """The tokenizer that prompts are read with; of a demonstration's model also where that is still to be made."""
-    from plugins.demo.warm_start import WARM_START_PREFIX
-
-    if not model.path.startswith(WARM_START_PREFIX):
-        return model.tokenizer()
-    from plugins.demo.tasks import get_task
-    from plugins.demo.tiny_model import task_tokenizer
-
-    return task_tokenizer(get_task(model.path.removeprefix(WARM_START_PREFIX)))
+    """Return the tokenizer that prompts are read with, also of a model that a plug-in still has to make."""
+    made = made_model(model.path)
+    return model.tokenizer() if made is None else made.tokenizer()
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: ModelOptions) -> None:

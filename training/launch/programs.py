@@ -7,12 +7,11 @@ import subprocess
 import sys
 from typing import Any
 
-from components.process.import_path import import_path
+from components.process.child_process import with_our_path
 
 
 def start_program(module: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
     """Start `python -m module`, which finds our code wherever the caller is; options are those of Popen."""
-    env = dict(options.pop("env", os.environ))
-    env["PYTHONPATH"] = import_path(env.get("PYTHONPATH"))
+    env = with_our_path(options.pop("env", os.environ))
     # -P keeps a `components` folder in the caller's working directory from being taken for ours.
     return subprocess.Popen([sys.executable, "-P", "-m", module, *arguments], env=env, text=True, **options)

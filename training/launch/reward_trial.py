@@ -11,8 +11,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from components.data.messages import are_messages
-from components.rewards.base import RewardError, RewardSettings, RewardSource, is_reward_file, reward_parts, reward_urls
+from components.rewards.base import (
+    RefusedError,
+    RewardError,
+    RewardSettings,
+    RewardSource,
+    is_reward_file,
+    reward_parts,
+)
 from components.rewards.names import metric_names, part_names
+from components.rewards.servers import is_server, reward_urls
 
 if TYPE_CHECKING:
     from components.rewards.base import RewardOutput
@@ -55,7 +63,7 @@ def try_rewards(
     parts = reward_parts(spec)
     notes = list[str]()
     for part in dict.fromkeys(part for _, part in parts):
-        if "://" in part:
+        if is_server(part):
             notes += _try_servers(part, option, rows, settings or RewardSettings(), calls_servers)
         elif is_reward_file(part):
             for where, part_rows in rows.items():
@@ -136,13 +144,13 @@ def _try_servers(
     """Send two rows to each server; ValueError if none of them can be used, and a note for each that cannot."""
     if not calls_servers:
         return [f"{option}={part} is not called for a plan; a run calls each server once before it starts"]
-    from plugins.remote_reward.scorer import RefusedError, RemoteReward
+    from components.rewards.opening import open_reward
 
     urls = reward_urls(part)
     once = replace(settings, url_tries=min(SERVER_TRIES, settings.url_tries))
     problems = list[str]()
     for url in urls:
-        with RemoteReward([url], once) as server:
+        with open_reward(url, once) as server:
             try:
                 for where_rows in filter(None, rows.values()):
                     _call(server, _trial_rows(where_rows))

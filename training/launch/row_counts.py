@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from components.data.prompts import DEFAULT_TASK_ROWS, REASONING_GYM_PREFIX, TASK_PREFIX
+from components.data.sources import DEFAULT_ROWS, is_drawn
 
 _COUNTED_BYTES = 64_000_000
 """Maximum size of a file whose lines are counted before a run starts."""
@@ -29,8 +29,8 @@ def steps_text(arithmetic: Callable[[int], str], source: str, most: int | None, 
 
 def _count_rows(name: str, most: int | None) -> int | None:
     path = Path(name).expanduser()
-    if name.startswith((TASK_PREFIX, REASONING_GYM_PREFIX)):
-        return DEFAULT_TASK_ROWS if most is None else most
+    if is_drawn(name):
+        return DEFAULT_ROWS if most is None else most
     try:
         if path.suffix == ".jsonl" and path.is_file() and path.stat().st_size <= _COUNTED_BYTES:
             with path.open("rb") as file:

@@ -10,11 +10,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TypeVar
 
+from components.data.sources import DEFAULT_ROWS, is_drawn
 from components.models.size import model_size
-from components.rewards.scorers import TASK_PREFIX
+from components.models.sources import is_made, made_model, resolve_model
 from core import JobBuilder, Role
 from core.placement import detect_devices
-from plugins.demo.warm_start import WARM_START_PREFIX, resolve_model
 from training.launch.command import Command
 from training.launch.inputs import check_model, check_vocabulary
 from training.launch.launch import STOP_GRACE_S
@@ -37,8 +37,6 @@ FEW_BYTES = 32 * 2**20
 """Files of data up to this size are compared with those of a checkpoint before the start, changed options or not."""
 FIRST_ROWS = 100
 """Rows of a task that are drawn before anything starts."""
-DRAWN_ROWS = 10_000
-"""Rows of a task that a run draws without a limit."""
 ENCODED_ROWS = 1_000
 """Maximum number of rows of each source that are tokenized before anything starts."""
 
@@ -113,12 +111,12 @@ class SupervisedCommand(Command[C]):
             ConfigError: they do not.
         """
         held = 0 if config.evaluation.path else config.evaluation.held_out
-        # A task draws as many as are wanted.
-        is_drawn = any(source.name.startswith(TASK_PREFIX) for source, _ in rows)
+        # A generator draws as many as are wanted.
+        has_drawn = any(is_drawn(source.name) for source, _ in rows)
         most = config.data.max_samples
         count = sum(len(part) for source, part in rows if source.option == "data.path")
-        if is_drawn:
-            count = most or DRAWN_ROWS
+        if has_drawn:
+            count = most or DEFAULT_ROWS
         if held and min(count, most or count) <= held:
             raise ConfigError(
                 f"evaluation.held_out={held} holds out all {count} {config.EXAMPLES} of data.path={config.data.path}; "
@@ -141,7 +139,7 @@ class SupervisedCommand(Command[C]):
             ValueError: they do not, or it does not.
         """
         for option, path in config.models.items():
-            if option in absent or path.startswith(WARM_START_PREFIX):
+            if option in absent or is_made(path):
                 continue
             with naming(option, path):
                 tokenizer = config.tokenizer(path)
@@ -171,8 +169,7 @@ class SupervisedCommand(Command[C]):
         parts: list[tuple[Source, Rows]] = []
         limits = {"data.path": config.data.max_samples, "evaluation.path": config.evaluation.max_samples}
         for source in config.sources:
-            is_drawn = source.name.startswith(TASK_PREFIX)
-            limit = FIRST_ROWS if is_drawn else limits[source.option]
+            limit = FIRST_ROWS if is_drawn(source.name) else limits[source.option]
             with naming(source.option, source.name):
                 note = limit_note(notes, source.option.replace("path", "max_samples"))
                 parts.append((source, config.load(source.name, source.split, limit, note)))
@@ -253,7 +250,7 @@ class PairCommand(SupervisedCommand[P]):
         """Check that all rows hold pairs, the first ones as the tokenizer reads them, and that all models read the same
         tokens.
         """
-        made_for = {f"{TASK_PREFIX}{path.removeprefix(WARM_START_PREFIX)}" for path in config.models.values()}
+        made_for = {(made := made_model(path)) and made.data_source for path in config.models.values()}
         if made_for == {source.name for source, _ in rows}:
             return  # the model is made for these very pairs, and a tokenizer takes seconds to import
         if absent:
@@ -286,7 +283,7 @@ class PairCommand(SupervisedCommand[P]):
 
 def _are_few(config: SupervisedOptions) -> bool:
     """True where the examples are generated, or in files that are read in a second or two."""
-    files = [Path(source.name) for source in config.sources if not source.name.startswith(TASK_PREFIX)]
+    files = [Path(source.name) for source in config.sources if not is_drawn(source.name)]
     return all(file.is_file() for file in files) and sum(file.stat().st_size for file in files) <= FEW_BYTES
 
 

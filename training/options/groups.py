@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from components.data.columns import column_names
 from components.data.mixture import source_names
+from components.data.sources import check_sources, is_drawn
 from components.generate.choice import BASIC_ENGINES, choose_rollout_engine, rollout_config
 from components.generate.config import HFRolloutConfig, RolloutConfig, RolloutSetting, SamplingConfig
+from components.models.sources import check_model_source, resolve_model
 from components.process.heartbeat import listen
 from components.ranges import (
     Count,
@@ -31,7 +33,6 @@ from components.ranges import (
     out_of_range,
 )
 from components.rewards.base import RewardSettings
-from components.rewards.scorers import REASONING_GYM_PREFIX, TASK_PREFIX
 from components.train.config import TrainOptions
 from components.weights.choice import BASIC_CARRIERS
 from core import beat
@@ -126,11 +127,14 @@ class ModelOptions(Options, group="model"):
         super().__post_init__()
         self.path = at_home(self.path)
 
+    def faults(self) -> Iterator[str]:
+        """See `Options.faults`."""
+        yield from tried(f"model.path={self.path}: ", check_model_source, self.path)
+
     def prepared(self, run_dir: Path) -> ModelOptions:
         """With the path of a folder that engines can load: a demonstration's model is made where it is not there yet,
         and one that is to be changed is a folder of links in the run folder.
         """
-        from plugins.demo.warm_start import resolve_model
         from training.launch.model_folder import model_view
 
         path = resolve_model(self.path)
@@ -195,6 +199,7 @@ class DataOptions(Options, group="data"):
             yield f"data.input_template={template!r} must hold {{}} once, where the prompt goes"
         if template is not None and self.apply_chat_template:
             yield "data.apply_chat_template and data.input_template exclude each other; unset one of them"
+        yield from tried("", check_sources, self.path)
 
     def rows(self, seed: int, notes: list[str] | None = None) -> list[dict[str, Any]]:
         """The prompts and labels; `seed` draws those of a generated task. `notes` gets how many max_samples leaves
@@ -218,7 +223,7 @@ class DataOptions(Options, group="data"):
         """Describe which columns of rows are used; None for generated tasks alone, which have none to choose."""
         from components.data.prompt_rows import describe_columns
 
-        if all(name.startswith((TASK_PREFIX, REASONING_GYM_PREFIX)) for name in source_names(self.path)):
+        if all(map(is_drawn, source_names(self.path))):
             return None
         return describe_columns(rows, self.used_columns)
 
@@ -259,9 +264,9 @@ class RewardOptions(Options, group="reward"):
 
     source: str | None = None
     """A Python file with a reward function, `FILE.py` or `FILE.py:NAME`, in the signature of TRL, OpenRLHF or verl; the
-    URL of a reward server (several with commas between); a scorer: `gsm8k`, `gsm8k_flexible`, `math`, `exact_match`,
-    `reasoning_gym`, or a task's own; or a weighted sum, as `0.7*gsm8k + 0.3*style.py`, each part with its weight, and
-    logged by itself. Default: that of the task which data.path names."""
+    URL of a reward server (several with commas between); a scorer: `gsm8k`, `gsm8k_flexible`, `math`, `exact_match`, or
+    one of a plug-in (<names of scorer>); or a weighted sum, as `0.7*gsm8k + 0.3*style.py`, each part with its weight,
+    and logged by itself. Default: that of the task which data.path names."""
     workers: Count = 1
     """Processes that run the Python file or the scorer."""
     timeout_s: Seconds = 60.0
@@ -605,6 +610,8 @@ class EvaluationOptions(Options, group="evaluation"):
         """See `Options.faults`."""
         if self.temperature == 0 and self.samples_per_prompt > 1:
             yield "evaluation.temperature=0 gives the same response every time; set evaluation.samples_per_prompt=1"
+        if self.path is not None:
+            yield from tried("", check_sources, self.path)
 
     def is_due(self, step: int, is_last: bool) -> bool:
         """Whether to evaluate after this step."""

@@ -8,6 +8,7 @@ import functools
 import inspect
 import itertools
 import operator
+import re
 import textwrap
 import types
 import typing
@@ -18,8 +19,11 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from components.ranges import out_of_range
+from components.registry import names
 
 T = TypeVar("T")
+
+_NAMES_OF = re.compile(r"<names of ([a-z ]+)>")
 
 
 class ConfigError(ValueError):
@@ -130,7 +134,7 @@ class Option(NamedTuple):
 def options_of(schema: type) -> list[Option]:
     """Every option with its type, default and meaning, in the order of the schema."""
     return [
-        Option(key, _shown(kind), _default(schema, key), _meanings(owner).get(field.name, ""))
+        Option(key, _shown(kind), _default(schema, key), _with_names(_meanings(owner).get(field.name, "")))
         for key, kind, field, owner in _walk(schema)
     ]
 
@@ -142,6 +146,11 @@ def describe_options(schema: type) -> str:
         lines.append(f"--{option.name}  ({option.kind}, default {option.default!r})")
         lines += textwrap.wrap(option.meaning, 100, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines)
+
+
+def _with_names(meaning: str) -> str:
+    """Replace `<names of KIND>` by the names that plug-ins provide for a kind."""
+    return _NAMES_OF.sub(lambda match: ", ".join(f"`{name}`" for name in names(match[1])) or "none", meaning)
 
 
 def recipe_of(schema: type) -> str:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from components.data.columns import column_names
 from components.data.mixture import Note, mixed, mixture_probabilities, source_names
+from components.data.sources import check_sources, is_drawn
 from components.generate.choice import choose_attention
 from components.ranges import Count, CountFromZero
-from components.rewards.scorers import TASK_PREFIX
 from components.train.config import TrainConfig
 from training.options.groups import (
     CheckpointOptions,
@@ -79,6 +79,7 @@ class ExampleOptions(Options, group="data"):
             yield f"data.input_template={self.input_template!r} has no place for the prompt; write {{}} there"
         if self.path:
             yield from tried("data.", mixture_probabilities, self.probs, len(source_names(self.path)))
+            yield from tried("", check_sources, self.path)
 
 
 @dataclass(kw_only=True)
@@ -136,7 +137,7 @@ class HeldOutOptions(Options, group="evaluation"):
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
-        if "task:" in (self.path or ""):
+        if any(is_drawn(source.strip()) for source in (self.path or "").split(",")):
             yield f"evaluation.path={self.path}: a task draws the examples of its data again; set evaluation.held_out"
 
 
@@ -329,7 +330,7 @@ class PairOptions(SupervisedOptions):
         from components.data.preferences import load_pairs
 
         rows = load_pairs(source, split=split, max_rows=max_rows, seed=self.seed, note=note)
-        if info is not None and not source.startswith(TASK_PREFIX):
+        if info is not None and not is_drawn(source):
             info(f"{source}: {self.pair_format(source).describe_columns(rows)}")
         return rows
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from components.batch import Batch
-from components.data.samples import for_samples, with_reward
+from components.data.samples import drop_unrewarded, for_samples
 from components.generate.config import SamplingConfig
 from components.rewards.base import RewardError
 from training.run.evaluation_metrics import best_metric, heldout_metrics
@@ -94,7 +94,7 @@ class Evaluation:
     def _rewarded(self, sampling: SamplingConfig, count: int) -> tuple[Batch, int]:
         """`count` responses to each prompt, those that have a reward, and how many have none."""
         responses = self.responses(sampling, count)
-        rewarded = with_reward(responses)
+        rewarded = drop_unrewarded(responses)
         if not len(rewarded):
             raise RewardError(f"none of {len(responses)} responses to held-out prompts has a reward")
         return rewarded, len(responses) - len(rewarded)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from components.batch import Batch
-from components.data.samples import add_rewards, for_samples, main_branches, with_reward, with_status
+from components.data.samples import add_rewards, drop_unrewarded, for_samples, main_branches, with_status
 from components.data.shown import described
 from components.generate.config import SamplingConfig
 from components.rewards.base import RewardError
@@ -127,7 +127,7 @@ class PolicyRun(Run[Batch]):
         Raises:
             RewardError: fewer are left than the optimizer steps of all ranks need.
         """
-        left = with_reward(self._check_rewarded(rollouts))
+        left = drop_unrewarded(self._check_rewarded(rollouts))
         if len(left) < len(rollouts):
             self.failed = rollouts.select(rollouts["reward_failed"] > 0)
             self.tracker.rollouts(self.step, self.failed, UNREWARDED)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from components.data.sources import is_heldout
 from components.data.supervised import encode_demonstrations
 from components.rewards.scorers import gsm8k
-from plugins.demo.tasks import GuessTask, SortTask, Task, WordTask, get_task, is_heldout
+from plugins.demo.tasks import GuessTask, SortTask, Task, WordTask, get_task
 from plugins.demo.tiny_model import task_tokenizer
 from tests.messages import says
 

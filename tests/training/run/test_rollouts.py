@@ -15,9 +15,9 @@ from components.data.samples import (
     add_rewards,
     check_rewarded,
     compare_samples,
+    drop_unrewarded,
     for_samples,
     main_branches,
-    with_reward,
     with_status,
 )
 from components.rewards.base import Responses, RewardOutput, RewardSource
@@ -71,17 +71,17 @@ def test_a_step_is_described_by_hand() -> None:
 
 
 def test_the_responses_without_a_reward_are_left_out_of_the_others() -> None:
-    left = with_reward(responses())
+    left = drop_unrewarded(responses())
     assert left["prompt_id"].tolist() == [7, 7, 9]
     assert left["reward"].tolist() == [1.0, 3.0, 2.0]
     assert left["action_mask"].tolist() == [False, True, False, True, True, False, True]
-    assert with_reward(left) is left
+    assert drop_unrewarded(left) is left
 
 
 def test_of_episodes_also_those_without_a_reward_have_ended_somehow() -> None:
     ended = ["finished", "truncated", "error", "finished"]
     episodes = responses().with_sequences(num_turns=torch.ones(4)).with_objects(status=ended)
-    found = rollout_metrics(with_reward(episodes), failed=episodes.select([2]))
+    found = rollout_metrics(drop_unrewarded(episodes), failed=episodes.select([2]))
     shares = [found[f"rollout/{name}_share"] for name in ("finished", "truncated", "error")]
     assert (shares, found["reward/failed"]) == ([0.5, 0.25, 0.25], 1.0)
 

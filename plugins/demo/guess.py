@@ -1,4 +1,4 @@
-"""Find a number in a few turns: the games of `task:guess`."""
+"""The environment `env:guess`: find a number in a few turns. `task:guess` has the games."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Programming tasks, scored by tests that the policy does not see until it fails one, and of which it never sees the
-last: it reads that it failed, and where it is one of input and output what the program printed. So a label needs two
-or more.
+"""The environment `env:code`: programming tasks, scored by tests.
+
+The policy does not see a test until it fails one, and it never sees the last: it reads that it failed, and where it is
+one of input and output what the program printed. So a label needs two or more.
 
 A label is a JSON object (or its text) with `tests`: pieces of Python that run after the program, such as
 `assert add(1, 2) == 3`, or `{"input": "1 2", "output": "3"}`: what the program prints when it reads that.
@@ -19,8 +20,9 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from agents.environments import TextEnvironment, read_label
+from components.process.child_process import cut_text
 from plugins.sandbox.code_tests import program_in, run_assertions_now, same_lines
-from plugins.sandbox.sandbox import Limits, cut, in_place, run_now
+from plugins.sandbox.sandbox import Limits, in_place, run_now
 
 EXAMPLE = '{"tests": ["assert add(1, 2) == 3", {"input": "1 2", "output": "3"}]}'
 
@@ -90,11 +92,11 @@ class AgentInstance(TextEnvironment):
             found = await run_assertions_now(program, [test], limits, left_s)
             if all(found.passed):
                 return None
-            return "" if is_last else f"{test}\n{cut(found.text, most)}\n"
+            return "" if is_last else f"{test}\n{cut_text(found.text, most)}\n"
         result = await run_now(program, test["input"], limits)
         if result.exit == 0 and not result.reason and same_lines(result.stdout, test["output"]):
             return None
         parts = {"Input": test["input"], "Expected": test["output"], "Found": result.text}
         if is_last:
             del parts["Expected"]
-        return "".join(f"{name}:\n{cut(text, most)}\n" for name, text in parts.items())
+        return "".join(f"{name}:\n{cut_text(text, most)}\n" for name, text in parts.items())
