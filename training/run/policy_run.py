@@ -129,7 +129,6 @@ class PolicyRun(Run[Batch]):
 
     def score(self, rollouts: Batch, heldout: bool = False) -> Batch:
         """Add `reward` and `score` [B], and leave out the rollouts whose reward failed."""
-        self._describe_first(rollouts)
         with self.phase("reward"):
             rollouts = with_status(self.add_rewards(rollouts, heldout))
         return self.drop_failed(rollouts, heldout)
@@ -204,7 +203,7 @@ class PolicyRun(Run[Batch]):
 
     def _describe_first(self, rollouts: Batch) -> None:
         """Show what the first episode of the run begins with, which its environment may have written."""
-        if self._has_shown_episode or "num_turns" not in rollouts:
+        if self._has_shown_episode or "num_turns" not in rollouts or not len(rollouts):
             return
         self._has_shown_episode = True
         ids = rollouts.lists("tokens")[0][: int(rollouts["prompt_length"][0])]
@@ -224,7 +223,10 @@ class PolicyRun(Run[Batch]):
 
         With dynamic sampling, the last step may have fewer prompts than the others.
         """
+        self.failed_rewards.take(None)  # of a generation that an error has ended
         rollouts = self.strategy.fill(step)
+        if rollouts is not None:
+            self._describe_first(rollouts)
         if self.strategy.has_ended:
             self.stream.steps = step
         self._failed = self.failed_rewards.take(rollouts)
@@ -268,6 +270,7 @@ class PolicyRun(Run[Batch]):
     def _respond_heldout(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
         """Make one rollout of each prompt, scored by the held-out reward; those whose reward failed are left out."""
         rollouts = self._make_rollouts(prompts, sampling, heldout=True)
+        self._describe_first(rollouts)
         return main_branches(check_staleness(rollouts, self.version))
 
     def _sum_up(self) -> None:
