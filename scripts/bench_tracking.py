@@ -126,7 +126,7 @@ class BenchTrainer(PPOTrainer):
         run.tracker = tracker
         run.checkpoints.save_when_due = saves
         blocks: list[Block] = []
-        all_rollouts = run.rollouts
+        all_rollouts = run.queue
 
         def timed(*given: Any, **named: Any) -> Iterator[Batch]:
             start = time.time()
@@ -143,7 +143,7 @@ class BenchTrainer(PPOTrainer):
                 if run.steps - run.step == 1:
                     break  # the last step of a run has an evaluation, which no other has
 
-        run.rollouts = timed
+        run.queue = timed
         super().fit()
         text = json.dumps([asdict(block) for block in blocks[1:]])
         Path(self.config.run_dir, BLOCKS_FILE).write_text(text, encoding="utf-8")

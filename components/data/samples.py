@@ -162,6 +162,23 @@ def with_correction(samples: Batch, kind: Literal["none", "tis", "icepop"], low:
     return samples.with_tokens(correction=weight_N)
 
 
+def old_logprobs(micro: Batch, logprob_N: Tensor, column: str = "logprob") -> Tensor:
+    """Return the log-probabilities of the policy that a loss compares itself with.
+
+    The first optimizer step of a batch is taken by that policy itself. There the role leaves the column out, or it was
+    never computed, and the ratio is exactly 1.
+
+    Args:
+        micro: the micro-batch.
+        logprob_N: [N] log-probabilities of the policy now, in nats.
+        column: name of the log-probabilities before the update.
+
+    Returns:
+        [N], without a gradient.
+    """
+    return micro[column] if column in micro else logprob_N.detach()
+
+
 def main_branches(samples: Batch) -> Batch:
     """The main sequence of each sample, `branch` 0; all of them where none can have several."""
     return samples.select(samples["branch"] == 0) if "branch" in samples else samples

@@ -6,10 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 from components.batch import Batch
-from components.data.samples import drop_unrewarded
 from components.rl.advantages import group_std
 from components.rl.rewards import groups_within
 
@@ -21,7 +18,7 @@ SAY_EVERY = 10
 
 
 @dataclass(kw_only=True)
-class PromptFilter:
+class DynamicSampler:
     """Fills each step with prompts that teach something, to the end of the data.
 
     A round never asks for more prompts than are missing, so there is no surplus to throw away.
@@ -38,8 +35,8 @@ class PromptFilter:
     """How the user calls the two."""
     passes: int
     """How often the prompts are gone through."""
-    fewest: int
-    """Responses that can still be trained on."""
+    minimum: int
+    """Minimum number of responses to train on."""
     stopped: Callable[[], bool]
     """Whether the run is to stop; asked before each round."""
     info: Callable[[str], None]
@@ -56,7 +53,7 @@ class PromptFilter:
         Args:
             step: its number.
             wanted: prompts of a full step.
-            response: makes and scores the responses to the next so many prompts.
+            response: makes and scores the responses to the next so many prompts, without those whose reward failed.
 
         Raises:
             ValueError: the data end before there was anything to train on.
@@ -84,7 +81,7 @@ class PromptFilter:
         if kept == wanted:
             return batch
         self.ended = True
-        enough = batch is not None and len(batch) >= self.fewest
+        enough = batch is not None and len(batch) >= self.minimum
         low, high = self.bounds
         wanted_scores = "scores that differ" if low is None else f"a mean score in {low} to {high}"
         passed = f"of the last {seen} prompts, {kept} have {wanted_scores}"
@@ -94,8 +91,8 @@ class PromptFilter:
         return batch if enough else None
 
     def _that_teach(self, responses: Batch) -> Batch:
-        """All responses of the prompts that pass, also those without a reward, which are counted later."""
-        judged, (low, high) = drop_unrewarded(responses), self.bounds
-        scores = judged["score"], judged["prompt_id"]
+        """Select the responses of the prompts that pass."""
+        low, high = self.bounds
+        scores = responses["score"], responses["prompt_id"]
         passes_B = group_std(*scores) > 0 if low is None or high is None else groups_within(*scores, low, high)
-        return responses.select(torch.isin(responses["prompt_id"], judged["prompt_id"][passes_B]))
+        return responses.select(passes_B)

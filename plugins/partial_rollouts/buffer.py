@@ -38,7 +38,7 @@ class Group:
 
 
 @dataclass(kw_only=True)
-class GroupsInFlight:
+class PartialRolloutBuffer:
     """Keeps prompts under way on several engines, and hands out the first groups that have finished.
 
     The others continue, and come in a later batch. One that the next batch could not have without being too old is
@@ -65,7 +65,7 @@ class GroupsInFlight:
     version: Callable[[], int]
     """Of the weights that the engines have, or an older one."""
     stopped: Callable[[], bool]
-    """Whether to give up the batch at hand; see `SampleStream.ending`."""
+    """Whether to give up the batch at hand; see `RolloutQueue.ending`."""
     info: Callable[[str], None]
     """Shows a line to the user."""
     metrics: dict[str, float] = field(default_factory=dict)

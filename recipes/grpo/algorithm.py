@@ -9,7 +9,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from components.batch import Batch
-from components.data.samples import compare_samples, with_correction
+from components.data.samples import compare_samples, old_logprobs, with_correction
 from components.models.causal import token_logprobs
 from components.rl import advantages, policy_losses
 from components.rl.aggregation import LossOutput, TokenLoss, Totals, aggregate, reduce_loss
@@ -68,8 +68,7 @@ def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: GRPOConf
 def surrogate(logprob_N: Tensor, micro: Batch, config: GRPOConfig) -> TokenLoss:
     """The loss of each token: PPO's clipped surrogate on its own ratio, or on that of its response."""
     own = config.algorithm
-    # In the first optimizer step of a batch the policy before it is the policy itself.
-    old_logprob_N = micro["logprob"] if "logprob" in micro else logprob_N.detach()
+    old_logprob_N = old_logprobs(micro, logprob_N)  # of the policy before the update
     columns = (logprob_N, old_logprob_N, micro["advantage"], micro["action_mask"])
     if own.ratio == "sequence":
         return policy_losses.gspo_loss(*columns, micro.lengths, clip_low=own.clip_low, clip_high=own.clip_high)

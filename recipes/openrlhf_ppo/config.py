@@ -263,6 +263,11 @@ class PPOConfig(PPORunOptions):
         return None if self.reward_model.path else super().reward_source
 
     @property
+    def scores_with_experience(self) -> bool:
+        """True if rewards are computed together with the log-probs; False if generation needs them, or makes them."""
+        return self.filter_range is None and self.agent.func_path is None
+
+    @property
     def needs_critic(self) -> bool:
         """Whether values are learnt."""
         return self.algorithm.estimator == "gae"

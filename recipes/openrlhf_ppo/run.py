@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from components.batch import Batch
-from components.data.samples import with_status
 from components.generate.config import SamplingConfig
 from core import Role, RoleGroup
 from training.remote_call import wait_all
@@ -15,7 +14,9 @@ from .config import PPOConfig
 
 
 class PPORun(PolicyRun):
-    """See `PolicyRun`. Rewards are asked for together with log-probs, unless they say which prompts stay."""
+    """See `PolicyRun`. Rewards are computed together with log-probs, unless they say which prompts stay."""
+
+    config: PPOConfig  # pyright: ignore[reportIncompatibleVariableOverride] (set once)
 
     def add_rewards(self, rollouts: Batch, heldout: bool = False) -> Batch:
         """Add `reward`, `score` and whatever else the reward role says of each, unless an agent's environment has."""
@@ -24,18 +25,16 @@ class PPORun(PolicyRun):
         found: Batch = remote_call.reward_forward(rollouts, heldout, self.step).result()
         return rollouts.with_sequences(**found.per_sequence)
 
-    def add_heldout_rewards(self, rollouts: Batch) -> Batch:
-        """The same in evaluations."""
-        return self.add_rewards(rollouts, heldout=True)
+    def drop_failed_of_step(self, experience: Batch) -> Batch:
+        """Leave out the rollouts whose reward failed, where rewards came with the log-probs."""
+        if not self.config.scores_with_experience:
+            return experience  # `score` has left them out
+        return self.failed_rewards.drop_of_step(experience, self.tracker, self.step)
 
     def put_back(self) -> None:
         """Let the rollouts at hand, whose rewards have failed, wait for the next start of the run, which ends now."""
         self.stream.put_back()
         self.checkpoints.save_unfinished()
-
-    def _scored(self, rollouts: Batch) -> Batch:
-        is_later = self.prompt_filter is None and self.config.agent.func_path is None
-        return with_status(rollouts) if is_later else super()._scored(rollouts)
 
 
 class PPOCalls(PolicyCalls):

@@ -3,6 +3,8 @@
 from pathlib import Path
 
 from components.batch import Batch
+from components.data.samples import with_status
+from components.generate.config import SamplingConfig
 from components.rewards.base import RewardError
 from core import BaseTrainer
 
@@ -23,10 +25,22 @@ class PPOTrainer(BaseTrainer):
         self.calls = PPOCalls(self, self.config)
         self.policy_run = PPORun(self, self.config, Path(__file__).parent, calls=self.calls, parts={"kl": self.kl})
 
+    def make_rollouts(self, prompts: Batch, sampling: SamplingConfig, heldout: bool = False) -> Batch:
+        """Sample a response to each prompt, for a training step or an evaluation (`heldout`), and score it."""
+        with self.policy_run.generating():  # the engines are awake, and the time is logged
+            rollouts = self.calls.generate(prompts, sampling)
+        return self.score(rollouts, heldout)
+
+    def score(self, rollouts: Batch, heldout: bool = False) -> Batch:
+        """Add `reward` and `score` [B], unless `make_experience` asks for them together with the log-probs."""
+        if self.config.scores_with_experience and not heldout:
+            return with_status(rollouts)
+        return self.policy_run.score(rollouts, heldout)
+
     def fit(self) -> None:
         """One training step per batch of rollouts, `samples_per_prompt` of each of `prompts_per_step` prompts."""
         run = self.policy_run
-        for rollouts in run.rollouts(self.calls.generate, score_heldout=run.add_heldout_rewards):
+        for rollouts in run.queue(self.make_rollouts, self.score):  # resumes, runs ahead, stops
             with run.phase("experience"):
                 experience = self.make_experience(rollouts)  # rewards, log-probs and values, all at the same time
                 experience = add_advantages(experience, self.config, self.kl.coef)
@@ -54,7 +68,7 @@ class PPOTrainer(BaseTrainer):
             for future in asked:
                 found: Batch = future.result()
                 rollouts = rollouts.with_tokens(**found.per_token).with_sequences(**found.per_sequence)
-            return self.policy_run.rewarded(rollouts)
+            return self.policy_run.drop_failed_of_step(rollouts)
         except RewardError:
             self.policy_run.put_back()
             raise

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from components.batch import Batch
+from components.generate.config import SamplingConfig
 from core import BaseTrainer, RoleGroup, replicate
 from training.roles.reference import ReferenceWorker
 from training.roles.rollout import RolloutWorker
@@ -25,9 +27,19 @@ class ReinforceTrainer(BaseTrainer):
         """Read the prompts, load the models, resume from a checkpoint if there is one."""
         self.policy_run = PolicyRun(self, self.config, Path(__file__).parent)
 
+    def make_rollouts(self, prompts: Batch, sampling: SamplingConfig, heldout: bool = False) -> Batch:
+        """Sample a response to each prompt and score it, for a training step or an evaluation (`heldout`)."""
+        with self.policy_run.generating():  # the engines are awake, and the time is logged
+            rollouts = self.RG_ROLLOUT.generate(prompts, sampling)
+        return self.score(rollouts, heldout)
+
+    def score(self, rollouts: Batch, heldout: bool = False) -> Batch:
+        """Add `reward` and `score` [B]. Those whose reward failed are left out."""
+        return self.policy_run.score(rollouts, heldout)
+
     def fit(self) -> None:
         """One training step per batch of scored rollouts, `samples_per_prompt` of each prompt."""
-        for rollouts in self.policy_run.rollouts(self.RG_ROLLOUT.generate, self.policy_run.add_rewards):
+        for rollouts in self.policy_run.queue(self.make_rollouts, self.score):  # resumes, runs ahead, stops
             experience = self.policy_run.compute_logprobs(rollouts)  # of old policy and reference, where needed
             experience = add_advantages(experience, self.config)
             with self.policy_run.phase("train"):

@@ -33,6 +33,16 @@ WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """Estimators whose advantages are whitened over the whole step."""
 
 
+def with_greedy_rewards(rollouts: Batch, greedy: Batch) -> Batch:
+    """Add `greedy_reward` [B], the reward of the greedy response to the same prompt: ReMax's baseline."""
+    reward_of = dict(zip(greedy["prompt_id"].tolist(), greedy["reward"].tolist(), strict=True))
+    greedy_B = torch.tensor([reward_of[prompt] for prompt in rollouts["prompt_id"].tolist()])
+    # Without a baseline to compare it with, a response is as good as without a reward.
+    has_none_B = torch.isin(rollouts["prompt_id"], greedy["prompt_id"][greedy["reward_failed"] > 0])
+    failed_B = rollouts["reward_failed"].maximum(has_none_B.float())
+    return rollouts.with_sequences(greedy_reward=greedy_B, reward_failed=failed_B)
+
+
 def add_advantages(experience: Batch, config: VerlPPOConfig, kl_coef: float) -> Batch:
     """Add `shaped_reward` [B], `advantage`, `return` and, where it is asked for, `correction`, all [N], to a whole
     step's batch. Tokens that `rollout_rs` rejects are taken out of its `action_mask` once their responses have been

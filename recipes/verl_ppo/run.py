@@ -7,10 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from components.data.samples import for_samples
-from training.run.policy_run import Generate, PolicyRun, Score
+from training.run.policy_run import MakeRollouts, PolicyRun
 
 from .config import VerlPPOConfig
 from .metrics import experience_metrics, heldout_metrics, performance, renamed
@@ -63,31 +60,15 @@ class VerlRun(PolicyRun):
     def _open_reward(self) -> None:
         self.manager = RewardManager(self.config, self.tokenizer, self.info)
 
-    def add_rewards(self, rollouts: Batch) -> Batch:
+    def add_rewards(self, rollouts: Batch, heldout: bool = False) -> Batch:  # noqa: ARG002 - the same for both
         """Add `reward` and `score`, as the reward manager says."""
         return self.manager(rollouts, self.step)
 
-    def _respond_to(self, prompts: Batch, step: int) -> Batch:
-        """See `PolicyRun`; for ReMax with `greedy_reward`, that of the greedy response to the same prompt."""
-        rollouts = super()._respond_to(prompts, step)
-        if self.config.algorithm.estimator != "remax":
-            return rollouts
-        with self.phase("generate"):
-            greedy = self.generate(for_samples(prompts, 1), self.config.sampling(step, 0.0))
-        scored = self._scored(greedy)
-        baselines = dict(zip(scored["prompt_id"].tolist(), scored["reward"].tolist(), strict=True))
-        baseline_B = torch.tensor([baselines[prompt] for prompt in rollouts["prompt_id"].tolist()])
-        # Without a baseline to compare it with, a response is as good as without a reward.
-        has_none_B = torch.isin(rollouts["prompt_id"], scored["prompt_id"][scored["reward_failed"] > 0])
-        failed_B = rollouts["reward_failed"].maximum(has_none_B.float())
-        return rollouts.with_sequences(greedy_reward=baseline_B, reward_failed=failed_B)
-
     # --- validation
 
-    def validate(self, generate: Generate, score: Score) -> None:
+    def validate(self, make_rollouts: MakeRollouts) -> None:
         """Evaluate the policy as it is, log what was found, and end the run (evaluate_only)."""
-        self.generate = self.awake(generate)
-        self._score_heldout = score
+        self._make_rollouts = make_rollouts
         found = self.evaluation.at_step(self.step)
         self.tracker.log(self.step, found)
         self.tracker.update_summary(score=self.evaluation.finish(self.step))
@@ -104,7 +85,7 @@ class VerlRun(PolicyRun):
     def measure(self, experience: Batch) -> dict[str, float]:
         """See `PolicyRun.measure`."""
         took = renamed(self.count(experience))
-        found = experience_metrics(experience, self.config, self.failed) | self.checkpoints.metrics
+        found = experience_metrics(experience, self.config, self.failed_rewards.of_step) | self.checkpoints.metrics
         found |= took | self.stream.metrics | performance(experience, took, self.config.placement.actor_ranks or 1)
         return found | {"training/global_step": float(self.step), "training/epoch": float(self.prompts.epoch)}
 

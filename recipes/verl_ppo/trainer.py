@@ -4,9 +4,11 @@ from collections.abc import Callable
 from functools import cache
 
 from components.batch import Batch
+from components.data.samples import with_status
+from components.generate.config import SamplingConfig
 from core import BaseTrainer, Future, WorkerGroup
 
-from .algorithm import AdaptedKL, add_advantages
+from .algorithm import AdaptedKL, add_advantages, with_greedy_rewards
 from .config import VerlPPOConfig
 from .metrics import balanced, unbalanced
 from .roles.actor_rollout_ref import ActorRolloutRefWorker
@@ -38,14 +40,39 @@ class VerlPPOTrainer(BaseTrainer):
         self.kl = AdaptedKL(config)
         self.policy_run = VerlRun(self, config, {"kl": self.kl})
 
+    def make_rollouts(self, prompts: Batch, sampling: SamplingConfig, heldout: bool = False) -> Batch:
+        """Sample a response to each prompt, for a training step or an evaluation (`heldout`), and score it.
+
+        For ReMax, add `greedy_reward` [B], that of the greedy response to the same prompt.
+        """
+        rollouts = self.add_rewards(self.generate(prompts, sampling), heldout)
+        if self.config.algorithm.estimator == "remax" and not heldout:
+            first = prompts.select(prompts["sample_id"] == 0)
+            greedy = self.generate(first, self.config.sampling(sampling.step, 0.0))
+            rollouts = with_greedy_rewards(rollouts, self.add_rewards(greedy))
+        return self.policy_run.drop_failed(rollouts, heldout)
+
+    def generate(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
+        """Sample a response to each prompt."""
+        with self.policy_run.generating():  # the engines are awake, and the time is logged
+            return self.rollout_wg.generate_sequences(prompts, sampling)
+
+    def add_rewards(self, rollouts: Batch, heldout: bool = False) -> Batch:
+        """Add `reward` and `score` [B], also of rollouts whose reward failed."""
+        with self.policy_run.phase("reward"):
+            return with_status(self.score_heldout(rollouts) if heldout else self.score(rollouts))
+
+    def score_generated(self, rollouts: Batch) -> Batch:
+        """Score rollouts that were generated without `make_rollouts`. Those whose reward failed are left out."""
+        return self.policy_run.drop_failed(self.add_rewards(rollouts))
+
     def fit(self) -> None:
         """One training step per batch of scored rollouts, `samples_per_prompt` of each prompt."""
         config, training = self.config, self.policy_run
         if config.evaluate_only:
-            training.validate(self.rollout_wg.generate_sequences, self.score_heldout)
+            training.validate(self.make_rollouts)
             return
-        generate = self.rollout_wg.generate_sequences
-        for rollouts in training.rollouts(generate, self.score, score_heldout=self.score_heldout):
+        for rollouts in training.queue(self.make_rollouts, self.score_generated):  # resumes, runs ahead, stops
             batch, metrics = balanced(rollouts, len(self.actor_wg))
             if not config.algorithm.bypass:
                 batch = self.compute("old_log_prob", self.actor_wg.compute_log_prob, batch)

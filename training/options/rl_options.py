@@ -10,6 +10,7 @@ from agents.loading import check_agent
 from agents.options import AgentOptions
 from components.generate.config import EVALUATION_STEP, RolloutConfig, SamplingConfig
 from components.ranges import Count, NotNegative
+from components.registry import names
 from components.rewards.base import check_reward
 from components.rewards.scorers import default_scorer
 from components.train.config import FrozenConfig, TrainConfig
@@ -171,6 +172,9 @@ class RLOptions(RunOptions):
                 f"{self.FILTER_OPTION} replaces prompts of a step, and asynchronous.partial_rollout carries some to "
                 "the next; unset one of them"
             )
+        strategy, option = self.rollout_strategy
+        if strategy and strategy not in names("rollout strategy"):
+            yield f"{option} needs the plug-in {strategy}, which is not in plugins/; unset {option}"
         if self.data.path:
             yield from self._faults_of_reward()
 
@@ -256,6 +260,17 @@ class RLOptions(RunOptions):
         scores are all the same. None: none are.
         """
         return getattr(self.algorithm, "filter_range", None)
+
+    @property
+    def rollout_strategy(self) -> tuple[str, str]:
+        """Name of the plug-in that collects the rollouts of a step, and the option that asks for it. Empty: the
+        default, which is all rollouts of the next prompts.
+        """
+        if self.asynchronous.partial_rollout:
+            return "partial_rollouts", "asynchronous.partial_rollout"
+        if self.filter_range is not None:
+            return "dynamic_sampling", self.FILTER_OPTION
+        return "", ""
 
     @property
     def step_size(self) -> int:

@@ -3,6 +3,7 @@
 from torch import nn
 
 from components.batch import Batch
+from components.data.samples import old_logprobs
 from components.models.causal import token_logprobs
 from components.rl.aggregation import Aggregation, LossOutput, Totals, reduce_loss
 from components.rl.masked import token_mean
@@ -22,7 +23,7 @@ def clipped_policy_loss(
 
     Args:
         model: the policy.
-        micro: with `advantage`, `rollout_logprob`, and `logprob` from its second optimizer step on.
+        micro: with `advantage`, `rollout_logprob`, and what `old_logprobs` reads.
         totals: of the whole optimizer step, by which the loss is normalised.
         config: of the run: clip range, correction, temperature.
         aggregation: how tokens are weighed.
@@ -34,9 +35,7 @@ def clipped_policy_loss(
     mask_N = micro["action_mask"]
     output = token_logprobs(model, micro, config.rollout.temperature, with_entropy=True)
     assert output.entropy_N is not None
-    # In the first optimizer step of a batch the policy before it is the policy itself.
-    old_logprob_N = micro["logprob"] if "logprob" in micro else output.logprob_N.detach()
-    columns = (output.logprob_N, old_logprob_N, micro["advantage"], mask_N)
+    columns = (output.logprob_N, old_logprobs(micro, output.logprob_N), micro["advantage"], mask_N)
     tokens = ppo_loss(*columns, clip_low=own.clip_low, clip_high=own.clip_high)
     weight_N = micro["correction"] if own.correction != "none" else None
     policy = reduce_loss(tokens, mask_N, micro.lengths, totals, aggregation, longest, weight_N)

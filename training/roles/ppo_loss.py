@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from components.batch import Batch
+from components.data.samples import old_logprobs
 from components.rl import policy_losses
 from components.rl.aggregation import TokenLoss
 from components.rl.kl import adapted_kl_coef
@@ -18,8 +19,7 @@ def surrogate(logprob_N: Tensor, micro: Batch, config: PPORunOptions) -> TokenLo
     """What each token costs, as `algorithm.policy_loss` says."""
     own = config.algorithm
     clip = {"clip_low": own.clip_low, "clip_high": own.clip_high}
-    # In the first optimizer step of a batch the policy before it is the policy itself.
-    old_logprob_N = micro[config.old_policy] if config.old_policy in micro else logprob_N.detach()
+    old_logprob_N = old_logprobs(micro, logprob_N, config.old_policy)
     columns = (logprob_N, old_logprob_N, micro["advantage"], micro["action_mask"])
     match own.policy_loss:
         case "ppo":

@@ -82,8 +82,9 @@ class TrainedModel(BaseWorkload):
             if prepare is not None:
                 minibatch = prepare(minibatch, index)
             if index == 0 and "logprob" in minibatch:
-                # The policy is still the one of the old log-probs: a loss takes its own, and the ratio is exactly 1.
-                # Another pass may have other rows in its micro-batches, whose products round otherwise.
+                # The policy is still the one of the old log-probs, so `old_logprobs` returns those of the pass that
+                # trains, and the ratio is exactly 1. An earlier pass may have other rows in its micro-batches, whose
+                # products round otherwise.
                 minibatch = minibatch.without("logprob")
             try:
                 history.append(self.engine.train_step(minibatch, loss))

@@ -16,7 +16,7 @@ from training.tracking import redact
 from training.tracking.serialization import json_object
 
 GROUPS = "groups"
-"""Name of the `GroupsInFlight` among the stream's sources: a run that begins to use it has no state of it yet."""
+"""Name of the `PartialRolloutBuffer` among the stream's sources: a run that begins to use it has no state of it yet."""
 _SHAPE = ("layers", "hidden", "heads", "queries", "keys", "intermediate", "vocabulary", "experts")
 """Fields of a ModelSize that the weights of a checkpoint are shaped by."""
 

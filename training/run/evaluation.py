@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from components.batch import Batch
-from components.data.samples import drop_unrewarded, for_samples
+from components.data.samples import for_samples
 from components.generate.config import SamplingConfig
 from components.rewards.base import RewardError
 from training.run.evaluation_metrics import best_metric, heldout_metrics
@@ -27,9 +27,9 @@ class Evaluation:
     prompts: Batch | None
     """As `PromptSource.take` gives them."""
     response: Callable[[Batch, SamplingConfig], Batch]
-    """(prompts with `sample_id`, sampling) -> one scored response to each, with `action_mask`, `score`,
-    `reward_failed`, `prompt_id`, `datasource`, `truncated` and any `log_...`. It should draw the same random numbers
-    every time.
+    """(prompts with `sample_id`, sampling) -> one scored response to each, without those whose reward failed, with
+    `action_mask`, `score`, `prompt_id`, `datasource`, `truncated` and any `log_...`. It should draw the same random
+    numbers every time.
     """
     sampling: SamplingConfig
     samples_per_prompt: int
@@ -75,7 +75,7 @@ class Evaluation:
         """
         if self.prompts is None:
             return {}
-        responses, failed = self._rewarded(self.sampling, self.samples_per_prompt)
+        responses, failed = self._responses(self.sampling, self.samples_per_prompt)
         metrics = heldout_metrics(
             responses["score"],
             responses["prompt_id"],
@@ -85,24 +85,20 @@ class Evaluation:
             {name.removeprefix("log_"): responses[name] for name in responses.names if name.startswith("log_")},
         )
         if self.greedy:
-            greedy, failed_too = self._rewarded(replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0), 1)
+            greedy, failed_too = self._responses(replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0), 1)
             metrics |= {"score_greedy": float(greedy["score"].mean())}
             failed += failed_too
         metrics["failed"] = float(failed)
         return {f"eval/{name}": value for name, value in metrics.items()} | dict(self.further(responses))
 
-    def _rewarded(self, sampling: SamplingConfig, count: int) -> tuple[Batch, int]:
-        """`count` responses to each prompt, those that have a reward, and how many have none."""
-        responses = self.responses(sampling, count)
-        rewarded = drop_unrewarded(responses)
-        if not len(rewarded):
-            raise RewardError(f"none of {len(responses)} responses to held-out prompts has a reward")
-        return rewarded, len(responses) - len(rewarded)
-
-    def responses(self, sampling: SamplingConfig, count: int) -> Batch:
-        """`count` scored responses to each prompt."""
+    def _responses(self, sampling: SamplingConfig, count: int) -> tuple[Batch, int]:
+        """Make `count` responses to each prompt; returns those that have a reward, and the number of the others."""
         assert self.prompts is not None
-        return self.response(for_samples(self.prompts, count), sampling)
+        prompts = for_samples(self.prompts, count)
+        responses = self.response(prompts, sampling)
+        if not len(responses):
+            raise RewardError(f"none of {len(prompts)} responses to held-out prompts has a reward")
+        return responses, len(prompts) - len(responses)
 
     def is_best(self, metrics: Mapping[str, float], step: int = 0) -> bool:
         """Whether a step whose metrics these are is the best so far; one that was not evaluated is not."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
@@ -25,18 +25,25 @@ class PhaseClock:
         """
         self._emit = emit
         self._seconds = threading.local()
+        self._outside = threading.local()
         self._added: dict[str, float] = {}
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Count what happens inside to the phase `name`; phases may come again, and do not nest."""
-        return self._at(name, counts=True)
+        """Count what happens inside to the phase `name`. Phases may come again, and do not nest. Within `outside_step`
+        nothing is counted.
+        """
+        return nullcontext() if vars(self._outside) else self._at(name, counts=True)
 
     def outside_step(self, name: str, act: Callable[P, R]) -> Callable[P, R]:
         """`act`, told as the phase `name`, and not counted: what is done beside the steps, such as evaluations."""
 
         def within(*args: P.args, **kwargs: P.kwargs) -> R:
             with self._at(name, counts=False):
-                return act(*args, **kwargs)
+                self._outside.phase = name
+                try:
+                    return act(*args, **kwargs)
+                finally:
+                    del self._outside.phase
 
         return within
 

@@ -6,25 +6,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from components.batch import Batch
-from components.data.samples import add_rewards, drop_unrewarded, for_samples, main_branches, with_status
+from components.data.samples import add_rewards, for_samples, main_branches, with_status
 from components.data.shown import described
 from components.generate.config import SamplingConfig
-from components.rewards.base import RewardError
+from components.registry import load
 from components.rewards.opening import open_reward
-from plugins.dynamic_sampling.sampler import PromptFilter
-from plugins.partial_rollouts.buffer import GroupsInFlight
 from training.launch.inputs import describe_prompts, read_prompts, unused_template
 from training.run.evaluation import Evaluation
+from training.run.failed_rewards import FailedRewards, split_failed
 from training.run.policy_calls import PolicyCalls
-from training.run.queue import SampleStream, Stateful
+from training.run.queue import RolloutQueue, Stateful
 from training.run.rollouts import check_staleness, record_step, rollout_metrics
 from training.run.run import Run
+from training.run.strategies import RolloutStrategy, WholeSteps
 from training.tracking import console_line
-from training.tracking.tracker import UNREWARDED
 
 if TYPE_CHECKING:
     from components.data.prompts import PromptSource
@@ -32,8 +32,17 @@ if TYPE_CHECKING:
     from core import BaseTrainer
     from training.options.rl_options import RLOptions
 
-Generate = Callable[[Batch, SamplingConfig], Batch]
+
+class MakeRollouts(Protocol):
+    """The method of a trainer that makes rollouts, for a training step or (`heldout`) for an evaluation."""
+
+    def __call__(self, prompts: Batch, sampling: SamplingConfig, heldout: bool = False) -> Batch:
+        """Generate one scored rollout for each row of `prompts`; those whose reward failed are left out."""
+        ...
+
+
 Score = Callable[[Batch], Batch]
+"""The method of a trainer that scores rollouts, and leaves out those whose reward failed."""
 
 SHOWN = (
     "reward/score",
@@ -50,19 +59,16 @@ SHOWN = (
 class PolicyRun(Run[Batch]):
     """Everything of a training run but its algorithm.
 
-    `for rollouts in run.rollouts(generate, score)` runs the steps that are left, `end_step` ends each, and `finish` the
-    run. What the trainer's `init` has to do is done by the constructor: prompts are read, models loaded, and a
-    checkpoint resumed from, if there is one.
+    `for rollouts in run.queue(make_rollouts, score)` runs the steps that are left, `end_step` ends each, and `finish`
+    the run. The constructor reads the prompts, loads the models, and resumes from a checkpoint, if there is one.
     """
 
     config: RLOptions
-    generate: Generate
-    """As the recipe does; known from `rollouts` on, like the scores."""
     _has_shown_episode = False
-    failed: Batch | None = None
-    """The step's rollouts without a reward; they are not trained on."""
-    _scores: Sequence[Score]
-    _score_heldout: Score
+    _failed: Batch | None = None
+    """Rollouts without a reward of the step that was made last."""
+    _make_rollouts: MakeRollouts
+    _score: Score
 
     def __init__(
         self,
@@ -95,59 +101,45 @@ class PolicyRun(Run[Batch]):
 
     # --- the loop
 
-    def rollouts(self, generate: Generate, *scores: Score, score_heldout: Score | None = None) -> Iterator[Batch]:
-        """Generate and score the rollouts of each step that is left; none are older than they may be.
+    def queue(self, make_rollouts: MakeRollouts, score: Score) -> Iterator[Batch]:
+        """Iterate over the steps that are left, and hand out the scored rollouts of each.
+
+        The queue resumes, generates ahead of training, and ends when the run is to stop.
 
         Args:
-            generate: (prompts, sampling) -> a response, or an episode, to each prompt.
-            scores: add `reward` and `score`, one after the other. Default: `add_rewards`.
-            score_heldout: the same in evaluations, alone. Default: `scores`.
+            make_rollouts: generates and scores rollouts, in training and in evaluations.
+            score: scores rollouts that were generated without `make_rollouts`, as by partial rollouts.
         """
-        self.generate = self.awake(generate)
-        self._scores = scores or (self.add_rewards,)
-        self._score_heldout = score_heldout or self._score
+        self._make_rollouts = make_rollouts
+        self._score = score
         if self.config.evaluation.at_start and not self.trainer.stop_requested:
             self._evaluate_at_start()
         with self.checkpoints.kept_if_rewards_fail():
-            self.checkpoints.catch_up(self._evaluate_and_log)
-            for drawn in self.stream:
+            self.checkpoints.log_unlogged_step(self._evaluate_and_log)
+            for rollouts in self.stream:
                 self.calls.end_generation()
-                self.failed = None
-                rollouts = check_staleness(drawn, self.version, self.stream.most_stale)
-                # Else the recipe asks for rewards later.
-                yield self.rewarded(rollouts) if "reward_failed" in rollouts else rollouts
+                yield self._checked(rollouts)
 
-    def add_rewards(self, rollouts: Batch) -> Batch:
-        """Add `reward` and `score`, as `reward.source` or the agent's environment says."""
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Wake the engines if they sleep while the policy trains, and time what happens inside as `generate`."""
+        with self.phase("generate"):
+            self.calls.begin_generation()
+            yield
+
+    def score(self, rollouts: Batch, heldout: bool = False) -> Batch:
+        """Add `reward` and `score` [B], and leave out the rollouts whose reward failed."""
+        with self.phase("reward"):
+            rollouts = with_status(self.add_rewards(rollouts, heldout))
+        return self.drop_failed(rollouts, heldout)
+
+    def add_rewards(self, rollouts: Batch, heldout: bool = False) -> Batch:  # noqa: ARG002 - recipes read it
+        """Add `reward`, `score` and `reward_failed` [B], as `reward.source` or the agent's environment says."""
         return add_rewards(rollouts, self.reward, self.tokenizer, self.info, self.step)
 
-    def rewarded(self, rollouts: Batch) -> Batch:
-        """The rollouts that have a reward; the others, of which a step may have a few, are written to `failed/`.
-
-        Raises:
-            RewardError: fewer are left than the optimizer steps of all ranks need.
-        """
-        left = drop_unrewarded(self._check_rewarded(rollouts))
-        if len(left) < len(rollouts):
-            self.failed = rollouts.select(rollouts["reward_failed"] > 0)
-            self.tracker.rollouts(self.step, self.failed, UNREWARDED)
-            what = f"{len(self.failed)} of {len(rollouts)} {self.config.ROLLOUTS}"
-            where = UNREWARDED.format(step=self.step)
-            self.info(f"step {self.step}: {what} have no reward and are left out; they are in {where} of the run")
-        return left
-
-    def _check_rewarded(self, rollouts: Batch) -> Batch:
-        """The same rollouts; RewardError where too few have a reward, as far as that is known yet."""
-        if "reward_failed" not in rollouts:
-            return rollouts
-        count = int((rollouts["reward_failed"] == 0).sum())
-        fewest = (self.config.placement.actor_ranks or 1) * self.config.optimizer_steps(count)
-        if count < min(fewest, len(rollouts)):
-            raise RewardError(
-                f"{count} of {len(rollouts)} {self.config.ROLLOUTS} have a reward; the optimizer steps of all ranks "
-                f"need {fewest}"
-            )
-        return rollouts
+    def drop_failed(self, rollouts: Batch, heldout: bool = False) -> Batch:
+        """Leave out the rollouts whose reward failed. Those of a training step are counted, and saved in `failed/`."""
+        return split_failed(rollouts)[0] if heldout else self.failed_rewards.drop(rollouts)
 
     def compute_logprobs(self, rollouts: Batch) -> Batch:
         """Add `logprob`, of the policy before the update, and `reference_logprob` [N], in nats, where needed."""
@@ -184,7 +176,7 @@ class PolicyRun(Run[Batch]):
     def measure(self, experience: Batch) -> dict[str, float]:
         """Metrics of a step beside those of the updates: its speed, its rollouts, the last checkpoint and the queue."""
         low, high = self.config.algorithm.correction_range
-        found = self.count(experience) | rollout_metrics(experience, low, high, self.failed)
+        found = self.count(experience) | rollout_metrics(experience, low, high, self.failed_rewards.of_step)
         return found | self.checkpoints.metrics | self.stream.metrics
 
     def rename(self, metrics: dict[str, float]) -> dict[str, float]:
@@ -209,55 +201,44 @@ class PolicyRun(Run[Batch]):
 
     # --- how rollouts are made
 
-    def awake(self, generate: Generate) -> Generate:
-        """`generate`, with the engines awake, should they sleep while the policy trains."""
-
-        def generate_awake(prompts: Batch, sampling: SamplingConfig) -> Batch:
-            self.calls.begin_generation()
-            rollouts = generate(prompts, sampling)
-            self._describe_first(rollouts)
-            return rollouts
-
-        return generate_awake
-
     def _describe_first(self, rollouts: Batch) -> None:
         """Show what the first episode of the run begins with, which its environment may have written."""
-        if self._has_shown_episode or "num_turns" not in rollouts:
+        if self._has_shown_episode or "num_turns" not in rollouts or not len(rollouts):
             return
         self._has_shown_episode = True
         ids = rollouts.lists("tokens")[0][: int(rollouts["prompt_length"][0])]
         self.info(f"first episode begins {described(str(self.tokenizer.decode(ids)), ids)}")
 
-    def _make_rollouts(self, step: int) -> Batch | None:
-        """One step's rollouts. With dynamic sampling those at the end of the data may be fewer; None: there are none,
-        or the run is to stop.
+    def respond_to_next(self, count: int, step: int) -> Batch:
+        """Make the rollouts of the next `count` prompts, `samples_per_prompt` of each. For rollout strategies."""
+        prompts = for_samples(self.prompts.take(count), self.config.samples_per_prompt)
+        return self._make_rollouts(prompts, self.config.sampling(step))
+
+    def score_rollouts(self, rollouts: Batch) -> Batch:
+        """Score rollouts as the trainer does. For rollout strategies that generate by themselves."""
+        return self._score(rollouts)
+
+    def _fill_step(self, step: int) -> Batch | None:
+        """Make the rollouts of one step, or return None at the end of the data or if the run is to stop.
+
+        With dynamic sampling, the last step may have fewer prompts than the others.
         """
-        wanted = self.config.prompts_per_step
-        if self.in_flight is not None:
-            with self.phase("generate"):
-                rollouts = self.in_flight.fill(step, wanted, wanted * (self.stream.steps - step + 1))
-            return None if rollouts is None else self._check_rewarded(self._scored(rollouts))
-        if self.prompt_filter is None:
-            return self._check_rewarded(self._respond_to(self.prompts.take(wanted), step))
-        rollouts = self.prompt_filter.fill(step, wanted, lambda count: self._respond_to(self.prompts.take(count), step))
-        if self.prompt_filter.ended:
+        self.failed_rewards.take(None)  # of a generation that an error has ended
+        rollouts = self.strategy.fill(step)
+        if rollouts is not None:
+            self._describe_first(rollouts)
+        if self.strategy.has_ended:
             self.stream.steps = step
-        return None if rollouts is None else self._check_rewarded(rollouts)
+        self._failed = self.failed_rewards.take(rollouts)
+        return rollouts
 
-    def _respond_to(self, prompts: Batch, step: int) -> Batch:
-        """`samples_per_prompt` scored rollouts of each prompt."""
-        with self.phase("generate"):
-            samples = for_samples(prompts, self.config.samples_per_prompt)
-            rollouts = self.generate(samples, self.config.sampling(step))
-        return self._scored(rollouts)
-
-    def _scored(self, rollouts: Batch) -> Batch:
-        with self.phase("reward"):
-            return with_status(self._score(rollouts))
-
-    def _score(self, rollouts: Batch) -> Batch:
-        for score in self._scores:
-            rollouts = score(rollouts)
+    def _checked(self, rollouts: Batch) -> Batch:
+        """Check that the rollouts are recent enough, and record the failed rewards of their step."""
+        failed = self.stream.dropped
+        rollouts = check_staleness(rollouts, self.version, self.stream.most_stale)
+        if failed is not None:
+            failed = check_staleness(failed, self.version, self.stream.most_stale)
+        self.failed_rewards.record(failed, rollouts, self.tracker, self.step)
         return rollouts
 
     # --- evaluation
@@ -287,10 +268,10 @@ class PolicyRun(Run[Batch]):
         return self.evaluation.is_best(metrics, self.step)
 
     def _respond_heldout(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
-        """One scored rollout of each."""
-        rollouts = self.generate(prompts, sampling)
-        check_staleness(rollouts, self.version)
-        return main_branches(self._score_heldout(rollouts))
+        """Make one rollout of each prompt, scored by the held-out reward; those whose reward failed are left out."""
+        rollouts = self._make_rollouts(prompts, sampling, heldout=True)
+        self._describe_first(rollouts)
+        return main_branches(check_staleness(rollouts, self.version))
 
     def _sum_up(self) -> None:
         """Compare the policy with what it was at the start."""
@@ -319,8 +300,8 @@ class PolicyRun(Run[Batch]):
         if self.prompts.too_long:  # fewer than the plan has counted
             self.info(config.arithmetic(len(self.prompts)))
         self.reward = self._open_reward()
-        self.prompt_filter = self._open_filter()
-        self.in_flight = self._open_in_flight()
+        self.failed_rewards = FailedRewards(self._least_rewarded, config.ROLLOUTS, self.info)
+        self.strategy = self._open_strategy()
         rows = self._read_rows(heldout=True)
         heldout = self._open_prompts(rows, heldout=True) if rows else None
         self.evaluation = Evaluation(
@@ -353,18 +334,15 @@ class PolicyRun(Run[Batch]):
         """Open the queue of rollouts, resume, and let every role load its model."""
         if self.config.asynchronous.ahead:
             self.prompts.check_savable()  # of what is generated ahead a checkpoint holds all columns
-        sources: dict[str, Any] = {"prompts": self.prompts}
-        if self.in_flight is not None:
-            sources["groups"] = self.in_flight
-        filling = self.prompt_filter if self.in_flight is None else self.in_flight  # which is false while it is empty
-        stream = SampleStream(
-            self._make_rollouts,
+        stream = RolloutQueue(
+            self._fill_step,
             self._count_steps(),
             self.config.asynchronous.ahead,
             stopped=lambda: self.trainer.stop_requested,
-            sources=sources,
+            sources={"prompts": self.prompts, **self.strategy.sources()},
             clock=self.clock,
-            metrics=lambda: {} if filling is None else filling.metrics,
+            metrics=lambda: self.strategy.metrics,
+            dropped=lambda: self._failed,
             most_stale=self.config.asynchronous.most_stale,
         )
         resumed = self.open(stream, {"heldout": self.evaluation, **parts}, self._write_checkpoint, self._steps_left)
@@ -397,41 +375,22 @@ class PolicyRun(Run[Batch]):
 
     def _steps_left(self) -> int:
         """Steps that the prompts fill which were not yet trained on."""
-        in_flight = 0 if self.in_flight is None else len(self.in_flight)
-        steps, most = self.config.steps(self.prompts.left(self.config.data.epochs) + in_flight), self.config.max_steps
-        return steps if most is None else min(steps, max(most - self.step - self.stream.queued, 0))
+        prompts = self.prompts.left(self.config.data.epochs) + self.strategy.waiting
+        steps = self.config.steps(prompts)
+        if self.config.max_steps is None:
+            return steps
+        return min(steps, max(self.config.max_steps - self.step - self.stream.queued, 0))
 
-    def _open_filter(self) -> PromptFilter | None:
-        """Dynamic sampling, where it is asked for."""
-        if self.config.filter_range is None:
-            return None
-        return PromptFilter(
-            prompts=self.prompts,
-            bounds=self.config.filter_range,
-            option=self.config.FILTER_OPTION,
-            passes=self.config.data.epochs,
-            fewest=self.config.placement.actor_ranks or 1,
-            stopped=lambda: self.trainer.stop_requested,
-            info=self.info,
-        )
+    def _least_rewarded(self, count: int) -> int:
+        """Minimum number of rollouts with a reward in a step of `count` of them: one per rank and optimizer step."""
+        return (self.config.placement.actor_ranks or 1) * self.config.optimizer_steps(count)
 
-    def _open_in_flight(self) -> GroupsInFlight | None:
-        """Prompts whose rollouts continue while weights change, where that is asked for."""
-        own = self.config.asynchronous
-        if not own.partial_rollout:
-            return None
-        return GroupsInFlight(
-            take=self.prompts.take,
-            begin=lambda prompts, step: self.calls.begin(prompts, self.config.sampling(step)),
-            collect=self.calls.collect,
-            engines=self.calls.engines,
-            samples=self.config.samples_per_prompt,
-            in_flight=own.in_flight_prompts or self.config.prompts_per_step,
-            most_stale=own.most_stale,
-            version=lambda: self.version,
-            stopped=lambda: self.stream.ending,
-            info=self.info,
-        )
+    def _open_strategy(self) -> RolloutStrategy:
+        """Open what collects the rollouts of a step."""
+        name, option = self.config.rollout_strategy
+        if not name:
+            return WholeSteps(self.respond_to_next, self.config.prompts_per_step)
+        return load("rollout strategy", name, option)(self)
 
     # --- checkpoints
 

@@ -19,7 +19,7 @@ from training.run.checkpoints.checkpoint import (
     read_state,
 )
 from training.run.continuation import GROUPS, unfinished_groups
-from training.run.queue import SampleStream
+from training.run.queue import RolloutQueue
 
 BATCHES = Path("state", "batches")
 """Where the batches lie that were generated and not yet trained on, in a step's folder; trainer.json names them."""
@@ -81,7 +81,7 @@ class RunCheckpoints:
 
     store: Checkpoints
     """The step folders."""
-    stream: SampleStream[Any]
+    stream: RolloutQueue[Any]
     """Of the run, which knows its step."""
     parts: dict[str, Saved]
     """What else of the trainer a checkpoint holds, by name, besides the stream and its sources. Those that are made
@@ -206,7 +206,7 @@ class RunCheckpoints:
         self, evaluate: Callable[[Batch, dict[str, float]], bool], batch: Batch, metrics: dict[str, float]
     ) -> bool:
         """Evaluate a step that was trained on, and log it. Where that fails, `save_unfinished` keeps
-        what is given here, for `catch_up`.
+        what is given here, for `log_unlogged_step`.
 
         Args:
             evaluate: (batch, metrics) -> whether the step is the best so far.
@@ -221,7 +221,7 @@ class RunCheckpoints:
         self.unrecorded = None
         return is_best
 
-    def catch_up(self, evaluate: Callable[[Batch, dict[str, float]], bool]) -> None:
+    def log_unlogged_step(self, evaluate: Callable[[Batch, dict[str, float]], bool]) -> None:
         """Where the run that is continued with ended in `record`, do that again first."""
         if self.unrecorded is not None:
             is_best = self.record(evaluate, *self.unrecorded)

@@ -1,4 +1,4 @@
-"""The stream that every training loop reads its batches from. Nothing here needs torch."""
+"""The queue that every training loop reads its batches from. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -31,10 +31,12 @@ class Queued(Generic[Item]):
     seconds: dict[str, float]
     """That the phases of its generation took, where that was in a thread of its own."""
     most_stale: int
-    """See SampleStream."""
+    """See RolloutQueue."""
+    dropped: Item | None = None
+    """Samples of the batch that are not trained on, such as rollouts without a reward."""
 
 
-class SampleStream(Generic[Item]):
+class RolloutQueue(Generic[Item]):
     """Generates one batch of samples per training step: when the loop asks for it, or ahead in a thread.
 
     `for batch in stream:` runs the steps that are left. Inside the loop's body `stream.step` is the number
@@ -56,6 +58,7 @@ class SampleStream(Generic[Item]):
         sources: Mapping[str, Stateful] | None = None,
         clock: PhaseClock | None = None,
         metrics: Callable[[], Mapping[str, float]] = dict,
+        dropped: Callable[[], Item | None] = lambda: None,
         most_stale: int | None = None,
     ) -> None:
         """Set the stream before its first step.
@@ -72,6 +75,8 @@ class SampleStream(Generic[Item]):
                 again.
             clock: of the run, told how long the loop waits, and how long the generation of a batch took.
             metrics: of the generation that has just ended, asked for in the thread that generates.
+            dropped: samples of the generation that has just ended that are not trained on, asked for in the same
+                thread. They wait with the batch.
             most_stale: versions that the weights of any token may be behind. Default: `queue_size`.
         """
         self._generate = generate
@@ -80,6 +85,7 @@ class SampleStream(Generic[Item]):
         self._stopped = stopped
         self._clock = clock or PhaseClock()
         self._metrics = metrics
+        self._dropped = dropped
         self._most_stale = queue_size if most_stale is None else most_stale
         self.sources = dict(sources or {})
         """What `generate` changes, by name."""
@@ -88,6 +94,8 @@ class SampleStream(Generic[Item]):
         """The step whose batch was handed out last; 0 before the first."""
         self.metrics: dict[str, float] = {}
         """Of the generation of that batch; with a queue also `rollout/queued_batches`: as it was asked for."""
+        self.dropped: Item | None = None
+        """Samples of that batch that are not trained on."""
         self.most_stale = self._most_stale
         """So many versions may that batch be behind; of one from another run's checkpoint as that run had it."""
         self._queue: deque[Queued[Item]] = deque()  # of the steps that follow `step`, without a gap
@@ -115,6 +123,7 @@ class SampleStream(Generic[Item]):
                 if queued is None:
                     break
                 self._at_hand, self.metrics, self.most_stale = queued, queued.metrics, queued.most_stale
+                self.dropped = queued.dropped
                 yield queued.batch
             was_left = False
         finally:
@@ -143,7 +152,7 @@ class SampleStream(Generic[Item]):
     def state_dict(self) -> dict[str, Any]:
         """Give what `load_state_dict` needs; the batches of the queue are in it as they are."""
         with self._changed:
-            queue = [dict(vars(queued)) for queued in self._queue]
+            queue = [_without_none(vars(queued)) for queued in self._queue]
             return {"step": self.step} | ({"queue": queue} if queue else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -171,6 +180,7 @@ class SampleStream(Generic[Item]):
             # A state that is taken now, or after a failure, asks for the same samples again.
             self._under_way = self._source_states()
         batch = self._generate(step)
+        dropped = self._dropped()
         seconds = self._clock.hand_over() if self.queue_size else {}
         with self._changed:
             if batch is None and self.ending:
@@ -179,7 +189,7 @@ class SampleStream(Generic[Item]):
             if batch is None:
                 self.steps = step - 1
                 return False
-            self._queue.append(Queued(batch, dict(self._metrics()), seconds, self._most_stale))
+            self._queue.append(Queued(batch, dict(self._metrics()), seconds, self._most_stale, dropped))
             self._changed.notify_all()
         return True
 
@@ -252,3 +262,8 @@ class SampleStream(Generic[Item]):
     def _is_near(self) -> bool:
         """Whether the training is near enough to the step that comes next, or the loop was left."""
         return self._left or self.step + len(self._queue) - self.queue_size <= self._trained
+
+
+def _without_none(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a batch that are set."""
+    return {name: value for name, value in state.items() if value is not None}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from components.batch import Batch
     from core import BaseTrainer
     from training.options.groups import RunOptions
-    from training.run.queue import SampleStream, Stateful
+    from training.run.queue import RolloutQueue, Stateful
 
 Item = TypeVar("Item")
 
@@ -28,7 +28,7 @@ class Run(Generic[Item]):
     """Owns the run folder, the checkpoints and the step counter of a trainer. See its subclasses."""
 
     config: Any
-    stream: SampleStream[Item]
+    stream: RolloutQueue[Item]
     checkpoints: RunCheckpoints
     tracker: Tracker
 
@@ -72,7 +72,7 @@ class Run(Generic[Item]):
 
     def open(
         self,
-        stream: SampleStream[Item],
+        stream: RolloutQueue[Item],
         parts: Mapping[str, Stateful],
         write: Callable[[Path], object],
         left: Callable[[], int] | None = None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from components.batch import Batch
 from training.run.epochs import Epochs
-from training.run.queue import SampleStream
+from training.run.queue import RolloutQueue
 from training.run.run import Run
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class SupervisedRun(Run[Batch]):
         epochs = Epochs.of(config, self.data.train)
         count, held_out = self._examples(self.data.train), self._examples(self.data.heldout)
         self.info(f"{count} {config.EXAMPLES} to train on, {held_out} held out; {epochs.steps} optimizer steps")
-        stream = SampleStream(epochs.minibatch, epochs.steps, stopped=lambda: self.trainer.stop_requested)
+        stream = RolloutQueue(epochs.minibatch, epochs.steps, stopped=lambda: self.trainer.stop_requested)
         resumed = self.open(stream, {"data": epochs, "evaluations": self}, self._write_checkpoint)
         self.role.load(self.data.model_path, epochs.steps)
         if resumed is not None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from components.batch import Batch
 from components.data.prompts import PromptSource
 from plugins.demo.tiny_model import character_tokenizer
-from plugins.dynamic_sampling.sampler import PromptFilter
+from plugins.dynamic_sampling.sampler import DynamicSampler
 from tests.messages import says
 
 
@@ -24,7 +24,7 @@ class Steps:
         self,
         count: int = 8,
         passes: int = 1,
-        fewest: int = 1,
+        minimum: int = 1,
         teaches: Callable[[int], bool] = lambda i: i % 2 == 1,
         bounds: tuple[float, float] | tuple[None, None] = (0.0, 1.0),
         responses: int = 2,
@@ -39,12 +39,12 @@ class Steps:
         """Prompts whose last response has no reward."""
         self.stop_after: int | None = None
         self.said: list[str] = []
-        self.filter = PromptFilter(
+        self.filter = DynamicSampler(
             prompts=self.prompts,
             bounds=bounds,
             option="keep_range",
             passes=passes,
-            fewest=fewest,
+            minimum=minimum,
             stopped=lambda: self.stop_after is not None and self.prompts.taken >= self.stop_after,
             info=self.said.append,
         )
@@ -56,8 +56,8 @@ class Steps:
         taught_B = torch.tensor([self.teaches(i) for i in asked["prompt_id"].tolist()])
         is_first_B = torch.arange(self.responses).repeat(count) == 0
         fails_B = torch.tensor([i in self.failing for i in asked["prompt_id"].tolist()])
-        failed_B = (fails_B & (torch.arange(self.responses).repeat(count) == self.responses - 1)).float()
-        return asked.with_sequences(score=(is_first_B | ~taught_B).float(), reward_failed=failed_B)
+        failed_B = fails_B & (torch.arange(self.responses).repeat(count) == self.responses - 1)
+        return asked.with_sequences(score=(is_first_B | ~taught_B).float()).select(~failed_B)
 
     def batch(self, wanted: int) -> Batch | None:
         return self.filter.fill(1, wanted, self.response)
@@ -90,8 +90,8 @@ def test_a_prompt_is_judged_by_the_responses_that_have_a_reward() -> None:
     # Of three responses the first is right, the second wrong, and the third of prompt 0 has no reward: its 0 is none.
     steps = Steps(teaches=lambda _: True, responses=3, bounds=(0.4, 1.0))
     steps.failing = {0}
-    # Prompt 0: 1 of 2 is 0.5. All others: 1 of 3. It comes whole, so that the response without a reward is counted.
-    assert steps.fill(1, 1) == [0, 0, 0]
+    # Prompt 0: 1 of 2 is 0.5. All others: 1 of 3.
+    assert steps.fill(1, 1) == [0, 0]
     assert steps.fill(2, 1) is None
     # Of two responses one is left, which differs from no other.
     steps = Steps(teaches=lambda _: True, bounds=(None, None))
@@ -194,7 +194,7 @@ def test_prompts_are_tried_again_in_every_pass_under_ids_of_their_own() -> None:
 
 
 def test_answers_that_are_too_few_for_the_ranks_are_not_trained_on() -> None:
-    steps = Steps(fewest=3)
+    steps = Steps(minimum=3)
     assert steps.fill(1, 3) == [1, 1, 3, 3, 5, 5]
     assert steps.fill(2, 3) is None
     assert steps.filter.ended

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from agents.runner import Collected
 from components.batch import Batch
-from plugins.partial_rollouts.buffer import GroupsInFlight
-from training.run.queue import SampleStream
+from plugins.partial_rollouts.buffer import PartialRolloutBuffer
+from training.run.queue import RolloutQueue
 
 SAMPLES = 2
 
@@ -60,8 +60,8 @@ class Engines:
             found.append(Collected(responses(done) if done else None, list(own)))
         return found
 
-    def groups(self, in_flight: int, most_stale: int) -> GroupsInFlight:
-        return GroupsInFlight(
+    def groups(self, in_flight: int, most_stale: int) -> PartialRolloutBuffer:
+        return PartialRolloutBuffer(
             take=self.take,
             begin=self.begin,
             collect=self.collect,
@@ -219,13 +219,15 @@ def test_whatever_is_slow_lost_or_killed_each_prompt_is_trained_on_once_by_weigh
         groups.load_state_dict(states["groups"])
         lost = data.draw(st.sets(st.integers(1, steps)))
 
-        def generate(step: int, engines: Engines = engines, groups: GroupsInFlight = groups, lost: Any = lost) -> Any:
+        def generate(
+            step: int, engines: Engines = engines, groups: PartialRolloutBuffer = groups, lost: Any = lost
+        ) -> Any:
             if step in lost:
                 engines.playing.get(step % 2, {}).clear()
             return groups.fill(step, wanted, (steps - step + 1) * wanted)
 
         sources = {"groups": groups, "prompts": Taken(engines)}
-        stream = SampleStream(generate, steps, most_ahead, sources=sources)
+        stream = RolloutQueue(generate, steps, most_ahead, sources=sources)
         stream.load_state_dict(states["stream"])
         killed = data.draw(st.integers(done + 1, steps))
         for batch in stream:

@@ -37,18 +37,18 @@ class Policy:
         self.asked.append((len(asked), temperature))
         self.narrowed.append((sampling.top_p, sampling.top_k))
         right_B = (asked["sample_id"] == 1) | torch.tensor(self.learnt and temperature == 0)
-        return Batch(
+        responses = Batch(
             [2] * len(asked),
             {"tokens": torch.zeros(2 * len(asked)), "action_mask": torch.tensor([False, True] * len(asked))},
             {
                 "score": right_B.float(),
                 "prompt_id": asked["prompt_id"],
                 "truncated": torch.zeros(len(asked), dtype=torch.bool),
-                "reward_failed": torch.isin(torch.arange(len(asked)), torch.tensor(self.failing)).float(),
                 "log_greedy": torch.full([len(asked)], float(temperature == 0)),
             },
             {"datasource": asked["datasource"]},
         )
+        return responses.select(~torch.isin(torch.arange(len(asked)), torch.tensor(self.failing)))
 
 
 def heldout(policy: Policy, said: list[str], batch: Batch | None = None, greedy: bool = True) -> Evaluation:

@@ -20,7 +20,7 @@ from tests.messages import says
 from training.run.checkpoints.checkpoint import CheckpointError, Checkpoints
 from training.run.phase_clock import PhaseClock
 from training.run.progress import Progress, RunCheckpoints
-from training.run.queue import SampleStream
+from training.run.queue import RolloutQueue
 
 
 def test_phases_that_come_again_are_added_and_a_step_is_their_sum(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_a_stream_that_generates_ahead_tells_the_clock_of_both_threads() -> None
         with clock.phase("generate"):
             return step
 
-    for _ in SampleStream(generate, 2, 1, clock=clock):
+    for _ in RolloutQueue(generate, 2, 1, clock=clock):
         with clock.phase("train"):
             pass
         found = clock.take()
@@ -125,7 +125,7 @@ class Box:
         self.said: list[str] = []
         self.written: list[str] = []
         self.fault: OSError | None = None
-        self.stream = SampleStream(lambda step: step, steps)
+        self.stream = RolloutQueue(lambda step: step, steps)
         self.progress = Progress()
         self.checkpoints = RunCheckpoints(
             store=Checkpoints(folder),
@@ -269,7 +269,7 @@ class Ahead:
         self.prompts, self.begun, self.go_on = Counter(), threading.Event(), threading.Event()
         self.halt = halt
         own = {"prompts": self.prompts, **sources}
-        self.stream = SampleStream(self.generate, 5, 2, sources=own, metrics=lambda: {"nan": math.nan})
+        self.stream = RolloutQueue(self.generate, 5, 2, sources=own, metrics=lambda: {"nan": math.nan})
         self.said: list[str] = []
         self.checkpoints = RunCheckpoints(
             store=Checkpoints(folder),
@@ -432,7 +432,7 @@ def test_a_step_whose_evaluation_failed_is_evaluated_before_the_run_goes_on(tmp_
     assert re.search(says("step 2", "evaluation"), said)
     resumed, seen = Box(tmp_path), list[Any]()
     resumed.checkpoints.load("auto")
-    resumed.checkpoints.catch_up(lambda batch, metrics: bool(seen.append((batch, metrics))) or True)
+    resumed.checkpoints.log_unlogged_step(lambda batch, metrics: bool(seen.append((batch, metrics))) or True)
     ((batch, metrics),) = seen
     assert batch.to_table().equals(trained.to_table())
     assert metrics == {"loss": 0.3}
@@ -441,5 +441,5 @@ def test_a_step_whose_evaluation_failed_is_evaluated_before_the_run_goes_on(tmp_
     assert resumed.written == [".step_2.partial"]
     again = Box(tmp_path)
     again.checkpoints.load("auto")
-    again.checkpoints.catch_up(no_rewards)
+    again.checkpoints.log_unlogged_step(no_rewards)
     assert list(again.stream) == [3, 4, 5]

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from training.run.phase_clock import PhaseClock
-from training.run.queue import SampleStream
+from training.run.queue import RolloutQueue
 
 SECONDS = 100
 """After which something that never comes counts as hung."""
@@ -26,17 +26,17 @@ def test_the_loop_gets_one_batch_per_step_made_when_it_asks() -> None:
         made.append(step)
         return f"batch {step}"
 
-    stream = SampleStream(generate, steps=3)
+    stream = RolloutQueue(generate, steps=3)
     seen = [(batch, stream.step, list(made)) for batch in stream]
     assert seen == [("batch 1", 1, [1]), ("batch 2", 2, [1, 2]), ("batch 3", 3, [1, 2, 3])]
     assert list(stream) == []
 
 
 def test_a_state_saved_in_the_body_resumes_with_the_next_step() -> None:
-    stream = SampleStream(lambda step: step, steps=4)
+    stream = RolloutQueue(lambda step: step, steps=4)
     states = [stream.state_dict() for _ in stream]
     assert states[1] == {"step": 2}
-    resumed = SampleStream(lambda step: step, steps=4)
+    resumed = RolloutQueue(lambda step: step, steps=4)
     resumed.load_state_dict(states[1])
     assert len(resumed) == 2
     assert list(resumed) == [3, 4]
@@ -52,7 +52,7 @@ def test_a_step_whose_generation_failed_is_tried_again_after_those_before_it(que
             raise RuntimeError("engine lost")
         return step
 
-    stream = SampleStream(generate, 3, queue_size)
+    stream = RolloutQueue(generate, 3, queue_size)
     batches = iter(stream)
     assert next(batches) == 1
     with pytest.raises(RuntimeError, match="engine lost"):
@@ -63,11 +63,11 @@ def test_a_step_whose_generation_failed_is_tried_again_after_those_before_it(que
 
 @pytest.mark.parametrize("queue_size", [0, 1, 3])
 def test_where_the_data_ends_the_stream_ends_and_where_it_was_stopped_steps_are_left(queue_size: int) -> None:
-    ended = SampleStream(lambda step: step if step < 3 else None, 5, queue_size)
+    ended = RolloutQueue(lambda step: step if step < 3 else None, 5, queue_size)
     assert list(ended) == [1, 2]
     assert (ended.step, len(ended)) == (2, 0)
     asked: list[int] = []
-    stopped = SampleStream(lambda step: asked.append(step) if step == 3 else step, 5, stopped=lambda: 3 in asked)
+    stopped = RolloutQueue(lambda step: asked.append(step) if step == 3 else step, 5, stopped=lambda: 3 in asked)
     assert list(stopped) == [1, 2]
     assert (stopped.step, len(stopped)) == (2, 3)
 
@@ -110,8 +110,8 @@ class Prompts:
         self.taken = state["taken"]
 
 
-def ahead(prompts: Prompts, steps: int, queue_size: int, **own: Any) -> SampleStream[list[int]]:
-    return SampleStream(prompts.generate, steps, queue_size, sources={"prompts": prompts}, **own)
+def ahead(prompts: Prompts, steps: int, queue_size: int, **own: Any) -> RolloutQueue[list[int]]:
+    return RolloutQueue(prompts.generate, steps, queue_size, sources={"prompts": prompts}, **own)
 
 
 @pytest.mark.parametrize("queue_size", [1, 2])
@@ -139,7 +139,7 @@ def test_batches_and_their_metrics_are_those_of_the_inline_run() -> None:
 
 def test_the_thread_sees_the_context_of_the_loop() -> None:
     job = contextvars.ContextVar("job", default="none")
-    stream = SampleStream(lambda step: (threading.current_thread() is threading.main_thread(), job.get()), 1, 1)
+    stream = RolloutQueue(lambda step: (threading.current_thread() is threading.main_thread(), job.get()), 1, 1)
     job.set("mine")
     assert list(stream) == [(False, "mine")]
 
@@ -162,8 +162,8 @@ def test_where_the_loop_is_left_the_thread_ends_and_what_it_has_made_comes_when_
 def test_a_process_ends_though_a_generation_never_does() -> None:
     program = """
 import threading
-from training.run.queue import SampleStream
-for batch in SampleStream(lambda step: threading.Event().wait() if step == 2 else "batch", 3, 1):
+from training.run.queue import RolloutQueue
+for batch in RolloutQueue(lambda step: threading.Event().wait() if step == 2 else "batch", 3, 1):
     break
 print(batch)
 """
@@ -192,7 +192,7 @@ def test_generation_is_told_to_give_up_when_the_run_stops_and_not_in_a_loop_that
         told.append(stream.ending)
         return step
 
-    stream = SampleStream(generate, 3, queue_size, stop.is_set)
+    stream = RolloutQueue(generate, 3, queue_size, stop.is_set)
     for step in stream:
         if step == 1:
             break
@@ -218,7 +218,7 @@ def test_a_stop_while_the_loop_waits_leaves_the_batch_that_comes_in_the_queue() 
         stop.set()
         return step
 
-    stream = SampleStream(generate, 3, 1, stop.is_set, clock=Clock())
+    stream = RolloutQueue(generate, 3, 1, stop.is_set, clock=Clock())
     assert list(stream) == []
     assert (stream.step, stream.queued, len(stream)) == (0, 1, 3)
 
@@ -233,7 +233,7 @@ def test_what_fails_as_the_run_stops_is_raised() -> None:
             raise RuntimeError("engine lost")
         return step
 
-    batches = iter(SampleStream(generate, 3, 1, stop.is_set))
+    batches = iter(RolloutQueue(generate, 3, 1, stop.is_set))
     assert next(batches) == 1
     assert begun.wait(SECONDS)
     stop.set()
@@ -248,7 +248,7 @@ def test_a_generation_that_gives_up_as_the_run_stops_is_done_again_with_the_same
         batch = prompts.generate(step)
         return None if stream.ending else batch
 
-    stream = SampleStream(generate, 4, 1, stop.is_set, sources={"prompts": prompts})
+    stream = RolloutQueue(generate, 4, 1, stop.is_set, sources={"prompts": prompts})
     for _ in stream:
         prompts.until(2)
         stop.set()
@@ -258,7 +258,7 @@ def test_a_generation_that_gives_up_as_the_run_stops_is_done_again_with_the_same
     assert list(stream) == [[2, 3], [4, 5], [6, 7]]
 
 
-def trained_and_saved(prompts: Prompts, stream: SampleStream[list[int]], step: int, begun: int) -> Any:
+def trained_and_saved(prompts: Prompts, stream: RolloutQueue[list[int]], step: int, begun: int) -> Any:
     """Train up to `step`, wait in its body until the generation of step `begun` has begun, save, and leave the loop.
 
     Where `begun` is 0, wait for nothing.
@@ -316,7 +316,7 @@ def test_a_state_after_a_failed_generation_is_that_before_it(queue_size: int) ->
             raise RuntimeError("no rewards")
         return batch
 
-    stream = SampleStream(generate, 4, queue_size, sources={"prompts": prompts})
+    stream = RolloutQueue(generate, 4, queue_size, sources={"prompts": prompts})
     trained: list[list[int]] = []
     with pytest.raises(RuntimeError, match="no rewards"):
         trained.extend(stream)
