@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from components.ranges import NotNegative, Share
 from training.options.rl_options import PolicyOptions, RLOptions, without_effect
-from training.options.schema import where
+from training.options.schema import active_when
 
 
 @dataclass(kw_only=True)
@@ -21,7 +21,7 @@ class AlgorithmOptions(PolicyOptions):
     )
     """What becomes of a reward: itself; less the mean of all episodes of the prompt (reinforce_baseline, and dr_grpo,
     which does not whiten); less the mean of the others; divided by their deviation as well; and their relatives."""
-    std_epsilon: float = where(1e-4, estimator=("grpo",))
+    std_epsilon: float = active_when(1e-4, estimator=("grpo",))
     """Added to that deviation, so that rewards which differ by rounding alone teach next to nothing."""
     whiten: bool | None = None
     """Shift and scale the advantages of all tokens of a step to mean 0 and standard deviation 1. Default: with

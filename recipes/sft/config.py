@@ -14,7 +14,7 @@ from components.data.mixture import Note
 from plugins.demo.tasks import get_task
 from plugins.openrlhf.adapter import supervised
 from training.options.groups import CheckpointOptions, ModelOptions
-from training.options.schema import tried
+from training.options.schema import errors_of
 from training.options.supervised_options import ExampleOptions, Rows, SupervisedOptions
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class SFTConfig(SupervisedOptions):
         """See `Options.faults`."""
         yield from super().faults()
         if self.model.path.startswith(NEW):
-            yield from tried(f"model.path={self.model.path}: ", get_task, self.model.path.removeprefix(NEW))
+            yield from errors_of(f"model.path={self.model.path}: ", get_task, self.model.path.removeprefix(NEW))
 
     @property
     def models(self) -> dict[str, str]:

@@ -88,7 +88,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Given:
+class WrittenOption:
     """An option as somebody wrote it."""
 
     name: str
@@ -104,7 +104,7 @@ class Given:
 class Translation:
     """What is written, in the names of the schema."""
 
-    options: list[Given] = field(default_factory=list)
+    options: list[WrittenOption] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     written: dict[str, str] = field(default_factory=dict)
@@ -210,11 +210,11 @@ class Adapter:
         found = {*self.options, *self.computed, *self.no_effect, *self.refused}
         return {name for name in found if "*" not in name}
 
-    def translate(self, given: Iterable[Given]) -> Translation:
+    def translate(self, given: Iterable[WrittenOption]) -> Translation:
         """What is written in this system's names, or in the schema's, in the latter. Later ones win."""
         found = Translation()
-        raw: dict[str, Given] = {}
-        after: list[Given] = []
+        raw: dict[str, WrittenOption] = {}
+        after: list[WrittenOption] = []
         """Written in the schema's own names after all that is computed with."""
         idle: dict[str, list[str]] = {}
         for option in given:
@@ -239,7 +239,7 @@ class Adapter:
         if is_adapted and self.compute is not None:
             self._compute(raw, found, after)
         if is_adapted:
-            found.options = [Given(name, value) for name, value in self.defaults.items()] + found.options
+            found.options = [WrittenOption(name, value) for name, value in self.defaults.items()] + found.options
         return found
 
     def renamed(self, text: str, written: Mapping[str, str]) -> str:
@@ -270,7 +270,7 @@ class Adapter:
         own, other = _longest(name, self.computed), _longest(name, [*self.no_effect, *self.refused])
         return own if own and len(own) > len(other) else None
 
-    def _translate_one(self, option: Given, target: Target, found: Translation) -> None:
+    def _translate_one(self, option: WrittenOption, target: Target, found: Translation) -> None:
         value = target.values.get(as_text(option.value), option.value)
         if target.otherwise and as_text(option.value) not in (*target.values, *NO_VALUE):
             found.faults.append(f"{option}={as_text(option.value)}: {target.otherwise}")
@@ -278,10 +278,10 @@ class Adapter:
         if value is option.value and as_text(value) in NO_VALUE:
             found.options = [earlier for earlier in found.options if earlier.name != target.name]
             return
-        found.options.append(Given(target.name, value, option.source))
+        found.options.append(WrittenOption(target.name, value, option.source))
         found.written[target.name] = option.name
 
-    def _compute(self, raw: Mapping[str, Given], found: Translation, after: Iterable[Given]) -> None:
+    def _compute(self, raw: Mapping[str, WrittenOption], found: Translation, after: Iterable[WrittenOption]) -> None:
         assert self.compute is not None
         values: dict[str, Any] = {}
         names = set(found.written.values())
@@ -292,7 +292,7 @@ class Adapter:
             except ValueError:
                 found.faults.append(f"{option}={as_text(option.value)}; set a number")
         self.compute(result)
-        found.options += [Given(name, value) for name, value in result.options.items()]
+        found.options += [WrittenOption(name, value) for name, value in result.options.items()]
         found.options += [option for option in after if option.name in result.options]
         found.notes += [self.renamed(note, found.written | result.written) for note in result.notes]
         found.faults = [*result.faults, *found.faults]

@@ -23,8 +23,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from components.net.hub import first_line
-from training.options.adapter import Adapter, Given, Translation
-from training.options.schema import ConfigError, collecting, fields_of, options_of, recipe_of, without_none
+from training.options.adapter import Adapter, Translation, WrittenOption
+from training.options.schema import ConfigError, collect_errors, fields_of, options_of, recipe_of, without_none
 from training.options.synonyms import answer
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class CommandLine(Generic[T]):
         words, self._faults = _read_arguments(schema, arguments)
         self.files = [Path(option.value) for option in words if option.name == "config"]
         """Those that are named."""
-        self._given: list[Given] = []
+        self._given: list[WrittenOption] = []
         for path in self.files:
             try:
                 self._given += read_file(schema, path)
@@ -72,7 +72,7 @@ class CommandLine(Generic[T]):
         self.notes = self._found.notes
         """What is to be said of options that are named and have no effect here."""
 
-    def start_from(self, options: Sequence[Given]) -> None:
+    def start_from(self, options: Sequence[WrittenOption]) -> None:
         """Put other values than the schema's in places that the user does not name."""
         self._found = self._translated(options)
 
@@ -109,7 +109,7 @@ class CommandLine(Generic[T]):
         """A sentence about options, in the names that the user writes."""
         return self._adapter.renamed(text, self.written)
 
-    def _translated(self, before: Sequence[Given]) -> Translation:
+    def _translated(self, before: Sequence[WrittenOption]) -> Translation:
         found = translated(self.schema, [*before, *self._given])
         found.faults += self._faults
         return found
@@ -141,7 +141,7 @@ def adapter_of(schema: Any) -> Adapter:
     return getattr(schema, "ADAPTER", None) or Adapter()
 
 
-def translated(schema: Any, given: Sequence[Given]) -> Translation:
+def translated(schema: Any, given: Sequence[WrittenOption]) -> Translation:
     """What is written in the names of the schema, and all that is wrong with it."""
     resolved, unresolved = _resolved(schema, given)
     found = adapter_of(schema).translate(resolved)
@@ -161,10 +161,10 @@ def translated(schema: Any, given: Sequence[Given]) -> Translation:
 # --- the command line and files
 
 
-def _read_arguments(schema: Any, arguments: Sequence[str]) -> tuple[list[Given], list[str]]:
+def _read_arguments(schema: Any, arguments: Sequence[str]) -> tuple[list[WrittenOption], list[str]]:
     """Each option with its value, still text or a list of texts, under the name that the user has written."""
     fields = fields_of(schema) | {"config": str}
-    found: list[Given] = []
+    found: list[WrittenOption] = []
     faults: list[str] = []
     rest = list(arguments)
     while rest:
@@ -177,11 +177,11 @@ def _read_arguments(schema: Any, arguments: Sequence[str]) -> tuple[list[Given],
             continue
         key = name.removeprefix("--").replace("-", "_") if name.startswith("--") else name
         if equals:
-            found.append(Given(key, value))
+            found.append(WrittenOption(key, value))
             continue
         try:
             following = _count_values(rest, lambda name: _kind_of(schema, name, fields) is not None)
-            found.append(Given(key, _take_values(word, _kind_of(schema, key, fields), rest, *following)))
+            found.append(WrittenOption(key, _take_values(word, _kind_of(schema, key, fields), rest, *following)))
         except ConfigError as error:
             faults.append(str(error))
     return found, faults
@@ -234,7 +234,7 @@ def _take_values(word: str, kind: Any, rest: list[str], following: int, listed: 
     return values if is_tuple else values[0]
 
 
-def read_file(schema: Any, path: Path) -> list[Given]:
+def read_file(schema: Any, path: Path) -> list[WrittenOption]:
     """Everything in a configuration file.
 
     Raises:
@@ -250,7 +250,7 @@ def read_file(schema: Any, path: Path) -> list[Given]:
         raise ConfigError(f"{path} holds a list, not keys and values")
     fields = fields_of(schema)
     leaves = _leaves(typing.cast(dict[str, Any], content), lambda name: _kind_of(schema, name, fields) is not None)
-    return [Given(name, value, str(path)) for name, value in leaves]
+    return [WrittenOption(name, value, str(path)) for name, value in leaves]
 
 
 def _leaves(given: Mapping[str, Any], is_option: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -263,14 +263,14 @@ def _leaves(given: Mapping[str, Any], is_option: Any, prefix: str = "") -> Itera
             yield name, value
 
 
-def _resolved(schema: Any, given: Sequence[Given]) -> tuple[list[Given], list[str]]:
+def _resolved(schema: Any, given: Sequence[WrittenOption]) -> tuple[list[WrittenOption], list[str]]:
     """With each `${name}` replaced by what is said of that name, here or by the schema; and what cannot be."""
     if not any("${" in str(option.value) for option in given):
         return list(given), []
     whole: Any = OmegaConf.create(typing.cast(Any, OmegaConf.to_container(OmegaConf.structured(schema))))
-    found: list[Given] = []
+    found: list[WrittenOption] = []
     faults: list[str] = []
-    readable: list[Given] = []
+    readable: list[WrittenOption] = []
     for option in given:
         try:
             OmegaConf.update(whole, option.name, option.value, force_add=True)
@@ -285,7 +285,7 @@ def _resolved(schema: Any, given: Sequence[Given]) -> tuple[list[Given], list[st
         try:
             value = OmegaConf.select(whole, option.name)
             plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-            found.append(Given(option.name, plain, option.source))
+            found.append(WrittenOption(option.name, plain, option.source))
         except OmegaConfBaseException as error:
             faults.append(f"{option}={option.value}: {first_line(error)}")
     return found, faults
@@ -305,7 +305,7 @@ def _numbers(tree: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
 
 def _made(merged: Any) -> tuple[Any, list[str]]:
     """The configuration, and all that its groups and the whole have against it."""
-    with collecting() as told:
+    with collect_errors() as told:
         try:
             return OmegaConf.to_object(merged), told
         except Exception as error:
@@ -329,7 +329,7 @@ def _typed(value: Any, kind: Any) -> Any:
 # --- messages
 
 
-def _is_known(given: Given, fields: Mapping[str, Any]) -> bool:
+def _is_known(given: WrittenOption, fields: Mapping[str, Any]) -> bool:
     """Whether this is an option, an entry of one that is a mapping, or a whole group."""
     key, is_whole = given.name, given.value is None or isinstance(given.value, Mapping)
     if key in fields or (is_whole and any(name.startswith(f"{key}.") for name in fields)):

@@ -40,7 +40,7 @@ from components.train.config import (
 )
 from core import beat
 from plugins.plan.machines import Machines
-from training.options.schema import Options, at_home, limit_note, recipe_of, refuse, tried, where
+from training.options.schema import Options, active_when, at_home, errors_of, limit_note, recipe_of, refuse
 from training.run.checkpoints.checkpoint import Checkpoints
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class RunOptions(Options):
         """See `Options.faults`."""
         yield from super().faults()
         if self.assume_devices is not None:
-            yield from tried("", Machines.parse, self.assume_devices)
+            yield from errors_of("", Machines.parse, self.assume_devices)
             if not (self.dry_run or self.print_config):
                 yield f"assume_devices={self.assume_devices} is for a plan alone; set dry_run as well, or leave it out"
 
@@ -301,17 +301,17 @@ class RolloutOptions(Options, group="rollout"):
     engine: str = "auto"
     """Who generates: `vllm`; `hf`, a loop around transformers; or `auto`: vllm where it is installed and faster, on a
     GPU or with a large model. They draw different tokens from the same seed."""
-    tensor_parallel: Count = where(1, engine=("auto", "vllm"))
+    tensor_parallel: Count = active_when(1, engine=("auto", "vllm"))
     """vllm: devices of one engine, over which the weights are spread; on a CPU processes. Where roles share GPUs these
     are the devices of as many ranks, on one node."""
-    gpu_memory: ShareAboveZero | None = where(None, engine=("auto", "vllm"))
+    gpu_memory: ShareAboveZero | None = active_when(None, engine=("auto", "vllm"))
     """vllm: share of a GPU's memory for weights and cache. Default: 0.9; where others share the GPU 0.45, and with
     placement.learners_sleep 0.7."""
-    cpu_cache_gb: Positive = where(1.0, engine=("auto", "vllm"))
+    cpu_cache_gb: Positive = active_when(1.0, engine=("auto", "vllm"))
     """vllm: GiB of an engine's key-value cache on a CPU."""
-    enforce_eager: bool = where(False, engine=("auto", "vllm"))
+    enforce_eager: bool = active_when(False, engine=("auto", "vllm"))
     """vllm: no CUDA graphs, which are slower to start and faster to run. On a CPU there are none."""
-    prefix_caching: bool = where(True, engine=("auto", "vllm"))
+    prefix_caching: bool = active_when(True, engine=("auto", "vllm"))
     """vllm: read the common beginning of prompts once. Changes speed, not tokens."""
     verify_weight_sync: bool = False
     """After each step compare a digest of every weight on both sides."""
@@ -319,7 +319,7 @@ class RolloutOptions(Options, group="rollout"):
     """How weights get to the engines: `shared_memory`, which those on other nodes read by TCP; past the host, while
     they are gathered, by `ipc`, from a rank to the engine on its GPU, or `broadcast`, by NCCL from rank 0 to all; or
     `auto`: ipc where each rank shares its GPU with an engine, broadcast where engines have GPUs of their own."""
-    merge_lora: bool | None = where(None, engine=("auto", "vllm"))
+    merge_lora: bool | None = active_when(None, engine=("auto", "vllm"))
     """vllm, with train.lora_rank: true sends the weights with the adapters added to them, false the adapters alone,
     which vLLM adds as it computes. Default: the adapters alone where vLLM can hold them for the model."""
 
@@ -517,7 +517,7 @@ class AsyncOptions(Options, group="asynchronous"):
 
     enabled: bool = False
     """Generate ahead of training. Needs devices of their own for both."""
-    queue_size: CountFromZero = where(1, enabled=True)
+    queue_size: CountFromZero = active_when(1, enabled=True)
     """How many batches are generated ahead; so many versions behind may a batch's weights be. 0: none, as without."""
     partial_rollout: bool = False
     """Bring new weights to the engines in the middle of episodes. Otherwise an update waits until they are done."""
@@ -590,25 +590,25 @@ class EvaluationOptions(Options, group="evaluation"):
 
     path: str | None = None
     """Held-out prompts, as data.path; of a generated task those that are kept for this. Default: no evaluation."""
-    split: str | None = where(None, path=True)
+    split: str | None = active_when(None, path=True)
     """Which split of it. Default: train; of a task: heldout."""
-    max_samples: Count | None = where(2048, path=True)
+    max_samples: Count | None = active_when(2048, path=True)
     """How many of them. null: all, of a generated task 2,048."""
-    every: Steps = where(-1, path=True)
+    every: Steps = active_when(-1, path=True)
     """Evaluate every so many steps; -1 only at the start and at the end."""
-    greedy: bool = where(False, path=True)
+    greedy: bool = active_when(False, path=True)
     """Score the likeliest response to each prompt too, as eval/score_greedy."""
-    at_start: bool = where(True, path=True)
+    at_start: bool = active_when(True, path=True)
     """Evaluate before the first step."""
-    temperature: NotNegative = where(1.0, path=True)
+    temperature: NotNegative = active_when(1.0, path=True)
     """Of the responses behind eval/score."""
-    top_p: ShareAboveZero = where(1.0, path=True)
+    top_p: ShareAboveZero = active_when(1.0, path=True)
     """Of the same responses: they are drawn from the likeliest tokens whose probabilities reach this sum."""
-    top_k: CountFromZero = where(0, path=True)
+    top_k: CountFromZero = active_when(0, path=True)
     """Of the same: from so many likeliest tokens; 0: from all."""
-    samples_per_prompt: Count = where(4, path=True)
+    samples_per_prompt: Count = active_when(4, path=True)
     """N: responses per held-out prompt."""
-    best_metric: str = where("", path=True)
+    best_metric: str = active_when("", path=True)
     """The policy with the best of this metric is kept, and named in checkpoints/best. Default: eval/score; `none` keeps
     only the last policy."""
 

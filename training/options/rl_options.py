@@ -34,7 +34,7 @@ from training.options.groups import (
 )
 from training.options.log_options import LogOptions
 from training.options.parallel_options import ParallelOptions
-from training.options.schema import ConfigError, Options, idle_options, refuse, tried, without_effect
+from training.options.schema import ConfigError, Options, errors_of, idle_options, refuse, without_effect
 
 
 @dataclass(kw_only=True)
@@ -99,7 +99,7 @@ class EpisodeOptions(AgentOptions):
     """What is wrong with them is told with the faults of all other options."""
 
     def __post_init__(self) -> None:
-        refuse(tried("", super().__post_init__))
+        refuse(errors_of("", super().__post_init__))
 
 
 @dataclass(kw_only=True)
@@ -179,7 +179,7 @@ class RLOptions(RunOptions):
             yield from self._faults_of_reward()
 
     def _faults_of_reward(self) -> Iterator[str]:
-        yield from tried("", self._check_reward)
+        yield from errors_of("", self._check_reward)
 
     def _check_reward(self) -> None:
         if self.agent.func_path:

@@ -57,7 +57,7 @@ _told: ContextVar[list[str] | None] = ContextVar("told_faults", default=None)
 
 
 @contextmanager
-def collecting() -> Iterator[list[str]]:
+def collect_errors() -> Iterator[list[str]]:
     """The faults of all options that are made in the block, none of which is raised."""
     found: list[str] = []
     token = _told.set(found)
@@ -68,7 +68,7 @@ def collecting() -> Iterator[list[str]]:
 
 
 def refuse(faults: Iterable[str]) -> None:
-    """Raise what is wrong, all at once, or tell it to `collecting`.
+    """Raise what is wrong, all at once, or pass it to `collect_errors`.
 
     Raises:
         ConfigError: there are faults.
@@ -80,7 +80,7 @@ def refuse(faults: Iterable[str]) -> None:
         raise ConfigError(*found)
 
 
-def tried(prefix: str, make: Callable[..., object], *arguments: Any, **options: Any) -> Iterator[str]:
+def errors_of(prefix: str, make: Callable[..., object], *arguments: Any, **options: Any) -> Iterator[str]:
     """What `make` says against what it is given, behind a prefix."""
     try:
         make(*arguments, **options)
@@ -88,7 +88,7 @@ def tried(prefix: str, make: Callable[..., object], *arguments: Any, **options: 
         yield f"{prefix}{error}"
 
 
-def where(default: T, **others: Any) -> T:
+def active_when(default: T, **others: Any) -> T:
     """The default of an option that has an effect only where others of its group have these values: True is any that
     is set, False none, and a tuple any of its items. For `idle_options`.
     """
@@ -96,7 +96,7 @@ def where(default: T, **others: Any) -> T:
 
 
 def idle_options(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(name, why) of every option, or whole group, that has no effect in a configuration, as its `where` says."""
+    """(name, why) of every option, or whole group, that has no effect in a configuration, as its `active_when` says."""
     for field in dataclasses.fields(config):
         name, value = f"{prefix}{field.name}", getattr(config, field.name)
         for other, wanted in field.metadata.items():

@@ -25,7 +25,7 @@ from training.options.groups import (
 )
 from training.options.log_options import LogOptions
 from training.options.parallel_options import ParallelOptions
-from training.options.schema import Options, at_home, idle_options, tried, where, without_effect
+from training.options.schema import Options, active_when, at_home, errors_of, idle_options, without_effect
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,7 +59,7 @@ class ExampleOptions(Options, group="data"):
     """Which split of a hub name or folder; a file has only train."""
     apply_chat_template: bool = False
     """Take prompt and response as a user's and an assistant's message. Chat messages always go through the template."""
-    input_template: str | None = where(None, apply_chat_template=False)
+    input_template: str | None = active_when(None, apply_chat_template=False)
     """Text around each prompt, with `{}` in its place."""
     ignored_columns: str | None = None
     """Columns, with commas between, that the model is not to read although their names have a well-known meaning, such
@@ -78,7 +78,7 @@ class ExampleOptions(Options, group="data"):
         if self.input_template is not None and "{}" not in self.input_template:
             yield f"data.input_template={self.input_template!r} has no place for the prompt; write {{}} there"
         if self.path:
-            yield from tried("data.", mixture_probabilities, self.probs, len(source_names(self.path)))
+            yield from errors_of("data.", mixture_probabilities, self.probs, len(source_names(self.path)))
 
 
 @dataclass(kw_only=True)
@@ -121,11 +121,11 @@ class HeldOutOptions(Options, group="evaluation"):
 
     path: str | None = None
     """Examples that are only evaluated on, as data.path. Default: `held_out` of the data's own."""
-    split: str = where("train", path=True)
+    split: str = active_when("train", path=True)
     """Which split of it."""
-    max_samples: Count | None = where(None, path=True)
+    max_samples: Count | None = active_when(None, path=True)
     """Use at most this many of it. Default: all."""
-    held_out: CountFromZero = where(0, path=False)
+    held_out: CountFromZero = active_when(0, path=False)
     """Without a path: hold out so many examples of the data; 0: none."""
     every: Steps = -1
     """Evaluate every so many steps; -1 only at the start and at the end."""
