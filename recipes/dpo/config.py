@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from components.ranges import NotNegative, Positive
 from plugins.openrlhf.adapter import supervised
-from training.options.groups import ModelOptions
+from training.options.model_options import ModelOptions
 from training.options.schema import Options, at_home
 from training.options.supervised_options import PairOptions, SupervisedTrainOptions
 

@@ -11,8 +11,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from components.ranges import Count, NotNegative, Range
 from components.train.config import TrainConfig, TrainOptions
 from plugins.openrlhf.adapter import PPO
-from training.options.groups import EvaluationOptions, ModelOptions, PlacementOptions, RewardOptions
+from training.options.evaluation_options import EvaluationOptions
+from training.options.model_options import ModelOptions
+from training.options.placement_options import PlacementOptions
 from training.options.ppo_options import BY_RESPONSE, Aggregation, KLEstimator, PPOOptions, PPORunOptions
+from training.options.reward_options import RewardOptions
 from training.options.rl_options import PolicyTrainOptions
 from training.options.schema import Options, active_when, at_home, errors_of
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from plugins.openrlhf.adapter import supervised
-from training.options.groups import ModelOptions
+from training.options.model_options import ModelOptions
 from training.options.schema import Options
 from training.options.supervised_options import PairOptions, SupervisedTrainOptions
 

@@ -13,7 +13,8 @@ from components.data.columns import column_names
 from components.data.mixture import Note
 from plugins.demo.tasks import get_task
 from plugins.openrlhf.adapter import supervised
-from training.options.groups import CheckpointOptions, ModelOptions
+from training.options.checkpoint_options import CheckpointOptions
+from training.options.model_options import ModelOptions
 from training.options.schema import errors_of
 from training.options.supervised_options import ExampleOptions, Rows, SupervisedOptions
 

@@ -14,9 +14,12 @@ from components.data.columns import column_names
 from components.ranges import Count, Positive, Range
 from components.train.config import FrozenConfig, PassLimits, RolloutConfig, TrainConfig, VLLMRolloutConfig
 from plugins.verl.rows import SINGLE_TURN, TOOLS, load_verl_rows
-from training.options.groups import DataOptions, EvaluationOptions, RewardOptions, RolloutOptions
+from training.options.data_options import DataOptions
+from training.options.evaluation_options import EvaluationOptions
 from training.options.ppo_options import BY_RESPONSE, Aggregation, KLEstimator, PPOOptions, PPORunOptions
+from training.options.reward_options import RewardOptions
 from training.options.rl_options import PolicyTrainOptions
+from training.options.rollout_options import RolloutOptions
 from training.options.schema import active_when, errors_of, limit_note
 
 from .adapter import VERL

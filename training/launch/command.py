@@ -24,7 +24,8 @@ from training.launch.inputs import absent_models
 from training.launch.launch import open_endpoint, run_job
 from training.launch.machine_limits import check_machine
 from training.options.config import CommandLine, read_file
-from training.options.groups import ModelOptions, RunOptions
+from training.options.model_options import ModelOptions
+from training.options.run_options import RunOptions
 from training.options.schema import describe_options
 from training.run.continuation import Continued, continued_run
 from training.tracking import open_run_folder

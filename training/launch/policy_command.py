@@ -18,7 +18,7 @@ from training.launch.inputs import CHECKED_ROWS, check_prompts, data_tokenizer, 
 from training.launch.launch import STOP_GRACE_S, threads_each
 from training.options.adapter import as_text
 from training.options.config import CommandLine
-from training.options.groups import ModelOptions
+from training.options.model_options import ModelOptions
 from training.options.rl_options import RLOptions
 from training.options.schema import ConfigError
 from training.run.continuation import (

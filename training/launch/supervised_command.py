@@ -21,7 +21,7 @@ from training.launch.command import Command
 from training.launch.inputs import check_model, check_vocabulary
 from training.launch.launch import STOP_GRACE_S
 from training.options.config import CommandLine
-from training.options.groups import ModelOptions
+from training.options.model_options import ModelOptions
 from training.options.schema import ConfigError, limit_note
 from training.options.supervised_options import PairOptions, Rows, Source, SupervisedOptions
 from training.run.continuation import Continued, check_seed, check_trained_model, no_state_of, other_data

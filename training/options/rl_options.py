@@ -12,29 +12,21 @@ from components.generate.choice import choose_weight_sync
 from components.ranges import Count, NotNegative
 from components.rewards.base import check_reward
 from components.rewards.scorers import default_scorer
-from components.train.config import (
-    EVALUATION_STEP,
-    FrozenConfig,
-    RolloutConfig,
-    SamplingConfig,
-    TrainConfig,
-)
+from components.train.config import EVALUATION_STEP, FrozenConfig, RolloutConfig, SamplingConfig, TrainConfig
 from training.options.adapter import Adapter
-from training.options.groups import (
-    AsyncOptions,
-    CheckpointOptions,
-    DataOptions,
-    EvaluationOptions,
-    LearnerOptions,
-    ModelOptions,
-    PlacementOptions,
-    RewardOptions,
-    RolloutOptions,
-    RunOptions,
-)
+from training.options.async_options import AsyncOptions
+from training.options.checkpoint_options import CheckpointOptions
+from training.options.data_options import DataOptions
+from training.options.evaluation_options import EvaluationOptions
 from training.options.log_options import LogOptions
+from training.options.model_options import ModelOptions
 from training.options.parallel_options import ParallelOptions
+from training.options.placement_options import PlacementOptions
+from training.options.reward_options import RewardOptions
+from training.options.rollout_options import RolloutOptions
+from training.options.run_options import RunOptions
 from training.options.schema import ConfigError, Options, errors_of, idle_options, refuse, without_effect
+from training.options.train_options import LearnerOptions
 
 
 @dataclass(kw_only=True)

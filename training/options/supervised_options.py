@@ -15,17 +15,13 @@ from components.generate.choice import choose_attention
 from components.ranges import Count, CountFromZero
 from components.rewards.scorers import TASK_PREFIX
 from components.train.config import TrainConfig
-from training.options.groups import (
-    CheckpointOptions,
-    LearnerOptions,
-    ModelOptions,
-    RunOptions,
-    Seed,
-    Steps,
-)
+from training.options.checkpoint_options import CheckpointOptions
 from training.options.log_options import LogOptions
+from training.options.model_options import ModelOptions
 from training.options.parallel_options import ParallelOptions
+from training.options.run_options import RunOptions, Seed, Steps
 from training.options.schema import Options, active_when, at_home, errors_of, idle_options, without_effect
+from training.options.train_options import LearnerOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,7 +8,8 @@ from components.generate import choice
 from components.generate.choice import attention_note, choose_attention, choose_rollout_engine, choose_weight_sync
 from components.train.config import HFRolloutConfig, VLLMRolloutConfig
 from tests.messages import says
-from training.options.groups import PlacementOptions, RolloutOptions
+from training.options.placement_options import PlacementOptions
+from training.options.rollout_options import RolloutOptions
 from training.options.schema import idle_options
 
 NEEDS_VLLM = pytest.mark.full

@@ -17,7 +17,7 @@ from plugins.plan.plan import Capacity
 from tests.messages import says
 from tests.model_folders import folder_of
 from training.launch.launch import threads_each
-from training.options.groups import PlacementOptions
+from training.options.placement_options import PlacementOptions
 
 RECIPES = ("dpo", "grpo", "multi_turn", "openrlhf_ppo", "reinforce_pp", "reward_model", "sft", "verl_ppo")
 GB = 10**9
