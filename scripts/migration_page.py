@@ -14,6 +14,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from plugins.openrlhf.adapter import train_ppo  # noqa: E402
 from recipes.openrlhf_ppo.config import PPOConfig  # noqa: E402
 from recipes.verl_ppo.adapter import VERL  # noqa: E402
 from recipes.verl_ppo.config import VerlPPOConfig  # noqa: E402
@@ -191,14 +192,14 @@ def shown_default(name: str, value: object, others: Mapping[str, str]) -> str:
     return f"{text} (there: {others[name]})" if name in others else text
 
 
-def adapter_tables(schema: Any, system: str) -> list[str]:
+def adapter_tables(schema: Any, own: Adapter, system: str) -> list[str]:
     """What the table of another system says, and the options that it has no name for.
 
     Args:
-        schema: of a recipe, with its ADAPTER.
+        schema: of a recipe.
+        own: the table.
         system: its name.
     """
-    own: Adapter = schema.ADAPTER
     options = options_of(schema)
     other: dict[str, list[str]] = {}
     for name, target in own.options.items():
@@ -232,7 +233,7 @@ def adapter_tables(schema: Any, system: str) -> list[str]:
 
 def from_openrlhf() -> str:
     """docs/from_openrlhf.md."""
-    return "\n".join([FROM_OPENRLHF, *adapter_tables(PPOConfig, "OpenRLHF")]) + "\n"
+    return "\n".join([FROM_OPENRLHF, *adapter_tables(PPOConfig, train_ppo(), "OpenRLHF")]) + "\n"
 
 
 def from_verl() -> str:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from components.ranges import NotNegative, Positive
-from plugins.openrlhf.adapter import supervised
 from training.options.model_options import ModelOptions
 from training.options.schema import Options, at_home
 from training.options.supervised_options import PairOptions, SupervisedTrainOptions
@@ -49,7 +48,7 @@ class ReferenceOptions(Options, group="reference"):
 class DPOConfig(PairOptions):
     """Make the better responses of pairs likelier than the others, without a reward model."""
 
-    ADAPTER: ClassVar = supervised("pairs", "dpo")
+    ADAPTERS: ClassVar = ("openrlhf.train_dpo",)
     LEARNS_RESPONSES: ClassVar[bool] = True
 
     model: ModelOptions = field(default_factory=ModelOptions)

@@ -10,7 +10,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from components.ranges import Count, NotNegative, Range
 from components.train.config import TrainConfig, TrainOptions
-from plugins.openrlhf.adapter import PPO
 from training.options.evaluation_options import EvaluationOptions
 from training.options.model_options import ModelOptions
 from training.options.placement_options import PlacementOptions
@@ -201,7 +200,7 @@ class PPOPlacementOptions(PlacementOptions):
 class PPOConfig(PPORunOptions):
     """PPO, REINFORCE++, RLOO and GRPO, in OpenRLHF's shape."""
 
-    ADAPTER: ClassVar = PPO
+    ADAPTERS: ClassVar = ("openrlhf.train_ppo",)
 
     prompts_per_step: Count = 1024
     """Prompts of a training step."""

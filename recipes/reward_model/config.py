@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from plugins.openrlhf.adapter import supervised
 from training.options.model_options import ModelOptions
 from training.options.schema import Options
 from training.options.supervised_options import PairOptions, SupervisedTrainOptions
@@ -42,7 +41,7 @@ class RewardLossOptions(Options, group="algorithm"):
 class RewardModelConfig(PairOptions):
     """Learn from pairs of responses which one is better."""
 
-    ADAPTER: ClassVar = supervised("pairs", "reward_model")
+    ADAPTERS: ClassVar = ("openrlhf.train_rm",)
 
     model: ScorerOptions = field(default_factory=ScorerOptions)
     algorithm: RewardLossOptions = field(default_factory=RewardLossOptions)

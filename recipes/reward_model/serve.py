@@ -29,9 +29,7 @@ from components.process.streams import accept_any_text
 from components.ranges import Count, Positive, Range
 from components.train.config import FrozenConfig, PassLimits
 from core.placement import detect_devices
-from plugins.openrlhf.adapter import TABLE
 from plugins.remote_reward.scorer import TOKEN, reward_token
-from training.options.adapter import Adapter
 from training.options.config import CommandLine
 from training.options.schema import ConfigError, Options, describe_options
 
@@ -58,7 +56,7 @@ UNAUTHORIZED, INVALID, FAILED = 401, 422, 500
 class ServeConfig(Options):
     """Serve the scores of a reward model over HTTP."""
 
-    ADAPTER: ClassVar = Adapter.load(TABLE, "serve")
+    ADAPTERS: ClassVar = ("openrlhf.serve_rm",)
 
     model: ScorerOptions = field(default_factory=ScorerOptions)
     host: str = "127.0.0.1"

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, ClassVar
 from components.data.columns import column_names
 from components.data.mixture import Note
 from plugins.demo.tasks import get_task
-from plugins.openrlhf.adapter import supervised
 from training.options.checkpoint_options import CheckpointOptions
 from training.options.model_options import ModelOptions
 from training.options.schema import errors_of
@@ -64,7 +63,7 @@ class DemonstrationOptions(ExampleOptions):
 class SFTConfig(SupervisedOptions):
     """Learn to respond as the demonstrations do."""
 
-    ADAPTER: ClassVar = supervised("sft")
+    ADAPTERS: ClassVar = ("openrlhf.train_sft",)
     EXAMPLES: ClassVar[str] = "demonstrations"
 
     model: ModelOptions = field(default_factory=ModelOptions)
