@@ -101,7 +101,7 @@ bash recipes/verl_ppo/run.sh      algorithm.adv_estimator=grpo data.train_files=
 `key=value`. A YAML file of verl's, its own `ppo_trainer.yaml` too, is read with `--config FILE`: `${...}` is resolved
 as Hydra does it, with the command line's values; files that `defaults` names are not read.
 
-Every key stands for an option that all recipes here share (`--help` prints them), and both names work, also side by
+Every key stands for an option that all recipes here share (`--help all` prints them), and both names work, also side by
 side. A key that is not taken is never ignored: the command ends with exit code 2 and every reason at once, each with
 what to use. One that changes no results is named at the start. `--dry_run` shows the plan and starts nothing.
 

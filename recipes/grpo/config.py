@@ -1,4 +1,4 @@
-"""The options of this algorithm, beside the groups that all recipes share; `--help` prints them all.
+"""The options of this algorithm, beside the groups that all recipes share; `--help all` describes them.
 
 `a.b=value` and `--a.b value` mean the same; `--config FILE` reads YAML.
 """
@@ -9,12 +9,12 @@ from typing import Literal
 
 from components.ranges import Count, NotNegative, ShareAboveZero
 from training.options.rl_options import PolicyOptions, RLOptions, without_effect
-from training.options.schema import active_when
+from training.options.schema import active_when, of_plugin
 
 
 @dataclass(kw_only=True)
 class AlgorithmOptions(PolicyOptions):
-    """What makes a response good, and how far one step may go."""
+    """Advantages, policy loss, KL penalty and dynamic sampling."""
 
     std_norm: bool = True
     """Divide the advantages of a prompt's responses by their standard deviation. Dr. GRPO does not."""
@@ -38,7 +38,7 @@ class AlgorithmOptions(PolicyOptions):
     the start."""
     reference_mixup: ShareAboveZero = active_when(0.6, reference_sync_steps=True)
     """How far: 1 is the policy itself, less a moving average."""
-    filter_range: tuple[float, float] | None = None
+    filter_range: tuple[float, float] | None = of_plugin("dynamic_sampling", None)
     """Dynamic sampling: prompts whose responses' mean score is not between the two, the bounds excluded, are replaced
     until the step is full or the data at its end. Default: every prompt is trained on."""
     overlong_buffer: int | None = None

@@ -1,4 +1,4 @@
-"""The options of this algorithm, beside the groups that all recipes share; `--help` prints them all.
+"""The options of this algorithm, beside the groups that all recipes share; `--help all` describes them.
 
 `a.b=value` and `--a.b value` mean the same; `--config FILE` reads YAML.
 """
@@ -14,7 +14,7 @@ from training.options.schema import active_when
 
 @dataclass(kw_only=True)
 class AlgorithmOptions(PolicyOptions):
-    """What a turn, or a whole episode, is compared with, and how far one step may go."""
+    """Advantages of turns and episodes, policy loss and KL penalty."""
 
     estimator: Literal["reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo", "gpg", "grpo_passk"] = (
         "reinforce_baseline"

@@ -16,7 +16,7 @@ from training.options.placement_options import PlacementOptions
 from training.options.ppo_options import BY_RESPONSE, Aggregation, KLEstimator, PPOOptions, PPORunOptions
 from training.options.reward_options import RewardOptions
 from training.options.rl_options import PolicyTrainOptions
-from training.options.schema import Options, active_when, at_home, errors_of
+from training.options.schema import Options, active_when, at_home, errors_of, of_plugin
 
 Estimator = Literal["gae", "reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo", "opo", "gpg", "grpo_passk"]
 GROUPED = ("reinforce_baseline", "rloo", "grpo", "dr_grpo", "opo", "gpg", "grpo_passk")
@@ -32,7 +32,7 @@ COUNTS["rollout"] = "rollout_engines"
 
 @dataclass(kw_only=True)
 class AlgorithmOptions(PPOOptions):
-    """Who gets the credit for a reward, and how far one step may move the policy."""
+    """Advantage estimator, policy loss, KL penalty and dynamic sampling."""
 
     estimator: Estimator = "gae"
     """How credit is given: `gae` with a critic; without one `reinforce` (REINFORCE++: whitened returns) and, within
@@ -56,7 +56,7 @@ class AlgorithmOptions(PPOOptions):
     """Weigh each token's loss by the policy's probability over that of the engine which sampled it: weights outside of
     correction_range are cut to it (tis), or 0 (icepop), or cut, and all 0 in a response whose mean ratio is outside
     (seq-mask-tis), or that without the cut (seq-mask). gspo corrects its ratio instead."""
-    filter_range: tuple[float, float] | None = None
+    filter_range: tuple[float, float] | None = of_plugin("dynamic_sampling", None)
     """Dynamic sampling: prompts whose responses' mean score is not between the two, the bounds excluded, are replaced
     until the step is full or the data at its end. Default: every prompt is trained on."""
     entropy_coef: NotNegative = 0.0
@@ -148,7 +148,7 @@ class RewardModelOptions(Options, group="reward_model"):
 
 @dataclass(kw_only=True)
 class PPORewardOptions(RewardOptions):
-    """What a response is worth."""
+    """Source of the rewards, and the limits of reward code and servers."""
 
     heldout_source: str | None = None
     """Scores held-out responses in place of the reward that is trained on, as `source`. Their mean under that reward
@@ -157,7 +157,7 @@ class PPORewardOptions(RewardOptions):
 
 @dataclass(kw_only=True)
 class PPOPlacementOptions(PlacementOptions):
-    """What runs where. Without a GPU every worker is a process on the CPU."""
+    """Workers and devices of each role. Without a GPU every worker is a process on the CPU."""
 
     nodes: Count = 1
     """Machines, at least: on a cluster roles that need more have more."""

@@ -1,4 +1,4 @@
-"""The options of this recipe, beside those that recipes on pairs share; `--help` prints them all.
+"""The options of this recipe, beside those that recipes on pairs share; `--help all` describes them.
 
 `--flag value` and `flag=value` mean the same; `--config FILE` reads YAML. OpenRLHF's names of train_rm are understood.
 """
@@ -31,7 +31,7 @@ class ScorerOptions(ModelOptions):
 
 @dataclass(kw_only=True)
 class RewardLossOptions(Options, group="algorithm"):
-    """What is asked of the scores of a pair."""
+    """The loss on the scores of a pair."""
 
     margin_loss: bool = False
     """The better response has to be ahead by the number in the column `margin`."""

@@ -31,7 +31,8 @@ from components.train.config import FrozenConfig, PassLimits
 from core.placement import detect_devices
 from plugins.remote_reward.scorer import TOKEN, reward_token
 from training.options.config import CommandLine
-from training.options.schema import ConfigError, Options, describe_options
+from training.options.help import print_help
+from training.options.schema import ConfigError, Options
 
 from .config import ScorerOptions
 
@@ -251,9 +252,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Serve until stopped; returns the exit code: 0 stopped, 2 bad input."""
     accept_any_text()
     arguments = sys.argv[1:] if arguments is None else arguments
-    if {"--help", "-h"} & set(arguments):
-        print(describe_options(ServeConfig))
-        return 0
+    if (code := print_help(ServeConfig, arguments, "serve")) is not None:
+        return code
     line = CommandLine(ServeConfig, arguments)
     try:
         config = line.config()

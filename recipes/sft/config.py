@@ -1,4 +1,4 @@
-"""The options of this recipe, beside those that supervised recipes share; `--help` prints them all.
+"""The options of this recipe, beside those that supervised recipes share; `--help all` describes them.
 
 `--flag value` and `flag=value` mean the same; `--config FILE` reads YAML. OpenRLHF's names of train_sft are understood.
 """

@@ -6,20 +6,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from components.ranges import CountFromZero
-from training.options.schema import Options, active_when
+from training.options.schema import Options, active_when, of_plugin
 
 
 @dataclass(kw_only=True)
 class AsyncOptions(Options, group="asynchronous"):
-    """Whether responses are generated while the policy trains on earlier ones, with weights that are a little older."""
+    """Generation ahead of training, with slightly older weights."""
 
     enabled: bool = False
     """Generate ahead of training. Needs devices of their own for both."""
     queue_size: CountFromZero = active_when(1, enabled=True)
     """How many batches are generated ahead; so many versions behind may a batch's weights be. 0: none, as without."""
-    partial_rollout: bool = False
+    partial_rollout: bool = of_plugin("partial_rollouts", False)
     """Bring new weights to the engines in the middle of episodes. Otherwise an update waits until they are done."""
-    in_flight_prompts: int | None = None
+    in_flight_prompts: int | None = of_plugin("partial_rollouts", None)
     """Prompts in generation at the same time, more than a step's and at most twice as many: the slowest ones come in
     the next batch. Default: a step's, and a batch waits for the slowest. Needs partial_rollout."""
 

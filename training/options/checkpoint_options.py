@@ -14,7 +14,7 @@ from training.run.checkpoints.checkpoint import Checkpoints
 
 @dataclass(kw_only=True)
 class CheckpointOptions(Options, group="checkpoint"):
-    """When the state of the training is written, and how much of it is kept."""
+    """Checkpoints: when they are written, and how many are kept."""
 
     every: Steps = -1
     """A checkpoint every so many steps; -1 only for the best policy, when the training ends, or when it is stopped."""

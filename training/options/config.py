@@ -225,9 +225,8 @@ class Vocabulary:
         if unknown:
             meanings = {option.name: option.meaning for option in options_of(self.schema)}
             for option in unknown:
-                advice = group_advice(option.name) or answer(
-                    option.name, meanings, recipe_of(self.schema), self.adapter.names()
-                )
+                advice = group_advice(option.name, self.schema)
+                advice = advice or answer(option.name, meanings, recipe_of(self.schema), self.adapter.names())
                 source = f"{option.source}: " if option.source else ""
                 result.faults.append(f"{source}unknown option {option.name!r}{advice}")
         result.faults += faults

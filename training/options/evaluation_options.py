@@ -15,7 +15,7 @@ from training.options.schema import Options, active_when, limit_note
 
 @dataclass(kw_only=True)
 class EvaluationOptions(Options, group="evaluation"):
-    """How good the policy is on prompts that it is not trained on."""
+    """Evaluation of the policy on held-out prompts."""
 
     path: str | None = None
     """Held-out prompts, as data.path; of a generated task those that are kept for this. Default: no evaluation."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class ModelOptions(Options, group="model"):
-    """The policy that the run starts from."""
+    """The model that the run starts from."""
 
     path: str = ""
     """A folder or hub name that `from_pretrained` takes, or `warm_start:<task>`, which makes and keeps a tiny

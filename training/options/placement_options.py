@@ -11,7 +11,7 @@ from training.options.schema import Options
 
 @dataclass(kw_only=True)
 class PlacementOptions(Options, group="placement"):
-    """What runs where. Without a GPU every worker is a process on the CPU."""
+    """Workers and devices of each role. Without a GPU every worker is a process on the CPU."""
 
     nodes: Count = 1
     """Machines that the run uses."""

@@ -57,9 +57,9 @@ def plugin_groups() -> dict[str, tuple[str, type[Options]]]:
     return found
 
 
-def group_advice(name: str) -> str:
-    """Return what to set for an unknown option that is in the group of a plug-in; empty: it is in none."""
+def group_advice(name: str, schema: Any) -> str:
+    """Return what to set for an unknown option of a group that a plug-in would add to the schema; empty: of none."""
     condition, group = plugin_groups().get(name.partition(".")[0], ("", None))
-    if group is None:
+    if group is None or group.GROUP in {field.name for field in dataclasses.fields(schema)}:
         return ""
     return f": {group.GROUP}.* are options with {condition}; set that as well, or leave {name} out"

@@ -1,4 +1,4 @@
-"""The options that PPO has in both of its recipes: which surrogate is minimised, and how the KL is weighed."""
+"""Options of PPO in both of its recipes: the surrogate loss and the KL penalty."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"]
 
 @dataclass(kw_only=True)
 class PPOOptions(PolicyOptions):
-    """How far one step may move the policy; a recipe adds who gets the credit for a reward."""
+    """The policy loss of PPO, and the KL penalty. A recipe adds its advantage estimators."""
 
     policy_loss: PolicyLoss = "ppo"
     """Which surrogate is minimised: ppo clips the ratio of each token, gspo that of the response; geo_mean, cispo,

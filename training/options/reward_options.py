@@ -11,7 +11,7 @@ from training.options.schema import Options
 
 @dataclass(kw_only=True)
 class RewardOptions(Options, group="reward"):
-    """What a response is worth."""
+    """Source of the rewards, and the limits of reward code and servers."""
 
     source: str | None = None
     """A Python file with a reward function, `FILE.py` or `FILE.py:NAME`, in the signature of TRL, OpenRLHF or verl; the

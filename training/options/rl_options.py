@@ -1,4 +1,4 @@
-"""What the configurations of reinforcement-learning recipes share: the groups of options, their checks and sums."""
+"""Options that reinforcement-learning recipes share: the groups, their checks, and sizes that follow from them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from training.options.train_options import LearnerOptions
 
 @dataclass(kw_only=True)
 class PolicyOptions(Options, group="algorithm"):
-    """How far one step may move the policy; a recipe adds what makes its algorithm."""
+    """Clip range, KL penalty and importance-sampling correction. A recipe adds the options of its algorithm."""
 
     clip_low: float = 0.2
     """The importance-sampling ratio is clipped at 1 minus this."""
@@ -62,7 +62,7 @@ class PolicyOptions(Options, group="algorithm"):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyTrainOptions(LearnerOptions):
-    """How the responses of a step are trained on."""
+    """Training on the responses of a step: engine, batches, optimizer, schedule, memory."""
 
     precision: str = "auto"
     """"fp32"; "bf16": bfloat16 parameters with float32 master weights; "bf16_autocast": float32 parameters, and matrix
@@ -88,7 +88,7 @@ class PolicyTrainOptions(LearnerOptions):
 
 @dataclass(kw_only=True)
 class EpisodeOptions(AgentOptions):
-    """What is wrong with them is told with the faults of all other options."""
+    """Options of episodes, whose faults are reported with those of all other options."""
 
     def __post_init__(self) -> None:
         refuse(errors_of("", super().__post_init__))

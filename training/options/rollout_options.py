@@ -10,12 +10,12 @@ from components.generate.choice import ROLLOUT_ENGINES, adapters_fault, choose_r
 from components.ranges import Count, CountFromZero, Positive, ShareAboveZero
 from components.train.config import HFRolloutConfig, RolloutConfig, SamplingConfig, VLLMRolloutConfig, product_type
 from training.options.placement_options import PlacementOptions
-from training.options.schema import Options, active_when
+from training.options.schema import Options, of_plugin
 
 
 @dataclass(kw_only=True)
 class RolloutOptions(Options, group="rollout"):
-    """How responses are sampled."""
+    """Sampling of responses, and the rollout engine."""
 
     temperature: Positive = 1.0
     """Of the training samples. Log-probabilities are taken at the same temperature."""
@@ -31,17 +31,17 @@ class RolloutOptions(Options, group="rollout"):
     engine: str = "auto"
     """Who generates: `vllm`; `hf`, a loop around transformers; or `auto`: vllm where it is installed and faster, on a
     GPU or with a large model. They draw different tokens from the same seed."""
-    tensor_parallel: Count = active_when(1, engine=("auto", "vllm"))
+    tensor_parallel: Count = of_plugin("vllm", 1, engine=("auto", "vllm"))
     """vllm: devices of one engine, over which the weights are spread; on a CPU processes. Where roles share GPUs these
     are the devices of as many ranks, on one node."""
-    gpu_memory: ShareAboveZero | None = active_when(None, engine=("auto", "vllm"))
+    gpu_memory: ShareAboveZero | None = of_plugin("vllm", None, engine=("auto", "vllm"))
     """vllm: share of a GPU's memory for weights and cache. Default: 0.9; where others share the GPU 0.45, and with
     placement.learners_sleep 0.7."""
-    cpu_cache_gb: Positive = active_when(1.0, engine=("auto", "vllm"))
+    cpu_cache_gb: Positive = of_plugin("vllm", 1.0, engine=("auto", "vllm"))
     """vllm: GiB of an engine's key-value cache on a CPU."""
-    enforce_eager: bool = active_when(False, engine=("auto", "vllm"))
+    enforce_eager: bool = of_plugin("vllm", False, engine=("auto", "vllm"))
     """vllm: no CUDA graphs, which are slower to start and faster to run. On a CPU there are none."""
-    prefix_caching: bool = active_when(True, engine=("auto", "vllm"))
+    prefix_caching: bool = of_plugin("vllm", True, engine=("auto", "vllm"))
     """vllm: read the common beginning of prompts once. Changes speed, not tokens."""
     verify_weight_sync: bool = False
     """After each step compare a digest of every weight on both sides."""
@@ -49,7 +49,7 @@ class RolloutOptions(Options, group="rollout"):
     """How weights get to the engines: `shared_memory`, which those on other nodes read by TCP; past the host, while
     they are gathered, by `ipc`, from a rank to the engine on its GPU, or `broadcast`, by NCCL from rank 0 to all; or
     `auto`: ipc where each rank shares its GPU with an engine, broadcast where engines have GPUs of their own."""
-    merge_lora: bool | None = active_when(None, engine=("auto", "vllm"))
+    merge_lora: bool | None = of_plugin("vllm", None, engine=("auto", "vllm"))
     """vllm, with train.lora_rank: true sends the weights with the adapters added to them, false the adapters alone,
     which vLLM adds as it computes. Default: the adapters alone where vLLM can hold them for the model."""
 

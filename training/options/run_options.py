@@ -30,7 +30,7 @@ Steps = Annotated[int, Range(least=1, also=-1)]
 
 @dataclass(kw_only=True)
 class RunOptions(Options):
-    """What every run has, whatever it trains."""
+    """Options of every run, whatever it trains."""
 
     run_dir: str = ""
     """Folder of everything that the run writes. Default: runs/<recipe>-<time>."""

@@ -1,4 +1,4 @@
-"""A schema of options: a dataclass, with groups that are dataclasses. What its options are, and what they mean."""
+"""Schemas of options: dataclasses whose groups are dataclasses, with the meaning of each option."""
 
 from __future__ import annotations
 
@@ -32,15 +32,18 @@ class ConfigError(ValueError):
 
 @dataclasses.dataclass(kw_only=True)
 class Options:
-    """A group of options, or a whole schema: whoever makes one is told of all its faults at once."""
+    """A group of options, or a whole schema. All its faults are raised at once."""
 
     GROUP: ClassVar[str] = ""
     """Its name in the schema; empty: it is the schema."""
+    PLUGIN: ClassVar[str] = ""
+    """The plug-in without which all options of the group have no effect; empty: there is none."""
 
-    def __init_subclass__(cls, group: str | None = None) -> None:
-        """`group` is that of the subclass and of what is made from it."""
+    def __init_subclass__(cls, group: str | None = None, plugin: str | None = None) -> None:
+        """Set `GROUP` and `PLUGIN` of the subclass and its subclasses."""
         super().__init_subclass__()
         cls.GROUP = cls.GROUP if group is None else group
+        cls.PLUGIN = cls.PLUGIN if plugin is None else plugin
 
     def __post_init__(self) -> None:
         refuse(out_of_range(self, f"{self.GROUP}." if self.GROUP else ""))
@@ -88,6 +91,21 @@ def errors_of(prefix: str, make: Callable[..., object], *arguments: Any, **optio
         yield f"{prefix}{error}"
 
 
+PLUGIN = "plugin"
+"""Key of the metadata of a field: the plug-in without which the option has no effect."""
+
+
+def of_plugin(plugin: str, default: T, **others: Any) -> T:
+    """Return the default of an option of a plug-in, which `--help` shows in a section of the plug-in.
+
+    Args:
+        plugin: name of the plug-in.
+        default: as of any field.
+        others: see `active_when`.
+    """
+    return dataclasses.field(default=default, metadata={PLUGIN: plugin, **others})
+
+
 def active_when(default: T, **others: Any) -> T:
     """The default of an option that has an effect only where others of its group have these values: True is any that
     is set, False none, and a tuple any of its items. For `idle_options`.
@@ -100,6 +118,8 @@ def idle_options(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     for field in dataclasses.fields(config):
         name, value = f"{prefix}{field.name}", getattr(config, field.name)
         for other, wanted in field.metadata.items():
+            if other == PLUGIN:
+                continue
             found = operator.attrgetter(other)(config)
             is_wanted = bool(found) == wanted if isinstance(wanted, bool) else found in wanted
             if not is_wanted and value != field.default:
@@ -119,29 +139,42 @@ def without_effect(idle: Collection[tuple[bool, str, str]], given: Collection[st
 
 
 class Option(NamedTuple):
-    """One option of a schema, as people are told about it."""
+    """One option of a schema, as users read about it."""
 
     name: str
     kind: str
     default: Any
     meaning: str
+    plugin: str = ""
+    """The plug-in without which it has no effect; empty: there is none."""
+    is_own: bool = False
+    """True if it is written in the file of the schema, and not taken over from the options that schemas share."""
 
 
-def options_of(schema: type) -> list[Option]:
-    """Every option with its type, default and meaning, in the order of the schema."""
+def options_of(schema: type, prefix: str = "") -> list[Option]:
+    """Every option with its type, default and meaning, in the order of the schema.
+
+    Args:
+        schema: the options.
+        prefix: put before each name.
+    """
     return [
-        Option(key, _shown(kind), _default(schema, key), _meanings(owner).get(field.name, ""))
+        Option(
+            f"{prefix}{key}",
+            _shown(kind),
+            _default(schema, key),
+            _meanings(owner).get(field.name, ""),
+            field.metadata.get(PLUGIN) or getattr(owner, PLUGIN.upper(), ""),
+            owner.__module__ == schema.__module__ and field.name in inspect.get_annotations(owner),
+        )
         for key, kind, field, owner in _walk(schema)
     ]
 
 
-def describe_options(schema: type) -> str:
-    """The text of `--help`."""
-    lines = ["Options, written key=value or --key value; --config FILE reads them from YAML:", ""]
-    for option in options_of(schema):
-        lines.append(f"--{option.name}  ({option.kind}, default {option.default!r})")
-        lines += textwrap.wrap(option.meaning, 100, initial_indent="    ", subsequent_indent="    ")
-    return "\n".join(lines)
+def describe(option: Option) -> list[str]:
+    """Return the lines that describe an option in `--help`."""
+    head = f"--{option.name}  ({option.kind}, default {option.default!r})"
+    return [head, *textwrap.wrap(option.meaning, 100, initial_indent="    ", subsequent_indent="    ")]
 
 
 def recipe_of(schema: type) -> str:

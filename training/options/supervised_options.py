@@ -1,4 +1,4 @@
-"""What the configurations of recipes share that train one model on data that is there from the start.
+"""Options that recipes share which train one model on a fixed set of data.
 
 Nothing here needs torch.
 """
@@ -94,7 +94,7 @@ class PairDataOptions(ExampleOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedTrainOptions(LearnerOptions):
-    """How the model is trained."""
+    """Engine, batches, optimizer, schedule and memory of training."""
 
     zero_stage: int = 2
     precision: str = "auto"
@@ -113,7 +113,7 @@ class SupervisedTrainOptions(LearnerOptions):
 
 @dataclass(kw_only=True)
 class HeldOutOptions(Options, group="evaluation"):
-    """How good the model is on examples that it is not trained on."""
+    """Evaluation on held-out examples."""
 
     path: str | None = None
     """Examples that are only evaluated on, as data.path. Default: `held_out` of the data's own."""
@@ -138,7 +138,7 @@ class HeldOutOptions(Options, group="evaluation"):
 
 @dataclass(kw_only=True)
 class RanksOptions(Options, group="placement"):
-    """What runs where. Without a GPU every rank is a process on the CPU."""
+    """Nodes and ranks. Without a GPU every rank is a process on the CPU."""
 
     nodes: Count = 1
     """Machines."""

@@ -12,7 +12,7 @@ from training.options.schema import refuse
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerOptions(TrainOptions):
-    """How a model is trained; what its engine has against it is told with the faults of all other options."""
+    """Options of the training engine, whose faults are reported with those of all other options."""
 
     GROUP: ClassVar[str] = "train"
 
