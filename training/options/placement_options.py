@@ -50,48 +50,75 @@ class PlacementOptions(Options, group="placement"):
         return replace(self, engines_sleep=gpus > 0 and engine == "vllm" and self.colocate)
 
     def resolved(self, gpus: int, groups: int, tensor_parallel: int = 1) -> PlacementOptions:
-        """With every number filled in that was left to the machine.
+        """Return the options with every number filled in that was left to the machine.
 
         Args:
-            gpus: of each machine.
-            groups: roles that hold the policy: 2, or with a reference 3.
+            gpus: number of GPUs of each node.
+            groups: number of roles that hold the policy: 2, or with a reference 3.
             tensor_parallel: devices of an engine.
 
         Raises:
-            ValueError: they cannot be laid out; the message says what to set.
+            ValueError: the roles do not fit on the devices; the message says what to set.
         """
-        spread = self.actor_nodes or self.nodes
-        if spread > self.nodes or (self.colocate and spread < self.nodes):
+        actor_nodes = self.actor_nodes or self.nodes
+        self._check_nodes(actor_nodes, gpus)
+        actor_ranks, other_devices = self._shares(self.devices_per_node or gpus, groups)
+        if gpus and self.colocate:
+            other_devices = actor_ranks  # roles that share GPUs are as many as the ranks
+        if actor_ranks % actor_nodes:
+            name = "actor_nodes" if self.actor_nodes else "nodes"
             raise ValueError(
-                f"placement.actor_nodes={spread} of placement.nodes={self.nodes}: roles that share GPUs are on all "
-                "nodes, others on the rest; lower it, with placement.colocate=false, or leave it out"
+                f"placement.actor_ranks={actor_ranks} cannot be spread over placement.{name}={actor_nodes} evenly"
+            )
+        filled_in = replace(
+            self,
+            actor_nodes=actor_nodes,
+            actor_ranks=actor_ranks,
+            rollout_engines=self.rollout_engines or max(1, other_devices // tensor_parallel),
+            references=self.references or other_devices,
+        )
+        if gpus and self.colocate:
+            filled_in._check_pairs(actor_ranks, actor_nodes, groups, tensor_parallel)
+        return filled_in
+
+    def _check_nodes(self, actor_nodes: int, gpus: int) -> None:
+        """Raise ValueError where there are fewer nodes, or GPUs of a node, than the options name."""
+        if actor_nodes > self.nodes or (self.colocate and actor_nodes < self.nodes):
+            raise ValueError(
+                f"placement.actor_nodes={actor_nodes} of placement.nodes={self.nodes}: roles that share GPUs are on "
+                "all nodes, others on the rest; lower it, with placement.colocate=false, or leave it out"
             )
         if gpus and (self.devices_per_node or 0) > gpus:
             raise ValueError(
                 f"placement.devices_per_node={self.devices_per_node}, but a machine has {gpus} GPUs; lower it"
             )
-        ranks, other = self._shares(self.devices_per_node or gpus, groups)
-        other = ranks if gpus and self.colocate else other
-        engines, references = self.rollout_engines or max(1, other // tensor_parallel), self.references or other
-        if ranks % spread:
-            name = "actor_nodes" if self.actor_nodes else "nodes"
-            raise ValueError(f"placement.actor_ranks={ranks} cannot be spread over placement.{name}={spread} evenly")
-        devices = {ranks, engines * tensor_parallel, references if groups > 2 else ranks}
-        if gpus and self.colocate and (len(devices) > 1 or ranks // spread % tensor_parallel):
-            raise ValueError(
-                f"placement.actor_ranks={ranks} on {spread} nodes, rollout_engines={engines} x rollout.tensor_parallel="
-                f"{tensor_parallel} and references={references} cannot pair up on shared GPUs; set them to the same "
-                "number of devices, an engine's all on one node, or placement.colocate=false"
-            )
-        return replace(self, actor_nodes=spread, actor_ranks=ranks, rollout_engines=engines, references=references)
 
-    def _shares(self, each: int, groups: int) -> tuple[int, int]:
-        """Ranks of the policy, and devices of each other role, with so many devices on each machine."""
+    def _check_pairs(self, actor_ranks: int, actor_nodes: int, groups: int, tensor_parallel: int) -> None:
+        """Raise ValueError where roles that share GPUs have different numbers of them."""
+        has_reference = groups > 2
+        engine_devices = (self.rollout_engines or 1) * tensor_parallel
+        is_paired = engine_devices == actor_ranks and (not has_reference or self.references == actor_ranks)
+        is_on_one_node = actor_ranks // actor_nodes % tensor_parallel == 0
+        if not (is_paired and is_on_one_node):
+            raise ValueError(
+                f"placement.actor_ranks={actor_ranks} on {actor_nodes} nodes, rollout_engines={self.rollout_engines} x "
+                f"rollout.tensor_parallel={tensor_parallel} and references={self.references} cannot pair up on shared "
+                "GPUs; set them to the same number of devices, an engine's all on one node, or "
+                "placement.colocate=false"
+            )
+
+    def _shares(self, node_devices: int, groups: int) -> tuple[int, int]:
+        """Ranks of the policy, and devices of each other role.
+
+        Args:
+            node_devices: devices of each node that the run uses; 0 without GPUs.
+            groups: number of roles that hold the policy.
+        """
         if self.colocate:
-            every = self.nodes * max(1, each)
-            return self.actor_ranks or every, every
+            devices = self.nodes * max(1, node_devices)
+            return self.actor_ranks or devices, devices
         if self.actor_nodes in (None, self.nodes):
-            every = self.nodes * max(1, each // groups)
-            return self.actor_ranks or every, every
-        ranks = self.actor_ranks or self.actor_nodes * max(1, each)
-        return ranks, max(1, (self.nodes * each - ranks) // (groups - 1))
+            devices = self.nodes * max(1, node_devices // groups)
+            return self.actor_ranks or devices, devices
+        ranks = self.actor_ranks or self.actor_nodes * max(1, node_devices)
+        return ranks, max(1, (self.nodes * node_devices - ranks) // (groups - 1))
