@@ -48,7 +48,7 @@ def load_config(schema: type[T], arguments: Sequence[str]) -> T:
 
 
 class CommandLine(Generic[T]):
-    """What a user has written, read once: a command line, and before it the `--config FILE`s that it names."""
+    """The options that a user has written: on the command line, and before it in the `--config FILE`s that it names."""
 
     def __init__(self, schema: type[T], arguments: Sequence[str]) -> None:
         """
@@ -61,7 +61,8 @@ class CommandLine(Generic[T]):
         if any(not self._vocabulary.is_field(option) for option in self._given):
             self._vocabulary = self._vocabulary.with_adapters()
             self._read(arguments)
-        if self._vocabulary.schema is not (extended := with_plugin_groups(schema, self.value)):
+        extended = with_plugin_groups(schema, self.value)
+        if extended is not schema:
             self._vocabulary = replace(self._vocabulary, schema=extended)
             self._read(arguments)
         self.written = self._found.written

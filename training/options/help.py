@@ -99,10 +99,13 @@ def overview(schema: type) -> str:
     lines += _plugin_lines(options)
     lines += ["", "Options of every run:", *_short_lines(groups.get(RUN, []))]
     own = _by_group([option for option in options if option.is_own and "." in option.name])
-    for group, of_group in sorted(own.items(), key=lambda item: len(item[1])):
-        section = ["", f"Options of this recipe in {group}:", *_short_lines(of_group)]
-        if len(lines) + len(section) > LINES:
-            section = ["", f"Options of this recipe in {group}: {len(of_group)}, shown by --help {group}"]
+    # The algorithm comes first, as it is what the recipe is about.
+    ordered = sorted(own, key=lambda group: (group != "algorithm", len(own[group])))
+    for index, group in enumerate(ordered):
+        section = ["", f"Options of this recipe in {group}:", *_short_lines(own[group])]
+        # Each later group needs two lines at least.
+        if len(lines) + len(section) + 2 * len(ordered[index + 1 :]) > LINES:
+            section = ["", f"Options of this recipe in {group}: {len(own[group])}, shown by --help {group}"]
         lines += section
     return "\n".join(lines)
 
