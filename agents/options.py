@@ -15,7 +15,7 @@ _OF_ANY = ("func_path", "concurrency", "max_tokens")
 
 @dataclass(kw_only=True)
 class AgentOptions:
-    """How the policy's responses continue as episodes with an environment."""
+    """Episodes in which the policy acts in an environment."""
 
     func_path: str | None = None
     """A Python file that defines `AgentExecutor` or `AgentInstance`, or the name of a shipped environment, as

@@ -14,6 +14,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from plugins.openrlhf.adapter import train_ppo  # noqa: E402
 from recipes.openrlhf_ppo.config import PPOConfig  # noqa: E402
 from recipes.verl_ppo.adapter import VERL  # noqa: E402
 from recipes.verl_ppo.config import VerlPPOConfig  # noqa: E402
@@ -100,7 +101,7 @@ bash recipes/verl_ppo/run.sh      algorithm.adv_estimator=grpo data.train_files=
 `key=value`. A YAML file of verl's, its own `ppo_trainer.yaml` too, is read with `--config FILE`: `${...}` is resolved
 as Hydra does it, with the command line's values; files that `defaults` names are not read.
 
-Every key stands for an option that all recipes here share (`--help` prints them), and both names work, also side by
+Every key stands for an option that all recipes here share (`--help all` prints them), and both names work, also side by
 side. A key that is not taken is never ignored: the command ends with exit code 2 and every reason at once, each with
 what to use. One that changes no results is named at the start. `--dry_run` shows the plan and starts nothing.
 
@@ -197,14 +198,14 @@ def shown_default(name: str, value: object, others: Mapping[str, str]) -> str:
     return f"{text} (there: {others[name]})" if name in others else text
 
 
-def adapter_tables(schema: Any, system: str) -> list[str]:
+def adapter_tables(schema: Any, own: Adapter, system: str) -> list[str]:
     """What the table of another system says, and the options that it has no name for.
 
     Args:
-        schema: of a recipe, with its ADAPTER.
+        schema: of a recipe.
+        own: the table.
         system: its name.
     """
-    own: Adapter = schema.ADAPTER
     options = options_of(schema)
     other: dict[str, list[str]] = {}
     for name, target in own.options.items():
@@ -238,7 +239,7 @@ def adapter_tables(schema: Any, system: str) -> list[str]:
 
 def from_openrlhf() -> str:
     """docs/from_openrlhf.md."""
-    return "\n".join([FROM_OPENRLHF, *adapter_tables(PPOConfig, "OpenRLHF")]) + "\n"
+    return "\n".join([FROM_OPENRLHF, *adapter_tables(PPOConfig, train_ppo(), "OpenRLHF")]) + "\n"
 
 
 def from_verl() -> str:

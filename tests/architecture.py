@@ -53,7 +53,8 @@ LAYER_LINES: dict[str, int] = CEILINGS["layers"]
 RECIPE_LINES: dict[str, int] = CEILINGS["recipes"]
 """Maximum lines of code by recipe; its keys are the recipes of this project, any other is a user's copy."""
 CLOSURE_LINES: dict[str, int] = CEILINGS["closures"]
-"""Maximum lines of code of a recipe and everything it imports, lazy imports included."""
+"""Maximum lines of code of a recipe, or of one of its files, and everything it imports outside of plug-ins, also
+lazily."""
 APART = {"single_file.py"}
 """Files of a recipe that are for reading, and not part of it."""
 SHARED_SHARE = 0.4
@@ -289,26 +290,42 @@ def needed_by(path: Path, root: Path, modules: dict[str, Path]) -> set[str]:
     return {name if name in modules else name.rpartition(".")[0] for name in names} & modules.keys()
 
 
-def closure_faults(root: Path) -> list[str]:
-    """Recipes that bring too much with them."""
-    modules, faults = module_files(root), []
-    for folder, limit in CLOSURE_LINES.items():
-        start = folder.replace("/", ".")
+def closure_of(target: str, root: Path, modules: dict[str, Path]) -> set[str]:
+    """Names of the modules of a recipe, or of one of its files, and of everything they import outside of plug-ins.
+
+    Args:
+        target: a folder, without the files that are apart, or a file, such as `recipes/grpo/single_file.py`.
+        root: of the tree.
+        modules: our files by the names under which they are imported.
+    """
+    start = target.removesuffix(".py").replace("/", ".")
+    if target.endswith(".py"):
+        waiting = [start]
+    else:
         waiting = [name for name in modules if name == start or name.startswith(f"{start}.")]
         waiting = [name for name in waiting if modules[name].name not in APART]
-        seen = set[str]()
-        while waiting:
-            name = waiting.pop()
-            if name in seen:
-                continue
-            seen.add(name)
-            waiting += needed_by(modules[name], root, modules)
-            # Roles are named by strings, such as "training.roles.rollout:RolloutWorker".
-            waiting += re.findall(r"\"([\w.]+):\w+\"", modules[name].read_text())
-            waiting = [name for name in waiting if name in modules]
-        count = sum(len(code_lines(modules[name].read_text())) for name in seen)
+    closure = set[str]()
+    while waiting:
+        name = waiting.pop()
+        if name not in modules or name in closure or name.startswith("plugins."):
+            continue
+        closure.add(name)
+        waiting += needed_by(modules[name], root, modules)
+        # Roles are named by strings, such as "training.roles.rollout:RolloutWorker".
+        waiting += re.findall(r"\"([\w.]+):\w+\"", modules[name].read_text())
+    return closure
+
+
+def closure_faults(root: Path) -> list[str]:
+    """Recipes, and files of them, that bring too much with them."""
+    modules = module_files(root)
+    faults = []
+    for target, limit in CLOSURE_LINES.items():
+        if not (root / target).exists():
+            continue
+        count = sum(len(code_lines(modules[name].read_text())) for name in closure_of(target, root, modules))
         if count > limit:
-            faults.append(f"{folder} and what it imports have {count} lines of code, over {limit}")
+            faults.append(f"{target} and what it imports have {count} lines of code, over {limit}")
     return faults
 
 

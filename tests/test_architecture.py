@@ -210,6 +210,21 @@ def test_the_closure_holds_lazy_imports_and_roles_that_are_named_by_strings(
     assert fault == "recipes/grpo and what it imports have 9 lines of code, over 8"
 
 
+def test_the_closure_of_a_file_holds_no_plugin_and_nothing_else_of_its_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {
+        "recipes/grpo/main.py": "x = 1\n" * 9,
+        "recipes/grpo/single_file.py": "import training.a\n",
+        "training/a.py": "from plugins.vllm import engine\nx = 1\n",
+        "plugins/vllm/engine.py": "from core import c\n" * 9,
+        "core/c.py": "x = 1\n" * 9,
+    }
+    monkeypatch.setitem(CLOSURE_LINES, "recipes/grpo/single_file.py", 2)
+    (fault,) = closure_faults(tree(tmp_path, files))
+    assert fault == "recipes/grpo/single_file.py and what it imports have 3 lines of code, over 2"
+
+
 def test_two_recipes_with_more_than_two_fifths_of_their_lines_in_common_are_found(tmp_path: Path) -> None:
     common = [f"common = {i}" for i in range(5)]
     files = {

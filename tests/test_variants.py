@@ -24,7 +24,8 @@ from components.rl.aggregation import Totals
 from plugins.demo.tiny_model import character_tokenizer, tiny_model
 from tests.recipe_copies import copied
 from tests.variants_page import DIFFS, PAGE, PAIR_LOSSES, SLIC
-from training.options.groups import DataOptions, ModelOptions
+from training.options.data_options import DataOptions
+from training.options.model_options import ModelOptions
 from training.options.supervised_options import PairDataOptions
 
 Copy = Callable[..., ModuleType]

@@ -35,7 +35,7 @@ from components.train.config import TrainConfig
 from plugins.demo.tasks import get_task
 from training.launch.programs import start_program
 from training.options.config import load_config
-from training.options.schema import describe_options
+from training.options.help import describe_options
 
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NOTE = "warm_start.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,37 @@ def compute_supervised(flags: Computed) -> None:
         part(flags)
 
 
-def supervised(*sections: str) -> Adapter:
+@functools.cache
+def train_ppo() -> Adapter:
+    """OpenRLHF's names of train_ppo_ray, for the recipe openrlhf_ppo."""
+    return Adapter.load(TABLE, "shared", "ppo", compute=compute)
+
+
+@functools.cache
+def train_sft() -> Adapter:
+    """OpenRLHF's names of train_sft."""
+    return _supervised("sft")
+
+
+@functools.cache
+def train_dpo() -> Adapter:
+    """OpenRLHF's names of train_dpo."""
+    return _supervised("pairs", "dpo")
+
+
+@functools.cache
+def train_rm() -> Adapter:
+    """OpenRLHF's names of train_rm."""
+    return _supervised("pairs", "reward_model")
+
+
+@functools.cache
+def serve_rm() -> Adapter:
+    """OpenRLHF's names of serve_rm."""
+    return Adapter.load(TABLE, "serve")
+
+
+def _supervised(*sections: str) -> Adapter:
     """OpenRLHF's names for a supervised recipe, with these sections of the table besides."""
     return Adapter.load(TABLE, "shared", "supervised", *sections, compute=compute_supervised)
 
@@ -289,6 +320,3 @@ def _columns(flags: Computed) -> None:
 
 
 _SHARED = (_template, _schedule, _log, _axes)
-
-PPO = Adapter.load(TABLE, "shared", "ppo", compute=compute)
-"""OpenRLHF's names for the recipe openrlhf_ppo."""

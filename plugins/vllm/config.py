@@ -12,7 +12,7 @@ from components.ranges import Range
 from components.train.config import product_type
 
 if TYPE_CHECKING:
-    from training.options.groups import RolloutOptions
+    from training.options.rollout_options import RolloutOptions
 
 LARGE_BYTES = 100_000_000
 """A model's weight files from which on vLLM is the faster one on a CPU too: see docs/benchmarks.md."""

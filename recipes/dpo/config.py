@@ -1,4 +1,4 @@
-"""The options of this recipe, beside those that recipes on pairs share; `--help` prints them all.
+"""The options of this recipe, beside those that recipes on pairs share; `--help all` describes them.
 
 `--flag value` and `flag=value` mean the same; `--config FILE` reads YAML. OpenRLHF's names of train_dpo are understood.
 """
@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from components.ranges import NotNegative, Positive
-from plugins.openrlhf.adapter import supervised
-from training.options.groups import ModelOptions
+from training.options.model_options import ModelOptions
 from training.options.schema import Options, at_home
 from training.options.supervised_options import PairOptions, SupervisedTrainOptions
 
 
 @dataclass(kw_only=True)
 class DPOOptions(Options, group="algorithm"):
-    """What is made of the log-probabilities of a pair."""
+    """The loss on the log-probabilities of a pair."""
 
     beta: Positive = 0.1
     """Weight of the KL to the reference model in what is optimised."""
@@ -35,7 +34,7 @@ class DPOOptions(Options, group="algorithm"):
 
 @dataclass(kw_only=True)
 class ReferenceOptions(Options, group="reference"):
-    """The model that the policy is measured from; asked once, before training."""
+    """The reference model, whose log-probabilities are computed once, before training."""
 
     path: str | None = None
     """A folder or hub name. Default: the model to start from."""
@@ -49,7 +48,7 @@ class ReferenceOptions(Options, group="reference"):
 class DPOConfig(PairOptions):
     """Make the better responses of pairs likelier than the others, without a reward model."""
 
-    ADAPTER: ClassVar = supervised("pairs", "dpo")
+    ADAPTERS: ClassVar = ("openrlhf.train_dpo",)
     LEARNS_RESPONSES: ClassVar[bool] = True
 
     model: ModelOptions = field(default_factory=ModelOptions)

@@ -1,4 +1,4 @@
-"""The options of this algorithm, beside the groups that all recipes share; `--help` prints them all.
+"""The options of this algorithm, beside the groups that all recipes share; `--help all` describes them.
 
 `a.b=value` and `--a.b value` mean the same; `--config FILE` reads YAML.
 """
@@ -9,16 +9,16 @@ from typing import Literal
 
 from components.ranges import Count, NotNegative, ShareAboveZero
 from training.options.rl_options import PolicyOptions, RLOptions, without_effect
-from training.options.schema import where
+from training.options.schema import active_when, of_plugin
 
 
 @dataclass(kw_only=True)
 class AlgorithmOptions(PolicyOptions):
-    """What makes a response good, and how far one step may go."""
+    """Advantages, policy loss, KL penalty and dynamic sampling."""
 
     std_norm: bool = True
     """Divide the advantages of a prompt's responses by their standard deviation. Dr. GRPO does not."""
-    std_epsilon: float = where(1e-4, std_norm=True)
+    std_epsilon: float = active_when(1e-4, std_norm=True)
     """Added to that deviation, so that rewards which differ by rounding alone teach next to nothing."""
     ratio: Literal["token", "sequence"] = "token"
     """Whose importance-sampling ratio is clipped: each token's, or the geometric mean over the response (GSPO, whose
@@ -33,12 +33,12 @@ class AlgorithmOptions(PolicyOptions):
     started."""
     kl_estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"] = "k3"
     """Which estimator of the KL; with a + its gradient is that of k2, the unbiased one."""
-    reference_sync_steps: Count | None = where(None, kl_coef=True)
+    reference_sync_steps: Count | None = active_when(None, kl_coef=True)
     """After every so many steps the reference model moves towards the policy (TR-DPO). Default: it stays what it was at
     the start."""
-    reference_mixup: ShareAboveZero = where(0.6, reference_sync_steps=True)
+    reference_mixup: ShareAboveZero = active_when(0.6, reference_sync_steps=True)
     """How far: 1 is the policy itself, less a moving average."""
-    filter_range: tuple[float, float] | None = None
+    filter_range: tuple[float, float] | None = of_plugin("dynamic_sampling", None)
     """Dynamic sampling: prompts whose responses' mean score is not between the two, the bounds excluded, are replaced
     until the step is full or the data at its end. Default: every prompt is trained on."""
     overlong_buffer: int | None = None

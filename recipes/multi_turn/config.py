@@ -1,4 +1,4 @@
-"""The options of this algorithm, beside the groups that all recipes share; `--help` prints them all.
+"""The options of this algorithm, beside the groups that all recipes share; `--help all` describes them.
 
 `a.b=value` and `--a.b value` mean the same; `--config FILE` reads YAML.
 """
@@ -9,19 +9,19 @@ from typing import ClassVar, Literal
 
 from components.ranges import NotNegative, Share
 from training.options.rl_options import PolicyOptions, RLOptions, without_effect
-from training.options.schema import where
+from training.options.schema import active_when
 
 
 @dataclass(kw_only=True)
 class AlgorithmOptions(PolicyOptions):
-    """What a turn, or a whole episode, is compared with, and how far one step may go."""
+    """Advantages of turns and episodes, policy loss and KL penalty."""
 
     estimator: Literal["reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo", "gpg", "grpo_passk"] = (
         "reinforce_baseline"
     )
     """What becomes of a reward: itself; less the mean of all episodes of the prompt (reinforce_baseline, and dr_grpo,
     which does not whiten); less the mean of the others; divided by their deviation as well; and their relatives."""
-    std_epsilon: float = where(1e-4, estimator=("grpo",))
+    std_epsilon: float = active_when(1e-4, estimator=("grpo",))
     """Added to that deviation, so that rewards which differ by rounding alone teach next to nothing."""
     whiten: bool | None = None
     """Shift and scale the advantages of all tokens of a step to mean 0 and standard deviation 1. Default: with

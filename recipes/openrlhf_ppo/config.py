@@ -10,11 +10,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from components.ranges import Count, NotNegative, Range
 from components.train.config import TrainConfig, TrainOptions
-from plugins.openrlhf.adapter import PPO
-from training.options.groups import EvaluationOptions, ModelOptions, PlacementOptions, RewardOptions
+from training.options.evaluation_options import EvaluationOptions
+from training.options.model_options import ModelOptions
+from training.options.placement_options import PlacementOptions
 from training.options.ppo_options import BY_RESPONSE, Aggregation, KLEstimator, PPOOptions, PPORunOptions
+from training.options.reward_options import RewardOptions
 from training.options.rl_options import PolicyTrainOptions
-from training.options.schema import Options, at_home, tried, where
+from training.options.schema import Options, active_when, at_home, errors_of, of_plugin
 
 Estimator = Literal["gae", "reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo", "opo", "gpg", "grpo_passk"]
 GROUPED = ("reinforce_baseline", "rloo", "grpo", "dr_grpo", "opo", "gpg", "grpo_passk")
@@ -30,7 +32,7 @@ COUNTS["rollout"] = "rollout_engines"
 
 @dataclass(kw_only=True)
 class AlgorithmOptions(PPOOptions):
-    """Who gets the credit for a reward, and how far one step may move the policy."""
+    """Advantage estimator, policy loss, KL penalty and dynamic sampling."""
 
     estimator: Estimator = "gae"
     """How credit is given: `gae` with a critic; without one `reinforce` (REINFORCE++: whitened returns) and, within
@@ -39,9 +41,9 @@ class AlgorithmOptions(PPOOptions):
     `grpo_passk` (the best one's lead); docs/algorithms.md has the formulas."""
     gamma: float = 1.0
     """Discount per token of the response."""
-    lam: float = where(1.0, estimator=("gae",))
+    lam: float = active_when(1.0, estimator=("gae",))
     """GAE's lambda: 1 is the return minus the value, 0 the one-step error."""
-    std_norm: bool = where(True, estimator=("gae", "reinforce", "reinforce_baseline"))
+    std_norm: bool = active_when(True, estimator=("gae", "reinforce", "reinforce_baseline"))
     """Whitening scales the advantages of a step to a standard deviation of 1. Otherwise it only centres them."""
     loss_aggregation: Aggregation | None = None
     """How tokens are weighed. Default: with gspo, sapo and geo_mean seq-mean-token-mean, else token-mean. That of Dr.
@@ -49,12 +51,12 @@ class AlgorithmOptions(PPOOptions):
     kl_coef: NotNegative = 0.01
     """Weight of the KL penalty to the reference model. 0: no reference role is started."""
     kl_estimator: KLEstimator = "k1"
-    kl_in_reward: bool = where(True, kl_coef=True)
+    kl_in_reward: bool = active_when(True, kl_coef=True)
     correction: Literal["none", "tis", "icepop", "seq-mask", "seq-mask-tis"] = "none"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Weigh each token's loss by the policy's probability over that of the engine which sampled it: weights outside of
     correction_range are cut to it (tis), or 0 (icepop), or cut, and all 0 in a response whose mean ratio is outside
     (seq-mask-tis), or that without the cut (seq-mask). gspo corrects its ratio instead."""
-    filter_range: tuple[float, float] | None = None
+    filter_range: tuple[float, float] | None = of_plugin("dynamic_sampling", None)
     """Dynamic sampling: prompts whose responses' mean score is not between the two, the bounds excluded, are replaced
     until the step is full or the data at its end. Default: every prompt is trained on."""
     entropy_coef: NotNegative = 0.0
@@ -117,7 +119,7 @@ class CriticOptions(Options, group="critic"):
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
-        yield from tried("critic.", TrainOptions, **self.optimizer)
+        yield from errors_of("critic.", TrainOptions, **self.optimizer)
 
 
 @dataclass(kw_only=True)
@@ -128,7 +130,7 @@ class RewardModelOptions(Options, group="reward_model"):
     """A sequence classifier with one label and the policy's vocabulary; several with commas between."""
     weights: list[float] | None = None
     """Weight of each, where there are several. Default: 1 each."""
-    normalize: bool = where(False, path=True)
+    normalize: bool = active_when(False, path=True)
     """Shift and scale their rewards, and the critic's values, by the mean and std in their config.json."""
     value_head_prefix: str = "score"
     """Name of the head's weights in reward models and critics."""
@@ -146,7 +148,7 @@ class RewardModelOptions(Options, group="reward_model"):
 
 @dataclass(kw_only=True)
 class PPORewardOptions(RewardOptions):
-    """What a response is worth."""
+    """Source of the rewards, and the limits of reward code and servers."""
 
     heldout_source: str | None = None
     """Scores held-out responses in place of the reward that is trained on, as `source`. Their mean under that reward
@@ -155,17 +157,17 @@ class PPORewardOptions(RewardOptions):
 
 @dataclass(kw_only=True)
 class PPOPlacementOptions(PlacementOptions):
-    """What runs where. Without a GPU every worker is a process on the CPU."""
+    """Workers and devices of each role. Without a GPU every worker is a process on the CPU."""
 
     nodes: Count = 1
     """Machines, at least: on a cluster roles that need more have more."""
     colocate: bool = False
     """All roles with a model, the engines too, share the devices."""
-    colocate_models: bool = where(False, colocate=False)
+    colocate_models: bool = active_when(False, colocate=False)
     """All roles with a model but the engines share devices."""
-    colocate_actor_reference: bool = where(False, colocate=False, colocate_models=False)
+    colocate_actor_reference: bool = active_when(False, colocate=False, colocate_models=False)
     """Actor and reference share devices."""
-    colocate_critic_reward: bool = where(False, colocate=False, colocate_models=False)
+    colocate_critic_reward: bool = active_when(False, colocate=False, colocate_models=False)
     """Critic and reward models share devices."""
     actor_nodes: Count | None = None
     """Machines over which actor_ranks are spread. Default: all of `nodes`."""
@@ -198,7 +200,7 @@ class PPOPlacementOptions(PlacementOptions):
 class PPOConfig(PPORunOptions):
     """PPO, REINFORCE++, RLOO and GRPO, in OpenRLHF's shape."""
 
-    ADAPTER: ClassVar = PPO
+    ADAPTERS: ClassVar = ("openrlhf.train_ppo",)
 
     prompts_per_step: Count = 1024
     """Prompts of a training step."""

@@ -1,4 +1,4 @@
-"""The options of this algorithm, beside the groups that all recipes share; `--help` prints them all.
+"""The options of this algorithm, beside the groups that all recipes share; `--help all` describes them.
 
 `a.b=value` and `--a.b value` mean the same; `--config FILE` reads YAML.
 """

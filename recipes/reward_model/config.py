@@ -1,4 +1,4 @@
-"""The options of this recipe, beside those that recipes on pairs share; `--help` prints them all.
+"""The options of this recipe, beside those that recipes on pairs share; `--help all` describes them.
 
 `--flag value` and `flag=value` mean the same; `--config FILE` reads YAML. OpenRLHF's names of train_rm are understood.
 """
@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from components.models.sources import new_model
-from plugins.openrlhf.adapter import supervised
-from training.options.groups import ModelOptions
+from training.options.model_options import ModelOptions
 from training.options.schema import Options
 from training.options.supervised_options import PairOptions, SupervisedTrainOptions
 
@@ -33,7 +32,7 @@ class ScorerOptions(ModelOptions):
 
 @dataclass(kw_only=True)
 class RewardLossOptions(Options, group="algorithm"):
-    """What is asked of the scores of a pair."""
+    """The loss on the scores of a pair."""
 
     margin_loss: bool = False
     """The better response has to be ahead by the number in the column `margin`."""
@@ -43,7 +42,7 @@ class RewardLossOptions(Options, group="algorithm"):
 class RewardModelConfig(PairOptions):
     """Learn from pairs of responses which one is better."""
 
-    ADAPTER: ClassVar = supervised("pairs", "reward_model")
+    ADAPTERS: ClassVar = ("openrlhf.train_rm",)
 
     model: ScorerOptions = field(default_factory=ScorerOptions)
     algorithm: RewardLossOptions = field(default_factory=RewardLossOptions)

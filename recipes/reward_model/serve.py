@@ -30,10 +30,9 @@ from components.ranges import Count, Positive, Range
 from components.rewards.servers import TOKEN, reward_token
 from components.train.config import FrozenConfig, PassLimits
 from core.placement import detect_devices
-from plugins.openrlhf.adapter import TABLE
-from training.options.adapter import Adapter
 from training.options.config import CommandLine
-from training.options.schema import ConfigError, Options, describe_options
+from training.options.help import print_help
+from training.options.schema import ConfigError, Options
 
 from .config import ScorerOptions
 
@@ -58,7 +57,7 @@ UNAUTHORIZED, INVALID, FAILED = 401, 422, 500
 class ServeConfig(Options):
     """Serve the scores of a reward model over HTTP."""
 
-    ADAPTER: ClassVar = Adapter.load(TABLE, "serve")
+    ADAPTERS: ClassVar = ("openrlhf.serve_rm",)
 
     model: ScorerOptions = field(default_factory=ScorerOptions)
     host: str = "127.0.0.1"
@@ -253,9 +252,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Serve until stopped; returns the exit code: 0 stopped, 2 bad input."""
     accept_any_text()
     arguments = sys.argv[1:] if arguments is None else arguments
-    if {"--help", "-h"} & set(arguments):
-        print(describe_options(ServeConfig))
-        return 0
+    if (code := print_help(ServeConfig, arguments, "serve")) is not None:
+        return code
     line = CommandLine(ServeConfig, arguments)
     try:
         config = line.config()

@@ -1,4 +1,4 @@
-"""The options of this recipe, beside those that supervised recipes share; `--help` prints them all.
+"""The options of this recipe, beside those that supervised recipes share; `--help all` describes them.
 
 `--flag value` and `flag=value` mean the same; `--config FILE` reads YAML. OpenRLHF's names of train_sft are understood.
 """
@@ -13,8 +13,8 @@ from components.data.columns import column_names
 from components.data.mixture import Note
 from components.models.sources import NEW_KIND, config_of
 from components.schemes import has_scheme_of
-from plugins.openrlhf.adapter import supervised
-from training.options.groups import CheckpointOptions, ModelOptions
+from training.options.checkpoint_options import CheckpointOptions
+from training.options.model_options import ModelOptions
 from training.options.supervised_options import ExampleOptions, Rows, SupervisedOptions
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class DemonstrationOptions(ExampleOptions):
 class SFTConfig(SupervisedOptions):
     """Learn to respond as the demonstrations do."""
 
-    ADAPTER: ClassVar = supervised("sft")
+    ADAPTERS: ClassVar = ("openrlhf.train_sft",)
     EXAMPLES: ClassVar[str] = "demonstrations"
 
     model: ModelOptions = field(default_factory=ModelOptions)

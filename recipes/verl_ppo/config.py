@@ -1,4 +1,4 @@
-"""The options of this algorithm, beside the groups that all recipes share; `--help` prints them all.
+"""The options of this algorithm, beside the groups that all recipes share; `--help all` describes them.
 
 verl's own keys are read as these: verl.yaml and adapter.py.
 """
@@ -15,10 +15,13 @@ from components.generate.config import PagedRolloutConfig, RolloutConfig
 from components.ranges import Count, Positive, Range
 from components.registry import load
 from components.train.config import FrozenConfig, PassLimits, TrainConfig
-from training.options.groups import DataOptions, EvaluationOptions, RewardOptions, RolloutOptions
+from training.options.data_options import DataOptions
+from training.options.evaluation_options import EvaluationOptions
 from training.options.ppo_options import BY_RESPONSE, Aggregation, KLEstimator, PPOOptions, PPORunOptions
+from training.options.reward_options import RewardOptions
 from training.options.rl_options import PolicyTrainOptions
-from training.options.schema import limit_note, tried, where
+from training.options.rollout_options import RolloutOptions
+from training.options.schema import active_when, errors_of, limit_note
 
 from .adapter import VERL
 from .agent_keys import SINGLE_TURN, TOOL_AGENT, TOOLS
@@ -41,25 +44,25 @@ class AlgorithmOptions(PPOOptions):
     """How credit is given: gae with a critic; without one reinforce_plus_plus and remax, and, by comparing the
     responses to a prompt, grpo, grpo_passk, reinforce_plus_plus_baseline, rloo, opo, gpg and gdpo, token by token
     optimal_token_baseline, which takes a second pass for the old log-probabilities."""
-    gamma: float = where(1.0, estimator=("gae", "reinforce_plus_plus"))
+    gamma: float = active_when(1.0, estimator=("gae", "reinforce_plus_plus"))
     """Discount per action token."""
-    lam: float = where(1.0, estimator=("gae",))
+    lam: float = active_when(1.0, estimator=("gae",))
     """GAE's lambda."""
-    std_norm: bool = where(True, estimator=("grpo", "grpo_passk"))
+    std_norm: bool = active_when(True, estimator=("grpo", "grpo_passk"))
     """Divide the advantages of a prompt's responses by their standard deviation. Dr. GRPO does not."""
-    gpg_scale: float = where(1.0, estimator=("gpg",))
+    gpg_scale: float = active_when(1.0, estimator=("gpg",))
     """gpg: its advantages are divided by this."""
     gdpo_rewards: list[str] = field(default_factory=list)
     """gdpo: numbers that the reward function returns, which are normalised each for itself."""
     gdpo_weights: list[float] | None = None
     """gdpo: their weights. Default: 1 each."""
-    resample: Literal["pow", "max_min", "max_random"] | None = where(None, estimator=("gae",))
+    resample: Literal["pow", "max_min", "max_random"] | None = active_when(None, estimator=("gae",))
     """Train on as many responses as there are, but drawn from them with replacement by their rewards R (PF-PPO): pow
     by abs(R)^resample_power, max_min the best and the worst, max_random the best four times as often as others."""
-    resample_power: float = where(2.0, resample=("pow",))
+    resample_power: float = active_when(2.0, resample=("pow",))
     """See resample."""
-    dual_clip: Annotated[float, Range(above=1)] | None = where(3.0, policy_loss=("ppo", "dppo_tv", "dppo_kl"))
-    kl_cov_coef: float = where(0.1, policy_loss=("kl_cov",))
+    dual_clip: Annotated[float, Range(above=1)] | None = active_when(3.0, policy_loss=("ppo", "dppo_tv", "dppo_kl"))
+    kl_cov_coef: float = active_when(0.1, policy_loss=("kl_cov",))
     loss_aggregation: Aggregation = "token-mean"
     """How tokens are weighed: each the same (token-mean, or not divided by their count token-sum), each response the
     same (seq-mean-token-mean), or each response's sum (seq-mean-token-sum, and with -norm divided by loss_length)."""
@@ -68,10 +71,10 @@ class AlgorithmOptions(PPOOptions):
     verl's gspo, sapo and geo_mean are always seq-mean-token-mean."""
     loss_length: int | None = None
     """See loss_aggregation. Default: rollout.max_new_tokens."""
-    kl_target: float | None = where(None, kl_in_reward=True)
-    kl_loss_coef: float = where(0.0, kl_in_reward=True)
+    kl_target: float | None = active_when(None, kl_in_reward=True)
+    kl_loss_coef: float = active_when(0.0, kl_in_reward=True)
     """Weight of a KL in the loss, besides the one in the reward."""
-    kl_loss_estimator: KLEstimator = where("k3", kl_loss_coef=True)
+    kl_loss_estimator: KLEstimator = active_when("k3", kl_loss_coef=True)
     """Its estimator."""
     reference_path: str = ""
     """Model that the KL is measured to. Default: the policy as it was at the start."""
@@ -79,17 +82,17 @@ class AlgorithmOptions(PPOOptions):
     """The reference becomes the policy after every so many steps. Default: it stays what it was at the start."""
     correction_range: tuple[float, float] = (0.0, 2.0)
     """Lowest and highest weight of `correction`."""
-    correction_level: Literal["token", "sequence", "geometric"] = where("token", correction=("tis", "icepop"))
+    correction_level: Literal["token", "sequence", "geometric"] = active_when("token", correction=("tis", "icepop"))
     """Whose probability is weighed: the token's, its sequence's, or the geometric mean over that."""
-    correction_normalize: bool = where(False, correction=("tis", "icepop"))
+    correction_normalize: bool = active_when(False, correction=("tis", "icepop"))
     """Divide the weights by their mean over the step's tokens, or over its sequences where these have one each."""
     rejection: str | None = None
     """Leave tokens or responses out whose probabilities differ too much between policy and engine: token_, seq_sum_ or
     seq_mean_ with k1, k2 or k3 behind it, or seq_max_ with k2 or k3; several with commas between."""
-    rejection_threshold: str | None = where(None, rejection=True)
+    rejection_threshold: str | None = active_when(None, rejection=True)
     """Bounds of these, one for all or one each: k1 `low_high` of the engine's probability over the policy's, or `high`,
     whose inverse is low; k2 and k3 the largest estimate, in nats."""
-    estimate_rejected: bool = where(False, rejection=True)
+    estimate_rejected: bool = active_when(False, rejection=True)
     """What was rejected is left out of the loss alone. Otherwise what those tokens earned is in no return or value
     either, the reward of a response too where its last token was rejected."""
     bypass: bool = False
@@ -107,7 +110,7 @@ class AlgorithmOptions(PPOOptions):
                 "algorithm.estimator=gdpo: name numbers that the reward function returns in algorithm.gdpo_rewards, "
                 "and as many in gdpo_weights, or none"
             )
-        yield from tried("", lambda: self.rejections)
+        yield from errors_of("", lambda: self.rejections)
 
     @property
     def rejections(self) -> list[tuple[Any, Any, float | None, float]]:
@@ -205,7 +208,7 @@ class RowOptions(DataOptions):
         """See `Options.faults`."""
         yield from super().faults()
         if self.path:
-            yield from tried("", load, *ROW_FORMAT)
+            yield from errors_of("", load, *ROW_FORMAT)
         idle = ("probs", "split", "label_key", "apply_chat_template", "input_template")
         for option in fields(self):
             value = getattr(self, option.name)
@@ -225,17 +228,17 @@ class FunctionOptions(RewardOptions):
     """The function in it."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Further arguments of it, or of the built-in function."""
-    whole_batches: bool = where(False, source=True)
+    whole_batches: bool = active_when(False, source=True)
     """The function gets lists, of all responses of a batch."""
     num_examine: Annotated[int, Range(least=0)] = 0
     """Number of scored responses of each data source that are printed in each training step and evaluation."""
     model_path: str = ""
     """A reward model: a sequence classifier with one label and the policy's vocabulary."""
-    model_max_tokens: int = where(32768, model_path=True)
+    model_max_tokens: int = active_when(32768, model_path=True)
     """Tokens in a pass of it, padding included."""
-    model_micro_batch_size: int | None = where(None, model_path=True)
+    model_micro_batch_size: int | None = active_when(None, model_path=True)
     """Responses in a pass of it. Default: as many as model_max_tokens allows."""
-    function_weight: float = where(0.0, model_path=True)
+    function_weight: float = active_when(0.0, model_path=True)
     """With a reward model: times which the function's score is added. 0: the model alone."""
 
 
@@ -334,13 +337,13 @@ class VerlPPOConfig(PPORunOptions):
 
     def _faults_of_reward(self) -> Iterator[str]:
         if self.agent.func_path:
-            yield from tried("", check_agent, self.agent.func_path)
+            yield from errors_of("", check_agent, self.agent.func_path)
         if self.has_verl_agent:
             from agents.verl_tools import check_interactions, tool_schemas
 
-            yield from tried("", tool_schemas, *self.tool_files)
+            yield from errors_of("", tool_schemas, *self.tool_files)
             if path := self.agent.arguments.get("interaction_config_path"):
-                yield from tried("", check_interactions, path)
+                yield from errors_of("", check_interactions, path)
 
     @property
     def is_own_reference(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from training.options.groups import PlacementOptions
+from training.options.placement_options import PlacementOptions
 
 POLICY_ROLES = ("actor_rollout_ref", "actor_rollout", "actor", "rollout", "ref")
 """Roles that hold the policy; the words of their names say what each does."""

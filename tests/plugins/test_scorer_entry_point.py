@@ -14,7 +14,7 @@ from components.rewards.base import check_reward
 from recipes.grpo.config import GRPOConfig
 from tests.messages import says
 from tests.recipe_copies import ROOT, write_untrained
-from training.options.schema import describe_options
+from training.options.help import describe_options
 
 FILES = {
     "letters/__init__.py": 'PROVIDES = {"scorer": {"vowels": "scoring:vowels"}}',

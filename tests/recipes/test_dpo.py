@@ -32,7 +32,7 @@ from recipes.dpo.config import DPOConfig, DPOOptions
 from recipes.dpo.data import in_calls
 from recipes.dpo.main import main, read_config
 from tests.messages import says
-from training.options.groups import ModelOptions
+from training.options.model_options import ModelOptions
 from training.options.supervised_options import PairDataOptions
 
 ROWS = [

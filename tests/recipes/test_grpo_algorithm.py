@@ -13,7 +13,7 @@ from components.rl.aggregation import Totals
 from recipes.grpo.algorithm import add_advantages, policy_loss, shaped_rewards
 from recipes.grpo.config import AlgorithmOptions, GRPOConfig
 from recipes.grpo.main import read_config
-from training.options.groups import RolloutOptions
+from training.options.rollout_options import RolloutOptions
 
 
 def config(**algorithm: Any) -> GRPOConfig:

@@ -10,9 +10,11 @@ from components.batch import Batch
 from components.rl.aggregation import Totals
 from recipes.openrlhf_ppo.algorithm import AdaptedKL, add_advantages, policy_loss, shaped_rewards
 from recipes.openrlhf_ppo.config import AlgorithmOptions, PPOConfig
-from training.options.groups import DataOptions, ModelOptions, RolloutOptions
+from training.options.data_options import DataOptions
+from training.options.model_options import ModelOptions
 from training.options.ppo_options import PolicyLoss
 from training.options.rl_options import PolicyTrainOptions
+from training.options.rollout_options import RolloutOptions
 from training.roles.ppo_loss import mark_tokens
 from training.run.rollouts import over_updates
 

@@ -14,7 +14,7 @@ from local_runs import run_here
 from recipe_runs import ROOT
 from tiny_models import write_policy, write_reward_model
 
-from recipes.openrlhf_ppo.config import PPOConfig
+from plugins.openrlhf.adapter import train_ppo
 from recipes.openrlhf_ppo.main import main
 from tests.messages import says
 
@@ -82,7 +82,7 @@ class Command:
 
 def older_name(name: str) -> str:
     """A flag as it was called before 0.10.2."""
-    options = PPOConfig.ADAPTER.options
+    options = train_ppo().options
     if "." not in name or name in OLDER:
         return OLDER.get(name, name)
     target = options[name].name if name in options else name

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from recipe_runs import ROOT
 
+from plugins.openrlhf.adapter import train_ppo
 from recipes.openrlhf_ppo.config import PPOConfig
 from recipes.openrlhf_ppo.main import main, read_config
 from tests.messages import says
@@ -54,7 +55,7 @@ OTHER_DEFAULTS = {
 def known(name: str) -> Any:
     """The type of a flag's value here; None: nobody knows the flag."""
     fields = fields_of(PPOConfig)
-    kind = PPOConfig.ADAPTER.kind_of(name, fields)
+    kind = train_ppo().kind_of(name, fields)
     return without_none(fields.get(name) if kind is None else kind)
 
 
@@ -73,7 +74,7 @@ def test_every_flag_takes_as_many_values_as_there() -> None:
 
 
 def test_every_name_of_the_table_leads_to_one_thing() -> None:
-    own = PPOConfig.ADAPTER
+    own = train_ppo()
     parts = [set(own.options), set(own.computed), set(own.no_effect), set(own.refused)]
     assert sum(map(len, parts)) == len(set.union(*parts))
     targets = {target.name for target in own.options.values()}
@@ -84,7 +85,7 @@ def test_every_name_of_the_table_leads_to_one_thing() -> None:
 
 def test_the_defaults_are_those_of_openrlhf_or_named_as_others() -> None:
     ours = {option.name: option.default for option in options_of(PPOConfig)}
-    renamed = PPOConfig.ADAPTER.options
+    renamed = train_ppo().options
     others = {}
     for name, (_, _, _, default) in FLAGS.items():
         if name not in renamed or "." in name:
@@ -239,7 +240,7 @@ def test_the_page_from_openrlhf_is_what_the_schema_says() -> None:
 def test_the_page_names_every_flag() -> None:
     page = (ROOT / "docs" / "from_openrlhf.md").read_text()
     named = set(re.findall(r"`([^`\n]+)`", page))
-    assert [name for name in PPOConfig.ADAPTER.names() if name not in named] == []
+    assert [name for name in train_ppo().names() if name not in named] == []
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,7 @@ def test_too_few_gpus_are_refused_with_what_to_do(
 def test_every_option_has_its_meaning_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     from recipes.openrlhf_ppo.main import main
 
-    assert main(["--help"]) == 0
+    assert main(["--help", "all"]) == 0
     lines = capsys.readouterr().out.splitlines()
     options = [i for i, line in enumerate(lines) if line.startswith("--")]
     assert len(options) > 50

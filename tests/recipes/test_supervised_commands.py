@@ -14,8 +14,8 @@ from recipes.reward_model.config import RewardModelConfig
 from recipes.reward_model.serve import ServeConfig
 from recipes.sft.config import SFTConfig
 from training.options.adapter import KINDS
-from training.options.config import load_config
-from training.options.schema import fields_of, without_none
+from training.options.config import Vocabulary, load_config
+from training.options.schema import without_none
 
 UPSTREAM = Path(__file__).parent / "upstream"
 COMMANDS = [json.loads(line) for line in (UPSTREAM / "openrlhf_supervised.jsonl").read_text().splitlines()]
@@ -94,9 +94,9 @@ def words_of(kind: Any) -> str:
 @pytest.mark.parametrize("program", FLAGS)
 def test_every_flag_of_the_program_is_known_and_takes_as_many_words_as_there(program: str) -> None:
     schema = SCHEMAS[program]
-    fields = fields_of(schema)
     there = [(name, words_of(KINDS[kind])) for kind, names in FLAGS[program].items() for name in names.split()]
-    kinds = {name: schema.ADAPTER.kind_of(name, fields) or fields.get(name) for name, _ in there}
+    vocabulary = Vocabulary.of(schema).with_adapters()
+    kinds = {name: vocabulary.kind_of(name) for name, _ in there}
     assert [name for name, kind in kinds.items() if kind is None] == []
     assert [(name, words_of(kinds[name])) for name, _ in there] == there
 

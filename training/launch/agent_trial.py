@@ -14,7 +14,7 @@ from agents.options import AgentOptions
 from agents.rendering import first_tokens
 from agents.trial import AgentTrial, Opening, UntriedError
 from training.launch.reward_trial import rows_by_kind
-from training.options.groups import DataOptions
+from training.options.data_options import DataOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

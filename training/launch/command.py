@@ -24,8 +24,9 @@ from training.launch.machine_limits import check_machine
 from training.launch.machines import Machines, assuming, is_here
 from training.launch.plan import Plan
 from training.options.config import CommandLine, read_file
-from training.options.groups import ModelOptions, RunOptions
-from training.options.schema import describe_options
+from training.options.help import print_help
+from training.options.model_options import ModelOptions
+from training.options.run_options import RunOptions
 from training.run.continuation import Continued, continued_run
 from training.tracking import open_run_folder
 from training.tracking.observers import RunObserver, close_observers, open_observers
@@ -147,9 +148,8 @@ class Command(ABC, Generic[C]):
         began = time.time()
         accept_any_text()
         arguments = sys.argv[1:] if arguments is None else arguments
-        if {"--help", "-h"} & set(arguments):
-            print(describe_options(self.schema))
-            return 0
+        if (code := print_help(self.schema, arguments)) is not None:
+            return code
         line = CommandLine(self.schema, self.words(arguments))
         observers: list[RunObserver] = []
         try:

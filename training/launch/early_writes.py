@@ -19,7 +19,8 @@ from components.net.hub import find_model, first_line
 from core.shared_memory import SHARED_MEMORY
 
 if TYPE_CHECKING:
-    from training.options.groups import ModelOptions, RunOptions
+    from training.options.model_options import ModelOptions
+    from training.options.run_options import RunOptions
 
 FILES_BYTES = 1_000_000
 """Space for logs, metrics and rollouts of a run, beside its checkpoints; a lower limit."""

@@ -15,7 +15,10 @@ from components.generate.choice import choose_attention
 from components.models.disk.tensor_header import check_weight_files
 from components.models.sources import is_made, made_model
 from components.net.hub import WEIGHTS, ModelNotFound, cached_folder, find_model
-from training.options.groups import DataOptions, EvaluationOptions, ModelOptions, RunOptions
+from training.options.data_options import DataOptions
+from training.options.evaluation_options import EvaluationOptions
+from training.options.model_options import ModelOptions
+from training.options.run_options import RunOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

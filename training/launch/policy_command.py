@@ -18,7 +18,7 @@ from training.launch.plan import Plan, attention_notes
 from training.launch.row_counts import steps_text
 from training.options.adapter import as_text
 from training.options.config import CommandLine
-from training.options.groups import ModelOptions
+from training.options.model_options import ModelOptions
 from training.options.rl_options import RLOptions
 from training.options.schema import ConfigError
 from training.run.continuation import (

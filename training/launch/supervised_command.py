@@ -22,7 +22,7 @@ from training.launch.model_use import ModelUse
 from training.launch.plan import Plan, attention_notes
 from training.launch.row_counts import steps_text
 from training.options.config import CommandLine
-from training.options.groups import ModelOptions
+from training.options.model_options import ModelOptions
 from training.options.schema import ConfigError, limit_note
 from training.options.supervised_options import PairOptions, Rows, Source, SupervisedOptions
 from training.run.continuation import Continued, check_seed, check_trained_model, no_state_of, other_data

@@ -24,7 +24,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,13 +88,13 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Given:
-    """An option as somebody wrote it."""
+class WrittenOption:
+    """An option as the user has written it."""
 
     name: str
     value: Any
     source: str = ""
-    """The file that it is in; empty: the command line."""
+    """Path of its file. Empty: the command line."""
 
     def __str__(self) -> str:
         return f"{self.source}: {self.name}" if self.source else self.name
@@ -102,13 +102,23 @@ class Given:
 
 @dataclass
 class Translation:
-    """What is written, in the names of the schema."""
+    """Options in the names of the schema, with the faults and notes of their translation."""
 
-    options: list[Given] = field(default_factory=list)
+    options: list[WrittenOption] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     written: dict[str, str] = field(default_factory=dict)
     """Option of the schema -> the name by which it was written."""
+
+    def add(self, option: WrittenOption, written: str = "") -> None:
+        """Add an option of the schema.
+
+        Args:
+            option: in the schema's name.
+            written: name by which it was written. Default: the schema's.
+        """
+        self.options.append(option)
+        self.written[option.name] = written or option.name
 
 
 @dataclass
@@ -210,37 +220,41 @@ class Adapter:
         found = {*self.options, *self.computed, *self.no_effect, *self.refused}
         return {name for name in found if "*" not in name}
 
-    def translate(self, given: Iterable[Given]) -> Translation:
-        """What is written in this system's names, or in the schema's, in the latter. Later ones win."""
-        found = Translation()
-        raw: dict[str, Given] = {}
-        after: list[Given] = []
-        """Written in the schema's own names after all that is computed with."""
-        idle: dict[str, list[str]] = {}
-        for option in given:
+    def translate(self, written: Iterable[WrittenOption]) -> Translation:
+        """Rename options written in this system's names, or in the schema's, to the schema's. Later options win."""
+        result = Translation()
+        to_compute: dict[str, WrittenOption] = {}
+        after_computed: list[WrittenOption] = []
+        reasons: dict[str, list[str]] = {}
+        """Why options have no effect -> their names."""
+        for option in written:
             has_effect, entry = self._entry_of(option.name)
             if (target := self._target_of(option.name)) is not None:
-                self._translate_one(option, target, found)
+                self._translate_one(option, target, result)
             elif self._computed_of(option.name) is not None:
-                raw[option.name] = option
-                after = []
+                to_compute[option.name] = option
+                after_computed = []
             elif entry is None:
-                found.options.append(option)
-                found.written[option.name] = option.name
-                after.append(option)
+                result.add(option)
+                after_computed.append(option)  # it wins over what is computed from names before it
             elif entry.lets_through(option.value):
-                continue
+                pass
             elif has_effect:
-                found.faults.append(f"{option}: {entry.why}")
+                result.faults.append(f"{option}: {entry.why}")
             else:
-                idle.setdefault(entry.why, []).append(option.name)
-        found.notes += [f"no effect of {_some(list(dict.fromkeys(names)))}: {why}" for why, names in idle.items()]
-        is_adapted = bool(raw) or any(own != name for name, own in found.written.items())
-        if is_adapted and self.compute is not None:
-            self._compute(raw, found, after)
-        if is_adapted:
-            found.options = [Given(name, value) for name, value in self.defaults.items()] + found.options
-        return found
+                reasons.setdefault(entry.why, []).append(option.name)
+        for why, names in reasons.items():
+            result.notes.append(f"no effect of {_shortened(list(dict.fromkeys(names)))}: {why}")
+        has_other_names = any(written != name for name, written in result.written.items())
+        if to_compute or has_other_names:
+            self._compute(to_compute, result, after_computed)
+            result.options = [WrittenOption(name, value) for name, value in self.defaults.items()] + result.options
+        return result
+
+    def over(self, other: Adapter) -> Adapter:
+        """Return this adapter, with those names of another one that it does not know."""
+        options = {name: target for name, target in other.options.items() if self.kind_of(name, {}) is None}
+        return replace(self, options={**options, **self.options})
 
     def renamed(self, text: str, written: Mapping[str, str]) -> str:
         """A sentence about options of the schema, in the names that the user writes: this system's, where any was."""
@@ -270,35 +284,46 @@ class Adapter:
         own, other = _longest(name, self.computed), _longest(name, [*self.no_effect, *self.refused])
         return own if own and len(own) > len(other) else None
 
-    def _translate_one(self, option: Given, target: Target, found: Translation) -> None:
-        value = target.values.get(as_text(option.value), option.value)
-        if target.otherwise and as_text(option.value) not in (*target.values, *NO_VALUE):
-            found.faults.append(f"{option}={as_text(option.value)}: {target.otherwise}")
-            return
-        if value is option.value and as_text(value) in NO_VALUE:
-            found.options = [earlier for earlier in found.options if earlier.name != target.name]
-            return
-        found.options.append(Given(target.name, value, option.source))
-        found.written[target.name] = option.name
+    def _translate_one(self, option: WrittenOption, target: Target, result: Translation) -> None:
+        text = as_text(option.value)
+        if target.otherwise and text not in (*target.values, *NO_VALUE):
+            result.faults.append(f"{option}={text}: {target.otherwise}")
+        elif text in NO_VALUE and text not in target.values:
+            # The value is unset, so earlier ones do not count either.
+            result.options = [earlier for earlier in result.options if earlier.name != target.name]
+        else:
+            value = target.values.get(text, option.value)
+            result.add(WrittenOption(target.name, value, option.source), option.name)
 
-    def _compute(self, raw: Mapping[str, Given], found: Translation, after: Iterable[Given]) -> None:
-        assert self.compute is not None
+    def _compute(
+        self, to_compute: Mapping[str, WrittenOption], result: Translation, after: Iterable[WrittenOption]
+    ) -> None:
+        """Add the options that follow from several names.
+
+        Args:
+            to_compute: options whose names are in `computed`.
+            result: the options that have been translated.
+            after: options in the schema's names that were written after those, and win over what is computed.
+        """
+        if self.compute is None:
+            return
         values: dict[str, Any] = {}
-        names = set(found.written.values())
-        result = Computed(values, {option.name: option.value for option in found.options}, names=names)
-        for name, option in raw.items():
+        known = {option.name: option.value for option in result.options}
+        computed = Computed(values, known, names=set(result.written.values()))
+        for name, option in to_compute.items():
             try:
                 values[name] = _of_kind(option.value, self.computed[self._computed_of(name) or name])
             except ValueError:
-                found.faults.append(f"{option}={as_text(option.value)}; set a number")
-        self.compute(result)
-        found.options += [Given(name, value) for name, value in result.options.items()]
-        found.options += [option for option in after if option.name in result.options]
-        found.notes += [self.renamed(note, found.written | result.written) for note in result.notes]
-        found.faults = [*result.faults, *found.faults]
-        found.written |= result.written
-        if len(raw) == 1:
-            found.written = dict.fromkeys(result.options, next(iter(raw))) | found.written
+                result.faults.append(f"{option}={as_text(option.value)}; set a number")
+        self.compute(computed)
+        result.options += [WrittenOption(name, value) for name, value in computed.options.items()]
+        result.options += [option for option in after if option.name in computed.options]
+        result.notes += [self.renamed(note, result.written | computed.written) for note in computed.notes]
+        result.faults = [*computed.faults, *result.faults]
+        result.written |= computed.written
+        if len(to_compute) == 1:
+            # All that was computed comes from this name.
+            result.written = dict.fromkeys(computed.options, next(iter(to_compute))) | result.written
 
     def _entry_of(self, name: str) -> tuple[bool, Refused | None]:
         """Whether the name would have an effect, and what is said of it; None: this system has no such name."""
@@ -316,8 +341,8 @@ def _longest(name: str, patterns: Iterable[str]) -> str:
     return max(fitting, key=len, default="")
 
 
-def _some(names: list[str]) -> str:
-    """All of a few names, and of many how many more there are."""
+def _shortened(names: list[str]) -> str:
+    """Join names with commas. Of many, show the first ones and the number of the others."""
     shown = names if len(names) <= MOST_NAMES else names[: MOST_NAMES - 1]
     more = f" and {len(names) - len(shown)} more" if len(shown) < len(names) else ""
     return ", ".join(shown) + more

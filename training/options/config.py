@@ -3,8 +3,9 @@
 Written as `key=value`, `--key=value` or `--key value`. How many values a `--key` takes follows from its field: a switch
 none or one, a pair two, a list as many as there are, everything else one. Dashes in keys are read as underscores.
 
-A schema whose class variable ADAPTER is an `Adapter` takes another system's names too. Whatever is wrong is said at
-once.
+Two class variables of a schema add names of other systems: ADAPTER, an `Adapter` that is always there, and ADAPTERS,
+names of adapters that plug-ins provide. A plug-in may also add a group of options; plugin_options.py has both. All
+faults are reported at once.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_args, get_origin
 
@@ -22,9 +24,11 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from components import registry
 from components.net.hub import first_line
-from training.options.adapter import Adapter, Given, Translation
-from training.options.schema import ConfigError, collecting, fields_of, options_of, recipe_of, without_none
+from training.options.adapter import Adapter, Translation, WrittenOption
+from training.options.plugin_options import COMMAND_ADAPTER, group_advice, with_plugin_groups
+from training.options.schema import ConfigError, collect_errors, fields_of, options_of, recipe_of, without_none
 from training.options.synonyms import answer
 
 T = TypeVar("T")
@@ -44,7 +48,7 @@ def load_config(schema: type[T], arguments: Sequence[str]) -> T:
 
 
 class CommandLine(Generic[T]):
-    """What a user has written, read once: a command line, and before it the `--config FILE`s that it names."""
+    """The options that a user has written: on the command line, and before it in the `--config FILE`s that it names."""
 
     def __init__(self, schema: type[T], arguments: Sequence[str]) -> None:
         """
@@ -52,19 +56,15 @@ class CommandLine(Generic[T]):
             schema: the options.
             arguments: the command line. What is wrong with it, `config` says.
         """
-        self.schema = schema
-        self._adapter = adapter_of(schema)
-        words, self._faults = _read_arguments(schema, arguments)
-        self.files = [Path(option.value) for option in words if option.name == "config"]
-        """Those that are named."""
-        self._given: list[Given] = []
-        for path in self.files:
-            try:
-                self._given += read_file(schema, path)
-            except ConfigError as error:
-                self._faults.append(str(error))
-        self._given += [option for option in words if option.name != "config"]
-        self._found = self._translated([])
+        self._vocabulary = Vocabulary.of(schema)
+        self._read(arguments)
+        if any(not self._vocabulary.is_field(option) for option in self._given):
+            self._vocabulary = self._vocabulary.with_adapters()
+            self._read(arguments)
+        extended = with_plugin_groups(schema, self.value)
+        if extended is not schema:
+            self._vocabulary = replace(self._vocabulary, schema=extended)
+            self._read(arguments)
         self.written = self._found.written
         """Option of the schema -> the name by which it was written."""
         self.named = {option.name for option in self._found.options}
@@ -72,7 +72,26 @@ class CommandLine(Generic[T]):
         self.notes = self._found.notes
         """What is to be said of options that are named and have no effect here."""
 
-    def start_from(self, options: Sequence[Given]) -> None:
+    def _read(self, arguments: Sequence[str]) -> None:
+        """Read the command line, and its files, with the names that are known by now."""
+        words, self._faults = _read_arguments(self._vocabulary, arguments)
+        self.files = [Path(option.value) for option in words if option.name == "config"]
+        """Configuration files that the command line names."""
+        self._given: list[WrittenOption] = []
+        for path in self.files:
+            try:
+                self._given += self._vocabulary.read_file(path)
+            except ConfigError as error:
+                self._faults.append(str(error))
+        self._given += [option for option in words if option.name != "config"]
+        self._found = self._translated([])
+
+    @property
+    def schema(self) -> type[T]:
+        """The schema, with the groups of options that plug-ins add."""
+        return self._vocabulary.schema
+
+    def start_from(self, options: Sequence[WrittenOption]) -> None:
         """Put other values than the schema's in places that the user does not name."""
         self._found = self._translated(options)
 
@@ -96,7 +115,9 @@ class CommandLine(Generic[T]):
             config, told = _made(merged)
             faults += told
         if faults:
-            raise ConfigError(_listed([self._adapter.renamed(fault, self._found.written) for fault in faults]))
+            raise ConfigError(
+                _listed([self._vocabulary.adapter.renamed(fault, self._found.written) for fault in faults])
+            )
         return typing.cast(T, config)
 
     def changed(self) -> dict[str, Any]:
@@ -107,10 +128,10 @@ class CommandLine(Generic[T]):
 
     def renamed(self, text: str) -> str:
         """A sentence about options, in the names that the user writes."""
-        return self._adapter.renamed(text, self.written)
+        return self._vocabulary.adapter.renamed(text, self.written)
 
-    def _translated(self, before: Sequence[Given]) -> Translation:
-        found = translated(self.schema, [*before, *self._given])
+    def _translated(self, before: Sequence[WrittenOption]) -> Translation:
+        found = self._vocabulary.translate([*before, *self._given])
         found.faults += self._faults
         return found
 
@@ -136,35 +157,98 @@ class CommandLine(Generic[T]):
         return merged, faults
 
 
-def adapter_of(schema: Any) -> Adapter:
-    """The schema's adapter; one without names where it has none."""
-    return getattr(schema, "ADAPTER", None) or Adapter()
+@dataclass(frozen=True)
+class Vocabulary:
+    """The options of a schema, and other systems' names for them."""
+
+    schema: Any
+    adapter: Adapter
+
+    @classmethod
+    def of(cls, schema: Any) -> Vocabulary:
+        """The options of a schema with the names of its ADAPTER, where it has one."""
+        return cls(schema, getattr(schema, "ADAPTER", None) or Adapter())
+
+    @functools.cached_property
+    def fields(self) -> dict[str, Any]:
+        """The type of every option."""
+        return fields_of(self.schema)
+
+    def with_adapters(self) -> Vocabulary:
+        """Add the names that plug-ins provide for the schema. Without these plug-ins it stays as it is."""
+        adapter = self.adapter
+        for name in getattr(self.schema, "ADAPTERS", ()):
+            provided = registry.find(COMMAND_ADAPTER, name)
+            adapter = adapter if provided is None else provided().over(adapter)
+        return replace(self, adapter=adapter)
+
+    def kind_of(self, name: str) -> Any:
+        """The type of the value of a name; None: there is no such name."""
+        kind = self.adapter.kind_of(name, self.fields)
+        return self.fields.get(name) if kind is None else kind
+
+    def is_name(self, name: str) -> bool:
+        """True if an option goes by this name."""
+        return self.kind_of(name) is not None
+
+    def is_field(self, option: WrittenOption) -> bool:
+        """True if this is an option of the schema, an entry of one that is a mapping, or a whole group."""
+        name = option.name
+        is_whole = option.value is None or isinstance(option.value, Mapping)
+        if name in self.fields or (is_whole and any(field.startswith(f"{name}.") for field in self.fields)):
+            return True
+        mappings = (field for field, kind in self.fields.items() if get_origin(without_none(kind)) is dict)
+        return any(name.startswith(f"{mapping}.") for mapping in mappings)
+
+    def read_file(self, path: Path) -> list[WrittenOption]:
+        """Read all options of a configuration file.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        if not path.is_file():
+            raise ConfigError(f"there is no configuration file {path}")
+        try:
+            content = OmegaConf.to_container(OmegaConf.load(path))
+        except Exception as error:
+            raise ConfigError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
+        if not isinstance(content, dict):
+            raise ConfigError(f"{path} holds a list, not keys and values")
+        leaves = _leaves(typing.cast(dict[str, Any], content), self.is_name)
+        return [WrittenOption(name, value, str(path)) for name, value in leaves]
+
+    def translate(self, written: Sequence[WrittenOption]) -> Translation:
+        """Return the options in the names of the schema, with all faults."""
+        interpolated, faults = _interpolate(self, written)
+        result = self.adapter.translate(interpolated)
+        unknown = [option for option in result.options if not self.is_field(option)]
+        result.options = [option for option in result.options if option not in unknown]
+        if unknown:
+            meanings = {option.name: option.meaning for option in options_of(self.schema)}
+            for option in unknown:
+                advice = group_advice(option.name, self.schema)
+                advice = advice or answer(option.name, meanings, recipe_of(self.schema), self.adapter.names())
+                source = f"{option.source}: " if option.source else ""
+                result.faults.append(f"{source}unknown option {option.name!r}{advice}")
+        result.faults += faults
+        return result
 
 
-def translated(schema: Any, given: Sequence[Given]) -> Translation:
-    """What is written in the names of the schema, and all that is wrong with it."""
-    resolved, unresolved = _resolved(schema, given)
-    found = adapter_of(schema).translate(resolved)
-    fields = fields_of(schema)
-    unknown = [option for option in found.options if not _is_known(option, fields)]
-    found.options = [option for option in found.options if option not in unknown]
-    if unknown:
-        meanings = {option.name: option.meaning for option in options_of(schema)}
-        for option in unknown:
-            told = answer(option.name, meanings, recipe_of(schema), adapter_of(schema).names())
-            source = f"{option.source}: " if option.source else ""
-            found.faults.append(f"{source}unknown option {option.name!r}{told}")
-    found.faults += unresolved
-    return found
+def read_file(schema: Any, path: Path) -> list[WrittenOption]:
+    """Read all options of a configuration file in the names of a schema.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    return Vocabulary.of(schema).read_file(path)
 
 
 # --- the command line and files
 
 
-def _read_arguments(schema: Any, arguments: Sequence[str]) -> tuple[list[Given], list[str]]:
+def _read_arguments(vocabulary: Vocabulary, arguments: Sequence[str]) -> tuple[list[WrittenOption], list[str]]:
     """Each option with its value, still text or a list of texts, under the name that the user has written."""
-    fields = fields_of(schema) | {"config": str}
-    found: list[Given] = []
+    found: list[WrittenOption] = []
     faults: list[str] = []
     rest = list(arguments)
     while rest:
@@ -177,20 +261,15 @@ def _read_arguments(schema: Any, arguments: Sequence[str]) -> tuple[list[Given],
             continue
         key = name.removeprefix("--").replace("-", "_") if name.startswith("--") else name
         if equals:
-            found.append(Given(key, value))
+            found.append(WrittenOption(key, value))
             continue
         try:
-            following = _count_values(rest, lambda name: _kind_of(schema, name, fields) is not None)
-            found.append(Given(key, _take_values(word, _kind_of(schema, key, fields), rest, *following)))
+            following = _count_values(rest, lambda name: name == "config" or vocabulary.is_name(name))
+            kind = str if key == "config" else vocabulary.kind_of(key)
+            found.append(WrittenOption(key, _take_values(word, kind, rest, *following)))
         except ConfigError as error:
             faults.append(str(error))
     return found, faults
-
-
-def _kind_of(schema: Any, key: str, fields: Mapping[str, Any]) -> Any:
-    """The type of the value of a name; None: there is no such name."""
-    kind = adapter_of(schema).kind_of(key, fields)
-    return fields.get(key) if kind is None else kind
 
 
 def _count_values(rest: Sequence[str], is_option: Callable[[str], bool]) -> tuple[int, int]:
@@ -234,25 +313,6 @@ def _take_values(word: str, kind: Any, rest: list[str], following: int, listed: 
     return values if is_tuple else values[0]
 
 
-def read_file(schema: Any, path: Path) -> list[Given]:
-    """Everything in a configuration file.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    if not path.is_file():
-        raise ConfigError(f"there is no configuration file {path}")
-    try:
-        content = OmegaConf.to_container(OmegaConf.load(path))
-    except Exception as error:
-        raise ConfigError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds a list, not keys and values")
-    fields = fields_of(schema)
-    leaves = _leaves(typing.cast(dict[str, Any], content), lambda name: _kind_of(schema, name, fields) is not None)
-    return [Given(name, value, str(path)) for name, value in leaves]
-
-
 def _leaves(given: Mapping[str, Any], is_option: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of everything in a tree that is no group; a mapping may be the value of an option."""
     for key, value in given.items():
@@ -263,32 +323,37 @@ def _leaves(given: Mapping[str, Any], is_option: Any, prefix: str = "") -> Itera
             yield name, value
 
 
-def _resolved(schema: Any, given: Sequence[Given]) -> tuple[list[Given], list[str]]:
-    """With each `${name}` replaced by what is said of that name, here or by the schema; and what cannot be."""
-    if not any("${" in str(option.value) for option in given):
-        return list(given), []
-    whole: Any = OmegaConf.create(typing.cast(Any, OmegaConf.to_container(OmegaConf.structured(schema))))
-    found: list[Given] = []
+def _interpolate(vocabulary: Vocabulary, written: Sequence[WrittenOption]) -> tuple[list[WrittenOption], list[str]]:
+    """Replace each `${name}` by the value of that name: the written one, or the schema's default.
+
+    Returns:
+        The options, and the faults of those that cannot be read.
+    """
+    if not any("${" in str(option.value) for option in written):
+        return list(written), []
+    defaults = OmegaConf.to_container(OmegaConf.structured(vocabulary.schema))
+    values: Any = OmegaConf.create(typing.cast(Any, defaults))
     faults: list[str] = []
-    readable: list[Given] = []
-    for option in given:
+    readable: list[WrittenOption] = []
+    for option in written:
         try:
-            OmegaConf.update(whole, option.name, option.value, force_add=True)
+            OmegaConf.update(values, option.name, option.value, force_add=True)
+            readable.append(option)
         except OmegaConfBaseException as error:
             faults.append(f"{option}={option.value}: {first_line(error)}")
-        else:
-            readable.append(option)
+    # A name may refer to a later one, so values are read once all of them are there.
+    interpolated: list[WrittenOption] = []
     for option in readable:
-        if "${" not in str(option.value) or option.name in adapter_of(schema).no_effect:
-            found.append(option)
+        if "${" not in str(option.value) or option.name in vocabulary.adapter.no_effect:
+            interpolated.append(option)
             continue
         try:
-            value = OmegaConf.select(whole, option.name)
-            plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-            found.append(Given(option.name, plain, option.source))
+            node = OmegaConf.select(values, option.name)
+            value = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+            interpolated.append(WrittenOption(option.name, value, option.source))
         except OmegaConfBaseException as error:
             faults.append(f"{option}={option.value}: {first_line(error)}")
-    return found, faults
+    return interpolated, faults
 
 
 # --- values, and what the schema makes of them
@@ -305,7 +370,7 @@ def _numbers(tree: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
 
 def _made(merged: Any) -> tuple[Any, list[str]]:
     """The configuration, and all that its groups and the whole have against it."""
-    with collecting() as told:
+    with collect_errors() as told:
         try:
             return OmegaConf.to_object(merged), told
         except Exception as error:
@@ -327,15 +392,6 @@ def _typed(value: Any, kind: Any) -> Any:
 
 
 # --- messages
-
-
-def _is_known(given: Given, fields: Mapping[str, Any]) -> bool:
-    """Whether this is an option, an entry of one that is a mapping, or a whole group."""
-    key, is_whole = given.name, given.value is None or isinstance(given.value, Mapping)
-    if key in fields or (is_whole and any(name.startswith(f"{key}.") for name in fields)):
-        return True
-    mappings = (name for name, kind in fields.items() if get_origin(without_none(kind)) is dict)
-    return any(key.startswith(f"{name}.") for name in mappings)
 
 
 def _listed(faults: Iterable[str]) -> str:

@@ -8,43 +8,43 @@ from typing import Annotated, Any
 
 from components.ranges import Range
 from components.registry import load
-from training.options.schema import Options, tried
+from training.options.schema import Options, errors_of, of_plugin
 from training.tracking.observers import OBSERVER, ObserverType
 from training.tracking.sinks import SINK
 
 
 @dataclass(kw_only=True)
 class LogOptions(Options, group="log"):
-    """Where metrics go besides the files of the run folder, which are always written."""
+    """Destinations of metrics besides the files of the run folder, which are always written."""
 
-    wandb: bool = False
+    wandb: bool = of_plugin("wandb", False)
     """Log to W&B, with WANDB_API_KEY; without a key it stays offline, in the run folder."""
-    wandb_project: str = "troupe"
+    wandb_project: str = of_plugin("wandb", "troupe")
     """Name of the W&B project."""
-    wandb_name: str | None = None
+    wandb_name: str | None = of_plugin("wandb", None)
     """Name of the run there. Default: that of the run folder."""
-    wandb_group: str | None = None
+    wandb_group: str | None = of_plugin("wandb", None)
     """Runs of one group are shown together."""
-    wandb_org: str | None = None
+    wandb_org: str | None = of_plugin("wandb", None)
     """W&B user or team that owns the project. Default: the key's."""
-    wandb_key: str | None = None
+    wandb_key: str | None = of_plugin("wandb", None)
     """The API key; it switches W&B on. Default: WANDB_API_KEY, or what `wandb login` has kept."""
-    tensorboard: bool = False
+    tensorboard: bool = of_plugin("tensorboard", False)
     """Write TensorBoard's files to run_dir/tensorboard."""
-    tensorboard_dir: str | None = None
+    tensorboard_dir: str | None = of_plugin("tensorboard", None)
     """Write them to a folder in this one instead."""
-    metrics_port: Annotated[int, Range(least=0, most=65535)] | None = None
+    metrics_port: Annotated[int, Range(least=0, most=65535)] | None = of_plugin("monitoring", None)
     """Port at which the run serves its step, metrics, phase and roles while it runs: /metrics (Prometheus) and /state
     (JSON). 0 selects a free port. No server by default."""
-    metrics_host: str = "127.0.0.1"
+    metrics_host: str = of_plugin("monitoring", "127.0.0.1")
     """IP address at which that server listens. Any other than loopback needs a token in TROUPE_METRICS_TOKEN."""
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         for name in self.sinks():
-            yield from tried("", load, SINK, name, f"log.{name}=true")
+            yield from errors_of("", load, SINK, name, f"log.{name}=true")
         if self.metrics_port is not None:
-            yield from tried("", self._check_endpoint)
+            yield from errors_of("", self._check_endpoint)
 
     def sinks(self) -> dict[str, dict[str, Any]]:
         """Settings of the metric sinks that the options name, by the names of the sinks; see `Tracker`."""

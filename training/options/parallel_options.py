@@ -1,4 +1,4 @@
-"""Over which axes the ranks of a model that is trained are laid out."""
+"""Options of the axes of parallel training."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from training.options.schema import Options
 
 
 @dataclass(kw_only=True)
-class ParallelOptions(Options, group="parallel"):
-    """How the ranks of a model that is trained share its sequences, layers and experts; needs train.engine=fsdp. Ranks
-    that are left are data parallel.
-    """
+class ParallelOptions(Options, group="parallel", plugin="parallel"):
+    """Context, tensor and expert parallelism of training, with train.engine=fsdp. The other ranks are data parallel."""
 
     context: Count = 1
     """Ranks that share each sequence, for long ones: each computes a stretch of its tokens, and in attention a share of

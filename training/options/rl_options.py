@@ -1,4 +1,4 @@
-"""What the configurations of reinforcement-learning recipes share: the groups of options, their checks and sums."""
+"""Options that reinforcement-learning recipes share: the groups, their checks, and sizes that follow from them."""
 
 from __future__ import annotations
 
@@ -16,26 +16,24 @@ from components.rewards.scorers import default_scorer
 from components.train.config import FrozenConfig, TrainConfig
 from components.weights.choice import SyncSetting, choose_weight_sync, transport_fault
 from training.options.adapter import Adapter
-from training.options.groups import (
-    AsyncOptions,
-    CheckpointOptions,
-    DataOptions,
-    EvaluationOptions,
-    LearnerOptions,
-    ModelOptions,
-    PlacementOptions,
-    RewardOptions,
-    RolloutOptions,
-    RunOptions,
-)
+from training.options.async_options import AsyncOptions
+from training.options.checkpoint_options import CheckpointOptions
+from training.options.data_options import DataOptions
+from training.options.evaluation_options import EvaluationOptions
 from training.options.log_options import LogOptions
+from training.options.model_options import ModelOptions
 from training.options.parallel_options import ParallelOptions
-from training.options.schema import ConfigError, Options, idle_options, refuse, tried, without_effect
+from training.options.placement_options import PlacementOptions
+from training.options.reward_options import RewardOptions
+from training.options.rollout_options import RolloutOptions
+from training.options.run_options import RunOptions
+from training.options.schema import ConfigError, Options, errors_of, idle_options, refuse, without_effect
+from training.options.train_options import LearnerOptions
 
 
 @dataclass(kw_only=True)
 class PolicyOptions(Options, group="algorithm"):
-    """How far one step may move the policy; a recipe adds what makes its algorithm."""
+    """Clip range, KL penalty and importance-sampling correction. A recipe adds the options of its algorithm."""
 
     clip_low: float = 0.2
     """The importance-sampling ratio is clipped at 1 minus this."""
@@ -66,7 +64,7 @@ class PolicyOptions(Options, group="algorithm"):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyTrainOptions(LearnerOptions):
-    """How the responses of a step are trained on."""
+    """Training on the responses of a step: engine, batches, optimizer, schedule, memory."""
 
     precision: str = "auto"
     """"fp32"; "bf16": bfloat16 parameters with float32 master weights; "bf16_autocast": float32 parameters, and matrix
@@ -92,10 +90,10 @@ class PolicyTrainOptions(LearnerOptions):
 
 @dataclass(kw_only=True)
 class EpisodeOptions(AgentOptions):
-    """What is wrong with them is told with the faults of all other options."""
+    """Options of episodes, whose faults are reported with those of all other options."""
 
     def __post_init__(self) -> None:
-        refuse(tried("", super().__post_init__))
+        refuse(errors_of("", super().__post_init__))
 
 
 @dataclass(kw_only=True)
@@ -179,7 +177,7 @@ class RLOptions(RunOptions):
             yield from self._faults_of_reward()
 
     def _faults_of_reward(self) -> Iterator[str]:
-        yield from tried("", self._check_reward)
+        yield from errors_of("", self._check_reward)
 
     def _check_reward(self) -> None:
         if self.agent.func_path:

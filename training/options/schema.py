@@ -1,4 +1,4 @@
-"""A schema of options: a dataclass, with groups that are dataclasses. What its options are, and what they mean."""
+"""Schemas of options: dataclasses whose groups are dataclasses, with the meaning of each option."""
 
 from __future__ import annotations
 
@@ -36,15 +36,18 @@ class ConfigError(ValueError):
 
 @dataclasses.dataclass(kw_only=True)
 class Options:
-    """A group of options, or a whole schema: whoever makes one is told of all its faults at once."""
+    """A group of options, or a whole schema. All its faults are raised at once."""
 
     GROUP: ClassVar[str] = ""
     """Its name in the schema; empty: it is the schema."""
+    PLUGIN: ClassVar[str] = ""
+    """The plug-in without which all options of the group have no effect; empty: there is none."""
 
-    def __init_subclass__(cls, group: str | None = None) -> None:
-        """`group` is that of the subclass and of what is made from it."""
+    def __init_subclass__(cls, group: str | None = None, plugin: str | None = None) -> None:
+        """Set `GROUP` and `PLUGIN` of the subclass and its subclasses."""
         super().__init_subclass__()
         cls.GROUP = cls.GROUP if group is None else group
+        cls.PLUGIN = cls.PLUGIN if plugin is None else plugin
 
     def __post_init__(self) -> None:
         refuse(out_of_range(self, f"{self.GROUP}." if self.GROUP else ""))
@@ -61,7 +64,7 @@ _told: ContextVar[list[str] | None] = ContextVar("told_faults", default=None)
 
 
 @contextmanager
-def collecting() -> Iterator[list[str]]:
+def collect_errors() -> Iterator[list[str]]:
     """The faults of all options that are made in the block, none of which is raised."""
     found: list[str] = []
     token = _told.set(found)
@@ -72,7 +75,7 @@ def collecting() -> Iterator[list[str]]:
 
 
 def refuse(faults: Iterable[str]) -> None:
-    """Raise what is wrong, all at once, or tell it to `collecting`.
+    """Raise what is wrong, all at once, or pass it to `collect_errors`.
 
     Raises:
         ConfigError: there are faults.
@@ -84,7 +87,7 @@ def refuse(faults: Iterable[str]) -> None:
         raise ConfigError(*found)
 
 
-def tried(prefix: str, make: Callable[..., object], *arguments: Any, **options: Any) -> Iterator[str]:
+def errors_of(prefix: str, make: Callable[..., object], *arguments: Any, **options: Any) -> Iterator[str]:
     """What `make` says against what it is given, behind a prefix."""
     try:
         make(*arguments, **options)
@@ -92,7 +95,22 @@ def tried(prefix: str, make: Callable[..., object], *arguments: Any, **options: 
         yield f"{prefix}{error}"
 
 
-def where(default: T, **others: Any) -> T:
+PLUGIN = "plugin"
+"""Key of the metadata of a field: the plug-in without which the option has no effect."""
+
+
+def of_plugin(plugin: str, default: T, **others: Any) -> T:
+    """Return the default of an option of a plug-in, which `--help` shows in a section of the plug-in.
+
+    Args:
+        plugin: name of the plug-in.
+        default: as of any field.
+        others: see `active_when`.
+    """
+    return dataclasses.field(default=default, metadata={PLUGIN: plugin, **others})
+
+
+def active_when(default: T, **others: Any) -> T:
     """The default of an option that has an effect only where others of its group have these values: True is any that
     is set, False none, and a tuple any of its items. For `idle_options`.
     """
@@ -100,10 +118,12 @@ def where(default: T, **others: Any) -> T:
 
 
 def idle_options(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(name, why) of every option, or whole group, that has no effect in a configuration, as its `where` says."""
+    """(name, why) of every option, or whole group, that has no effect in a configuration, as its `active_when` says."""
     for field in dataclasses.fields(config):
         name, value = f"{prefix}{field.name}", getattr(config, field.name)
         for other, wanted in field.metadata.items():
+            if other == PLUGIN:
+                continue
             found = operator.attrgetter(other)(config)
             is_wanted = bool(found) == wanted if isinstance(wanted, bool) else found in wanted
             if not is_wanted and value != field.default:
@@ -123,29 +143,42 @@ def without_effect(idle: Collection[tuple[bool, str, str]], given: Collection[st
 
 
 class Option(NamedTuple):
-    """One option of a schema, as people are told about it."""
+    """One option of a schema, as users read about it."""
 
     name: str
     kind: str
     default: Any
     meaning: str
+    plugin: str = ""
+    """The plug-in without which it has no effect; empty: there is none."""
+    is_own: bool = False
+    """True if it is written in the file of the schema, and not taken over from the options that schemas share."""
 
 
-def options_of(schema: type) -> list[Option]:
-    """Every option with its type, default and meaning, in the order of the schema."""
+def options_of(schema: type, prefix: str = "") -> list[Option]:
+    """Every option with its type, default and meaning, in the order of the schema.
+
+    Args:
+        schema: the options.
+        prefix: put before each name.
+    """
     return [
-        Option(key, _shown(kind), _default(schema, key), _with_names(_meanings(owner).get(field.name, "")))
+        Option(
+            f"{prefix}{key}",
+            _shown(kind),
+            _default(schema, key),
+            _with_names(_meanings(owner).get(field.name, "")),
+            field.metadata.get(PLUGIN) or getattr(owner, PLUGIN.upper(), ""),
+            owner.__module__ == schema.__module__ and field.name in inspect.get_annotations(owner),
+        )
         for key, kind, field, owner in _walk(schema)
     ]
 
 
-def describe_options(schema: type) -> str:
-    """The text of `--help`."""
-    lines = ["Options, written key=value or --key value; --config FILE reads them from YAML:", ""]
-    for option in options_of(schema):
-        lines.append(f"--{option.name}  ({option.kind}, default {option.default!r})")
-        lines += textwrap.wrap(option.meaning, 100, initial_indent="    ", subsequent_indent="    ")
-    return "\n".join(lines)
+def describe(option: Option) -> list[str]:
+    """Return the lines that describe an option in `--help`."""
+    head = f"--{option.name}  ({option.kind}, default {option.default!r})"
+    return [head, *textwrap.wrap(option.meaning, 100, initial_indent="    ", subsequent_indent="    ")]
 
 
 def _with_names(meaning: str) -> str:

@@ -1,4 +1,4 @@
-"""What the configurations of recipes share that train one model on data that is there from the start.
+"""Options that recipes share which train one model on a fixed set of data.
 
 Nothing here needs torch.
 """
@@ -15,17 +15,13 @@ from components.data.sources import check_sources, is_drawn
 from components.generate.choice import choose_attention
 from components.ranges import Count, CountFromZero
 from components.train.config import TrainConfig
-from training.options.groups import (
-    CheckpointOptions,
-    LearnerOptions,
-    ModelOptions,
-    RunOptions,
-    Seed,
-    Steps,
-)
+from training.options.checkpoint_options import CheckpointOptions
 from training.options.log_options import LogOptions
+from training.options.model_options import ModelOptions
 from training.options.parallel_options import ParallelOptions
-from training.options.schema import Options, at_home, idle_options, tried, where, without_effect
+from training.options.run_options import RunOptions, Seed, Steps
+from training.options.schema import Options, active_when, at_home, errors_of, idle_options, without_effect
+from training.options.train_options import LearnerOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,7 +55,7 @@ class ExampleOptions(Options, group="data"):
     """Which split of a hub name or folder; a file has only train."""
     apply_chat_template: bool = False
     """Take prompt and response as a user's and an assistant's message. Chat messages always go through the template."""
-    input_template: str | None = where(None, apply_chat_template=False)
+    input_template: str | None = active_when(None, apply_chat_template=False)
     """Text around each prompt, with `{}` in its place."""
     ignored_columns: str | None = None
     """Columns, with commas between, that the model is not to read although their names have a well-known meaning, such
@@ -78,8 +74,8 @@ class ExampleOptions(Options, group="data"):
         if self.input_template is not None and "{}" not in self.input_template:
             yield f"data.input_template={self.input_template!r} has no place for the prompt; write {{}} there"
         if self.path:
-            yield from tried("data.", mixture_probabilities, self.probs, len(source_names(self.path)))
-            yield from tried("", check_sources, self.path)
+            yield from errors_of("data.", mixture_probabilities, self.probs, len(source_names(self.path)))
+            yield from errors_of("", check_sources, self.path)
 
 
 @dataclass(kw_only=True)
@@ -99,7 +95,7 @@ class PairDataOptions(ExampleOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedTrainOptions(LearnerOptions):
-    """How the model is trained."""
+    """Engine, batches, optimizer, schedule and memory of training."""
 
     zero_stage: int = 2
     precision: str = "auto"
@@ -118,15 +114,15 @@ class SupervisedTrainOptions(LearnerOptions):
 
 @dataclass(kw_only=True)
 class HeldOutOptions(Options, group="evaluation"):
-    """How good the model is on examples that it is not trained on."""
+    """Evaluation on held-out examples."""
 
     path: str | None = None
     """Examples that are only evaluated on, as data.path. Default: `held_out` of the data's own."""
-    split: str = where("train", path=True)
+    split: str = active_when("train", path=True)
     """Which split of it."""
-    max_samples: Count | None = where(None, path=True)
+    max_samples: Count | None = active_when(None, path=True)
     """Use at most this many of it. Default: all."""
-    held_out: CountFromZero = where(0, path=False)
+    held_out: CountFromZero = active_when(0, path=False)
     """Without a path: hold out so many examples of the data; 0: none."""
     every: Steps = -1
     """Evaluate every so many steps; -1 only at the start and at the end."""
@@ -143,7 +139,7 @@ class HeldOutOptions(Options, group="evaluation"):
 
 @dataclass(kw_only=True)
 class RanksOptions(Options, group="placement"):
-    """What runs where. Without a GPU every rank is a process on the CPU."""
+    """Nodes and ranks. Without a GPU every rank is a process on the CPU."""
 
     nodes: Count = 1
     """Machines."""

@@ -137,7 +137,7 @@ def _nearest(written: str, options: Collection[str], others: Collection[str]) ->
         near = [ends[end] for end in difflib.get_close_matches(last, list(ends), n=1, cutoff=0.75)]
     if near:
         return f"; did you mean {near[0]!r}?"
-    return f"; the options are {', '.join(sorted(names))}" if len(names) <= _FEW else "; --help shows all options"
+    return f"; the options are {', '.join(sorted(names))}" if len(names) <= _FEW else "; --help all shows all options"
 
 
 def _meaning(text: str) -> str:

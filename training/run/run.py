@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from components.batch import Batch
     from core import BaseTrainer
-    from training.options.groups import RunOptions
+    from training.options.run_options import RunOptions
     from training.run.queue import RolloutQueue, Stateful
 
 Item = TypeVar("Item")

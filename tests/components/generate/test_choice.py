@@ -9,7 +9,8 @@ from components.generate.config import HFRolloutConfig
 from plugins.vllm import config
 from plugins.vllm.config import VLLMRolloutConfig
 from tests.messages import says
-from training.options.groups import PlacementOptions, RolloutOptions
+from training.options.placement_options import PlacementOptions
+from training.options.rollout_options import RolloutOptions
 from training.options.schema import idle_options
 
 NEEDS_VLLM = pytest.mark.full

@@ -18,7 +18,7 @@ from tests.model_folders import folder_of
 from training.launch.launch import threads_each
 from training.launch.machines import Machines, assumed, assuming
 from training.launch.node_layout import node_lines, nodes_of
-from training.options.groups import PlacementOptions
+from training.options.placement_options import PlacementOptions
 
 RECIPES = ("dpo", "grpo", "multi_turn", "openrlhf_ppo", "reinforce_pp", "reward_model", "sft", "verl_ppo")
 GB = 10**9

@@ -21,7 +21,9 @@ from recipes.grpo.config import GRPOConfig
 from tests.messages import says
 from tests.model_folders import LARGE, folder_of
 from training.launch.node_layout import nodes_of
-from training.options.groups import DataOptions, ModelOptions, PlacementOptions
+from training.options.data_options import DataOptions
+from training.options.model_options import ModelOptions
+from training.options.placement_options import PlacementOptions
 from training.options.rl_options import PolicyTrainOptions
 
 RECIPES = ("dpo", "grpo", "multi_turn", "openrlhf_ppo", "reinforce_pp", "reward_model", "sft", "verl_ppo")

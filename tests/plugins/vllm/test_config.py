@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.messages import says
-from training.options.groups import PlacementOptions, RolloutOptions
+from training.options.placement_options import PlacementOptions
+from training.options.rollout_options import RolloutOptions
 
 pytestmark = pytest.mark.full
 """vLLM is installed, which the default tier does not ask for."""

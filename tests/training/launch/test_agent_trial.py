@@ -13,7 +13,8 @@ from tests.chat_models import chat_model
 from tests.messages import says
 from training.launch import agent_trial
 from training.launch.agent_trial import try_agent
-from training.options.groups import DataOptions, ModelOptions
+from training.options.data_options import DataOptions
+from training.options.model_options import ModelOptions
 
 HEAD = """from agents import AgentInstanceBase
 

@@ -15,7 +15,7 @@ from tests.chat_models import chat_model
 from tests.messages import says
 from tests.model_folders import LARGE, folder_of
 from training.launch.early_writes import check_writes, checkpoint_bytes
-from training.options.groups import ModelOptions
+from training.options.model_options import ModelOptions
 from training.run.checkpoints.checkpoint import CheckpointError, Checkpoints
 
 HUGE = LARGE | {"num_hidden_layers": 2000}

@@ -12,7 +12,8 @@ from plugins.demo.tiny_model import character_tokenizer, learnt_tokenizer
 from tests.chat_models import THINK, THINK_ID, chat_model
 from tests.messages import says
 from training.launch.inputs import check_reader, unused_template
-from training.options.groups import DataOptions, ModelOptions
+from training.options.data_options import DataOptions
+from training.options.model_options import ModelOptions
 
 CHAT = "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}"
 

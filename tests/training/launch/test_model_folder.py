@@ -13,7 +13,7 @@ from plugins.demo.tasks import get_task
 from plugins.demo.tiny_model import task_tokenizer, tiny_model
 from tests.messages import says
 from training.launch.model_folder import model_view
-from training.options.groups import ModelOptions
+from training.options.model_options import ModelOptions
 
 
 @pytest.fixture(scope="module")

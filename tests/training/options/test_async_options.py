@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.messages import says
-from training.options.groups import AsyncOptions
+from training.options.async_options import AsyncOptions
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import pytest
 from tests.messages import says
 from training.options.adapter import Adapter, Refused, Target
 from training.options.config import load_config
-from training.options.schema import ConfigError, describe_options
+from training.options.help import describe_options
+from training.options.schema import ConfigError
 
 
 @dataclass(kw_only=True)

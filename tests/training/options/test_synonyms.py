@@ -13,8 +13,8 @@ from recipes.multi_turn.config import MultiTurnConfig
 from recipes.reinforce_pp.config import ReinforceConfig
 from tests.messages import says
 from tests.recipe_copies import RECIPES
-from training.options.adapter import Given
-from training.options.config import load_config, translated
+from training.options.adapter import WrittenOption
+from training.options.config import Vocabulary, load_config
 from training.options.schema import ConfigError, fields_of, options_of
 from training.options.synonyms import answer, synonyms
 
@@ -281,7 +281,7 @@ ELSEWHERE = {
 
 def fault(schema: type, name: str) -> str:
     """What is said of an unknown option."""
-    (found,) = translated(schema, [Given(name, "1")]).faults
+    (found,) = Vocabulary.of(schema).with_adapters().translate([WrittenOption(name, "1")]).faults
     return found
 
 

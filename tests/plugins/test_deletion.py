@@ -1,0 +1,122 @@
+"""Every plug-in can be deleted: the rest imports, plans and runs, and the option that names it is refused."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.architecture import PLUGIN_IMPORTS, ROOT
+from tests.recipes.tiny_models import write_policy
+
+LAYERS = ("core", "components", "agents", "training", "plugins", "recipes")
+PLUGINS = sorted(path.parent.name for path in (ROOT / "plugins").glob("*/__init__.py"))
+STILL_IMPORTED = {edge.partition(" -> ")[2] for edge in PLUGIN_IMPORTS if edge}
+"""Plug-ins that something still imports, so that they cannot be deleted yet."""
+SAMPLE = ("vllm", "weights_ipc", "alarms")
+"""Plug-ins that the full tier deletes; the nightly one deletes all."""
+
+NAMED_BY: dict[str, list[str]] = {
+    "deepspeed": ["grpo", "train.engine=deepspeed"],
+    "demo": ["grpo", "data.path=task:sort"],
+    "dynamic_sampling": ["grpo", "algorithm.filter_range=[0.0,1.0]"],
+    "lora": ["grpo", "train.lora_rank=4"],
+    "monitoring": ["grpo", "log.metrics_port=0"],
+    "openrlhf": ["sft", "--max_norm", "1"],
+    "parallel": ["grpo", "parallel.context=2", "placement.actor_ranks=2", "train.engine=fsdp"],
+    "partial_rollouts": [
+        *("grpo", "placement.colocate=false", "asynchronous.enabled=true", "asynchronous.partial_rollout=true")
+    ],
+    "reasoning_gym": ["grpo", "data.path=reasoning_gym:leg_counting"],
+    "remote_reward": ["grpo", "reward.source=http://127.0.0.1:9/reward"],
+    "tensorboard": ["grpo", "log.tensorboard=true"],
+    "vllm": ["grpo", "rollout.engine=vllm"],
+    "wandb": ["grpo", "log.wandb=true"],
+    "weights_broadcast": [*("grpo", "rollout.weight_sync=broadcast", "placement.colocate=false", "assume_devices=1x2")],
+    "weights_ipc": ["grpo", "rollout.weight_sync=ipc", "assume_devices=1x1"],
+}
+"""Plug-in -> recipe and options that name it. A plug-in without an entry is used where it is there."""
+ANSWER = {"openrlhf": "unknown option"}
+"""Part of the message, where it is not that the plug-in is missing."""
+
+
+def tree_without(plugin: str, folder: Path) -> Path:
+    """Copy the tree, without a plug-in."""
+    for layer in LAYERS:
+        shutil.copytree(ROOT / layer, folder / layer, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.rmtree(folder / "plugins" / plugin)
+    return folder
+
+
+def run_in(tree: Path, *words: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    """Run Python with the tree in the place of this one."""
+    env = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=tree, env=env, input=text, capture_output=True, text=True, timeout=900)
+
+
+def own_options(folder: Path) -> dict[str, list[str]]:
+    """Options by recipe for a model and data of the user's own, which are written into the folder."""
+    model = write_policy(folder / "policy")
+    rows = [{"input": f"{n} + 1 =", "label": str(n + 1)} for n in range(64)]
+    pairs = [{"prompt": row["input"], "response": row["label"]} for row in rows]
+    for name, records in (("prompts", rows), ("pairs", pairs)):
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)))
+    sizes = ["prompts_per_step=4", "samples_per_prompt=2", "rollout.max_new_tokens=4", "rollout.engine=hf"]
+    common = [f"model.path={model}", f"run_dir={folder}/run"]
+    return {
+        "grpo": [
+            *(*common, *sizes, f"data.path={folder}/prompts.jsonl", "data.label_key=label"),
+            "reward.source=exact_match",
+        ],
+        "sft": [*common, f"data.path={folder}/pairs.jsonl", "train.batch_size=8"],
+    }
+
+
+def check_deleted(plugin: str, folder: Path) -> Path:
+    """Check a tree without the plug-in, and return it."""
+    if plugin in STILL_IMPORTED:
+        pytest.skip(f"tests/plugin_imports.txt has imports of {plugin}")
+    own = own_options(folder)
+    plans = {recipe: [recipe, *options] for recipe, options in own.items()}
+    if plugin in NAMED_BY:
+        recipe, *options = NAMED_BY[plugin]
+        plans["named"] = [recipe, *own[recipe], *options]
+    tree = tree_without(plugin, folder / "tree")
+    done = run_in(tree, str(Path(__file__).with_name("deleted.py")), text=json.dumps({"plans": plans}))
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert result["faults"] == []
+    assert {recipe: result["plans"][recipe] for recipe in own if result["plans"][recipe][0]} == {}
+    if plugin in NAMED_BY:
+        code, error = result["plans"]["named"]
+        assert (code, error.count("\n")) == (2, 1), error
+        assert ANSWER.get(plugin, "plug-in") in error
+    return tree
+
+
+def test_every_plugin_that_an_option_names_is_there() -> None:
+    # TensorBoard becomes a plug-in.
+    assert set(NAMED_BY) - {*PLUGINS, "tensorboard"} == set()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plugin", SAMPLE)
+def test_a_tree_without_the_plugin_imports_and_plans(plugin: str, tmp_path: Path) -> None:
+    check_deleted(plugin, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_a_tree_without_the_plugin_imports_plans_and_runs(plugin: str, tmp_path: Path) -> None:
+    tree = check_deleted(plugin, tmp_path)
+    options = [f"run_dir={tmp_path}/run", "max_steps=2", "evaluation.path=null"]
+    if plugin == "demo":
+        options = [*own_options(tmp_path)["grpo"], "max_steps=2"]
+    done = run_in(tree, "-m", "recipes.grpo.main", *options)
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) >= 2
