@@ -161,7 +161,7 @@ What is different on purpose:
   call that cannot be read, or is one too many, gets an error that the policy reads. `calc_reward` and the rewards of
   `execute` are logged, as `tool_score` and `tool_reward`. Files of tools may import `BaseTool` and the schemas of
   `verl.tools` where verl is not installed. Functions of `multi_turn.function_tool_path` are tools too.
-- **Interactions** of `multi_turn.interaction_config_path` answer each response without a call as the user.
+- **Interactions** of `multi_turn.interaction_config_path` follow each response without a call as the user.
   `extra_info.interaction_kwargs` of a row names one; with a single interaction it may be left out. Rewards of turns are
   logged as `turn_score`. Verl's `Gsm8kInteraction` is here, with sentences of its own.
 - **Checkpoints** hold all of actor and critic, and a folder that `from_pretrained` loads; the last three stay, and the

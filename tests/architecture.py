@@ -43,9 +43,6 @@ ENGINE_LIBRARIES = {"deepspeed", "peft", "vllm"}
 TORCH_FREE_FILES = {"main.py", "config.py", "remote_call.py"}
 """Files of a recipe that plan a job, or name its calls, before any torch is needed."""
 
-PLUGIN_IMPORTS = tuple((ROOT / "tests" / "plugin_imports.txt").read_text(encoding="utf-8").split("\n"))
-"""Imports of plug-ins that are left from before plug-ins existed, as `importing module -> plug-in`. The list may only
-shrink."""
 CEILINGS = tomllib.loads((ROOT / "tests" / "ceilings.toml").read_text(encoding="utf-8"))
 FUNCTION_LINES: int = CEILINGS["all"]["function"]
 FILE_LINES: int = CEILINGS["all"]["file"]
@@ -141,21 +138,12 @@ def imports_of(path: Path, root: Path) -> list[Import]:
     return found
 
 
-def plugin_import(found: Import, parts: tuple[str, ...]) -> str:
-    """The import of a plug-in by another part of the tree as `importing module -> plug-in`; otherwise empty."""
-    if found.top != "plugins" or parts[0] in {"scripts", "tests"}:
-        return ""
-    plugin = found.name.split(".")[1]
-    module = ".".join(parts).removesuffix(".py").removesuffix(".__init__")
-    return "" if parts[:2] == ("plugins", plugin) else f"{module} -> {plugin}"
-
-
 def import_fault(found: Import, parts: tuple[str, ...]) -> str:
     """Why a file at `parts` may not import this; empty when it may."""
     layer = parts[0]
     if found.top == "plugins" and layer not in {"scripts", "tests"}:
-        edge = plugin_import(found, parts)
-        return f"nothing imports a plug-in: {edge}" if edge and edge not in PLUGIN_IMPORTS else ""
+        own = list(parts[:2]) == found.name.split(".")[:2]
+        return "" if own else f"nothing imports a plug-in, but here: {found.name}"
     if found.top in MAY_IMPORT:
         if found.relative and found.top == layer and layer != "recipes":
             return ""
@@ -182,16 +170,6 @@ def import_faults(root: Path) -> list[str]:
         for found in imports_of(path, root)
         if (fault := import_fault(found, path.relative_to(root).parts))
     ]
-
-
-def plugin_import_faults(root: Path) -> list[str]:
-    """Entries of `PLUGIN_IMPORTS` that no import needs any more."""
-    edges = {
-        plugin_import(found, path.relative_to(root).parts)
-        for path in sources(root, *LAYERS)
-        for found in imports_of(path, root)
-    }
-    return [f"tests/plugin_imports.txt: remove {edge}" for edge in PLUGIN_IMPORTS if edge and edge not in edges]
 
 
 def cycle_faults(root: Path) -> list[str]:
@@ -421,7 +399,6 @@ def missing_library_faults(root: Path) -> list[str]:
 
 STATIC_CHECKS = (
     import_faults,
-    plugin_import_faults,
     cycle_faults,
     torch_faults,
     function_size_faults,
