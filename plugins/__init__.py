@@ -1,0 +1,1 @@
+"""Optional capabilities, loaded by the values of options (components/registry.py)."""

@@ -1,1 +1,1 @@
-"""Where training data comes from: tasks, prompts, scorers, demonstrations, and the stream the loop reads."""
+"""From rows of data to token batches."""

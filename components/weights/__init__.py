@@ -1,0 +1,1 @@
+"""Weights from the policy's ranks to the engines."""

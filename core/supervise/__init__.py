@@ -1,0 +1,1 @@
+"""Life of a job's processes, seen from the driver."""

@@ -1,0 +1,1 @@
+"""Sequences end to end in one row."""

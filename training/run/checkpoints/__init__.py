@@ -1,0 +1,1 @@
+"""Whole checkpoints of a run."""
