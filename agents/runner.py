@@ -1,4 +1,4 @@
-"""Everything of a rollout role but its process: an engine, and the episodes that are run with it."""
+"""Episodes that are run with an engine: the `Sampler` of rollout roles with an agent or with responses in flight."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from agents.options import AgentOptions
 from components.batch import Batch
 from components.data.text import TextEncoder
 from components.generate.async_engine import AsyncEngine
-from components.generate.engine import RolloutEngine
-from components.generate.opening import open_async_engine, open_rollout_engine
+from components.generate.opening import open_async_engine
 from components.process.child_process import described
 from components.rewards.base import RewardError
 from components.rewards.workers import FEW_FAILURES, allowed_failures
@@ -49,29 +48,28 @@ class Collected:
 class EpisodeRunner:
     """Runs episodes with one engine. Nothing happens between calls.
 
-    Without an agent, an engine that draws whole batches is asked for one, and there are no episodes. Otherwise episodes
-    run in an asyncio loop of the runner's own, in the thread that calls it: `options.concurrency` at a time, begun
-    in the order in which they came.
+    Episodes run in an asyncio loop of the runner's own, in the thread that calls it: `options.concurrency` at a time,
+    started in the order in which they came.
     """
 
     def __init__(
         self,
-        engine: RolloutEngine | AsyncEngine,
-        executor: AgentExecutorBase | None = None,
-        options: AgentOptions | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        engine: AsyncEngine,
+        executor: AgentExecutorBase | None,
+        options: AgentOptions,
+        tokenizer: PreTrainedTokenizerBase,
         loop_runner: asyncio.Runner | None = None,
     ) -> None:
         """
         Args:
             engine: the runner closes it.
-            executor: runs the episodes; default: single turns. Unused with a `RolloutEngine`, like what follows.
+            executor: runs the episodes; None: single turns.
             options: of the episodes.
-            tokenizer: of the policy; an `AsyncEngine` needs one.
+            tokenizer: of the policy.
             loop_runner: of the loop in which the engine was opened.
         """
         self.engine = engine
-        self.options = options or AgentOptions()
+        self.options = options
         self._groups: dict[int, asyncio.Task[None]] = {}
         self._finished: list[tuple[Batch, list[list[Episode]]]] = []
         self._failures = _Failures(self.options.max_failed_share)
@@ -79,10 +77,19 @@ class EpisodeRunner:
         self._executor.open(self.options)
         self._slots = asyncio.Semaphore(self.options.concurrency)
         self._loop_runner = loop_runner or asyncio.Runner()
-        if tokenizer is not None:
-            self.encoder = TextEncoder(tokenizer)
+        self.encoder = TextEncoder(tokenizer)
 
-    def run_episodes(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights that are in use."""
+        return self.engine.weight_version
+
+    @property
+    def has_weights(self) -> bool:
+        """False after a sleep that dropped the weights."""
+        return self.engine.has_weights
+
+    def generate(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
         """Run one episode for each prompt.
 
         Args:
@@ -90,14 +97,12 @@ class EpisodeRunner:
             sampling: how turns are drawn; a turn has at most `max_new_tokens`, and fewer where there is less space.
 
         Returns:
-            What `as_batch` says, in the order of `prompts`; of a `RolloutEngine` what that returns.
+            The batch of `as_batch`, in the order of `prompts`.
 
         Raises:
             RewardError: more episodes ended as errors than `options.max_failed_share` allows.
             RuntimeError: the engine failed.
         """
-        if isinstance(self.engine, RolloutEngine):
-            return self.engine.generate(prompts, sampling, self.options.max_tokens)
         failures = _Failures(self.options.max_failed_share, len(prompts))
         episodes = self._loop_runner.run(self._run_all(prompts, sampling, failures))
         return as_batch(prompts, episodes, self.engine.weight_version)
@@ -106,9 +111,9 @@ class EpisodeRunner:
         """Begin groups of episodes, which continue whenever the runner is called.
 
         Args:
-            prompts: as for `run_episodes`; those with the same `prompt_id` are a group, which `collect` returns as a
+            prompts: as for `generate`; those with the same `prompt_id` are a group, which `collect` returns as a
                 whole.
-            sampling: as for `run_episodes`.
+            sampling: as for `generate`.
         """
         for prompt_id, rows in prompts.group_by("prompt_id").items():
             if prompt_id in self._groups:
@@ -140,33 +145,25 @@ class EpisodeRunner:
         """Draw with published weights from here on; episodes in flight continue with them. Raises what the engine
         does.
         """
-        if isinstance(self.engine, RolloutEngine):
-            self.engine.receive(handle, verify)
-        else:
-            self._loop_runner.run(self.engine.receive(handle, verify))
+        self._loop_runner.run(self.engine.receive(handle, verify))
 
     def gpu_memory(self) -> dict[str, float]:
         """See `RolloutEngine.gpu_memory`."""
-        found = self.engine.gpu_memory()
-        return found if isinstance(found, dict) else self._loop_runner.run(found)
+        return self._loop_runner.run(self.engine.gpu_memory())
 
     def sleep(self, level: int = 1) -> int:
         """Free the accelerator's memory until `wake`, as `RolloutEngine.sleep`; returns how many bytes. No episode may
         be in flight.
         """
-        freed = self.engine.sleep(level)
-        return freed if isinstance(freed, int) else self._loop_runner.run(freed)
+        return self._loop_runner.run(self.engine.sleep(level))
 
     def wake(self, for_weights: bool = False) -> None:
         """Undo `sleep`, as `RolloutEngine.wake`."""
-        waking = self.engine.wake(for_weights)
-        if waking is not None:
-            self._loop_runner.run(waking)
+        self._loop_runner.run(self.engine.wake(for_weights))
 
     def close(self) -> None:
         """End the episodes that are still being run, what the agent has started, and the engine."""
-        if not isinstance(self.engine, RolloutEngine):
-            self._loop_runner.run(self._close())
+        self._loop_runner.run(self._close())
         self.engine.close()
         self._loop_runner.close()
 
@@ -190,7 +187,6 @@ class EpisodeRunner:
         return [episode.result() for episode in running]
 
     async def _run_episode(self, task: EpisodeTask, failures: _Failures) -> list[Episode]:
-        assert isinstance(self.engine, AsyncEngine)
         policy = Policy(task, self.engine, self.encoder, self.options)
         async with self._slots:
             try:
@@ -272,8 +268,6 @@ def open_runner(
     engine: RolloutConfig,
     agent: AgentOptions,
     tokenizer: Callable[[], PreTrainedTokenizerBase],
-    *,
-    in_flight: bool = False,
 ) -> EpisodeRunner:
     """A runner with an engine of its own.
 
@@ -281,17 +275,14 @@ def open_runner(
         model_path: folder or hub name of the policy.
         engine: its configuration.
         agent: the options of episodes; without an agent, responses are single turns.
-        tokenizer: loads the policy's, where it is needed.
-        in_flight: `begin` and `collect` will be used.
+        tokenizer: loads that of the policy.
     """
     executor = None
     if agent.func_path is not None:
         executor = load_agent(agent.func_path, agent.arguments)
-    elif in_flight:
+    else:
         # Plain responses, as many at a time as the engine takes.
         agent = dataclasses.replace(agent, concurrency=max(agent.concurrency, engine.max_num_seqs))
-    else:
-        return EpisodeRunner(open_rollout_engine(model_path, engine), options=agent)
     loop_runner = asyncio.Runner()
     opened = loop_runner.run(open_async_engine(model_path, engine))
     runner = EpisodeRunner(opened, executor, agent, tokenizer(), loop_runner)

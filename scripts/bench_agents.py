@@ -149,7 +149,7 @@ def run_episodes(load: Load) -> float:
         runner = EpisodeRunner(engine, load_agent(str(file)), options, tokenizer)
         try:
             began = time.perf_counter()
-            played = runner.run_episodes(prompts, SamplingConfig(max_new_tokens=32))
+            played = runner.generate(prompts, SamplingConfig(max_new_tokens=32))
             seconds = time.perf_counter() - began
         finally:
             runner.close()

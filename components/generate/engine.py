@@ -133,8 +133,11 @@ class RolloutEngine(WeightVersions):
 
     positions: int | None = None
     """Tokens of prompt and completion together, at most; None: any number."""
+    max_tokens: int | None = None
+    """Maximum number of tokens of prompt and completion together that the user sets, or None. A completion has at least
+    one token."""
 
-    def generate(self, prompts: Batch, sampling: SamplingConfig, max_tokens: int | None = None) -> Batch:
+    def generate(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
         """Draw one completion for each prompt.
 
         Args:
@@ -142,7 +145,6 @@ class RolloutEngine(WeightVersions):
                 `sampling.seed` and `.step` fix the random numbers; perhaps `max_new_tokens`, int64, each row's own
                 limit, 1 to `sampling.max_new_tokens`. All per-sequence and object columns are carried through.
             sampling: how to draw.
-            max_tokens: of a prompt and its completion together, where that is less; a completion has at least one.
 
         Returns:
             Batch in the order of `prompts`. Per token: `tokens` (prompt, completion, end token),
@@ -150,9 +152,12 @@ class RolloutEngine(WeightVersions):
             sampling temperature, among the tokens that could be drawn; 0 on the prompt). Per sequence: `prompt_length`,
             `truncated` (no end token came), `weight_version`.
         """
-        if max_tokens is not None:
-            limit_B = (max_tokens - prompts.lengths).clamp(min=1).minimum(limits(prompts, sampling))
-            return self.generate(prompts.with_sequences(max_new_tokens=limit_B), sampling).without("max_new_tokens")
+        if self.max_tokens is None:
+            return self._generate(prompts, sampling)
+        limit_B = (self.max_tokens - prompts.lengths).clamp(min=1).minimum(limits(prompts, sampling))
+        return self._generate(prompts.with_sequences(max_new_tokens=limit_B), sampling).without("max_new_tokens")
+
+    def _generate(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
         self._check(prompts, sampling)
         return self._assemble(prompts, self._complete(prompts, sampling))
 

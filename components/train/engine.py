@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from components.batch import Batch
 from components.models.device import compute_device, peak_gpu_memory
-from components.models.packing.layout import layout_of
+from components.models.packing.layout import layout_of, members_of
 from components.models.precision import compute_in
 from components.process.heartbeat import beat
 from components.registry import load
 from components.rl.aggregation import LossOutput, Totals
+from components.rl.masked import sequence_sums
 from components.train.adapters import open_adapters
 from components.train.config import TrainConfig
 from components.train.mesh import open_axes
-from components.train.minibatch import shortest_group, totals_of
 from components.train.partitioned_model import PartitionedModel
 from components.train.passes import evaluate_together
 from components.train.process_group import init_process_group
@@ -199,3 +199,29 @@ class TrainEngine(PartitionedModel):
             "Look at the rewards, advantages and log-probabilities of the batch for inf and nan, or lower the learning "
             "rate"
         )
+
+
+def totals_of(minibatch: Batch) -> Totals:
+    """Return the numbers of tokens and sequences that are trained on: by `action_mask` where the batch has it, else
+    `loss_mask`, else all tokens.
+
+    Raises:
+        ValueError: nothing is trained on.
+    """
+    if not len(minibatch):
+        raise ValueError("the minibatch is empty; give train_step at least one sequence")
+    mask = next((name for name in ("action_mask", "loss_mask") if name in minibatch), None)
+    # In float64, which counts exactly.
+    tokens_B = sequence_sums(minibatch[mask].double(), minibatch.lengths) if mask else minibatch.lengths
+    tokens = int(tokens_B.sum())
+    if tokens == 0:
+        raise ValueError(
+            f"{mask} is False for all {minibatch.num_tokens} tokens of the minibatch, so nothing can be "
+            "learned; leave such minibatches out"
+        )
+    return Totals(tokens=tokens, sequences=int((tokens_B > 0).sum()), rows=len(minibatch))
+
+
+def shortest_group(batch: Batch, group_size: int = 1) -> Tensor:
+    """Return the positions of the cheapest group, for a pass that is only made because other ranks make one."""
+    return members_of(batch.lengths.view(-1, group_size).sum(1).argmin(), group_size)

@@ -22,7 +22,7 @@ HOLD_ADAPTERS = ("gemma", "gemma2", "gemma3_text", "glm4", "granite", "llama", "
 """Families (`model_type`) of whose models vLLM 0.32 adds low-rank adapters to every linear layer but the head."""
 MOST_LORA_RANK = 512
 """Of adapters that vLLM 0.32 holds."""
-COLDEST, HOTTEST = 0.01, 2.0
+VLLM_MIN_TEMPERATURE, VLLM_MAX_TEMPERATURE = 0.01, 2.0
 """Temperatures that vLLM takes as they are, beside 0; it would raise lower ones, and refuses higher ones."""
 
 
@@ -62,9 +62,11 @@ class VLLMRolloutConfig(PagedRolloutConfig):
     @classmethod
     def fault(cls, gpus: int, model_path: str, temperatures: tuple[float, ...]) -> str:
         """See `RolloutConfig.fault`."""
-        odd = [t for t in temperatures if t != 0 and not COLDEST <= t <= HOTTEST]
+        odd = [t for t in temperatures if t != 0 and not VLLM_MIN_TEMPERATURE <= t <= VLLM_MAX_TEMPERATURE]
         if odd:
-            return f"vLLM takes temperatures of 0, or from {COLDEST} to {HOTTEST}, not {odd[0]}"
+            return (
+                f"vLLM takes temperatures of 0, or from {VLLM_MIN_TEMPERATURE} to {VLLM_MAX_TEMPERATURE}, not {odd[0]}"
+            )
         return "" if gpus else head_fault(Path(model_path).expanduser())
 
     @classmethod

@@ -89,9 +89,7 @@ def play_untrained(name: str, label: Any, policy: Path) -> None:
     prompt = TextEncoder(load_tokenizer(policy)).encode_prompt("Play the game.")
     ids = {"prompt_id": torch.zeros(4, dtype=torch.int64), "sample_id": torch.arange(4)}
     objects = {"prompt": ["Play the game."] * 4, "label": [label] * 4}
-    batch = runner.run_episodes(
-        Batch.from_rows({"tokens": [prompt] * 4}, ids, objects), SamplingConfig(max_new_tokens=5)
-    )
+    batch = runner.generate(Batch.from_rows({"tokens": [prompt] * 4}, ids, objects), SamplingConfig(max_new_tokens=5))
     runner.close()
     assert batch["error"] == [""] * 4
     assert set(batch["status"]) <= {"finished", "truncated"}

@@ -62,7 +62,7 @@ def test_the_agents_of_the_page_play_their_episodes(name: str, folder: Path, pol
     ids = {"prompt_id": torch.tensor([0, 0, 1]), "sample_id": torch.tensor([0, 1, 0])}
     texts = {"prompt": ["how much do two apples cost?"] * 3, "label": ["1.0"] * 3}
     prompts = Batch.from_rows({"tokens": [tokens] * 3}, per_sequence=ids, objects=texts)
-    batch = runner.run_episodes(prompts, SamplingConfig(max_new_tokens=8, seed=1))
+    batch = runner.generate(prompts, SamplingConfig(max_new_tokens=8, seed=1))
     runner.close()
     assert batch["error"] == ["", "", ""]
     assert set(batch["status"]) <= {"finished", "truncated"}

@@ -106,14 +106,14 @@ def closed(rig: Rig) -> Iterator[None]:
 
 def played(rig: Rig, instance: type, count: int = 1, max_new_tokens: int = 6, **options: Any) -> Batch:
     runner = rig.runner(MultiTurnAgentExecutor(instance), **options)
-    return runner.run_episodes(rig.prompts(count, samples=1), sampling(max_new_tokens))
+    return runner.generate(rig.prompts(count, samples=1), sampling(max_new_tokens))
 
 
 def test_the_published_example_of_three_steps_runs_as_it_is(rig: Rig, tmp_path: Path) -> None:
     (tmp_path / "agent_func.py").write_text(PUBLISHED)
     options = AgentOptions(func_path=str(tmp_path / "agent_func.py"))
     runner = open_runner(str(rig.folder), HFRolloutConfig(), options, lambda: rig.tokenizer)
-    batch = runner.run_episodes(rig.prompts(3, samples=2), sampling())
+    batch = runner.generate(rig.prompts(3, samples=2), sampling())
     runner.close()
     assert batch["num_turns"].tolist() == [3] * 6
     assert batch["reward"].tolist() == batch["score"].tolist() == [1.0] * 6
@@ -286,7 +286,7 @@ class Failing(AgentInstanceBase):
 def test_what_raises_in_an_environment_ends_its_own_episode(rig: Rig) -> None:
     runner = rig.runner(MultiTurnAgentExecutor(Failing), max_failed_share=0.8)
     labels = ["reset", "fine", "step", "empty", "fine"]
-    batch = runner.run_episodes(rig.prompts(5, 1, labels), sampling())
+    batch = runner.generate(rig.prompts(5, 1, labels), sampling())
     assert batch["status"] == ["error", "finished", "error", "error", "finished"]
     assert "board" in batch["error"][0]
     assert "by nobody" in batch["error"][2]
@@ -379,7 +379,7 @@ def test_an_episode_without_room_for_a_turn_is_an_error_that_names_length_and_li
     longest = int(prompts.lengths.max())
     alone = SingleTurnAgentExecutor(lambda *_: {"rewards": [1]})
     for executor in (MultiTurnAgentExecutor(environment({"done": True})), alone):
-        batch = rig.runner(executor, max_tokens=longest, max_failed_share=1.0).run_episodes(prompts, sampling(3))
+        batch = rig.runner(executor, max_tokens=longest, max_failed_share=1.0).generate(prompts, sampling(3))
         full = prompts.lengths.tolist().index(longest)
         assert batch["status"][full] == "error"
         assert batch["reward_failed"].tolist() == [float(row == full) for row in range(2)]
@@ -414,7 +414,7 @@ def test_a_stop_text_ends_the_turn_with_the_token_that_completes_it(rig: Rig) ->
     instance = environment({"done": True})
     for batch in (
         played(rig, instance, count=12, max_new_tokens=12, stop=["nowhere to be found", text]),
-        rig.runner(SingleTurnAgentExecutor(), stop=[text]).run_episodes(rig.prompts(12, 1), sampling(12)),
+        rig.runner(SingleTurnAgentExecutor(), stop=[text]).generate(rig.prompts(12, 1), sampling(12)),
     ):
         drawn = turns_of(free, row)[0]
         written = rig.decode(drawn)
@@ -450,7 +450,7 @@ def test_what_an_episode_earned_besides_its_turns_stands_on_the_last_of_them(rig
     class Two(EnvironmentHandle):
         script = ({"rewards": 2.0}, {"rewards": 1.0, "done": True})
 
-    batch = rig.runner(Judged(Two)).run_episodes(rig.prompts(1, 1), sampling())
+    batch = rig.runner(Judged(Two)).generate(rig.prompts(1, 1), sampling())
     turn, earned = batch["turn"], batch["turn_reward"]
     assert [float(earned[turn == number].sum()) for number in (0, 1)] == [2.0, 3.0]
 
@@ -461,7 +461,7 @@ def test_a_reward_gets_responses_where_it_takes_them(rig: Rig) -> None:
         return {"rewards": [1.0]}
 
     told: list[str] = []
-    batch = rig.runner(SingleTurnAgentExecutor(reward_func)).run_episodes(rig.prompts(2, 1), sampling())
+    batch = rig.runner(SingleTurnAgentExecutor(reward_func)).generate(rig.prompts(2, 1), sampling())
     assert sorted(told) == sorted(rig.decode(turns_of(batch, row)[0], skip_special_tokens=True) for row in range(2))
 
 
@@ -473,13 +473,13 @@ def test_a_single_turn_is_rewarded_by_its_function_or_later(rig: Rig) -> None:
         return {"rewards": torch.tensor([3.0]), "scores": [0.5], "extra_logs": {"words": 2}}
 
     prompts = rig.prompts(2, 1)
-    batch = rig.runner(SingleTurnAgentExecutor(reward_func)).run_episodes(prompts, sampling())
+    batch = rig.runner(SingleTurnAgentExecutor(reward_func)).generate(prompts, sampling())
     assert (batch["reward"].tolist(), batch["score"].tolist()) == ([3.0, 3.0], [0.5, 0.5])
     assert batch["log_words"].tolist() == [2.0, 2.0]
     assert sorted(asked) == sorted(
         ([rig.decode(batch.row(i, "tokens"))], [prompts["prompt"][i]], [f"label {i}"]) for i in range(2)
     )
-    later = rig.runner(SingleTurnAgentExecutor()).run_episodes(prompts, sampling())
+    later = rig.runner(SingleTurnAgentExecutor()).generate(prompts, sampling())
     assert not {"reward", "score", "reward_failed"} & set(later.names)
     assert later["tokens"].tolist() == batch["tokens"].tolist()
 
@@ -491,7 +491,7 @@ def test_a_reward_that_raises_or_hangs_ends_its_own_episode(rig: Rig) -> None:
         return {"rewards": [float(labels[0])]}
 
     runner = rig.runner(SingleTurnAgentExecutor(reward_func), step_timeout_s=2, max_failed_share=0.7)
-    batch = runner.run_episodes(rig.prompts(4, 1, ["1", "two", "hang", "3"]), sampling())
+    batch = runner.generate(rig.prompts(4, 1, ["1", "two", "hang", "3"]), sampling())
     assert batch["status"][1:3] == ["error", "error"]
     assert batch["reward"].tolist() == [1.0, 0.0, 0.0, 3.0]
     assert re.search(says("ValueError", "'two'"), batch["error"][1])

@@ -54,7 +54,7 @@ class Talker(OpenAIAgentExecutor):
 
 
 def test_turns_of_one_conversation_are_one_sequence_of_the_tokens_drawn(rig: Rig) -> None:
-    batch = rig.runner(Talker()).run_episodes(rig.prompts(), sampling())
+    batch = rig.runner(Talker()).generate(rig.prompts(), sampling())
     assert batch.objects["status"] == ["finished"] * 6
     assert batch["num_turns"].tolist() == [3] * 6
     assert batch["reward"].tolist() == [3.0] * 6
@@ -77,7 +77,7 @@ def test_a_template_that_takes_words_out_of_earlier_turns_changes_nothing(tmp_pa
     rig.tokenizer.chat_template = str(rig.tokenizer.chat_template).replace(
         "message['content']", "message['content'].split('\N{REPLACEMENT CHARACTER}')[-1]"
     )
-    batch = rig.runner(Talker()).run_episodes(rig.prompts(), sampling())
+    batch = rig.runner(Talker()).generate(rig.prompts(), sampling())
     rig.close()
     assert batch["num_turns"].tolist() == [3] * 6
     assert any("\N{REPLACEMENT CHARACTER}" in str(rig.tokenizer.decode(turns_of(batch, row)[0])) for row in range(6))
@@ -92,7 +92,7 @@ def test_clients_that_block_play_side_by_side_and_do_not_mix(rig: Rig) -> None:
                 messages += [chat(client, messages).message, user(f"{label} says {turn}")]
             return {"rewards": float(label[6:])}
 
-    batch = rig.runner(Own()).run_episodes(rig.prompts(12, 1), sampling())
+    batch = rig.runner(Own()).generate(rig.prompts(12, 1), sampling())
     assert batch["reward"].tolist() == [float(i) for i in range(12)]
     for row in range(12):
         text = str(rig.tokenizer.decode(batch.row(row, "tokens")[~batch.row(row, "action_mask")].tolist()))
@@ -110,7 +110,7 @@ def test_a_text_continues_as_it_was_drawn(rig: Rig) -> None:
             return {"reward": 1}
 
     prompts = rig.prompts()
-    batch = rig.runner(Writer()).run_episodes(prompts, sampling())
+    batch = rig.runner(Writer()).generate(prompts, sampling())
     check_drawn(rig, batch)
     for row in range(6):
         first, second = turns_of(batch, row)
@@ -131,7 +131,7 @@ def test_a_client_that_adds_its_stop_text_itself_does_not_double_it(rig: Rig) ->
             return {"reward": float(cut[:1] in set("aeiou") and written.startswith(first.text))}
 
     prompts = rig.prompts()
-    batch = rig.runner(Reacts()).run_episodes(prompts, sampling(30))
+    batch = rig.runner(Reacts()).generate(prompts, sampling(30))
     assert batch["reward"].sum() >= 2
     for row in range(6):
         if batch["reward"][row]:
@@ -168,7 +168,7 @@ def test_a_prompt_that_was_rendered_already_is_refused(rig: Rig) -> None:
 
     prompts = rig.prompts(1, 1)
     prompts = prompts.with_objects(prompt=["[user]hello<eos>[assistant]"])
-    assert rig.runner(Twice()).run_episodes(prompts, sampling()).objects["error"] == [""]
+    assert rig.runner(Twice()).generate(prompts, sampling()).objects["error"] == [""]
 
 
 def test_a_changed_history_is_a_further_sequence_of_the_same_sample(rig: Rig) -> None:
@@ -179,7 +179,7 @@ def test_a_changed_history_is_a_further_sequence_of_the_same_sample(rig: Rig) ->
             chat(client, [user(prompt), first, user("continue")])
             return {"reward": 1.0}
 
-    batch = rig.runner(Editor()).run_episodes(rig.prompts(2, 1), sampling())
+    batch = rig.runner(Editor()).generate(rig.prompts(2, 1), sampling())
     assert batch["prompt_id"].tolist() == [10, 10, 11, 11]
     assert batch["branch"].tolist() == [0, 1, 0, 1]
     assert batch["num_turns"].tolist() == [2, 1, 2, 1]
@@ -198,7 +198,7 @@ def test_several_choices_are_sequences_with_random_numbers_of_their_own(rig: Rig
             chat(client, [user(prompt), response.choices[1].message, user("continue")])
             return {"reward": 1.0}
 
-    batch = rig.runner(Chooser()).run_episodes(rig.prompts(1, 1), sampling(12))
+    batch = rig.runner(Chooser()).generate(rig.prompts(1, 1), sampling(12))
     assert batch["num_turns"].tolist() == [2, 1, 1]
     assert len({tuple(turns_of(batch, row)[0]) for row in range(3)}) == 3
     check_drawn(rig, batch)
@@ -215,7 +215,7 @@ def test_a_request_that_comes_while_a_sequence_grows_begins_another(rig: Rig) ->
                 await asyncio.gather(ask(model="any", messages=told), ask(model="any", messages=told))
             return {"reward": 1.0}
 
-    batch = rig.runner(Hasty()).run_episodes(rig.prompts(1, 1), sampling())
+    batch = rig.runner(Hasty()).generate(rig.prompts(1, 1), sampling())
     assert batch["num_turns"].tolist() == [2, 1]
     check_drawn(rig, batch)
 
@@ -251,9 +251,9 @@ def test_a_stream_carries_the_same_response(rig: Rig) -> None:
             return {"reward": 1.0}
 
     seen: list[Any] = []
-    whole = rig.runner(Streamer()).run_episodes(rig.prompts(2, 1), sampling())
+    whole = rig.runner(Streamer()).generate(rig.prompts(2, 1), sampling())
     Streamer.streams = True
-    streamed = rig.runner(Streamer()).run_episodes(rig.prompts(2, 1), sampling())
+    streamed = rig.runner(Streamer()).generate(rig.prompts(2, 1), sampling())
     assert streamed["tokens"].equal(whole["tokens"])
     assert whole["num_turns"].tolist() == [2, 2]
     # Clients in threads of their own are drawn together or not, and sums of floats follow what is drawn together.
@@ -297,7 +297,7 @@ def test_only_the_key_of_an_episode_that_is_being_run_is_accepted(rig: Rig) -> N
     health: list[str] = []
     runner = rig.runner(Thief())
     for _ in range(2):
-        assert runner.run_episodes(rig.prompts(1, 1), sampling()).objects["error"] == [""]
+        assert runner.generate(rig.prompts(1, 1), sampling()).objects["error"] == [""]
     rig.close()
     with pytest.raises(httpx.ConnectError):
         httpx.get(health[0])
@@ -326,7 +326,7 @@ def test_a_request_that_is_too_large_is_refused_before_it_is_read(rig: Rig) -> N
             return {"reward": 1.0}
 
     replies: list[tuple[str, int, str]] = []
-    assert rig.runner(Large()).run_episodes(rig.prompts(1, 1), sampling()).objects["error"] == [""]
+    assert rig.runner(Large()).generate(rig.prompts(1, 1), sampling()).objects["error"] == [""]
     assert [status for _, status, _ in replies] == [413] * 4 + [400]
     assert all(limit in message for limit, _, message in replies), replies
 
@@ -356,7 +356,7 @@ def test_what_is_not_to_be_had_is_refused_by_name_and_the_rest_is_taken(rig: Rig
             response = chat(client, [user(prompt)], max_tokens=9, max_completion_tokens=2, **taken)
             return {"reward": float(response.finish_reason == "length")}
 
-    batch = rig.runner(Picky()).run_episodes(rig.prompts(3, 1), sampling(4, temperature=0.9))
+    batch = rig.runner(Picky()).generate(rig.prompts(3, 1), sampling(4, temperature=0.9))
     assert batch["action_mask"].int().sum() <= 6
     for row in range(3):
         turn = turns_of(batch, row)[0]
@@ -375,7 +375,7 @@ def test_a_clients_stop_text_is_cut_off_for_it_and_stays_in_the_record(rig: Rig)
             return {"reward": 1.0}
 
     stops: list[Any] = []
-    batch = rig.runner(Stopper()).run_episodes(rig.prompts(), sampling(30))
+    batch = rig.runner(Stopper()).generate(rig.prompts(), sampling(30))
     assert batch["num_turns"].tolist() == [2] * 6
     texts = [str(rig.tokenizer.decode(turns_of(batch, row)[0])) for row in range(6)]
     assert any(text[-1:] in set("aeiou") for text in texts)
@@ -396,13 +396,13 @@ def test_an_agent_that_meets_a_limit_is_truncated(rig: Rig) -> None:
             return {"reward": 2.0}
 
     codes: list[Any] = []
-    batch = rig.runner(Endless(), max_turns=3).run_episodes(rig.prompts(2, 1), sampling())
+    batch = rig.runner(Endless(), max_turns=3).generate(rig.prompts(2, 1), sampling())
     assert batch.objects["status"] == ["truncated"] * 2
     assert batch.objects["error"] == ["", ""]
     assert batch["num_turns"].tolist() == [3, 3]
     assert batch["reward"].tolist() == [0.0, 2.0]
     assert batch["reward_failed"].tolist() == [0.0, 0.0]
-    batch = rig.runner(Endless(), max_turns=999).run_episodes(rig.prompts(2, 1), sampling())
+    batch = rig.runner(Endless(), max_turns=999).generate(rig.prompts(2, 1), sampling())
     assert batch["truncated"].all()
     assert int(batch.lengths.max()) <= POSITIONS
     assert codes == ["max_turns"] * 2 + ["context_length_exceeded"] * 2
@@ -416,7 +416,7 @@ def test_an_agent_without_room_for_a_response_is_an_error(rig: Rig) -> None:
                 chat(client, [user("0123456789" * 100)])
             return {"reward": 2.0}
 
-    batch = rig.runner(Long(), max_failed_share=1.0).run_episodes(rig.prompts(1, 1), sampling())
+    batch = rig.runner(Long(), max_failed_share=1.0).generate(rig.prompts(1, 1), sampling())
     assert (batch["reward"].tolist(), batch["reward_failed"].tolist()) == ([0.0], [1.0])
     assert re.search(says("tokens", f"{POSITIONS}", "agent.max_tokens"), batch["error"][0])
 
@@ -435,7 +435,7 @@ def test_agents_that_fail_end_their_own_episodes_alone(rig: Rig) -> None:
             )
 
     labels = ["raises", "nothing", "text", "nan", "silent", "fine"]
-    batch = rig.runner(Failing(), max_failed_share=1.0).run_episodes(rig.prompts(6, 1, labels), sampling())
+    batch = rig.runner(Failing(), max_failed_share=1.0).generate(rig.prompts(6, 1, labels), sampling())
     assert batch.objects["status"] == ["error"] * 5 + ["finished"]
     assert batch["num_turns"].tolist() == [1, 1, 1, 1, 0, 1]
     assert batch["reward"].tolist() == [0.0] * 5 + [0.5]
@@ -445,7 +445,7 @@ def test_agents_that_fail_end_their_own_episodes_alone(rig: Rig) -> None:
         assert re.search(says(*found), error)
         assert "\n" not in error
     runner = rig.runner(Failing(), max_failed_share=1.0, max_turns=4, step_timeout_s=0.25)
-    hung = runner.run_episodes(rig.prompts(1, 1, ["hangs"]), sampling())
+    hung = runner.generate(rig.prompts(1, 1, ["hangs"]), sampling())
     assert re.search(says("run_agent", "1 s"), hung.objects["error"][0])
 
 
@@ -483,7 +483,7 @@ def test_a_client_that_hangs_up_ends_its_request(rig: Rig) -> None:
     runner = rig.runner(agent, concurrency=1)
     assert isinstance(runner.engine, AsyncEngine)
     agent.engine = runner.engine
-    batch = runner.run_episodes(rig.prompts(2, 1, ["again", "never"]), sampling())
+    batch = runner.generate(rig.prompts(2, 1, ["again", "never"]), sampling())
     assert batch.objects["status"] == ["finished", "aborted"]
     assert batch["num_turns"].tolist() == [2, 1]
     check_drawn(rig, batch)

@@ -64,9 +64,7 @@ def test_a_shell_script_is_an_agent(rig: Rig, tmp_path: Path) -> None:
         "class AgentExecutor(OpenAIAgentExecutor):\n    command = ['bash', 'agent.sh']\n"
     )
     agent = load_agent(str(tmp_path / "agent.py"))
-    batch = rig.runner(agent, max_failed_share=1.0).run_episodes(
-        rig.prompts(3, 1, ["one", "three", "fails"]), sampling()
-    )
+    batch = rig.runner(agent, max_failed_share=1.0).generate(rig.prompts(3, 1, ["one", "three", "fails"]), sampling())
     assert batch.objects["status"] == ["finished", "finished", "error"]
     assert batch["reward"].tolist() == [0.25, 0.25, 0]
     assert batch["log_length"].tolist()[:2] == [3, 5]
@@ -74,7 +72,7 @@ def test_a_shell_script_is_an_agent(rig: Rig, tmp_path: Path) -> None:
     assert batch["num_turns"].tolist() == [1] * 3
     check_drawn(rig, batch)
     runner = rig.runner(agent, max_failed_share=1.0, max_turns=4, step_timeout_s=0.5)
-    hung = runner.run_episodes(rig.prompts(1, 1, ["hangs"]), sampling())
+    hung = runner.generate(rig.prompts(1, 1, ["hangs"]), sampling())
     assert re.search(says("run_agent", "2 s"), hung.objects["error"][0])
     # What the scripts left running has ended with them.
     wait_until_gone(*map(int, (tmp_path / "pids").read_text().split()), timeout_s=120)
@@ -128,7 +126,7 @@ def test_tool_calls_reach_the_client_and_their_results_the_policy(tmp_path: Path
             assert plain.message.content == f"Let me {CALL}"
             return {"reward": 1.0}
 
-    batch = rig.runner(Caller()).run_episodes(rig.prompts(1, 1), sampling(90, temperature=0))
+    batch = rig.runner(Caller()).generate(rig.prompts(1, 1), sampling(90, temperature=0))
     rig.close()
     assert batch.objects["error"] == ["", ""]
     assert batch["num_turns"].tolist() == [2, 1]

@@ -89,15 +89,8 @@ def same(a: Batch, b: Batch, but: Sequence[str] = ()) -> None:
             assert torch.equal(a[name].nan_to_num(7.5), b[name].nan_to_num(7.5)), name
 
 
-def test_without_an_agent_playing_is_what_the_engine_does(rig: Rig) -> None:
-    runner = open_runner(str(rig.folder), HFRolloutConfig(), AgentOptions(), lambda: rig.tokenizer)
-    prompts = rig.prompts(4, 2)
-    same(runner.run_episodes(prompts, sampling(12)), rig.engine.generate(prompts, sampling(12)))
-    runner.close()
-
-
 def test_logprobs_are_those_of_the_training_forward_in_all_turns(rig: Rig) -> None:
-    batch = rig.runner(MultiTurnAgentExecutor(Talk)).run_episodes(rig.prompts(6, 3), sampling(8, temperature=0.8))
+    batch = rig.runner(MultiTurnAgentExecutor(Talk)).generate(rig.prompts(6, 3), sampling(8, temperature=0.8))
     assert batch["num_turns"].tolist() == [2] * 3 + [3] * 3 + [4] * 3 + [2] * 3 + [3] * 3 + [4] * 3
     mask, gap = batch["action_mask"], batch["rollout_logprob"] - rig.training_logprobs(batch, 0.8)
     assert int(mask.sum()) > 200
@@ -106,7 +99,7 @@ def test_logprobs_are_those_of_the_training_forward_in_all_turns(rig: Rig) -> No
 
 
 def test_most_tokens_would_be_others_if_they_were_decoded_and_encoded_again(rig: Rig) -> None:
-    batch = rig.runner(MultiTurnAgentExecutor(Talk)).run_episodes(rig.prompts(3, 4), sampling(8))
+    batch = rig.runner(MultiTurnAgentExecutor(Talk)).generate(rig.prompts(3, 4), sampling(8))
     turns = [turn for row in range(len(batch)) for turn in turns_of(batch, row)]
     changed = [turn for turn in turns if rig.encoder.encode(rig.decode(turn)) != turn]
     assert len(changed) > len(turns) / 2
@@ -114,7 +107,7 @@ def test_most_tokens_would_be_others_if_they_were_decoded_and_encoded_again(rig:
 
 def test_every_token_has_its_turn_version_and_reward(rig: Rig) -> None:
     prompts = rig.prompts(3, 2)
-    batch = rig.runner(MultiTurnAgentExecutor(Talk)).run_episodes(prompts, sampling(5))
+    batch = rig.runner(MultiTurnAgentExecutor(Talk)).generate(prompts, sampling(5))
     mask, turn = batch["action_mask"], batch["turn"]
     assert torch.equal(mask, turn >= 0)
     assert torch.equal(batch["token_version"], torch.where(mask, 0, -1))
@@ -169,7 +162,7 @@ def test_what_was_drawn_is_found_unchanged_whatever_an_environment_says(
 
     engine = Recording(rig.engine)
     runner = EpisodeRunner(engine, MultiTurnAgentExecutor(Saying), AgentOptions(max_tokens=150), rig.tokenizer)
-    batch = runner.run_episodes(rig.prompts(2, 2), sampling(most, seed=seed))
+    batch = runner.generate(rig.prompts(2, 2), sampling(most, seed=seed))
     assert set(batch["status"]) <= {"finished", "truncated"}
     ids = zip(batch["prompt_id"].tolist(), batch["sample_id"].tolist(), strict=True)
     rows = {found: row for row, found in enumerate(ids)}
@@ -187,14 +180,14 @@ def test_what_was_drawn_is_found_unchanged_whatever_an_environment_says(
 
 def test_two_plays_with_one_seed_are_equal_and_with_another_not(rig: Rig) -> None:
     runner = rig.runner(MultiTurnAgentExecutor(Talk))
-    first, again, other = (runner.run_episodes(rig.prompts(5, 2), sampling(seed=seed)) for seed in (1, 1, 2))
+    first, again, other = (runner.generate(rig.prompts(5, 2), sampling(seed=seed)) for seed in (1, 1, 2))
     same(first, again)
     assert first["tokens"].tolist() != other["tokens"].tolist()
 
 
 def test_how_many_play_at_the_same_time_changes_no_token(rig: Rig) -> None:
     one, many = (
-        rig.runner(MultiTurnAgentExecutor(Talk), concurrency=count).run_episodes(rig.prompts(5, 2), sampling())
+        rig.runner(MultiTurnAgentExecutor(Talk), concurrency=count).generate(rig.prompts(5, 2), sampling())
         for count in (1, 64)
     )
     same(one, many, but=["rollout_logprob"])
@@ -217,28 +210,28 @@ def test_no_more_episodes_are_open_than_may_be_and_they_begin_in_order(rig: Rig)
             Counting.open_now -= 1
             return {"rewards": 0.0, "environment_feedback": "", "done": True}
 
-    rig.runner(MultiTurnAgentExecutor(Counting), concurrency=3).run_episodes(rig.prompts(10, 1), sampling())
+    rig.runner(MultiTurnAgentExecutor(Counting), concurrency=3).generate(rig.prompts(10, 1), sampling())
     assert Counting.most == 3
     assert Counting.begun == [f"label {i}" for i in range(10)]
 
 
 def test_a_few_errors_are_reported_and_too_many_end_the_run(rig: Rig) -> None:
     labels = ["bad", "good", "good", "bad", "good", "good"]
-    batch = rig.runner(MultiTurnAgentExecutor(Flaky)).run_episodes(rig.prompts(6, 1, labels), sampling())
+    batch = rig.runner(MultiTurnAgentExecutor(Flaky)).generate(rig.prompts(6, 1, labels), sampling())
     assert batch["status"] == ["error", "finished", "finished", "error", "finished", "finished"]
     assert batch["reward_failed"].tolist() == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]
     assert "no such board" in batch["error"][0]
     strict = rig.runner(MultiTurnAgentExecutor(Flaky), max_failed_share=0.0)
     with pytest.raises(RuntimeError, match=says("1 of 6", "agent.max_failed_share=0", "no such board")):
-        strict.run_episodes(rig.prompts(6, 1, labels), sampling())
+        strict.generate(rig.prompts(6, 1, labels), sampling())
     with pytest.raises(RuntimeError, match="3 of 6") as caught:
-        rig.runner(MultiTurnAgentExecutor(Flaky)).run_episodes(
+        rig.runner(MultiTurnAgentExecutor(Flaky)).generate(
             rig.prompts(6, 1, ["bad", "bad", "bad", *labels[:3]]), sampling()
         )
     # Where it was raised.
     assert any("in reset" in note for note in caught.value.__notes__)
     # It can continue afterwards.
-    good = strict.run_episodes(rig.prompts(2, 1, ["good", "good"]), sampling())
+    good = strict.generate(rig.prompts(2, 1, ["good", "good"]), sampling())
     assert good["status"] == ["finished", "finished"]
 
 
@@ -250,10 +243,10 @@ def test_too_many_errors_are_not_waited_for(rig: Rig) -> None:
 
     with pytest.raises(RuntimeError, match="2 of 2"):
         runner = rig.runner(MultiTurnAgentExecutor(Waiting), step_timeout_s=3600.0, max_failed_share=0.5)
-        runner.run_episodes(rig.prompts(2, 1, ["bad", "bad"]), sampling())
+        runner.generate(rig.prompts(2, 1, ["bad", "bad"]), sampling())
     with pytest.raises(RuntimeError, match="1 of 2"):
         runner = rig.runner(MultiTurnAgentExecutor(Waiting), step_timeout_s=3600.0)
-        runner.run_episodes(rig.prompts(2, 1, ["good", "bad"]), sampling())
+        runner.generate(rig.prompts(2, 1, ["good", "bad"]), sampling())
 
 
 def test_a_log_that_an_episode_lacks_is_nan(rig: Rig) -> None:
@@ -261,7 +254,7 @@ def test_a_log_that_an_episode_lacks_is_nan(rig: Rig) -> None:
         async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
             return await super().step(states) | {"extra_logs": {states["label"]: 2}}
 
-    batch = rig.runner(MultiTurnAgentExecutor(Logging)).run_episodes(rig.prompts(3, 1, ["a", "b", "a"]), sampling())
+    batch = rig.runner(MultiTurnAgentExecutor(Logging)).generate(rig.prompts(3, 1, ["a", "b", "a"]), sampling())
     assert batch["log_a"].tolist()[::2] == [2.0, 2.0]
     assert [math.isnan(value) for value in batch["log_a"].tolist()] == [False, True, False]
     assert [math.isnan(value) for value in batch["log_b"].tolist()] == [True, False, True]
@@ -280,7 +273,7 @@ class Branching(AgentExecutorBase):
 
 
 def test_branches_stand_beside_their_main_sequence(rig: Rig) -> None:
-    batch = rig.runner(Branching()).run_episodes(rig.prompts(2, 2), sampling(8))
+    batch = rig.runner(Branching()).generate(rig.prompts(2, 2), sampling(8))
     assert batch["prompt_id"].tolist() == [10, 10, 11, 11, 11, 11, 11, 11]
     assert batch["sample_id"].tolist() == [0, 1, 0, 0, 0, 1, 1, 1]
     assert batch["branch"].tolist() == [0, 0, 0, 1, 2, 0, 1, 2]
@@ -304,7 +297,7 @@ def test_an_executor_that_returns_no_episode_makes_an_error_of_it(rig: Rig, retu
         async def execute(self, task: EpisodeTask, policy: Policy) -> Any:
             return returned
 
-    batch = rig.runner(Wrong(), max_failed_share=1.0).run_episodes(rig.prompts(1, 1), sampling())
+    batch = rig.runner(Wrong(), max_failed_share=1.0).generate(rig.prompts(1, 1), sampling())
     assert batch["status"] == ["error"]
     assert re.search(says(*facts), batch["error"][0])
 
@@ -323,9 +316,9 @@ def test_an_engine_that_fails_ends_the_run_whatever_share_may_fail(rig: Rig) -> 
         runner = rig.runner(executor, max_failed_share=1.0)
         rig.engine.sleep()
         with pytest.raises(ValueError, match="sleeps"):
-            runner.run_episodes(rig.prompts(2, 1), sampling())
+            runner.generate(rig.prompts(2, 1), sampling())
         rig.engine.wake()
-        runner.run_episodes(rig.prompts(2, 1), sampling())
+        runner.generate(rig.prompts(2, 1), sampling())
 
 
 def test_an_episode_whose_request_is_aborted_is_counted_as_such(rig: Rig) -> None:
@@ -339,7 +332,7 @@ def test_an_episode_whose_request_is_aborted_is_counted_as_such(rig: Rig) -> Non
             return request
 
     runner = EpisodeRunner(Aborting(rig.engine), MultiTurnAgentExecutor(Talk), AgentOptions(), rig.tokenizer)
-    batch = runner.run_episodes(rig.prompts(3, 1), sampling())
+    batch = runner.generate(rig.prompts(3, 1), sampling())
     runner.close()
     assert batch["status"] == ["finished", "aborted", "finished"]
     assert batch["reward_failed"].tolist() == [0.0, 1.0, 0.0]
@@ -354,7 +347,7 @@ def test_the_models_positions_are_a_limit_like_the_users(rig: Rig) -> None:
             await super().reset(states)
             return {"observation": [{"role": "user", "content": "0" * (POSITIONS - 2 - marks)}]}
 
-    batch = rig.runner(MultiTurnAgentExecutor(Long)).run_episodes(rig.prompts(3, 1), sampling(50))
+    batch = rig.runner(MultiTurnAgentExecutor(Long)).generate(rig.prompts(3, 1), sampling(50))
     assert int(batch.lengths.max()) <= POSITIONS
     assert set(batch["status"]) == {"truncated"}
 
@@ -374,9 +367,9 @@ def own_rig(tmp_path: Path) -> Iterator[Rig]:
 
 def test_received_weights_are_what_is_drawn_from(own_rig: Rig, tmp_path: Path) -> None:
     runner = own_rig.runner(MultiTurnAgentExecutor(Talk))
-    before = runner.run_episodes(own_rig.prompts(), sampling())
+    before = runner.generate(own_rig.prompts(), sampling())
     runner.receive(publish(own_rig, tmp_path, 3, seed=9))
-    after = runner.run_episodes(own_rig.prompts(), sampling())
+    after = runner.generate(own_rig.prompts(), sampling())
     assert runner.engine.weight_version == 3
     assert set(before["weight_version"].tolist()) == {0}
     assert set(after["weight_version"].tolist()) == {3}
@@ -427,7 +420,7 @@ def test_groups_are_collected_as_wholes_in_the_order_in_which_they_finish(own_ri
 
 
 def test_what_is_in_flight_has_the_tokens_of_a_play(rig: Rig) -> None:
-    played = rig.runner(MultiTurnAgentExecutor(Talk)).run_episodes(rig.prompts(3, 2), sampling())
+    played = rig.runner(MultiTurnAgentExecutor(Talk)).generate(rig.prompts(3, 2), sampling())
     runner = rig.runner(MultiTurnAgentExecutor(Talk), concurrency=2)
     runner.begin(rig.prompts(3, 2), sampling())
     batches: list[Batch] = []
@@ -438,7 +431,7 @@ def test_what_is_in_flight_has_the_tokens_of_a_play(rig: Rig) -> None:
 
 
 def test_without_an_agent_responses_are_in_flight_as_single_turns(rig: Rig) -> None:
-    runner = open_runner(str(rig.folder), HFRolloutConfig(), AgentOptions(), lambda: rig.tokenizer, in_flight=True)
+    runner = open_runner(str(rig.folder), HFRolloutConfig(), AgentOptions(), lambda: rig.tokenizer)
     runner.begin(rig.prompts(2, 2), sampling())
     groups = [runner.collect(60.0).batch]
     if groups[0] is not None and len(groups[0]) < 4:
@@ -489,6 +482,6 @@ def test_closing_ends_what_is_in_flight(rig: Rig) -> None:
 
 
 def test_no_prompts_give_no_episodes(rig: Rig) -> None:
-    batch = rig.runner(MultiTurnAgentExecutor(Talk)).run_episodes(rig.prompts(1, 1)[0:0], sampling())
+    batch = rig.runner(MultiTurnAgentExecutor(Talk)).generate(rig.prompts(1, 1)[0:0], sampling())
     assert len(batch) == batch.num_tokens == 0
     assert batch["tokens"].dtype == torch.int64

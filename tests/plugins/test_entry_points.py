@@ -40,9 +40,9 @@ calls = []
 
 
 class EchoingEngine(HFRolloutEngine):
-    def generate(self, prompts, sampling, max_tokens=None):
+    def generate(self, prompts, sampling):
         calls.append((type(self.config).__name__, len(prompts), self.weight_version))
-        return super().generate(prompts, sampling, max_tokens)
+        return super().generate(prompts, sampling)
 """,
     "carrier.py": """
 from components.weights.carrier import FolderCarrier

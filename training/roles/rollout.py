@@ -1,10 +1,14 @@
 """The engine that samples from the policy."""
 
-import logging
+from __future__ import annotations
 
-from agents.runner import Collected, EpisodeRunner, open_runner
+import logging
+from typing import TYPE_CHECKING, cast
+
 from components.batch import Batch
 from components.generate.config import SamplingConfig
+from components.generate.opening import open_rollout_engine
+from components.generate.sampler import Sampler
 from components.models.device import is_engine_dead
 from components.weights.carrier import carrier_class
 from components.weights.publisher import WeightHandle, nearby
@@ -12,38 +16,45 @@ from core import BaseWorkload, rpc, trainer_invocation
 from training import remote_call
 from training.options.rl_options import RLOptions
 
+if TYPE_CHECKING:
+    from agents.runner import Collected, EpisodeRunner
+
 _log = logging.getLogger(__name__)
 
 
 class SamplingWorker(BaseWorkload):
     """What every role that samples does with its engine."""
 
-    runner: EpisodeRunner
+    sampler: Sampler
+    """A rollout engine; with an agent, or with responses that stay in flight, the runner of episodes."""
     received: WeightHandle | None = None
     """The version that came last; None: the weights are as they were loaded."""
 
-    def open_runner(self, model_path: str) -> None:
+    def open_sampler(self, model_path: str) -> None:
         """Load the policy as it is at the start into an engine."""
-        self.runner = open_runner(
-            model_path,
-            self.config.rollout_engine(),
-            self.config.agent,
-            self.config.model.tokenizer,
-            in_flight=self.config.asynchronous.partial_rollout,
-        )
+        config = self.config
+        if config.agent.func_path is None and not config.asynchronous.partial_rollout:
+            engine = open_rollout_engine(model_path, config.rollout_engine())
+            engine.max_tokens = config.agent.max_tokens
+            self.sampler = engine
+            return
+        # Imported here, as a run of single responses needs nothing of it.
+        from agents.runner import open_runner
+
+        self.sampler = open_runner(model_path, config.rollout_engine(), config.agent, config.model.tokenizer)
 
     @rpc(remote_call.receive_weights, idempotent=True, replay="last")
     def receive_weights(self, handle: WeightHandle) -> dict[str, float]:
         """Sample from newer weights from here on. An engine that sleeps wakes as far as they need. Returns what memory
         of a GPU the engine has taken.
         """
-        self.runner.wake(for_weights=True)
-        is_here = self.runner.engine.weight_version == handle.version and self.runner.engine.has_weights
+        self.sampler.wake(for_weights=True)
+        is_here = self.sampler.weight_version == handle.version and self.sampler.has_weights
         parts = 1 if is_here else self.config.rollout.tensor_parallel
         with nearby(handle, self.shared_dir / f"arriving-{self.rank}", readers=parts) as here:
-            self.runner.receive(here, verify=self.config.rollout.verify_weight_sync)
+            self.sampler.receive(here, verify=self.config.rollout.verify_weight_sync)
         self.received = handle
-        return self.runner.gpu_memory()
+        return self.sampler.gpu_memory()
 
     @rpc(idempotent=True)
     def sleep_engine(self) -> int:
@@ -53,29 +64,30 @@ class SamplingWorker(BaseWorkload):
         where none follows, from the last. What adapters are added to comes with none.
         """
         comes_again = self.received is not None and not self.received.adapter_scale
-        return self.runner.sleep(level=2 if comes_again else 1)
+        return self.sampler.sleep(level=2 if comes_again else 1)
 
     @rpc(idempotent=True)
     def wake_engine(self) -> None:
         """Be ready to generate."""
-        if self.received is not None and not self.runner.engine.has_weights:
+        if self.received is not None and not self.sampler.has_weights:
             self.receive_weights(self.received)
-        self.runner.wake()
+        self.sampler.wake()
 
     @rpc(idempotent=True)
     def begin(self, prompts: list[Batch | None], sampling: SamplingConfig) -> list[None]:
         """Begin responses that `collect` brings once they are whole groups; the list has an item for every engine."""
-        return [None if mine is None else self.runner.begin(mine, sampling) for mine in prompts]
+        runner = cast("EpisodeRunner", self.sampler)
+        return [None if mine is None else runner.begin(mine, sampling) for mine in prompts]
 
     @rpc(idempotent=True)
     def collect(self, seconds: float) -> Collected:
         """Continue what has begun, until a group has finished or the time is over."""
-        return self.runner.collect(seconds)
+        return cast("EpisodeRunner", self.sampler).collect(seconds)
 
     @rpc(remote_call.end_job, idempotent=True)
     def end(self) -> None:
         """End the processes that the engine may have."""
-        self.runner.close()
+        self.sampler.close()
 
 
 class RolloutWorker(SamplingWorker):
@@ -86,7 +98,7 @@ class RolloutWorker(SamplingWorker):
     @trainer_invocation(blocking=False, idempotent=True, replay="last")
     def load(self, model_path: str) -> None:
         """Load the policy as it is at the start."""
-        self.open_runner(model_path)
+        self.open_sampler(model_path)
 
     @trainer_invocation(idempotent=True, post_func=Batch.concat)
     def generate(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
@@ -95,7 +107,7 @@ class RolloutWorker(SamplingWorker):
         Returns:
             tokens, action_mask and rollout_logprob per token; prompt_length, truncated, weight_version per response.
         """
-        return self.runner.run_episodes(prompts, sampling)
+        return self.sampler.generate(prompts, sampling)
 
     @rpc(remote_call.receive_sent, idempotent=True)
     def receive_sent(self, version: int) -> None:
@@ -108,9 +120,9 @@ class RolloutWorker(SamplingWorker):
         handle = carrier_class(own.weight_sync).announced(version, self.shared_dir, route, reader)
         if handle is None:
             return
-        self.runner.wake(for_weights=True)
+        self.sampler.wake(for_weights=True)
         try:
-            self.runner.receive(handle, verify=own.verify_weight_sync)
+            self.sampler.receive(handle, verify=own.verify_weight_sync)
         except Exception as error:  # vLLM gives what its processes raise no type of their own
             if is_engine_dead(error):
                 raise

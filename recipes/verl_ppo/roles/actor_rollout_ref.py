@@ -38,7 +38,7 @@ class ActorRolloutRefWorker(TrainedPolicy, SamplingWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, idempotent=True, replay="last")
     def init_rollout(self, model_path: str) -> None:
         """Load the engine that samples."""
-        self.open_runner(model_path)
+        self.open_sampler(model_path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, idempotent=True, replay="last")
     def init_model(self, model_path: str, steps: int) -> None:
@@ -74,7 +74,7 @@ class ActorRolloutRefWorker(TrainedPolicy, SamplingWorker):
         Returns:
             tokens, action_mask and rollout_logprob per token; prompt_length, truncated, weight_version per response.
         """
-        return self.runner.run_episodes(prompts, sampling)
+        return self.sampler.generate(prompts, sampling)
 
     # --- log-probabilities
 

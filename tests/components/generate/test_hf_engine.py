@@ -53,10 +53,13 @@ def test_tokens_do_not_depend_on_chunk_size_or_order(tied_model: Path, engine: H
     assert completions(shuffled.select(order_B.argsort())) == completions(whole)
 
 
-def test_a_completion_gets_what_its_prompt_leaves_and_one_token_at_least(engine: HFRolloutEngine) -> None:
+def test_a_completion_gets_what_its_prompt_leaves_and_one_token_at_least(
+    engine: HFRolloutEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Prompts of 1 to 6 tokens.
     prompts, sampling = some_prompts(), SamplingConfig(max_new_tokens=4)
-    result = engine.generate(prompts, sampling, max_tokens=5)
+    monkeypatch.setattr(engine, "max_tokens", 5)
+    result = engine.generate(prompts, sampling)
     for i, tokens in enumerate(completions(result)):
         room = max(1, min(4, 5 - int(prompts.lengths[i])))
         assert len(tokens) == room or (len(tokens) < room and tokens[-1] == END)

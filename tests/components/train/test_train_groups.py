@@ -20,7 +20,7 @@ from components.batch import Batch
 from components.models.causal import state_values
 from components.models.packing.layout import END_TO_END, PADDED
 from components.models.value_model import load_value_model
-from components.train.minibatch import shortest_group
+from components.train.engine import shortest_group
 from tests.components.helpers import train_cases
 from tests.components.helpers.group_worker import CASES, minibatches, trained_on_pairs
 from tests.components.helpers.ranks import WORLD_SIZES, run_ranks

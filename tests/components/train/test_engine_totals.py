@@ -5,7 +5,7 @@ import torch
 
 from components.batch import Batch
 from components.rl.aggregation import Totals
-from components.train.minibatch import totals_of
+from components.train.engine import totals_of
 from tests.messages import says
 
 
