@@ -52,6 +52,8 @@ RECIPE_LINES: dict[str, int] = CEILINGS["recipes"]
 CLOSURE_LINES: dict[str, int] = CEILINGS["closures"]
 """Maximum lines of code of a recipe, or of one of its files, and everything it imports outside of plug-ins, also
 lazily."""
+PLUGIN_LINES: dict[str, int] = CEILINGS["plugins"]
+"""Maximum lines of code of a plug-in; `each` holds for those that are not named."""
 APART = {"single_file.py"}
 """Files of a recipe that are for reading, and not part of it."""
 SHARED_SHARE = 0.4
@@ -326,6 +328,28 @@ def shared_line_faults(root: Path) -> list[str]:
     return faults
 
 
+def plugin_size_faults(root: Path) -> list[str]:
+    """Plug-ins that are too large."""
+    counts = {
+        path.parent.name: size_of(root, f"plugins/{path.parent.name}") for path in root.glob("plugins/*/__init__.py")
+    }
+    limits = {name: PLUGIN_LINES.get(name, PLUGIN_LINES["each"]) for name in counts}
+    return [
+        f"plugins/{name} has {count} lines of code, over {limits[name]}"
+        for name, count in sorted(counts.items())
+        if count > limits[name]
+    ]
+
+
+def readme_faults(root: Path) -> list[str]:
+    """Folders without a README that lists which file to open for what."""
+    folders = {path.parent for path in sources(root, "core", "components", "agents", "training", "plugins")}
+    # Two folders whose parent's README describes their few files.
+    apart = {root / "agents" / "environments", root / "training" / "run" / "checkpoints"}
+    missing = sorted(folder for folder in folders - apart if not (folder / "README.md").is_file())
+    return [f"{folder.relative_to(root)} has no README.md" for folder in missing]
+
+
 def annotation_faults(root: Path) -> list[str]:
     """Arguments and results without a type."""
     faults = []
@@ -405,6 +429,8 @@ STATIC_CHECKS = (
     file_size_faults,
     layer_size_faults,
     closure_faults,
+    plugin_size_faults,
+    readme_faults,
     shared_line_faults,
     annotation_faults,
     recipe_faults,

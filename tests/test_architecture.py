@@ -10,6 +10,7 @@ from tests.architecture import (
     CLOSURE_LINES,
     IMPORT_CORE_S,
     LAYER_LINES,
+    PLUGIN_LINES,
     RECIPE_FILES,
     RECIPE_LINES,
     ROOT,
@@ -25,6 +26,8 @@ from tests.architecture import (
     import_faults,
     layer_size_faults,
     missing_library_faults,
+    plugin_size_faults,
+    readme_faults,
     recipe_faults,
     recipes_of,
     run_python,
@@ -256,3 +259,13 @@ def test_a_recipe_without_its_files_and_tests_is_found(tmp_path: Path) -> None:
     (root / "recipes/dpo/run.sh").unlink()
     (root / "recipes/grpo/roles/actor.py").rename(root / "recipes/grpo/roles/__init__.py")
     assert recipe_faults(root)[:2] == ["recipes/dpo has no run.sh", "recipes/grpo has no role in roles/"]
+
+
+def test_a_large_plugin_and_a_folder_without_a_readme_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PLUGIN_LINES, "each", 2)
+    files = {"plugins/a/__init__.py": "x = 1\n" * 3, "plugins/b/__init__.py": "x = 1\n", "plugins/b/README.md": "# b\n"}
+    root = tree(tmp_path, files)
+    assert plugin_size_faults(root) == ["plugins/a has 3 lines of code, over 2"]
+    assert readme_faults(root) == ["plugins/a has no README.md"]
