@@ -6,6 +6,7 @@ Ray and its job server are real; the commands of Slurm are stand-ins that run wh
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Iterator
@@ -205,6 +207,22 @@ def nodes_of(role: str, nodes: RayNodes) -> list[str]:
     client = StateApiClient(nodes.address, headers=nodes.headers)
     actors: list[Any] = client.list(StateResource.ACTORS, ListApiOptions(), raise_on_missing_output=True)
     return [actor.node_id for actor in actors if actor.class_name == role]
+
+
+def test_every_file_of_the_packages_is_shipped() -> None:
+    folders = [f"./{name}" for name in ("core", "components", "agents", "training", "plugins", "recipes", "scripts")]
+    not_shipped = ROOT / "scripts" / "cluster" / "not_shipped.txt"
+    command = ["tar", "-C", str(ROOT), "--anchored", f"--exclude-from={not_shipped}", "-cf", "-", *folders]
+    archive = subprocess.run(command, capture_output=True, check=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        shipped = {name.removeprefix("./") for name in files.getnames()}
+    wanted = {
+        path.relative_to(ROOT).as_posix()
+        for folder in folders
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in {".py", ".yaml", ".csv", ".sh", ".js", ".css"}
+    }
+    assert wanted - shipped == set()
 
 
 @pytest.mark.full

@@ -9,7 +9,7 @@ from pathlib import Path
 from components.ranges import Count, Positive
 from training.options.run_options import Steps
 from training.options.schema import Options
-from training.run.checkpoints.checkpoint import Checkpoints
+from training.run.checkpoint import Checkpoints
 
 
 @dataclass(kw_only=True)

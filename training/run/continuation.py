@@ -11,7 +11,7 @@ from typing import Any
 
 from components.models.size import ModelSize, model_size
 from training.options.run_options import RunOptions
-from training.run.checkpoints.checkpoint import changed_options, check_resume, find_checkpoint, read_state
+from training.run.checkpoint import changed_options, check_resume, find_checkpoint, read_state
 from training.tracking import redact
 from training.tracking.serialization import json_object
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from components.batch import Batch
 from components.rewards.base import RewardError
-from training.run.checkpoints.checkpoint import (
+from training.run.checkpoint import (
     CheckpointError,
     Checkpoints,
     changed_options,

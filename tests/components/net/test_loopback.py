@@ -10,7 +10,7 @@ from components.net.loopback import direct_loopback, is_loopback, loopback_varia
 
 @pytest.mark.parametrize(
     "host",
-    ["127.0.0.1", "localhost", "LocalProcess.", "a.localhost", "::1", "[::1]", "127.9.9.9", "127.1", "0.0.0.0", "::"]
+    ["127.0.0.1", "localhost", "LocalHost.", "a.localhost", "::1", "[::1]", "127.9.9.9", "127.1", "0.0.0.0", "::"]
     + ["::ffff:127.0.0.1"],
 )
 def test_every_form_of_the_loopback_is_known(host: str) -> None:

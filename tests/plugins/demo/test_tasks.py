@@ -300,7 +300,7 @@ def test_planning_a_run_imports_no_torch() -> None:
     code = (
         "import sys, plugins.demo.tasks, components.data.prompts, training.run.queue, components.rewards.base\n"
         "import training.run.evaluation_metrics, training.run.validation\n"
-        "import training.run.checkpoints.checkpoint, training.tracking, plugins.demo.warm_start\n"
+        "import training.run.checkpoint, training.tracking, plugins.demo.warm_start\n"
         "plugins.demo.warm_start.source_files()\n"
         "components.data.prompts.load_rows('task:sort,task:word', max_rows=3)\n"
         "components.rewards.base.check_reward('sort')\n"

@@ -161,7 +161,7 @@ def test_the_hash_covers_every_file_that_shapes_the_model() -> None:
         "components/rl/supervised.py",
         "plugins/demo/warm_start.py",
     } <= names
-    others = {"training/tracking/tracker.py", "training/run/checkpoints/checkpoint.py", "components/rewards/scorers.py"}
+    others = {"training/tracking/tracker.py", "training/run/checkpoint.py", "components/rewards/scorers.py"}
     assert not others & names
 
 

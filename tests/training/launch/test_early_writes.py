@@ -16,7 +16,7 @@ from tests.messages import says
 from tests.model_folders import LARGE, folder_of
 from training.launch.early_writes import check_writes, checkpoint_bytes
 from training.options.model_options import ModelOptions
-from training.run.checkpoints.checkpoint import CheckpointError, Checkpoints
+from training.run.checkpoint import CheckpointError, Checkpoints
 
 HUGE = LARGE | {"num_hidden_layers": 2000}
 """Its checkpoint takes over 25 TB."""

@@ -17,7 +17,7 @@ import torch
 import training.run.phase_clock
 from components.batch import Batch
 from tests.messages import says
-from training.run.checkpoints.checkpoint import CheckpointError, Checkpoints
+from training.run.checkpoint import CheckpointError, Checkpoints
 from training.run.phase_clock import PhaseClock
 from training.run.progress import Progress, RunCheckpoints
 from training.run.queue import RolloutQueue

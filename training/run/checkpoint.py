@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from training.run.checkpoints.digests import STATE_FILE, Digests, damage
+from training.run.checkpoint_digests import STATE_FILE, Digests, damage
 from training.tracking.serialization import flat
 
 logger = logging.getLogger(__name__)

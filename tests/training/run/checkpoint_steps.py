@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from training.run.checkpoints.checkpoint import Checkpoints, read_state, step_of
+from training.run.checkpoint import Checkpoints, read_state, step_of
 
 
 def writer(generation: str) -> Callable[[Path], object]:

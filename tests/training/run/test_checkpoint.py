@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.messages import says
-from tests.training.run.checkpoints.checkpoint_steps import assert_whole, names, save
-from training.run.checkpoints.checkpoint import (
+from tests.training.run.checkpoint_steps import assert_whole, names, save
+from training.run.checkpoint import (
     Checkpoints,
     changed_options,
     check_resume,

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from tests.messages import says
-from tests.training.run.checkpoints.checkpoint_steps import assert_whole, names, save
-from training.run.checkpoints.checkpoint import CheckpointError, Checkpoints, find_checkpoint, read_state
+from tests.training.run.checkpoint_steps import assert_whole, names, save
+from training.run.checkpoint import CheckpointError, Checkpoints, find_checkpoint, read_state
 
-PROJECT = Path(__file__).parents[4]
+PROJECT = Path(__file__).parents[3]
 
 
 def run_python(code: str, *arguments: object, prefix: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
@@ -30,8 +30,8 @@ def run_python(code: str, *arguments: object, prefix: tuple[str, ...] = ()) -> s
 KILL_AT_EVERY_OPERATION = """
     import itertools, os, shutil, signal, sys
     from pathlib import Path
-    from training.run.checkpoints.checkpoint import Checkpoints
-    from tests.training.run.checkpoints.checkpoint_steps import save
+    from training.run.checkpoint import Checkpoints
+    from tests.training.run.checkpoint_steps import save
 
     root, what = Path(sys.argv[1]), sys.argv[2]
     before = root / "before"
@@ -118,7 +118,7 @@ def test_killed_while_it_writes_the_steps_before_are_untouched(tmp_path: Path) -
     code = """
         import signal, sys
         from pathlib import Path
-        from training.run.checkpoints.checkpoint import Checkpoints
+        from training.run.checkpoint import Checkpoints
 
         def write(folder):
             (folder / "hf").mkdir()
@@ -197,8 +197,8 @@ def test_wherever_a_full_disk_stops_a_save_the_last_one_is_whole_and_named(tmp_p
     code = """
         import json, os, sys
         from pathlib import Path
-        from training.run.checkpoints.checkpoint import CheckpointError, Checkpoints, find_checkpoint
-        from tests.training.run.checkpoints.checkpoint_steps import assert_whole, names, save
+        from training.run.checkpoint import CheckpointError, Checkpoints, find_checkpoint
+        from tests.training.run.checkpoint_steps import assert_whole, names, save
 
         folder, full = Path(sys.argv[1]), sys.argv[2] == "disk"
         box = Checkpoints(folder / "run", keep=9)
@@ -244,8 +244,8 @@ def test_a_full_disk_under_torch_safetensors_or_a_name_is_said_as_one(tmp_path: 
         from pathlib import Path
         import torch
         from safetensors.torch import save_file
-        from training.run.checkpoints.checkpoint import CheckpointError, Checkpoints
-        from tests.training.run.checkpoints.checkpoint_steps import names, save
+        from training.run.checkpoint import CheckpointError, Checkpoints
+        from tests.training.run.checkpoint_steps import names, save
 
         folder, full = Path(sys.argv[1]), sys.argv[2] == "disk"
         box = Checkpoints(folder / "run")
@@ -285,8 +285,8 @@ def test_a_limit_on_files_is_said_and_without_it_the_run_goes_on(tmp_path: Path)
     code = """
         import resource, sys
         from pathlib import Path
-        from training.run.checkpoints.checkpoint import CheckpointError, Checkpoints
-        from tests.training.run.checkpoints.checkpoint_steps import names, save
+        from training.run.checkpoint import CheckpointError, Checkpoints
+        from tests.training.run.checkpoint_steps import names, save
 
         box = Checkpoints(sys.argv[1])
         save(box, 1)
@@ -313,8 +313,8 @@ def test_a_folder_that_is_not_ours_is_said_and_what_is_in_it_stays(tmp_path: Pat
     code = """
         import json, logging, os, shutil, sys, tempfile
         from pathlib import Path
-        from training.run.checkpoints.checkpoint import CheckpointError, Checkpoints, find_checkpoint
-        from tests.training.run.checkpoints.checkpoint_steps import assert_whole, names, save
+        from training.run.checkpoint import CheckpointError, Checkpoints, find_checkpoint
+        from tests.training.run.checkpoint_steps import assert_whole, names, save
 
         if os.geteuid() == 0:
             os.setgroups([])

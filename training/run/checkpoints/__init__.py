@@ -1,1 +1,0 @@
-"""Whole checkpoints of a run."""
