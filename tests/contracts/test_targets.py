@@ -227,6 +227,6 @@ def test_executors_that_run_their_episodes_themselves_are_held_to_the_contracts(
     written(tmp_path, "client.py", CLIENT % "")
     written(tmp_path, "random_client.py", ("import random\n" + CLIENT) % " + random.random()")
     targets = ["client.py", "client.py:Single", "random_client.py"]
-    failures, printed = run_contracts(tmp_path, *(f"--target={target}" for target in targets))
+    failures, printed = run_contracts(tmp_path, "--deadline=60", *(f"--target={target}" for target in targets))
     assert set(failures.pop("random_client.py")) >= {"test_the_same_actions_give_the_same_episode"}
     assert failures == {"client.py": {}, "client.py:Single": {}}, printed
