@@ -10,7 +10,6 @@ advantage. The clipped ratio is PPO's. The KL to the reference model, if any, is
 
 Names end in shapes: `B` responses, which are P prompts times G samples of each, and `N` all tokens of these prompts and
 responses, end to end, without padding. Entry t is about token t: its log-probability is given the tokens before it.
-
 With the same settings the recipe in local mode has the same rewards and losses, on a CPU to the last bit.
 """
 
@@ -18,7 +17,6 @@ import argparse
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from tempfile import TemporaryDirectory
 
 from torch import Tensor, nn
@@ -75,8 +73,8 @@ def train(model_path: str, own: Settings) -> Iterator[dict[str, float]]:
     sampling = SamplingConfig(temperature=own.temperature, max_new_tokens=own.max_new_tokens, seed=own.seed)
     options = TrainOptions(learning_rate=own.learning_rate, max_tokens=own.max_tokens)
     parts = own.prompts_per_step * own.samples_per_prompt // own.mini_batch_size
-    model = load_policy(model_path, packing=None)
-    train_engine = open_engine(model, options.for_run(own.steps * own.epochs * parts, own.seed))
+    config = options.for_run(own.steps * own.epochs * parts, own.seed)
+    train_engine = open_engine(load_policy(model_path, packing=None), config)
     frozen = FrozenConfig(limits=PassLimits(max_tokens=own.max_tokens), packing=None)
     reference = open_frozen_policy(model_path, frozen) if own.kl_coef else None  # is never trained
 
@@ -105,7 +103,7 @@ def train(model_path: str, own: Settings) -> Iterator[dict[str, float]]:
             #    the first the policy is still that of the old log-probs: the loss takes its own, and the ratio is 1.
             chosen = shuffled_minibatches(len(experience), parts, own.epochs, seed=own.seed, step=step)
             first, *others = (experience.select(indices) for indices in chosen)
-            loss = partial(policy_loss, own=own)
+            loss = lambda *arguments: policy_loss(*arguments, own=own)
             updates = [train_engine.train_step(part, loss) for part in (first.without("old_logprob"), *others)]
             # 6. Weight sync: the next responses are sampled from the policy that was just trained.
             rollout_engine.receive(publisher.publish(step, train_engine.gathered_parameters()))

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from components.data.columns import column_names
 from components.data.mixture import Note
-from components.models.sources import NEW_KIND, config_of
+from components.models.sources import NEW_KIND, check_model_source, config_of
 from components.schemes import has_scheme_of
 from training.options.checkpoint_options import CheckpointOptions
 from training.options.model_options import ModelOptions
+from training.options.schema import errors_of
 from training.options.supervised_options import ExampleOptions, Rows, SupervisedOptions
 
 if TYPE_CHECKING:
@@ -73,7 +74,9 @@ class SFTConfig(SupervisedOptions):
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         yield from super().faults()
-        if has_scheme_of(NEW_KIND, self.model.path) and config_of(self.model.path) is None:
+        path = self.model.path
+        is_known = has_scheme_of(NEW_KIND, path) and not list(errors_of("", check_model_source, path))
+        if is_known and config_of(path) is None:
             yield f"model.path={self.model.path}: this recipe makes a model for a task; set model.path={NEW}<task>"
 
     @property

@@ -59,7 +59,7 @@ class DataOptions(Options, group="data"):
             yield f"data.input_template={template!r} must hold {{}} once, where the prompt goes"
         if template is not None and self.apply_chat_template:
             yield "data.apply_chat_template and data.input_template exclude each other; unset one of them"
-        yield from errors_of("", check_sources, self.path)
+        yield from errors_of(f"data.path={self.path}: ", check_sources, self.path)
 
     def rows(self, seed: int, notes: list[str] | None = None) -> list[dict[str, Any]]:
         """The prompts and labels; `seed` draws those of a generated task. `notes` gets how many max_samples leaves

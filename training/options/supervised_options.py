@@ -75,7 +75,7 @@ class ExampleOptions(Options, group="data"):
             yield f"data.input_template={self.input_template!r} has no place for the prompt; write {{}} there"
         if self.path:
             yield from errors_of("data.", mixture_probabilities, self.probs, len(source_names(self.path)))
-            yield from errors_of("", check_sources, self.path)
+            yield from errors_of(f"data.path={self.path}: ", check_sources, self.path)
 
 
 @dataclass(kw_only=True)
