@@ -83,7 +83,7 @@ BROUGHT_ABOUT = {
     "reward.source=reward.py": "reward file ... does not define",
     "reward.source=reward.py:score": "...: called with the first row",
     "model.path=./huge data.path=task:sort": "it cannot fit",
-    "rollout.engine=vllm rollout.temperature=3": "the rollout engine vllm cannot be used",
+    "rollout.engine=vllm rollout.temperature=3": "the rollout engine ... cannot be used",
     "run_dir=taken": "run_dir=... is being written by",
     "run_dir=old resume=none": "run_dir=... holds a run already",
     "run_dir=new resume=./nowhere": "resume=...: there is no checkpoint",

@@ -65,11 +65,11 @@ def test_imports_of_our_packages_get_the_prefix_and_bind_the_same_names(source: 
     ("source", "expected"),
     [
         ('"training.roles.rollout:Worker"', '"troupe.training.roles.rollout:Worker"'),
-        ('"python -m plugins.report RUN"', '"python -m troupe.training.report RUN"'),
-        ('f"{core.job} plugins.report {x}"', 'f"{core.job} troupe.training.report {x}"'),
+        ('"python -m plugins.report RUN"', '"python -m troupe.plugins.report RUN"'),
+        ('f"{core.job} plugins.report {x}"', 'f"{core.job} troupe.plugins.report {x}"'),
         ('f"{{core.job}} {agents}"', 'f"{{troupe.core.job}} {agents}"'),
         ('name.startswith("core.")', 'name.startswith("troupe.core.")'),
-        ("# see `plugins.report`", "# see `troupe.training.report`"),
+        ("# see `plugins.report`", "# see `troupe.plugins.report`"),
         ('"""\nwrite `from agents import Tool`\n"""', '"""\nwrite `from troupe.agents import Tool`\n"""'),
     ],
 )
@@ -239,7 +239,7 @@ def test_agents_and_the_code_scorer_of_the_wheel_work_in_child_processes(install
     code = """
 import json
 from troupe.agents.trial import AgentTrial
-from troupe.components.data.code_tests import code_score
+from troupe.plugins.sandbox.code_tests import code_score
 truth = json.dumps({"assert_case": ["assert f(1) == 2", "assert f(2) == 4"]})
 print(code_score("", "```python\\ndef f(x): return 2\\n```", truth)["score"])
 with AgentTrial("agent.py") as trial:

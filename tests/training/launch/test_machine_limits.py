@@ -23,7 +23,7 @@ def python(limit: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def as_nobody(limit: str, code: str) -> subprocess.CompletedProcess[str]:
     """Run code as a user without rights, whom the kernel holds to limits; `os` has been imported."""
-    drop = "import os, resource; from training import machine_limits; "
+    drop = "import os, resource; from training.launch import machine_limits; "
     if os.getuid() == 0:
         drop += "os.setgroups([]); os.setuid(65534); "
     return python("true", "-c", f"{drop}{limit}; {code}")
@@ -64,7 +64,7 @@ def test_a_user_with_processes_enough_is_not_refused() -> None:
 )
 def test_a_folder_that_cannot_be_written_to_is_refused_with_its_name(assignment: str, remedy: str) -> None:
     # /proc takes no file from anybody, whoever the tests run as.
-    code = f"from training import machine_limits; {assignment}; machine_limits.check_machine('local', 1)"
+    code = f"from training.launch import machine_limits; {assignment}; machine_limits.check_machine('local', 1)"
     done = python("true", "-c", code)
     assert re.search(says("ValueError", "/proc", "cannot be written to", remedy), done.stderr)
 
