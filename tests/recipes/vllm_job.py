@@ -31,8 +31,8 @@ class Engine(RolloutWorker):
         """Have no memory left in the middle of what is generated next, if this is the first engine."""
         if self.rank > 0:
             return
-        runner: Any = self.runner
-        vllm = runner.engine._llm.llm_engine
+        engine: Any = self.sampler
+        vllm = engine._llm.llm_engine
         step, steps = vllm.step, itertools.count(1)
 
         def last_steps() -> Any:

@@ -64,7 +64,7 @@ class SamplingWorker(BaseWorkload):
         where none follows, from the last. What adapters are added to comes with none.
         """
         comes_again = self.received is not None and not self.received.adapter_scale
-        return self.sampler.sleep(level=2 if comes_again else 1)
+        return self.sampler.sleep(2 if comes_again else 1)
 
     @rpc(idempotent=True)
     def wake_engine(self) -> None:
