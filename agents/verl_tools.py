@@ -258,7 +258,7 @@ class Entry:
     class_name: str
     config: Mapping[str, Any]
     schema: Mapping[str, Any] | None = None
-    """Of a tool. None: the class has it."""
+    """Schema of a tool in OpenAI's form, or None if the class has its own."""
 
 
 def _entries(option: str, path: str, group: str, form: str) -> list[Mapping[str, Any]]:

@@ -14,7 +14,7 @@ from components.registry import load, names
 BASIC_ENGINES = ("auto", "hf")
 """Values of `rollout.engine` that no plug-in provides."""
 is_elsewhere: ContextVar[bool] = ContextVar("is_elsewhere", default=False)
-"""What is chosen is for another machine than this one: a package that is not installed here may be there."""
+"""True while choices are made for another machine, on which packages may be installed that are missing here."""
 
 
 def rollout_config(name: str) -> type[RolloutConfig]:
@@ -85,7 +85,7 @@ def _fault(config: type[RolloutConfig], gpus: int, model_path: str, temperatures
 
 
 def text_config(model: Path) -> dict[str, Any]:
-    """Of a model's folder; empty where nothing is known of it."""
+    """Return the content of a model's config.json; empty if it cannot be read."""
     if not (model / "config.json").is_file():
         return {}
     try:

@@ -17,7 +17,7 @@ same numbers, and two of the same weights are equal."""
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig(Checked):
-    """How completions are drawn. Tokens depend on these fields, the prompt and its ids, on nothing else."""
+    """Sampling of completions. Tokens depend on these fields, the prompt and its ids, and on nothing else."""
 
     temperature: NotNegative = 1.0
     """Logits are divided by it. 0 = the likeliest token, with its log-probability at temperature 1."""
@@ -35,7 +35,7 @@ class SamplingConfig(Checked):
 
     @property
     def is_whole(self) -> bool:
-        """Whether every token can be drawn, so that log-probabilities are the trainer's."""
+        """True if every token can be drawn, so that log-probabilities are the trainer's."""
         return self.temperature == 0 or (self.top_p == 1 and self.top_k == 0)
 
 
@@ -50,7 +50,7 @@ class RolloutSetting:
     shares_devices: bool
     """Other roles use the engine's devices."""
     learners_sleep: bool
-    """These leave the devices while responses are generated."""
+    """Learners free the memory of the devices while responses are generated."""
     engines_sleep: bool
     """The engine leaves its devices while others work."""
     lora_rank: int
@@ -141,7 +141,7 @@ class PagedRolloutConfig(RolloutConfig):
     """An engine that takes a share of its devices' memory at its start, for weights and a paged key-value cache."""
 
     dtype: Annotated[str, OneOf(("float32", "bfloat16"))] = "float32"
-    """Of weights and cache: "float32" or "bfloat16". Log-probabilities are float32 in either case."""
+    """Dtype of weights and cache: "float32" or "bfloat16". Log-probabilities are float32 in either case."""
     max_num_seqs: Count = 256
     tensor_parallel_size: Count = 1
     """Devices over which the weights of one engine are spread; on a CPU processes, each with a core of its own."""
