@@ -36,32 +36,50 @@ def server_config(app: Any, head_s: float = SENDING_S, **options: Any) -> uvicor
     """
 
     class Connection(_PROTOCOL):
-        """Ends itself when a head does not come in time, or does not end."""
+        """A connection that is aborted if the head of a request does not arrive in time or is too long.
+
+        A refused request can be answered before its body has arrived. The client then has `head_s` seconds to send the
+        rest, which is dropped. If the connection were closed at once, the client would see a broken connection instead
+        of the response.
+        """
 
         late: asyncio.TimerHandle | None = None
         received = 0
+        in_body = False
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
             self.late = self.loop.call_later(head_s, transport.abort)
 
+        def on_headers_complete(self) -> None:
+            super().on_headers_complete()
+            self.in_body = True
+            self.stop_timer()
+
+        def on_message_complete(self) -> None:
+            super().on_message_complete()
+            self.in_body = False
+            self.stop_timer()
+
         def data_received(self, data: bytes) -> None:
+            was_in_body = self.in_body
             super().data_received(data)
             if self.cycle is not None and not self.cycle.response_complete:
-                self.stop_waiting()
+                self.stop_timer()
                 return
-            self.received += len(data)
+            if not was_in_body and not self.in_body:
+                self.received += len(data)
+            has_more_to_come = self.in_body or not was_in_body
             if self.received > HEAD_BYTES:
                 self.transport.abort()
-            elif self.late is None:
+            elif self.late is None and has_more_to_come:
                 self.late = self.loop.call_later(head_s, self.transport.abort)
 
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
-            self.stop_waiting()
+            self.stop_timer()
 
-        def stop_waiting(self) -> None:
-            """The head is there, or nobody is left to send it."""
+        def stop_timer(self) -> None:
             self.received = 0
             if self.late is not None:
                 self.late.cancel()

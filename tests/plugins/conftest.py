@@ -29,6 +29,9 @@ def install_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
             "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
             "entry_points.txt": f"[{registry.GROUP}]\n{name} = {name}\n",
         }
+        # Another test may have loaded a file of the same name as a module.
+        for module in [module for module in sys.modules if module.partition(".")[0] == name]:
+            monkeypatch.delitem(sys.modules, module)
         for folder, texts in ((site / name, files), (site / f"{name}-1.0.dist-info", metadata)):
             folder.mkdir()
             for file, text in texts.items():

@@ -196,6 +196,35 @@ def test_a_length_over_the_limit_is_refused_before_the_body_comes() -> None:
     asyncio.run(send())
 
 
+def test_a_refused_body_may_still_arrive_and_the_connection_serves_the_next_request() -> None:
+    async def send() -> None:
+        async with serving(head_s=GUARD_S) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            size = 8 * HEAD_BYTES
+            writer.write(b"POST /json HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % size)
+            assert b" 413 " in await asyncio.wait_for(reader.readuntil(b"send less"), GUARD_S)
+            for _ in range(8):
+                writer.write(b"a" * HEAD_BYTES)
+                await writer.drain()
+                await asyncio.sleep(0.01)
+            writer.write(HEAD + b"Connection: close\r\n\r\nbody")
+            assert b'"body"' in await asyncio.wait_for(reader.read(), GUARD_S)
+            writer.close()
+
+    asyncio.run(send())
+
+
+def test_a_refused_body_that_does_not_end_ends_its_connection() -> None:
+    async def send() -> None:
+        async with serving(head_s=1.0) as port:
+            head = b"POST /json HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999\r\n\r\n"
+            reply = await replied(port, head, b"a", b"a")
+            assert b" 413 " in reply
+            await answered(port)
+
+    asyncio.run(send())
+
+
 def test_all_bodies_together_are_limited() -> None:
     async def send() -> None:
         async with serving(head_s=GUARD_S) as port:
