@@ -1,0 +1,54 @@
+"""Docstrings, names and statements are phrased as CONTRIBUTING.md says; the allow-list only shrinks."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.architecture import ROOT
+from tests.sentences import ALLOWED, counts_of, excess, places_in
+
+BAD = '''"""What a file has."""
+LIMIT = 3
+"""Of the tokens, at most so many."""
+
+
+def choose(found, size):
+    """Whether it fits."""
+    own, rest = size, 2
+    own, rest = rest, own
+    text = "a" if size else "b" if rest else "c"
+    return text * bool(found), [1] * (size > 2), 2 * size
+'''
+
+
+def test_no_file_has_more_of_a_phrasing_than_the_allow_list() -> None:
+    allowed = json.loads(ALLOWED.read_text(encoding="utf-8"))
+    assert excess(counts_of(ROOT), allowed) == []
+
+
+def test_each_phrasing_is_counted(tmp_path: Path) -> None:
+    path = tmp_path / "core" / "bad.py"
+    path.parent.mkdir()
+    path.write_text(BAD, encoding="utf-8")
+    counts = {rule: len(places) for rule, places in places_in(path).items()}
+    assert counts == {
+        "first_word": 3,
+        "empty_name": 3,
+        "nested_conditional": 1,
+        "multiplied_by_condition": 2,
+        "tuple_assignment": 1,
+        "conditional_expression": 2,
+    }
+    faults = excess(counts_of(tmp_path), {"first_word": {"core/bad.py": 2}, "empty_name": {"core/bad.py": 3}})
+    assert [fault.partition(";")[0] for fault in faults] == [
+        "core/bad.py: first_word 3 times, at most 2",
+        "core/bad.py: nested_conditional 1 times, at most 0",
+        "core/bad.py: multiplied_by_condition 2 times, at most 0",
+    ]
+
+
+@pytest.mark.parametrize("rule", json.loads(ALLOWED.read_text(encoding="utf-8")))
+def test_the_allow_list_names_files_that_exist(rule: str) -> None:
+    files = json.loads(ALLOWED.read_text(encoding="utf-8"))[rule]
+    assert [file for file in files if not (ROOT / file).is_file()] == []
