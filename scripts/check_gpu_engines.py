@@ -49,6 +49,7 @@ from transformers import Qwen2ForCausalLM
 from components.generate.config import HFRolloutConfig, SamplingConfig
 from components.generate.hf_engine import HFRolloutEngine
 from components.models.loading import load_policy, without_progress_bars
+from components.models.packing.layout import ComputedTokens
 from components.rl.aggregation import Totals
 from components.train.utilisation import peak_flops, training_flops
 from components.weights.publisher import WeightPublisher
@@ -202,7 +203,8 @@ def speed(setting: Setting, length: int, checkpointing: bool) -> Iterator[Row]:
         seconds.append(time.perf_counter() - began)
     # The first step also chooses kernels and takes memory.
     rate = tokens / min(seconds[1:])
-    used = (training_flops(trained.model, batch.lengths) or math.nan) / min(seconds[1:])
+    computed = ComputedTokens(batch.num_tokens, int(batch.lengths.square().sum()))
+    used = (training_flops(trained.model, computed) or math.nan) / min(seconds[1:])
     yield Row(
         f"training, {length} tokens per sequence, {tokens} per step, checkpointing {'on' if checkpointing else 'off'}",
         f"{rate:,.0f} tokens/s, {utilisation(setting, used)}{peak_memory()}",

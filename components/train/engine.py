@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from components.batch import Batch
 from components.models.device import compute_device, peak_gpu_memory
-from components.models.packing.layout import layout_of, members_of
+from components.models.packing.layout import ComputedTokens, layout_of, members_of
 from components.models.precision import compute_in
 from components.process.heartbeat import beat
 from components.registry import load
@@ -138,7 +138,8 @@ class TrainEngine(PartitionedModel):
         if self._auxiliary_loss is not None:
             loss_fn = self._auxiliary_loss.added_to(loss_fn, minibatch)
         limits = self.config.max_tokens, self.config.max_sequences
-        plans = layout_of(self.model).micro_batches_by_rank(minibatch, self.axes.data, *limits, group_size)
+        layout = layout_of(self.model)
+        plans = layout.micro_batches_by_rank(minibatch, self.axes.data, *limits, group_size)
         own = plans[self.axes.data_rank]
         # Everybody backpropagates equally often, because gradients are reduced together.
         forwards = max(len(plan) for plan in plans)
@@ -163,19 +164,19 @@ class TrainEngine(PartitionedModel):
         if self.average is not None:
             # Of the master weights, since small steps are lost in bfloat16.
             self.average.update(self._state().master_weights())
-        return metrics | {"grad_norm": grad_norm, "learning_rate": learning_rate} | self._gpu_metrics(minibatch, began)
+        metrics |= {"grad_norm": grad_norm, "learning_rate": learning_rate}
+        if self.device.type == "cuda":
+            computed = layout.computed_tokens(minibatch, plans)
+            metrics |= self._gpu_metrics(minibatch.lengths, computed, began)
+        return metrics
 
-    def _gpu_metrics(self, minibatch: Batch, began: float) -> dict[str, float]:
-        """On GPUs the most that tensors have taken so far on any of them, and torch for them, in GB; and of the step
-        that began then its tokens per second and GPU and its share of what the GPUs can do.
-        """
-        if self.device.type != "cuda":
-            return {}
+    def _gpu_metrics(self, length_B: Tensor, computed: ComputedTokens, began: float) -> dict[str, float]:
+        """Return the peak GPU memory of any rank so far in GB, and the speed of the step that began at `began`."""
         memory = peak_gpu_memory()
         peak = torch.tensor([*memory.values(), time.perf_counter() - began], device=self.device)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         *most, seconds = peak.tolist()
-        return dict(zip(memory, most, strict=True)) | gpu_use(self.model, minibatch.lengths, seconds, self.world_size)
+        return dict(zip(memory, most, strict=True)) | gpu_use(self.model, length_B, computed, seconds, self.world_size)
 
     def _check_gradient(self, norm: float) -> None:
         if not math.isfinite(norm):

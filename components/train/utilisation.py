@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from components.models.packing.layout import ComputedTokens
+
 PEAK_FLOPS = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -27,18 +29,18 @@ def peak_flops(device_name: str) -> float | None:
     return next((peak for name, peak in PEAK_FLOPS.items() if name in device_name), None)
 
 
-def training_flops(model: nn.Module, length_B: Tensor) -> float | None:
-    """Operations of the forward and backward pass of sequences, without those that checkpointing repeats.
+def training_flops(model: nn.Module, computed: ComputedTokens) -> float | None:
+    """Return the operations of a forward and backward pass, without those that checkpointing repeats.
 
-    6 per parameter and token, 4 where a parameter is not trained; what only looks tokens up counts nothing. Causal
-    attention: forward two products of 2 * width * length / 2 operations per layer and token, backward twice as many.
+    A parameter counts 6 per token, or 4 if it is not trained; an embedding that is only looked up counts 0. Causal
+    attention counts two products of 2 * width * pairs / 2 operations per layer forward, and twice as many backward.
 
     Args:
-        model: whole, or partitioned by FSDP or DeepSpeed; policy or value model, perhaps with adapters.
-        length_B: tokens of each sequence.
+        model: policy or value model, whole or partitioned by FSDP or DeepSpeed, perhaps with adapters.
+        computed: number of tokens, and sum of queries times keys.
 
     Returns:
-        None where they are not known: each token of a mixture of experts goes through a part of the model.
+        None for a mixture of experts, whose tokens pass through a part of the model each.
     """
     base: Any = getattr(model, "backbone", model)
     config = base.config.get_text_config()
@@ -50,30 +52,42 @@ def training_flops(model: nn.Module, length_B: Tensor) -> float | None:
     head = base.get_output_embeddings()
     embedding = base.get_input_embeddings().weight
     is_tied = head is not None and head.weight is embedding
-    per_token = sum(
-        getattr(parameter, "ds_numel", parameter.numel()) * (6 if parameter.requires_grad else 4)
-        for parameter in model.parameters()
-        if parameter is not embedding or is_tied
-    )
-    return float(per_token * length_B.sum() + 6 * layers * width * length_B.square().sum())
+    per_token = 0
+    for parameter in model.parameters():
+        if parameter is not embedding or is_tied:
+            size = getattr(parameter, "ds_numel", parameter.numel())
+            per_token += size * (6 if parameter.requires_grad else 4)
+    return float(per_token * computed.places + 6 * layers * width * computed.pairs)
 
 
-def gpu_use(model: nn.Module, length_B: Tensor, seconds: float, gpus: int) -> dict[str, float]:
-    """`tokens_per_second_and_gpu` of a training step, `mfu` where the GPU and the model are known, and `gpu_power_w` at
-    its end where NVML knows it.
+def gpu_use(
+    model: nn.Module, length_B: Tensor, computed: ComputedTokens, seconds: float, gpus: int
+) -> dict[str, float]:
+    """Return the speed of a training step on GPUs.
 
     Args:
         model: as for `training_flops`.
-        length_B: tokens of each sequence that all GPUs together trained on.
-        seconds: that it took.
-        gpus: how many.
+        length_B: number of tokens of each sequence that all GPUs together trained on.
+        computed: the tokens that they computed for it, of which there are fewer where sequences share a prompt and more
+            where rows are padded.
+        seconds: wall time of the step.
+        gpus: number of GPUs.
+
+    Returns:
+        `tokens_per_second_and_gpu` of `length_B`. `mfu`, of what was computed, and `effective_mfu`, of what separate
+        sequences of `length_B` would take, if GPU and model are known. `gpu_power_w` at the end, if NVML knows it.
     """
-    found = {"tokens_per_second_and_gpu": float(length_B.sum()) / seconds / gpus}
-    flops, peak = training_flops(model, length_B), peak_flops(torch.cuda.get_device_name())
-    if flops is not None and peak is not None:
-        found["mfu"] = flops / seconds / gpus / peak
+    metrics = {"tokens_per_second_and_gpu": float(length_B.sum()) / seconds / gpus}
+    separate = ComputedTokens(int(length_B.sum()), int(length_B.square().sum()))
+    peak = peak_flops(torch.cuda.get_device_name())
+    for name, tokens in (("mfu", computed), ("effective_mfu", separate)):
+        flops = training_flops(model, tokens)
+        if flops is not None and peak is not None:
+            metrics[name] = flops / seconds / gpus / peak
     watts = power_watts()
-    return found if watts is None else found | {"gpu_power_w": watts}
+    if watts is not None:
+        metrics["gpu_power_w"] = watts
+    return metrics
 
 
 def power_watts() -> float | None:

@@ -11,6 +11,7 @@ Legend: `B` sequences, `N` all their tokens end to end, `U` places of the row.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
-from components.models.packing.layout import EndToEnd, Part, RowPlan
+from components.models.packing.layout import ComputedTokens, EndToEnd, Part, RowPlan
 from components.models.routers import find_routers
 
 SHORTEST = 4
@@ -54,6 +55,8 @@ class SharedPrompts(EndToEnd):
             shortest: minimum number of tokens that the sequences of a run have in common.
         """
         self.shortest = shortest
+        self._planned: tuple[Batch, list[Run]] | None = None
+        """The minibatch that was planned last and its runs, which take a sort of its tokens."""
 
     def plan_row(self, batch: Batch, *, one_follower: bool = False) -> RowPlan | None:
         """Return the plan of a packed row, or None if nothing is saved."""
@@ -72,11 +75,31 @@ class SharedPrompts(EndToEnd):
     ) -> list[list[Tensor]]:
         """Return for each rank the positions for its micro-batches; groups that a loss compares are not parted."""
         runs = runs_of(minibatch, self.shortest) if group_size == 1 else []
+        self._planned = minibatch, runs
         if not saved_by(runs):
             return super().micro_batches_by_rank(minibatch, ranks, max_tokens, max_sequences, group_size)
         lengths_B = minibatch.lengths
         parts = shares_of_runs(lengths_B, runs, ranks)
         return [shared_micro_batches(lengths_B, part, max_tokens, max_sequences) for part in parts]
+
+    def computed_tokens(self, minibatch: Batch, plans: list[list[Tensor]]) -> ComputedTokens:
+        """Return what the micro-batches of all ranks compute: the tokens that the members of a run share once in each
+        micro-batch.
+        """
+        places, pairs = super().computed_tokens(minibatch, plans)
+        planned, runs = self._planned or (None, [])
+        if planned is not minibatch:
+            raise ValueError("the minibatch is not the one that was planned last; call micro_batches_by_rank before")
+        run_B = torch.zeros(len(minibatch), dtype=torch.int64)
+        for number, run in enumerate(runs):
+            run_B[run.members] = number
+        shared_R = torch.tensor([run.shared for run in runs])
+        for index in itertools.chain.from_iterable(plans) if runs else ():
+            number_R, count_R = run_B[index].unique(return_counts=True)
+            repeated_R = count_R - 1
+            places -= int((repeated_R * shared_R[number_R]).sum())
+            pairs -= int((repeated_R * shared_R[number_R].square()).sum())
+        return ComputedTokens(places, pairs)
 
 
 def layout_for(model: nn.Module) -> SharedPrompts | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet
+import pytest
 from safetensors.torch import load_file
 
 from tests.processes import left_behind, wait_until_gone
@@ -64,6 +65,9 @@ class RunFolder:
             assert not (unknown := [name for name in names if not is_known(name, names, logged)]), unknown
             if "timing_s/step" in names:
                 phases = {name.removeprefix("timing_s/") for name in names if name.startswith("timing_s/")}
+                if "wait" not in phases:  # otherwise phases of two threads are shown
+                    seconds = sum(line[f"timing_s/{phase}"] for phase in phases - OUTSIDE_STEP)
+                    assert seconds == pytest.approx(line["timing_s/step"], rel=0.01)
                 wanted = OF_STEPS | {f"perf/{phase}_share" for phase in phases - OUTSIDE_STEP}
                 wanted |= OF_ANSWERS if "reward/score" in names else set()
                 # Where the critic learns alone, nobody may have asked the policy.

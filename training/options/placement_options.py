@@ -49,6 +49,11 @@ class PlacementOptions(Options, group="placement"):
             return self
         return replace(self, engines_sleep=gpus > 0 and engine == "vllm" and self.colocate)
 
+    @property
+    def takes_turns(self) -> bool:
+        """True if engines or learners sleep while the others work."""
+        return bool(self.engines_sleep) or self.learners_sleep
+
     def resolved(self, gpus: int, groups: int, tensor_parallel: int = 1) -> PlacementOptions:
         """Return the options with every number filled in that was left to the machine.
 

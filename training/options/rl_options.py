@@ -160,7 +160,7 @@ class RLOptions(RunOptions):
         yield from self.asynchronous.faults_beside(
             self.placement.colocate, self.backend, self.prompts_per_step, self.APART
         )
-        if self.asynchronous.ahead and (self.placement.engines_sleep or self.placement.learners_sleep):
+        if self.asynchronous.ahead and self.placement.takes_turns:
             yield (
                 "asynchronous.enabled, but who sleeps cannot work at the same time; set placement.engines_sleep=false "
                 "and placement.learners_sleep=false"

@@ -1,4 +1,4 @@
-"""How long the phases of a training step take."""
+"""Wall time of the phases of a training step."""
 
 from __future__ import annotations
 
@@ -16,67 +16,104 @@ R = TypeVar("R")
 
 
 class PhaseClock:
-    """How long the phases of a step take. Each thread has phases of its own."""
+    """Measures the phases of training steps.
+
+    A step lasts from one `take` to the next, without the work that is done beside the steps (evaluations and
+    checkpoints). The phases of the thread that takes, and `other`, add up to it. Each thread has its own phases.
+    """
 
     def __init__(self, emit: Callable[[Any], object] = lambda _: None) -> None:
         """
         Args:
-            emit: takes a PhaseEvent when a phase begins and when it ends; a workload's `emit` brings it to the driver.
+            emit: receives a PhaseEvent when a phase begins and another when it ends.
         """
         self._emit = emit
         self._seconds = threading.local()
-        self._outside = threading.local()
+        self._beside = threading.local()
+        self._beside_seconds = 0.0
         self._added: dict[str, float] = {}
+        self._step_began: float | None = None
+
+    def begin(self) -> None:
+        """Begin the first step: time before it, such as that of the set-up, belongs to no step."""
+        self._step_began = time.monotonic()
+        self._beside_seconds = 0.0
+        vars(self._seconds).clear()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Count what happens inside to the phase `name`. Phases may come again, and do not nest. Within `outside_step`
-        nothing is counted.
+        """Count the time inside to the phase `name`, which may be entered several times in a step. Phases do not nest,
+        and within `beside_step` none is counted.
         """
-        return nullcontext() if vars(self._outside) else self._at(name, counts=True)
+        return nullcontext() if vars(self._beside) else self._time(name, self._add_phase)
+
+    def beside_step(self, name: str) -> AbstractContextManager[None]:
+        """Report the phase `name`, and count its time neither to a phase nor to a step."""
+        return nullcontext() if vars(self._beside) else self._time_beside(name)
 
     def outside_step(self, name: str, act: Callable[P, R]) -> Callable[P, R]:
-        """`act`, told as the phase `name`, and not counted: what is done beside the steps, such as evaluations."""
+        """Return `act`, which then runs within `beside_step(name)`."""
 
-        def within(*args: P.args, **kwargs: P.kwargs) -> R:
-            with self._at(name, counts=False):
-                self._outside.phase = name
-                try:
-                    return act(*args, **kwargs)
-                finally:
-                    del self._outside.phase
+        def act_beside(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self.beside_step(name):
+                return act(*args, **kwargs)
 
-        return within
+        return act_beside
 
     @contextmanager
-    def _at(self, name: str, counts: bool) -> Iterator[None]:
-        began, event = time.monotonic(), PhaseEvent(name, time.time())
+    def _time_beside(self, name: str) -> Iterator[None]:
+        with self._time(name, self._add_beside):
+            self._beside.phase = name
+            try:
+                yield
+            finally:
+                del self._beside.phase
+
+    @contextmanager
+    def _time(self, name: str, add: Callable[[str, float], None]) -> Iterator[None]:
+        began = time.monotonic()
+        event = PhaseEvent(name, time.time())
         self._emit(event)
         try:
             yield
         finally:
             seconds = time.monotonic() - began
-            if counts:
-                own: dict[str, float] = vars(self._seconds)
-                own[name] = own.get(name, 0.0) + seconds
+            add(name, seconds)
             self._emit(replace(event, seconds=seconds))
 
+    def _add_phase(self, name: str, seconds: float) -> None:
+        phases: dict[str, float] = vars(self._seconds)
+        phases[name] = phases.get(name, 0.0) + seconds
+
+    def _add_beside(self, name: str, seconds: float) -> None:  # noqa: ARG002 - called like _add_phase
+        self._beside_seconds += seconds
+
     def hand_over(self) -> dict[str, float]:
-        """Seconds of each phase of this thread since the last call."""
+        """Return the seconds of each phase of this thread since the last call."""
         seconds = dict(vars(self._seconds))
         vars(self._seconds).clear()
         return seconds
 
     def add(self, seconds: Mapping[str, float]) -> None:
-        """Show what another thread has handed over together with the phases of the next `take`."""
+        """Show the phases that another thread has handed over with those of the next `take`."""
         for name, value in seconds.items():
             self._added[name] = self._added.get(name, 0.0) + value
 
     def take(self) -> dict[str, float]:
-        """`timing_s/<phase>` of each phase since the last call, and `timing_s/step`, the sum of this thread's.
+        """Return `timing_s/<phase>`, `timing_s/other` and `timing_s/step`, and begin the next step.
 
-        What was added is shown, and not in the sum: it happened meanwhile. A loop that waits for it counts that.
+        `other` is the part of the step that is in no phase of this thread. Added phases of other threads ran at the
+        same time, so they are not part of the sum; waiting for them is a phase of its own.
         """
-        own = self.hand_over()
-        self._added, added = {}, self._added
-        shown = {name: own.get(name, 0.0) + added.get(name, 0.0) for name in {**own, **added}}
-        return {f"timing_s/{name}": value for name, value in (shown | {"step": sum(own.values())}).items()}
+        phases = self.hand_over()
+        now = time.monotonic()
+        if self._step_began is None:
+            self._step_began = now - self._beside_seconds - sum(phases.values())
+        step = now - self._step_began - self._beside_seconds
+        self._step_began = now
+        self._beside_seconds = 0.0
+        added = self._added
+        self._added = {}
+        shown = {name: phases.get(name, 0.0) + added.get(name, 0.0) for name in {**phases, **added}}
+        shown["other"] = max(step - sum(phases.values()), 0.0)
+        shown["step"] = step
+        return {f"timing_s/{name}": seconds for name, seconds in shown.items()}

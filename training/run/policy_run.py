@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -117,15 +117,21 @@ class PolicyRun(Run[Batch]):
         with self.checkpoints.kept_if_rewards_fail():
             self.checkpoints.log_unlogged_step(self._evaluate_and_log)
             for rollouts in self.stream:
-                self.calls.end_generation()
+                with self._turn("sleep"):
+                    self.calls.end_generation()
                 yield self._checked(rollouts)
 
     @contextmanager
     def generating(self) -> Iterator[None]:
         """Wake the engines if they sleep while the policy trains, and time what happens inside as `generate`."""
-        with self.phase("generate"):
+        with self._turn("wake"):
             self.calls.begin_generation()
+        with self.phase("generate"):
             yield
+
+    def _turn(self, name: str) -> AbstractContextManager[None]:
+        """Time what happens inside as a phase, if engines and learners take turns on their devices."""
+        return self.phase(name) if self.config.placement.takes_turns else nullcontext()
 
     def score(self, rollouts: Batch, heldout: bool = False) -> Batch:
         """Add `reward` and `score` [B], and leave out the rollouts whose reward failed."""
@@ -263,7 +269,8 @@ class PolicyRun(Run[Batch]):
         """Evaluate when it is due, and log the step; returns whether the policy is the best so far."""
         if self.config.evaluation.is_due(self.step, self.is_last_step):
             metrics |= self._evaluate()
-        record_step(self.tracker, self.step, self.steps, metrics, experience, self.tokenizer)
+        with self.phase("log"):
+            record_step(self.tracker, self.step, self.steps, metrics, experience, self.tokenizer)
         self.note_first_step()
         return self.evaluation.is_best(metrics, self.step)
 

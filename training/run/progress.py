@@ -19,6 +19,7 @@ from training.run.checkpoint import (
     read_state,
 )
 from training.run.continuation import GROUPS, unfinished_groups
+from training.run.phase_clock import PhaseClock
 from training.run.queue import RolloutQueue
 
 BATCHES = Path("state", "batches")
@@ -99,6 +100,8 @@ class RunCheckpoints:
     """Shows a line to the user."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the last `save_when_due`, for the next step's metrics: `timing_s/checkpoint` and `perf/checkpoints_failed`."""
+    clock: PhaseClock = field(default_factory=PhaseClock)
+    """Clock of the run. The time that a checkpoint takes belongs to no step."""
     unrecorded: tuple[Batch, dict[str, float]] | None = None
     """A step that was trained on, and is not yet evaluated and written down: see `record`."""
     _failed: int = 0
@@ -245,7 +248,8 @@ class RunCheckpoints:
                     raise ValueError(f"a batch that was generated ahead cannot be saved: {error}") from error
             self.write(folder)
 
-        self.store.save(step, state | {"run_id": self.run_id, "config": self.config}, write)
+        with self.clock.beside_step("checkpoint"):
+            self.store.save(step, state | {"run_id": self.run_id, "config": self.config}, write)
         self._saved_step = step
 
 

@@ -116,6 +116,7 @@ class RolloutQueue(Generic[Item]):
     def __iter__(self) -> Iterator[Item]:
         """Generate and hand out the batches of the steps that are left."""
         self._open()
+        self._clock.begin()
         was_left = True
         try:
             while self.step < self.steps and not self._stopped():

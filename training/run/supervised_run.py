@@ -96,7 +96,8 @@ class SupervisedRun(Run[Batch]):
         found |= self.checkpoints.metrics
         is_due = self.is_last_step or (every > 0 and step % every == 0)
         evaluated = self._evaluate() if is_due else {}
-        self.tracker.log(step, found | evaluated, steps=self.steps)
+        with self.phase("log"):
+            self.tracker.log(step, found | evaluated, steps=self.steps)
         self.note_first_step()
         self._note_progress()
         self.checkpoints.save_when_due()
@@ -130,7 +131,9 @@ class SupervisedRun(Run[Batch]):
         epochs = Epochs.of(config, self.data.train)
         count, held_out = self._examples(self.data.train), self._examples(self.data.heldout)
         self.info(f"{count} {config.EXAMPLES} to train on, {held_out} held out; {epochs.steps} optimizer steps")
-        stream = RolloutQueue(epochs.minibatch, epochs.steps, stopped=lambda: self.trainer.stop_requested)
+        stream = RolloutQueue(
+            epochs.minibatch, epochs.steps, stopped=lambda: self.trainer.stop_requested, clock=self.clock
+        )
         resumed = self.open(stream, {"data": epochs, "evaluations": self}, self._write_checkpoint)
         self.role.load(self.data.model_path, epochs.steps)
         if resumed is not None:

@@ -39,6 +39,17 @@ class RowPlan(NamedTuple):
     """Queries of attention. Every place of the row is in at least one of them."""
 
 
+class ComputedTokens(NamedTuple):
+    """The size of some passes of a model, as its layers compute them."""
+
+    places: int
+    """Number of positions that every layer computes: padding counts, and a token that several sequences share counts
+    once.
+    """
+    pairs: int
+    """Sum of queries times keys, without the half that a causal mask leaves out."""
+
+
 class RowLayout:
     """Each sequence in a row of its own, which padding makes as long as the longest. Base of other layouts."""
 
@@ -96,11 +107,28 @@ class RowLayout:
             plans.append([members_of(share[index], group_size) for index in cuts])
         return plans
 
+    def computed_tokens(self, minibatch: Batch, plans: list[list[Tensor]]) -> ComputedTokens:
+        """Return what the micro-batches of all ranks compute.
+
+        Args:
+            minibatch: the sequences of one optimizer step.
+            plans: for each rank the positions for its micro-batches, as `micro_batches_by_rank` returned them.
+        """
+        lengths = [minibatch.lengths[index] for plan in plans for index in plan]
+        rows = [(len(length_R), int(length_R.max())) for length_R in lengths]
+        return ComputedTokens(
+            sum(count * longest for count, longest in rows), sum(count * longest**2 for count, longest in rows)
+        )
+
 
 class EndToEnd(RowLayout):
     """All sequences end to end in one row."""
 
     is_packed = True
+
+    def computed_tokens(self, minibatch: Batch, plans: list[list[Tensor]]) -> ComputedTokens:  # noqa: ARG002 - no padding
+        """Return the tokens of the minibatch, as none is computed twice and none is padding."""
+        return ComputedTokens(minibatch.num_tokens, int(minibatch.lengths.square().sum()))
 
 
 PADDED, END_TO_END = RowLayout(), EndToEnd()

@@ -6,9 +6,11 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from components.models.packing.layout import ComputedTokens
 from components.train.utilisation import peak_flops, power_watts, training_flops
 
-LENGTHS = torch.tensor([3, 5])
+COMPUTED = ComputedTokens(places=8, pairs=9 + 25)
+"""Two sequences, of 3 and 5 tokens."""
 
 
 def model(tied: bool) -> Qwen2ForCausalLM:
@@ -34,13 +36,13 @@ ATTENTION = 6 * 2 * 8 * (9 + 25)
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_each_weight_that_multiplies_counts_6_times_a_token_and_an_embedding_alone_nothing(tied: bool) -> None:
-    assert training_flops(model(tied), LENGTHS) == 6 * PRODUCTS * 8 + ATTENTION
+    assert training_flops(model(tied), COMPUTED) == 6 * PRODUCTS * 8 + ATTENTION
 
 
 def test_a_frozen_weight_needs_no_product_for_its_own_gradient() -> None:
     policy = model(tied=False)
     policy.requires_grad_(False)
-    assert training_flops(policy, LENGTHS) == 4 * PRODUCTS * 8 + ATTENTION
+    assert training_flops(policy, COMPUTED) == 4 * PRODUCTS * 8 + ATTENTION
 
 
 def test_the_peak_is_known_by_the_name_that_a_driver_gives() -> None:

@@ -140,6 +140,28 @@ def test_micro_batches_count_what_is_shared_once_in_each() -> None:
     assert [part.tolist() for part in shared_micro_batches(lengths_B, runs, 20, 3)] == [[0, 1, 2], [3, 4]]
 
 
+def test_a_shared_prompt_counts_once_as_computed_in_each_micro_batch() -> None:
+    # A prompt of 4 tokens with answers of 1, 2 and 3 tokens, and a sequence of 5 tokens alone.
+    minibatch = batch_of([*P, 20], [*P, 21, 22], [*P, 23, 24, 25], [*Q, 26])
+    layout = SharedPrompts()
+    (together,) = layout.micro_batches_by_rank(minibatch, 1, max_tokens=100)
+    assert layout.computed_tokens(minibatch, [together]) == (5 + 6 + 7 + 5 - 2 * 4, 25 + 36 + 49 + 25 - 2 * 16)
+    # Two of the three in one micro-batch: the prompt is computed twice.
+    apart = [torch.tensor([0, 1]), torch.tensor([2, 3])]
+    assert layout.computed_tokens(minibatch, [apart]) == (23 - 4, 135 - 16)
+    with pytest.raises(ValueError, match="planned last"):
+        layout.computed_tokens(batch_of([1], [2]), [apart])
+
+
+def test_computed_places_are_those_of_the_rows_that_are_made() -> None:
+    minibatch = batch_of([*P, 20], [*P, 21, 22], [*Q, 23, 24, 25], [*Q, 26], [*P, 5], [1, 2])
+    layout = SharedPrompts()
+    plans = layout.micro_batches_by_rank(minibatch, 2, max_tokens=12)
+    rows = [PackedRow(part, layout.plan_row(part)) for plan in plans for part in map(minibatch.select, plan)]
+    pairs = sum(part.end**2 - part.first**2 for row in rows for part in row.parts())
+    assert layout.computed_tokens(minibatch, plans) == (sum(row.places for row in rows), pairs)
+
+
 def test_ranks_get_whole_runs_where_there_are_many_and_parts_of_few() -> None:
     lengths_B = torch.tensor([4, 4, 6, 6])
     few = shares_of_runs(lengths_B, [Run([0, 1, 2], 3), Run([3], 0)], 2)

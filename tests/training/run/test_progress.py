@@ -7,6 +7,7 @@ import os
 import re
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,65 +24,86 @@ from training.run.progress import Progress, RunCheckpoints
 from training.run.queue import RolloutQueue
 
 
-def test_phases_that_come_again_are_added_and_a_step_is_their_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([10.0, 11.0, 20.0, 23.5, 30.0, 30.25, 40.0, 41.0])
-    monkeypatch.setattr(
-        training.run.phase_clock, "time", SimpleNamespace(monotonic=lambda: next(times), time=lambda: 0.0)
-    )
+class FakeTime:
+    """A clock of `time` that stands still until a test moves it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 10.0
+        clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: 0.0)
+        monkeypatch.setattr(training.run.phase_clock, "time", clock)
+
+    def pass_in(self, context: AbstractContextManager[None], seconds: float) -> None:
+        with context:
+            self.now += seconds
+
+
+@pytest.fixture
+def fake_time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+    return FakeTime(monkeypatch)
+
+
+def test_a_step_lasts_from_one_take_to_the_next_and_its_phases_add_up_to_it(fake_time: FakeTime) -> None:
     clock = PhaseClock()
-    for name in ("generate", "train", "generate"):
-        with clock.phase(name):
-            pass
-    assert clock.take() == {"timing_s/generate": 1.25, "timing_s/train": 3.5, "timing_s/step": 4.75}
-    # What was taken is not counted again, and what fails has taken its time too.
+    fake_time.now += 60  # the set-up
+    clock.begin()
+    for name, seconds in (("generate", 1.0), ("train", 3.5), ("generate", 0.25)):
+        fake_time.pass_in(clock.phase(name), seconds)
+    fake_time.now += 0.75
+    expected = {"generate": 1.25, "train": 3.5, "other": 0.75, "step": 5.5}
+    assert clock.take() == {f"timing_s/{name}": seconds for name, seconds in expected.items()}
+    # A phase that ends with an error counts, and time before it belongs to the same step.
+    fake_time.now += 2.0
     with pytest.raises(KeyError), clock.phase("train"):
+        fake_time.now += 1.0
         raise KeyError
-    assert clock.take() == {"timing_s/train": 1.0, "timing_s/step": 1.0}
-    assert clock.take() == {"timing_s/step": 0}
+    assert clock.take() == {"timing_s/train": 1.0, "timing_s/other": 2.0, "timing_s/step": 3.0}
+    assert clock.take() == {"timing_s/other": 0.0, "timing_s/step": 0.0}
 
 
-def test_what_is_done_beside_the_steps_is_told_and_not_counted() -> None:
-    seen: list[Any] = []
-    clock = PhaseClock(seen.append)
-    assert clock.outside_step("evaluate", lambda x, y=0: x + y)(1, y=2) == 3
-    with pytest.raises(KeyError), clock.phase("train"):
-        clock.outside_step("checkpoint", {}.__getitem__)("gone")
-    phases = [(event.phase, event.seconds is None) for event in seen]
-    assert phases[:2] == [("evaluate", True), ("evaluate", False)]
-    assert phases[2:] == [("train", True), ("checkpoint", True), ("checkpoint", False), ("train", False)]
-    assert clock.take().keys() == {"timing_s/train", "timing_s/step"}
+def test_a_clock_that_was_not_begun_counts_from_its_first_phase(fake_time: FakeTime) -> None:
+    clock = PhaseClock()
+    fake_time.now += 60
+    fake_time.pass_in(clock.phase("train"), 2.0)
+    assert clock.take() == {"timing_s/train": 2.0, "timing_s/other": 0.0, "timing_s/step": 2.0}
 
 
-def test_what_a_thread_did_meanwhile_is_shown_and_not_in_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([0.0, 4.0, 1.0, 4.5, 4.5, 5.0, 5.0, 7.0])
-    monkeypatch.setattr(
-        training.run.phase_clock, "time", SimpleNamespace(monotonic=lambda: next(times), time=lambda: 0.0)
-    )
-    clock, handed = PhaseClock(), []
+def test_time_beside_the_steps_is_reported_and_belongs_to_no_step(fake_time: FakeTime) -> None:
+    events: list[Any] = []
+    clock = PhaseClock(events.append)
+    clock.begin()
+
+    def evaluate(seconds: float) -> float:
+        fake_time.pass_in(clock.phase("generate"), seconds)
+        return seconds
+
+    assert clock.outside_step("evaluate", evaluate)(100.0) == 100.0
+    with pytest.raises(KeyError), clock.beside_step("checkpoint"):
+        fake_time.now += 50.0
+        raise KeyError
+    fake_time.pass_in(clock.phase("train"), 2.0)
+    assert clock.take() == {"timing_s/train": 2.0, "timing_s/other": 0.0, "timing_s/step": 2.0}
+    ended = [(event.phase, event.seconds) for event in events if event.seconds is not None]
+    assert ended == [("evaluate", 100.0), ("checkpoint", 50.0), ("train", 2.0)]
+
+
+def test_phases_of_another_thread_are_shown_and_not_part_of_the_sum(fake_time: FakeTime) -> None:
+    clock = PhaseClock()
+    handed_over: list[dict[str, float]] = []
+    clock.begin()
 
     def generate() -> None:
-        with clock.phase("generate"):
-            pass
-        handed.append(clock.hand_over())
+        fake_time.pass_in(clock.phase("generate"), 4.0)
+        handed_over.append(clock.hand_over())
 
     thread = threading.Thread(target=generate)
     thread.start()
     thread.join()
-    with clock.phase("wait"):
-        pass
-    clock.add(handed[0])
-    for name in ("reward", "train"):
-        with clock.phase(name):
-            pass
-    found = clock.take()
-    assert found.pop("timing_s/step") == 6.0  # 3.5 of waiting, 0.5 and 2
-    assert found == {
-        "timing_s/wait": 3.5,
-        "timing_s/reward": 0.5,
-        "timing_s/train": 2.0,
-        "timing_s/generate": 4.0,
-    }
-    assert clock.take() == {"timing_s/step": 0}
+    clock.take()
+    clock.add(handed_over[0])
+    for name, seconds in (("wait", 3.5), ("reward", 0.5), ("train", 2.0)):
+        fake_time.pass_in(clock.phase(name), seconds)
+    expected = {"wait": 3.5, "reward": 0.5, "train": 2.0, "generate": 4.0, "other": 0.0, "step": 6.0}
+    assert clock.take() == {f"timing_s/{name}": seconds for name, seconds in expected.items()}
 
 
 def test_a_step_is_counted_in_and_its_speed_is_told() -> None:
@@ -113,9 +135,10 @@ def test_a_stream_that_generates_ahead_tells_the_clock_of_both_threads() -> None
             pass
         found = clock.take()
         seen.append(sorted(found))
-        both = found["timing_s/wait"] + found["timing_s/train"]
-        assert found["timing_s/step"] == pytest.approx(both)
-    assert seen == [["timing_s/generate", "timing_s/step", "timing_s/train", "timing_s/wait"]] * 2
+        phases = found["timing_s/wait"] + found["timing_s/train"] + found["timing_s/other"]
+        assert found["timing_s/step"] == pytest.approx(phases)
+    names = ["timing_s/generate", "timing_s/other", "timing_s/step", "timing_s/train", "timing_s/wait"]
+    assert seen == [names] * 2
 
 
 class Box:
