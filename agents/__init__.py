@@ -1,7 +1,35 @@
-"""How a policy talks to an environment: one turn, many turns, tools."""
+"""How a policy talks to an environment: one turn, many turns, tools.
 
-from agents.environment import AgentInstanceBase
-from agents.episode import AgentExecutorBase
-from agents.executor import MultiTurnAgentExecutor, SingleTurnAgentExecutor
+The package is loaded as a plug-in is: `training` reaches it through components/registry.py when `agent.func_path` is
+set or responses stay in flight. The names below are imported on first use, so that reading PROVIDES imports nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agents.environment import AgentInstanceBase
+    from agents.episode import AgentExecutorBase
+    from agents.executor import MultiTurnAgentExecutor, SingleTurnAgentExecutor
 
 __all__ = ["AgentExecutorBase", "AgentInstanceBase", "MultiTurnAgentExecutor", "SingleTurnAgentExecutor"]
+
+PROVIDES = {
+    "agents": {"check": "loading:check_agent", "trial": "first_call:try_agent", "sampler": "runner:open_runner"},
+}
+_MODULES = {
+    "AgentInstanceBase": "environment",
+    "AgentExecutorBase": "episode",
+    "MultiTurnAgentExecutor": "executor",
+    "SingleTurnAgentExecutor": "executor",
+}
+"""Module of each public name."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -8,7 +8,6 @@ import gc
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from agents.episode import AgentExecutorBase, Episode, EpisodeTask, Policy
@@ -19,9 +18,10 @@ from agents.options import AgentOptions
 from components.batch import Batch
 from components.data.text import TextEncoder
 from components.generate.async_engine import AsyncEngine
-from components.generate.opening import open_async_engine
+from components.generate.async_opening import open_async_engine
+from components.generate.sampler import Collected
 from components.process.child_process import described
-from components.rewards.base import RewardError
+from components.rewards.errors import RewardError
 from components.rewards.workers import FEW_FAILURES, allowed_failures
 
 if TYPE_CHECKING:
@@ -33,16 +33,6 @@ if TYPE_CHECKING:
 WINDOW = 256
 """Of so many episodes, the last ones, the share that failed is taken where episodes have no batch of their own."""
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Collected:
-    """What has finished since the last call."""
-
-    batch: Batch | None
-    """Whole groups, all samples of a prompt side by side, in the order in which they finished."""
-    in_flight: list[int]
-    """The `prompt_id` of each group that is still being run."""
 
 
 class EpisodeRunner:

@@ -6,7 +6,8 @@ A plug-in is a package in `plugins/`, or a package of another project with an en
 
     PROVIDES = {"rollout engine": {"vllm": "engine:VLLMRolloutEngine"}}
 
-`load` imports a provided object. No module imports a plug-in in any other way, so that each can be deleted.
+`load` imports a provided object. No module imports a plug-in in any other way, so that each can be deleted. The package
+`agents` provides its parts in the same way, since a run without an agent needs none of them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ GROUP = "troupe.plugins"
 FOLDER = Path(__file__).resolve().parents[1] / "plugins"
 PACKAGE = ".".join([*__name__.split(".")[:-2], "plugins"])
 """`plugins` in a clone, `troupe.plugins` where the wheel is installed."""
+AGENTS = ".".join([*__name__.split(".")[:-2], "agents"])
+"""Package outside of `plugins/` that provides its parts as a plug-in does."""
 
 
 class MissingPlugin(ValueError):
@@ -45,10 +48,12 @@ class Provided:
 
 
 def packages() -> list[str]:
-    """Import names of all plug-ins: the folders in `plugins/`, then the packages of entry points."""
+    """Import names of all packages that provide something: the folders in `plugins/`, `agents`, then the packages of
+    entry points.
+    """
     folders = sorted(path.parent.name for path in FOLDER.glob("*/__init__.py"))
     installed = sorted({entry.value for entry in entry_points(group=GROUP)})
-    return [*(f"{PACKAGE}.{name}" for name in folders), *installed]
+    return [*(f"{PACKAGE}.{name}" for name in folders), AGENTS, *installed]
 
 
 @functools.cache

@@ -45,7 +45,7 @@ from components.train.engine import TrainEngine  # noqa: E402
 from components.train.frozen import open_frozen_policy  # noqa: E402
 from components.train.opening import open_engine  # noqa: E402
 from components.train.process_group import init_process_group  # noqa: E402
-from plugins.plan.memory import BUCKET_BYTES  # noqa: E402
+from components.weights.bucket_sizes import BUCKET_BYTES  # noqa: E402
 
 VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS = 32_000, 1024, 4096, 22
 BYTES_PER_PARAMETER = {"fsdp": 16, "deepspeed": 16, "frozen": 2}
@@ -186,7 +186,7 @@ def rows(records: list[dict[str, Any]], kept: int) -> Iterator[tuple[str, float,
     """(phase, the most that a rank took, its bound), in GB. `kept`: bytes of all parameters."""
     for name in PHASES:
         for record in records:
-            record["bound"] = record["before"] + kept / len(records) + 2 * BUCKET_BYTES
+            record["bound"] = record["before"] + kept / len(records) + 2 * BUCKET_BYTES["cuda"]
         with_phase = [record for record in records if name in record["peaks"]]
         if with_phase:
             worst = max(with_phase, key=lambda record: record["peaks"][name] / record["bound"])

@@ -24,7 +24,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from components.rl import advantages, correction, kl, policy_losses, value_losses  # noqa: E402 (may not be installed)
+from components.rl import correction, covariance_losses, kl, policy_losses, ratio_losses, returns, value_losses  # noqa: E402 (may not be installed)
 from components.rl.aggregation import Aggregation, TokenLoss, Totals, reduce_loss  # noqa: E402
 
 BY_RESPONSE = ("gspo", "geo_mean")
@@ -50,21 +50,20 @@ class Data:
 def losses(data: Data) -> dict[str, Callable[[], TokenLoss]]:
     """Each loss of a token, on the batch."""
     columns = (data.logprob_N, data.old_N, data.reward_N, data.mask_N)
-    covariance_N = policy_losses.covariances(data.old_N, data.reward_N, data.mask_N)
-    held_N = policy_losses.kl_cov_tokens(covariance_N, data.mask_N, share=2e-4)
-    p = policy_losses
+    covariance_N = covariance_losses.covariances(data.old_N, data.reward_N, data.mask_N)
+    held_N = covariance_losses.kl_cov_tokens(covariance_N, data.mask_N, share=2e-4)
     return {
-        "ppo": partial(p.ppo_loss, *columns, **CLIP),
-        "ppo, dual clip": partial(p.ppo_loss, *columns, **CLIP, dual_clip=3.0),
-        "gspo": partial(p.gspo_loss, *columns, data.lengths_B, **CLIP),
-        "geo_mean": partial(p.geo_mean_loss, *columns, data.lengths_B, **CLIP),
-        "cispo": partial(p.cispo_loss, *columns, **CLIP),
-        "sapo": partial(p.sapo_loss, *columns),
-        "dppo_tv": partial(p.dppo_loss, *columns, divergence="tv", **CLIP),
-        "dppo_kl": partial(p.dppo_loss, *columns, divergence="kl", **CLIP),
-        "clip_cov": partial(p.clip_cov_loss, *columns, held_N, **CLIP),
-        "kl_cov": partial(p.kl_cov_loss, *columns, held_N, coef=1.0),
-        "reinforce": partial(p.reinforce_loss, data.logprob_N, data.reward_N, data.mask_N),
+        "ppo": partial(policy_losses.ppo_loss, *columns, **CLIP),
+        "ppo, dual clip": partial(policy_losses.ppo_loss, *columns, **CLIP, dual_clip=3.0),
+        "gspo": partial(policy_losses.gspo_loss, *columns, data.lengths_B, **CLIP),
+        "geo_mean": partial(ratio_losses.geo_mean_loss, *columns, data.lengths_B, **CLIP),
+        "cispo": partial(ratio_losses.cispo_loss, *columns, **CLIP),
+        "sapo": partial(ratio_losses.sapo_loss, *columns),
+        "dppo_tv": partial(ratio_losses.dppo_loss, *columns, divergence="tv", **CLIP),
+        "dppo_kl": partial(ratio_losses.dppo_loss, *columns, divergence="kl", **CLIP),
+        "clip_cov": partial(covariance_losses.clip_cov_loss, *columns, held_N, **CLIP),
+        "kl_cov": partial(covariance_losses.kl_cov_loss, *columns, held_N, coef=1.0),
+        "reinforce": partial(policy_losses.reinforce_loss, data.logprob_N, data.reward_N, data.mask_N),
         "value": partial(
             value_losses.clipped_value_loss, data.logprob_N, data.old_N, data.reward_N, data.mask_N, clip=0.5
         ),
@@ -75,12 +74,12 @@ def whole_batch(data: Data) -> dict[str, Callable[[], object]]:
     """What is computed once for a step."""
     of_rollout = (data.old_N, data.value_N - 3, data.mask_N, data.lengths_B)
     return {
-        "gae": partial(advantages.gae, data.reward_N, data.value_N, data.mask_N, data.lengths_B, gamma=1.0, lambd=0.95),
+        "gae": partial(returns.gae, data.reward_N, data.value_N, data.mask_N, data.lengths_B, gamma=1.0, lambd=0.95),
         "discounted_returns": partial(
-            advantages.discounted_returns, data.reward_N, data.mask_N, data.lengths_B, gamma=1.0
+            returns.discounted_returns, data.reward_N, data.mask_N, data.lengths_B, gamma=1.0
         ),
-        "turn_returns": partial(advantages.turn_returns, data.reward_N, data.mask_N, data.lengths_B, gamma=1.0),
-        "whiten": partial(advantages.whiten, data.reward_N, data.mask_N),
+        "turn_returns": partial(returns.turn_returns, data.reward_N, data.mask_N, data.lengths_B, gamma=1.0),
+        "whiten": partial(returns.whiten, data.reward_N, data.mask_N),
         "kl_estimate k3": partial(kl.kl_estimate, data.old_N, data.value_N, data.mask_N, "k3"),
         "importance_weights": partial(
             correction.importance_weights, *of_rollout, level="token", low=0.5, high=5.0, outside="clamp"

@@ -91,7 +91,8 @@ def torch(_: Path) -> dict[str, Any]:
 def choice(home: Path) -> dict[str, Any]:
     """What a recipe would use when all is left to the machine."""
     sys.path.insert(0, str(home))
-    from components.generate.choice import choose_attention, choose_rollout_engine
+    from components.generate.choice import choose_rollout_engine
+    from components.models.attention import choose_attention
     from core.placement import detect_devices
     from plugins.sandbox.sandbox import isolation_fault
     from plugins.vllm.config import LARGE_BYTES

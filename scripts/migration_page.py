@@ -18,8 +18,8 @@ from plugins.openrlhf.adapter import train_ppo  # noqa: E402
 from recipes.openrlhf_ppo.config import PPOConfig  # noqa: E402
 from recipes.verl_ppo.adapter import VERL  # noqa: E402
 from recipes.verl_ppo.config import VerlPPOConfig  # noqa: E402
-from training.options.adapter import Adapter, Refused  # noqa: E402
 from training.options.schema import options_of  # noqa: E402 (the project may not be installed)
+from training.options.table_adapter import Refused, TableAdapter  # noqa: E402
 
 FROM_OPENRLHF = """\
 # From OpenRLHF
@@ -198,7 +198,7 @@ def shown_default(name: str, value: object, others: Mapping[str, str]) -> str:
     return f"{text} (there: {others[name]})" if name in others else text
 
 
-def adapter_tables(schema: Any, own: Adapter, system: str) -> list[str]:
+def adapter_tables(schema: Any, own: TableAdapter, system: str) -> list[str]:
     """What the table of another system says, and the options that it has no name for.
 
     Args:

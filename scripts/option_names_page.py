@@ -1,4 +1,4 @@
-"""Writes the page on which each option stands beside its names elsewhere, from training/options/synonyms.yaml.
+"""Writes the page on which each option stands beside its names elsewhere, from plugins/option_help/synonyms.yaml.
 
 python scripts/option_names_page.py            write docs/option_names.md
 python scripts/option_names_page.py --check    exit 1 if it is not what would be written
@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 from migration_page import ROOT, current, names, table  # which makes the project importable
 
-from training.options.synonyms import synonyms
+from plugins.option_help.synonyms import synonyms
 
 PAGE = "docs/option_names.md"
 HEAD = """\
 # Names of options
 
-<!-- Written by scripts/option_names_page.py from training/options/synonyms.yaml: change that, not this page. -->
+<!-- Written by scripts/option_names_page.py from plugins/option_help/synonyms.yaml: change that, not this page. -->
 
 After this page you know what an option is called here that you know from TRL, OpenRLHF, verl or elsewhere. A run
 that is started with one of these names gives the same hint. [openrlhf_ppo](from_openrlhf.md) and

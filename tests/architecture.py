@@ -36,6 +36,9 @@ MAY_IMPORT = {
 }
 """Which of our folders the files of a folder may import. A recipe reaches its own files by relative imports, and a
 plug-in its own files. The registry (components/registry.py) loads plug-ins by the values of options."""
+AGENTS_IN_TRAINING = "agents.options"
+"""The only module of `agents` that training imports: its options are a group of every command. The registry loads the
+others."""
 LAYERS = ("core", "components", "agents", "training", "plugins", "recipes", "scripts")
 CORE_MAY_IMPORT = {"ray", "omegaconf", "pydantic"}
 ENGINE_LIBRARIES = {"deepspeed", "peft", "vllm"}
@@ -146,6 +149,8 @@ def import_fault(found: Import, parts: tuple[str, ...]) -> str:
     if found.top == "plugins" and layer not in {"scripts", "tests"}:
         own = list(parts[:2]) == found.name.split(".")[:2]
         return "" if own else f"nothing imports a plug-in, but here: {found.name}"
+    if found.top == "agents" and layer == "training" and not found.name.startswith(AGENTS_IN_TRAINING):
+        return f"training loads {found.name} by components/registry.py"
     if found.top in MAY_IMPORT:
         if found.relative and found.top == layer and layer != "recipes":
             return ""

@@ -26,7 +26,7 @@ from tests.recipe_copies import copied
 from tests.variants_page import DIFFS, PAGE, PAIR_LOSSES, SLIC
 from training.options.data_options import DataOptions
 from training.options.model_options import ModelOptions
-from training.options.supervised_options import PairDataOptions
+from training.options.pair_options import PairDataOptions
 
 Copy = Callable[..., ModuleType]
 

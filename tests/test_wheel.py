@@ -174,7 +174,7 @@ def test_the_wheel_has_one_import_name_and_every_file_of_the_packages(installed:
     with zipfile.ZipFile(installed.wheel) as archive:
         names = set(archive.namelist())
         assert archive.read(f"{info}/top_level.txt") == b"troupe\n"
-        for name in ("training/options/synonyms.yaml", "core/migration.csv", "recipes/grpo/run.sh", "core/py.typed"):
+        for name in ("plugins/option_help/synonyms.yaml", "core/migration.csv", "recipes/grpo/run.sh", "core/py.typed"):
             assert archive.read(f"troupe/{name}") == (ROOT / name).read_bytes()
     assert {name.partition("/")[0] for name in names} == {"troupe", info}
     tracked = {f"troupe/{path}" for path in SETUP.files_of(ROOT, PACKAGES)}

@@ -7,11 +7,9 @@ a null is an absent column, and responses are compared with a label as it was wr
 from __future__ import annotations
 
 import datetime
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
-from functools import partial
 from typing import Any
 
 
@@ -26,76 +24,6 @@ def kind_of(value: Any) -> str:
     if isinstance(value, (list, dict, str)):
         return f"a {type(value).__name__} of length {len(value)}"
     return f"a {type(value).__name__} ({value!r:.80})"
-
-
-def rows_of(batches: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return the rows of Arrow record batches as objects, without null fields at any depth.
-
-    A table has the fields of all its structs in each: a tool call with a city gets the zone of another one as a null.
-
-    Raises:
-        ValueError: two columns have one name, or a cell has no value in Python. It names the row and the column.
-    """
-    import pyarrow
-
-    rows: list[dict[str, Any]] = []
-    for batch in batches:
-        names = batch.schema.names
-        if repeated := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"there are several columns {repeated[0]!r}; rename all but one")
-        # It takes three times as long, and most tables have no maps.
-        maps: Any = "strict" if "map<" in str(batch.schema) else None
-        try:
-            records = _shortest_floats(batch).to_pylist(maps_as_pydicts=maps)
-        except (pyarrow.ArrowException, ValueError, OverflowError, KeyError) as error:
-            raise _bad_cell(batch, len(rows), error) from error
-        if "arrow.json" in str(batch.schema):
-            readers = {field.name: _json_reader(field.type) for field in batch.schema}
-            records = [{name: readers[name](cell) for name, cell in record.items()} for record in records]
-        rows += map(without_nulls, records)
-    return rows
-
-
-def _shortest_floats(batch: Any) -> Any:
-    """Make 0.1 of a float32 that is shown as 0.1, and not 0.10000000149011612."""
-    import pyarrow
-
-    for place, field in enumerate(batch.schema):
-        if pyarrow.types.is_float32(field.type) or pyarrow.types.is_float16(field.type):
-            wide = batch.column(place).cast(pyarrow.string()).cast(pyarrow.float64())
-            batch = batch.set_column(place, field.name, wide)
-    return batch
-
-
-def _bad_cell(batch: Any, start: int, error: Exception) -> ValueError:
-    """Find the first cell that has no value in Python, such as text with half of a surrogate pair."""
-    import pyarrow
-
-    for name, column in zip(batch.schema.names, batch.columns):
-        for number, cell in enumerate(column, start):
-            try:
-                cell.as_py(maps_as_pydicts="strict")
-            except (pyarrow.ArrowException, ValueError, OverflowError, KeyError) as reason:
-                return ValueError(f"row {number}, column {name!r}: {reason}")
-    return ValueError(str(error))
-
-
-def _json_reader(kind: Any) -> Callable[[Any], Any]:
-    """Return a function that decodes the JSON texts in values of an Arrow type; `datasets` writes mixed types so."""
-    import pyarrow
-
-    if isinstance(kind, pyarrow.JsonType):
-        return lambda text: None if text is None else json.loads(text)
-    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
-        read_item = _json_reader(kind.value_type)
-        return lambda items: None if items is None else [read_item(item) for item in items]
-    if pyarrow.types.is_struct(kind):
-        return partial(_read_fields, {field.name: _json_reader(field.type) for field in kind})
-    return lambda value: value
-
-
-def _read_fields(readers: Mapping[str, Callable[[Any], Any]], value: Mapping[str, Any] | None) -> Any:
-    return None if value is None else {name: readers[name](field) for name, field in value.items()}
 
 
 def without_surrogates(value: Any) -> Any:

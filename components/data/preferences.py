@@ -216,24 +216,6 @@ def select_pairs(batch: Batch, index_P: Tensor) -> Batch:
     return batch.select((2 * index_P.view(-1, 1) + torch.arange(2)).flatten())
 
 
-def check_shares(ranks: int, train: Batch, heldout: Batch | None) -> None:
-    """See that every rank gets a response of a batch that is split over the ranks.
-
-    Raises:
-        ValueError: there are too few; the message says what to set.
-    """
-    ways = {
-        "train on": (train, "give more"),
-        "evaluate": (heldout, "set evaluation.held_out higher, give a longer evaluation.path"),
-    }
-    for use, (batch, mend) in ways.items():
-        if batch is not None and len(batch) < ranks:
-            raise ValueError(
-                f"{len(batch)} responses to {use} are too few for {ranks} ranks, each of which takes one or more; "
-                f"{mend}, or set placement.ranks_per_node lower"
-            )
-
-
 def _encode(prompt: str, response: str, encoder: TextEncoder, apart: bool) -> tuple[list[int], int]:
     """Ids of prompt, response and end token, and where the response begins; 0 where they are not told apart."""
     tokenizer = encoder.tokenizer

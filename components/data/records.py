@@ -1,27 +1,24 @@
 """Rows from anything that holds some: a file, a folder, a data set of the Hugging Face hub.
 
-Whatever reads them is imported where it is needed: a recipe's `main.py` checks its inputs before anything heavy starts.
+JSON is read here. A plug-in provides the readers of everything else: the `data file` of a file's type (`csv`) takes
+its path, and the `data records` of `folder` and of `hub` take a folder or a name, a folder inside it, and a split.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import re
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from components.data.cells import keep_spelling, kind_of, rows_of
-from components.data.data_folders import folder_files
+from components.data.cells import keep_spelling, kind_of
 from components.data.sources import source_forms
-from components.data.unpacking import ipc_batches, parquet_batches, read_bytes
-from components.net.hub import first_line, why_unreachable
+from components.data.unpacking import read_bytes
+from components.registry import load
 
-FILE_TYPES = (".json", ".jsonl", ".parquet", ".csv", ".arrow")
-
+JSON_TYPES = (".json", ".jsonl")
+FILE_TYPES = (*JSON_TYPES, ".parquet", ".csv", ".arrow")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """What may be half of a character in the text of JSON."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -52,19 +49,19 @@ def read_records(source: str | Path, *, split: str = "train", label_key: str | N
         if f".{name}" in FILE_TYPES and Path(data_dir).expanduser().is_dir():
             path, data_dir = Path(data_dir).expanduser(), None
     if path.is_dir():
-        records = _read_folder(path, data_dir, split, label_key)
+        records = load("data records", "folder", f"data={source!s}")(path, data_dir, split, label_key)
     elif path.is_file():
         if split != "train" or data_dir is not None:
             raise ValueError(
                 f"data file {str(source)!r} has one split, 'train', and no folders; found split={split!r}: unset it, "
                 "or give a folder with a file for each split"
             )
-        records = _read_file(path, label_key)
-    elif _type_of(path) in FILE_TYPES or name.startswith(("/", ".", "~")) or not _HUB_NAME.fullmatch(name):
+        records = read_file(path, label_key)
+    elif file_type(path) in FILE_TYPES or name.startswith(("/", ".", "~")) or not _HUB_NAME.fullmatch(name):
         types = ", ".join(FILE_TYPES)
         raise ValueError(f"data file {str(source)!r} does not exist; give a {types} file, a folder, {source_forms()}")
     else:
-        records = _read_hub(name, data_dir, split)
+        records = load("data records", "hub", f"data={source!s}")(name, data_dir, split)
     if not isinstance(records, list) or not records:
         raise ValueError(f"data {str(source)!r} must hold a list of at least one object; it holds {kind_of(records)}")
     for number, record in enumerate(records):
@@ -73,17 +70,24 @@ def read_records(source: str | Path, *, split: str = "train", label_key: str | N
     return [{name: cell for name, cell in record.items() if cell is not None} for record in records]
 
 
-def _type_of(path: Path) -> str:
+def file_type(path: Path) -> str:
     """The ending that tells what a file holds, gzipped or not."""
     return path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
 
 
-def _read_file(path: Path, label_key: str | None) -> Any:
-    kind = _type_of(path)
+def read_file(path: Path, label_key: str | None) -> Any:
+    """Return the content of a data file; see `read_records`.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    kind = file_type(path)
     if kind not in FILE_TYPES:
         raise ValueError(f"data file {str(path)!r} is none of {', '.join(FILE_TYPES)}; convert it to one of them")
     try:
-        return _read_json(path, label_key) if kind in (".json", ".jsonl") else _read_table(path)
+        if kind in JSON_TYPES:
+            return _read_json(path, label_key)
+        return load("data file", kind.removeprefix("."), f"data={path}")(path)
     except MemoryError as error:
         raise ValueError(f"data file {str(path)!r} does not fit into memory; split it, or use fewer rows") from error
 
@@ -97,7 +101,7 @@ def _read_json(path: Path, label_key: str | None) -> Any:
         ) from error
     except ValueError as error:  # of its size
         raise ValueError(f"data file {str(path)!r} cannot be read: {error}") from error
-    if _type_of(path) == ".json":
+    if file_type(path) == ".json":
         try:
             return _parse_json(text, str(path), label_key)
         except ValueError as error:
@@ -107,114 +111,6 @@ def _read_json(path: Path, label_key: str | None) -> Any:
     # Not splitlines(): a string may hold any of the other line separators.
     lines = enumerate(text.split("\n"), 1)
     return [_parse_json(line, f"{path}, line {n}", label_key) for n, line in lines if line.strip()]
-
-
-def _read_table(path: Path) -> list[dict[str, Any]]:
-    # Most runs read no table; pyarrow is the slowest import on the way to an error message.
-    import pyarrow
-
-    batches = {".parquet": parquet_batches, ".csv": _csv_batches}.get(_type_of(path), ipc_batches)
-    try:
-        return rows_of(batches(path))
-    except (pyarrow.ArrowException, OSError, EOFError, zlib.error, ValueError) as error:
-        raise ValueError(f"data file {str(path)!r} cannot be read ({first_line(error)}); mend or replace it") from error
-
-
-def _csv_batches(path: Path) -> list[Any]:
-    import pyarrow
-    import pyarrow.csv
-
-    content = read_bytes(path)
-    parse = pyarrow.csv.ParseOptions(newlines_in_values=True)
-    # In one piece: a row that lies across two cannot be read, and prompts can be long.
-    read = pyarrow.csv.ReadOptions(block_size=min(max(len(content), 2**20), 2**31 - 1))
-    # All cells stay as they are written: a label such as 0.50, 007 or a date is compared with what the model writes.
-    # Text that is not UTF-8 is found later, with its row.
-    convert = pyarrow.csv.ConvertOptions(default_column_type=pyarrow.string(), check_utf8=False)
-    return pyarrow.csv.read_csv(pyarrow.BufferReader(content), read, parse, convert).to_batches()
-
-
-def _read_folder(folder: Path, data_dir: str | None, split: str, label_key: str | None) -> list[Any]:
-    place = folder / (data_dir or "")
-    try:
-        with _quiet():
-            files = folder_files(folder, data_dir, FILE_TYPES)
-    except Exception as error:  # the library that knows the names of splits raises what it likes
-        raise ValueError(
-            f"data folder {str(place)!r}, split {split!r}, cannot be read ({first_line(error)}); give a folder with "
-            f"{', '.join(FILE_TYPES)} files, or one that save_to_disk wrote"
-        ) from error
-    if split not in files:
-        raise ValueError(
-            f"data folder {str(place)!r} has no split {split!r}; set it to one of: {', '.join(map(repr, files))}"
-        )
-    records: list[Any] = []
-    for path in files[split]:
-        rows = _read_file(path, label_key)
-        if not isinstance(rows, list):
-            raise ValueError(f"data file {str(path)!r} must hold a list of objects; it holds {kind_of(rows)}")
-        records += rows
-    return records
-
-
-def _read_hub(name: str, data_dir: str | None, split: str) -> list[dict[str, Any]]:
-    import datasets
-    from datasets import config
-    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
-
-    was_offline = config.HF_HUB_OFFLINE
-    reason = None
-    with _quiet():
-        try:
-            if name in _PACKAGED_DATASETS_MODULES:
-                # `datasets` takes such a name for "all files of this type in the working directory".
-                raise ValueError("it is the name of a file type")
-            reason = why_unreachable(name, "dataset")
-            # Without this, it tries again and again for half a minute before it looks into its cache.
-            config.HF_HUB_OFFLINE = was_offline or reason is not None
-            loaded: Any = datasets.load_dataset(name, data_dir=data_dir, split=split).with_format("arrow")
-            return rows_of(loaded[:].to_batches())
-        except Exception as error:  # file readers and HTTP clients raise what they like
-            raise ValueError(
-                f"there is no file or folder {name!r} here, and the hub did not give a data set of that name, split "
-                f"{split!r} ({reason or _reason(error)}); give a {', '.join(FILE_TYPES)} file, a folder, "
-                f"{source_forms()}"
-            ) from error
-        finally:
-            config.HF_HUB_OFFLINE = was_offline
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the libraries' progress bars and warnings off the terminal; what matters is in the error we raise."""
-    import datasets
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub")]
-    levels = [logger.level for logger in loggers]
-    bars = datasets.is_progress_bar_enabled(), not are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    disable_progress_bars()
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels):
-            logger.setLevel(level)
-        if bars[0]:
-            datasets.enable_progress_bars()
-        if bars[1]:
-            enable_progress_bars()
-
-
-def _reason(error: BaseException) -> str:
-    """Say what went wrong; some wrap it in an error that says only that something did."""
-    from datasets.exceptions import DatasetGenerationError
-
-    while isinstance(error, DatasetGenerationError) and error.__cause__ is not None:
-        error = error.__cause__
-    return first_line(error)
 
 
 def _parse_json(text: str, where: str, label_key: str | None) -> Any:

@@ -1,13 +1,10 @@
-"""Files of rows, unpacked in parts and within a limit, so that a small file cannot fill the memory."""
+"""The limit on what a file of rows may unpack to, so that a small file cannot fill the memory."""
 
 from __future__ import annotations
 
 import gzip
 import os
-import struct
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 LIMIT_VARIABLE = "TROUPE_MAX_UNPACKED_GB"
 """Environment variable that sets the limit for every file, in GB."""
@@ -15,13 +12,7 @@ LIMIT_BYTES = 2**30
 """Bytes that any file may unpack to."""
 LIMIT_RATIO = 50
 """A large file may unpack to this many times its size."""
-ROW_BYTES = 64
-"""Memory of an empty row, and so the least that a row takes."""
-VALUE_BYTES = 8
-"""Memory of a reference, and so the least that a value takes."""
 _PART = 2**24
-_BATCH_ROWS = 1024
-_DELTA = "DELTA_BYTE_ARRAY"
 
 
 class Allowance:
@@ -64,149 +55,3 @@ def read_bytes(path: Path) -> bytes:
             allowance.add(len(part))
             parts.append(part)
     return b"".join(parts)
-
-
-def parquet_batches(path: Path) -> Iterator[Any]:
-    """Read the record batches of a Parquet file."""
-    import pyarrow.parquet
-
-    allowance = Allowance(path)
-    with pyarrow.parquet.ParquetFile(path) as file:
-        metadata = file.metadata
-    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    columns = [group.column(number) for group in groups for number in range(group.num_columns)]
-    # Before anything is unpacked: run lengths make a billion values of a few bytes.
-    declared = sum(max(column.total_uncompressed_size, VALUE_BYTES * column.num_values) for column in columns)
-    Allowance(path).add(declared + ROW_BYTES * metadata.num_rows)
-    deltas = {column.path_in_schema for column in columns if _DELTA in column.encodings}
-    leaves = [metadata.schema.column(number) for number in range(len(metadata.schema))]
-    # Decimals can be stored as bytes too, but have no dictionaries in Arrow.
-    texts = {leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY" and leaf.converted_type != "DECIMAL"}
-    _check_dictionaries(path, metadata.num_row_groups, sorted(texts - deltas))
-    # Texts that share the beginning of the one before are written out by the reader, so few of them are read at once.
-    longest = max((column.total_uncompressed_size for column in columns if column.path_in_schema in deltas), default=1)
-    rows = min(_BATCH_ROWS, max(1, LIMIT_BYTES // (8 * max(longest, 1))))
-    with pyarrow.parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=rows):
-            allowance.add(unpacked_bytes(batch))
-            yield batch
-
-
-def _check_dictionaries(path: Path, groups: int, columns: list[str]) -> None:
-    """Count the texts of a Parquet file before its dictionaries are written out.
-
-    A text of 20 MB in a thousand rows is stored once.
-    """
-    import pyarrow.parquet
-
-    if not columns:
-        return
-    allowance = Allowance(path)
-    with pyarrow.parquet.ParquetFile(path, read_dictionary=columns) as file:
-        for number in range(groups):
-            for batch in file.read_row_group(number, columns=columns).to_batches():
-                allowance.add(unpacked_bytes(batch))
-
-
-def ipc_batches(path: Path) -> Iterator[Any]:
-    """Read the record batches of an Arrow file, a stream or one with an index at its end."""
-    import pyarrow
-
-    allowance = Allowance(path)
-    with pyarrow.memory_map(str(path)) as file:
-        try:
-            reader = pyarrow.ipc.open_stream(file)
-        except pyarrow.ArrowInvalid:
-            # `datasets` writes streams; others write the format with an index at its end.
-            _check_buffers(path, start=8)
-            whole = pyarrow.ipc.open_file(file)
-            batches = (whole.get_batch(number) for number in range(whole.num_record_batches))
-        else:
-            _check_buffers(path, start=0)
-            batches = iter(reader)
-        for batch in batches:
-            allowance.add(unpacked_bytes(batch))
-            yield batch
-
-
-def unpacked_bytes(data: Any) -> int:
-    """Return the bytes of an Arrow array or record batch with its dictionaries written out."""
-    import pyarrow
-    from pyarrow.compute import call_function
-
-    if isinstance(data, pyarrow.RecordBatch):
-        return ROW_BYTES * data.num_rows + sum(map(unpacked_bytes, data.columns))
-    if isinstance(data.type, pyarrow.BaseExtensionType):
-        return unpacked_bytes(data.storage)
-    types, kind, count = pyarrow.types, data.type, len(data)
-    if types.is_dictionary(kind):
-        values = data.dictionary
-        if types.is_large_string(kind.value_type) or types.is_string(kind.value_type):
-            values = values.view(pyarrow.large_binary() if types.is_large_string(kind.value_type) else pyarrow.binary())
-        if types.is_binary(values.type) or types.is_large_binary(values.type):
-            lengths = call_function("binary_length", [values]).take(data.indices).cast(pyarrow.int64())
-            return VALUE_BYTES * count + int(call_function("sum", [lengths]).as_py() or 0)
-        return count * -(-unpacked_bytes(values) // max(len(values), 1))
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return VALUE_BYTES * count + unpacked_bytes(data.flatten())
-    if types.is_struct(kind):
-        return ROW_BYTES * count + sum(map(unpacked_bytes, data.flatten()))
-    if types.is_map(kind):
-        return ROW_BYTES * count + unpacked_bytes(data.keys) + unpacked_bytes(data.items)
-    # Views and run lengths can show one value many times; at worst each row shows all of them.
-    if types.is_list_view(kind) or types.is_large_list_view(kind) or types.is_run_end_encoded(kind):
-        return max(count, 1) * unpacked_bytes(data.values)
-    return max(data.nbytes, VALUE_BYTES * count)
-
-
-def _check_buffers(path: Path, start: int) -> None:
-    """Count what the compressed buffers of an Arrow file unpack to, before one of them is."""
-    import pyarrow
-
-    allowance = Allowance(path)
-    with pyarrow.memory_map(str(path)) as file:
-        file.seek(start)
-        for message in pyarrow.ipc.MessageReader.open_stream(file):
-            body = memoryview(message.body) if message.body is not None else memoryview(b"")
-            for offset, length in _compressed_buffers(memoryview(message.metadata)):
-                if length >= 8:
-                    (declared,) = struct.unpack_from("<q", body, offset)
-                    allowance.add(length if declared < 0 else declared)
-
-
-def _compressed_buffers(metadata: memoryview) -> list[tuple[int, int]]:
-    """Return offset and length of the buffers of a message that are compressed.
-
-    Source: Message.fbs and the FlatBuffers binary format of the Arrow specification.
-    """
-    message = struct.unpack_from("<I", metadata, 0)[0]
-    kind = _field(metadata, message, 1)
-    header = _field(metadata, message, 2)
-    if not kind or not header or metadata[kind] not in (_DICTIONARY_BATCH, _RECORD_BATCH):
-        return []
-    batch = _target(metadata, header)
-    if metadata[kind] == _DICTIONARY_BATCH:
-        batch = _target(metadata, _field(metadata, batch, 1))
-    buffers = _field(metadata, batch, 2)
-    if not buffers or not _field(metadata, batch, 3):
-        return []
-    vector = _target(metadata, buffers)
-    (count,) = struct.unpack_from("<I", metadata, vector)
-    return [struct.unpack_from("<qq", metadata, vector + 4 + 16 * number) for number in range(count)]
-
-
-_DICTIONARY_BATCH, _RECORD_BATCH = 2, 3
-
-
-def _field(data: memoryview, table: int, number: int) -> int:
-    """Return the position of a field of a FlatBuffers table; 0 if the table has none."""
-    vtable = table - struct.unpack_from("<i", data, table)[0]
-    entry = 4 + 2 * number
-    if entry >= struct.unpack_from("<H", data, vtable)[0]:
-        return 0
-    offset = struct.unpack_from("<H", data, vtable + entry)[0]
-    return table + offset if offset else 0
-
-
-def _target(data: memoryview, position: int) -> int:
-    return position + struct.unpack_from("<I", data, position)[0]

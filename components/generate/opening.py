@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 from components.generate.config import HFRolloutConfig, RolloutConfig
 from components.generate.hf_engine import HFRolloutEngine
-from components.registry import find, load
+from components.registry import load
 
 if TYPE_CHECKING:
-    from components.generate.async_engine import AsyncEngine
     from components.generate.engine import RolloutEngine
 
 
@@ -29,22 +28,3 @@ def open_rollout_engine(model_path: str | Path, config: RolloutConfig) -> Rollou
         assert isinstance(config, HFRolloutConfig)
         return HFRolloutEngine(model_path, config)
     return load("rollout engine", config.NAME, "rollout.engine")(model_path, config)
-
-
-async def open_async_engine(model_path: str | Path, config: RolloutConfig) -> AsyncEngine:
-    """Return the engine of a configuration for requests, with the weights at `model_path`, for the loop that this runs
-    in.
-
-    A plug-in may provide the `async rollout engine` of the configuration's NAME, a class with an async class method
-    `open`. Otherwise requests are drawn in batches by its `rollout engine`.
-
-    Args:
-        model_path: folder or hub name of a causal model; for the tokens that end a response see end_tokens.py.
-        config: configuration of the engine.
-    """
-    engine_class = find("async rollout engine", config.NAME)
-    if engine_class is not None:
-        return await engine_class.open(model_path, config)
-    from components.generate.batched_engine import BatchedEngine
-
-    return BatchedEngine(open_rollout_engine(model_path, config))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -45,4 +46,26 @@ class Sampler(Protocol):
 
     def close(self) -> None:
         """End what the engine has started."""
+        ...
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Rollouts that have finished since the last call."""
+
+    batch: Batch | None
+    """Whole groups, all samples of a prompt side by side, in the order in which they finished."""
+    in_flight: list[int]
+    """The `prompt_id` of each group that is still being generated."""
+
+
+class GroupSampler(Sampler, Protocol):
+    """A sampler whose rollouts stay in flight between calls."""
+
+    def begin(self, prompts: Batch, sampling: SamplingConfig) -> None:
+        """Begin the rollouts of whole groups, which continue during later calls."""
+        ...
+
+    def collect(self, seconds: float) -> Collected:
+        """Continue until a group has finished, for at most `seconds`."""
         ...

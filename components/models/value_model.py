@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from components.models.disk.empty_model import model_folder
+from components.models.disk.export import StoredModel
 from components.models.disk.tensor_file import TensorReader
 from components.models.freed_memory import keep_freed_memory
 from components.models.loading import open_model, prepare_attention
@@ -25,7 +26,7 @@ from components.models.packing.layout import RowLayout, layout_of
 from components.models.packing.row_slices import RowSlices, row_slices
 
 
-class ValueModel(nn.Module):
+class ValueModel(StoredModel):
     """A transformer with one number per state instead of a distribution over the next token."""
 
     def __init__(

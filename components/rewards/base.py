@@ -19,6 +19,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, cast
 
 from components.ranges import Checked, Count, Seconds, Share
+from components.rewards.errors import WrongCountError
 from components.rewards.scorers import get_scorer
 from components.rewards.servers import check_servers, is_server
 
@@ -79,18 +80,6 @@ class RewardOutput:
     """Other texts about each."""
     absent: list[int] = field(default_factory=list)
     """Places for which a part of a sum has no reward (None); it stands as 0 above."""
-
-
-class RewardError(RuntimeError):
-    """Too many responses have no reward; training would continue with made-up ones."""
-
-
-class RefusedError(RewardError, ValueError):
-    """A server answered what no new try would change; once somebody has mended it, a run can continue."""
-
-
-class WrongCountError(ValueError):
-    """A function for many responses that returned another number of rewards. Nobody can say which reward is whose."""
 
 
 class Responses(NamedTuple):

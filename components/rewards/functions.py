@@ -26,7 +26,8 @@ from typing import Any
 from components.data.cells import label_text
 from components.data.messages import ASSISTANT, are_messages
 from components.process.child_process import described, load_file
-from components.rewards.base import Columns, WrongCountError, is_reward_file, read_columns, reward_function
+from components.rewards.base import Columns, is_reward_file, read_columns, reward_function
+from components.rewards.errors import WrongCountError
 from components.rewards.scorers import Scorer, get_scorer, module_of
 
 RewardFunction = Callable[..., Any]

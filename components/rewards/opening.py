@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from components.rewards.base import (
     Responses,
-    RewardError,
     RewardOutput,
     RewardSettings,
     RewardSource,
@@ -21,6 +20,7 @@ from components.rewards.base import (
     in_threads,
     reward_parts,
 )
+from components.rewards.errors import RewardError
 from components.rewards.names import metric_names, part_names
 from components.rewards.servers import client_of, is_server, reward_urls
 from components.rewards.workers import WorkerReward, allowed_failures

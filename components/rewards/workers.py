@@ -25,16 +25,8 @@ from typing import Any
 
 from components.process.child_process import Child, described, run_child, serve_calls, short_line
 from components.process.heartbeat import beat
-from components.rewards.base import (
-    Columns,
-    Responses,
-    RewardError,
-    RewardOutput,
-    RewardSettings,
-    RewardSource,
-    WrongCountError,
-    join_columns,
-)
+from components.rewards.base import Columns, Responses, RewardOutput, RewardSettings, RewardSource, join_columns
+from components.rewards.errors import RewardError, WrongCountError
 from components.rewards.functions import CONCURRENT_CALLS, ConcurrentCalls, RewardCode, code_of, one_event_loop
 
 CHUNKS_PER_WORKER = 4

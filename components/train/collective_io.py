@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+from components.process.system_errors import system_error_number
 
 T = TypeVar("T")
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
@@ -35,9 +36,9 @@ def disk_errors(what: str) -> Iterator[None]:
 
 def _errno_in(message: str) -> int | None:
     """The error number that libraries written in Rust print, or that the system's words stand for."""
-    number = re.search(r"\(os error (\d+)\)", message)
+    number = system_error_number(message)
     if number is not None:
-        return int(number.group(1))
+        return number
     return next((code for code in _DISK_ERRORS if os.strerror(code) in message), None)
 
 

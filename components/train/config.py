@@ -53,6 +53,13 @@ def default_engine() -> str:
     return "deepspeed" if has_plugin and importlib.util.find_spec("deepspeed") is not None else "fsdp"
 
 
+def choose_precision(precision: str, gpus: int) -> str:
+    """Return the precision to train in: that of the option, or bf16 on GPUs and fp32 on CPUs in place of `auto`."""
+    if precision == "auto":
+        return "bf16" if gpus else "fp32"
+    return precision
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(Checked):
     """How a model is trained, as a user chooses it: engine, optimizer, schedule, memory."""

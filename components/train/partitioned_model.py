@@ -20,13 +20,11 @@ from components.train.config import TrainConfig
 from components.train.host_memory import HostCopies
 from components.train.state import EngineState, whole_shape
 from components.train.weight_average import WeightAverage
+from components.weights.bucket_sizes import BUCKET_BYTES
 from components.weights.gather import Part, gathered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-BUCKET_BYTES = {"cuda": 256 * 2**20, "cpu": 64 * 2**20}
-"""Bytes of partitioned parameters that are gathered at a time, by the kind of device."""
 
 
 class PartitionedModel(ABC):

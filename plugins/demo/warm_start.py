@@ -30,12 +30,11 @@ from pathlib import Path
 from components.net.hub import cache_root
 from components.process.streams import accept_any_text
 from components.ranges import Checked, Count
-from components.registry import module_of
+from components.registry import load, module_of
 from components.train.config import TrainConfig
 from plugins.demo.tasks import get_task
 from training.launch.programs import start_program
 from training.options.config import load_config
-from training.options.help import describe_options
 
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NOTE = "warm_start.json"
@@ -138,7 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
     accept_any_text()
     arguments = sys.argv[1:] if arguments is None else arguments
     if "--help" in arguments:
-        print(describe_options(WarmStartSettings))
+        print(load("option help", "list", "--help")(WarmStartSettings))
         return 0
     try:
         settings = load_config(WarmStartSettings, arguments)

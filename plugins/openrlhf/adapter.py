@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from training.options.adapter import Adapter, Computed, as_value
+from training.options.table_adapter import Computed, TableAdapter, as_value
 
 TABLE = Path(__file__).parent / "openrlhf.yaml"
 
@@ -47,38 +47,38 @@ def compute_supervised(flags: Computed) -> None:
 
 
 @functools.cache
-def train_ppo() -> Adapter:
+def train_ppo() -> TableAdapter:
     """OpenRLHF's names of train_ppo_ray, for the recipe openrlhf_ppo."""
-    return Adapter.load(TABLE, "shared", "ppo", compute=compute)
+    return TableAdapter.load(TABLE, "shared", "ppo", compute=compute)
 
 
 @functools.cache
-def train_sft() -> Adapter:
+def train_sft() -> TableAdapter:
     """OpenRLHF's names of train_sft."""
     return _supervised("sft")
 
 
 @functools.cache
-def train_dpo() -> Adapter:
+def train_dpo() -> TableAdapter:
     """OpenRLHF's names of train_dpo."""
     return _supervised("pairs", "dpo")
 
 
 @functools.cache
-def train_rm() -> Adapter:
+def train_rm() -> TableAdapter:
     """OpenRLHF's names of train_rm."""
     return _supervised("pairs", "reward_model")
 
 
 @functools.cache
-def serve_rm() -> Adapter:
+def serve_rm() -> TableAdapter:
     """OpenRLHF's names of serve_rm."""
-    return Adapter.load(TABLE, "serve")
+    return TableAdapter.load(TABLE, "serve")
 
 
-def _supervised(*sections: str) -> Adapter:
+def _supervised(*sections: str) -> TableAdapter:
     """OpenRLHF's names for a supervised recipe, with these sections of the table besides."""
-    return Adapter.load(TABLE, "shared", "supervised", *sections, compute=compute_supervised)
+    return TableAdapter.load(TABLE, "shared", "supervised", *sections, compute=compute_supervised)
 
 
 def _reward(flags: Computed) -> None:

@@ -13,7 +13,7 @@ from components.batch import Batch
 from components.data.samples import for_samples
 
 if TYPE_CHECKING:
-    from agents.runner import Collected
+    from components.generate.sampler import Collected
 
 PATIENCE_S = 0.2
 """Seconds after which the engines are asked again, so that new weights can reach them in between."""

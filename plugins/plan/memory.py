@@ -19,6 +19,7 @@ from components.generate.config import PagedRolloutConfig, RolloutConfig
 from components.models.size import ModelSize
 from components.train.config import TrainConfig, product_type, weight_type
 from components.train.memory_sizes import CONTEXT_BYTES, ZERO_NUMBERS
+from components.weights.bucket_sizes import BUCKET_BYTES
 from plugins.plan.communication import sent_bytes
 from training.launch.model_use import check_axes
 
@@ -30,8 +31,6 @@ issues 864 and 964 of NVIDIA/nccl."""
 GRAPH_BYTES = 1_000_000_000
 """Of a GPU's memory for vLLM's CUDA graphs: a round number, as users report 0.2 to 1 GB. They stay while an engine
 sleeps."""
-BUCKET_BYTES = 256 * 2**20
-"""Weights travel between files, ranks and engines in such parts at most, of which two are there at a time."""
 VLLM_TOKENS = 16384
 """That vLLM reads at a time, at most."""
 _REDUCED = 500_000_000
@@ -165,7 +164,7 @@ def phases(estimates: Iterable[MemoryEstimate]) -> list[Phase]:
         # Engines that sleep receive their weights before they allocate a cache.
         woken = sum((part.weights or 0) if part.sleeps else part.fixed_bytes for part in engines)
         trained = sum(part.fixed_bytes - part.freed_gradients for part in others)
-        found.append(Phase("weight sync", trained + woken, 2 * BUCKET_BYTES))
+        found.append(Phase("weight sync", trained + woken, 2 * BUCKET_BYTES["cuda"]))
     return found
 
 
@@ -257,7 +256,7 @@ def training(
         base=base,
         freed_gradients=freed_gradients,
         host=host,
-        loading=min(2 * BUCKET_BYTES, 4 * size.parameters) if gpu else 0,
+        loading=min(2 * BUCKET_BYTES["cuda"], 4 * size.parameters) if gpu else 0,
         first=0 if config.ema_beta is None else 4 * trained,
         published=2 * engine.width * size.parameters if publishes else 0,
         sleeps=sleeps,
@@ -486,7 +485,7 @@ def frozen(
         passes=passes,
         base=base,
         host=weights * waits,
-        loading=min(2 * BUCKET_BYTES, weights) * gpu,
+        loading=min(2 * BUCKET_BYTES["cuda"], weights) * gpu,
     )
 
 

@@ -28,9 +28,7 @@ from components.net.http_client import HttpClient, Reply, UnreadableError
 from components.process.heartbeat import beat
 from components.rewards.base import (
     Columns,
-    RefusedError,
     Responses,
-    RewardError,
     RewardOutput,
     RewardSettings,
     RewardSource,
@@ -38,6 +36,7 @@ from components.rewards.base import (
     join_columns,
     read_columns,
 )
+from components.rewards.errors import RefusedError, RewardError
 from components.rewards.servers import TOKEN, reward_token
 
 UNAUTHORIZED = 401

@@ -32,12 +32,11 @@ from torch import Tensor
 
 from components.models.device import compute_device
 from components.process.heartbeat import beat
+from components.weights.bucket_sizes import SENT_BYTES
 from components.weights.buckets import BucketFiller, Piece, pieces_of
 from components.weights.carrier import CarrierSetting, FolderCarrier
 from components.weights.publisher import WeightHandle
 
-BUCKET_BYTES = 128 * 2**20
-"""Of one message; a larger weight is sent alone."""
 ARRIVAL_S = 600.0
 """Engines may first finish what they generate."""
 ATTEMPTS = 3
@@ -95,7 +94,7 @@ class Broadcaster:
         device: torch.device,
         readers: int,
         host: str | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int = SENT_BYTES,
         timeout_seconds: float = 60.0,
         arrival_seconds: float = ARRIVAL_S,
     ) -> None:

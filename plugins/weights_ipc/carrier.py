@@ -27,12 +27,11 @@ from torch.multiprocessing import get_sharing_strategy, set_sharing_strategy
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from components.models.device import compute_device
+from components.weights.bucket_sizes import SENT_BYTES
 from components.weights.buckets import BucketFiller, pieces_of
 from components.weights.carrier import CarrierSetting, FolderCarrier
 from components.weights.publisher import WeightHandle
 
-BUCKET_BYTES = 128 * 2**20
-"""What is mapped; a larger weight travels alone."""
 _DEVICE = list(inspect.signature(rebuild_cuda_tensor).parameters).index("storage_device")
 _log = logging.getLogger(__name__)
 
@@ -82,7 +81,7 @@ class BucketSender:
         folder: Path,
         device: torch.device,
         readers: int,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int = SENT_BYTES,
         timeout_seconds: float = 60.0,
         to_host: bool = True,
     ) -> None:

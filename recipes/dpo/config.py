@@ -9,8 +9,9 @@ from typing import ClassVar
 
 from components.ranges import NotNegative, Positive
 from training.options.model_options import ModelOptions
+from training.options.pair_options import PairOptions
 from training.options.schema import Options, at_home
-from training.options.supervised_options import PairOptions, SupervisedTrainOptions
+from training.options.supervised_options import SupervisedTrainOptions
 
 
 @dataclass(kw_only=True)

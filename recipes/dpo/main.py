@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from core import Job
-from training.launch.supervised_command import PairCommand, supervised_job
+from training.launch.pair_command import PairCommand
+from training.launch.supervised_command import supervised_job
 
 from .config import DPOConfig
 

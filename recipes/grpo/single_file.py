@@ -22,8 +22,9 @@ from tempfile import TemporaryDirectory
 from torch import Tensor, nn
 
 from components.batch import Batch
+from components.data.minibatches import shuffled_minibatches
 from components.data.prompts import PromptSource, load_rows
-from components.data.samples import add_rewards, for_samples, shuffled_minibatches
+from components.data.samples import add_rewards, for_samples
 from components.data.text import load_tokenizer
 from components.generate.config import HFRolloutConfig, SamplingConfig
 from components.generate.opening import open_rollout_engine

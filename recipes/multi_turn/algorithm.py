@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from components.batch import Batch
 from components.data.samples import compare_samples, with_correction
-from components.rl import advantages
+from components.rl import advantages, group_advantages, returns
 from components.rl.aggregation import LossOutput, Totals
 from components.rl.kl import kl_estimate
 from components.rl.masked import sequence_means
@@ -32,9 +32,9 @@ def add_advantages(samples: Batch, config: MultiTurnConfig) -> Batch:
     samples = samples.with_sequences(shaped_reward=sequence_means(advantage_N, mask_N, lengths_B))
     if config.needs_reference:
         kl_N = kl_estimate(samples["logprob"], samples["reference_logprob"], mask_N, own.kl_estimator)
-        advantage_N = advantage_N - own.kl_coef * advantages.discounted_returns(kl_N, mask_N, lengths_B, 1.0)
+        advantage_N = advantage_N - own.kl_coef * returns.discounted_returns(kl_N, mask_N, lengths_B, 1.0)
     if own.whitens:
-        advantage_N = advantages.whiten(advantage_N, mask_N)
+        advantage_N = returns.whiten(advantage_N, mask_N)
     samples = samples.with_tokens(advantage=advantage_N)
     return with_correction(samples, own.correction, *own.correction_range)
 
@@ -49,7 +49,7 @@ def worth(samples: Batch, config: MultiTurnConfig) -> Tensor:
         raise ValueError("algorithm.credit=turn compares turns, and this agent's episodes branch; set trajectory")
     columns = (samples["turn_reward"], mask_N, samples.lengths, prompt_B)
     compare = partial(compared, config=config)
-    return advantages.turn_advantages(*columns, own.turn_gamma, compare, samples["turn"])
+    return returns.turn_advantages(*columns, own.turn_gamma, compare, samples["turn"])
 
 
 def compared(reward_X: Tensor, group_X: Tensor, config: MultiTurnConfig) -> Tensor:
@@ -64,9 +64,9 @@ def compared(reward_X: Tensor, group_X: Tensor, config: MultiTurnConfig) -> Tens
         case "grpo":
             return advantages.group_norm(reward_X, group_X, config.algorithm.std_epsilon)
         case "gpg":
-            return advantages.gpg(reward_X, group_X)
+            return group_advantages.gpg(reward_X, group_X)
         case "grpo_passk":
-            return advantages.grpo_passk(reward_X, group_X)
+            return group_advantages.grpo_passk(reward_X, group_X)
 
 
 def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: MultiTurnConfig) -> LossOutput:

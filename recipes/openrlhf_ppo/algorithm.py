@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from components.batch import Batch
 from components.data.samples import compare_samples
 from components.models.causal import token_logprobs, token_values
-from components.rl import advantages, correction, policy_losses
+from components.rl import advantages, correction, group_advantages, policy_losses, returns
 from components.rl.aggregation import LossOutput, Totals, reduce_loss
 from components.rl.kl import kl_estimate
 from components.rl.masked import sequence_means, token_mean
@@ -28,8 +28,8 @@ COMPARISONS = {
     "rloo": advantages.rloo,
     "grpo": partial(advantages.group_norm, epsilon=1e-9),
     "dr_grpo": advantages.group_mean_baseline,
-    "gpg": advantages.gpg,
-    "grpo_passk": advantages.grpo_passk,
+    "gpg": group_advantages.gpg,
+    "grpo_passk": group_advantages.grpo_passk,
 }
 """What becomes of the rewards of one prompt's responses. `opo` reads their lengths too; other estimators keep them."""
 
@@ -49,11 +49,11 @@ def add_advantages(experience: Batch, config: PPOConfig, kl_coef: float) -> Batc
     reward_N = token_rewards(shaped_B, kl_N, kl_coef, mask_N, experience.lengths)
     if config.needs_critic:
         value_N = experience["value"]
-        advantage_N, return_N = advantages.gae(reward_N, value_N, mask_N, experience.lengths, own.gamma, own.lam)
+        advantage_N, return_N = returns.gae(reward_N, value_N, mask_N, experience.lengths, own.gamma, own.lam)
     else:
-        advantage_N = return_N = advantages.discounted_returns(reward_N, mask_N, experience.lengths, own.gamma)
+        advantage_N = return_N = returns.discounted_returns(reward_N, mask_N, experience.lengths, own.gamma)
     if own.estimator in WHITENED:
-        advantage_N = advantages.whiten(advantage_N, mask_N, scale=own.std_norm)
+        advantage_N = returns.whiten(advantage_N, mask_N, scale=own.std_norm)
     experience = experience.with_sequences(shaped_reward=shaped_B)
     experience = experience.with_tokens(advantage=advantage_N, **{"return": return_N})
     return experience.with_tokens(correction=corrections(experience, config)) if config.corrects_loss else experience
@@ -68,7 +68,7 @@ def shaped_rewards(experience: Batch, config: PPOConfig) -> Tensor:
     if own.truncated_factor is not None:
         reward_B = stop_properly_penalty(reward_B, experience["truncated"], own.truncated_factor)
     if own.estimator == "opo":
-        reward_B = advantages.opo(reward_B, length_B, experience["prompt_id"])
+        reward_B = group_advantages.opo(reward_B, length_B, experience["prompt_id"])
     elif own.estimator in COMPARISONS:
         reward_B = compare_samples(experience, reward_B, COMPARISONS[own.estimator])
     return reward_B.clamp(*own.reward_range)

@@ -7,10 +7,10 @@ from collections.abc import Collection
 from components.data.cells import label_text
 from components.models.sources import is_made
 from components.net.hub import find_model
+from components.registry import load
 from components.rewards.base import check_reward
 from components.rewards.scorers import get_scorer, scorer_names
-from training.launch.inputs import check_reader, check_reward_model
-from training.launch.reward_trial import try_rewards
+from training.launch.reader_checks import check_reader, check_reward_model
 
 from .config import PPOConfig
 
@@ -42,10 +42,11 @@ def check_models(config: PPOConfig, absent: Collection[str] = ()) -> list[str]:
     if heldout_source in scorer_names() and config.evaluation.path is not None:
         label = config.evaluation.rows(config.data)[0]["label"]
         get_scorer(heldout_source)("", label_text(label))  # one that it cannot read is a wrong label_key
-    if heldout_source is None or config.evaluation.path is None:
+    if heldout_source is None or heldout_source in scorer_names() or config.evaluation.path is None:
         return []
     rows = {"the held-out data": config.evaluation.rows(config.data)}
     settings = config.reward.settings()
+    try_rewards = load("reward trial", "rewards", f"reward.heldout_source={heldout_source}")
     return try_rewards(heldout_source, "reward.heldout_source", rows, settings, calls_servers=not config.dry_run)
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from components.generate.choice import choose_attention
+from components.models.attention import choose_attention
+from components.train.config import choose_precision
 from core.placement import detect_devices
 from training.launch.machines import cores_here, is_here
 from training.options.schema import ConfigError
@@ -24,13 +25,12 @@ def resolved(config: PPOConfig) -> PPOConfig:
     workers = _workers(config, gpus)
     if not gpus:
         _check_cores(workers)
-    precision = config.train.precision
     attention = choose_attention(config.model.attn_implementation, gpus)
     return replace(
         config,
         model=replace(config.model, attn_implementation=attention),
         rollout=replace(rollout, weight_sync=config.weight_sync(gpus)[0]),
-        train=replace(config.train, precision=("bf16" if gpus else "fp32") if precision == "auto" else precision),
+        train=replace(config.train, precision=choose_precision(config.train.precision, gpus)),
         placement=replace(
             own.with_sleep(gpus, rollout.engine),
             nodes=_machines(config, workers, gpus),

@@ -5,7 +5,7 @@ from pathlib import Path
 from components.batch import Batch
 from components.data.samples import with_status
 from components.generate.config import SamplingConfig
-from components.rewards.base import RewardError
+from components.rewards.errors import RewardError
 from core import BaseTrainer
 
 from . import remote_call

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from components.batch import Batch
 from components.data.samples import compare_samples, with_correction
-from components.rl import advantages
+from components.rl import advantages, returns
 from components.rl.aggregation import LossOutput, Totals
 from components.rl.kl import kl_estimate
 from components.rl.rewards import token_rewards
@@ -28,9 +28,9 @@ def add_advantages(samples: Batch, config: ReinforceConfig) -> Batch:
     if config.needs_reference:
         kl_N = kl_estimate(samples["logprob"], samples["reference_logprob"], mask_N, own.kl_estimator)
     reward_N = token_rewards(reward_B, kl_N, own.kl_coef, mask_N, samples.lengths)
-    advantage_N = advantages.discounted_returns(reward_N, mask_N, samples.lengths, own.gamma)
+    advantage_N = returns.discounted_returns(reward_N, mask_N, samples.lengths, own.gamma)
     if own.whiten:
-        advantage_N = advantages.whiten(advantage_N, mask_N)
+        advantage_N = returns.whiten(advantage_N, mask_N)
     samples = samples.with_sequences(shaped_reward=reward_B).with_tokens(advantage=advantage_N)
     return with_correction(samples, own.correction, *own.correction_range)
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from components.models.sources import new_model
 from training.options.model_options import ModelOptions
+from training.options.pair_options import PairOptions
 from training.options.schema import Options
-from training.options.supervised_options import PairOptions, SupervisedTrainOptions
+from training.options.supervised_options import SupervisedTrainOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -22,7 +22,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from components.generate.choice import attention_note, choose_attention
+from components.models.attention import attention_note, choose_attention
 from components.models.reward_model import RewardModel
 from components.net.hub import find_model
 from components.process.streams import accept_any_text

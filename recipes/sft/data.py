@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from components.data.preferences import check_shares
+from components.data.shares import check_shares
 from components.data.supervised import SupervisedData, encode_demonstrations
 from components.models.sources import new_model
 from training.options.supervised_options import Rows

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from training.options.adapter import Adapter, Computed
 from training.options.ppo_options import BY_RESPONSE
 from training.options.rl_options import RLOptions
+from training.options.table_adapter import Computed, TableAdapter
 
 from .agent_keys import read_agent
 from .hydra import preset, presets, with_config_file
@@ -35,7 +35,7 @@ MEGATRON = (
 
 
 def compute(keys: Computed) -> None:
-    """See `training.options.adapter.Compute`."""
+    """See `training.options.table_adapter.Compute`."""
     keys.faults += elsewhere(keys)
     for part in (
         read_data,
@@ -424,5 +424,5 @@ def plain_arguments(arguments: Sequence[str]) -> list[str]:
     return plain
 
 
-_TABLE = Adapter.load(Path(__file__).with_name("verl.yaml"), compute=compute)
+_TABLE = TableAdapter.load(Path(__file__).with_name("verl.yaml"), compute=compute)
 VERL = replace(_TABLE, options={**RLOptions.ADAPTER.options, **_TABLE.options})

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import agents
-from training.options.adapter import Computed
+from training.options.table_adapter import Computed
 
 TOOL_AGENT = Path(agents.__file__).with_name("verl_tools.py")
 """The agent file that runs verl's tools and interactions."""

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
-from components.data.samples import compare_samples, main_branches, shuffled_minibatches
+from components.data.minibatches import shuffled_minibatches
+from components.data.samples import compare_samples, main_branches
 from components.models.causal import token_logprobs, token_values
-from components.rl import advantages, correction, policy_losses
+from components.rl import advantages, correction, group_advantages, policy_losses, returns
 from components.rl.aggregation import LossOutput, TokenLoss, Totals, reduce_loss
 from components.rl.kl import kl_estimate
 from components.rl.masked import chosen, sequence_means, spread, token_mean
@@ -63,19 +64,19 @@ def add_advantages(experience: Batch, config: VerlPPOConfig, kl_coef: float) -> 
     experience = experience if own.estimate_rejected else trained
     mask_N = experience["action_mask"]
     if own.estimator == "gae":
-        advantage_N, return_N = advantages.gae(reward_N, experience["value"], mask_N, lengths_B, own.gamma, own.lam)
+        advantage_N, return_N = returns.gae(reward_N, experience["value"], mask_N, lengths_B, own.gamma, own.lam)
     elif own.estimator == "reinforce_plus_plus":
-        advantage_N = return_N = advantages.discounted_returns(reward_N, mask_N, lengths_B, own.gamma)
+        advantage_N = return_N = returns.discounted_returns(reward_N, mask_N, lengths_B, own.gamma)
     elif own.estimator == "remax":
-        advantage_N, return_N = advantages.remax(reward_N, experience["greedy_reward"], mask_N, lengths_B)
+        advantage_N, return_N = returns.remax(reward_N, experience["greedy_reward"], mask_N, lengths_B)
     elif own.estimator == "optimal_token_baseline":
         groups = (mask_N, lengths_B, experience["prompt_id"])
-        advantage_N, return_N = advantages.optimal_token_baseline(reward_N, energy(trained, config), *groups)
+        advantage_N, return_N = returns.optimal_token_baseline(reward_N, energy(trained, config), *groups)
     else:
         worth_B = compared(experience, total_B, config)
         advantage_N = return_N = chosen(mask_N, spread(worth_B, lengths_B, len(mask_N)))
     if own.estimator in WHITENED:
-        advantage_N = advantages.whiten(advantage_N, trained["action_mask"], unbiased=True)
+        advantage_N = returns.whiten(advantage_N, trained["action_mask"], unbiased=True)
     return trained.with_tokens(advantage=chosen(trained["action_mask"], advantage_N), **{"return": return_N})
 
 
@@ -98,7 +99,7 @@ def compared(experience: Batch, reward_B: Tensor, config: VerlPPOConfig) -> Tens
     normalise: Callable[[Tensor, Tensor], Tensor] = partial(advantages.group_norm, epsilon=EPSILON)
 
     def opo(reward_B: Tensor, group_B: Tensor) -> Tensor:
-        return advantages.opo(reward_B, mains.sum_tokens(mains["action_mask"]), group_B)
+        return group_advantages.opo(reward_B, mains.sum_tokens(mains["action_mask"]), group_B)
 
     def gdpo(_: Tensor, group_B: Tensor) -> Tensor:
         keys = own.gdpo_rewards
@@ -109,16 +110,16 @@ def compared(experience: Batch, reward_B: Tensor, config: VerlPPOConfig) -> Tens
                 f"{', '.join(logged) or 'none beside its score'}; name some of these, or return what is missing"
             )
         reward_BK = torch.stack([mains[f"log_{key}"] for key in keys], 1)
-        return advantages.gdpo(reward_BK, group_B, torch.tensor(own.gdpo_weights or [1.0] * len(keys)), EPSILON)
+        return group_advantages.gdpo(reward_BK, group_B, torch.tensor(own.gdpo_weights or [1.0] * len(keys)), EPSILON)
 
     comparisons = {
         "opo": opo,
         "gdpo": gdpo,
         "grpo": normalise if own.std_norm else advantages.group_mean_baseline,
-        "grpo_passk": partial(advantages.grpo_passk, divide_by_std=own.std_norm),
+        "grpo_passk": partial(group_advantages.grpo_passk, divide_by_std=own.std_norm),
         "reinforce_plus_plus_baseline": advantages.group_mean_baseline,
         "rloo": advantages.rloo,
-        "gpg": partial(advantages.gpg, scale=own.gpg_scale),
+        "gpg": partial(group_advantages.gpg, scale=own.gpg_scale),
     }
     return compare_samples(experience, reward_B, comparisons[name])
 

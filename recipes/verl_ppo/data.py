@@ -5,16 +5,11 @@ looked at.
 from collections.abc import Collection
 from functools import partial
 
+from agents.first_call import try_agent
 from components.data.cells import check_one_kind
-from training.launch.agent_trial import try_agent
-from training.launch.inputs import (
-    check_encoding,
-    check_heldout,
-    check_model,
-    check_reader,
-    check_reward_model,
-    data_tokenizer,
-)
+from training.launch.inputs import check_encoding, check_heldout, data_tokenizer
+from training.launch.model_checks import check_model
+from training.launch.reader_checks import check_reader, check_reward_model
 from training.options.schema import ConfigError
 
 from .config import VerlPPOConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from training.options.adapter import Computed, as_value
+from training.options.table_adapter import Computed, as_value
 
 
 def within(keys: Computed, *groups: str) -> dict[str, Any]:

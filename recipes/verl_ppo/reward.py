@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from components.registry import load
 from components.rewards.functions import PREDICTION
 from components.rewards.score_functions import ScoreCode, ScoreFunction, default_functions
 from components.rewards.workers import WorkerReward
-from training.launch.reward_trial import try_code
 
 from .config import VerlPPOConfig
 
@@ -68,7 +68,7 @@ def check_rewards(config: VerlPPOConfig, *parts: Sequence[Mapping[str, Any]]) ->
 
 
 def try_function(config: VerlPPOConfig, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """Call the user's function once with rows of each part of the data; see `try_code`."""
+    """Call the user's function once with rows of each part of the data; see `plugins/reward_trial`."""
     code = score_code(config)
     if config.agent.gives_rewards or code.path is None:
         return []
@@ -76,7 +76,9 @@ def try_function(config: VerlPPOConfig, rows: Mapping[str, Sequence[Mapping[str,
         rows = {
             part: [{**row, "extra_info": _with_count(row.get("extra_info"), 1)} for row in rows[part]] for part in rows
         }
-    return try_code(code.reward_code(), f"reward.source={code.spec}", rows, config.reward.settings())
+    option = f"reward.source={code.spec}"
+    try_code = load("reward trial", "code", option)
+    return try_code(code.reward_code(), option, rows, config.reward.settings())
 
 
 def check_sources(code: ScoreCode, sources: Iterable[str]) -> None:

@@ -1,6 +1,6 @@
 """verl's keys of the reward as the options of this recipe."""
 
-from training.options.adapter import Computed
+from training.options.table_adapter import Computed
 
 from .nested_keys import within
 

@@ -10,14 +10,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-from components.rewards.base import (
-    FUNCTION_NAME,
-    RewardError,
-    RewardOutput,
-    RewardSettings,
-    RewardSource,
-    is_reward_file,
-)
+from components.rewards.base import FUNCTION_NAME, RewardOutput, RewardSettings, RewardSource, is_reward_file
+from components.rewards.errors import RewardError
 from components.rewards.functions import column_parameters
 from components.rewards.opening import open_reward
 from components.rewards.scorers import register_scorer, scorer_names

@@ -35,7 +35,7 @@ from steps import (
 from transformers import AutoModelForCausalLM
 
 from components.batch import Batch
-from components.data.samples import shuffled_minibatches
+from components.data.minibatches import shuffled_minibatches
 from recipes.openrlhf_ppo.algorithm import AdaptedKL, add_advantages
 from recipes.openrlhf_ppo.layout import resolved
 from recipes.openrlhf_ppo.main import read_config

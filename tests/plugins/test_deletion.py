@@ -19,11 +19,13 @@ SAMPLE = ("vllm", "weights_ipc", "alarms")
 """Plug-ins that the full tier deletes; the nightly one deletes all."""
 
 NAMED_BY: dict[str, list[str]] = {
+    "data_files": ["grpo", "data.path=somebody/rows"],
     "deepspeed": ["grpo", "train.engine=deepspeed"],
     "demo": ["grpo", "data.path=task:sort"],
     "dynamic_sampling": ["grpo", "algorithm.filter_range=[0.0,1.0]"],
     "lora": ["grpo", "train.lora_rank=4"],
     "monitoring": ["grpo", "log.metrics_port=0"],
+    "option_help": ["grpo", "--help"],
     "openrlhf": ["sft", "--max_norm", "1"],
     "parallel": ["grpo", "parallel.context=2", "placement.actor_ranks=2", "train.engine=fsdp"],
     "partial_rollouts": [
@@ -31,6 +33,7 @@ NAMED_BY: dict[str, list[str]] = {
     ],
     "reasoning_gym": ["grpo", "data.path=reasoning_gym:leg_counting"],
     "remote_reward": ["grpo", "reward.source=http://127.0.0.1:9/reward"],
+    "reward_trial": ["grpo", "reward.source=0.5*exact_match + 0.5*exact_match"],
     "tensorboard": ["grpo", "log.tensorboard=true"],
     "vllm": ["grpo", "rollout.engine=vllm"],
     "wandb": ["grpo", "log.wandb=true"],

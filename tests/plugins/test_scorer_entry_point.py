@@ -11,10 +11,10 @@ import pytest
 
 from components import registry
 from components.rewards.base import check_reward
+from plugins.option_help.help import describe_options
 from recipes.grpo.config import GRPOConfig
 from tests.messages import says
 from tests.recipe_copies import ROOT, write_untrained
-from training.options.help import describe_options
 
 FILES = {
     "letters/__init__.py": 'PROVIDES = {"scorer": {"vowels": "scoring:vowels"}}',

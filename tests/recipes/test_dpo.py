@@ -33,7 +33,7 @@ from recipes.dpo.data import in_calls
 from recipes.dpo.main import main, read_config
 from tests.messages import says
 from training.options.model_options import ModelOptions
-from training.options.supervised_options import PairDataOptions
+from training.options.pair_options import PairDataOptions
 
 ROWS = [
     {"prompt": "one plus one is", "chosen": " two", "rejected": " eleven, they say"},

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from components.batch import Batch
-from components.data.samples import shuffled_minibatches
+from components.data.minibatches import shuffled_minibatches
 from components.rl.aggregation import Totals
 from recipes.grpo.algorithm import add_advantages, policy_loss, shaped_rewards
 from recipes.grpo.config import AlgorithmOptions, GRPOConfig

@@ -16,7 +16,7 @@ from training.options.ppo_options import PolicyLoss
 from training.options.rl_options import PolicyTrainOptions
 from training.options.rollout_options import RolloutOptions
 from training.roles.ppo_loss import mark_tokens
-from training.run.rollouts import over_updates
+from training.roles.updates import over_updates
 
 
 def config(**changes: Any) -> PPOConfig:

@@ -13,9 +13,9 @@ from recipes.dpo.config import DPOConfig
 from recipes.reward_model.config import RewardModelConfig
 from recipes.reward_model.serve import ServeConfig
 from recipes.sft.config import SFTConfig
-from training.options.adapter import KINDS
 from training.options.config import Vocabulary, load_config
 from training.options.schema import without_none
+from training.options.table_adapter import KINDS
 
 UPSTREAM = Path(__file__).parent / "upstream"
 COMMANDS = [json.loads(line) for line in (UPSTREAM / "openrlhf_supervised.jsonl").read_text().splitlines()]

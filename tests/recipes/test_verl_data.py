@@ -25,9 +25,9 @@ from recipes.verl_ppo.reward import RewardManager, check_rewards
 from tests.gsm8k_rows import gsm8k_rows
 from tests.messages import says
 from tests.recipes.tiny_models import byte_tokenizer, write_policy, write_reward_model
-from training.launch.inputs import read_prompts
 from training.options.config import load_config
 from training.options.schema import ConfigError
+from training.run.prompts import read_prompts
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "data_preprocess"
 

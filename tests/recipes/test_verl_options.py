@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from components.generate.choice import is_elsewhere
+from components.installed import is_elsewhere
 from recipes.verl_ppo.adapter import VERL, plain_arguments
 from recipes.verl_ppo.config import VerlPPOConfig
 from recipes.verl_ppo.main import main, read_config

@@ -18,10 +18,10 @@ from core import Job
 from core.backends.ray_address import check_reachable, is_ray_left
 from core.placement import detect_devices
 from training.launch.early_writes import check_writes
-from training.launch.inputs import absent_models
 from training.launch.launch import role_sizes, run_job
 from training.launch.machine_limits import check_machine
 from training.launch.machines import Machines, assuming, is_here
+from training.launch.model_checks import absent_models
 from training.launch.plan import Plan
 from training.options.config import CommandLine, read_file
 from training.options.help import print_help

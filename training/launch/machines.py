@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from components.generate.choice import is_elsewhere
+from components.installed import is_elsewhere
 from core.placement import assumed_devices
 
 _WRITTEN = re.compile(r"(\d+)(?:x(\d+))?(?:x(\d+)GB)?(?:x(\d+)GB)?", re.IGNORECASE)

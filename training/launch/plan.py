@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from components.generate.choice import attention_note
+from components.models.attention import attention_note
 from components.registry import find
 from core import Job
 from core.placement import detect_devices

@@ -11,7 +11,7 @@ from components.models.size import model_size
 from core import Job, JobBuilder, RLJobBuilder, Role
 from core.placement import detect_devices
 from training.launch.command import Command
-from training.launch.inputs import CHECKED_ROWS, check_prompts, data_tokenizer, describe_prompts, resolved
+from training.launch.inputs import CHECKED_ROWS, check_prompts, data_tokenizer, resolved
 from training.launch.launch import STOP_GRACE_S, threads_each
 from training.launch.model_use import ModelUse
 from training.launch.plan import Plan, attention_notes
@@ -30,6 +30,7 @@ from training.run.continuation import (
     other_data,
     unfinished_groups,
 )
+from training.run.prompts import describe_prompts
 
 C = TypeVar("C", bound=RLOptions)
 

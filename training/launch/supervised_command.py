@@ -12,26 +12,25 @@ from typing import TYPE_CHECKING, TypeVar
 
 from components.data.sources import DEFAULT_ROWS, is_drawn
 from components.models.size import model_size
-from components.models.sources import is_made, made_model, resolve_model
+from components.models.sources import is_made, resolve_model
 from core import JobBuilder, Role
 from core.placement import detect_devices
 from training.launch.command import Command
-from training.launch.inputs import check_model, check_vocabulary
 from training.launch.launch import STOP_GRACE_S
+from training.launch.model_checks import check_model, check_vocabulary
 from training.launch.model_use import ModelUse
 from training.launch.plan import Plan, attention_notes
 from training.launch.row_counts import steps_text
 from training.options.config import CommandLine
 from training.options.model_options import ModelOptions
 from training.options.schema import ConfigError, limit_note
-from training.options.supervised_options import PairOptions, Rows, Source, SupervisedOptions
+from training.options.supervised_options import Rows, Source, SupervisedOptions
 from training.run.continuation import Continued, check_seed, check_trained_model, no_state_of, other_data
 
 if TYPE_CHECKING:
     from training.run.supervised_run import TrainingData
 
 C = TypeVar("C", bound=SupervisedOptions)
-P = TypeVar("P", bound=PairOptions)
 
 FEW_BYTES = 32 * 2**20
 """Files of data up to this size are compared with those of a checkpoint before the start, changed options or not."""
@@ -234,51 +233,6 @@ class SupervisedCommand(Command[C]):
             group, _, name = option.partition(".")
             config = replace(config, **{group: replace(getattr(config, group), **{name: resolve_model(path)})})
         return config
-
-
-class PairCommand(SupervisedCommand[P]):
-    """Of a recipe that learns from pairs."""
-
-    def training_data(self, config: P, scratch: str) -> TrainingData:  # noqa: ARG002 - no model is made there
-        """See `SupervisedCommand.training_data`."""
-        from training.run.pairs import read_training_pairs
-
-        config = self.with_models(config)
-        return read_training_pairs(config, config.model.path, lambda _: None)
-
-    def check_data(self, config: P, rows: list[tuple[Source, Rows]], absent: Collection[str] = ()) -> None:
-        """Check that all rows hold pairs, the first ones as the tokenizer reads them, and that all models read the same
-        tokens.
-        """
-        made_for = {(made := made_model(path)) and made.data_source for path in config.models.values()}
-        if made_for == {source.name for source, _ in rows}:
-            return  # the model is made for these very pairs, and a tokenizer takes seconds to import
-        if absent:
-            return  # without its models a plan knows no tokenizer
-        from components.data.preferences import check_pair_tokens, check_pairs, read_pairs
-        from components.data.text import same_vocabulary
-
-        config = self.with_models(config)
-        first = config.model.path
-        with naming("model.path", first):
-            tokenizer = config.tokenizer(first)
-            if "model.path" in config.models:  # it is not made here, for this very tokenizer
-                check_vocabulary(tokenizer, config.model)
-        readers = {first: tokenizer}
-        for option, path in config.models.items():
-            with naming(option, path):
-                readers.setdefault(path, tokenizer if path == first else config.tokenizer(path))
-                if not same_vocabulary(tokenizer, readers[path]):
-                    raise ValueError(
-                        f"it has another vocabulary than model.path={first}; set a model of the same family"
-                    )
-        for source, own in rows:
-            with naming(source.option, source.name):
-                check_pairs(own, config.pair_format(source.name))
-                pairs = read_pairs(own[:ENCODED_ROWS], config.pair_format(source.name), tokenizer)
-                # Models of a family may differ in the rows of their embeddings.
-                for reader in readers.values():
-                    check_pair_tokens(pairs, reader)
 
 
 def _are_few(config: SupervisedOptions) -> bool:

@@ -27,9 +27,8 @@ from omegaconf.errors import OmegaConfBaseException
 from components import registry
 from components.net.hub import first_line
 from training.options.adapter import Adapter, Translation, WrittenOption
-from training.options.plugin_options import COMMAND_ADAPTER, group_advice, with_plugin_groups
-from training.options.schema import ConfigError, collect_errors, fields_of, options_of, recipe_of, without_none
-from training.options.synonyms import answer
+from training.options.plugin_options import COMMAND_ADAPTER, with_plugin_groups
+from training.options.schema import ConfigError, collect_errors, fields_of, without_none
 
 T = TypeVar("T")
 
@@ -224,10 +223,9 @@ class Vocabulary:
         unknown = [option for option in result.options if not self.is_field(option)]
         result.options = [option for option in result.options if option not in unknown]
         if unknown:
-            meanings = {option.name: option.meaning for option in options_of(self.schema)}
+            advise = registry.find("option help", "advice")
             for option in unknown:
-                advice = group_advice(option.name, self.schema)
-                advice = advice or answer(option.name, meanings, recipe_of(self.schema), self.adapter.names())
+                advice = "" if advise is None else advise(option.name, self.schema, self.adapter.names())
                 source = f"{option.source}: " if option.source else ""
                 result.faults.append(f"{source}unknown option {option.name!r}{advice}")
         result.faults += faults
@@ -344,7 +342,7 @@ def _interpolate(vocabulary: Vocabulary, written: Sequence[WrittenOption]) -> tu
     # A name may refer to a later one, so values are read once all of them are there.
     interpolated: list[WrittenOption] = []
     for option in readable:
-        if "${" not in str(option.value) or option.name in vocabulary.adapter.no_effect:
+        if "${" not in str(option.value) or vocabulary.adapter.ignores(option.name):
             interpolated.append(option)
             continue
         try:

@@ -46,20 +46,3 @@ def with_plugin_groups(schema: type[S], value: Callable[[str], Any]) -> type[S]:
     # The name of the recipe follows from the module.
     namespace = {"__module__": schema.__module__}
     return dataclasses.make_dataclass(schema.__name__, groups, bases=(schema,), namespace=namespace, kw_only=True)
-
-
-def plugin_groups() -> dict[str, tuple[str, type[Options]]]:
-    """Every group of options that plug-ins can add: its name -> the option with the value that adds it, its class."""
-    found: dict[str, tuple[str, type[Options]]] = {}
-    for condition in registry.names(GROUPS):
-        group: type[Options] = registry.load(GROUPS, condition)
-        found[group.GROUP] = (condition, group)
-    return found
-
-
-def group_advice(name: str, schema: Any) -> str:
-    """Return what to set for an unknown option of a group that a plug-in would add to the schema; empty: of none."""
-    condition, group = plugin_groups().get(name.partition(".")[0], ("", None))
-    if group is None or group.GROUP in {field.name for field in dataclasses.fields(schema)}:
-        return ""
-    return f": {group.GROUP}.* are options with {condition}; set that as well, or leave {name} out"

@@ -6,11 +6,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from agents.loading import check_agent
 from agents.options import AgentOptions
 from components.generate.config import EVALUATION_STEP, RolloutConfig, SamplingConfig
 from components.ranges import Count, NotNegative
-from components.registry import names
+from components.registry import load, names
 from components.rewards.base import check_reward
 from components.rewards.scorers import default_scorer
 from components.train.config import FrozenConfig, TrainConfig
@@ -181,7 +180,7 @@ class RLOptions(RunOptions):
 
     def _check_reward(self) -> None:
         if self.agent.func_path:
-            check_agent(self.agent.func_path)
+            load("agents", "check")(self.agent.func_path)
         if self.reward_source is not None:
             check_reward(self.reward_source)
 

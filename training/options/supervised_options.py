@@ -9,12 +9,11 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
-from components.data.columns import column_names
 from components.data.mixture import Note, mixed, mixture_probabilities, source_names
 from components.data.sources import check_sources, is_drawn
-from components.generate.choice import choose_attention
+from components.models.attention import choose_attention
 from components.ranges import Count, CountFromZero
-from components.train.config import TrainConfig
+from components.train.config import TrainConfig, choose_precision
 from training.options.checkpoint_options import CheckpointOptions
 from training.options.log_options import LogOptions
 from training.options.model_options import ModelOptions
@@ -26,7 +25,6 @@ from training.options.train_options import LearnerOptions
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from components.data.preferences import PairFormat
 
 C = TypeVar("C", bound="SupervisedOptions")
 T = TypeVar("T")
@@ -76,21 +74,6 @@ class ExampleOptions(Options, group="data"):
         if self.path:
             yield from errors_of("data.", mixture_probabilities, self.probs, len(source_names(self.path)))
             yield from errors_of(f"data.path={self.path}: ", check_sources, self.path)
-
-
-@dataclass(kw_only=True)
-class PairDataOptions(ExampleOptions):
-    """The pairs of responses to train on."""
-
-    prompt_key: str | None = None
-    """Column of what both responses follow: text or chat messages. Default: `prompt`, `instruction` (with its `input`),
-    `question`, `query`, `problem` or `input`, where rows have one, or else what both responses begin with alike."""
-    chosen_key: str = "chosen"
-    """Column of the better response: text, or a list of chat messages."""
-    rejected_key: str = "rejected"
-    """Column of the other."""
-    max_tokens: Count = 512
-    """Pairs with a longer response (with its prompt) are left out, and counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,13 +179,10 @@ class SupervisedOptions(RunOptions):
             gpus: of each machine.
         """
         attention = choose_attention(self.model.attn_implementation, gpus)
-        precision = self.train.precision
-        if precision == "auto":
-            precision = "bf16" if gpus else "fp32"
         return replace(
             self,
             model=replace(self.model, attn_implementation=attention),
-            train=replace(self.train, precision=precision),
+            train=replace(self.train, precision=choose_precision(self.train.precision, gpus)),
             placement=replace(self.placement, ranks_per_node=self.placement.ranks_per_node or max(gpus, 1)),
         )
 
@@ -299,55 +279,3 @@ class SupervisedOptions(RunOptions):
         """The training engine, in a run of so many optimizer steps."""
         limit = self.GROUP_SIZE * (self.train.micro_batch_size or 0)
         return replace(self.parallel.of(self.train.for_run(total_steps, self.seed)), max_sequences=limit)
-
-
-@dataclass(kw_only=True)
-class PairOptions(SupervisedOptions):
-    """The groups of a recipe that learns from pairs of responses, of which one is better."""
-
-    EXAMPLES: ClassVar[str] = "pairs"
-    GROUP_SIZE: ClassVar[int] = 2
-    LEARNS_RESPONSES: ClassVar[bool] = False
-    """The tokens of the responses are learnt; otherwise a number for the whole text."""
-
-    data: PairDataOptions = field(default_factory=PairDataOptions)
-    evaluation: HeldOutOptions = field(default_factory=lambda: HeldOutOptions(held_out=256))
-
-    def notes(self, given: Collection[str]) -> list[str]:
-        """See `SupervisedOptions.notes`."""
-        has_no_place = self.data.prompt_key is None and not self.data.apply_chat_template
-        idle = [(has_no_place, "data.input_template", "it goes around a prompt of its own column, data.prompt_key")]
-        return without_effect(idle, given) + super().notes(given)
-
-    def load(
-        self, source: str, split: str, max_rows: int | None, note: Note | None = None, info: Note | None = None
-    ) -> Rows:
-        """See `SupervisedOptions.load`."""
-        from components.data.preferences import load_pairs
-
-        rows = load_pairs(source, split=split, max_rows=max_rows, seed=self.seed, note=note)
-        if info is not None and not is_drawn(source):
-            info(f"{source}: {self.pair_format(source).describe_columns(rows)}")
-        return rows
-
-    def describe_first(self, rows: Rows, source: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        """See `SupervisedOptions.describe_first`."""
-        from components.data.preferences import encode_pairs, read_pairs
-
-        pairs = read_pairs(rows, self.pair_format(source), tokenizer)
-        return encode_pairs(pairs, tokenizer, with_mask=self.LEARNS_RESPONSES).describe_first(tokenizer)
-
-    def pair_format(self, source: str) -> PairFormat:
-        """Where the rows of a source have their pairs."""
-        from components.data.preferences import PairFormat
-
-        own = self.data
-        form = PairFormat(
-            prompt_key=own.prompt_key,
-            chosen_key=own.chosen_key,
-            rejected_key=own.rejected_key,
-            apply_chat_template=own.apply_chat_template,
-            input_template=own.input_template,
-            ignored_columns=column_names(own.ignored_columns),
-        )
-        return form.of(source)

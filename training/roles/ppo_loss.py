@@ -9,7 +9,7 @@ from torch import Tensor
 
 from components.batch import Batch
 from components.data.samples import old_logprobs
-from components.rl import policy_losses
+from components.rl import covariance_losses, policy_losses, ratio_losses
 from components.rl.aggregation import TokenLoss
 from components.rl.kl import adapted_kl_coef
 from training.options.ppo_options import PPORunOptions
@@ -27,21 +27,21 @@ def surrogate(logprob_N: Tensor, micro: Batch, config: PPORunOptions) -> TokenLo
         case "gspo":
             return policy_losses.gspo_loss(*columns, micro.lengths, **clip)
         case "geo_mean":
-            return policy_losses.geo_mean_loss(*columns, micro.lengths, **clip)
+            return ratio_losses.geo_mean_loss(*columns, micro.lengths, **clip)
         case "cispo":
-            return policy_losses.cispo_loss(*columns, **clip)
+            return ratio_losses.cispo_loss(*columns, **clip)
         case "sapo":
             taus = {"tau_positive": own.tau_positive, "tau_negative": own.tau_negative}
-            return policy_losses.sapo_loss(*columns, **taus)
+            return ratio_losses.sapo_loss(*columns, **taus)
         case "dppo_tv" | "dppo_kl" as kind:
             cap = {} if own.dual_clip is None else {"ratio_cap": own.dual_clip}
-            return policy_losses.dppo_loss(*columns, divergence="tv" if kind == "dppo_tv" else "kl", **clip, **cap)
+            return ratio_losses.dppo_loss(*columns, divergence="tv" if kind == "dppo_tv" else "kl", **clip, **cap)
         case "dro":
-            return policy_losses.dro_loss(*columns, beta=own.dro_beta)
+            return ratio_losses.dro_loss(*columns, beta=own.dro_beta)
         case "clip_cov":
-            return policy_losses.clip_cov_loss(*columns, micro["marked"], **clip)
+            return covariance_losses.clip_cov_loss(*columns, micro["marked"], **clip)
         case "kl_cov":
-            return policy_losses.kl_cov_loss(*columns, micro["marked"], coef=own.kl_cov_coef)
+            return covariance_losses.kl_cov_loss(*columns, micro["marked"], coef=own.kl_cov_coef)
         case "reinforce":
             return policy_losses.reinforce_loss(logprob_N, micro["advantage"], micro["action_mask"])
 
@@ -55,12 +55,12 @@ def mark_tokens(minibatch: Batch, index: int, config: PPORunOptions, step: int) 
     if own.policy_loss not in ("clip_cov", "kl_cov"):
         return minibatch
     mask_N = minibatch["action_mask"]
-    covariance_N = policy_losses.covariances(minibatch[config.old_policy], minibatch["advantage"], mask_N)
+    covariance_N = covariance_losses.covariances(minibatch[config.old_policy], minibatch["advantage"], mask_N)
     if own.policy_loss == "kl_cov":
-        return minibatch.with_tokens(marked=policy_losses.kl_cov_tokens(covariance_N, mask_N, share=own.cov_share))
+        return minibatch.with_tokens(marked=covariance_losses.kl_cov_tokens(covariance_N, mask_N, share=own.cov_share))
     uniform_N = torch.from_numpy(np.random.default_rng([config.seed, step, index, 1]).random(minibatch.num_tokens))
     bounds = {"share": own.cov_share, "low": own.cov_low, "high": own.cov_high}
-    return minibatch.with_tokens(marked=policy_losses.clip_cov_tokens(covariance_N, mask_N, uniform_N, **bounds))
+    return minibatch.with_tokens(marked=covariance_losses.clip_cov_tokens(covariance_N, mask_N, uniform_N, **bounds))
 
 
 class AdaptedKL:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from components.batch import Batch
 from components.generate.config import SamplingConfig
 from components.generate.opening import open_rollout_engine
-from components.generate.sampler import Sampler
+from components.generate.sampler import Collected, GroupSampler, Sampler
 from components.models.device import is_engine_dead
+from components.registry import load
 from components.weights.carrier import carrier_class
 from components.weights.publisher import WeightHandle, nearby
 from core import BaseWorkload, rpc, trainer_invocation
 from training import remote_call
 from training.options.rl_options import RLOptions
-
-if TYPE_CHECKING:
-    from agents.runner import Collected, EpisodeRunner
 
 _log = logging.getLogger(__name__)
 
@@ -38,9 +36,7 @@ class SamplingWorker(BaseWorkload):
             engine.max_tokens = config.agent.max_tokens
             self.sampler = engine
             return
-        # Imported here, as a run of single responses needs nothing of it.
-        from agents.runner import open_runner
-
+        open_runner = load("agents", "sampler")
         self.sampler = open_runner(model_path, config.rollout_engine(), config.agent, config.model.tokenizer)
 
     @rpc(remote_call.receive_weights, idempotent=True, replay="last")
@@ -76,13 +72,13 @@ class SamplingWorker(BaseWorkload):
     @rpc(idempotent=True)
     def begin(self, prompts: list[Batch | None], sampling: SamplingConfig) -> list[None]:
         """Begin responses that `collect` brings once they are whole groups; the list has an item for every engine."""
-        runner = cast("EpisodeRunner", self.sampler)
-        return [None if mine is None else runner.begin(mine, sampling) for mine in prompts]
+        sampler = cast("GroupSampler", self.sampler)
+        return [None if mine is None else sampler.begin(mine, sampling) for mine in prompts]
 
     @rpc(idempotent=True)
     def collect(self, seconds: float) -> Collected:
         """Continue what has begun, until a group has finished or the time is over."""
-        return cast("EpisodeRunner", self.sampler).collect(seconds)
+        return cast("GroupSampler", self.sampler).collect(seconds)
 
     @rpc(remote_call.end_job, idempotent=True)
     def end(self) -> None:

@@ -6,13 +6,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from components.batch import Batch
-from components.data.samples import shuffled_minibatches
+from components.data.minibatches import shuffled_minibatches
 from components.models.loading import load_policy
 from components.rl.aggregation import LossOutput, Totals
 from components.train.engine import LossFunction, TrainEngine
 from components.train.process_group import init_process_group
 from core import BaseWorkload, rpc, trainer_invocation
-from training.run.rollouts import keep_failed, over_updates
+from training.roles.updates import keep_failed, over_updates
 
 COLLECTIVE_S = 86400.0
 """Seconds that a collective waits for a rank."""

@@ -27,6 +27,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from components.process.system_errors import system_error_number
 from training.run.checkpoint_digests import STATE_FILE, Digests, damage
 from training.tracking.serialization import flat
 
@@ -522,9 +523,8 @@ def _disk_fault(error: Exception, folder: Path) -> str | None:
         code, reason = error.errno, error.strerror or reason
         if error.filename is not None and not Path(str(error.filename)).is_relative_to(folder):
             reason += f": {error.filename}"
-    elif match := re.search(r"\(os error (\d+)\)", reason):
-        # Safetensors and tokenizers, in Rust, have errors of their own, with the number in the text.
-        code = int(match.group(1))
+    elif (number := system_error_number(reason)) is not None:
+        code = number
         reason = os.strerror(code)
     elif "inline_container.cc" in reason or "PytorchStreamWriter failed" in reason:
         # torch.save names the reason only when it opens its file. Later on it is, in practice, a full disk.

@@ -13,7 +13,7 @@ from typing import Any
 from components.batch import Batch
 from components.data.samples import for_samples
 from components.generate.config import SamplingConfig
-from components.rewards.base import RewardError
+from components.rewards.errors import RewardError
 from training.run.evaluation_metrics import best_metric, heldout_metrics
 
 

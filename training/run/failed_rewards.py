@@ -10,7 +10,7 @@ from torch import Tensor
 
 from components.batch import Batch
 from components.data.samples import drop_unrewarded
-from components.rewards.base import RewardError
+from components.rewards.errors import RewardError
 from training.tracking.tracker import UNREWARDED
 
 if TYPE_CHECKING:

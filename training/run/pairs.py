@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 from components.data.preferences import (
     Pair,
     PreferenceData,
-    check_shares,
     encode_pairs,
     hold_out,
     read_pairs,
     select_pairs,
 )
+from components.data.shares import check_shares
 from training.options.supervised_options import Rows
 from training.run.supervised_run import TrainingData
 
 if TYPE_CHECKING:
-    from training.options.supervised_options import PairOptions
+    from training.options.pair_options import PairOptions
 
 
 def read_training_pairs(

@@ -13,9 +13,9 @@ from training import remote_call
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from agents.runner import Collected
     from components.batch import Batch
     from components.generate.config import SamplingConfig
+    from components.generate.sampler import Collected
     from core import BaseTrainer, Future
     from training.options.rl_options import RLOptions
     from training.roles.policy import PolicyWorker

@@ -16,10 +16,10 @@ from components.data.shown import described
 from components.generate.config import SamplingConfig
 from components.registry import load
 from components.rewards.opening import open_reward
-from training.launch.inputs import describe_prompts, read_prompts, unused_template
 from training.run.evaluation import Evaluation
 from training.run.failed_rewards import FailedRewards, split_failed
 from training.run.policy_calls import PolicyCalls
+from training.run.prompts import describe_prompts, read_prompts, unused_template
 from training.run.queue import RolloutQueue, Stateful
 from training.run.rollouts import check_staleness, record_step, rollout_metrics
 from training.run.run import Run

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from components.batch import Batch
-from components.rewards.base import RewardError
+from components.rewards.errors import RewardError
 from training.run.checkpoint import (
     CheckpointError,
     Checkpoints,

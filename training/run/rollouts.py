@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from components.data.cells import label_text
@@ -19,27 +18,8 @@ if TYPE_CHECKING:
 SHOW_SAMPLES_EVERY = 10
 SHOWN_SAMPLES = 8
 """How many responses W&B and TensorBoard show, and of how many steps one."""
-FIRST = ("ratio_mean", "engine_gap")
-"""Metrics whose value in the first optimizer step of a batch is told apart."""
 STATUSES = ("finished", "truncated", "aborted", "error")
 """How an episode may have ended."""
-
-
-def over_updates(history: list[dict[str, float]]) -> dict[str, float]:
-    """Metrics of a step: means over its optimizer steps, and of the first one `first_ratio_mean`.
-
-    On the first the policy is the one that made the old log-probabilities, so the ratio is 1 there.
-    """
-    means = {name: sum(entry[name] for entry in history) / len(history) for name in history[0]}
-    return means | {f"first_{name}": history[0][name] for name in FIRST if name in history[0]}
-
-
-def keep_failed(run_dir: str, step: int, role: str, minibatch: Batch, rank: int) -> str:
-    """Write a batch that could not be trained on to the run folder, once; says where."""
-    path = Path(run_dir) / "failed" / f"step_{step:06d}-{role.lower()}.parquet"
-    if rank == 0:
-        minibatch.save(path)
-    return f"the batch is in {path}"
 
 
 def rollout_metrics(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 
 from components.models.disk.settings import save_settings
 from components.models.disk.tensor_file import TensorFile
-from components.models.value_model import ValueModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,6 +24,18 @@ FILE_BYTES = 5 * 10**9
 """A file has at most so many, unless a single tensor is larger."""
 _PATTERN, _INDEX = "model{suffix}.safetensors", "model.safetensors.index.json"
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+
+
+class StoredModel(nn.Module, ABC):
+    """A model that is not one of transformers, and defines its own files."""
+
+    @abstractmethod
+    def stored_name(self, name: str) -> str:
+        """Return the name of a parameter in the files."""
+
+    @abstractmethod
+    def save_config(self, path: str | Path, dtype: torch.dtype) -> None:
+        """Write config.json of a folder, for weights of this type."""
 
 
 def save_model(
@@ -44,7 +56,7 @@ def save_model(
     """
     folder.mkdir(parents=True, exist_ok=True)
     dtype = next(iter(tensors.values())).dtype
-    if isinstance(model, ValueModel):
+    if isinstance(model, StoredModel):
         model.save_config(folder, dtype)
         stored = {model.stored_name(name): tensor for name, tensor in tensors.items()}
         _write(folder, stored, ((model.stored_name(name), tensor) for name, tensor in weights), file_bytes)

@@ -17,7 +17,6 @@ from components.data.pair_rows import ANSWER_MARK
 from components.data.preferences import (
     Pair,
     PairFormat,
-    check_shares,
     encode_pairs,
     hold_out,
     load_pairs,
@@ -26,6 +25,7 @@ from components.data.preferences import (
     select_pairs,
 )
 from components.data.records import read_records
+from components.data.shares import check_shares
 from components.data.text import TextEncoder
 from plugins.demo.tiny_model import character_tokenizer, learnt_tokenizer
 from tests.components.data.test_text import ADDS_BOS, BOS, EOS, NO, YES, word_tokenizer

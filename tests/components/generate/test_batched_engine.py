@@ -12,11 +12,11 @@ import pytest
 
 from components.batch import Batch
 from components.generate.async_engine import Generation
+from components.generate.async_opening import open_async_engine
 from components.generate.batched_engine import BatchedEngine
 from components.generate.config import HFRolloutConfig, SamplingConfig
 from components.generate.engine import Completions
 from components.generate.hf_engine import HFRolloutEngine
-from components.generate.opening import open_async_engine
 from components.models.loading import load_policy
 from components.weights.publisher import WeightHandle, WeightPublisher
 from tests.messages import says

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from components.generate.choice import attention_note, choose_attention, choose_rollout_engine
+from components.generate.choice import choose_rollout_engine
 from components.generate.config import HFRolloutConfig
+from components.models.attention import attention_note, choose_attention
 from plugins.vllm import config
 from plugins.vllm.config import VLLMRolloutConfig
 from tests.messages import says

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from components.process.child_process import load_file
-from components.rewards.base import Columns, RewardError, check_reward, reward_function
+from components.rewards.base import Columns, check_reward, reward_function
+from components.rewards.errors import RewardError
 from components.rewards.functions import by_names
 from components.rewards.opening import open_reward
 from tests.messages import says

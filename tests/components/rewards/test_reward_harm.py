@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from components.rewards.base import RewardError, RewardSettings
+from components.rewards.base import RewardSettings
+from components.rewards.errors import RewardError
 from components.rewards.opening import open_reward
 
 PROJECT = Path(__file__).resolve().parents[3]

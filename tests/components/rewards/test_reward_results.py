@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from components.rewards.base import RewardError, RewardOutput, RewardSettings, WrongCountError, read_columns
+from components.rewards.base import RewardOutput, RewardSettings, read_columns
+from components.rewards.errors import RewardError, WrongCountError
 from components.rewards.functions import by_names, read_rewards
 from components.rewards.opening import open_reward
 from components.rewards.workers import WorkerReward

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from components.rewards.base import RewardError, RewardSettings, check_reward, reward_parts
+from components.rewards.base import RewardSettings, check_reward, reward_parts
+from components.rewards.errors import RewardError
 from components.rewards.opening import RewardSum, open_reward
 from tests.components.helpers.reward_server import Answer, Request, RewardServer
 from tests.messages import says

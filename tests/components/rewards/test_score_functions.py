@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from components.rewards.base import RewardError, RewardOutput, RewardSettings
+from components.rewards.base import RewardOutput, RewardSettings
+from components.rewards.errors import RewardError
 from components.rewards.functions import read_scores
 from components.rewards.score_functions import ScoreCode, default_functions, find_function
 from components.rewards.workers import WorkerReward

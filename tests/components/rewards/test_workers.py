@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from components.rewards.base import RewardError, RewardOutput, RewardSettings
+from components.rewards.base import RewardOutput, RewardSettings
+from components.rewards.errors import RewardError
 from components.rewards.opening import open_reward
 from components.rewards.scorers import register_scorer
 from components.rewards.workers import WorkerReward

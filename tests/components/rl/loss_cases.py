@@ -14,22 +14,10 @@ from torch import Tensor
 
 from components.batch import Batch
 from components.rl.aggregation import Aggregation, LossOutput, TokenLoss, Totals, reduce_loss
+from components.rl.covariance_losses import clip_cov_loss, clip_cov_tokens, covariances, kl_cov_loss, kl_cov_tokens
 from components.rl.kl import KLKind, kl_estimate
-from components.rl.policy_losses import (
-    cispo_loss,
-    clip_cov_loss,
-    clip_cov_tokens,
-    covariances,
-    dppo_loss,
-    dro_loss,
-    geo_mean_loss,
-    gspo_loss,
-    kl_cov_loss,
-    kl_cov_tokens,
-    ppo_loss,
-    reinforce_loss,
-    sapo_loss,
-)
+from components.rl.policy_losses import gspo_loss, ppo_loss, reinforce_loss
+from components.rl.ratio_losses import cispo_loss, dppo_loss, dro_loss, geo_mean_loss, sapo_loss
 from components.rl.value_losses import clipped_value_loss
 
 Loss = Callable[[Tensor, Batch], TokenLoss]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from components.batch import Batch
-from components.rl.policy_losses import clip_cov_loss, clip_cov_tokens, covariances, kl_cov_loss, kl_cov_tokens
+from components.rl.covariance_losses import clip_cov_loss, clip_cov_tokens, covariances, kl_cov_loss, kl_cov_tokens
 from tests.components.rl.loss_cases import LOSSES, steps
 from tests.messages import says
 

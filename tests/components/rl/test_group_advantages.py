@@ -8,16 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from components.rl.advantages import (
-    gdpo,
-    gpg,
-    group_mean_baseline,
-    group_norm,
-    group_std,
-    grpo_passk,
-    opo,
-    rloo,
-)
+from components.rl.advantages import group_mean_baseline, group_norm, group_std, rloo
+from components.rl.group_advantages import gdpo, gpg, grpo_passk, opo
 from tests.messages import says
 
 # Few different rewards and groups, so that equal rewards, large groups and single responses all occur.

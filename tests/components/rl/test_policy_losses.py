@@ -12,17 +12,8 @@ from torch import Tensor
 
 from components.batch import Batch
 from components.rl.aggregation import TokenLoss
-from components.rl.policy_losses import (
-    cispo_loss,
-    dppo_loss,
-    dro_loss,
-    entropy_loss,
-    geo_mean_loss,
-    gspo_loss,
-    ppo_loss,
-    reinforce_loss,
-    sapo_loss,
-)
+from components.rl.policy_losses import entropy_loss, gspo_loss, ppo_loss, reinforce_loss
+from components.rl.ratio_losses import cispo_loss, dppo_loss, dro_loss, geo_mean_loss, sapo_loss
 from tests.components.rl.loss_cases import LOSSES, steps
 from tests.messages import says
 

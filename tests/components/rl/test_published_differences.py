@@ -9,28 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from components.rl.advantages import (
-    discounted_returns,
-    gae,
-    gdpo,
-    gpg,
-    group_mean_baseline,
-    group_norm,
-    grpo_passk,
-    opo,
-    rloo,
-    whiten,
-)
+from components.rl.advantages import group_mean_baseline, group_norm, rloo
 from components.rl.aggregation import TokenLoss, Totals, aggregate, reduce_loss
 from components.rl.correction import importance_weights, mismatch_metrics, rejection_weights
+from components.rl.covariance_losses import covariances, kl_cov_tokens
+from components.rl.group_advantages import gdpo, gpg, grpo_passk, opo
 from components.rl.kl import KLKind, adapted_kl_coef, kl_estimate
 from components.rl.masked import token_mean
-from components.rl.policy_losses import (
-    covariances,
-    geo_mean_loss,
-    gspo_loss,
-    kl_cov_tokens,
-)
+from components.rl.policy_losses import gspo_loss
+from components.rl.ratio_losses import geo_mean_loss
+from components.rl.returns import discounted_returns, gae, whiten
 from tests.components.rl import published
 
 

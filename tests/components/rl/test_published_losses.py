@@ -16,19 +16,9 @@ from torch import Tensor
 
 from components.rl.aggregation import Aggregation, TokenLoss, Totals, aggregate
 from components.rl.correction import Estimator, Level, importance_weights, mismatch_metrics, rejection_weights
-from components.rl.policy_losses import (
-    cispo_loss,
-    clip_cov_loss,
-    clip_cov_tokens,
-    covariances,
-    dppo_loss,
-    geo_mean_loss,
-    gspo_loss,
-    kl_cov_loss,
-    kl_cov_tokens,
-    reinforce_loss,
-    sapo_loss,
-)
+from components.rl.covariance_losses import clip_cov_loss, clip_cov_tokens, covariances, kl_cov_loss, kl_cov_tokens
+from components.rl.policy_losses import gspo_loss, reinforce_loss
+from components.rl.ratio_losses import cispo_loss, dppo_loss, geo_mean_loss, sapo_loss
 from tests.components.rl import published
 from tests.components.rl.published import (
     Step,

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agents.runner import Collected
 from components.batch import Batch
+from components.generate.sampler import Collected
 from plugins.partial_rollouts.buffer import PartialRolloutBuffer
 from training.run.queue import RolloutQueue
 

@@ -9,8 +9,8 @@ import pytest
 from components.generate.config import HFRolloutConfig
 from components.models.size import ModelSize, model_size, size_of
 from components.train.config import TrainConfig
+from components.weights.bucket_sizes import BUCKET_BYTES
 from plugins.plan.memory import (
-    BUCKET_BYTES,
     CONTEXT_BYTES,
     GRAPH_BYTES,
     NCCL_BYTES,
@@ -264,7 +264,7 @@ def test_what_sleeps_is_not_there_while_others_work() -> None:
     reference = MemoryEstimate(weights=2, passes=9)
     found = {phase.name: (phase.fixed_bytes, phase.transient_bytes) for phase in phases([actor, engine, reference])}
     # The reference stays; gradients are let go of before the engine has its weights again, and a bucket travels.
-    assert found == {"generation": (57, 3), "training": (36, 9), "weight sync": (37, 2 * BUCKET_BYTES)}
+    assert found == {"generation": (57, 3), "training": (36, 9), "weight sync": (37, 2 * BUCKET_BYTES["cuda"])}
     awake = MemoryEstimate(weights=5, cache=50, passes=3, generates=True)
     found = {phase.name: phase.fixed_bytes for phase in phases([actor, awake, reference])}
     assert found == {"generation": 57, "training": 91, "weight sync": 87}

@@ -13,7 +13,8 @@ from contextlib import closing, suppress
 import pytest
 
 from components.net.http_client import MOST_BYTES
-from components.rewards.base import RewardError, RewardOutput, RewardSettings
+from components.rewards.base import RewardOutput, RewardSettings
+from components.rewards.errors import RewardError
 from plugins.remote_reward.scorer import RefusedError, RemoteReward
 from tests.messages import says
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from components.net.http_client import MOST_BYTES
-from components.rewards.base import RewardError, RewardOutput, RewardSettings
+from components.rewards.base import RewardOutput, RewardSettings
+from components.rewards.errors import RewardError
 from plugins.remote_reward.scorer import RefusedError, RemoteReward
 from tests.components.helpers.closed_port import closed_port
 from tests.components.helpers.reward_server import Answer, Handler, Request, RewardServer

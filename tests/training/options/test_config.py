@@ -6,11 +6,12 @@ from typing import ClassVar, Literal
 
 import pytest
 
+from plugins.option_help.help import describe_options
 from tests.messages import says
-from training.options.adapter import Adapter, Refused, Target
+from training.options.adapter import Target
 from training.options.config import load_config
-from training.options.help import describe_options
 from training.options.schema import ConfigError
+from training.options.table_adapter import Refused, TableAdapter
 
 
 @dataclass(kw_only=True)
@@ -176,7 +177,7 @@ def test_an_unknown_key_in_a_file_names_the_file(tmp_path: Path) -> None:
 class Newcomers:
     """A schema for people who come from elsewhere."""
 
-    ADAPTER: ClassVar = Adapter(
+    ADAPTER: ClassVar = TableAdapter(
         options={"algo.kl.init_coef": Target("kl_coef")},
         refused={
             "packing": Refused("not yet; leave it out"),

@@ -8,7 +8,7 @@ import torch
 
 from components.batch import Batch
 from components.generate.config import SamplingConfig
-from components.rewards.base import RewardError
+from components.rewards.errors import RewardError
 from tests.messages import says
 from training.run.evaluation import Evaluation
 

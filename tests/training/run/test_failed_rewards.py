@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from components.batch import Batch
-from components.rewards.base import RewardError
+from components.rewards.errors import RewardError
 from tests.messages import says
 from training.run.failed_rewards import FailedRewards
 

@@ -24,7 +24,8 @@ from components.rewards.base import Responses, RewardOutput, RewardSource
 from components.rl.advantages import rloo
 from plugins.demo.tiny_model import character_tokenizer
 from tests.messages import says
-from training.run.rollouts import check_staleness, keep_failed, over_updates, record_step, rollout_metrics
+from training.roles.updates import keep_failed, over_updates
+from training.run.rollouts import check_staleness, record_step, rollout_metrics
 from training.tracking import StepEvent, Tracker
 
 

@@ -16,7 +16,7 @@ from components.models.size import model_size
 from components.net.hub import find_model
 from tests.messages import says
 from tests.model_folders import LARGE
-from training.launch.inputs import check_model
+from training.launch.model_checks import check_model
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 

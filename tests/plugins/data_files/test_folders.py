@@ -10,7 +10,8 @@ import pyarrow.parquet
 import pytest
 
 from components.data.records import read_records
-from components.data.unpacking import LIMIT_VARIABLE, unpacked_bytes
+from components.data.unpacking import LIMIT_VARIABLE
+from plugins.data_files.unpacking import unpacked_bytes
 from tests.messages import says
 
 ROWS = [{"q": "a"}]

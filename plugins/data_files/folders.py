@@ -7,7 +7,46 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from components.data.cells import kind_of
+from components.data.records import FILE_TYPES, read_file
+from components.net.hub import first_line
+from plugins.data_files.quiet import quiet
+
 _CONFIG_KEYS = {"data_files", "data_dir", "default", "description", "version"}
+
+
+def read_folder(folder: Path, data_dir: str | None, split: str, label_key: str | None) -> list[Any]:
+    """Return the rows of a split of a folder.
+
+    Args:
+        folder: with data files.
+        data_dir: folder inside it that has the files; None: the folder itself.
+        split: to read.
+        label_key: see `read_records`.
+
+    Raises:
+        ValueError: it cannot be read, or has no such split.
+    """
+    place = folder / (data_dir or "")
+    try:
+        with quiet():
+            files = folder_files(folder, data_dir, FILE_TYPES)
+    except Exception as error:  # the library that knows the names of splits raises what it likes
+        raise ValueError(
+            f"data folder {str(place)!r}, split {split!r}, cannot be read ({first_line(error)}); give a folder with "
+            f"{', '.join(FILE_TYPES)} files, or one that save_to_disk wrote"
+        ) from error
+    if split not in files:
+        raise ValueError(
+            f"data folder {str(place)!r} has no split {split!r}; set it to one of: {', '.join(map(repr, files))}"
+        )
+    records: list[Any] = []
+    for path in files[split]:
+        rows = read_file(path, label_key)
+        if not isinstance(rows, list):
+            raise ValueError(f"data file {str(path)!r} must hold a list of objects; it holds {kind_of(rows)}")
+        records += rows
+    return records
 
 
 def folder_files(folder: Path, data_dir: str | None, file_types: Sequence[str]) -> dict[str, list[Path]]:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from components.rewards.base import RewardSettings
+from plugins.reward_trial.trial import try_rewards
 from tests.components.helpers.closed_port import closed_port
 from tests.components.helpers.reward_server import Answer, Request, RewardServer
 from tests.messages import says
-from training.launch.reward_trial import try_rewards
 
 ROWS = [{"input": f"p{i}", "label": str(10**i), "datasource": "d", "extra_info": {"solution": i}} for i in range(4)]
 

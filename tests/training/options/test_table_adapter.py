@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 import pytest
 
 from tests.messages import says
-from training.options.adapter import Adapter, Computed
+from training.options.adapter import Adapter
 from training.options.config import CommandLine, load_config
 from training.options.schema import ConfigError, Options
+from training.options.table_adapter import Computed, TableAdapter
 
 TABLE = """
 shared:
@@ -48,7 +49,7 @@ def compute(found: Computed) -> None:
 def _table(tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("table") / "table.yaml"
     path.write_text(TABLE)
-    Schema.ADAPTER = Adapter.load(path, "shared", "ppo", compute=compute)
+    Schema.ADAPTER = TableAdapter.load(path, "shared", "ppo", compute=compute)
 
 
 @dataclass(kw_only=True)

@@ -11,14 +11,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from components.data.messages import are_messages
-from components.rewards.base import (
-    RefusedError,
-    RewardError,
-    RewardSettings,
-    RewardSource,
-    is_reward_file,
-    reward_parts,
-)
+from components.data.row_kinds import SEARCHED_ROWS, rows_by_kind
+from components.rewards.base import RewardSettings, RewardSource, is_reward_file, reward_parts
+from components.rewards.errors import RefusedError, RewardError
 from components.rewards.names import metric_names, part_names
 from components.rewards.servers import is_server, reward_urls
 
@@ -28,12 +23,6 @@ if TYPE_CHECKING:
 
 Rows = Sequence[Mapping[str, Any]]
 
-SEARCHED_ROWS = 10_000
-"""Number of rows among which those of the trial are looked for."""
-MOST_KINDS = 8
-"""Maximum number of kinds of rows that are tried."""
-ROWS_OF_A_KIND = 3
-"""Maximum number of rows of a kind that `rows_by_kind` returns."""
 SERVER_TRIES = 2
 
 
@@ -161,23 +150,6 @@ def _try_servers(
     if len(problems) == len(urls):
         raise ValueError(f"{option}: called before the start with rows of the data: {problems[0]}")
     return [f"{option}: a run uses the other servers, as {problem}" for problem in problems]
-
-
-def rows_by_kind(rows: Rows) -> list[list[int]]:
-    """Return the numbers of the first rows of each kind, ROWS_OF_A_KIND at most: a kind is text or messages, with a
-    source and names of columns.
-    """
-    kinds: dict[Any, list[int]] = {}
-    for number, row in enumerate(rows[:SEARCHED_ROWS]):
-        columns = row.get("extra_info")
-        names = frozenset(columns) if isinstance(columns, Mapping) else None
-        kind = are_messages(row["input"]), row["datasource"], names
-        if kind not in kinds and len(kinds) == MOST_KINDS:
-            continue
-        numbers = kinds.setdefault(kind, [])
-        if len(numbers) < ROWS_OF_A_KIND:
-            numbers.append(number)
-    return list(kinds.values())
 
 
 def _trial_rows(rows: Rows) -> Rows:

@@ -8,13 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from components.rl.advantages import (
+from components.rl.advantages import group_mean_baseline, rloo
+from components.rl.returns import (
     discounted_returns,
     gae,
-    group_mean_baseline,
     optimal_token_baseline,
     remax,
-    rloo,
     turn_advantages,
     turn_returns,
     whiten,

@@ -1,31 +1,45 @@
 """Trial of an agent before a run starts: the first call of an episode, with rows of the data.
 
-Rewards have the same in reward_trial.py. A label that an environment cannot read, a column that the data lack, and a
-prompt that has been through the chat template already are found here, and not once models are loaded.
+Rewards have the same in plugins/reward_trial. A label that an environment cannot read, a column that the
+data lack, and a prompt that has been through the chat template already are found here, and not once models are loaded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from agents.options import AgentOptions
 from agents.rendering import first_tokens
 from agents.trial import AgentTrial, Opening, UntriedError
-from training.launch.reward_trial import rows_by_kind
-from training.options.data_options import DataOptions
+from components.data.row_kinds import rows_by_kind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from components.data.prompts import PromptSource
 
 LIMIT_S = 2.0
 """Seconds that the first call of an episode may take in a trial."""
 
 
+class PromptOptions(Protocol):
+    """A dataclass of options that say how rows become prompts. `overlong` is one of its fields."""
+
+    apply_chat_template: bool
+    input_template: str | None
+
+    def source(
+        self, rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, seed: int, shuffle: bool = True
+    ) -> PromptSource:
+        """Return the prompts of rows."""
+        ...
+
+
 def try_agent(
     agent: AgentOptions,
-    data: DataOptions,
+    data: PromptOptions,
     rows: Mapping[str, list[dict[str, Any]]],
     load_tokenizer: Callable[[], PreTrainedTokenizerBase] | None,
 ) -> list[str]:
@@ -84,7 +98,7 @@ def _try_kind(
     raise errors[0]
 
 
-def _untried(option: str, data: DataOptions) -> str:
+def _untried(option: str, data: PromptOptions) -> str:
     note = f"{option} is not tried before the start: its episodes begin with the policy"
     if data.apply_chat_template:
         note += (
@@ -97,9 +111,9 @@ def _untried(option: str, data: DataOptions) -> str:
 class _Prompts:
     """Prompts and openings as the policy reads them. The tokenizer is loaded where one of them needs it."""
 
-    def __init__(self, data: DataOptions, load_tokenizer: Callable[[], PreTrainedTokenizerBase] | None) -> None:
+    def __init__(self, data: PromptOptions, load_tokenizer: Callable[[], PreTrainedTokenizerBase] | None) -> None:
         # The length of a prompt is checked elsewhere: here each row is a prompt.
-        self._data = replace(data, overlong="right")
+        self._data: PromptOptions = replace(cast(Any, data), overlong="right")
         self._load_tokenizer = load_tokenizer
         self._tokenizer: PreTrainedTokenizerBase | None = None
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from agents import first_call
+from agents.first_call import try_agent
 from agents.options import AgentOptions
 from tests.chat_models import chat_model
 from tests.messages import says
-from training.launch import agent_trial
-from training.launch.agent_trial import try_agent
 from training.options.data_options import DataOptions
 from training.options.model_options import ModelOptions
 
@@ -89,7 +89,7 @@ def test_a_source_whose_every_row_fails_is_refused_beside_one_that_works(tmp_pat
 def test_what_another_machine_may_have_or_a_slow_reset_is_a_note(
     body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent_trial, "LIMIT_S", 0.5)
+    monkeypatch.setattr(first_call, "LIMIT_S", 0.5)
     (note,) = tried(tmp_path, reset(body))
     assert re.search(says("agent.func_path", "no result"), note)
 

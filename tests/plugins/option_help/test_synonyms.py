@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from plugins.option_help.synonyms import answer, synonyms
 from recipes.grpo.config import GRPOConfig
 from recipes.multi_turn.config import MultiTurnConfig
 from recipes.reinforce_pp.config import ReinforceConfig
@@ -16,7 +17,6 @@ from tests.recipe_copies import RECIPES
 from training.options.adapter import WrittenOption
 from training.options.config import Vocabulary, load_config
 from training.options.schema import ConfigError, fields_of, options_of
-from training.options.synonyms import answer, synonyms
 
 ROOT = Path(__file__).parents[3]
 

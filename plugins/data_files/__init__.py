@@ -1,0 +1,6 @@
+"""Data in tables, in folders and on the hub."""
+
+PROVIDES = {
+    "data file": dict.fromkeys(("csv", "parquet", "arrow"), "tables:read_table"),
+    "data records": {"folder": "folders:read_folder", "hub": "hub:read_hub"},
+}

@@ -1,0 +1,116 @@
+"""Rows of tables: CSV, Parquet and Arrow files, and record batches of Arrow."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from components.data.cells import without_nulls
+from components.data.records import file_type
+from components.data.unpacking import read_bytes
+from components.net.hub import first_line
+from plugins.data_files.unpacking import ipc_batches, parquet_batches
+
+
+def read_table(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a CSV, Parquet or Arrow file.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    # Most runs read no table; pyarrow is the slowest import on the way to an error message.
+    import pyarrow
+
+    batches = {".parquet": parquet_batches, ".csv": _csv_batches}.get(file_type(path), ipc_batches)
+    try:
+        return rows_of(batches(path))
+    except (pyarrow.ArrowException, OSError, EOFError, zlib.error, ValueError) as error:
+        raise ValueError(f"data file {str(path)!r} cannot be read ({first_line(error)}); mend or replace it") from error
+
+
+def _csv_batches(path: Path) -> list[Any]:
+    import pyarrow
+    import pyarrow.csv
+
+    content = read_bytes(path)
+    parse = pyarrow.csv.ParseOptions(newlines_in_values=True)
+    # In one piece: a row that lies across two cannot be read, and prompts can be long.
+    read = pyarrow.csv.ReadOptions(block_size=min(max(len(content), 2**20), 2**31 - 1))
+    # All cells stay as they are written: a label such as 0.50, 007 or a date is compared with what the model writes.
+    # Text that is not UTF-8 is found later, with its row.
+    convert = pyarrow.csv.ConvertOptions(default_column_type=pyarrow.string(), check_utf8=False)
+    return pyarrow.csv.read_csv(pyarrow.BufferReader(content), read, parse, convert).to_batches()
+
+
+def rows_of(batches: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return the rows of Arrow record batches as objects, without null fields at any depth.
+
+    A table has the fields of all its structs in each: a tool call with a city gets the zone of another one as a null.
+
+    Raises:
+        ValueError: two columns have one name, or a cell has no value in Python. It names the row and the column.
+    """
+    import pyarrow
+
+    rows: list[dict[str, Any]] = []
+    for batch in batches:
+        names = batch.schema.names
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"there are several columns {repeated[0]!r}; rename all but one")
+        # It takes three times as long, and most tables have no maps.
+        maps: Any = "strict" if "map<" in str(batch.schema) else None
+        try:
+            records = _shortest_floats(batch).to_pylist(maps_as_pydicts=maps)
+        except (pyarrow.ArrowException, ValueError, OverflowError, KeyError) as error:
+            raise _bad_cell(batch, len(rows), error) from error
+        if "arrow.json" in str(batch.schema):
+            readers = {field.name: _json_reader(field.type) for field in batch.schema}
+            records = [{name: readers[name](cell) for name, cell in record.items()} for record in records]
+        rows += map(without_nulls, records)
+    return rows
+
+
+def _shortest_floats(batch: Any) -> Any:
+    """Make 0.1 of a float32 that is shown as 0.1, and not 0.10000000149011612."""
+    import pyarrow
+
+    for place, field in enumerate(batch.schema):
+        if pyarrow.types.is_float32(field.type) or pyarrow.types.is_float16(field.type):
+            wide = batch.column(place).cast(pyarrow.string()).cast(pyarrow.float64())
+            batch = batch.set_column(place, field.name, wide)
+    return batch
+
+
+def _bad_cell(batch: Any, start: int, error: Exception) -> ValueError:
+    """Find the first cell that has no value in Python, such as text with half of a surrogate pair."""
+    import pyarrow
+
+    for name, column in zip(batch.schema.names, batch.columns):
+        for number, cell in enumerate(column, start):
+            try:
+                cell.as_py(maps_as_pydicts="strict")
+            except (pyarrow.ArrowException, ValueError, OverflowError, KeyError) as reason:
+                return ValueError(f"row {number}, column {name!r}: {reason}")
+    return ValueError(str(error))
+
+
+def _json_reader(kind: Any) -> Callable[[Any], Any]:
+    """Return a function that decodes the JSON texts in values of an Arrow type; `datasets` writes mixed types so."""
+    import pyarrow
+
+    if isinstance(kind, pyarrow.JsonType):
+        return lambda text: None if text is None else json.loads(text)
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+        read_item = _json_reader(kind.value_type)
+        return lambda items: None if items is None else [read_item(item) for item in items]
+    if pyarrow.types.is_struct(kind):
+        return partial(_read_fields, {field.name: _json_reader(field.type) for field in kind})
+    return lambda value: value
+
+
+def _read_fields(readers: Mapping[str, Callable[[Any], Any]], value: Mapping[str, Any] | None) -> Any:
+    return None if value is None else {name: readers[name](field) for name, field in value.items()}

@@ -1,0 +1,5 @@
+"""The plug-in of somebody else, for the tests of this folder."""
+
+from tests.their_plugin import their_plugin
+
+__all__ = ["their_plugin"]

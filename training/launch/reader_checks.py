@@ -1,0 +1,54 @@
+"""Checks of models that read the tokens of a policy: critics, references and reward models."""
+
+from __future__ import annotations
+
+import sys
+
+from components.models.sources import is_made
+from components.net.hub import find_model
+from training.launch.model_checks import check_model
+from training.options.model_options import ModelOptions
+
+
+def check_reward_model(path: str, option: str, policy: ModelOptions) -> None:
+    """See that the reward model that an option names can be there, has one label, and reads the policy's tokens.
+
+    Raises:
+        ValueError: it cannot, or does not; the message says what to set.
+    """
+    from components.data.text import load_tokenizer, same_vocabulary
+
+    check_model(path, option)
+    if is_made(path):
+        return
+    labels = find_model(path).num_labels
+    if labels != 1:
+        raise ValueError(f"{option}={path}: it has {labels} labels; a reward model has one (num_labels=1)")
+    if is_made(policy.path):
+        return
+    if not same_vocabulary(policy.tokenizer(), load_tokenizer(path, pad_token=policy.pad_token, pad_with_end=True)):
+        raise ValueError(
+            f"{option}={path} has another vocabulary than model.path={policy.path}, so it would read other words; use "
+            "one of the same family, or serve it, and give its URL as reward.source"
+        )
+    check_reader(path, option, policy)
+
+
+def check_reader(path: str, option: str, policy: ModelOptions) -> None:
+    """Check that a model that an option names can be there, and has an embedding for each token of the policy.
+
+    Raises:
+        ValueError: it cannot, or has not; the message says what to set.
+    """
+    check_model(path, option)
+    if is_made(path) or is_made(policy.path):
+        return
+    rows = getattr(find_model(path).get_text_config(), "vocab_size", sys.maxsize)
+    policy_rows = getattr(find_model(policy.path).get_text_config(), "vocab_size", sys.maxsize)
+    # Rows beyond the tokenizer's fill an embedding up, and no policy learns to draw them.
+    tokens = min(len(policy.tokenizer()), policy_rows)
+    if tokens > rows:
+        raise ValueError(
+            f"{option}={path} has {rows} rows in its embedding (vocab_size), and model.path={policy.path} writes "
+            f"{tokens} tokens; use a model with as many rows"
+        )

@@ -1,0 +1,326 @@
+"""Another system's names and values as the options of a schema: a table in YAML, and a function where there is
+arithmetic.
+
+    names:               # option here: its names there
+      model.path: pretrain actor.model_name_or_path
+    options:             # name there: option here, where values are called otherwise, or many names are in one group
+      param_dtype: {is: train.precision, values: {bf16: bf16, fp32: fp32}, else: use bf16}
+      optim: {in: train, lr: learning_rate}  # optim.lr: train.learning_rate
+    computed:            # kind: names there; `compute` makes options of all of them together
+      int: [max_len, data.max_len]
+    no_effect:           # taken; whoever names one is told why. The harmless value is let through without a word
+      - {why: every step is logged, harmless: 1, names: [logging_steps]}
+    refused:             # not taken; `why` says what to use instead
+      - {why: give one dataset, names: [dataset_probs], switches: [mix_datasets]}
+    defaults:            # option here: its default there, wherever any option is written by its name there
+      train.lr_warmup_from_zero: true
+
+A name of the last three may be a pattern, as `*.megatron.*`; of several the longest counts. A switch may be written on
+the command line without a value.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from training.options.adapter import NO_VALUE, Adapter, Target, Translation, WrittenOption, as_text
+
+KINDS: Mapping[str, Any] = {
+    "switch": bool,
+    "int": int,
+    "float": float,
+    "text": str,
+    "pair": tuple[float, float],
+    "numbers": list[float],
+    "list": list[str],
+    "mapping": dict[str, Any],
+    "any": Any,
+}
+UNSET = (*NO_VALUE, "{}", "[]")
+"""Values that ask for nothing."""
+OFF = ("false", "no", "off", "0")
+"""A switch that is off."""
+MOST_NAMES = 8
+"""So many names are in a note, at most: a file may have hundreds."""
+ANY = "*"
+"""The harmless value of what is never refused."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """An option that users bring along from elsewhere: a schema knows it by name, and does not take it."""
+
+    why: str
+    """Why not, and what to use instead."""
+    kind: Any = bool
+    """The type of its value, as if it were a field: how many words belong to it follows from it."""
+    harmless: str = ""
+    """The value that asks for what happens anyway, and is let through; ANY: all are. Default: a switch that is off."""
+
+    def lets_through(self, value: Any) -> bool:
+        """Whether the value asks for nothing that is missing here."""
+        if isinstance(value, Mapping) and value:
+            return all(self.lets_through(each) for each in value.values())
+        text = as_text(value)
+        if text in UNSET or self.harmless == ANY:
+            return True
+        if self.harmless:
+            return _as_number(text) == _as_number(self.harmless)
+        return self.kind is bool and text in OFF
+
+
+@dataclass
+class Computed:
+    """What `compute` reads, and what it makes of that."""
+
+    given: Mapping[str, Any]
+    """Values of `computed` by name there, each of its kind; None: it is written as null."""
+    known: Mapping[str, Any]
+    """Options by name here, as they are written."""
+    options: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    written: dict[str, str] = field(default_factory=dict)
+    """Option here -> what its value was written as."""
+    names: Collection[str] = ()
+    """Names there of options that are written."""
+
+    def name(self, *names: str) -> str | None:
+        """Which of these names there has a value."""
+        return next((name for name in names if self.given.get(name) is not None), None)
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        """The value of the first of these names there that has one."""
+        name = self.name(*names)
+        return default if name is None else self.given[name]
+
+    def option(self, name: str, default: Any = None) -> Any:
+        """What an option here is by now."""
+        value = as_value(self.options.get(name, self.known.get(name)))
+        return default if value is None else value
+
+    def put(self, option: str, value: Any, name: str = "") -> None:
+        """Set an option, whose value was written as `name`."""
+        self.options[option] = value
+        if name:
+            self.written[option] = name
+
+    def idle(self, why: str, *names: str) -> None:
+        """Note which of these names is written, and has no effect."""
+        if found := [name for name in names if name in self.given]:
+            self.notes.append(f"no effect of {', '.join(found)}: {why}")
+
+
+Compute = Callable[[Computed], None]
+"""Puts options, notes and faults into what it reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableAdapter(Adapter):
+    """The table of a system."""
+
+    computed: Mapping[str, Any] = field(default_factory=dict)
+    no_effect: Mapping[str, Refused] = field(default_factory=dict)
+    refused: Mapping[str, Refused] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    compute: Compute | None = None
+
+    @classmethod
+    def load(cls, path: Path, *sections: str, compute: Compute | None = None) -> TableAdapter:
+        """Read a table; of one with sections these, of which a later one's names win."""
+        # Every process of a run reads it; libyaml is ten times as fast where PyYAML was built with it.
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        table = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
+        chosen = [table[section] for section in sections] or [table]
+        names = ("options", "computed", "no_effect", "refused", "defaults")
+        parts: dict[str, dict[str, Any]] = {name: {} for name in names}
+        for section in chosen:
+            for option, names in section.get("names", {}).items():
+                parts["options"] |= dict.fromkeys(names.split(), Target(option))
+            parts["options"] |= _targets(section.get("options", {}))
+            parts["defaults"] |= section.get("defaults", {})
+            for kind, names in section.get("computed", {}).items():
+                parts["computed"] |= dict.fromkeys(names, KINDS[kind])
+            for part in ("no_effect", "refused"):
+                parts[part] |= dict(_entries(section.get(part, ())))
+        return cls(**parts, compute=compute)
+
+    def kind_of(self, name: str, fields: Mapping[str, Any]) -> Any:
+        """See `Adapter.kind_of`."""
+        if self._target_of(name) is not None:
+            return super().kind_of(name, fields)
+        if (computed := self._computed_of(name)) is not None:
+            is_entry = computed != name and self.computed[computed] == KINDS["mapping"]
+            return str if is_entry else self.computed[computed]
+        _, entry = self._entry_of(name)
+        return None if entry is None else entry.kind
+
+    def names(self) -> set[str]:
+        """See `Adapter.names`."""
+        found = {*self.options, *self.computed, *self.no_effect, *self.refused}
+        return {name for name in found if "*" not in name}
+
+    def ignores(self, name: str) -> bool:
+        """See `Adapter.ignores`."""
+        return name in self.no_effect
+
+    def translate(self, written: Iterable[WrittenOption]) -> Translation:
+        """See `Adapter.translate`."""
+        result = Translation()
+        to_compute: dict[str, WrittenOption] = {}
+        after_computed: list[WrittenOption] = []
+        reasons: dict[str, list[str]] = {}
+        """Why options have no effect -> their names."""
+        for option in written:
+            has_effect, entry = self._entry_of(option.name)
+            if (target := self._target_of(option.name)) is not None:
+                self._translate_one(option, target, result)
+            elif self._computed_of(option.name) is not None:
+                to_compute[option.name] = option
+                after_computed = []
+            elif entry is None:
+                result.add(option)
+                after_computed.append(option)  # it wins over what is computed from names before it
+            elif entry.lets_through(option.value):
+                pass
+            elif has_effect:
+                result.faults.append(f"{option}: {entry.why}")
+            else:
+                reasons.setdefault(entry.why, []).append(option.name)
+        for why, names in reasons.items():
+            result.notes.append(f"no effect of {_shortened(list(dict.fromkeys(names)))}: {why}")
+        has_other_names = any(written != name for name, written in result.written.items())
+        if to_compute or has_other_names:
+            self._compute(to_compute, result, after_computed)
+            result.options = [WrittenOption(name, value) for name, value in self.defaults.items()] + result.options
+        return result
+
+    def _computed_of(self, name: str) -> str | None:
+        """A name or pattern of `computed`, or the mapping there of which it is an entry `NAME.key`."""
+        if name in self.computed:
+            return name
+        mappings = (there for there, kind in self.computed.items() if kind == KINDS["mapping"])
+        if (mapping := next((there for there in mappings if name.startswith(f"{there}.")), None)) is not None:
+            return mapping
+        own, other = _longest(name, self.computed), _longest(name, [*self.no_effect, *self.refused])
+        return own if own and len(own) > len(other) else None
+
+    def _compute(
+        self, to_compute: Mapping[str, WrittenOption], result: Translation, after: Iterable[WrittenOption]
+    ) -> None:
+        """Add the options that follow from several names.
+
+        Args:
+            to_compute: options whose names are in `computed`.
+            result: the options that have been translated.
+            after: options in the schema's names that were written after those, and win over what is computed.
+        """
+        if self.compute is None:
+            return
+        values: dict[str, Any] = {}
+        known = {option.name: option.value for option in result.options}
+        computed = Computed(values, known, names=set(result.written.values()))
+        for name, option in to_compute.items():
+            try:
+                values[name] = _of_kind(option.value, self.computed[self._computed_of(name) or name])
+            except ValueError:
+                result.faults.append(f"{option}={as_text(option.value)}; set a number")
+        self.compute(computed)
+        result.options += [WrittenOption(name, value) for name, value in computed.options.items()]
+        result.options += [option for option in after if option.name in computed.options]
+        result.notes += [self.renamed(note, result.written | computed.written) for note in computed.notes]
+        result.faults = [*computed.faults, *result.faults]
+        result.written |= computed.written
+        if len(to_compute) == 1:
+            # All that was computed comes from this name.
+            result.written = dict.fromkeys(computed.options, next(iter(to_compute))) | result.written
+
+    def _entry_of(self, name: str) -> tuple[bool, Refused | None]:
+        """Whether the name would have an effect, and what is said of it; None: this system has no such name."""
+        parts = ((False, self.no_effect), (True, self.refused))
+        for has_effect, entries in parts:
+            if name in entries:
+                return has_effect, entries[name]
+        pattern = _longest(name, [*self.no_effect, *self.refused])
+        return pattern in self.refused, self.no_effect.get(pattern) or self.refused.get(pattern)
+
+
+def _longest(name: str, patterns: Iterable[str]) -> str:
+    """The longest pattern that a name fits; empty: none."""
+    fitting = (pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern))
+    return max(fitting, key=len, default="")
+
+
+def _shortened(names: list[str]) -> str:
+    """Join names with commas. Of many, show the first ones and the number of the others."""
+    shown = names if len(names) <= MOST_NAMES else names[: MOST_NAMES - 1]
+    more = f" and {len(names) - len(shown)} more" if len(shown) < len(names) else ""
+    return ", ".join(shown) + more
+
+
+def _targets(found: Mapping[str, Any], there: str = "", here: str = "") -> dict[str, Target]:
+    """Of every name, those within groups too: a mapping is one, unless it says which option a name `is`."""
+    targets: dict[str, Target] = {}
+    for name, target in found.items():
+        if isinstance(target, Mapping) and "is" not in target:
+            names = {own: option for own, option in target.items() if own != "in"}
+            targets |= _targets(names, f"{there}{name}.", f"{target['in']}." if "in" in target else "")
+        else:
+            own = _target(target)
+            targets[f"{there}{name}"] = Target(f"{here}{own.name}", own.values, own.otherwise)
+    return targets
+
+
+def _target(found: str | Mapping[str, Any]) -> Target:
+    if isinstance(found, str):
+        return Target(found)
+    values = {as_text(there): here for there, here in found.get("values", {}).items()}
+    return Target(found["is"], values, found.get("else", ""))
+
+
+def _entries(found: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Refused]]:
+    for entry in found:
+        harmless = as_text(entry["harmless"]) if "harmless" in entry else ""
+        for names, kind in (("names", str), ("switches", bool)):
+            for name in entry.get(names, ()):
+                yield name, Refused(entry["why"], kind, harmless)
+
+
+def as_value(text: Any) -> Any:
+    """Text as the YAML value that it is, None where it is none; whatever is no text as it is."""
+    if not isinstance(text, str):
+        return text
+    if text in NO_VALUE:
+        return None
+    try:
+        found = yaml.safe_load(text)
+        return float(found) if isinstance(found, str) else found  # 1e-6 is text to YAML
+    except (yaml.YAMLError, ValueError):
+        return text
+
+
+def _of_kind(value: Any, kind: Any) -> Any:
+    """A value of a kind of KINDS, None where there is none.
+
+    Raises:
+        ValueError: it is not of that kind.
+    """
+    if as_text(value) in NO_VALUE:
+        return None
+    if kind in (KINDS["pair"], KINDS["numbers"]):
+        words = value if isinstance(value, list | tuple) else str(value).strip("[]()").replace(",", " ").split()
+        return [float(word) for word in words]
+    return kind(str(value)) if kind in (str, int, float) else as_value(value)
+
+
+def _as_number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text

@@ -1,0 +1,63 @@
+"""Prompts of a run: read with the policy's tokenizer, and described for the user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from training.options.data_options import DataOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from components.data.prompts import PromptSource
+
+
+def read_prompts(
+    data: DataOptions,
+    rows: list[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    *,
+    heldout: bool = False,
+    info: Callable[[str], None],
+) -> PromptSource:
+    """Rows as token ids; says how many are longer than they may be."""
+    source = data.source(rows, tokenizer, seed, shuffle=not heldout)
+    if count := source.too_long or source.cut:
+        what = "held-out prompts" if heldout else "prompts"
+        done = "left out" if source.too_long else f"cut (data.overlong={data.overlong})"
+        info(f"{count} {what} of more than data.max_prompt_tokens={data.max_prompt_tokens} tokens are {done}")
+    return source
+
+
+def describe_prompts(data: DataOptions, source: PromptSource) -> list[str]:
+    """Describe what the policy reads: the columns, the first prompt, and prompts that it continues."""
+    columns = data.describe_columns(list(map(dict, source.rows)))
+    lines = [columns] if columns else []
+    lines.append(source.describe_first())
+    if source.prefilled:
+        lines.append(
+            f"{source.prefilled} of {len(source.rows)} prompts end with a message of the assistant, which the policy "
+            "continues"
+        )
+    return lines
+
+
+def unused_template(data: DataOptions, prompt: Any, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """A warning where the tokenizer's chat template would make another text of a prompt, and is not used."""
+    from components.data.text import render_prompt
+
+    is_plain = isinstance(prompt, str) and not data.apply_chat_template and data.input_template is None
+    if not is_plain or not tokenizer.chat_template:
+        return None
+    try:
+        changes_nothing = render_prompt(prompt, tokenizer, apply_chat_template=True) == prompt
+    except ValueError:  # it refuses such a conversation, so it could not be used
+        return None
+    if changes_nothing:
+        return None
+    return (
+        "warning: the tokenizer has a chat template, and prompts are read as plain text; for an instruct model set "
+        "data.apply_chat_template=true"
+    )
