@@ -348,7 +348,7 @@ def tool_schemas(path: str, functions: str = "") -> list[dict[str, Any]]:
 
 def _function_tools(path: str) -> dict[str, Any]:
     """Load the functions of a Python file that `function_tool` marks."""
-    _provide_verl()
+    provide_verl()
     registry = importlib.import_module("verl.tools.function_tool").FUNCTION_TOOL_REGISTRY
     before = dict(registry)
     spec = importlib.util.spec_from_file_location(f"_function_tools_{abs(hash(path))}", path)
@@ -393,7 +393,7 @@ def make_tools(path: str, functions: str = "") -> Mapping[str, Any]:
 def _find_class(entry: Entry, load: bool) -> Any:
     """Return the class of an entry; without `load` only see that its module is there, and run nothing of it."""
     module, _, name = entry.class_name.rpartition(".")
-    _provide_verl()
+    provide_verl()
     file = Path(entry.path).absolute()
     for folder in [*file.parents, Path.cwd()]:
         place = folder.joinpath(*module.split("."))
@@ -410,15 +410,22 @@ def _find_class(entry: Entry, load: bool) -> Any:
         raise _failed(entry, "cannot be imported", error) from error
 
 
-def _provide_verl() -> None:
-    """Let files of tools import what they use of verl, where it is not installed."""
-    if "verl" not in sys.modules and importlib.util.find_spec("verl") is not None:
+def provide_verl(modules: Mapping[str, Mapping[str, Any]] = _STANDINS) -> None:
+    """Let users' files import what they use of verl, where it is not installed.
+
+    Args:
+        modules: names in verl's modules, by the module. Default: those that files of tools and interactions import.
+    """
+    loaded = sys.modules.get("verl")
+    if (importlib.util.find_spec("verl") if loaded is None else loaded.__spec__) is not None:
         return
-    for name, content in _STANDINS.items():
+    for name, content in modules.items():
         parts = name.split(".")
         for end in range(1, len(parts) + 1):
             module = sys.modules.setdefault(".".join(parts[:end]), ModuleType(".".join(parts[:end])))
             module.__dict__.setdefault("__path__", [])
+            if end > 1:
+                setattr(sys.modules[".".join(parts[: end - 1])], parts[end - 1], module)
         vars(sys.modules[name]).update(content)
 
 

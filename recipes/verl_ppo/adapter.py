@@ -2,11 +2,11 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from training.options.adapter import Adapter, Computed
+from training.options.adapter import UNSET, Adapter, Computed, Translation, WrittenOption, as_text
 from training.options.ppo_options import BY_RESPONSE
 from training.options.rl_options import RLOptions
 
@@ -24,6 +24,8 @@ AXES = {
     "parallel.expert": ("megatron.expert_model_parallel_size",),
     "parallel.tensor": ("megatron.tensor_model_parallel_size",),
 }
+NOT_OF_CLASS = ("data.custom_cls.path", "data.custom_cls.name", "data.train_files", "data.val_files")
+"""Keys of `data` that are no part of the config of a user's Dataset class."""
 OTHER_ENGINE = (
     "is not here: models are trained with torch's fully_shard; leave it and the keys of its own out, or set "
     "actor_rollout_ref.actor.strategy=fsdp2 and critic.strategy=fsdp2"
@@ -424,5 +426,26 @@ def plain_arguments(arguments: Sequence[str]) -> list[str]:
     return plain
 
 
-_TABLE = Adapter.load(Path(__file__).with_name("verl.yaml"), compute=compute)
+class VerlAdapter(Adapter):
+    """The table, with the keys that a user's Dataset class reads."""
+
+    def translate(self, written: Iterable[WrittenOption]) -> Translation:
+        """See `Adapter.translate`. Beside `data.custom_cls` all of `data` is the config of that class."""
+        options = list(written)
+        last = {option.name: option.value for option in options}
+        if as_text(last.get("data.custom_cls.path")) in UNSET:
+            return super().translate(options)
+        given = list[WrittenOption]()
+        for option in options:
+            group, _, key = option.name.partition(".")
+            if group != "data" or option.name in NOT_OF_CLASS or key.startswith("class_"):
+                given.append(option)
+                continue
+            given.append(replace(option, name=f"data.class_arguments.{key}"))
+            if self.kind_of(option.name, {}) is not None and option.name not in self.no_effect:
+                given.append(option)
+        return super().translate(given)
+
+
+_TABLE = VerlAdapter.load(Path(__file__).with_name("verl.yaml"), compute=compute)
 VERL = replace(_TABLE, options={**RLOptions.ADAPTER.options, **_TABLE.options})
