@@ -301,7 +301,7 @@ def read_entries(path: str) -> tuple[Entry, ...]:
 def check_interactions(path: str) -> None:
     """Raise ValueError where the file of interactions is missing or not of its form, or a module is not there."""
     for entry in _read_interactions(path).values():
-        _find_class(entry, load=False)
+        find_class(entry, load=False)
 
 
 @cache
@@ -325,7 +325,7 @@ def make_interactions(path: str) -> Mapping[str, Any]:
     made = dict[str, Any]()
     for name, entry in _read_interactions(path).items():
         try:
-            made[name] = _find_class(entry, load=True)(config=dict(entry.config))
+            made[name] = find_class(entry, load=True)(config=dict(entry.config))
         except ValueError:
             raise
         except Exception as error:
@@ -340,7 +340,7 @@ def tool_schemas(path: str, functions: str = "") -> list[dict[str, Any]]:
     entries = read_entries(path) if path else ()
     if not functions and all(entry.schema is not None for entry in entries):
         for entry in entries:
-            _find_class(entry, load=False)
+            find_class(entry, load=False)
         return [dict(entry.schema) for entry in entries if entry.schema is not None]
     tools = make_tools(path, functions).values()
     return [tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True) for tool in tools]
@@ -379,7 +379,7 @@ def make_tools(path: str, functions: str = "") -> Mapping[str, Any]:
     """
     tools = _function_tools(functions) if functions else dict[str, Any]()
     for entry in read_entries(path) if path else ():
-        made = _find_class(entry, load=True)
+        made = find_class(entry, load=True)
         try:
             schemas = importlib.import_module("verl.tools.schemas")
             read = schemas.OpenAIFunctionToolSchema.model_validate
@@ -390,7 +390,7 @@ def make_tools(path: str, functions: str = "") -> Mapping[str, Any]:
     return tools
 
 
-def _find_class(entry: Entry, load: bool) -> Any:
+def find_class(entry: Entry, load: bool) -> Any:
     """Return the class of an entry; without `load` only see that its module is there, and run nothing of it."""
     module, _, name = entry.class_name.rpartition(".")
     provide_verl()

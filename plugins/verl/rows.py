@@ -46,6 +46,8 @@ class RowForm:
     error. None: all can."""
     ignored: Collection[str] = ()
     """Columns that the policy is not to read, although their names have a well-known meaning."""
+    kept: Collection[str] = ()
+    """Columns that `extra_info` gets too, for agents that read them there."""
 
 
 def load_verl_rows(
@@ -116,7 +118,10 @@ def _row_of(record: Mapping[str, Any], where: str, form: RowForm, needs_source: 
         raise _missing(record, where, TRUTH_KEY, prompt_key, source_key)
     label = "" if truth is None else label_of(truth, f"{where}, column {TRUTH_KEY}", "the data")
     row = {"input": read["input"], "label": label, "datasource": str(record.get(source_key, UNKNOWN_SOURCE))} | read
-    return {**row, "extra_info": record["extra_info"]} if "extra_info" in record else row
+    kept = {name: record[name] for name in form.kept if record.get(name) is not None}
+    if kept or "extra_info" in record:
+        row["extra_info"] = {**(record.get("extra_info") or {}), **kept} if kept else record["extra_info"]
+    return row
 
 
 def _missing(record: Mapping[str, Any], where: str, field: str, prompt_key: str, source_key: str) -> ValueError:

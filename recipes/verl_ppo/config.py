@@ -24,7 +24,7 @@ from training.options.rollout_options import RolloutOptions
 from training.options.schema import active_when, errors_of, limit_note
 
 from .adapter import VERL
-from .agent_keys import SINGLE_TURN, TOOL_AGENT, TOOLS
+from .agent_keys import LOOP_AGENT, SINGLE_TURN, TOOL_AGENT, TOOLS
 from .resource_pool import PoolOptions
 
 Compared = Literal["grpo", "grpo_passk", "reinforce_plus_plus_baseline", "rloo", "opo", "gpg", "gdpo"]
@@ -456,6 +456,11 @@ class VerlPPOConfig(PPORunOptions):
         return self.agent.func_path == str(TOOL_AGENT)
 
     @property
+    def has_verl_loops(self) -> bool:
+        """Whether episodes are run by a user's own agent loops."""
+        return self.agent.func_path == str(LOOP_AGENT)
+
+    @property
     def tool_files(self) -> tuple[str, str]:
         """The file of verl's tools, and the Python file of functions that are tools; "" where there is none."""
         arguments = self.agent.arguments
@@ -487,6 +492,7 @@ class VerlPPOConfig(PPORunOptions):
             "needs_truth": not (self.reward.model_path or self.agent.gives_rewards or self.reward.source),
             "agents": None if own_agent else [TOOLS if self.has_verl_agent else SINGLE_TURN],
             "ignored": column_names(self.data.ignored_columns),
+            "kept": ("agent_name",) if self.has_verl_loops else (),
             "max_rows": self.evaluation.max_samples if heldout else self.data.max_samples,
             "draw": self.data.shuffle and not heldout,
             "seed": 0 if heldout else self.seed,
@@ -497,18 +503,18 @@ class VerlPPOConfig(PPORunOptions):
             rows = load(*CLASS_ROWS)(*source, files, self.model.tokenizer(), self.class_config(), **form)
         else:
             rows = load(*ROW_FORMAT)(files, heldout=heldout, **form)
-        if not self.has_verl_agent:
-            return rows
-        from agents.verl_tools import tool_schemas
-
-        if self.agent.arguments.get("interaction_config_path"):
-            # An interaction reads the conversation from its first message on.
+        if self.has_verl_loops or self.agent.arguments.get("interaction_config_path"):
+            # Loops and interactions read the conversation from its first message on.
             rows = [
                 {**row, "extra_info": {**(row.get("extra_info") or {}), "raw_prompt": row["input"]}}
                 if isinstance(row["input"], list)
                 else row
                 for row in rows
             ]
+        if not self.has_verl_agent:
+            return rows
+        from agents.verl_tools import tool_schemas
+
         schemas = tool_schemas(*self.tool_files) if any(self.tool_files) else []
         return [{**row, "tools": schemas} for row in rows] if schemas else rows
 
