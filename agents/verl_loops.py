@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from agents.episode import AgentExecutorBase, Episode, EpisodeTask, Policy
 from agents.executor import STATUS
@@ -53,6 +53,11 @@ class TokenOutput(list[int]):
         self.num_preempted = 0
 
 
+def token_ids(value: Any) -> list[int]:
+    """Return token ids as a list, also those of the mapping that `apply_chat_template` gives since transformers 5."""
+    return list(value["input_ids"] if isinstance(value, Mapping) else value)
+
+
 class AgentLoopMetrics(BaseModel):
     """Seconds that a loop has taken."""
 
@@ -74,6 +79,11 @@ class AgentLoopOutput(BaseModel):
     num_turns: int = 0
     metrics: Any = None
     extra_fields: dict[str, Any] = {}
+
+    @field_validator("prompt_ids", mode="before")
+    @classmethod
+    def _read_ids(cls, value: Any) -> list[int]:
+        return token_ids(value)
 
 
 class AgentLoopBase:
@@ -191,7 +201,7 @@ class ServerManager:
         given = {name: sampling_params[name] for name in _TAKEN if sampling_params.get(name) is not None}
         sampling, stop = read_sampling(given, self._task.sampling)
         stream, self._count = self._count, self._count + 1
-        prompt = list(prompt_ids)
+        prompt = token_ids(prompt_ids)
         drawn, count = await self._policy.draw(prompt, sampling, stop, stream=stream)
         kept = replace(
             drawn, tokens=drawn.tokens[:count], logprobs=drawn.logprobs[:count], versions=drawn.versions[:count]
@@ -275,7 +285,7 @@ class AgentExecutor(AgentExecutorBase):
         return self._episode(output, server.draws)
 
     def _episode(self, output: Any, draws: Sequence[Draw]) -> Episode:
-        prompt, response = list(output.prompt_ids), list(output.response_ids)
+        prompt, response = token_ids(output.prompt_ids), list(output.response_ids)
         episode = Episode(prompt, len(prompt), is_rewarded=self._is_rewarded)
         fill(episode, response, list(output.response_mask), draws)
         if draws:

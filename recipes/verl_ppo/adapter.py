@@ -1,5 +1,6 @@
 """verl's keys as the options of this recipe: verl.yaml, and here what takes arithmetic."""
 
+import fnmatch
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -45,6 +46,8 @@ def compute(keys: Computed) -> None:
         read_batches,
         read_models,
         read_gradients,
+        read_optimizers,
+        read_critic_config,
         read_loss,
         read_algorithm,
         read_correction,
@@ -102,6 +105,35 @@ def read_gradients(keys: Computed) -> None:
             )
 
 
+def is_megatron(keys: Computed) -> bool:
+    """True if a key or the configuration file asks for Megatron."""
+    name = str(keys.get("config_name", default="")).removesuffix(".yaml")
+    trains = (keys.get(f"{ACTOR}.strategy"), keys.get("critic.strategy"), keys.get("model_engine"))
+    return "megatron" in (*trains, *name.split("_"))
+
+
+def read_optimizers(keys: Computed) -> None:
+    """The optimizer, which is AdamW under its names in torch and Megatron."""
+    # Megatron's adam decouples the weight decay, as AdamW does; torch's Adam does not.
+    known = ("AdamW", "adam") if is_megatron(keys) else ("AdamW",)
+    for key, name in keys.given.items():
+        if key.endswith(".optim.optimizer") and name not in (None, *known):
+            keys.faults.append(f"{key}={name}: the optimizer is torch's AdamW, with lr, betas and weight_decay")
+
+
+def read_critic_config(keys: Computed) -> None:
+    """Other values for the critic's config.json, which are the policy's."""
+    group = "critic.model.override_config"
+    for name, value in within(keys, group).items():
+        if name == "attn_implementation":
+            keys.notes.append(f"no effect of {group}.{name}: the critic has the policy's attention kernels")
+        elif value:
+            keys.faults.append(
+                f"{group}.{name}={value}: the critic is what its config.json has, with the policy's attention kernels; "
+                "its own weights are trained"
+            )
+
+
 def elsewhere(keys: Computed) -> Iterator[str]:
     """What is of another way to train, to sample or to act than those that are here."""
     name = str(keys.get("config_name", default="")).removesuffix(".yaml")
@@ -114,7 +146,7 @@ def elsewhere(keys: Computed) -> Iterator[str]:
     trains = (keys.get(f"{ACTOR}.strategy"), keys.get("critic.strategy"), keys.get("model_engine"))
     for other in [str(one) for one in trains if one not in (None, "fsdp", "fsdp2", "dp", "megatron")][:1]:
         yield f"{other} (actor_rollout_ref.actor.strategy) {OTHER_ENGINE}"
-    if "megatron" in (*trains, name.partition("_")[2].partition("_")[0]):
+    if is_megatron(keys):
         keys.notes.append(MEGATRON)
     engine = keys.get(f"{ROLLOUT}.name")
     if engine in ("sglang", "trtllm"):
@@ -168,9 +200,10 @@ def read_data(keys: Computed) -> None:
     limits = [name for name in keys.given if name.endswith(".max_model_len")]
     room = min((keys.given[name] for name in limits if keys.given[name] is not None), default=None)
     if room is not None and room < longest:
-        keys.faults.append(
-            f"{ROLLOUT}.max_model_len={room} would cut responses: prompt and response may have {longest} tokens; raise "
-            "it, or lower data.max_prompt_length or data.max_response_length"
+        keys.put("agent.max_tokens", room, limits[0])
+        keys.notes.append(
+            f"{ROLLOUT}.max_model_len={room}: a prompt and its response have at most so many tokens together, less than "
+            f"data.max_prompt_length + data.max_response_length = {longest}"
         )
 
 
@@ -239,6 +272,8 @@ def read_models(keys: Computed) -> None:
         offloads.append(keys.get(f"{owner}.optim.override_optimizer_config.optimizer_cpu_offload"))
         if any(offload is not None for offload in offloads):
             keys.put(f"{group}.adam_offload", any(offloads), f"{prefixes[0]}.param_offload")
+    if not keys.option("train.lora_rank", 0) and keys.option("train.lora_alpha") == 0:
+        keys.put("train.lora_alpha", 16.0)  # there are no adapters
     if rank := keys.get("actor_rollout_ref.model.lora.rank"):
         keys.put("train.lora_rank", rank, "actor_rollout_ref.model.lora.rank")
     adapters = ("actor_rollout_ref.model.lora_adapter_path", "actor_rollout_ref.model.lora.adapter_path")
@@ -435,16 +470,21 @@ class VerlAdapter(Adapter):
         last = {option.name: option.value for option in options}
         if as_text(last.get("data.custom_cls.path")) in UNSET:
             return super().translate(options)
-        given = list[WrittenOption]()
+        given, arguments = list[WrittenOption](), list[WrittenOption]()
+        refused = [name for name in self.refused if name.startswith("data.")]
         for option in options:
             group, _, key = option.name.partition(".")
             if group != "data" or option.name in NOT_OF_CLASS or key.startswith("class_"):
                 given.append(option)
                 continue
-            given.append(replace(option, name=f"data.class_arguments.{key}"))
-            if self.kind_of(option.name, {}) is not None and option.name not in self.no_effect:
+            arguments.append(replace(option, name=f"data.class_arguments.{key}"))
+            is_ours = self._target_of(option.name) is not None or option.name in self.computed
+            if is_ours or any(fnmatch.fnmatchcase(option.name, name) for name in refused):
                 given.append(option)
-        return super().translate(given)
+        result = super().translate(given)
+        for option in arguments:
+            result.add(option, option.name.replace(".class_arguments.", "."))
+        return result
 
 
 _TABLE = VerlAdapter.load(Path(__file__).with_name("verl.yaml"), compute=compute)
