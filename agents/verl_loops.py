@@ -224,7 +224,9 @@ def read_loops(path: str) -> dict[str, tuple[Entry, Mapping[str, Any]]]:
     for item in content if isinstance(content, list) else [content]:
         target = item.get("_target_") if isinstance(item, Mapping) else None
         if not isinstance(target, str) or "." not in target or not item.get("name"):
-            raise ValueError(f"{OPTION}={path}: {item!r:.80} is no loop; write a list of {{name, _target_: module.Class}}")
+            raise ValueError(
+                f"{OPTION}={path}: {item!r:.80} is no loop; write a list of {{name, _target_: module.Class}}"
+            )
         arguments = {key: value for key, value in item.items() if key not in ("name", "_target_")}
         loops[str(item["name"])] = (Entry(OPTION, path, target, arguments), arguments)
     return loops
@@ -292,7 +294,9 @@ class AgentExecutor(AgentExecutorBase):
             episode.status = STATUS.get(draws[-1].drawn.finish, "finished")
         score = getattr(output, "reward_score", None)
         if self._is_rewarded and score is None:
-            raise ValueError("the loop returned no reward_score; set agent.rewarded_by=reward, and the run's reward scores")
+            raise ValueError(
+                "the loop returned no reward_score; set agent.rewarded_by=reward, and the run's reward scores"
+            )
         if self._is_rewarded and episode.turns:
             episode.turns[-1].reward = episode.reward = episode.score = float(score)
         return episode
@@ -315,8 +319,8 @@ def fill(episode: Episode, response: Sequence[int], mask: Sequence[int], draws: 
         part = max((_common(episode.tokens, response[done:end], draw) for draw in draws), key=_length, default=None)
         if part is None or not part.tokens:
             raise ValueError(
-                f"response_mask is 1 at token {done} of the response, which the policy did not draw there; set it to 0, "
-                "and join the ids that generate returned without decoding them"
+                f"response_mask is 1 at token {done} of the response, which the policy did not draw there; set it to "
+                "0, and join the ids that generate returned without decoding them"
             )
         episode.act(part)
 
@@ -330,10 +334,10 @@ def _common(before: Sequence[int], tokens: Sequence[int], draw: Draw) -> Generat
     skipped = len(before) - len(draw.prompt)
     begins = skipped >= 0 and list(before) == draw.prompt + draw.drawn.tokens[:skipped]
     count = 0
-    while begins and count < len(tokens) and draw.drawn.tokens[skipped + count : skipped + count + 1] == [tokens[count]]:
+    while (
+        begins and count < len(tokens) and draw.drawn.tokens[skipped + count : skipped + count + 1] == [tokens[count]]
+    ):
         count += 1
     chosen = slice(skipped, skipped + count) if begins else slice(0)
     drawn = draw.drawn
-    return replace(
-        drawn, tokens=drawn.tokens[chosen], logprobs=drawn.logprobs[chosen], versions=drawn.versions[chosen]
-    )
+    return replace(drawn, tokens=drawn.tokens[chosen], logprobs=drawn.logprobs[chosen], versions=drawn.versions[chosen])

@@ -147,7 +147,9 @@ def _make(
 def _record_of(item: Any, where: str, prompt_key: str, encoder: TextEncoder) -> dict[str, Any]:
     """Return a row of the class as one of verl's files."""
     if not isinstance(item, Mapping):
-        raise ValueError(f"{where} is a {type(item).__name__}; __getitem__ gives a mapping with raw_prompt or input_ids")
+        raise ValueError(
+            f"{where} is a {type(item).__name__}; __getitem__ gives a mapping with raw_prompt or input_ids"
+        )
     if images := [name for name in IMAGES if _holds_something(item.get(name))]:
         raise ValueError(f"{where} has {images[0]}; prompts are text here, so leave images, videos and audio out")
     record = {name: _plain(value) for name, value in item.items() if name not in NOT_COLUMNS}

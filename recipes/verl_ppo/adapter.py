@@ -17,7 +17,7 @@ from .nested_keys import within
 from .reward_keys import asks_served_model, read_reward
 
 ACTOR, ROLLOUT, REFERENCE = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
-SHORT = {"float32": "fp32", "bfloat16": "bf16"}
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 ESTIMATORS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 """Of the KL: names that have another one."""
 AXES = {
@@ -202,8 +202,8 @@ def read_data(keys: Computed) -> None:
     if room is not None and room < longest:
         keys.put("agent.max_tokens", room, limits[0])
         keys.notes.append(
-            f"{ROLLOUT}.max_model_len={room}: a prompt and its response have at most so many tokens together, less than "
-            f"data.max_prompt_length + data.max_response_length = {longest}"
+            f"{ROLLOUT}.max_model_len={room}: a prompt and its response have at most so many tokens together, less "
+            f"than data.max_prompt_length + data.max_response_length = {longest}"
         )
 
 

@@ -499,8 +499,10 @@ class VerlPPOConfig(PPORunOptions):
             "note": limit_note(notes, "evaluation.max_samples" if heldout else "data.max_samples"),
         }
         if self.data.class_path and files:
+            from training.launch.inputs import data_tokenizer
+
             source = (self.data.class_path, self.data.class_name)
-            rows = load(*CLASS_ROWS)(*source, files, self.model.tokenizer(), self.class_config(), **form)
+            rows = load(*CLASS_ROWS)(*source, files, data_tokenizer(self.model), self.class_config(), **form)
         else:
             rows = load(*ROW_FORMAT)(files, heldout=heldout, **form)
         if self.has_verl_loops or self.agent.arguments.get("interaction_config_path"):

@@ -7,7 +7,6 @@ from typing import Any
 
 import yaml
 
-
 SHORT = {"-cp": "--config-path", "-cd": "--config-dir", "-cn": "--config-name"}
 """Hydra's short options."""
 
