@@ -301,7 +301,7 @@ def read_entries(path: str) -> tuple[Entry, ...]:
 def check_interactions(path: str) -> None:
     """Raise ValueError where the file of interactions is missing or not of its form, or a module is not there."""
     for entry in _read_interactions(path).values():
-        _find_class(entry, load=False)
+        find_class(entry, load=False)
 
 
 @cache
@@ -325,7 +325,7 @@ def make_interactions(path: str) -> Mapping[str, Any]:
     made = dict[str, Any]()
     for name, entry in _read_interactions(path).items():
         try:
-            made[name] = _find_class(entry, load=True)(config=dict(entry.config))
+            made[name] = find_class(entry, load=True)(config=dict(entry.config))
         except ValueError:
             raise
         except Exception as error:
@@ -340,7 +340,7 @@ def tool_schemas(path: str, functions: str = "") -> list[dict[str, Any]]:
     entries = read_entries(path) if path else ()
     if not functions and all(entry.schema is not None for entry in entries):
         for entry in entries:
-            _find_class(entry, load=False)
+            find_class(entry, load=False)
         return [dict(entry.schema) for entry in entries if entry.schema is not None]
     tools = make_tools(path, functions).values()
     return [tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True) for tool in tools]
@@ -348,7 +348,7 @@ def tool_schemas(path: str, functions: str = "") -> list[dict[str, Any]]:
 
 def _function_tools(path: str) -> dict[str, Any]:
     """Load the functions of a Python file that `function_tool` marks."""
-    _provide_verl()
+    provide_verl()
     registry = importlib.import_module("verl.tools.function_tool").FUNCTION_TOOL_REGISTRY
     before = dict(registry)
     spec = importlib.util.spec_from_file_location(f"_function_tools_{abs(hash(path))}", path)
@@ -379,7 +379,7 @@ def make_tools(path: str, functions: str = "") -> Mapping[str, Any]:
     """
     tools = _function_tools(functions) if functions else dict[str, Any]()
     for entry in read_entries(path) if path else ():
-        made = _find_class(entry, load=True)
+        made = find_class(entry, load=True)
         try:
             schemas = importlib.import_module("verl.tools.schemas")
             read = schemas.OpenAIFunctionToolSchema.model_validate
@@ -390,10 +390,10 @@ def make_tools(path: str, functions: str = "") -> Mapping[str, Any]:
     return tools
 
 
-def _find_class(entry: Entry, load: bool) -> Any:
+def find_class(entry: Entry, load: bool) -> Any:
     """Return the class of an entry; without `load` only see that its module is there, and run nothing of it."""
     module, _, name = entry.class_name.rpartition(".")
-    _provide_verl()
+    provide_verl()
     file = Path(entry.path).absolute()
     for folder in [*file.parents, Path.cwd()]:
         place = folder.joinpath(*module.split("."))
@@ -410,15 +410,22 @@ def _find_class(entry: Entry, load: bool) -> Any:
         raise _failed(entry, "cannot be imported", error) from error
 
 
-def _provide_verl() -> None:
-    """Let files of tools import what they use of verl, where it is not installed."""
-    if "verl" not in sys.modules and importlib.util.find_spec("verl") is not None:
+def provide_verl(modules: Mapping[str, Mapping[str, Any]] = _STANDINS) -> None:
+    """Let users' files import what they use of verl, where it is not installed.
+
+    Args:
+        modules: names in verl's modules, by the module. Default: those that files of tools and interactions import.
+    """
+    loaded = sys.modules.get("verl")
+    if (importlib.util.find_spec("verl") if loaded is None else loaded.__spec__) is not None:
         return
-    for name, content in _STANDINS.items():
+    for name, content in modules.items():
         parts = name.split(".")
         for end in range(1, len(parts) + 1):
             module = sys.modules.setdefault(".".join(parts[:end]), ModuleType(".".join(parts[:end])))
             module.__dict__.setdefault("__path__", [])
+            if end > 1:
+                setattr(sys.modules[".".join(parts[: end - 1])], parts[end - 1], module)
         vars(sys.modules[name]).update(content)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from components.data.cells import cell_at, check_one_kind, label_of
@@ -30,35 +31,45 @@ SINGLE_TURN = "single_turn_agent"
 """verl's name of the agent that answers in one turn."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RowForm:
+    """Form of the rows of a run."""
+
+    prompt_key: str = "prompt"
+    """Field with the prompt."""
+    source_key: str = SOURCE_KEY
+    """Field that tells where a row is from; a row may lack the default one."""
+    needs_truth: bool = True
+    """A row without a ground truth is an error. Otherwise its label is ""."""
+    agents: Collection[str] | None = None
+    """Names of agents that can run a row. A row for another agent, or with tools where SINGLE_TURN is among them, is an
+    error. None: all can."""
+    ignored: Collection[str] = ()
+    """Columns that the policy is not to read, although their names have a well-known meaning."""
+    kept: Collection[str] = ()
+    """Columns that `extra_info` gets too, for agents that read them there."""
+
+
 def load_verl_rows(
     files: Sequence[str],
     *,
-    prompt_key: str = "prompt",
-    source_key: str = SOURCE_KEY,
-    needs_truth: bool = True,
-    agents: Collection[str] | None = None,
     heldout: bool = False,
     max_rows: int | None = None,
     draw: bool = False,
     seed: int = 0,
     note: Note | None = None,
-    ignored: Collection[str] = (),
+    **form: Any,
 ) -> list[dict[str, Any]]:
     """Read rows as `load_rows` gives them, with `extra_info` where a row has it.
 
     Args:
         files: each is what `read_records` takes, or `<scheme>:<name>` of a plug-in that draws rows.
-        prompt_key: the field with the prompt.
-        source_key: the field that tells where a row is from; a row may lack the default one.
-        needs_truth: a row without a ground truth is an error; else its label is "".
-        agents: names of agents that can run a row; one for another agent, or with tools where SINGLE_TURN is among
-            them, is an error. None: all can.
         heldout: the rows are for evaluation: of a task those that are kept for it.
         max_rows: so many at most.
         draw: which of them is drawn by `seed`; else they are the first.
         seed: see `draw`; also draws a task's rows.
         note: is called with a sentence if `max_rows` leaves rows out.
-        ignored: columns that the policy is not to read, although their names have a well-known meaning.
+        form: fields of a `RowForm`.
     """
     rows: list[dict[str, Any]] = []
     for name in files:
@@ -70,38 +81,47 @@ def load_verl_rows(
                 found = [{**row, "datasource": f"{drawn.scorer}:{row['datasource']}"} for row in found]
             rows += found
             continue
-        records = read_records(name, label_key=TRUTH_KEY)
-        # Files without the usual column of the data source are scored by the user's function.
-        needs_source = source_key != SOURCE_KEY or any(SOURCE_KEY in record for record in records)
-        for number, record in enumerate(records):
-            where = f"{name}, row {number}"
-            if agents is not None:
-                _check_agent(record, where, agents)
-            rows.append(_row_of(record, where, prompt_key, source_key, needs_truth, needs_source, ignored))
-        check_one_kind((row["input"] for row in rows[-len(records) :]), name)
-    first = first_rows(rows, max_rows, ", ".join(files), note)
+        rows += rows_of_records(read_records(name, label_key=TRUTH_KEY), name, RowForm(**form))
+    return limited_rows(rows, max_rows, ", ".join(files), draw=draw, seed=seed, note=note)
+
+
+def rows_of_records(records: Sequence[Mapping[str, Any]], name: str, form: RowForm) -> list[dict[str, Any]]:
+    """Return the rows of records in verl's format; `name` is their source in messages."""
+    rows = list[dict[str, Any]]()
+    # Files without the usual column of the data source are scored by the user's function.
+    needs_source = form.source_key != SOURCE_KEY or any(SOURCE_KEY in record for record in records)
+    for number, record in enumerate(records):
+        where = f"{name}, row {number}"
+        if form.agents is not None:
+            _check_agent(record, where, form.agents)
+        rows.append(_row_of(record, where, form, needs_source))
+    check_one_kind((row["input"] for row in rows), name)
+    return rows
+
+
+def limited_rows(
+    rows: list[dict[str, Any]], most: int | None, source: str, *, draw: bool, seed: int, note: Note | None
+) -> list[dict[str, Any]]:
+    """Return at most `most` rows: the first ones, or with `draw` some that `seed` draws."""
+    first = first_rows(rows, most, source, note)
     return random.Random(seed).sample(rows, len(first)) if draw and len(first) < len(rows) else first
 
 
-def _row_of(
-    record: Mapping[str, Any],
-    where: str,
-    prompt_key: str,
-    source_key: str,
-    needs_truth: bool,
-    needs_source: bool,
-    ignored: Collection[str],
-) -> dict[str, Any]:
+def _row_of(record: Mapping[str, Any], where: str, form: RowForm, needs_source: bool) -> dict[str, Any]:
+    prompt_key, source_key = form.prompt_key, form.source_key
     for key in (prompt_key, source_key) if needs_source else (prompt_key,):
         if record.get(key) is None:
             raise _missing(record, where, repr(key), prompt_key, source_key)
-    read = prompt_columns(record, prompt_key, where, ignored, option="prompt_key")
+    read = prompt_columns(record, prompt_key, where, form.ignored, option="prompt_key")
     truth = cell_at(record, TRUTH_KEY)
-    if needs_truth and truth is None:
+    if form.needs_truth and truth is None:
         raise _missing(record, where, TRUTH_KEY, prompt_key, source_key)
     label = "" if truth is None else label_of(truth, f"{where}, column {TRUTH_KEY}", "the data")
     row = {"input": read["input"], "label": label, "datasource": str(record.get(source_key, UNKNOWN_SOURCE))} | read
-    return {**row, "extra_info": record["extra_info"]} if "extra_info" in record else row
+    kept = {name: record[name] for name in form.kept if record.get(name) is not None}
+    if kept or "extra_info" in record:
+        row["extra_info"] = {**(record.get("extra_info") or {}), **kept} if kept else record["extra_info"]
+    return row
 
 
 def _missing(record: Mapping[str, Any], where: str, field: str, prompt_key: str, source_key: str) -> ValueError:

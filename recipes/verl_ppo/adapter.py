@@ -1,14 +1,16 @@
 """verl's keys as the options of this recipe: verl.yaml, and here what takes arithmetic."""
 
+import fnmatch
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from training.options.adapter import Translation, WrittenOption, as_text
 from training.options.ppo_options import BY_RESPONSE
 from training.options.rl_options import RLOptions
-from training.options.table_adapter import Computed, TableAdapter
+from training.options.table_adapter import UNSET, Computed, TableAdapter
 
 from .agent_keys import read_agent
 from .hydra import preset, presets, with_config_file
@@ -16,7 +18,7 @@ from .nested_keys import within
 from .reward_keys import asks_served_model, read_reward
 
 ACTOR, ROLLOUT, REFERENCE = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
-SHORT = {"float32": "fp32", "bfloat16": "bf16"}
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 ESTIMATORS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 """Of the KL: names that have another one."""
 AXES = {
@@ -24,6 +26,8 @@ AXES = {
     "parallel.expert": ("megatron.expert_model_parallel_size",),
     "parallel.tensor": ("megatron.tensor_model_parallel_size",),
 }
+NOT_OF_CLASS = ("data.custom_cls.path", "data.custom_cls.name", "data.train_files", "data.val_files")
+"""Keys of `data` that are no part of the config of a user's Dataset class."""
 OTHER_ENGINE = (
     "is not here: models are trained with torch's fully_shard; leave it and the keys of its own out, or set "
     "actor_rollout_ref.actor.strategy=fsdp2 and critic.strategy=fsdp2"
@@ -43,6 +47,8 @@ def compute(keys: Computed) -> None:
         read_batches,
         read_models,
         read_gradients,
+        read_optimizers,
+        read_critic_config,
         read_loss,
         read_algorithm,
         read_correction,
@@ -100,6 +106,35 @@ def read_gradients(keys: Computed) -> None:
             )
 
 
+def is_megatron(keys: Computed) -> bool:
+    """True if a key or the configuration file asks for Megatron."""
+    name = str(keys.get("config_name", default="")).removesuffix(".yaml")
+    trains = (keys.get(f"{ACTOR}.strategy"), keys.get("critic.strategy"), keys.get("model_engine"))
+    return "megatron" in (*trains, *name.split("_"))
+
+
+def read_optimizers(keys: Computed) -> None:
+    """The optimizer, which is AdamW under its names in torch and Megatron."""
+    # Megatron's adam decouples the weight decay, as AdamW does; torch's Adam does not.
+    known = ("AdamW", "adam") if is_megatron(keys) else ("AdamW",)
+    for key, name in keys.given.items():
+        if key.endswith(".optim.optimizer") and name not in (None, *known):
+            keys.faults.append(f"{key}={name}: the optimizer is torch's AdamW, with lr, betas and weight_decay")
+
+
+def read_critic_config(keys: Computed) -> None:
+    """Other values for the critic's config.json, which are the policy's."""
+    group = "critic.model.override_config"
+    for name, value in within(keys, group).items():
+        if name == "attn_implementation":
+            keys.notes.append(f"no effect of {group}.{name}: the critic has the policy's attention kernels")
+        elif value:
+            keys.faults.append(
+                f"{group}.{name}={value}: the critic is what its config.json has, with the policy's attention kernels; "
+                "its own weights are trained"
+            )
+
+
 def elsewhere(keys: Computed) -> Iterator[str]:
     """What is of another way to train, to sample or to act than those that are here."""
     name = str(keys.get("config_name", default="")).removesuffix(".yaml")
@@ -112,7 +147,7 @@ def elsewhere(keys: Computed) -> Iterator[str]:
     trains = (keys.get(f"{ACTOR}.strategy"), keys.get("critic.strategy"), keys.get("model_engine"))
     for other in [str(one) for one in trains if one not in (None, "fsdp", "fsdp2", "dp", "megatron")][:1]:
         yield f"{other} (actor_rollout_ref.actor.strategy) {OTHER_ENGINE}"
-    if "megatron" in (*trains, name.partition("_")[2].partition("_")[0]):
+    if is_megatron(keys):
         keys.notes.append(MEGATRON)
     engine = keys.get(f"{ROLLOUT}.name")
     if engine in ("sglang", "trtllm"):
@@ -166,9 +201,10 @@ def read_data(keys: Computed) -> None:
     limits = [name for name in keys.given if name.endswith(".max_model_len")]
     room = min((keys.given[name] for name in limits if keys.given[name] is not None), default=None)
     if room is not None and room < longest:
-        keys.faults.append(
-            f"{ROLLOUT}.max_model_len={room} would cut responses: prompt and response may have {longest} tokens; raise "
-            "it, or lower data.max_prompt_length or data.max_response_length"
+        keys.put("agent.max_tokens", room, limits[0])
+        keys.notes.append(
+            f"{ROLLOUT}.max_model_len={room}: a prompt and its response have at most so many tokens together, less "
+            f"than data.max_prompt_length + data.max_response_length = {longest}"
         )
 
 
@@ -237,6 +273,8 @@ def read_models(keys: Computed) -> None:
         offloads.append(keys.get(f"{owner}.optim.override_optimizer_config.optimizer_cpu_offload"))
         if any(offload is not None for offload in offloads):
             keys.put(f"{group}.adam_offload", any(offloads), f"{prefixes[0]}.param_offload")
+    if not keys.option("train.lora_rank", 0) and keys.option("train.lora_alpha") == 0:
+        keys.put("train.lora_alpha", 16.0)  # there are no adapters
     if rank := keys.get("actor_rollout_ref.model.lora.rank"):
         keys.put("train.lora_rank", rank, "actor_rollout_ref.model.lora.rank")
     adapters = ("actor_rollout_ref.model.lora_adapter_path", "actor_rollout_ref.model.lora.adapter_path")
@@ -424,5 +462,31 @@ def plain_arguments(arguments: Sequence[str]) -> list[str]:
     return plain
 
 
-_TABLE = TableAdapter.load(Path(__file__).with_name("verl.yaml"), compute=compute)
+class VerlAdapter(TableAdapter):
+    """The table, with the keys that a user's Dataset class reads."""
+
+    def translate(self, written: Iterable[WrittenOption]) -> Translation:
+        """See `Adapter.translate`. Beside `data.custom_cls` all of `data` is the config of that class."""
+        options = list(written)
+        last = {option.name: option.value for option in options}
+        if as_text(last.get("data.custom_cls.path")) in UNSET:
+            return super().translate(options)
+        given, arguments = list[WrittenOption](), list[WrittenOption]()
+        refused = [name for name in self.refused if name.startswith("data.")]
+        for option in options:
+            group, _, key = option.name.partition(".")
+            if group != "data" or option.name in NOT_OF_CLASS or key.startswith("class_"):
+                given.append(option)
+                continue
+            arguments.append(replace(option, name=f"data.class_arguments.{key}"))
+            is_ours = self._target_of(option.name) is not None or option.name in self.computed
+            if is_ours or any(fnmatch.fnmatchcase(option.name, name) for name in refused):
+                given.append(option)
+        result = super().translate(given)
+        for option in arguments:
+            result.add(option, option.name.replace(".class_arguments.", "."))
+        return result
+
+
+_TABLE = VerlAdapter.load(Path(__file__).with_name("verl.yaml"), compute=compute)
 VERL = replace(_TABLE, options={**RLOptions.ADAPTER.options, **_TABLE.options})

@@ -24,14 +24,16 @@ from training.options.rollout_options import RolloutOptions
 from training.options.schema import active_when, errors_of, limit_note
 
 from .adapter import VERL
-from .agent_keys import SINGLE_TURN, TOOL_AGENT, TOOLS
+from .agent_keys import LOOP_AGENT, SINGLE_TURN, TOOL_AGENT, TOOLS
 from .resource_pool import PoolOptions
 
 Compared = Literal["grpo", "grpo_passk", "reinforce_plus_plus_baseline", "rloo", "opo", "gpg", "gdpo"]
 """Estimators that compare the responses to one prompt with each other."""
 Estimator = Literal[Compared, "gae", "reinforce_plus_plus", "remax", "optimal_token_baseline"]
 ROW_FORMAT = ("row format", "verl")
-"""Plug-in that reads the rows."""
+"""Plug-in that reads the rows of files."""
+CLASS_ROWS = ("row format", "verl class")
+"""Plug-in that reads the rows of a user's Dataset class."""
 LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric", "seq_max": "max"}
 """Over what `rejection` measures."""
 
@@ -198,6 +200,13 @@ class RowOptions(DataOptions):
     max_prompt_tokens: Count = 512
     epochs: Count = 30
     overlong: Literal["leave_out", "error", "left", "right", "middle"] = "error"
+    class_path: str | None = None
+    """Python file with a Dataset class of your own, or `pkg://` and a module; its rows are trained on. It is made of
+    the files of `path`, the tokenizer and the keys of `data`. Default: rows are read from the files."""
+    class_name: str = active_when("", class_path=True)
+    """The class in it."""
+    class_arguments: dict[str, Any] = field(default_factory=dict)
+    """Further keys of the config that the class gets."""
 
     @property
     def used_columns(self) -> list[str]:
@@ -214,6 +223,21 @@ class RowOptions(DataOptions):
             value = getattr(self, option.name)
             if option.name in idle and value != option.default:
                 yield f"data.{option.name}={value}: rows are verl's, whose fields have that; leave it out"
+        if self.class_path and not self.class_name:
+            yield f"data.class_path={self.class_path} without data.class_name; set that too"
+
+    def class_config(self) -> dict[str, Any]:
+        """The config that a Dataset class gets, in verl's keys."""
+        return {
+            "prompt_key": self.prompt_key,
+            "reward_fn_key": self.source_key,
+            "max_prompt_length": self.max_prompt_tokens,
+            "truncation": "error" if self.overlong == "leave_out" else self.overlong,
+            "filter_overlong_prompts": self.overlong == "leave_out",
+            "shuffle": self.shuffle,
+            "custom_cls": {"path": self.class_path, "name": self.class_name},
+            **self.class_arguments,
+        }
 
 
 @dataclass(kw_only=True)
@@ -432,44 +456,67 @@ class VerlPPOConfig(PPORunOptions):
         return self.agent.func_path == str(TOOL_AGENT)
 
     @property
+    def has_verl_loops(self) -> bool:
+        """Whether episodes are run by a user's own agent loops."""
+        return self.agent.func_path == str(LOOP_AGENT)
+
+    @property
     def tool_files(self) -> tuple[str, str]:
         """The file of verl's tools, and the Python file of functions that are tools; "" where there is none."""
         arguments = self.agent.arguments
         return str(arguments.get("tool_config_path", "")), str(arguments.get("function_tool_path", ""))
+
+    def class_config(self) -> dict[str, Any]:
+        """The config that a user's Dataset class gets, in verl's keys."""
+        return {
+            "max_response_length": self.rollout.max_new_tokens,
+            "train_batch_size": self.prompts_per_step,
+            "seed": self.seed,
+            "tokenizer": self.model.tokenizer_path,
+            "apply_chat_template_kwargs": self.model.template_arguments,
+            **self.data.class_config(),
+        }
 
     def rows(self, heldout: bool = False, notes: list[str] | None = None) -> list[dict[str, Any]]:
         """The rows to train on, or the held-out ones, of which there may be none; with `extra_info` where they have it.
         Held-out ones are the same for every seed, so that runs compare. `notes` gets how many max_samples leaves out.
         """
         path = self.evaluation.path if heldout else self.data.path
+        files = [str(Path(name.strip()).expanduser()) for name in (path or "").split(",") if name]
         own_agent = self.agent.func_path is not None and not self.has_verl_agent
-        rows = load(*ROW_FORMAT)(
-            [str(Path(name.strip()).expanduser()) for name in (path or "").split(",") if name],
-            prompt_key=self.data.prompt_key,
-            source_key=self.data.source_key,
+        form = {
+            "prompt_key": self.data.prompt_key,
+            "source_key": self.data.source_key,
             # A reward model reads the responses alone, and an agent's environment has rewards of its own.
             # A function of the user's own may need none either.
-            needs_truth=not (self.reward.model_path or self.agent.gives_rewards or self.reward.source),
-            agents=None if own_agent else [TOOLS if self.has_verl_agent else SINGLE_TURN],
-            heldout=heldout,
-            max_rows=self.evaluation.max_samples if heldout else self.data.max_samples,
-            draw=self.data.shuffle and not heldout,
-            seed=0 if heldout else self.seed,
-            note=limit_note(notes, "evaluation.max_samples" if heldout else "data.max_samples"),
-            ignored=column_names(self.data.ignored_columns),
-        )
-        if not self.has_verl_agent:
-            return rows
-        from agents.verl_tools import tool_schemas
+            "needs_truth": not (self.reward.model_path or self.agent.gives_rewards or self.reward.source),
+            "agents": None if own_agent else [TOOLS if self.has_verl_agent else SINGLE_TURN],
+            "ignored": column_names(self.data.ignored_columns),
+            "kept": ("agent_name",) if self.has_verl_loops else (),
+            "max_rows": self.evaluation.max_samples if heldout else self.data.max_samples,
+            "draw": self.data.shuffle and not heldout,
+            "seed": 0 if heldout else self.seed,
+            "note": limit_note(notes, "evaluation.max_samples" if heldout else "data.max_samples"),
+        }
+        if self.data.class_path and files:
+            from training.launch.inputs import data_tokenizer
 
-        if self.agent.arguments.get("interaction_config_path"):
-            # An interaction reads the conversation from its first message on.
+            source = (self.data.class_path, self.data.class_name)
+            rows = load(*CLASS_ROWS)(*source, files, data_tokenizer(self.model), self.class_config(), **form)
+        else:
+            rows = load(*ROW_FORMAT)(files, heldout=heldout, **form)
+        if self.has_verl_loops or self.agent.arguments.get("interaction_config_path"):
+            # Loops and interactions read the conversation from its first message on.
             rows = [
                 {**row, "extra_info": {**(row.get("extra_info") or {}), "raw_prompt": row["input"]}}
                 if isinstance(row["input"], list)
                 else row
                 for row in rows
             ]
+        if not self.has_verl_agent:
+            return rows
+        from agents.verl_tools import tool_schemas
+
         schemas = tool_schemas(*self.tool_files) if any(self.tool_files) else []
         return [{**row, "tools": schemas} for row in rows] if schemas else rows
 

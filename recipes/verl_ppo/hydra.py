@@ -7,6 +7,9 @@ from typing import Any
 
 import yaml
 
+SHORT = {"-cp": "--config-path", "-cd": "--config-dir", "-cn": "--config-name"}
+"""Hydra's short options."""
+
 
 @cache
 def presets() -> Mapping[str, Mapping[str, Any]]:
@@ -27,11 +30,12 @@ def with_config_file(arguments: Sequence[str]) -> list[str]:
     """Name a Hydra configuration by its file, where that is there: --config FILE. For one that verl ships, and that is
     not there, put its settings before all others.
     """
+    arguments = [SHORT.get(word, word) for word in arguments]
     words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--config-") else [word])]
     options = ("--config-path", "--config-dir", "--config-name")
     places = {name: words.index(name) for name in options if name in words[:-1]}
     if "--config-name" not in places:
-        return list(arguments)
+        return arguments
     folder = next((words[place + 1] for name, place in places.items() if name != "--config-name"), None)
     name = words[places["--config-name"] + 1]
     file = Path(folder or "") / f"{name.removesuffix('.yaml')}.yaml"

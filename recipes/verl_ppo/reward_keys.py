@@ -8,9 +8,16 @@ MANAGERS = ("naive", "batch", "dapo", "prime", "limited", "remote", "gdpo")
 FUNCTIONS = "functions run at the same time in reward.workers processes of their own, each with a deadline"
 
 
+def named_models(keys: Computed) -> list[str]:
+    """Return the keys of reward models with names of their own, `reward_model.reward_models.NAME`, as before 0.7."""
+    parts = [key.split(".") for key in keys.given if key.startswith("reward_model.reward_models.")]
+    return sorted({".".join(part[:3]) for part in parts})
+
+
 def asks_served_model(keys: Computed) -> bool:
     """Whether the user's function alone gives the reward, and asks the reward model, as since verl 0.7."""
     since_0_7 = keys.name("reward.reward_model.enable", "reward_model.rollout.name", "reward.reward_model.rollout.name")
+    since_0_7 = since_0_7 or named_models(keys)
     is_enabled = keys.get("reward_model.enable", "reward.reward_model.enable")
     return bool(since_0_7 and is_enabled and keys.option("reward.source"))
 
@@ -31,7 +38,9 @@ def read_reward(keys: Computed) -> None:
         if not model:
             keys.faults.append("reward_model.enable=true without reward_model.model.path; set that too")
     name = "reward_model.reward_manager"
-    manager = keys.get(name, "reward.reward_manager.name", "reward_manager.name", default="naive")
+    models = named_models(keys)
+    of_models = [f"{model}.reward_manager" for model in models]
+    manager = keys.get(name, "reward.reward_manager.name", "reward_manager.name", *of_models, default="naive")
     if manager not in MANAGERS:
         keys.faults.append(
             f"{name}={manager} is not here; use naive, batch or dapo, and compute in the function of "
@@ -41,7 +50,8 @@ def read_reward(keys: Computed) -> None:
         keys.put("reward.whole_batches", True, name)
     elif manager not in ("naive", "dapo"):
         keys.notes.append(f"{name}={manager} is naive: {FUNCTIONS}")
-    given = within(keys, "reward_model.reward_kwargs", "reward.reward_kwargs")
+    kwargs = [f"{model}.reward_kwargs" for model in models]
+    given = within(keys, "reward_model.reward_kwargs", "reward.reward_kwargs", *kwargs)
     longest, response = given.pop("max_resp_len", None), keys.option("rollout.max_new_tokens", 512)
     buffer = {name.removeprefix("overlong_buffer_cfg."): value for name, value in given.items()}
     buffer |= within(keys, "reward_model.overlong_buffer", "custom_reward_function.overlong_buffer")

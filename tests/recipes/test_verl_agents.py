@@ -132,7 +132,7 @@ def test_files_of_interactions_and_functions_are_an_agent(tmp_path: Path) -> Non
     assert read.has_verl_agent
     assert read.agent.arguments == {"function_tool_path": str(functions), "interaction_config_path": interactions}
     assert (read.agent.max_turns, read.agent.rewarded_by) == (4, "reward")
-    with pytest.raises(ConfigError, match=says("custom_agent_loop_loader=a.b", "agent_func_path")):
+    with pytest.raises(ConfigError, match=says("custom_agent_loop_loader=a.b", "agent_loop_config_path")):
         load_config(
             VerlPPOConfig,
             plain_arguments([*SMALL, "actor_rollout_ref.rollout.agent.custom_agent_loop_loader=a.b"]),

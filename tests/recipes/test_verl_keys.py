@@ -252,3 +252,109 @@ def test_a_function_beside_a_served_reward_model_gives_the_reward_alone(group: s
 def test_what_other_recipes_train_with_is_refused_with_what_to_use(key: str, facts: list[str]) -> None:
     with pytest.raises(ConfigError, match=says(*facts)):
         small(key)
+
+
+def test_keys_of_data_are_the_config_of_a_dataset_class_and_those_of_the_recipe_hold_too(tmp_path: Path) -> None:
+    keys = ["data.custom_cls.path=own.py", "data.custom_cls.name=Own", "+data.strategy=x", "+data.own.depth=3"]
+    own = small(*keys, "data.max_prompt_length=99", "data.return_raw_chat=true", "data.prompt_key=question")
+    config = own.class_config()
+    assert (own.data.class_path, own.data.class_name, own.data.max_prompt_tokens) == ("own.py", "Own", 99)
+    assert (config["strategy"], config["own"], config["return_raw_chat"]) == ("x", {"depth": 3}, True)
+    assert (config["max_prompt_length"], config["prompt_key"], config["truncation"]) == (99, "question", "error")
+    (tmp_path / "c.yaml").write_text("data: {custom_cls: {path: own.py, name: Own}, own: {depth: 4}, image_key: null}")
+    assert small(f"--config={tmp_path}/c.yaml").class_config()["own"] == {"depth": 4}
+    with pytest.raises(ConfigError, match=says("unknown option", "data.own.depth")):
+        small("+data.own.depth=3")
+    with pytest.raises(ConfigError, match=says("data.sampler.class_path")):
+        small(*keys, "data.sampler.class_path=s.py")
+
+
+def test_rows_of_a_dataset_class_are_trained_on(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "class Own:\n"
+        "    def __init__(self, data_files, tokenizer, config, processor=None):\n"
+        "        self.text = f'{config.greeting} {len(data_files)}'\n"
+        "    def __len__(self):\n"
+        "        return 4\n"
+        "    def __getitem__(self, item):\n"
+        "        return {'raw_prompt': [{'role': 'user', 'content': self.text}], 'data_source': 's',\n"
+        "                'reward_model': {'ground_truth': item}}\n"
+    )
+    keys = [f"data.custom_cls.path={tmp_path}/own.py", "data.custom_cls.name=Own", "+data.greeting=hi"]
+    rows = small(*keys, "data.train_files=[a.parquet,b.parquet]", "data.train_max_samples=3").rows()
+    assert [row["input"] for row in rows] == [[{"role": "user", "content": "hi 2"}]] * 3
+    assert {row["datasource"] for row in rows} == {"s"}
+
+
+def test_agent_loops_of_a_file_run_the_episodes_with_the_limits_of_the_command(tmp_path: Path) -> None:
+    rollout = "actor_rollout_ref.rollout"
+    keys = [f"{rollout}.agent.agent_loop_config_path={tmp_path}/loops.yaml", f"{rollout}.multi_turn.max_user_turns=4"]
+    (tmp_path / "rows.jsonl").write_text(
+        '{"prompt": [{"role": "user", "content": "a"}], "agent_name": "mine", "data_source": "s", "reward_model": '
+        '{"ground_truth": "1"}}'
+    )
+    own = small(*keys, f"{rollout}.agent.default_agent_loop=mine", f"data.train_files={tmp_path}/rows.jsonl")
+    assert (own.has_verl_loops, own.agent.rewarded_by, own.agent.max_tokens) == (True, "reward", 1024)
+    arguments = own.agent.arguments
+    assert (arguments["path"], arguments["default"]) == (f"{tmp_path}/loops.yaml", "mine")
+    policy = arguments["config"]["actor_rollout_ref"]["rollout"]
+    assert (policy["response_length"], policy["multi_turn"]["max_user_turns"]) == (512, 4)
+    (row,) = own.rows()
+    assert row["extra_info"] == {"agent_name": "mine", "raw_prompt": row["input"]}
+    assert small(*keys, "agent.rewarded_by=environment").agent.gives_rewards
+    # Beside an agent of the user's own, or verl's tools, the file has no effect.
+    line = CommandLine(VerlPPOConfig, [*SMALL, *keys, "agent.func_path=env:guess"])
+    assert not line.config().has_verl_loops
+    assert any(re.search(says("no effect", "agent_loop_config_path"), note) for note in line.notes)
+
+
+def test_max_model_len_limits_prompt_and_response_together() -> None:
+    key = "actor_rollout_ref.rollout.max_model_len"
+    line = CommandLine(VerlPPOConfig, [*SMALL, f"{key}=600"])
+    assert line.config().agent.max_tokens == 600
+    assert any(re.search(says("max_model_len=600", "together", 1024), note) for note in line.notes)
+    assert small(f"{key}=2000").agent.max_tokens is None
+
+
+def test_megatrons_adam_is_adamw_and_torchs_adam_is_refused() -> None:
+    key = "actor_rollout_ref.actor.optim.optimizer"
+    assert small(f"{key}=adam", "model_engine=megatron").train == small("model_engine=megatron").train
+    assert small(f"{key}=AdamW").train == small().train
+    for engine, name in (([], "adam"), (["model_engine=megatron"], "sgd")):
+        with pytest.raises(ConfigError, match=says(f"{key}={name}", "AdamW")):
+            small(*engine, f"{key}={name}")
+    assert small("actor_rollout_ref.actor.optim.lr_decay_style=linear").train.lr_scheduler == "linear"
+
+
+def test_the_default_alpha_of_no_adapters_may_be_zero() -> None:
+    assert small("actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.model.lora_alpha=0").train.lora_rank == 0
+    with pytest.raises(ConfigError, match=says("lora_alpha")):
+        small("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=0")
+
+
+def test_attention_kernels_of_the_critic_are_the_policys() -> None:
+    line = CommandLine(VerlPPOConfig, [*SMALL, "critic.model.override_config.attn_implementation=sdpa"])
+    line.config()
+    assert any(re.search(says("no effect", "attn_implementation", "critic"), note) for note in line.notes)
+
+
+@pytest.mark.parametrize(
+    "short", [["-cn", "ppo_megatron_trainer"], ["-cp", "config", "-cn", "ppo_megatron_trainer.yaml"]]
+)
+def test_hydras_short_options_are_read(short: list[str]) -> None:
+    line = CommandLine(VerlPPOConfig, plain_arguments([*short, *SMALL]))
+    line.config()
+    assert any("megatron is torch's fully_shard" in note for note in line.notes)
+
+
+def test_a_named_reward_model_beside_a_function_is_served_apart_and_its_penalty_holds(tmp_path: Path) -> None:
+    (tmp_path / "score.py").write_text("def compute_score(data_source, solution_str, **_):\n    return 0.0\n")
+    model = "reward_model.reward_models.judge"
+    keys = ["reward_model.enable=true", f"{model}.model.path=judge", f"{model}.rollout.name=vllm", f"{model}.nnodes=2"]
+    keys += [f"{model}.reward_manager=dapo", f"+{model}.reward_kwargs.max_resp_len=512"]
+    keys += [f"+{model}.reward_kwargs.overlong_buffer_cfg.{name}" for name in ("enable=true", "len=64")]
+    keys += [f"custom_reward_function.path={tmp_path}/score.py"]
+    line = CommandLine(VerlPPOConfig, plain_arguments([*SMALL, *keys]))
+    own = line.config()
+    assert (own.reward.model_path, own.algorithm.overlong_buffer) == ("", 64)
+    assert any(re.search(says("no effect of reward_model", "vllm serve"), note) for note in line.notes)

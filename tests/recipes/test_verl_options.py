@@ -324,9 +324,13 @@ def test_every_key_that_is_not_taken_says_why_and_every_option_that_one_stands_f
         ("trainer.default_hdfs_dir=hdfs://a", ["default_hdfs_dir", "trainer.default_local_dir"]),
         ("+actor_rollout_ref.rollout.engine_kwargs.vllm.dtype=half", ["rollout.engine_kwargs"]),
         (f"{A}.optim.optimizer=Adafactor", [f"{A}.optim.optimizer", "AdamW"]),
-        ("data.custom_cls.path=a.py", ["data.custom_cls.path", "scripts/data_preprocess"]),
+        ("data.custom_cls.path=a.py", ["data.custom_cls.path", "data.custom_cls.name"]),
+        ("data.sampler.class_path=a.py", ["data.sampler.class_path", "scripts/data_preprocess"]),
+        (f"{R}.agent.default_agent_loop=mine", ["default_agent_loop=mine", "agent_loop_config_path"]),
+        (f"{R}.agent.custom_agent_loop_loader=a.b", ["custom_agent_loop_loader=a.b", "_target_"]),
+        ("critic.model.override_config.attention_dropout=0.1", ["attention_dropout=0.1", "config.json"]),
+        (f"{A}.megatron.dtype=float16", ["model_dtype", "fp16"]),
         (f"{A}.no_such_key=1", [f"'{A}.no_such_key'"]),
-        (f"{R}.max_model_len=600", ["max_model_len=600", 1024]),
     ],
 )
 def test_a_key_that_is_not_taken_says_what_to_use(argument: str, facts: list[object]) -> None:
