@@ -13,10 +13,11 @@ import importlib.util
 import logging
 import math
 import os
+import pickle
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,13 @@ from components.generate.config import SamplingConfig
 from components.generate.engine import Completions, limits
 from components.generate.sampling import request_seeds
 from components.models.device import compute_device
+from components.models.disk.checkpoint_layout import meta_model
+from components.registry import find, module_of
 from components.train.memory_sizes import CONTEXT_BYTES
+from components.weights.publisher import WeightHandle
 from plugins.vllm.adapters import adapter_arguments
-from plugins.vllm.config import VLLMRolloutConfig, head_fault
+from plugins.vllm.config import VLLMRolloutConfig, load_fault
 
-RECEIVER = "plugins.vllm.worker.WeightReceiver"
 BINDING, OUR_BINDING = "VLLM_CPU_OMP_THREADS_BIND", "TROUPE_VLLM_THREADS_BIND"
 """Which cores vLLM takes, and what we have set that to."""
 BATCHED_TOKENS = 16384
@@ -104,14 +107,18 @@ def engine_arguments(model_path: str | Path, config: VLLMRolloutConfig, on_gpu: 
         "distributed_executor_backend": "mp" if config.tensor_parallel_size > 1 else None,
         # Those of the distribution that was drawn from: at the temperature.
         "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": RECEIVER,
+        "worker_extension_cls": f"{module_of('vllm receiver', 'weights')}.WeightReceiver",
         "skip_tokenizer_init": True,
         "use_tqdm_on_load": False,
         "disable_log_stats": True,
         "seed": 0,
         **adapter_arguments(config.lora_rank),
     }
-    if torch.cuda.is_available() if on_gpu is None else on_gpu:
+    on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
+    # VLLM would say it at the first prompt, or never.
+    if fault := load_fault(model_config(model_path), on_gpu):
+        raise ValueError(f"{model_path} cannot be sampled from: {fault}; choose the engine hf")
+    if on_gpu:
         asked, parts = config.gpu_memory_utilization, config.tensor_parallel_size
         return arguments | {
             "max_num_batched_tokens": max(BATCHED_TOKENS, config.max_num_seqs),
@@ -119,9 +126,6 @@ def engine_arguments(model_path: str | Path, config: VLLMRolloutConfig, on_gpu: 
             "gpu_memory_utilization": free_share(asked, lambda: gpu_memory(parts)),
             "enable_sleep_mode": config.enable_sleep,
         }
-    fault = head_fault(Path(model_path))
-    if fault:  # which vLLM would say at the first prompt
-        raise ValueError(f"{model_path} cannot be sampled from: {fault}; choose the engine hf")
     return arguments | {
         # Without chunks the longest prompt is read as a whole.
         "max_num_batched_tokens": max(BATCHED_TOKENS, length or 0, config.max_num_seqs),
@@ -188,26 +192,23 @@ def memory_by_uuid(shown: str) -> dict[str, tuple[int, int]]:
     return {name.removeprefix("GPU-"): (int(free) * 2**20, int(total) * 2**20) for name, free, total in known}
 
 
-def positions_of(model_path: str | Path, config: VLLMRolloutConfig) -> int | None:
-    """Tokens of prompt and completion together: as asked for, and no more than the model has positions for."""
+def model_config(model_path: str | Path) -> dict[str, Any]:
+    """Return the configuration of the language model in a folder or on the hub."""
     from transformers import AutoConfig
 
-    text = AutoConfig.from_pretrained(model_path).get_text_config()
-    known: int | None = getattr(text, "max_position_embeddings", None)
+    return AutoConfig.from_pretrained(model_path).get_text_config().to_dict()
+
+
+def positions_of(model_path: str | Path, config: VLLMRolloutConfig) -> int | None:
+    """Tokens of prompt and completion together: as asked for, and no more than the model has positions for."""
+    known: int | None = model_config(model_path).get("max_position_embeddings")
     asked = config.max_model_len
     return min(known, asked) if known and asked else known or asked
 
 
-@lru_cache(maxsize=4)
 def parameters_of(model_path: str | Path) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """As `RolloutEngine._parameters`, of the model as transformers has it; no weight is read. To be asked late: making
-    the model takes a third of an engine's start.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
-    named = model.named_parameters(remove_duplicate=False)
+    """Return the parameters of the model as transformers has it; see `RolloutEngine._parameters`."""
+    named = meta_model(str(model_path)).named_parameters(remove_duplicate=False)
     return {name: (id(tensor), tuple(tensor.shape)) for name, tensor in named}
 
 
@@ -244,6 +245,36 @@ def sampling_parameters(
         logprobs=0,
         detokenize=False,
     )
+
+
+def scoring_parameters() -> Any:
+    """Return vLLM's `SamplingParams` of a request for the log-probabilities of its prompt."""
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+
+
+def prompt_scores(output: Any) -> list[float]:
+    """Log-probability of each token but the first of the prompt of a `RequestOutput`."""
+    tokens = output.prompt_token_ids[1:]
+    return [entry[token].logprob for token, entry in zip(tokens, output.prompt_logprobs[1:], strict=True)]
+
+
+def scored_rows(handle: WeightHandle, positions: int | None) -> list[list[int]]:
+    """Return the sequences of a version's probe, of which an engine with few positions takes the first tokens."""
+    # One token is drawn after the sequence, though it is not used.
+    return [row[: (positions or len(row) + 1) - 1] for row in handle.probe.tokens]
+
+
+def sent_bytes(handle: WeightHandle) -> bytes:
+    """Pickle a handle for vLLM's processes, which accept no objects of ours. They need no probe."""
+    return pickle.dumps(replace(handle, probe=None))
+
+
+def open_check(config: VLLMRolloutConfig) -> Any:
+    """Return the check of an engine, or None where there is none."""
+    kind = find("engine check", config.NAME) if config.check_every else None
+    return kind and kind(config.check_every, config.dtype)
 
 
 def requests(prompts: Batch, sampling: SamplingConfig, end_tokens: Sequence[int] = ()) -> tuple[list[Any], list[Any]]:
