@@ -98,6 +98,8 @@ class EngineCheck:
             if all(group in mark for mark in marks)
         }
         if not actual:
-            return "The layers could not be compared, as they run in compiled graphs; rollout.enforce_eager=true allows it"
+            return (
+                "The layers could not be compared, as they run in compiled graphs; rollout.enforce_eager=true allows it"
+            )
         place = first_difference(probe.marks, actual, MARK_LIMITS[self._dtype])
         return f"The first group of layers that differs: {place or 'the output layer (head)'}"

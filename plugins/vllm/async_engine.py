@@ -194,10 +194,8 @@ class AsyncVLLMEngine(AsyncEngine):
         """Log-probability of each token but the first."""
         prompt = {"prompt_token_ids": tokens}
         request_id = f"check-{next(self._ids)}"
-        last: Any = None
-        async for last in self._llm.generate(prompt, scoring_parameters(), request_id, lora_request=self._adapters):
-            pass
-        return prompt_scores(last)
+        outputs = self._llm.generate(prompt, scoring_parameters(), request_id, lora_request=self._adapters)
+        return prompt_scores([output async for output in outputs][-1])
 
     async def gpu_memory(self) -> dict[str, float]:
         return (await self._llm.collective_rpc("gpu_memory"))[0]

@@ -2,7 +2,7 @@
 torch or vLLM.
 
 tests/plugins/vllm/test_families.py holds the tables. It compares log-probabilities of engine and trainer as loaded and
-after two changes of every parameter. Dense families that pass are not listed: vLLM loads all of them by transformers' names.
+after two changes of every parameter. Dense families that pass are not listed: vLLM loads them by transformers' names.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ LAYOUTS = {
     **dict.fromkeys(("ernie4_5_moe", "llama4_text", "mixtral"), "checkpoint"),
     "gpt_oss": "experts",
 }
-"""Layout of the weights that vLLM's loader takes. "trainer": all experts of a layer in one tensor, as transformers holds
-them, where the loader takes that too: fewer tensors, and no copy. "checkpoint": as `save_pretrained` writes them.
+"""Layout of the weights that vLLM's loader takes. "trainer": all experts of a layer in one tensor, as transformers
+holds them, where the loader takes that too: fewer tensors, and no copy. "checkpoint": as `save_pretrained` writes them.
 "experts": tensors of single experts, cut from transformers'."""
 PAST_LOADER = ("bailing_moe_v3", "dbrx", "mimo_v2_flash", "minicpm", "minimax_m2", "openpangu", "pangu_ultra_moe")
 """Families whose loader writes past `weight_loader`, so that a reload may drop weights."""

@@ -1,7 +1,7 @@
 """Names and shapes of a model's weights in the files that `save_pretrained` writes.
 
-Transformers renames, joins and splits some weights when it loads a model: it holds all experts of a layer in one tensor,
-where the files have one tensor per expert. Other libraries, and older versions, read the layout of the files.
+Transformers renames, joins and splits some weights when it loads a model. It holds all experts of a layer in one
+tensor, where the files have one tensor per expert. Other libraries, and older versions, read the layout of the files.
 """
 
 from __future__ import annotations

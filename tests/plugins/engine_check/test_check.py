@@ -117,7 +117,7 @@ def trainer(model: Path) -> TrainEngine:
 
 
 @pytest.fixture(scope="module")
-def engine(model: Path, trainer: TrainEngine) -> Iterator[Any]:  # noqa: ARG001 - vLLM starts after it
+def engine(model: Path, trainer: TrainEngine) -> Iterator[Any]:
     from plugins.vllm.config import VLLMRolloutConfig
     from plugins.vllm.engine import VLLMRolloutEngine
 
@@ -140,7 +140,7 @@ def publish(trainer: TrainEngine, tmp_path: Path, engine: Any) -> Callable[[], W
     return publish
 
 
-def swap_experts(old: dict[str, Tensor], new: dict[str, Tensor]) -> None:  # noqa: ARG001
+def swap_experts(old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
     weight = new["model.layers.1.mlp.experts.routed_experts.w13_weight"]
     weight.copy_(weight[[1, 0, *range(2, len(weight))]].clone())
 
@@ -150,9 +150,7 @@ def keep_bias(old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
 
 
 def keep_norm(old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
-    new["model.layers.1.post_attention_layernorm.weight"].copy_(
-        old["model.layers.1.post_attention_layernorm.weight"]
-    )
+    new["model.layers.1.post_attention_layernorm.weight"].copy_(old["model.layers.1.post_attention_layernorm.weight"])
 
 
 def keep_final_norm(old: dict[str, Tensor], new: dict[str, Tensor]) -> None:

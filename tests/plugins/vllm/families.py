@@ -28,8 +28,14 @@ _SIZES: dict[str, Any] = {
 }
 _ROUTED: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _GROUPED: dict[str, Any] = {
-    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1},
-    **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5},
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
 }
 MIXTURES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**_ROUTED, "shared_expert_intermediate_size": 64, "decoder_sparse_step": 1},
@@ -38,22 +44,35 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2, "intermediate_size": 32},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32},
     "granitemoeshared": {
-        **{"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32},
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 32,
         "shared_intermediate_size": 64,
     },
     "glm4_moe": _GROUPED,
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "ernie4_5_moe": {
-        **{"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 1},
-        **{"moe_layer_start_index": 1, "moe_layer_end_index": 1, "moe_layer_interval": 1},
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 32,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": 1,
+        "moe_layer_interval": 1,
     },
     "gpt_oss": {
-        **{"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64, "sliding_window": 16},
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 64,
+        "sliding_window": 16,
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "llama4_text": {
-        **{"num_local_experts": 4, "num_experts_per_tok": 1},
-        **{"intermediate_size": 32, "intermediate_size_mlp": 64, "interleave_moe_layer_step": 1},
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "intermediate_size": 32,
+        "intermediate_size_mlp": 64,
+        "interleave_moe_layer_step": 1,
     },
 }
 DENSE: dict[str, dict[str, Any]] = {
@@ -65,7 +84,8 @@ DENSE: dict[str, dict[str, Any]] = {
     "gemma": {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True},
     "gemma2": {"query_pre_attn_scalar": 32, "tie_word_embeddings": True},
     "gemma3_text": {
-        **{"query_pre_attn_scalar": 32, "tie_word_embeddings": True},
+        "query_pre_attn_scalar": 32,
+        "tie_word_embeddings": True,
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "phi3": {"sliding_window": None},
@@ -83,7 +103,9 @@ DENSE: dict[str, dict[str, Any]] = {
 def write_family(family: str, folder: Path) -> Path:
     """Write a random model of the family, with weights so large that every one shows in its log-probabilities."""
     sizes = _SIZES | (MIXTURES | DENSE)[family]
-    config = AutoConfig.for_model(family.removesuffix("_tied").removesuffix("_padded"), **({"tie_word_embeddings": False} | sizes))
+    config = AutoConfig.for_model(
+        family.removesuffix("_tied").removesuffix("_padded"), **({"tie_word_embeddings": False} | sizes)
+    )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
