@@ -16,8 +16,9 @@ from components.batch import Batch
 from components.models.device import compute_device, peak_gpu_memory
 from components.models.packing.layout import ComputedTokens, layout_of, members_of
 from components.models.precision import compute_in
+from components.models.routers import find_routers
 from components.process.heartbeat import beat
-from components.registry import load
+from components.registry import find, load
 from components.rl.aggregation import LossOutput, Totals
 from components.rl.masked import sequence_sums
 from components.train.adapters import open_adapters
@@ -60,8 +61,10 @@ class TrainEngine(PartitionedModel):
         torch.manual_seed(config.seed + self.rank // config.tensor)
         self.adapters = open_adapters(model, config)
         self._auxiliary_loss: AuxiliaryLoss | None = None
+        kind = find("auxiliary loss", "router") if find_routers(model).modules else None
         if config.router_aux_loss_coef:
             kind = load("auxiliary loss", "router", "train.router_aux_loss_coef")
+        if kind is not None:
             self._auxiliary_loss = kind(model, config.router_aux_loss_coef)
         compute_in(model, config.precision, self.device)
 

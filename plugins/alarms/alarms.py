@@ -62,6 +62,9 @@ MOST_EQUAL = 0.9
 """Of the responses, to prompts whose responses all earned the same."""
 MOST_TRUNCATED = 0.5
 """Of the responses."""
+MOST_IMBALANCE = 0.9
+"""Imbalance of the experts' loads, 0 to 1, from which on most tokens go to the same experts. Random routers of tiny
+mixtures: up to 0.5."""
 MOST_AT_START = 0.01
 """Nats per token from the reference before the first update, and of the ratio from 1 before a step's: a part of it is
 bfloat16's rounding."""
@@ -269,6 +272,16 @@ ALARMS = (
             "correct the loss for it ({algorithm.correction})",
         ),
         sounds=_differs_from_engine,
+        steps=2,
+    ),
+    Alarm(
+        name="router",
+        watches="actor/router_imbalance",
+        when=f"over {MOST_IMBALANCE}, twice in a row",
+        text="the router sends nearly all tokens to the same experts (imbalance {now:.2f}, {first:.2f} in the first "
+        "step): the other experts are no longer trained",
+        remedies=("weigh the load-balancing loss more ({train.router_aux_loss_coef})", LOWER_RATE),
+        sounds=lambda now, _: now["actor/router_imbalance"] > MOST_IMBALANCE,
         steps=2,
     ),
     Alarm(

@@ -30,12 +30,15 @@ class RouterLoss:
         """
         Args:
             model: policy or value model.
-            coefficient: weight of the loss.
+            coefficient: weight of the loss. 0: only the routers' metrics are added.
         """
         self._routers = find_routers(model)
         self._coefficient = coefficient
         config: Any = getattr(model, "config", None) or getattr(getattr(model, "backbone", None), "config", None)
-        self._top_k = config.get_text_config().num_experts_per_tok if self._routers.modules else 0
+        # With a coefficient of 0 a model whose configuration has another name for it goes without metrics.
+        self._top_k = getattr(config.get_text_config(), "num_experts_per_tok", 0) if self._routers.modules else 0
+        if coefficient and self._routers.modules and not self._top_k:
+            raise ValueError("router_aux_loss_coef: the model's config.json has no num_experts_per_tok; set it to 0")
 
     def added_to(self, loss_fn: LossFunction, minibatch: Batch) -> LossFunction:
         """Return the loss function of an optimizer step with this loss, in which a micro-batch counts by its share of
@@ -45,11 +48,15 @@ class RouterLoss:
         def both(model: nn.Module, micro: Batch, totals: Totals) -> LossOutput:
             with self.watched() as logits:
                 output = loss_fn(model, micro, totals)
-            balance = self.loss(logits, micro, packs(model)) * row_share(micro, minibatch)
-            metrics = output.metrics | {"router_aux_loss": balance.detach()}
-            return LossOutput(output.loss + self._coefficient * balance, metrics)
+            counted_R, share = self._counted(logits, micro, packs(model)), row_share(micro, minibatch)
+            metrics = {name: x * share for name, x in router_metrics(logits, counted_R, self._top_k).items()}
+            if not self._coefficient:
+                return LossOutput(output.loss, output.metrics | metrics)
+            balance = load_balancing_loss(logits, counted_R, self._top_k) * share
+            metrics["router_aux_loss"] = balance.detach()
+            return LossOutput(output.loss + self._coefficient * balance, output.metrics | metrics)
 
-        return both if self._routers.modules else loss_fn
+        return both if self._top_k else loss_fn
 
     @contextmanager
     def watched(self) -> Iterator[list[Tensor]]:
@@ -76,6 +83,10 @@ class RouterLoss:
             micro: the sequences that were computed.
             packed: end to end; otherwise with padding, which is not counted.
         """
+        return load_balancing_loss(logits, self._counted(logits, micro, packed), self._top_k)
+
+    def _counted(self, logits: Sequence[Tensor], micro: Batch, packed: bool) -> Tensor:
+        """[R] float32: 1 for states that count, 0 for padding. See `loss`."""
         rows = logits[0].shape[0]
         counted_R = torch.ones(rows, device=logits[0].device)
         if not packed:
@@ -86,7 +97,7 @@ class RouterLoss:
             unread = int(micro.lengths.max()) - width
             read_B = (micro.lengths.to(column_T.device) - unread).clamp(min=0)
             counted_R = (column_T < read_B.unsqueeze(1)).flatten().float()
-        return load_balancing_loss(logits, counted_R, self._top_k)
+        return counted_R
 
 
 def row_share(micro: Batch, minibatch: Batch) -> float:
@@ -97,6 +108,36 @@ def row_share(micro: Batch, minibatch: Batch) -> float:
     """
     rows = minibatch.num_tokens - len(minibatch)
     return (micro.num_tokens - len(micro)) / max(1, rows)
+
+
+@torch.no_grad()
+def router_metrics(logits: Sequence[Tensor], counted_R: Tensor, top_k: int) -> dict[str, Tensor]:
+    """Return metrics of the routers of a micro-batch, each the mean over the layers.
+
+    Args:
+        logits: [R, E] of each layer.
+        counted_R: 1 for what counts, 0 for padding.
+        top_k: experts of a token.
+
+    Returns:
+        router_load_max: assignments of the busiest expert relative to equal shares; 1 to E / K.
+        router_load_min: the same of the idlest expert; 1 to 0.
+        router_imbalance: 0 where all experts have equal shares, 1 where all tokens go to the same K.
+        router_logsumexp: logarithm of the sum of the exponentials of a token's logits, which grows with the logits.
+    """
+    experts = logits[0].shape[-1]
+    rows = counted_R.sum().clamp(min=1)
+    sums = counted_R.new_zeros(4)
+    for logits_RE in logits:
+        chosen_RK = logits_RE.topk(top_k, dim=-1).indices
+        assigned_E = counted_R.new_zeros(experts)
+        assigned_E.index_add_(0, chosen_RK.flatten(), counted_R.repeat_interleave(top_k))
+        load_E = assigned_E * experts / (rows * top_k)
+        logsumexp_R = logits_RE.float().logsumexp(-1)
+        imbalance = (load_E.max() - 1) / max(experts / top_k - 1, 1e-6)
+        sums += torch.stack([load_E.max(), load_E.min(), imbalance, (logsumexp_R * counted_R).sum() / rows])
+    names = ("router_load_max", "router_load_min", "router_imbalance", "router_logsumexp")
+    return dict(zip(names, sums / len(logits), strict=True))
 
 
 def load_balancing_loss(logits: Sequence[Tensor], counted_R: Tensor, top_k: int) -> Tensor:

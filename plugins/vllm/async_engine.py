@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import pickle
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,17 @@ from plugins.vllm.config import VLLMRolloutConfig
 from plugins.vllm.options import (
     drawn_logprobs,
     engine_arguments,
+    open_check,
     parameters_of,
     parts_to_wake,
     positions_of,
     prepare_process,
+    prompt_scores,
     same_digests,
     sampling_parameters,
+    scored_rows,
+    scoring_parameters,
+    sent_bytes,
 )
 
 
@@ -93,6 +97,7 @@ class AsyncVLLMEngine(AsyncEngine):
         self._llm: Any = llm
         self._ids = itertools.count()
         self._awake: set[str] = set()
+        self._engine_check: Any = open_check(config)
         self.holds_adapters = config.lora_rank > 0
         self._adapters: Any = adapter_request() if self.holds_adapters else None
 
@@ -157,6 +162,7 @@ class AsyncVLLMEngine(AsyncEngine):
             self.check_receivable(handle)
             if (sent := self.sent_digests(handle)) is not None:
                 self.received(handle, sent if verify else None)
+                await self._check_computation(handle)
                 return
             await self.pause()
             self._damaged = True
@@ -165,11 +171,31 @@ class AsyncVLLMEngine(AsyncEngine):
                     await self._llm.add_lora(request)
                 digests = [found]
             else:
-                # As bytes: vLLM hands objects of ours to another process only where its protection is switched off.
-                digests = await self._llm.collective_rpc("receive_weights", args=(pickle.dumps(handle), verify))
+                digests = await self._llm.collective_rpc("receive_weights", args=(sent_bytes(handle), verify))
             self.received(handle, same_digests(digests) if verify else None)
             await self._llm.update_weight_version(str(handle.version))
             await self.resume()
+            await self._check_computation(handle)
+
+    async def _check_computation(self, handle: WeightHandle | None = None) -> None:
+        """As `VLLMRolloutEngine._check_computation`, beside the requests in flight."""
+        check = self._engine_check
+        due = None if check is None else check.next(handle, self._asleep)
+        if due is None:
+            return
+        rows = scored_rows(due, self.positions)
+        gap_N = check.gap(due, [await self._score(row) for row in rows])
+        if check.is_explained(gap_N):
+            return
+        # Marks are of all that is computed, so nothing else may be.
+        raise check.error(due, gap_N, [])
+
+    async def _score(self, tokens: list[int]) -> list[float]:
+        """Log-probability of each token but the first."""
+        prompt = {"prompt_token_ids": tokens}
+        request_id = f"check-{next(self._ids)}"
+        outputs = self._llm.generate(prompt, scoring_parameters(), request_id, lora_request=self._adapters)
+        return prompt_scores([output async for output in outputs][-1])
 
     async def gpu_memory(self) -> dict[str, float]:
         return (await self._llm.collective_rpc("gpu_memory"))[0]
@@ -188,6 +214,7 @@ class AsyncVLLMEngine(AsyncEngine):
             await self._llm.wake_up(wanted)
             self._awake |= set(wanted)
         self._asleep = self._asleep and for_weights
+        await self._check_computation()
 
     def _parameters(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         return parameters_of(self._model_path)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from components.generate.choice import text_config
 from components.generate.config import PagedRolloutConfig, RolloutSetting
-from components.ranges import Range
+from components.ranges import CountFromZero, Range
+from components.registry import find
 from components.train.config import product_type
 
 if TYPE_CHECKING:
@@ -18,6 +20,8 @@ LARGE_BYTES = 100_000_000
 """A model's weight files from which on vLLM is the faster one on a CPU too: see docs/benchmarks.md."""
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Numbers of an attention head for which vLLM 0.32 has kernels on a CPU."""
+CPU_LATENT = 576
+"""Numbers of a latent key (`kv_lora_rank` and `qk_rope_head_dim`) for which vLLM 0.32 has a kernel on a CPU."""
 HOLD_ADAPTERS = ("gemma", "gemma2", "gemma3_text", "glm4", "granite", "llama", "mistral", "phi3", "qwen2", "qwen3")
 """Families (`model_type`) of whose models vLLM 0.32 adds low-rank adapters to every linear layer but the head."""
 MOST_LORA_RANK = 512
@@ -39,6 +43,8 @@ class VLLMRolloutConfig(PagedRolloutConfig):
     """Tokens of prompt and completion together, at most. Default: what the model's positions allow."""
     enable_prefix_caching: bool = True
     """Read the common beginning of prompts once. Changes speed, not tokens."""
+    check_every: CountFromZero = 0
+    """Check the engine with the first version of the weights that it receives, and with every so many. 0: never."""
 
     @classmethod
     def from_options(cls, options: RolloutOptions, setting: RolloutSetting) -> VLLMRolloutConfig:
@@ -57,6 +63,7 @@ class VLLMRolloutConfig(PagedRolloutConfig):
             enable_prefix_caching=options.prefix_caching,
             enable_sleep=setting.engines_sleep,
             lora_rank=setting.lora_rank,
+            check_every=options.check_engine_every,
         )
 
     @classmethod
@@ -67,7 +74,8 @@ class VLLMRolloutConfig(PagedRolloutConfig):
             return (
                 f"vLLM takes temperatures of 0, or from {VLLM_MIN_TEMPERATURE} to {VLLM_MAX_TEMPERATURE}, not {odd[0]}"
             )
-        return "" if gpus else head_fault(Path(model_path).expanduser())
+        config = text_config(Path(model_path).expanduser())
+        return load_fault(config, bool(gpus))
 
     @classmethod
     def advantage(cls, gpus: int, model_path: str) -> str:
@@ -88,11 +96,26 @@ class VLLMRolloutConfig(PagedRolloutConfig):
         return "" if family in HOLD_ADAPTERS else f"vLLM is not known to hold those of a model of type {family}"
 
 
-def head_fault(model: Path) -> str:
-    """Why vLLM cannot sample from this model on a CPU; empty when it can, or nothing is known of it."""
-    config = text_config(model)
+def load_fault(config: Mapping[str, Any], on_gpu: bool) -> str:
+    """Return why vLLM cannot sample from a model or receive its weights; empty if it can, or nothing is known of it.
+
+    Args:
+        config: content of the model's config.json, or the part that describes the language model.
+        on_gpu: the engine runs on a GPU.
+    """
+    sync_fault = find("vllm families", "weights")
+    if sync_fault is None:
+        return "the plug-in vllm_weights, which loads weights into vLLM, is missing"
+    return sync_fault(config, on_gpu) or ("" if on_gpu else head_fault(config))
+
+
+def head_fault(config: Mapping[str, Any]) -> str:
+    """Return why vLLM cannot sample from a model on a CPU; empty if it can, or nothing is known of it."""
     if not {"hidden_size", "num_attention_heads"} <= config.keys():
         return ""
+    if rank := config.get("kv_lora_rank"):
+        latent = rank + (config.get("qk_rope_head_dim") or 0)
+        return "" if latent == CPU_LATENT else f"on a CPU vLLM has a kernel for latents of {CPU_LATENT}, not {latent}"
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     sizes = ", ".join(map(str, CPU_HEADS))
     return "" if size in CPU_HEADS else f"on a CPU vLLM has kernels for attention heads of {sizes}, not {size}"

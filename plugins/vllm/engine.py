@@ -7,7 +7,6 @@ has a seed of its own. They are other tokens than the hf engine draws from the s
 
 from __future__ import annotations
 
-import pickle
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -28,12 +27,17 @@ from plugins.vllm.config import VLLMRolloutConfig
 from plugins.vllm.options import (
     completions,
     engine_arguments,
+    open_check,
     parameters_of,
     parts_to_wake,
     positions_of,
     prepare_process,
+    prompt_scores,
     requests,
     same_digests,
+    scored_rows,
+    scoring_parameters,
+    sent_bytes,
 )
 
 _LOOK_S = 5.0
@@ -66,9 +70,46 @@ class VLLMRolloutEngine(RolloutEngine):
         self._beat_at_each_step()
         self.holds_adapters = self.config.lora_rank > 0
         self._adapters: Any = adapter_request() if self.holds_adapters else None
+        self._engine_check: Any = open_check(self.config)
         if self.holds_adapters:
             with no_change(self._parameters(), self.config.lora_rank) as request:
                 self._llm.llm_engine.add_lora(request)
+
+    def receive(self, handle: WeightHandle, verify: bool = False) -> None:
+        """See `RolloutEngine.receive`.
+
+        Raises:
+            EngineMismatch: the engine does not compute what the trainer computes with these weights.
+        """
+        super().receive(handle, verify)
+        self._check_computation(handle)
+
+    def wake(self, for_weights: bool = False) -> None:
+        """See `RolloutEngine.wake`. An engine that received weights in its sleep is checked now."""
+        super().wake(for_weights)
+        self._check_computation()
+
+    def _check_computation(self, handle: WeightHandle | None = None) -> None:
+        """Compare the engine's log-probabilities with the trainer's, if that is due and it is awake."""
+        check = self._engine_check
+        due = None if check is None else check.next(handle, self._asleep)
+        if due is None:
+            return
+        rows = scored_rows(due, self.positions)
+        gap_N = check.gap(due, self._scores(rows))
+        if check.is_explained(gap_N):
+            return
+        marks = []
+        for row in rows:
+            self._llm.collective_rpc("mark_layers")
+            self._scores([row])
+            marks.append(self._llm.collective_rpc("layer_marks")[0])
+        raise check.error(due, gap_N, marks)
+
+    def _scores(self, rows: list[list[int]]) -> list[list[float]]:
+        prompts: list[Any] = [{"prompt_token_ids": row} for row in rows]
+        outputs = self._llm.generate(prompts, scoring_parameters(), use_tqdm=False, lora_request=self._adapters)
+        return [prompt_scores(output) for output in outputs]
 
     def _complete(self, prompts: Batch, sampling: SamplingConfig) -> Completions:
         outputs: list[Any] = []
@@ -97,8 +138,7 @@ class VLLMRolloutEngine(RolloutEngine):
                 self._llm.llm_engine.add_lora(request)
             digests = [found]
         else:
-            # As bytes: vLLM hands objects of ours to another process only where its protection is switched off.
-            digests = self._llm.collective_rpc("receive_weights", args=(pickle.dumps(handle), with_digests))
+            digests = self._llm.collective_rpc("receive_weights", args=(sent_bytes(handle), with_digests))
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM keeps what prompts were to the old weights; nothing may be generated meanwhile")
         return same_digests(digests)

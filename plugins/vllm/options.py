@@ -10,13 +10,10 @@ Legend: `B` sequences, `K` most new tokens.
 from __future__ import annotations
 
 import importlib.util
-import logging
-import math
 import os
-import subprocess
-import time
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+import pickle
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +25,17 @@ from components.generate.config import SamplingConfig
 from components.generate.engine import Completions, limits
 from components.generate.sampling import request_seeds
 from components.models.device import compute_device
-from components.train.memory_sizes import CONTEXT_BYTES
+from components.models.disk.checkpoint_layout import meta_model
+from components.models.gpu_share import free_share, gpu_memory
+from components.registry import find, module_of
+from components.weights.publisher import WeightHandle
 from plugins.vllm.adapters import adapter_arguments
-from plugins.vllm.config import VLLMRolloutConfig, head_fault
+from plugins.vllm.config import VLLMRolloutConfig, load_fault
 
-RECEIVER = "plugins.vllm.worker.WeightReceiver"
 BINDING, OUR_BINDING = "VLLM_CPU_OMP_THREADS_BIND", "TROUPE_VLLM_THREADS_BIND"
 """Which cores vLLM takes, and what we have set that to."""
 BATCHED_TOKENS = 16384
 """Prompt tokens that are read at the same time; on a CPU at least."""
-MEMORY_WITHIN_S = 60.0
-"""So long an engine that starts waits for others to give the memory of its GPUs back."""
-_NVIDIA_SMI = ("nvidia-smi", "--query-gpu=uuid,memory.free,memory.total", "--format=csv,noheader,nounits")
-
-_log = logging.getLogger(__name__)
 
 
 def prepare_process(config: VLLMRolloutConfig, in_process: bool) -> None:
@@ -104,14 +98,18 @@ def engine_arguments(model_path: str | Path, config: VLLMRolloutConfig, on_gpu: 
         "distributed_executor_backend": "mp" if config.tensor_parallel_size > 1 else None,
         # Those of the distribution that was drawn from: at the temperature.
         "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": RECEIVER,
+        "worker_extension_cls": f"{module_of('vllm receiver', 'weights')}.WeightReceiver",
         "skip_tokenizer_init": True,
         "use_tqdm_on_load": False,
         "disable_log_stats": True,
         "seed": 0,
         **adapter_arguments(config.lora_rank),
     }
-    if torch.cuda.is_available() if on_gpu is None else on_gpu:
+    on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
+    # VLLM would say it at the first prompt, or never.
+    if fault := load_fault(model_config(model_path), on_gpu):
+        raise ValueError(f"{model_path} cannot be sampled from: {fault}; choose the engine hf")
+    if on_gpu:
         asked, parts = config.gpu_memory_utilization, config.tensor_parallel_size
         return arguments | {
             "max_num_batched_tokens": max(BATCHED_TOKENS, config.max_num_seqs),
@@ -119,9 +117,6 @@ def engine_arguments(model_path: str | Path, config: VLLMRolloutConfig, on_gpu: 
             "gpu_memory_utilization": free_share(asked, lambda: gpu_memory(parts)),
             "enable_sleep_mode": config.enable_sleep,
         }
-    fault = head_fault(Path(model_path))
-    if fault:  # which vLLM would say at the first prompt
-        raise ValueError(f"{model_path} cannot be sampled from: {fault}; choose the engine hf")
     return arguments | {
         # Without chunks the longest prompt is read as a whole.
         "max_num_batched_tokens": max(BATCHED_TOKENS, length or 0, config.max_num_seqs),
@@ -132,82 +127,23 @@ def engine_arguments(model_path: str | Path, config: VLLMRolloutConfig, on_gpu: 
     }
 
 
-def free_share(
-    asked: float,
-    read: Callable[[], list[tuple[int, int]]],
-    within_s: float = MEMORY_WITHIN_S,
-    every_s: float = 1.0,
-) -> float:
-    """The share of its GPUs that an engine may take as it starts. vLLM refuses to where less is free than its share, as
-    when it takes a lost engine's place while other roles use the GPU.
+def model_config(model_path: str | Path) -> dict[str, Any]:
+    """Return the configuration of the language model in a folder or on the hub."""
+    from transformers import AutoConfig
 
-    Args:
-        asked: the share that it is to take.
-        read: (free, total) bytes of each of its GPUs now; none where that is not known.
-        within_s: to wait for others to give memory back.
-        every_s: time between two looks.
-
-    Returns:
-        `asked`; or, with a warning, what is free after all this time.
-    """
-    began, has_warned = time.monotonic(), False
-    while True:
-        free = min(((free - CONTEXT_BYTES) / total for free, total in read()), default=asked)
-        if free >= asked or time.monotonic() - began >= within_s:
-            break
-        if not has_warned:
-            text = "the engine is to take %.2f of a GPU's memory, and %.2f are free; waiting up to %g s for others"
-            _log.warning(text, asked, free, within_s)
-            has_warned = True
-        time.sleep(every_s)
-    share = math.floor(free * 100) / 100
-    if free >= asked or share <= 0:  # without any vLLM says best what is missing
-        return asked
-    text = "the engine takes %.2f of a GPU's memory in place of %.2f, as no more is free: its cache is smaller by that"
-    _log.warning(text, share, asked)
-    return share
-
-
-def gpu_memory(count: int) -> list[tuple[int, int]]:
-    """(free, total) bytes of the first GPUs that this process sees; none where nvidia-smi does not tell. CUDA itself
-    would take memory on each GPU that it is asked about.
-    """
-    try:
-        shown = subprocess.run(_NVIDIA_SMI, capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    found = memory_by_uuid(shown)
-    names = [str(torch.cuda.get_device_properties(index).uuid).removeprefix("GPU-") for index in range(count)]
-    return [found[name] for name in names if name in found]
-
-
-def memory_by_uuid(shown: str) -> dict[str, tuple[int, int]]:
-    """UUID -> (free, total) bytes of a GPU, of lines that nvidia-smi prints; what has no numbers is left out."""
-    rows = [[cell.strip() for cell in line.split(",")] for line in shown.splitlines()]
-    known = [row for row in rows if len(row) == 3 and row[1].isdecimal() and row[2].isdecimal()]
-    return {name.removeprefix("GPU-"): (int(free) * 2**20, int(total) * 2**20) for name, free, total in known}
+    return AutoConfig.from_pretrained(model_path).get_text_config().to_dict()
 
 
 def positions_of(model_path: str | Path, config: VLLMRolloutConfig) -> int | None:
     """Tokens of prompt and completion together: as asked for, and no more than the model has positions for."""
-    from transformers import AutoConfig
-
-    text = AutoConfig.from_pretrained(model_path).get_text_config()
-    known: int | None = getattr(text, "max_position_embeddings", None)
+    known: int | None = model_config(model_path).get("max_position_embeddings")
     asked = config.max_model_len
     return min(known, asked) if known and asked else known or asked
 
 
-@lru_cache(maxsize=4)
 def parameters_of(model_path: str | Path) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """As `RolloutEngine._parameters`, of the model as transformers has it; no weight is read. To be asked late: making
-    the model takes a third of an engine's start.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
-    named = model.named_parameters(remove_duplicate=False)
+    """Return the parameters of the model as transformers has it; see `RolloutEngine._parameters`."""
+    named = meta_model(str(model_path)).named_parameters(remove_duplicate=False)
     return {name: (id(tensor), tuple(tensor.shape)) for name, tensor in named}
 
 
@@ -244,6 +180,36 @@ def sampling_parameters(
         logprobs=0,
         detokenize=False,
     )
+
+
+def scoring_parameters() -> Any:
+    """Return vLLM's `SamplingParams` of a request for the log-probabilities of its prompt."""
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+
+
+def prompt_scores(output: Any) -> list[float]:
+    """Log-probability of each token but the first of the prompt of a `RequestOutput`."""
+    tokens = output.prompt_token_ids[1:]
+    return [entry[token].logprob for token, entry in zip(tokens, output.prompt_logprobs[1:], strict=True)]
+
+
+def scored_rows(handle: WeightHandle, positions: int | None) -> list[list[int]]:
+    """Return the sequences of a version's probe, of which an engine with few positions takes the first tokens."""
+    # One token is drawn after the sequence, though it is not used.
+    return [row[: (positions or len(row) + 1) - 1] for row in handle.probe.tokens]
+
+
+def sent_bytes(handle: WeightHandle) -> bytes:
+    """Pickle a handle for vLLM's processes, which accept no objects of ours. They need no probe."""
+    return pickle.dumps(replace(handle, probe=None))
+
+
+def open_check(config: VLLMRolloutConfig) -> Any:
+    """Return the check of an engine, or None where there is none."""
+    kind = find("engine check", config.NAME) if config.check_every else None
+    return kind and kind(config.check_every, config.dtype)
 
 
 def requests(prompts: Batch, sampling: SamplingConfig, end_tokens: Sequence[int] = ()) -> tuple[list[Any], list[Any]]:

@@ -46,6 +46,9 @@ class RolloutOptions(Options, group="rollout"):
     """vllm: read the common beginning of prompts once. Changes speed, not tokens."""
     verify_weight_sync: bool = False
     """After each step compare a digest of every weight on both sides."""
+    check_engine_every: CountFromZero = of_plugin("engine_check", 50, engine=("auto", "vllm"))
+    """vllm: compare log-probabilities of a few sequences by trainer and engine after the first weight sync of every
+    engine, and after every so many. A difference that rounding does not explain ends the run. 0: never."""
     weight_sync: Annotated[str, NameOf("weight carrier", BASIC_CARRIERS)] = "auto"
     """How weights get to the engines: `shared_memory`, which those on other nodes read by TCP; past the host, while
     they are gathered, by `ipc`, from a rank to the engine on its GPU, or `broadcast`, by NCCL from rank 0 to all; or

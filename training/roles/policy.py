@@ -1,9 +1,10 @@
 """The policy that is trained."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from components.batch import Batch
 from components.models.causal import policy_logprobs
+from components.registry import find
 from components.rl.kl import kl_estimate
 from components.train.engine import LossFunction
 from components.train.opening import open_engine
@@ -35,6 +37,8 @@ class TrainedPolicy(TrainedModel):
 
     carrier: FolderCarrier | None = None
     """Carries the weights to the engines, once the policy is loaded."""
+    probe: Any = None
+    """Computes what engines check themselves with; None: they check nothing."""
 
     def train(
         self,
@@ -83,6 +87,8 @@ class TrainedPolicy(TrainedModel):
             serve=own.placement.nodes > 1,
         )
         self.carrier = carrier_class(own.rollout.weight_sync)(setting)
+        kind = find("engine probe", own.rollout.engine) if own.rollout.check_engine_every else None
+        self.probe = None if kind is None else kind(self.engine)
 
     @rpc(remote_call.publish_weights)
     def publish_weights(self, version: int) -> WeightHandle | None:
@@ -99,7 +105,10 @@ class TrainedPolicy(TrainedModel):
             gathered = self.engine.gathered_adapters
         parameters = ((name, tensor.detach().to(dtype)) for name, tensor in gathered())
         verify = self.config.rollout.verify_weight_sync
-        return self.carrier.publish(version, parameters, with_digests=verify, adapter_scale=scale)
+        # An engine that is replaced later checks itself with this version too.
+        probe = None if self.probe is None else self.probe.measure()
+        handle = self.carrier.publish(version, parameters, with_digests=verify, adapter_scale=scale)
+        return handle and replace(handle, probe=probe)
 
     @rpc(remote_call.end_job)
     def end(self) -> None:

@@ -6,19 +6,16 @@ import copy
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from components.models.disk.checkpoint_layout import CheckpointLayout
 from components.models.disk.settings import save_settings
 from components.models.disk.tensor_file import TensorFile
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 FILE_BYTES = 5 * 10**9
 """A file has at most so many, unless a single tensor is larger."""
@@ -66,54 +63,8 @@ def save_model(
     config.architectures = [type(policy).__name__.removeprefix("FSDP")]
     config.dtype = dtype
     save_settings(folder, config, policy.generation_config if policy.can_generate() else None)
-    older = _OlderNames(policy, tensors)
-    _write(folder, older.tensors, older.undone(weights), file_bytes)
-
-
-class _OlderNames:
-    """Undoes what transformers converted when it loaded a model, so that older versions and other libraries load it.
-
-    It is done by groups: some tensors of the model become one in the file, or one becomes many.
-    """
-
-    def __init__(self, model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
-        from transformers.core_model_loading import revert_weight_conversion
-
-        self._undo = lambda group: revert_weight_conversion(model, group)
-        whole = self._undo(dict(tensors))
-        self.tensors = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in whole.items()}
-        """What the files have: shapes and types, on the meta device."""
-        groups = list(_groups(model, tensors))
-        parts = [self._undo({name: tensors[name] for name in group}) for group in groups]
-        apart = {name: tensor.shape for part in parts for name, tensor in part.items()}
-        if apart != {name: tensor.shape for name, tensor in self.tensors.items()}:
-            # A rule that needs to see all of them.
-            groups = [list(tensors)]
-        self._group_of = {name: group for group in map(tuple, groups) for name in group}
-
-    def undone(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Tensors of the files, as soon as all that one needs has come."""
-        waiting: dict[tuple[str, ...], dict[str, Tensor]] = {}
-        for name, tensor in weights:
-            group = self._group_of[name]
-            come = waiting.setdefault(group, {})
-            come[name] = tensor
-            if len(come) == len(group):
-                yield from self._undo(waiting.pop(group)).items()
-
-
-def _groups(model: Any, names: Iterable[str]) -> Iterator[list[str]]:
-    """Which tensors of the model become something together."""
-    from transformers.core_model_loading import WeightConverter, rename_source_key
-
-    rules = [rule.reverse_transform() for rule in reversed(getattr(model, "_weight_conversions", None) or [])]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        target, _ = rename_source_key(name, renamings, converters, reverse=True)
-        groups.setdefault(target, []).append(name)
-    yield from groups.values()
+    layout = CheckpointLayout(policy, tensors)
+    _write(folder, layout.tensors, layout.converted(weights), file_bytes)
 
 
 def _write(folder: Path, tensors: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]], file_bytes: int) -> None:

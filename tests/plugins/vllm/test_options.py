@@ -2,59 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-import re
 from pathlib import Path
 
-import pytest
-
-from plugins.plan.memory import CONTEXT_BYTES
 from plugins.vllm.config import VLLMRolloutConfig
-from plugins.vllm.options import engine_arguments, free_share, memory_by_uuid
+from plugins.vllm.options import engine_arguments
 from tests.components.conftest import write_model
-from tests.messages import says
-
-GB = 10**9
-
-
-class Readings:
-    """What two GPUs of 80 GB have free, one look after the other; the last one stays."""
-
-    def __init__(self, *free_gb: tuple[int, int]) -> None:
-        self.free_gb = list(free_gb)
-
-    def __call__(self) -> list[tuple[int, int]]:
-        both = self.free_gb[0] if len(self.free_gb) == 1 else self.free_gb.pop(0)
-        return [(free * GB + CONTEXT_BYTES, 80 * GB) for free in both]
-
-
-def test_an_engine_waits_until_all_of_its_gpus_have_its_share_free(caplog: pytest.LogCaptureFixture) -> None:
-    # 0.45 of 80 GB are 36.
-    readings = Readings((80, 20), (80, 35), (40, 36))
-    with caplog.at_level(logging.WARNING):
-        assert free_share(0.45, readings, within_s=60.0, every_s=0.0) == 0.45
-    assert readings.free_gb == [(40, 36)]
-    (line,) = caplog.messages
-    assert re.search(says("0.45", "0.25 are free", "60 s"), line)
-
-
-def test_an_engine_that_has_waited_for_nothing_takes_what_is_free_and_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        # 27 of 80 GB are 0.3375, which is rounded down.
-        assert free_share(0.45, Readings((80, 27)), within_s=0.0) == 0.33
-    assert re.search(says("0.33", "0.45"), caplog.messages[-1])
-
-
-@pytest.mark.parametrize("readings", [list, Readings((0, 80))], ids=["not known", "nothing is free"])
-def test_an_engine_asks_for_its_whole_share_where_vllm_says_better_what_is_missing(readings: Readings) -> None:
-    assert free_share(0.9, readings, within_s=0.0) == 0.9
-
-
-def test_the_lines_of_nvidia_smi_are_read_by_uuid_in_mebibytes() -> None:
-    shown = "GPU-1a2b, 1024, 81559\nGPU-3c4d, 0, 81559\nMIG-5e6f, [N/A], [N/A]\n\n"
-    assert memory_by_uuid(shown) == {"1a2b": (2**30, 81559 * 2**20), "3c4d": (0, 81559 * 2**20)}
 
 
 def test_on_gpus_a_long_prompt_is_read_in_parts_and_the_engine_has_its_share(tmp_path: Path) -> None:

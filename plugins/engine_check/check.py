@@ -1,0 +1,105 @@
+"""Comparison of an engine's log-probabilities with the trainer's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from components.models.layer_marks import first_difference
+from components.weights.publisher import WeightHandle
+from plugins.engine_check.probe import Probe
+
+LIMITS = {"float32": 5e-4, "bfloat16": 0.2}
+"""Mean absolute difference of log-probabilities in nats, by dtype of the engine, that rounding may cause. Tiny models
+have 6e-7 and 0.02 (docs/engines.md)."""
+MARK_LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
+"""Relative difference of a group's output that rounding may cause."""
+
+
+class EngineMismatch(RuntimeError):
+    """Raised when an engine does not compute what the trainer computes with the same weights."""
+
+
+class EngineCheck:
+    """Decides when an engine is checked, and compares. One per engine."""
+
+    def __init__(self, every: int, dtype: str) -> None:
+        """
+        Args:
+            every: check the first version that the engine receives, and every so many after it.
+            dtype: dtype of the engine: "float32" or "bfloat16".
+        """
+        self._every = every
+        self._dtype = dtype
+        self._received = 0
+        self._due: WeightHandle | None = None
+
+    def next(self, handle: WeightHandle | None, is_asleep: bool) -> WeightHandle | None:
+        """Return the version that is to be checked now, or None.
+
+        Args:
+            handle: a version that the engine has just received. None: it has received nothing since the last call.
+            is_asleep: the engine cannot compute now. A check that is due is made when it wakes.
+        """
+        # The ranks may send a version first; its own handle follows, and has the probe.
+        if handle is not None and handle.probe is not None and not handle.is_sent:
+            if self._received % self._every == 0 or self._due is not None:
+                self._due = handle
+            self._received += 1
+        if is_asleep:
+            return None
+        handle, self._due = self._due, None
+        return handle
+
+    def gap(self, handle: WeightHandle, logprobs: Sequence[Sequence[float]]) -> Tensor:
+        """Return the absolute differences of log-probabilities, in nats.
+
+        Args:
+            handle: of the version.
+            logprobs: of each token but the first, by the engine; of the first tokens where it takes fewer.
+        """
+        pairs = zip(handle.probe.logprobs, logprobs, strict=True)
+        return torch.cat([torch.tensor(row) - torch.tensor(expected[: len(row)]) for expected, row in pairs]).abs()
+
+    def is_explained(self, gap_N: Tensor) -> bool:
+        """True if rounding explains the differences. A difference that is not a number is never explained."""
+        return bool(gap_N.mean() <= LIMITS[self._dtype])
+
+    def error(self, handle: WeightHandle, gap_N: Tensor, marks: Sequence[dict[str, Tensor]]) -> EngineMismatch:
+        """Return the error that ends the run.
+
+        Args:
+            handle: of the version.
+            gap_N: differences that rounding does not explain.
+            marks: of the engine, by group of layers, for each sequence alone. Empty: requests in flight would have been
+                among them.
+        """
+        summary = (
+            f"version {handle.version} of the weights has arrived, but the engine does not compute with it what the "
+            f"trainer computes: log-probabilities of {len(gap_N)} tokens differ by {gap_N.mean():.2g} nats on average "
+            f"(largest: {gap_N.max():.2g}), where {self._dtype} explains {LIMITS[self._dtype]:g}"
+        )
+        return EngineMismatch(
+            f"{summary}. {self._place(handle.probe, marks)}. Training on its responses would be off-policy; set "
+            "rollout.engine=hf, or rollout.check_engine_every=0 to continue without the check"
+        )
+
+    def _place(self, probe: Probe, marks: Sequence[dict[str, Tensor]]) -> str:
+        """Describe where the computations part."""
+        if not marks:
+            return "The layers were not compared, as other requests are in flight"
+        # The trainer may not compute the last token of a sequence, from which nothing is predicted.
+        lengths = {group: len(mark_NP) // len(probe.tokens) for group, mark_NP in probe.marks.items()}
+        actual = {
+            group: torch.cat([mark[group][:length] for mark in marks])
+            for group, length in lengths.items()
+            if all(group in mark for mark in marks)
+        }
+        if not actual:
+            return (
+                "The layers could not be compared, as they run in compiled graphs; rollout.enforce_eager=true allows it"
+            )
+        place = first_difference(probe.marks, actual, MARK_LIMITS[self._dtype])
+        return f"The first group of layers that differs: {place or 'the output layer (head)'}"

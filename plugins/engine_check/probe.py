@@ -1,0 +1,82 @@
+"""Log-probabilities of a few random sequences by the trainer, which go to the engines with each version of the weights.
+
+Random tokens reach more experts than text does. They are the same in every version.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from components.batch import Batch
+from components.models.causal import policy_logprobs
+from components.models.layer_marks import marked
+from components.train.engine import TrainEngine
+
+SEQUENCES, TOKENS = 4, 32
+"""Number of sequences, and of tokens of each."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Sequences, and what the trainer computes for them with one version of the weights."""
+
+    tokens: list[list[int]]
+    """Sequences of equal length."""
+    logprobs: list[list[float]]
+    """Log-probability, at temperature 1, of each token but the first."""
+    marks: dict[str, Tensor]
+    """[N, P] marks by group of layers, of the sequences end to end; see `components/models/layer_marks.py`."""
+
+
+class EngineProbe:
+    """Makes the probe of each version, on all ranks of the policy."""
+
+    def __init__(self, engine: TrainEngine) -> None:
+        """
+        Args:
+            engine: training engine of the policy.
+        """
+        self._engine = engine
+        config: Any = engine.model.config
+        self._tokens = probe_tokens(config)
+
+    def measure(self) -> Probe:
+        """Compute the probe with the weights as they are now. Every rank computes all of it."""
+        rows = list(range(len(self._tokens)))
+        batch = Batch.from_rows({"tokens": self._tokens}, {"row": rows})
+        marks: dict[str, dict[int, Tensor]] = {}
+
+        def compute(model: nn.Module, micro: Batch) -> Tensor:
+            with marked(model) as found:
+                logprob_N = policy_logprobs(model, micro)
+            numbers = micro["row"].tolist()
+            for group, parts in found.items():
+                # Sequences of equal length have equal shares of the places, padded or packed.
+                shares = torch.cat(parts).chunk(len(numbers))
+                marks.setdefault(group, {}).update(zip(numbers, shares, strict=False))
+            return logprob_N
+
+        logprob_N = self._engine.forward(batch, compute)
+        logprobs = [row.tolist()[1:] for row in logprob_N.split(len(self._tokens[0]))]
+        whole = {group: parts for group, parts in marks.items() if len(parts) == len(rows)}
+        return Probe(self._tokens, logprobs, {g: torch.cat([parts[row] for row in rows]) for g, parts in whole.items()})
+
+
+def probe_tokens(config: Any) -> list[list[int]]:
+    """Draw the sequences of a model.
+
+    Args:
+        config: transformers' configuration of the model.
+    """
+    text = config.get_text_config()
+    settings = {**config.to_dict(), **text.to_dict()}
+    special = {value for name, value in settings.items() if name.endswith("_token_id") and isinstance(value, int)}
+    # A placeholder of an image must not stand in a text.
+    ids = torch.tensor([token for token in range(text.vocab_size) if token not in special])
+    positions = getattr(text, "max_position_embeddings", None) or TOKENS
+    shape = SEQUENCES, min(TOKENS, positions)
+    return ids[torch.randint(len(ids), shape, generator=torch.Generator().manual_seed(0))].tolist()

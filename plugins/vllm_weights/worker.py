@@ -1,0 +1,97 @@
+"""Receiver of weights in vLLM's worker processes. VLLM mixes this class into its own worker, in whichever process that
+runs.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from components.models.device import peak_gpu_memory
+from components.models.layer_marks import marked
+from components.weights.digest import digest
+from components.weights.publisher import WeightHandle, read_weights
+from plugins.vllm_weights.layouts import arranged
+from plugins.vllm_weights.reload import SinkCopies, complete_reload, experts_packed
+
+
+class WeightReceiver:
+    """Extends vLLM's worker; every public method can be called through `collective_rpc`."""
+
+    model_runner: Any
+    model_config: Any
+    rank: int
+    """Rank among the processes of this engine."""
+    reload_weights: Any
+    _marking: Any
+    _marks: dict[str, list[Tensor]]
+
+    def free_bytes(self) -> int:
+        """Return the number of free bytes of this worker's GPU."""
+        return torch.cuda.mem_get_info()[0]
+
+    def gpu_memory(self) -> dict[str, float]:
+        """See `peak_gpu_memory`."""
+        return peak_gpu_memory()
+
+    def receive_weights(self, pickled: bytes, with_digests: bool) -> dict[str, str]:
+        """Load a version in place.
+
+        Args:
+            pickled: handle of the version.
+            with_digests: return digests.
+
+        Returns:
+            Digests of the tensors that have arrived, by published name.
+
+        Raises:
+            RuntimeError: vLLM did not load all weights of the version.
+        """
+        handle: WeightHandle = pickle.loads(pickled)
+        digests: dict[str, str] = {}
+        errors: list[Exception] = []
+        model = self.model_runner.model
+        sinks = SinkCopies(model)
+
+        def arriving() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in read_weights(handle, part=self.rank):
+                if with_digests:
+                    digests[name] = digest(tensor)
+                yield name, tensor
+
+        def loadable() -> Iterator[tuple[str, Tensor]]:
+            family = self.model_config.hf_text_config.model_type
+            try:
+                yield from arranged(sinks.noted(arriving()), family, self.model_config.model)
+            except Exception as error:  # noqa: BLE001 - the error of any carrier is raised below
+                # VLLM cannot load a later version if a reload was interrupted, so this one is completed.
+                errors.append(error)
+
+        with experts_packed(model), complete_reload(model, sinks.modules.values()):
+            self.reload_weights(weights_iterator=loadable(), is_checkpoint_format=True)
+            if errors:
+                raise errors[0]
+        sinks.copy(self.rank)
+        self._repack_head()
+        return digests
+
+    def mark_layers(self) -> None:
+        """Begin to record marks of what the layers compute; see `components/models/layer_marks.py`."""
+        self._marking = marked(self.model_runner.model)
+        self._marks = self._marking.__enter__()
+
+    def layer_marks(self) -> dict[str, Tensor]:
+        """End it, and return the marks by group of layers."""
+        self._marking.__exit__(None, None, None)
+        return {group: torch.cat(parts) for group, parts in self._marks.items()}
+
+    def _repack_head(self) -> None:
+        """Pack a tied head again, which on a CPU is a packed copy of the embeddings that vLLM does not renew."""
+        head = getattr(self.model_runner.model, "lm_head", None)
+        method = getattr(head, "quant_method", None)
+        if method is not None and not next(self.model_runner.model.parameters()).is_cuda:
+            method.process_weights_after_loading(head)
