@@ -19,7 +19,7 @@ import workers
 
 from core import CallEvent, Job, JobBuilder, JobError, JobEvent, JobResult, RoleGroup
 from core.backends.local import copied
-from core.shared_memory import BESIDE, claim_shared, leave_shared, machine_id, process_start, sweep_shared
+from core.shared_memory import LINKED, claim_shared, leave_shared, machine_id, process_start, sweep_shared
 from core.supervise.worker_process import load_object
 from tests.messages import says
 
@@ -305,7 +305,7 @@ def test_shared_folders_of_killed_runs_are_swept_and_those_of_living_ones_are_no
         for number, owner in enumerate(owners):
             (folder / f"{number}.json").write_text(json.dumps(owner))
         (tmp_path / name).mkdir()
-        (folder.parent / BESIDE).symlink_to(tmp_path / name)
+        (folder.parent / LINKED).symlink_to(tmp_path / name)
     assert [path.name for path in sweep_shared(tmp_path)] == ["troupe-dead"]
     assert [name for name in folders if not (tmp_path / name).exists()] == ["dead"]
 
