@@ -89,8 +89,9 @@ class Pending:
 
 
 def _describe(calls: Sequence[Pending]) -> str:
+    label = {1: "rank"}.get(len(calls), "ranks")
     ranks = ", ".join(str(call.member.rank) for call in calls)
-    return f"{calls[0].member.role}.{calls[0].method} on rank{'s' if len(calls) > 1 else ''} {ranks}"
+    return f"{calls[0].member.role}.{calls[0].method} on {label} {ranks}"
 
 
 def wait_for(calls: Sequence[Pending], context: WorkloadContext, timeout: float | None) -> list[Any]:
@@ -126,7 +127,8 @@ class _Wait:
         return [*self._waiting.values(), *self._lost]
 
     def values(self) -> list[Any]:
-        began, report_at = time.monotonic(), FIRST_REPORT_AFTER_S
+        began = time.monotonic()
+        report_at = FIRST_REPORT_AFTER_S
         limit = self._limit
         while self._waiting or self._lost:
             elapsed = time.monotonic() - began
@@ -221,8 +223,8 @@ class Future(Generic[T_co]):
 class ReferenceFuture(Future[T_co], list[Any]):
     """Future of a call with `blocking=False`, which is also the list of the workers' references in rank order.
 
-    `ray.get(future)` and `ray.wait(future)` accept it as a list, as in DLRover. `result()` applies `post_func` and joins
-    the results.
+    As in DLRover, `ray.get(future)` and `ray.wait(future)` accept it as a list. `result()` applies `post_func` and
+    joins the results.
     """
 
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]

@@ -56,9 +56,10 @@ class _ToAny(_Options, total=False):
 
 
 if TYPE_CHECKING:
-    # P: the parameters of a method. R: what it returns. G: what the group returns.
+    # P, R: parameters and return type of a method. Q: parameters of the group call. G: its return type.
     Method = Callable[Concatenate[Any, P], R]
     Mark = Callable[[Method[P, R]], Exported[Callable[P, R], Callable[P, G]]]
+    Prepared = Callable[[Method[P, R]], Exported[Callable[P, R], Callable[Q, Any]]]
     Post = Callable[[Any], G]
     TRUE = Literal[True]
     FALSE = Literal[False]
@@ -80,13 +81,9 @@ def trainer_invocation(*, post_func: Post[G], blocking: TRUE = ..., **options: U
 @overload
 def trainer_invocation(*, post_func: Post[G], blocking: FALSE, **options: Unpack[_ToAny]) -> Mark[P, R, Future[G]]: ...
 @overload
-def trainer_invocation(
-    *, pre_func: Callable[Q, Any], **options: Any
-) -> Callable[[Method[P, R]], Exported[Callable[P, R], Callable[Q, Any]]]: ...
+def trainer_invocation(*, pre_func: Callable[Q, Any], **options: Any) -> Prepared[P, R, Q]: ...
 @overload
-def trainer_invocation(
-    *, pre_function: Callable[Q, Any], **options: Any
-) -> Callable[[Method[P, R]], Exported[Callable[P, R], Callable[Q, Any]]]: ...
+def trainer_invocation(*, pre_function: Callable[Q, Any], **options: Any) -> Prepared[P, R, Q]: ...
 @overload
 def trainer_invocation(*, post_function: Post[G], blocking: TRUE = ..., **options: Unpack[_ToAny]) -> Mark[P, R, G]: ...
 def trainer_invocation(
@@ -124,8 +121,8 @@ def trainer_invocation(
         raise ValueError(f"trainer_invocation has no options {unknown}; valid options are {sorted(known)}")
     if target not in ("ALL", "RANK0"):
         raise ValueError(f"target={target!r} is invalid; set target='ALL' (every worker) or 'RANK0' (the first)")
-    to_all = Dispatch.AUTO if auto_shard else Dispatch.ONE_TO_ALL
-    spec = CallSpec(Dispatch.RANK_ZERO if target == "RANK0" else to_all, **options)
+    modes = {("ALL", True): Dispatch.AUTO, ("ALL", False): Dispatch.ONE_TO_ALL}
+    spec = CallSpec(modes.get((target, bool(auto_shard)), Dispatch.RANK_ZERO), **options)
     mark = marks(Export("", spec, idempotent=idempotent, replay=replay))
     return mark if function is None else mark(function)
 
@@ -144,9 +141,7 @@ def register(dispatch_mode: _AsList, blocking: TRUE = ..., **options: Unpack[Rep
 @overload
 def register(dispatch_mode: _AsList, blocking: FALSE, **options: Unpack[Repeats]) -> Mark[P, R, Future[list[R]]]: ...
 @overload
-def register(
-    dispatch_mode: Mode = ..., blocking: bool = ..., **options: Unpack[Repeats]
-) -> Callable[[Method[P, R]], Exported[Callable[P, R], Callable[..., Any]]]: ...
+def register(dispatch_mode: Mode = ..., blocking: bool = ..., **options: Unpack[Repeats]) -> Prepared[P, R, ...]: ...
 def register(
     dispatch_mode: Any = Dispatch.ALL_TO_ALL,
     blocking: bool = True,
@@ -203,7 +198,7 @@ def rpc(
     if not callable(name):
         raise ValueError(f"@rpc({name!r}): pass a stub function, a string, or no argument")
     # A bare `@rpc` receives the method itself. Its qualified name has a class in it, the name of a stub does not.
-    owner = name.__qualname__.rpartition(".")[0] if hasattr(name, "__qualname__") else ""
+    owner = getattr(name, "__qualname__", "").rpartition(".")[0]
     if owner and not owner.endswith("<locals>"):
         return bound("", None)(name)
     return BoundStub(name, bound(name.__name__, name), Export(name.__name__))

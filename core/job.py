@@ -82,9 +82,7 @@ class Job(JobSpec):
             raise JobError(f"backend={backend!r} is unknown; set one of {', '.join(get_args(BackendName))}")
         wide = [f"{r} has {spec.total}" for r, spec in self.roles.items() if spec.kind == "train" and spec.total > 1]
         if backend == "local" and wide:
-            raise JobError(
-                f"backend=local supports one rank per train role, but {', '.join(wide)}; set 1, or backend=ray"
-            )
+            raise JobError(f"backend=local runs one rank per train role, but {', '.join(wide)}; set 1, or backend=ray")
 
     @contextlib.contextmanager
     def running(self, name: str, *, backend: BackendName = "ray") -> Iterator[None]:
@@ -170,9 +168,7 @@ class JobBuilder:
             JobError: a value is out of range.
         """
         if stall_timeout != 0 and not stall_timeout >= _SHORTEST_STALL_S:
-            raise JobError(
-                f"stall_timeout={stall_timeout:g} is too small; set at least {_SHORTEST_STALL_S:g}, or 0 to disable it"
-            )
+            raise JobError(f"stall_timeout={stall_timeout:g}; set at least {_SHORTEST_STALL_S:g}, or 0 to disable it")
         self._limits = _checked(
             Limits,
             max_restarts=max_restarts,
@@ -218,9 +214,7 @@ class JobBuilder:
 
     def _set(self: B, **values: Any) -> B:
         if self._open is None or self._open not in self._roles:
-            raise JobError(
-                f"{', '.join(values)} configures a role, but no role is open; call train(path) or run(path) first"
-            )
+            raise JobError(f"{', '.join(values)} set, but no role is open; call train(path) or run(path) first")
         self._roles[self._open] = _checked(RoleSpec, **dict(self._roles[self._open]) | values)
         return self
 
@@ -260,7 +254,7 @@ class JobBuilder:
     def env(self: B, env: Mapping[str, str] | None) -> B:
         """Add environment variables for the processes of the open role."""
         current = self._roles.get(self._open or "")
-        return self._set(env=(current.env if current else {}) | _checked_env(env))
+        return self._set(env=getattr(current, "env", {}) | _checked_env(env))
 
     def process(self: B, name: str) -> B:
         """Let the open role share processes, rank by rank, with all roles of the same process name."""
@@ -286,7 +280,7 @@ class JobBuilder:
             kind = "GPU" if detected else "CPU"
         devices = self._device_per_node
         if devices is None:
-            devices = detected if kind == "GPU" else 0
+            devices = {"GPU": detected}.get(kind, 0)
         for spec in self._roles.values():
             _check_entrypoint(spec)
         placement = plan(self._roles, self._collocations, kind, self._node_num, devices)

@@ -30,7 +30,8 @@ class CallEvent:
 class JobEvent:
     """Change of the job or of one of its processes.
 
-    `kind` is one of "start", "lost", "replaced", "restart", "hung", "stop", "end". `time` is in seconds since the epoch.
+    `kind` is one of "start", "lost", "replaced", "restart", "hung", "stop", "end". `time` is in seconds since the
+    epoch.
     """
 
     kind: str

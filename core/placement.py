@@ -70,34 +70,36 @@ def plan(
     on_gpu = device_type == "GPU"
     bundles: list[BundlePlan] = []
     seats: dict[tuple[str, int], _Seat] = {}
-    share: dict[str, float] = {}
+    share: defaultdict[str, float] = defaultdict(float)
     requested: defaultdict[str, list[float]] = defaultdict(list)
     for name in roles:
         group = [roles[role] for role in next((group for group in collocations if name in group), [name])]
         if name != group[0].name:
             continue
         first, *others = group
-        width = {spec.name: _width(spec) if others else 1 for spec in group}
-        size = first.nproc_per_node if first.kind == "train" and not others else max(width.values())
+        width = {spec.name: _width(spec) for spec in group}
+        size = max(width.values())
+        if not others:
+            width = {first.name: 1}
+            size = {"train": first.nproc_per_node}.get(first.kind, 1)
         # Ray cannot reserve shares of several devices. So the role with the most devices per worker reserves them
         # whole, and the other roles get CUDA_VISIBLE_DEVICES without a reservation.
         claims = max(width, key=lambda role: width[role]) if others and size > 1 and on_gpu else None
         for spec in group:
-            each = spec.resource.accelerator
-            if others:
-                each = math.floor(1e4 * width[spec.name] / len(group)) / 1e4
-            share[spec.name] = each if on_gpu else 0.0
+            if on_gpu and others:
+                share[spec.name] = math.floor(1e4 * width[spec.name] / len(group)) / 1e4
+            elif on_gpu:
+                share[spec.name] = spec.resource.accelerator
         for start in range(0, first.total * width[name], size):
-            workers = [
-                (s, rank) for s in group for rank in range(start // width[s.name], (start + size) // width[s.name])
-            ]
+            workers = [(s, r) for s in group for r in range(start // width[s.name], (start + size) // width[s.name])]
             for spec, rank in workers:
                 seats[spec.name, rank] = _Seat(len(bundles), share[spec.name])
-                if claims is not None:
+                if spec.name == claims:
+                    seats[spec.name, rank].claims = size
+                elif claims is not None:
                     at = rank * width[spec.name] - start
-                    shown = [] if spec.name == claims else list(range(at, at + width[spec.name]))
-                    seats[spec.name, rank] = _Seat(len(bundles), 0.0 if shown else size, shown)
-            bundles.append(_bundle(workers, size if claims else sum(share[spec.name] for spec, _ in workers)))
+                    seats[spec.name, rank] = _Seat(len(bundles), 0.0, list(range(at, at + width[spec.name])))
+            bundles.append(_bundle(workers, sum(seats[spec.name, rank].claims for spec, rank in workers)))
             requested[" + ".join(width)].append(bundles[-1].accelerator)
     hosts = _hosts(roles, seats)
     if on_gpu:

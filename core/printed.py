@@ -104,7 +104,9 @@ class PrintedLines:
             self._show(f"{name}: {line}")
         elif self._count == _LINES + 1:
             text = f"{name} has printed more than {_LINES} lines in {_WINDOW_S:g} s; further lines are only counted"
-            self._show(text if self._path is None else f"{text}; all are in {self._path}")
+            if self._path is not None:
+                text += f"; all are in {self._path}"
+            self._show(text)
 
     def show_count(self) -> None:
         """Show the number of lines hidden since the last count, and reset it."""

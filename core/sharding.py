@@ -59,7 +59,7 @@ def join(parts: Sequence[Any], name: str) -> Any:
         return [item for part in parts for item in part]
     if _is_array(first):
         package = type(first).__module__.partition(".")[0]
-        return getattr(sys.modules[package], "concatenate" if package == "numpy" else "cat")(list(parts))
+        return getattr(sys.modules[package], {"numpy": "concatenate", "torch": "cat"}[package])(list(parts))
     raise TypeError(f"{name} returned {type(first).__name__}, which cannot be joined; return one item per input item")
 
 
@@ -78,9 +78,7 @@ def shard_arguments(
         raise ValueError(f"{name}: none of the arguments can be split; pass a list, an array or a batch")
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{label} has {length}" for label, length in lengths.items())
-        raise ValueError(
-            f"{name}: the arguments to split differ in length ({listed}); use replicate(x) to send one whole"
-        )
+        raise ValueError(f"{name}: arguments to split differ in length ({listed}); use replicate(x) to send one whole")
     spread = [_spread(value, workers) for _, value in labelled]
     calls = []
     for worker in range(workers):

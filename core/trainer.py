@@ -62,9 +62,8 @@ class BaseTrainer(BaseWorkload):
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("RG_"):
-                raise AttributeError(
-                    f"this job has no {name}; it has {', '.join(self.get_role_groups()) or 'no role groups'}"
-                )
+                groups = ", ".join(self.get_role_groups()) or "no role groups"
+                raise AttributeError(f"this job has no {name}; it has {groups}")
             return super().__getattr__(name)
 
     def get_role_groups(self) -> list[str]:

@@ -150,9 +150,7 @@ class BaseWorkload(metaclass=_SeenAsGroup):
             ValueError: the position was registered before.
         """
         if mesh in self._meshes:
-            raise ValueError(
-                f"{self.name} has already registered its position in the mesh {mesh!r}: {self._meshes[mesh]}"
-            )
+            raise ValueError(f"{self.name} is already registered in the mesh {mesh!r} as {self._meshes[mesh]}")
         self._meshes[mesh] = (dp_rank, is_collect)
 
     @rpc()
@@ -163,10 +161,7 @@ class BaseWorkload(metaclass=_SeenAsGroup):
             ValueError: no position was registered for this mesh.
         """
         if mesh not in self._meshes:
-            raise ValueError(
-                f"{self.name} has no position in the mesh {mesh!r}; call self.register_mesh({mesh!r}, dp_rank, "
-                "is_collect)"
-            )
+            raise ValueError(f"{self.name} is not registered in the mesh {mesh!r}; call register_mesh in its setup()")
         return self._meshes[mesh]
 
     def setup_process_group(self, make: Callable[[], None]) -> None:

@@ -160,13 +160,12 @@ class _State:
     def __init__(self) -> None:
         self.environment = dict(os.environ)
         self.python_random = random.getstate()
-        self.numpy_random = self.torch_random = self.torch_dtype = self.torch_threads = None
+        self.numpy_random = self.torch_defaults = self.torch_threads = None
         # Only libraries that are imported already have a state. To import torch here would take seconds.
         if numpy := sys.modules.get("numpy"):
             self.numpy_random = numpy.random.get_state()
         if torch := sys.modules.get("torch"):
-            self.torch_random = torch.get_rng_state()
-            self.torch_dtype = torch.get_default_dtype()
+            self.torch_defaults = (torch.get_rng_state(), torch.get_default_dtype())
             self.torch_threads = torch.get_num_threads()
 
     def restore(self) -> None:
@@ -179,13 +178,10 @@ class _State:
         if numpy and self.numpy_random is not None:
             numpy.random.set_state(self.numpy_random)
         if torch := sys.modules.get("torch"):
-            if self.torch_random is None:
-                # Another workload has imported torch since. In its own process this one would find a new generator.
-                torch.set_rng_state(torch.Generator().get_state())
-                torch.set_default_dtype(torch.float32)
-            else:
-                torch.set_rng_state(self.torch_random)
-                torch.set_default_dtype(self.torch_dtype)
+            # If another workload has imported torch since, this one starts with the state of a new process.
+            random_state, dtype = self.torch_defaults or (torch.Generator().get_state(), torch.float32)
+            torch.set_rng_state(random_state)
+            torch.set_default_dtype(dtype)
             if self.torch_threads not in (None, torch.get_num_threads()):
                 torch.set_num_threads(self.torch_threads)
 

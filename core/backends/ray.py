@@ -25,12 +25,7 @@ from typing import Any
 import ray
 from ray import exceptions
 from ray.cloudpickle import cloudpickle
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from core.backends.ray_address import check_reachable, is_ray_left, unanswered
@@ -113,10 +108,9 @@ class RayTransport(Transport):
         try:
             return Outcome(ray.get(reference))
         except exceptions.RayTaskError as error:
-            cause = error.cause if isinstance(error.cause, BaseException) else error
-            if cause is not error:
-                with_note(cause, f"remote traceback:\n{error}")
-            return Outcome(error=cause, raised=True)
+            if isinstance(error.cause, BaseException):
+                return Outcome(error=with_note(error.cause, f"remote traceback:\n{error}"), raised=True)
+            return Outcome(error=error, raised=True)
         except _LOSSES as error:
             return Outcome(error=ResultLost(f"its result is lost ({type(error).__name__})"))
         except _DEATHS as error:
@@ -183,8 +177,10 @@ class RayBackend:
         if missing and self._own_processes:
             raise JobError(f"{missing}; lower the roles' resources")
         nodes = self._machines(placement, placement_timeout, info)
-        where = [{_NODE_LABEL: nodes[bundle.machine]} if bundle.machine else {} for bundle in placement.bundles]
-        selected: dict[str, Any] = {"bundle_label_selector": where} if nodes else {}
+        selected: dict[str, Any] = {}
+        if nodes:
+            labels = {machine: {_NODE_LABEL: node} for machine, node in nodes.items()}
+            selected["bundle_label_selector"] = [labels.get(bundle.machine, {}) for bundle in placement.bundles]
         bundles = [_ray_resources(bundle) for bundle in placement.bundles]
         self._group = placement_group(bundles, strategy="PACK", name=f"troupe-{self._run_id}", **selected)
         request = missing or f"reserving the job's {len(bundles)} bundles"
@@ -448,8 +444,8 @@ def _missing(placement: Placement, cpus: int) -> str:
     for kind, needed in required.items():
         if needed > available.get(kind, 0) + 1e-6:
             roles = ", ".join(f"{role} {count:g}" for role, count in placement.devices.items() if count)
-            per_role = f" ({roles})" if kind == "GPU" else ""
-            return f"the job needs {needed:g} {kind}{per_role}, but the cluster has {available.get(kind, 0):g} in all"
+            label = {"GPU": f"GPU ({roles})"}.get(kind, kind)
+            return f"the job needs {needed:g} {label}, but the cluster has {available.get(kind, 0):g} in all"
     return ""
 
 

@@ -210,7 +210,9 @@ class BringUp:
         limit = self._job.placement_timeout
         # The next report is at the limit if that comes before twice the time, so that the failure is not late.
         self._report_at = limit if waited < limit < 2 * waited else 2 * waited
-        names = ", ".join([process.plan.name for process in waiting[:3]] + ["..."][: len(waiting) - 3 > 0])
+        names = ", ".join(process.plan.name for process in waiting[:3])
+        if len(waiting) > 3:
+            names += ", ..."
         if missing and waited >= limit:
             raise WorkerDied(f"{names} could not be started within placement_timeout={limit:g} s: {missing}")
         reason = missing or "their resources are reserved"
@@ -221,9 +223,7 @@ class BringUp:
     def late(self, limit: float) -> list[tuple[WatchedProcess, str]]:
         """Return the processes without a control channel `limit` seconds after their start, with the evidence."""
         silent = [process for process in self._coming if process.link is None and not process.lost]
-        return [
-            (process, f"not up after {limit:g} s") for process in silent if time.monotonic() - process.started > limit
-        ]
+        return [(p, f"not up after {limit:g} s") for p in silent if time.monotonic() - p.started > limit]
 
     def look_at_nodes(self) -> None:
         """Mark all processes on dead nodes as lost. The death of a node does not always close its connections."""

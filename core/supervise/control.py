@@ -6,6 +6,7 @@ the connection of a dead process.
 """
 
 import contextlib
+import math
 import os
 import queue
 import socket
@@ -61,11 +62,7 @@ class ControlServer:
     """
 
     def __init__(
-        self,
-        ip: str,
-        key: bytes,
-        answer: Mapping[str, Callable[..., Any]],
-        orphaned: Callable[[], None] = lambda: None,
+        self, ip: str, key: bytes, answer: Mapping[str, Callable[..., Any]], orphaned: Callable[[], None] = lambda: None
     ) -> None:
         self._listener = Listener((ip, 0))
         self._key = key
@@ -141,7 +138,7 @@ class ControlLink:
         self.seen = time.monotonic()
         """Time of the last message of the process (time.monotonic)."""
         self.alive = True
-        self._unanswered: float | None = None
+        self._unanswered_since = math.inf
         self._connection: Any = Client(address)
         _set_read_timeout(self._connection, _GREETING_S)
         answer_challenge(self._connection, key)
@@ -155,7 +152,7 @@ class ControlLink:
             while self.alive and self._connection.poll():
                 kind, payload = self._connection.recv()
                 self.seen = time.monotonic()
-                self._unanswered = None
+                self._unanswered_since = math.inf
                 if kind == "status":
                     self.status = payload
                 else:
@@ -167,12 +164,11 @@ class ControlLink:
     @property
     def silent_for(self) -> float:
         """Seconds since the first message after which the process has sent nothing."""
-        return 0.0 if self._unanswered is None else time.monotonic() - self._unanswered
+        return max(0.0, time.monotonic() - self._unanswered_since)
 
     def send(self, kind: str, *details: Any) -> None:
         """Send the process a message. A later `poll` returns the reply."""
-        if self._unanswered is None:
-            self._unanswered = time.monotonic()
+        self._unanswered_since = min(self._unanswered_since, time.monotonic())
         try:
             self._connection.send((kind, *details))
         except OSError:

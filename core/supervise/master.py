@@ -109,7 +109,7 @@ class Master:
             status = "failed"
             error, trace = self._explain(failure)
         finally:
-            # From here on signals are ignored: the clean-up takes seconds, and stopping it would leave processes behind.
+            # From here on signals are ignored: the clean-up takes seconds, and a signal would leave processes behind.
             self._cleaning_up = True
             self._clean_up()
             self._signals.close()
@@ -198,9 +198,7 @@ class Master:
 
     def _drive(self) -> None:
         """Run the trainer to its end. A job without a trainer runs every workload that has a `run()`."""
-        workers = [
-            (process, Role(role), rank) for process in self._watch.processes for role, rank in process.plan.workers
-        ]
+        workers = [(p, Role(role), rank) for p in self._watch.processes for role, rank in p.plan.workers]
         driving = [worker for worker in workers if worker[1] == Role.TRAINER]
         if not driving:
             driving = [(process, role, rank) for process, role, rank in workers if self._coming.roles[role].has_run]
@@ -210,9 +208,7 @@ class Master:
         for process, role, rank in workers:
             if self._coming.roles[role].has_run and (process, role, rank) not in driving:
                 self._backend.invoke(process.handle, "start_run", role, rank)
-        self._collect(
-            [(process, self._backend.invoke(process.handle, "run", role, rank)) for process, role, rank in driving]
-        )
+        self._collect([(p, self._backend.invoke(p.handle, "run", role, rank)) for p, role, rank in driving])
         self._ending = True
         living = [process for process in self._watch.processes if not process.lost]
         self._collect([(process, self._backend.invoke(process.handle, "teardown")) for process in living])

@@ -164,11 +164,7 @@ class Watch:
 
     def silent(self) -> list[WatchedProcess]:
         """Return the processes that have sent nothing for a while. A dead machine may leave connections open."""
-        return [
-            process
-            for process in self.processes
-            if process.link and process.link.alive and process.link.silent_for > _SILENT_S
-        ]
+        return [p for p in self.processes if p.link and p.link.alive and p.link.silent_for > _SILENT_S]
 
     def on_event(self, kind: str, payload: Any) -> None:
         """Process a message of a workload in this process, which has no control channel."""
@@ -177,12 +173,12 @@ class Watch:
 
     def take_in(self, kind: str, payload: Any) -> None:
         """Show an "info" line, send an "event" to the observers, or keep any other message for `take`."""
-        if kind not in ("info", "event"):
+        handlers = {"info": self.info, "event": self._tell}
+        if kind not in handlers:
             self.messages[kind].append(payload)
             return
         self._last_sign = time.monotonic()
-        handle = self.info if kind == "info" else self._tell
-        handle(payload)
+        handlers[kind](payload)
 
     def take(self, kind: str) -> list[Any]:
         """Return and remove the kept messages of a kind."""
@@ -197,9 +193,7 @@ class Watch:
         the processes that drive the job, provided that all other processes are idle.
         """
         hung: list[tuple[WatchedProcess, str]] = []
-        alive = [
-            (process, process.link) for process in self.processes if process.link is not None and process.link.alive
-        ]
+        alive = [(p, p.link) for p in self.processes if p.link is not None and p.link.alive]
         # Ranks wait for each other in collectives, so the progress of one rank counts for all ranks of its role.
         ranks: dict[str, float] = {}
         for process, link in alive:
