@@ -138,7 +138,9 @@ def _start_server(instance: Callable[[], Any], func_path: str | None) -> Child:
     try:
         setup = {"path": sys.path, "file": func_path, "instance": pickle.dumps(instance)}
     except (pickle.PicklingError, AttributeError) as error:
-        raise ValueError(f"{name}: {error}; with agent.runs_in=process, define it at the top level of a file") from error
+        raise ValueError(
+            f"{name}: {error}; with agent.runs_in=process, define it at the top level of a file"
+        ) from error
     server = Child("agents.environment_process")
     server.load(setup, name)
     return server

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from components.generate.config import SamplingConfig
 
 STREAMS = 2**32
-"""Stride of random streams, above the number of samples of any prompt. Sequence k of a sample uses the random numbers of
-sample k * STREAMS + sample_id."""
+"""Stride of random streams, above the number of samples of any prompt. Sequence k of a sample uses the random numbers
+of sample k * STREAMS + sample_id."""
 
 Status = Literal["finished", "truncated", "aborted", "error"]
 """`finished`: the environment returned done=True or, without an environment, the policy wrote an end token.

@@ -139,9 +139,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         try:
             columns = await in_time(in_thread(score), self._limit_s)
         except Overdue:
-            raise TimeoutError(
-                f"the reward did not return within {self._limit_s:g} s (agent.step_timeout_s)"
-            ) from None
+            raise TimeoutError(f"the reward did not return within {self._limit_s:g} s (agent.step_timeout_s)") from None
         if columns.failures or columns.absent:
             reason, trace = columns.failures.get(0, ("it returned None", ""))
             episode.fail(f"the reward: {reason}", trace)

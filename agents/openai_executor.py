@@ -113,7 +113,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         limit_s = options.step_timeout_s * options.max_turns
         parameters = inspect.signature(self.run_agent).parameters.values()
         self._takes_columns = any(p.name == "extra_info" or p.kind is p.VAR_KEYWORD for p in parameters)
-        # The endpoint listens on the loopback address, and the agent's client reads the proxy variables of this process.
+        # The endpoint listens on the loopback address, and the agent's client reads this process's proxy variables.
         self._direct = ExitStack()
         self._direct.enter_context(direct_loopback())
         client = type("Client", (), {"run_agent": lambda _, states: self.run_agent(**states)})

@@ -150,8 +150,8 @@ def _json(body: bytes) -> Any:
 def read_request(body: bytes, sampling: SamplingConfig) -> tuple[CompletionRequest, SamplingConfig]:
     """Parse a request, and return it with its sampling parameters. A field that is null counts as absent.
 
-    Temperature, top_p and top_k must be the run's, because log-probabilities are trained at them. Evaluations have their
-    own temperature and ignore the values of the client. A token limit of the client can only lower the run's limit.
+    Temperature, top_p and top_k must be the run's, because log-probabilities are trained at them. Evaluations have
+    their own temperature and ignore the client's values. A token limit of the client can only lower the run's limit.
 
     Raises:
         RequestError: a field is missing, unknown, or has an unsupported value.

@@ -3,10 +3,10 @@
     POST /v1/chat/completions   POST /v1/completions   GET /v1/models   GET /health
 
 Each episode has its own API key, which assigns the requests of its clients to it. If a request begins with the complete
-history of a sequence of the episode, it continues this sequence: only the new part is rendered and appended, and earlier
-tokens stay unchanged. Any other request starts a new sequence, and so does a request that arrives while the sequence is
-being extended. The turns of all sequences count towards `agent.max_turns`. Responses are generated as a whole, also for
-requests with `stream`.
+history of a sequence of the episode, it continues this sequence: only the new part is rendered and appended, and
+earlier tokens stay unchanged. Any other request starts a new sequence, and so does a request that arrives while the
+sequence is being extended. The turns of all sequences count towards `agent.max_turns`. Responses are generated as a
+whole, also for requests with `stream`.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Recording:
     episode: Episode = field(default_factory=lambda: Episode([], 0))
     history: str | list[Message] = ""
     tail: str | None = ""
-    """End of the policy's last text that was not sent to the client: a stop text and the text after it. None if the text
-    ended with an end token."""
+    """End of the policy's last text that was not sent to the client: a stop text and the text after it. None if the
+    text ended with an end token."""
     is_busy: bool = False
     """True while a response is being generated."""
 
@@ -192,7 +192,7 @@ class Server:
             Route("/v1/completions", self._complete, methods=["POST"]),
         ]
         app = Starlette(routes=routes, exception_handlers={RequestError: _refused, HTTPException: _refused})
-        # A long keep-alive, because a connection that is closed while the client sends its next request causes an error.
+        # A long keep-alive, because a connection closed while the client sends its next request would cause an error.
         config = server_config(app, log_config=None, lifespan="off", timeout_keep_alive=3600)
         config.load()
         # uvicorn's Server is not used, because it would replace the run's signal handlers.

@@ -35,7 +35,7 @@ class AgentOptions:
     concurrency: Count = 256
     """Maximum number of episodes that one engine runs concurrently."""
     runs_in: Literal["loop", "thread", "process"] = "loop"
-    """Where `reset` and `step` run. `loop`: in the engine's event loop, for async code. `thread`: in threads, for
+    """Place where `reset` and `step` run. `loop`: in the engine's event loop, for async code. `thread`: in threads, for
     blocking code. `process`: each episode in its own process, for code that may hang, crash or is CPU-bound."""
     step_timeout_s: Seconds = 60.0
     """Timeout of one `reset` or `step` in seconds. An episode that exceeds it ends as an error."""

@@ -81,9 +81,9 @@ def refuse_mixed(encoder: TextEncoder, opening: Sequence[int], feedback: Observa
 def feedback_tokens(encoder: TextEncoder, feedback: Observation, before: Sequence[int]) -> list[int]:
     """Encode the environment's feedback after a turn of the policy, up to the start of the next turn.
 
-    Text is encoded unchanged. Messages are rendered in a short conversation after a placeholder turn, and the text after
-    the placeholder is used: the end of the turn, unless the policy has written it, and the messages. So the rendering
-    of earlier turns by the template does not matter.
+    Text is encoded unchanged. Messages are rendered in a short conversation after a placeholder turn, and the text
+    after the placeholder is used: the end of the turn, unless the policy has written it, and the messages. So the
+    rendering of earlier turns by the template does not matter.
 
     Args:
         encoder: encoder with the policy's tokenizer.

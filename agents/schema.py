@@ -99,9 +99,8 @@ def read_step(result: Any, where: str) -> StepResult:
         raise ValueError(f"{where}: 'done' is {_shown(done)}; return True or False")
     feedback = result["environment_feedback"]
     if feedback is None and done:
-        feedback = ""  # feedback after the last turn is not used
-    else:
-        feedback = _read_observation(feedback, where, STEP_KEYS[1])
+        feedback = ""  # feedback after the last turn is not used, so it may be missing
+    feedback = _read_observation(feedback, where, STEP_KEYS[1])
     logs = {name: values[0] for name, values in read.logs.items()}
     params = result.get("sampling_params")
     return StepResult(read.rewards[0], None if score is None else read.scores[0], feedback, done, logs, params)

@@ -125,11 +125,13 @@ def _first_call(executor: AgentExecutorBase) -> FirstCall:
 async def _reset(instance: Callable[[], Any], prompt: str, row: Mapping[str, Any]) -> Any:
     states = {"observation": prompt, "label": row["label"], "extra_info": row.get("extra_info") or {}}
     result = instance().reset(states)
-    return await result if inspect.isawaitable(result) else result
+    if inspect.isawaitable(result):
+        return await result
+    return result
 
 
 def _score(reward: Any, prompt: str, row: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Score the label as the response; return the reason and the traceback where this fails."""
+    """Score the label as the response. Return None, or the reason and the traceback of a failure."""
     label = str(row["label"])
     columns = {"columns": row.get("extra_info") or {}, "completion_ids": [0], "step": 0}
     columns["data_source"] = row.get("datasource", "")

@@ -35,7 +35,7 @@ class AgentInstance(TextEnvironment):
         name = str(label["env"])
         try:
             modes = _library.spec(name).make().metadata.get("render_modes", ())
-            options = dict(label.get("options", {}))
+            options = {**label.get("options", {})}
             if "ansi" in modes:
                 options["render_mode"] = "ansi"
             self._game = _library.make(name, **options)
