@@ -179,7 +179,7 @@ class RayBackend:
         nodes = self._machines(placement, placement_timeout, info)
         selected: dict[str, Any] = {}
         if nodes:
-            labels = {machine: {_NODE_LABEL: node} for machine, node in nodes.items()}
+            labels: dict[Any, Any] = {machine: {_NODE_LABEL: node} for machine, node in nodes.items()}
             selected["bundle_label_selector"] = [labels.get(bundle.machine, {}) for bundle in placement.bundles]
         bundles = [_ray_resources(bundle) for bundle in placement.bundles]
         self._group = placement_group(bundles, strategy="PACK", name=f"troupe-{self._run_id}", **selected)
@@ -303,10 +303,11 @@ class RayBackend:
             options["memory"] = plan.memory * 2**20
         if spec.env:
             # Ray starts workers with environment variables through a shell, and does not quote the path of Python.
-            options["runtime_env"] = {"env_vars": spec.env}
+            runtime_env: dict[str, Any] = {"env_vars": spec.env}
             quoted = shlex.quote(sys.executable)
             if quoted != sys.executable:
-                options["runtime_env"]["py_executable"] = quoted
+                runtime_env["py_executable"] = quoted
+            options["runtime_env"] = runtime_env
         concurrency = max(role.concurrency for role in spec.roles.values())
         return _actor(concurrency, tuple(plan.roles)).options(**options).remote(spec, RayTransport())
 
