@@ -63,10 +63,8 @@ class AgentTrial:
                 self.close()
                 call = ", ".join(dict.fromkeys(running)) or "an episode"
                 self._given_up = f"{call} did not return"
-                self.fail(
-                    f"asked for {description}: {call} did not return within {self._deadline_s:g} s; return sooner, or allow "
-                    "more with --deadline"
-                )
+                limit = f"within {self._deadline_s:g} s; return sooner, or allow more with --deadline"
+                self.fail(f"asked for {description}: {call} did not return {limit}")
             try:
                 kind, value = connection.recv()
             except EOFError:
