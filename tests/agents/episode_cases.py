@@ -69,7 +69,7 @@ class Rig:
         return str(self.tokenizer.decode([int(token) for token in tokens], skip_special_tokens=skip_special_tokens))
 
     def prompts(self, count: int = 3, samples: int = 2, labels: Sequence[Any] = ()) -> Batch:
-        """Return prompts from TEXTS, repeated from the beginning, each with a number of samples in adjacent rows. side by side."""
+        """Return prompts from TEXTS, repeated from the beginning, each with several samples in adjacent rows."""
         texts = [TEXTS[i % len(TEXTS)] for i in range(count)]
         ids = torch.arange(count)
         batch = Batch.from_rows(

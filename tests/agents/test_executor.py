@@ -123,8 +123,7 @@ def test_the_published_example_of_three_steps_runs_unchanged(rig: Rig, tmp_path:
     for row in range(6):
         turn = batch.row(row, "turn").tolist()
         tokens = batch.row(row, "tokens").tolist()
-        prompt = int(batch["prompt_length"][row])
-        first = turns_of(batch, row)[0]
+        prompt, first = int(batch["prompt_length"][row]), turns_of(batch, row)[0]
         assert tokens[prompt + len(first) :][: len(feedback)] == feedback
         # Prompt, turn, feedback, turn, feedback, turn, and nothing after it.
         runs = [number for place, number in enumerate(turn) if place == 0 or turn[place - 1] != number]
@@ -149,8 +148,7 @@ def test_the_reward_of_a_turn_is_on_its_last_token_and_the_episode_has_the_sum(r
     assert batch["reward"].tolist() == [2.25, 2.25]
     assert batch["score"].tolist() == [0.75, 0.75]
     for row in range(2):
-        turn = batch.row(row, "turn")
-        reward = batch.row(row, "turn_reward")
+        turn, reward = batch.row(row, "turn"), batch.row(row, "turn_reward")
         ends = [int((turn == number).nonzero().max()) for number in range(3)]
         assert reward[ends].tolist() == [0.5, -0.25, 2.0]
         assert int((reward != 0).sum()) == 3
@@ -212,10 +210,10 @@ def test_a_greedy_turn_has_the_most_likely_tokens(rig: Rig) -> None:
 
 
 def test_sampling_params_may_be_dicts_or_objects() -> None:
-    run_sampling = sampling(8, temperature=0.7)
-    assert read_sampling({"max_tokens": 100, "stop": "x", "top_k": -1}, run_sampling) == (run_sampling, ["x"])
-    assert read_sampling(sampling_params(run_sampling, ["a"]), run_sampling) == (run_sampling, ["a"])
-    changed, stop = read_sampling(SimpleNamespace(temperature=0.0, top_p=0.5, min_p=0.1), run_sampling)
+    run = sampling(8, temperature=0.7)
+    assert read_sampling({"max_tokens": 100, "stop": "x", "top_k": -1}, run) == (run, ["x"])
+    assert read_sampling(sampling_params(run, ["a"]), run) == (run, ["a"])
+    changed, stop = read_sampling(SimpleNamespace(temperature=0.0, top_p=0.5, min_p=0.1), run)
     assert (changed.temperature, changed.top_p, changed.max_new_tokens, stop) == (0.0, 0.5, 8, [])
     for wrong, facts in [
         ({"max_token": 3}, ["'max_token'", "max_tokens", "temperature", "top_p", "top_k", "stop"]),
@@ -228,7 +226,7 @@ def test_sampling_params_may_be_dicts_or_objects() -> None:
         ({"top_k": 2.5}, ["sampling_params", "top_k", "float"]),
     ]:
         with pytest.raises(ValueError, match=says(*facts)):
-            read_sampling(wrong, run_sampling)
+            read_sampling(wrong, run)
 
 
 @pytest.mark.parametrize(
@@ -329,8 +327,7 @@ def test_feedback_as_messages_changes_no_earlier_token(rig: Rig) -> None:
     batch = played(rig, Chat, count=3, max_new_tokens=3)
     end = rig.tokenizer.eos_token_id
     for row in range(3):
-        prompt = first_tokens(rig.encoder, opening)
-        first, second = turns_of(batch, row)
+        prompt, (first, second) = first_tokens(rig.encoder, opening), turns_of(batch, row)
         tokens = batch.row(row, "tokens").tolist()
         between = tokens[len(prompt) + len(first) : -len(second)]
         # Untrained, it writes other special tokens too; each of them stands for an end.
@@ -456,8 +453,7 @@ def test_a_reward_besides_those_of_the_turns_is_on_the_last_token(rig: Rig) -> N
         script = ({"rewards": 2.0}, {"rewards": 1.0, "done": True})
 
     batch = rig.runner(Judged(Two)).generate(rig.prompts(1, 1), sampling())
-    turn = batch["turn"]
-    earned = batch["turn_reward"]
+    turn, earned = batch["turn"], batch["turn_reward"]
     assert [float(earned[turn == number].sum()) for number in (0, 1)] == [2.0, 3.0]
 
 
