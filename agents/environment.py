@@ -1,5 +1,7 @@
-"""What an environment is made of. A file written for OpenRLHF's `--agent_func_path` needs no other change than that of
-its import line: `from agents import AgentInstanceBase, MultiTurnAgentExecutor`.
+"""Base class of environments.
+
+In a file written for OpenRLHF's `--agent_func_path` only the import line must be changed:
+`from agents import AgentInstanceBase, MultiTurnAgentExecutor`.
 """
 
 from __future__ import annotations
@@ -9,21 +11,22 @@ from typing import Any
 
 
 class AgentInstanceBase(ABC):
-    """The environment of one episode: made without arguments for each of them, and asked by one episode alone."""
+    """Environment of one episode. Each episode constructs its own instance, without arguments."""
 
     @abstractmethod
     async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """Begin the episode.
+        """Start the episode.
 
         Args:
-            states: `observation` (the prompt's text), `label` (of the data), `extra_info` (the data's other columns); a
-                copy of the episode's own.
-            kwargs: for what later versions may add.
+            states: `observation` (text of the prompt), `label` (column of the data) and `extra_info` (the other columns
+                of the data). The dict is a copy for this episode.
+            kwargs: reserved for arguments of later versions.
 
         Returns:
-            `{"observation": text or chat messages}`: what the policy reads first. The prompt's own text means the
-            prompt's own tokens. Beside messages maybe `tools`, JSON schemas of functions: a chat template with a place
-            for them writes them in its own way, instead of a system message at the beginning.
+            `{"observation": text or chat messages}`: the first input of the policy. If it equals the text of the
+            prompt, the tokens of the prompt are used. A list of messages may come with `tools`, JSON schemas of
+            functions. A chat template that supports tools renders them in its own format, and the system message at
+            the beginning is omitted.
         """
 
     @abstractmethod
@@ -31,17 +34,21 @@ class AgentInstanceBase(ABC):
         """Respond to one action of the policy.
 
         Args:
-            states: `observation_text` (all the policy has read and written before this action), `action_text` (what it
-                has written now, without special tokens), `finish` ("stop", or "length" where a limit cut it off),
-                `label`, `sampling_params` (how it was drawn: `temperature`, `top_p`, `top_k`, `max_tokens`, `stop`; a
-                dict of this episode alone).
-            kwargs: as above.
+            states: `observation_text` (all text before this action), `action_text` (text of the action without special
+                tokens), `finish` ("stop", or "length" if a limit truncated the action), `label`, and `sampling_params`
+                (`temperature`, `top_p`, `top_k`, `max_tokens` and `stop` of this action, in a dict of this episode).
+            kwargs: reserved for arguments of later versions.
 
         Returns:
-            A dict with `rewards` (one number: of this turn; an episode earns their sum), `scores` (one number: how good
-            the episode is so far, from 0 to 1; the last counts. None or nothing: the sum of the rewards),
-            `environment_feedback` (text, or chat messages: what the policy reads next), `done`, and, if you like,
-            `sampling_params` (a dict like the one above, or an object with such attributes, for the next turn;
-            log-probabilities are trained at the run's temperature, top_p and top_k, so a change of these is warned of)
-            and `extra_logs` (names and numbers; those of the last turn are logged).
+            A dict with these keys:
+
+            - `rewards`: reward of this turn, a number. The reward of an episode is the sum over its turns.
+            - `scores`: score of the episode so far, a number from 0 to 1. The last one counts. Default (or None): the
+              sum of the rewards.
+            - `environment_feedback`: next input of the policy, text or chat messages.
+            - `done`: True if the episode has ended.
+            - `sampling_params` (optional): sampling parameters of the next turn, a dict as above or an object with such
+              attributes. Log-probabilities are trained at the run's temperature, top_p and top_k, so a change of these
+              logs a warning.
+            - `extra_logs` (optional): metrics, name -> number. Those of the last turn are logged.
         """

@@ -1,15 +1,16 @@
-"""Environments of episodes, kept apart: what raises, hangs or dies in one ends that one alone.
+"""Isolated environments of episodes: an environment that raises, hangs or dies ends only its own episode.
 
-In the loop, calls run in the engine's own loop. Code that blocks it is interrupted at the deadline, if the loop runs in
-the main thread and the code is Python's or waits for the system. A crash ends the engine.
+`runs_in=loop`: calls run in the event loop of the engine. Blocking code is interrupted at the timeout if the loop runs
+in the main thread, and the code is Python code or waits in a system call. A crash ends the engine.
 
-In threads, each episode has one of its own, with a loop of its own. One that hangs is left behind, and asked to end.
+`runs_in=thread`: each episode has a thread with its own event loop. A hung thread is abandoned, after a request to end.
 
-In processes, each episode has one of its own, forked from one that has loaded the agent's file already:
+`runs_in=process`: each episode has a process, forked from a server process that has loaded the agent's file:
 
     EnvironmentPool -> python -m agents.environment_process FD PARENT -> one child for each episode
 
-A hang or a crash ends it, and what it has started. Threads that the file starts, and CUDA, do not outlive a fork.
+A hung or crashed process is killed with all processes that it has started. Threads of the agent's file and CUDA do not
+survive the fork.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ from components.process.child_process import (
 )
 
 BLOCKED_S = 1.0
-"""Seconds for which one environment may keep all others waiting before that is logged."""
+"""Seconds for which one environment may block all others before a warning is logged."""
 
 _log = logging.getLogger(__name__)
 
 
 class EnvironmentFailure(Exception):
-    """Why an environment cannot continue, in one line, and the traceback of its own code."""
+    """Raised when an environment cannot continue. Has a one-line reason, and the traceback of the user's code."""
 
     def __init__(self, reason: str, trace: str = "") -> None:
         super().__init__(reason)
@@ -57,13 +58,16 @@ class EnvironmentFailure(Exception):
 
 
 class EnvironmentPool:
-    """Opens the environments of an agent's episodes, as `options.runs_in` and `options.step_timeout_s` say."""
+    """Factory of the environments of an agent's episodes."""
 
     def __init__(self, instance: Callable[[], Any], options: AgentOptions) -> None:
-        """`instance` comes from the file `options.func_path`, or from a module that can be imported.
+        """
+        Args:
+            instance: class of the environments, from the file `options.func_path` or an importable module.
+            options: `runs_in`, `step_timeout_s` and `func_path` are read.
 
         Raises:
-            ValueError: the processes of environments cannot load it.
+            ValueError: the server process cannot load the class.
         """
         self.instance = instance
         self.limit_s = options.step_timeout_s
@@ -71,40 +75,43 @@ class EnvironmentPool:
         self._has_warned = False
         if options.runs_in == "process":
             self._server = _start_server(instance, options.func_path)
-            self._asking = threading.Lock()
+            self._server_lock = threading.Lock()
 
     def open(self) -> Environment:
-        """A new environment. Its instance is made with the first call, within that call's time."""
+        """Return a new environment. Its instance is constructed by the first call, within the timeout of that call."""
         kinds = {"loop": Environment, "thread": _ThreadEnvironment, "process": _ProcessEnvironment}
         return kinds[self._runs_in](self)
 
     def close(self) -> None:
-        """End the process that makes environments, and those of environments that are still open."""
+        """End the server process, and the processes of open environments."""
         if self._runs_in == "process":
             self._server.end()
 
     def report_busy(self, method: str, seconds: float) -> None:
-        """Log once that all others wait while an environment runs."""
+        """Log a warning, once, if a call of an environment has blocked all other episodes."""
         if seconds > BLOCKED_S and not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "%s of %s kept all other episodes waiting for %.1f s; await what it waits for, or set "
-                "agent.runs_in=thread (or process, for what uses a core)",
+                "%s of %s blocked all other episodes for %.1f s; use await for blocking operations, or set "
+                "agent.runs_in=thread (or process, for CPU-bound code)",
                 *(method, _name(self.instance), seconds),
             )
 
-    def ask_server(self, pid: int | None, channel: socket.socket | None = None) -> Any:
-        """Have a process made that serves an environment over `channel`, which is closed here; or one ended. It blocks.
+    def request_server(self, pid: int | None, channel: socket.socket | None = None) -> Any:
+        """Let the server process fork an environment process, or end one. This call blocks.
 
         Args:
-            pid: the process to end, with what it has started; None: make one.
-            channel: the end of a connection for the new process.
+            pid: id of the process to end, with all processes that it has started. None forks a new one.
+            channel: end of a connection for the new process. It is closed here.
 
         Returns:
-            The new one's id; or how the process ended, if it had.
+            Id of the new process, or the exit reason of the ended one.
+
+        Raises:
+            EnvironmentFailure: the server process has ended, or cannot fork.
         """
         control = self._server.channel
-        with self._asking:
+        with self._server_lock:
             try:
                 control.settimeout(LOAD_TIMEOUT_S)
                 send(control, pid)
@@ -115,14 +122,14 @@ class EnvironmentPool:
             except (EOFError, OSError):
                 self._server.kill()
                 reason = self._server.wait()
-                raise EnvironmentFailure(f"the process that makes those of environments ended: {reason}") from None
+                raise EnvironmentFailure(f"the server process of environments has ended: {reason}") from None
         if isinstance(reply, OSError):
-            raise EnvironmentFailure(f"its process could not be made: {reply}")
+            raise EnvironmentFailure(f"the process of the environment could not be created: {reply}")
         return reply
 
 
 def _name(instance: Callable[[], Any]) -> str:
-    """Return the name of an environment's class, of which `instance` may be a partial."""
+    """Return the name of an environment's class. `instance` may be a partial of the class."""
     return str(getattr(instance, "func", instance).__qualname__)
 
 
@@ -131,64 +138,73 @@ def _start_server(instance: Callable[[], Any], func_path: str | None) -> Child:
     try:
         setup = {"path": sys.path, "file": func_path, "instance": pickle.dumps(instance)}
     except (pickle.PicklingError, AttributeError) as error:
-        raise ValueError(f"{name}: {error}; with agent.runs_in=process, write it at the top of a file") from error
+        raise ValueError(
+            f"{name}: {error}; with agent.runs_in=process, define it at the top level of a file"
+        ) from error
     server = Child("agents.environment_process")
     server.load(setup, name)
     return server
 
 
 class EnvironmentWorker:
-    """The instance of one episode, where its code runs."""
+    """Holder of the instance of one episode, in the thread or process where its code runs."""
 
     def __init__(self, instance: Callable[[], Any]) -> None:
         self._class = instance
         self._instance: Any = None
 
     async def call(self, method: str, states: dict[str, Any]) -> tuple[str, ...]:
-        """Call a method, async or not: "ok" and what it returned, or "raised", a line and a traceback."""
+        """Call a method, sync or async. Return ("ok", result), or ("raised", error in one line, traceback)."""
         try:
             if self._instance is None:
                 self._instance = self._class()
             result = getattr(self._instance, method)(states)
-            return "ok", await result if inspect.isawaitable(result) else result
+            if inspect.isawaitable(result):
+                result = await result
+            return "ok", result
         except (GeneratorExit, KeyboardInterrupt, Overdue):
             raise
-        except BaseException as error:  # the user's code may raise anything, SystemExit included
+        except BaseException as error:  # the user's code may raise anything, including SystemExit
             task = asyncio.current_task()
+            # A cancellation of this task comes from the timeout, which handles it, and not from the user's code.
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise
-            line, trace = described(error)
-            return "raised", f"{method} raised {line}", trace
+            reason, trace = described(error)
+            return "raised", f"{method} raised {reason}", trace
 
 
 class Environment:
-    """The environment of one episode, in the loop. What it returns is not checked here."""
+    """Environment of one episode that runs in the engine's event loop. Return values are not checked here."""
 
     def __init__(self, pool: EnvironmentPool) -> None:
         self._pool = pool
         self._worker = EnvironmentWorker(pool.instance)
         self._is_busy = False
-        """A call is under way, or was given up."""
+        """True while a call is running, and after a call has timed out."""
 
     async def close(self) -> None:
-        """End what belongs to the episode, and a call that is under way."""
+        """Release the thread or process of the episode, and end a running call."""
 
     async def call(self, method: str, states: dict[str, Any]) -> Any:
-        """What a method of the instance returns; EnvironmentFailure when it raises, hangs or dies."""
+        """Call a method of the instance and return its result.
+
+        Raises:
+            EnvironmentFailure: the method raises, exceeds its timeout, or its process dies.
+        """
         limit_s = self._pool.limit_s
         self._is_busy = True
         try:
-            call = in_time(self._ask(method, states), limit_s, partial(self._pool.report_busy, method))
+            call = in_time(self._call_worker(method, states), limit_s, partial(self._pool.report_busy, method))
             status, *values = await call
         except Overdue:
-            raise EnvironmentFailure(f"{method} gave no response within {limit_s:g} s (agent.step_timeout_s)") from None
+            raise EnvironmentFailure(f"{method} did not return within {limit_s:g} s (agent.step_timeout_s)") from None
         self._is_busy = False
         if status == "raised":
             raise EnvironmentFailure(*values)
         return values[0]
 
-    async def _ask(self, method: str, states: dict[str, Any]) -> tuple[Any, ...]:
-        """What `EnvironmentWorker.call` gives, wherever it runs."""
+    async def _call_worker(self, method: str, states: dict[str, Any]) -> tuple[Any, ...]:
+        """Return the result of `EnvironmentWorker.call` in the loop, thread or process of the environment."""
         return await self._worker.call(method, states)
 
 
@@ -201,16 +217,17 @@ class _ThreadEnvironment(Environment):
         self._thread.start()
 
     async def close(self) -> None:
-        with suppress(RuntimeError):  # it has ended already
+        with suppress(RuntimeError):  # the loop has ended already
             self._loop.call_soon_threadsafe(self._stop.set)
         if self._is_busy:
             await asyncio.to_thread(self._thread.join, END_TIMEOUT_S)
         if self._is_busy and self._thread.is_alive():
-            # Python's code would keep the interpreter busy for ever; it ends here. A call of the system ends first.
+            # Python code in an endless loop would use the interpreter for ever, so an exception is raised in it. A
+            # system call must return first.
             thread = ctypes.c_ulong(self._thread.ident or 0)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(Overdue))
 
-    async def _ask(self, method: str, states: dict[str, Any]) -> tuple[Any, ...]:
+    async def _call_worker(self, method: str, states: dict[str, Any]) -> tuple[Any, ...]:
         called = asyncio.run_coroutine_threadsafe(self._worker.call(method, states), self._loop)
         return await asyncio.wrap_future(called)
 
@@ -223,11 +240,11 @@ class _ProcessEnvironment(Environment):
     _pid: int | None = None
     _writer: asyncio.StreamWriter | None = None
     _number = 0
-    """Of the last call."""
+    """Number of the last call."""
 
     async def call(self, method: str, states: dict[str, Any]) -> Any:
         try:
-            # The time of the first call begins once there is a process: others may be made before it.
+            # The timeout of the first call starts once the process exists, because the server forks one at a time.
             if self._writer is None:
                 await self._begin()
             return await super().call(method, states)
@@ -239,12 +256,12 @@ class _ProcessEnvironment(Environment):
             raise EnvironmentFailure(f"the process of the environment ended in {method}: {reason}") from None
 
     async def _begin(self) -> None:
-        ours, theirs = socket.socketpair()
-        self._reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._pid = await asyncio.to_thread(self._pool.ask_server, None, theirs)
+        channel, worker_channel = socket.socketpair()
+        self._reader, self._writer = await asyncio.open_connection(sock=channel)
+        self._pid = await asyncio.to_thread(self._pool.request_server, None, worker_channel)
         await asyncio.wait_for(receive_from(self._reader), LOAD_TIMEOUT_S)
 
-    async def _ask(self, method: str, states: dict[str, Any]) -> tuple[Any, ...]:
+    async def _call_worker(self, method: str, states: dict[str, Any]) -> tuple[Any, ...]:
         assert self._writer is not None
         self._number += 1
         self._writer.write(frame((self._number, method, states)))
@@ -252,7 +269,7 @@ class _ProcessEnvironment(Environment):
 
     async def close(self) -> None:
         if self._writer is not None and not self._is_busy:
-            # It lets go of its instance, and closes the connection.
+            # An end of file lets the process delete its instance, whose clean-up would be lost by a kill.
             with suppress(TimeoutError, OSError):
                 self._writer.write_eof()
                 await asyncio.wait_for(self._reader.read(), END_TIMEOUT_S)
@@ -260,7 +277,10 @@ class _ProcessEnvironment(Environment):
             await self._end()
 
     async def _end(self) -> str:
-        pid, self._pid = self._pid, None
+        pid = self._pid
+        self._pid = None
         if self._writer is not None:
             self._writer.close()
-        return "" if pid is None else await asyncio.to_thread(self._pool.ask_server, pid)
+        if pid is None:
+            return ""
+        return await asyncio.to_thread(self._pool.request_server, pid)

@@ -1,6 +1,7 @@
-"""The process that makes the processes of environments, and these. It has loaded the agent's file, so that a fork is
-all that an environment costs. Its owner asks for one at a time: a new process, with the end of a connection that this
-serves, or the end of one.
+"""Server process that forks the processes of environments, and the code of the forked processes.
+
+The server has loaded the agent's file, so an environment costs only a fork. Its owner sends one request at a time: to
+fork a process, together with the end of a connection that the process serves, or to end a process.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from components.process.child_process import (
 
 
 def _make_and_end(control: socket.socket, instance: Callable[[], Any]) -> None:
-    """Make environments and end them, until the owner closes the connection."""
+    """Fork and end environment processes until the owner closes the connection."""
     pids: set[int] = set()
     try:
         while True:
@@ -46,7 +47,7 @@ def _make_and_end(control: socket.socket, instance: Callable[[], Any]) -> None:
                 continue
             try:
                 pid = _make(control, instance)
-            except OSError as error:  # there is no room for another
+            except OSError as error:  # the limit of processes or memory is reached
                 send(control, error)
                 continue
             pids.add(pid)
@@ -63,16 +64,16 @@ def _make(control: socket.socket, instance: Callable[[], Any]) -> int:
         pid = os.fork()
         if not pid:
             _run_environment(control, channel, instance, server)
-    # By both sides, as either may be first.
+    # Set by parent and child, because either may run first.
     with suppress(OSError):
         os.setpgid(pid, pid)
     return pid
 
 
 def _end_of_owner(control: socket.socket) -> None:
-    """Have the server stop waiting. The owner's death is told twice, by a signal and by the connection's end: an
-    exception raised for the one would cut short what the other has begun.
-    """
+    """Stop the server's wait for requests, after the owner has died."""
+    # The owner's death causes a signal and the end of the connection. An exception raised in the handler of the signal
+    # could interrupt the clean-up that the end of the connection has started.
     with suppress(OSError):
         control.shutdown(socket.SHUT_RDWR)
 
@@ -85,7 +86,7 @@ def _end(pid: int) -> str:
 def _run_environment(
     control: socket.socket, channel: socket.socket, instance: Callable[[], Any], server: int
 ) -> NoReturn:
-    """Live an environment's whole life, in a process just forked."""
+    """Run an environment in the forked process, until its connection is closed."""
     code = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -93,13 +94,14 @@ def _run_environment(
         die_with(server)
         keep_orphans()
         control.close()
-        # Python's own generator is seeded anew by the fork; all environments would draw the same numbers of these.
+        # Python seeds its own generator after a fork. Without this all environments would draw the same numbers from
+        # NumPy and torch.
         for name in ("numpy.random", "torch"):
             if name in sys.modules:
                 sys.modules[name].seed()
         asyncio.run(_serve_calls(channel, instance))
         code = 0
-    except BaseException:  # noqa: BLE001 - nothing of the server's may run on in here
+    except BaseException:  # noqa: BLE001 - the child must not continue with the server's code
         traceback.print_exc()
     finally:
         os._exit(code)
@@ -107,7 +109,8 @@ def _run_environment(
 
 async def _serve_calls(channel: socket.socket, instance: Callable[[], Any]) -> None:
     reader, writer = await asyncio.open_connection(sock=channel)
-    worker, this = EnvironmentWorker(instance), os.getpid()
+    worker = EnvironmentWorker(instance)
+    own_pid = os.getpid()
     writer.write(frame("ready"))
     with suppress(EOFError, ConnectionError):
         while True:
@@ -116,13 +119,13 @@ async def _serve_calls(channel: socket.socket, instance: Callable[[], Any]) -> N
             try:
                 body = frame((number, reply))
             except Exception as error:  # noqa: BLE001 - pickling runs the user's code, too
-                line, trace = described(error)
-                reply = ("raised", f"{method} returned what cannot cross to another process: {line}", trace)
+                reason, trace = described(error)
+                reply = ("raised", f"{method} returned an object that cannot be pickled: {reason}", trace)
                 body = frame((number, reply))
-            end_fork(this)
+            end_fork(own_pid)
             writer.write(body)
             await writer.drain()
-    # Now, while the owner still waits: it may have something to clean up.
+    # Deleted here, while the owner still waits for the end, because the instance may have to clean up.
     del worker
 
 
@@ -133,12 +136,12 @@ def _serve(control: socket.socket) -> None:
         if setup["file"] is not None:
             load_agent_file(setup["file"])
         instance = pickle.loads(setup["instance"])
-    except BaseException as error:  # noqa: BLE001 - the user's file may raise anything, SystemExit included
+    except BaseException as error:  # noqa: BLE001 - the user's file may raise anything, including SystemExit
         send(control, (number, ("failed", *described(error))))
         return
-    # Environments share its memory until they write to it; a collection would write everywhere.
+    # The children share the server's memory pages until they write to them. A garbage collection would write to all.
     gc.freeze()
-    # From here on it can end its environments, and what they have started, before it ends itself.
+    # From here on SIGTERM lets the server end its environments, and all that they have started, before itself.
     signal.signal(signal.SIGTERM, lambda *_: _end_of_owner(control))
     die_with(int(os.getppid()), signal.SIGTERM)
     send(control, (number, ("ok",)))

@@ -1,4 +1,4 @@
-"""What an episode is, while it is run and afterwards: token ids, and who wrote which. Nothing here needs torch."""
+"""Data classes of episodes: token ids, the turns of the policy, and rewards. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -18,44 +18,45 @@ if TYPE_CHECKING:
     from components.generate.config import SamplingConfig
 
 STREAMS = 2**32
-"""More samples than any prompt has: sequence k of a sample draws the numbers of sample k * STREAMS + sample_id."""
+"""Stride of random streams, above the number of samples of any prompt. Sequence k of a sample uses the random numbers
+of sample k * STREAMS + sample_id."""
 
 Status = Literal["finished", "truncated", "aborted", "error"]
-"""`finished`: its environment was done with it, or, where there is none, an end token came. `truncated`: a limit of
-tokens or turns came first, after a turn. `aborted`: it was ended from outside. `error`: its environment raised, hung,
-died or broke its contract, or there were no tokens left for a first turn."""
+"""`finished`: the environment returned done=True or, without an environment, the policy wrote an end token.
+`truncated`: a limit of tokens or turns was reached after at least one turn. `aborted`: the episode was ended from
+outside. `error`: the environment raised, hung, died or broke its contract, or no tokens were left for a first turn."""
 
 
 @dataclass(frozen=True)
 class EpisodeTask:
-    """What an episode starts from."""
+    """Input of an episode."""
 
     tokens: list[int]
-    """Of the prompt."""
+    """Token ids of the prompt."""
     prompt: str
-    """Its text."""
+    """Text of the prompt."""
     label: Any
-    """Of the data."""
+    """Label of the row."""
     prompt_id: int
     sample_id: int
-    """Which of the prompt's samples."""
+    """Index of this sample among the samples of the prompt."""
     sampling: SamplingConfig
-    """How its turns are drawn; `max_new_tokens` is the limit of one turn."""
+    """Sampling parameters of the turns. `max_new_tokens` is the limit of one turn."""
     extra_info: Mapping[str, Any] = field(default_factory=dict)
-    """The data's other columns."""
+    """Other columns of the row."""
     data_source: str = ""
-    """Source of the prompt, as the data name it."""
+    """Name of the data source of the prompt, from the data."""
 
 
 @dataclass
 class Turn:
-    """What the policy wrote in one go: tokens[start:end] of its episode."""
+    """One turn of the policy: tokens[start:end] of its episode."""
 
     start: int
     end: int
     reward: float = 0.0
     finish: str = "stop"
-    """Why it ended: "stop" (an end token, or a stop text), "length" or "abort"."""
+    """Reason for the end of the turn: "stop" (an end token, or a stop text), "length" or "abort"."""
 
 
 @dataclass
@@ -63,61 +64,63 @@ class Episode:
     """One sequence to train on."""
 
     tokens: list[int]
-    """Prompt, turns and the environment's text between them. Only ever appended to."""
+    """Token ids of the prompt, the turns, and the environment's text between them. Tokens are only appended."""
     prompt_length: int
     logprobs: list[float] = field(default_factory=list)
-    """As long as `tokens`: in nats, of what the policy wrote; 0 elsewhere."""
+    """Log-probabilities of the policy's tokens in nats, 0 for other tokens. Same length as `tokens`."""
     versions: list[int] = field(default_factory=list)
-    """As long as `tokens`: of the weights that drew what the policy wrote; -1 elsewhere."""
+    """Weight versions that generated the policy's tokens, -1 for other tokens. Same length as `tokens`."""
     turns: list[Turn] = field(default_factory=list)
     status: Status = "finished"
     reward: float = 0.0
     score: float = 0.0
     logs: dict[str, float] = field(default_factory=dict)
     error: str = ""
-    """What went wrong, in one line."""
+    """Error in one line, or an empty string."""
     trace: str = ""
-    """Where, if the code of its environment raised."""
+    """Traceback, if the code of the environment raised."""
     is_rewarded: bool = True
-    """False: a reward is still to score it."""
+    """False if a reward function will score the episode later."""
     branch: int = 0
-    """0: the main one of its sample; others are further sequences of the same sample."""
+    """0 for the main sequence of a sample, and a positive number for its further sequences."""
 
     def __post_init__(self) -> None:
         self.logprobs += [0.0] * (len(self.tokens) - len(self.logprobs))
         self.versions += [-1] * (len(self.tokens) - len(self.versions))
 
     def act(self, drawn: Generation, keep: int | None = None) -> Turn:
-        """Append what the policy wrote, or the first `keep` tokens of it, as a turn."""
-        count = len(drawn.tokens) if keep is None else keep
-        self.tokens += drawn.tokens[:count]
-        self.logprobs += drawn.logprobs[:count]
-        self.versions += drawn.versions[:count]
-        self.turns.append(Turn(len(self.tokens) - count, len(self.tokens), finish=drawn.finish))
+        """Append a generation of the policy, or its first `keep` tokens, as a turn, and return the turn."""
+        start = len(self.tokens)
+        self.tokens += drawn.tokens[:keep]
+        self.logprobs += drawn.logprobs[:keep]
+        self.versions += drawn.versions[:keep]
+        self.turns.append(Turn(start, len(self.tokens), finish=drawn.finish))
         return self.turns[-1]
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Append the environment's text."""
+        """Append tokens of the environment."""
         self.tokens += tokens
         self.logprobs += [0.0] * len(tokens)
         self.versions += [-1] * len(tokens)
 
     def cut(self, length: int) -> None:
-        """Keep no more than `length` tokens, of an episode in which the policy wrote nothing."""
+        """Truncate an episode without turns to `length` tokens."""
         assert not self.turns, self.turns
         del self.tokens[length:], self.logprobs[length:], self.versions[length:]
         self.prompt_length = min(self.prompt_length, length)
 
     def fail(self, error: str, trace: str = "") -> None:
-        """End it as an error, which earns nothing."""
-        self.status, self.error, self.trace = "error", " ".join(error.split()), trace
+        """Set the status to "error", and all rewards and the score to 0."""
+        self.status = "error"
+        self.error = " ".join(error.split())
+        self.trace = trace
         self.reward = self.score = 0.0
         for turn in self.turns:
             turn.reward = 0.0
 
 
 class Policy:
-    """The policy, as one episode asks it."""
+    """Interface of the policy for one episode."""
 
     def __init__(self, task: EpisodeTask, engine: AsyncEngine, encoder: TextEncoder, options: AgentOptions) -> None:
         self.encoder = encoder
@@ -125,44 +128,44 @@ class Policy:
         self.max_turns = options.max_turns
         limits = [limit for limit in (options.max_tokens, engine.positions) if limit is not None]
         self.max_tokens = min(limits, default=None)
-        """Tokens of a sequence, at most; None: any number."""
+        """Maximum number of tokens of a sequence. None: no limit."""
         self.stop = options.stop
-        """Texts that end every turn."""
+        """Stop texts of every turn."""
         self.broken: Exception | None = None
-        """What the engine raised: not the episode's fault, and not for its executor to deal with."""
+        """Exception of the engine. It ends the run, because neither the episode nor its executor has caused it."""
         self._task = task
         self._engine = engine
 
     def has_space(self, count: int) -> bool:
-        """Whether a sequence of `count` tokens can be continued."""
+        """True if a sequence of `count` tokens can be continued."""
         return self.max_tokens is None or count < self.max_tokens
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of tokens."""
+        """Return the text of tokens."""
         return decode(self.tokenizer, tokens, skip_special_tokens)
 
     async def draw(
         self, tokens: Sequence[int], sampling: SamplingConfig, stop: Sequence[str] = (), stream: int = 0
     ) -> tuple[Generation, int]:
-        """Continue `tokens`.
+        """Generate a continuation of `tokens`.
 
         Args:
-            tokens: all of the sequence so far.
-            sampling: how to draw; `max_new_tokens` is lowered to what is left of `max_tokens`.
-            stop: texts that end the turn, besides those that end every one.
-            stream: sequences of one episode that are drawn side by side each name a number of their own, so that their
-                random numbers differ.
+            tokens: all tokens of the sequence so far.
+            sampling: sampling parameters. `max_new_tokens` is limited to the remaining tokens of `max_tokens`.
+            stop: stop texts of this turn, in addition to those of every turn.
+            stream: number of the random stream. Sequences of one episode that are generated concurrently need different
+                numbers, so that their random numbers differ.
 
         Returns:
-            What was drawn, and how many of its tokens the turn consists of: those up to the one with which a stop text
-            was complete.
+            The generation, and the number of its tokens that belong to the turn: those up to the token that completes a
+            stop text.
 
         Raises:
-            ValueError: there is nothing to continue, or no token left.
+            ValueError: `tokens` is empty or has reached the limit.
         """
         if not tokens or not self.has_space(len(tokens)):
-            why = f"it may have {self.max_tokens} (the model's positions, or agent.max_tokens where that is less)"
-            raise ValueError(f"a sequence of {len(tokens)} tokens cannot be continued: {why}")
+            reason = f"the limit is {self.max_tokens} (the smaller of the model's positions and agent.max_tokens)"
+            raise ValueError(f"a sequence of {len(tokens)} tokens cannot be continued: {reason}")
         if self.max_tokens is not None and len(tokens) + sampling.max_new_tokens > self.max_tokens:
             sampling = replace(sampling, max_new_tokens=self.max_tokens - len(tokens))
         sample_id = stream * STREAMS + self._task.sample_id
@@ -179,13 +182,14 @@ class Policy:
             raise
 
     async def _until(self, request: Request, stop: Sequence[str]) -> tuple[Generation, int]:
-        """What is drawn, up to the end or to one of the texts."""
+        """Return the generation and its number of tokens up to the end, or up to a stop text."""
         if stop:
-            # So many tokens hold a text, as none is less than a byte.
-            reach, seen = max(len(text.encode()) for text in stop), []
+            # A token has at least one byte, so a stop text of n bytes spans at most n tokens.
+            reach = max(len(text.encode()) for text in stop)
+            seen: list[int] = []
             async for piece in request:
                 seen += piece.tokens
-                # Few tokens first: to read all of them again with each would take longer than drawing them.
+                # The last tokens are checked first: decoding all tokens every time would take longer than generating.
                 if self._holds(seen[-len(piece.tokens) - reach :], stop) and self._holds(seen, stop):
                     drawn = await request.abort()
                     counts = range(len(seen))
@@ -200,17 +204,17 @@ class Policy:
 
 
 class AgentExecutorBase(ABC):
-    """Runs episodes. One instance runs many at the same time, all in one asyncio loop."""
+    """Base class of executors. One instance runs many episodes concurrently in one asyncio loop."""
 
-    def open(self, options: AgentOptions) -> None:  # noqa: B027 - most need nothing
-        """Prepare for episodes; called once, before the first."""
+    def open(self, options: AgentOptions) -> None:  # noqa: B027 - optional for subclasses
+        """Prepare for episodes. Called once before the first episode."""
 
-    async def close(self) -> None:  # noqa: B027 - as above
-        """End what was started; called once, in the loop of the episodes, after the last."""
+    async def close(self) -> None:  # noqa: B027 - optional for subclasses
+        """Release resources. Called once after the last episode, in the loop of the episodes."""
 
     @abstractmethod
     async def execute(self, task: EpisodeTask, policy: Policy) -> Episode | list[Episode]:
-        """Run one episode; several sequences where it branched, the main one first.
+        """Run one episode. Return a list if it has several sequences, with the main one first.
 
-        What it raises ends this episode as an error.
+        An exception ends this episode with the status "error".
         """

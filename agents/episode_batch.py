@@ -1,4 +1,4 @@
-"""Episodes as a Batch. B sequences, N all their tokens end to end."""
+"""Conversion of episodes to a Batch. B: number of sequences. N: total number of tokens of all sequences."""
 
 from __future__ import annotations
 
@@ -16,21 +16,25 @@ from components.rewards.names import metric_names
 
 
 def as_batch(prompts: Batch, episodes: Sequence[Sequence[Episode]], version: int) -> Batch:
-    """Put episodes together with the prompts that they started from.
+    """Build a batch from episodes and their prompts.
 
     Args:
-        prompts: their per-sequence and object columns are carried through.
-        episodes: of each prompt the sequences of its episode, the main one first.
-        version: of the weights, for sequences in which the policy wrote nothing.
+        prompts: prompts, whose per-sequence and object columns are copied.
+        episodes: sequences of the episode of each prompt, with the main one first.
+        version: weight version of sequences without tokens of the policy.
 
     Returns:
-        Batch of B sequences in the order of `episodes`. Per token: `tokens`, `action_mask` (True on what the policy
-        wrote), `rollout_logprob` (float32; 0 elsewhere), `turn` (int64, counted from 0; -1 elsewhere), `turn_reward`
-        (float32; on the last token of each turn, 0 elsewhere), `token_version` (int64, of the weights that drew it; -1
-        elsewhere). Per sequence: `prompt_length` (tokens before the first turn), `truncated`, `weight_version` (the
-        oldest of its tokens'), `num_turns`, `branch`; where episodes are rewarded `reward`, `score`, `reward_failed`
-        (1 for those that ended as errors or were aborted). `log_<name>` (see `metric_names`; NaN where an episode does
-        not have it).
+        Batch of B sequences in the order of `episodes`.
+
+        Per token [N]: `tokens`, `action_mask` (True for tokens of the policy), `rollout_logprob` (float32, 0 for other
+        tokens), `turn` (int64 from 0, -1 for other tokens), `turn_reward` (float32, on the last token of each turn, 0
+        elsewhere), `token_version` (int64 weight version that generated the token, -1 for other tokens).
+
+        Per sequence [B]: `prompt_length` (number of tokens before the first turn), `truncated`, `weight_version` (the
+        oldest version of its tokens), `num_turns`, `branch`. If the episodes are rewarded: `reward`, `score` and
+        `reward_failed` (1 for the status "error" or "aborted"). `log_<name>` (see `metric_names`; NaN if an episode
+        lacks the metric).
+
         Objects: `status`, `error`.
     """
     rows = [row for sequences in episodes for row in sequences]
@@ -55,10 +59,10 @@ def as_batch(prompts: Batch, episodes: Sequence[Sequence[Episode]], version: int
     if any(row.is_rewarded for row in rows):
         per_sequence |= _rewards(rows)
     per_sequence |= _logs(rows)
-    given = prompts.only(*prompts.per_sequence, *prompts.objects).select(index)
+    kept = prompts.only(*prompts.per_sequence, *prompts.objects).select(index)
     objects = {"status": [row.status for row in rows], "error": [row.error for row in rows]}
     lengths = [len(row.tokens) for row in rows]
-    return Batch(lengths, per_token, {**given.per_sequence, **per_sequence}, {**given.objects, **objects})
+    return Batch(lengths, per_token, {**kept.per_sequence, **per_sequence}, {**kept.objects, **objects})
 
 
 def _rewards(rows: Sequence[Episode]) -> dict[str, Tensor]:
@@ -85,18 +89,20 @@ def _turn_numbers(episode: Episode) -> list[int]:
 
 
 def _turn_rewards(episode: Episode) -> list[float]:
-    """What an episode earned besides its turns is on the last token of the last one."""
+    """Return the reward of each token. A reward besides those of the turns is on the last token of the last turn."""
     rewards = [0.0] * len(episode.tokens)
-    left, last = episode.reward, None
+    left = episode.reward
+    last = None
     for turn in episode.turns:
         if turn.end > turn.start:
             rewards[turn.end - 1] = turn.reward
-            left, last = left - turn.reward, turn
+            left -= turn.reward
+            last = turn
     if last is not None and not math.isclose(left, 0.0, abs_tol=1e-9 * max(1.0, abs(episode.reward))):
         rewards[last.end - 1] += left
     return rewards
 
 
 def _column(rows: Iterable[Sequence[float]], dtype: type[np.generic]) -> Tensor:
-    # Three times as fast as a tensor of a list.
+    # Three times as fast as torch.tensor of a list.
     return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype))

@@ -1,4 +1,4 @@
-"""How episodes are run: one turn, or many with an environment. Nothing here needs torch."""
+"""Executors of episodes: one turn, or many turns with an environment. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from agents.user_code import Overdue, in_thread, in_time
 from components.rewards.functions import by_names
 
 STATUS: dict[str, Status] = {"stop": "finished", "length": "truncated", "abort": "aborted"}
-"""Of an episode that ends with its turn, by why that ended."""
+"""Finish reason of a turn -> status of an episode that ends with the turn."""
 
 
 class MultiTurnAgentExecutor(AgentExecutorBase):
-    """The policy and an environment work one after the other until the environment is done with it."""
+    """Executor that alternates between the policy and an environment until the environment returns done=True."""
 
     pool: EnvironmentPool
 
     def __init__(self, agent_instance: Callable[[], Any]) -> None:
         """
         Args:
-            agent_instance: class of the environments, an `AgentInstanceBase` or one with the same two methods; or a
-                `partial` of it.
+            agent_instance: class of the environments (an `AgentInstanceBase`, or a class with the same two methods), or
+                a `partial` of it.
         """
         self.agent_instance = agent_instance
 
     def open(self, options: AgentOptions) -> None:
-        """Prepare for environments that run where `options` say."""
+        """Create the pool of environments."""
         self.pool = EnvironmentPool(self.agent_instance, options)
         self._is_rewarded = options.rewarded_by == "environment"
 
     async def close(self) -> None:
-        """End what the environments share."""
+        """Close the pool of environments."""
         self.pool.close()
 
     async def execute(self, task: EpisodeTask, policy: Policy) -> Episode:
         """Run one episode.
 
-        Tokens of an environment after the last turn are not in it: nothing was drawn from them. One that fails
-        keeps what came before.
+        Feedback after the last turn is not part of the episode, because the policy generates nothing from it. An
+        episode that fails keeps its earlier tokens.
         """
         episode = Episode(list(task.tokens), len(task.tokens), is_rewarded=self._is_rewarded)
         environment = self.pool.open()
         try:
-            given = {"label": task.label, "extra_info": task.extra_info}
-            states = {"observation": task.prompt, **copy.deepcopy(given)}
+            row = {"label": task.label, "extra_info": task.extra_info}
+            states = {"observation": task.prompt, **copy.deepcopy(row)}
             observation, tools = read_reset(await environment.call("reset", states))
             if observation != task.prompt:
                 tokens = first_tokens(policy.encoder, observation, task.prompt, tools)
@@ -66,11 +66,13 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         return episode
 
     async def _run_turns(self, episode: Episode, environment: Environment, task: EpisodeTask, policy: Policy) -> Status:
-        """Run from the first observation on; returns how it ended."""
-        sampling, stop, feedback = task.sampling, [], []
+        """Run all turns after the first observation, and return the status of the episode."""
+        sampling = task.sampling
+        stop: list[str] = []
+        feedback: list[int] = []
         for number in range(policy.max_turns):
-            # Whole, or not at all: half a sentence of the environment's would teach nothing. An episode that cannot
-            # begin is an error instead, as `draw` raises.
+            # Feedback is appended whole or not at all, because the policy would learn nothing from half a sentence. An
+            # episode without space for its first turn is an error instead: `draw` raises.
             if number and not policy.has_space(len(episode.tokens) + len(feedback)):
                 break
             episode.observe(feedback)
@@ -92,7 +94,9 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
             episode.logs = result.logs
             if result.done:
                 return "finished"
-            sampling, stop = task.sampling, []
+            # Sampling parameters of a step hold for the next turn only.
+            sampling = task.sampling
+            stop = []
             if result.sampling_params is not None:
                 sampling, stop = read_sampling(result.sampling_params, task.sampling)
             feedback = feedback_tokens(policy.encoder, result.feedback, episode.tokens)
@@ -101,22 +105,23 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
 
 
 class SingleTurnAgentExecutor(AgentExecutorBase):
-    """One response, rewarded by a function given here. Recipes refuse an agent that was given none."""
+    """Executor of single responses, scored by a reward function. Recipes reject an agent without such a function."""
 
     def __init__(self, reward: Callable[..., Any] | None = None) -> None:
         """
         Args:
-            reward: called in a thread as a reward file's function is (see `by_names`), with lists of one.
+            reward: reward function with the signature of a reward file's function (see `by_names`). It is called in a
+                thread with lists of one item.
         """
         self.reward = reward
         self._limit_s = AgentOptions.step_timeout_s
 
     def open(self, options: AgentOptions) -> None:
-        """Take over how long a reward may take."""
+        """Set the timeout of the reward function."""
         self._limit_s = options.step_timeout_s
 
     async def execute(self, task: EpisodeTask, policy: Policy) -> Episode:
-        """Draw one response, if there are tokens left for one."""
+        """Generate one response, if the sequence has space for one, and score it."""
         tokens = list(task.tokens)
         episode = Episode(tokens, len(tokens), status="truncated", is_rewarded=self.reward is not None)
         if self.reward is None and not policy.has_space(len(tokens)):
@@ -128,13 +133,13 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         query = policy.decode(episode.tokens)
         ids = episode.tokens[turn.start :]
         row = {"columns": copy.deepcopy(task.extra_info), "completion_ids": ids, "data_source": task.data_source}
-        row["step"] = max(task.sampling.step - 1, 0)  # finished steps, as in the recipes without an agent
+        row["step"] = max(task.sampling.step - 1, 0)  # number of finished steps, as in recipes without an agent
         texts = [policy.decode(ids, skip_special_tokens=True)]
-        ask = partial(by_names(self.reward), [query], [task.prompt], [copy.deepcopy(task.label)], texts, [row])
+        score = partial(by_names(self.reward), [query], [task.prompt], [copy.deepcopy(task.label)], texts, [row])
         try:
-            columns = await in_time(in_thread(ask), self._limit_s)
+            columns = await in_time(in_thread(score), self._limit_s)
         except Overdue:
-            raise TimeoutError(f"the reward gave no response in {self._limit_s:g} s (agent.step_timeout_s)") from None
+            raise TimeoutError(f"the reward did not return within {self._limit_s:g} s (agent.step_timeout_s)") from None
         if columns.failures or columns.absent:
             reason, trace = columns.failures.get(0, ("it returned None", ""))
             episode.fail(f"the reward: {reason}", trace)

@@ -1,4 +1,4 @@
-"""A user's agent file, or a shipped environment: checked before a run begins, and loaded where episodes are run."""
+"""Checking and loading of agent files and shipped environments."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from components.rewards.base import check_defines
 SHIPPED_PREFIX = "env:"
 SHIPPED = Path(__file__).parent / "environments"
 KIND = "environment"
-"""Kind of the plug-ins that provide environments: the path of an agent file, such as `guess:__file__`, by its name."""
+"""Kind of plug-ins that provide environments. A plug-in maps a name to the path of an agent file, such as
+`guess:__file__`."""
 NAMES = ("AgentExecutor", "AgentInstance")
-"""What an agent file defines; the first that is there counts."""
+"""Names that an agent file may define. The first one that it defines is used."""
 
 
 def check_agent(func_path: str) -> None:
-    """Refuse what `load_agent` could not load, without running the file.
+    """Check an agent file without running it.
 
     Raises:
-        ValueError: there is no such file or environment, it is no valid Python, defines neither `AgentExecutor` nor
+        ValueError: the file or environment does not exist, is not valid Python, defines neither `AgentExecutor` nor
             `AgentInstance`, or imports from openrlhf.
     """
     tree = check_defines(str(agent_file(func_path)), "agent file", NAMES, "AgentExecutor or AgentInstance")
@@ -37,16 +38,19 @@ def check_agent(func_path: str) -> None:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "openrlhf":
             raise ValueError(
                 f"agent file {func_path!r} imports from {node.module} (line {node.lineno}); "
-                f"write `from agents import {', '.join(alias.name for alias in node.names)}` there"
+                f"write `from agents import {', '.join(alias.name for alias in node.names)}` instead"
             )
 
 
 def load_agent(func_path: str, arguments: Mapping[str, Any] | None = None) -> AgentExecutorBase:
-    """Load an agent; ValueError when its file raises, or what it defines is no agent.
+    """Load an agent, and return its executor.
 
     Args:
-        func_path: the file, or a shipped environment.
-        arguments: keyword arguments of what it defines.
+        func_path: path of the agent file, or `env:` and the name of an environment.
+        arguments: keyword arguments of the class that the file defines.
+
+    Raises:
+        ValueError: the file raises, or does not define an agent.
     """
     arguments = arguments or {}
     check_agent(func_path)
@@ -55,12 +59,16 @@ def load_agent(func_path: str, arguments: Mapping[str, Any] | None = None) -> Ag
     defined = getattr(module, name)
     try:
         if name == "AgentInstance":
-            return MultiTurnAgentExecutor(partial(defined, **arguments) if arguments else defined)
+            if arguments:
+                defined = partial(defined, **arguments)
+            return MultiTurnAgentExecutor(defined)
         if arguments and not inspect.isclass(defined):
-            raise ValueError("it is an object, which takes no agent.arguments; leave them out, or define a class")
-        executor = defined(**arguments) if inspect.isclass(defined) else defined
+            raise ValueError("it is an object, which takes no agent.arguments; unset them, or define a class")
+        executor = defined
+        if inspect.isclass(defined):
+            executor = defined(**arguments)
     except Exception as error:
-        raise _failed(f"{name} in {func_path!r} cannot be made with arguments {dict(arguments)}", error) from error
+        raise _failed(f"{name} in {func_path!r} cannot be created with arguments {dict(arguments)}", error) from error
     if not isinstance(executor, AgentExecutorBase):
         raise ValueError(
             f"AgentExecutor in {func_path!r} is a {type(executor).__name__}; derive it from MultiTurnAgentExecutor, "
@@ -70,10 +78,14 @@ def load_agent(func_path: str, arguments: Mapping[str, Any] | None = None) -> Ag
 
 
 def load_agent_file(func_path: str) -> ModuleType:
-    """Run the file of an agent, which finds modules that lie beside it; ValueError when it raises."""
+    """Import an agent file, which can import modules of its folder.
+
+    Raises:
+        ValueError: the file raises.
+    """
     path = agent_file(func_path)
     if not func_path.startswith(SHIPPED_PREFIX) and str(path.parent) not in sys.path:
-        # Last: a helper called random.py must not be taken for Python's own.
+        # Appended at the end, so that a helper named random.py does not replace Python's module.
         sys.path.append(str(path.parent))
     try:
         return load_file(path)
@@ -82,10 +94,10 @@ def load_agent_file(func_path: str) -> ModuleType:
 
 
 def agent_file(func_path: str) -> Path:
-    """Return the path of an agent's file.
+    """Return the path of an agent file.
 
     Raises:
-        MissingPlugin: there is no environment of that name.
+        MissingPlugin: no environment has that name.
     """
     if not func_path.startswith(SHIPPED_PREFIX):
         return Path(func_path).expanduser().absolute()
@@ -96,16 +108,16 @@ def agent_file(func_path: str) -> Path:
     if (provided := find(KIND, name)) is not None:
         return Path(provided)
     known = ", ".join(f"{SHIPPED_PREFIX}{name}" for name in environment_names())
-    raise MissingPlugin(f"there is no environment {func_path!r}, and no plug-in provides it; there are {known}")
+    raise MissingPlugin(f"no environment or plug-in is named {func_path!r}; set agent.func_path to one of {known}")
 
 
 def environment_names() -> list[str]:
-    """List the names of the environments here and of plug-ins."""
+    """Return the names of the shipped environments and of those of plug-ins."""
     return sorted({*(file.stem for file in SHIPPED.glob("[!_]*.py")), *names(KIND)})
 
 
-def _failed(what: str, error: BaseException) -> ValueError:
+def _failed(problem: str, error: BaseException) -> ValueError:
     reason, trace = described(error)
-    failed = ValueError(f"{what}: {reason}")
+    failed = ValueError(f"{problem}: {reason}")
     failed.add_note(trace)
     return failed

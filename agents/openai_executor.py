@@ -1,4 +1,4 @@
-"""Agents that talk to the policy as to OpenAI's API, trained as they are.
+"""Executor of agents that are clients of OpenAI's API. They are trained without changes.
 
     class AgentExecutor(OpenAIAgentExecutor):
         async def run_agent(self, prompt, label, *, base_url, api_key, session_id):
@@ -6,8 +6,8 @@
             ...
             return {"reward": 1.0}
 
-or, for a program in any language, `command = ["bash", "agent.sh"]`. `agents.openai_server` says what its requests
-become; it needs starlette and uvicorn: `bash scripts/setup.sh endpoint`.
+For a program in any language set `command = ["bash", "agent.sh"]` instead. `agents.openai_server` describes how
+requests become episodes. It needs starlette and uvicorn: `bash scripts/setup.sh endpoint`.
 """
 
 from __future__ import annotations
@@ -39,16 +39,19 @@ START = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
     "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
 )
-"""Has the kernel end a program with the process that started it."""
+"""Python code that starts a program which the kernel kills when its parent process dies."""
 
 
 class OpenAIAgentExecutor(AgentExecutorBase):
-    """Runs an agent that is a client. An episode has `agent.step_timeout_s` times `agent.max_turns` seconds."""
+    """Executor of an agent that is a client of OpenAI's API.
+
+    The timeout of an episode is `agent.step_timeout_s` times `agent.max_turns` seconds.
+    """
 
     command: Sequence[str] = ()
-    """A program to run in place of `run_agent`, in the folder of the agent's file. It finds OPENAI_BASE_URL,
-    OPENAI_API_KEY, PROMPT, LABEL (text, or JSON) and EXTRA_INFO (the data's other columns, JSON) in its environment.
-    The last line that it prints is what `run_agent` would return, as JSON. What it has started ends with it."""
+    """Program to run instead of `run_agent`, in the folder of the agent's file. Its environment has OPENAI_BASE_URL,
+    OPENAI_API_KEY, PROMPT, LABEL (text, or JSON) and EXTRA_INFO (the other columns of the row, as JSON). The last line
+    of its output must be the return value of `run_agent` as JSON. Its child processes are killed when it ends."""
     _server: Server | None = None
     _takes_columns = False
     _direct: ExitStack | None = None
@@ -60,31 +63,34 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         *,
         base_url: str,
         api_key: str,
-        session_id: str,  # noqa: ARG002 - for those who write their own
+        session_id: str,  # noqa: ARG002 - for overrides
         extra_info: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Run one episode, in a thread with an event loop of its own; a plain function may take its place.
+        """Run one episode in a thread with its own event loop. The default implementation runs `command`.
 
-        As it is here it runs `command`.
+        An override may be a sync or an async function.
 
         Args:
-            prompt: its text. Set `data.apply_chat_template=false`: the endpoint writes messages out.
-            label: of the data.
-            base_url: of the API.
-            api_key: of the episode; what is drawn with it is what is trained on.
-            session_id: another name of the episode, for logs.
-            extra_info: the data's other columns. A function of your own gets them if it has this parameter.
+            prompt: text of the prompt. Set `data.apply_chat_template=false`, because the endpoint renders messages.
+            label: label of the row.
+            base_url: base URL of the API.
+            api_key: API key of the episode. All generations with this key are trained on.
+            session_id: id of the episode, for logs.
+            extra_info: other columns of the row. An override receives them only if it has this parameter.
 
         Returns:
-            `{"reward": number}` of the whole episode; also `score` (from 0 to 1; default: the reward) and `extra_logs`
-            (names and numbers), if you like.
+            `{"reward": number}` of the whole episode. Optional keys: `score` (from 0 to 1; default: the reward) and
+            `extra_logs` (name -> number).
+
+        Raises:
+            ValueError: the command fails, or its last line is not JSON.
         """
         if not self.command:
-            raise NotImplementedError("write run_agent, or set command")
+            raise NotImplementedError("override run_agent, or set command")
         environment = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "PROMPT": prompt}
         environment["LABEL"] = label if isinstance(label, str) else json.dumps(label, default=str)
         environment["EXTRA_INFO"] = json.dumps(extra_info or {}, default=str)
-        # A file, and no pipe: what the program leaves behind may hold that open.
+        # A file instead of a pipe, because processes that the program leaves behind may keep a pipe open.
         with tempfile.TemporaryFile() as out:
             code = await run_program(
                 [sys.executable, "-ISc", START, str(os.getpid()), *self.command],
@@ -103,28 +109,29 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             raise ValueError(f"{self.command} printed {last_line!r:.200} as its last line; print JSON there") from None
 
     def open(self, options: AgentOptions) -> None:
-        """Prepare for episodes."""
+        """Prepare for episodes: create the pool of threads, and exclude the loopback address from proxies."""
         limit_s = options.step_timeout_s * options.max_turns
         parameters = inspect.signature(self.run_agent).parameters.values()
         self._takes_columns = any(p.name == "extra_info" or p.kind is p.VAR_KEYWORD for p in parameters)
-        # The endpoint is on the loopback, and the agent's client reads the environment of this process.
+        # The endpoint listens on the loopback address, and the agent's client reads this process's proxy variables.
         self._direct = ExitStack()
         self._direct.enter_context(direct_loopback())
         client = type("Client", (), {"run_agent": lambda _, states: self.run_agent(**states)})
-        # In threads: a client that blocks where the server runs would wait for itself.
+        # In threads, because a client that blocks the server's event loop would wait for its own response.
         self._pool = EnvironmentPool(client, dataclasses.replace(options, runs_in="thread", step_timeout_s=limit_s))
 
     async def close(self) -> None:
-        """End the server."""
+        """Stop the server."""
         if self._direct is not None:
             self._direct.close()
         if self._server is not None:
             await self._server.close()
 
     async def execute(self, task: EpisodeTask, policy: Policy) -> list[Episode]:
-        """Run one episode. An agent that gives up at a limit of tokens or turns is truncated, and earns nothing."""
+        """Run one episode. If the agent fails at a limit of tokens or turns, it is truncated with a reward of 0."""
         self._server = self._server or Server()
-        result, failure = StepResult(0.0, 0.0, "", True, {}), None
+        result = StepResult(0.0, 0.0, "", True, {})
+        failure = None
         with self._server.session(task, policy) as session:
             states = {"prompt": task.prompt, "label": copy.deepcopy(task.label), "base_url": self._server.base_url}
             states |= {"api_key": session.api_key, "session_id": session.id}
@@ -140,14 +147,20 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         episodes = session.episodes() or [Episode(list(task.tokens), len(task.tokens))]
         is_cut = bool(session.limit and episodes[0].turns)
         if not episodes[0].turns and (session.limit or not failure):
-            failure = ValueError(session.limit or "the agent ended without a response of the policy; use its base_url")
-        is_aborted = session.is_aborted or any(turn.finish == "abort" for turn in episodes[0].turns)
+            failure = ValueError(session.limit or "the agent has sent no request to its base_url before it ended")
+        if session.is_aborted or any(turn.finish == "abort" for turn in episodes[0].turns):
+            status = "aborted"
+        else:
+            status = "finished"
+        if is_cut:
+            status = "truncated"
         for episode in episodes:
             if failure and not is_cut:
                 episode.fail(str(failure), getattr(failure, "trace", ""))
                 continue
-            episode.status = "truncated" if is_cut else "aborted" if is_aborted else "finished"
-            episode.reward, episode.logs = result.reward, result.logs
+            episode.status = status
+            episode.reward = result.reward
+            episode.logs = result.logs
             episode.score = result.reward if result.score is None else result.score
             for turn in episode.turns[-1:]:
                 turn.reward = result.reward
@@ -155,7 +168,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
 
 
 def _read(result: Any) -> StepResult:
-    """Read what an agent returned; ValueError names what is wrong with it."""
+    """Check the return value of an agent, and convert it to a StepResult. Raises ValueError if it is invalid."""
     if not isinstance(result, Mapping):
         raise ValueError(f'the agent returned {result!r:.200}; return {{"reward": number}}')
     rewards = {f"{name}s": result.get(name, result.get(f"{name}s")) for name in ("reward", "score")}

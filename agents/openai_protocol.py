@@ -1,4 +1,4 @@
-"""Completions as OpenAI's clients ask for them and read them."""
+"""Requests and responses of OpenAI's chat completions and completions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ids = itertools.count()
 
 
 class RequestError(Exception):
-    """A request that is refused."""
+    """Raised for a request that is rejected. `body` is the JSON body of the response."""
 
     def __init__(self, message: str, code: str = "invalid_value", param: str | None = None, status: int = 400) -> None:
         super().__init__(message)
@@ -43,12 +43,14 @@ class Part(BaseModel):
 
 
 def _text(content: Any) -> Any:
-    """Join the texts that a content may consist of."""
-    return "".join(Part.model_validate(part).text for part in content) if isinstance(content, list) else content or ""
+    """Join the parts of a message's content."""
+    if isinstance(content, list):
+        return "".join(Part.model_validate(part).text for part in content)
+    return content or ""
 
 
 class Message(BaseModel):
-    """A chat message; what chat templates do not read is left out."""
+    """A chat message, with the fields that chat templates read."""
 
     role: str
     content: Annotated[str, BeforeValidator(_text)] = ""
@@ -57,18 +59,18 @@ class Message(BaseModel):
     name: str | None = None
 
     def compared(self) -> Any:
-        """What makes it the same as another: of the policy's, not the space around a text, nor the ids of calls."""
+        """Return a value for comparisons. It omits surrounding white space and call ids of the policy's messages."""
         if self.role == "assistant":
             return self.content.strip(), [call.function for call in self.tool_calls or []]
         return self
 
 
 class CompletionRequest(BaseModel):
-    """A request for responses to chat messages, or for how a text continues."""
+    """A request for chat completions (`messages`) or for completions of a text (`prompt`)."""
 
     model_config = ConfigDict(extra="forbid")
 
-    # An error for each of many wrong values would take far more memory than these.
+    # FailFast, because one error per wrong value of a long list would take far more memory than the list.
     messages: Annotated[list[Message], FailFast()] = []
     prompt: str = ""
     model: str = "policy"
@@ -85,40 +87,45 @@ class CompletionRequest(BaseModel):
     top_p: float | None = None
     top_k: int | None = None
     seed: Any = None
-    """Not read: random numbers are the run's, so that it can be repeated. Nor is the next."""
+    """Ignored: the run's random numbers are used, so that it can be repeated."""
     user: Any = None
+    """Ignored."""
 
     @property
     def history(self) -> str | list[Message]:
-        """What came before."""
+        """The messages or the text of the request."""
         return self.messages or self.prompt
 
     def choice(self, text: str, turn: int, finish: str, tokens: list[str], logprobs: list[float]) -> dict[str, Any]:
-        """What the policy wrote in its `turn`-th turn, as one of the choices.
+        """Return a turn of the policy as one item of the response's `choices`.
 
         Args:
-            text: for the client.
-            turn: counted from 1.
-            finish: "length", or anything else for an end that was meant.
-            tokens: the text of each.
-            logprobs: of each, in nats.
+            text: text of the turn for the client.
+            turn: number of the turn, from 1.
+            finish: finish reason of the turn. Any value but "length" is reported as "stop".
+            tokens: text of each token.
+            logprobs: log-probability of each token in nats.
         """
-        content = [
-            {"token": token, "logprob": logprob, "bytes": None, "top_logprobs": []}
-            for token, logprob in zip(tokens, logprobs, strict=True)
-        ]
-        # Each of the two endpoints has a form of its own, and its clients read that one.
-        both = {"content": content, "tokens": tokens, "token_logprobs": logprobs}
-        finish_reason = "length" if finish == "length" else "stop"
-        choice = {"finish_reason": finish_reason, "logprobs": both if self.logprobs else None}
+        choice: dict[str, Any] = {"finish_reason": "stop", "logprobs": None}
+        if finish == "length":
+            choice["finish_reason"] = "length"
+        if self.logprobs:
+            content = [
+                {"token": token, "logprob": logprob, "bytes": None, "top_logprobs": []}
+                for token, logprob in zip(tokens, logprobs, strict=True)
+            ]
+            # `content` is the format of chat completions, the other two fields are that of completions.
+            choice["logprobs"] = {"content": content, "tokens": tokens, "token_logprobs": logprobs}
         if self.prompt:
             return {**choice, "text": text}
-        calls = parse_calls(text) if self.tools and self.tool_choice == "auto" else []
-        # With one that cannot be read, the client gets all as it was written.
+        calls = []
+        if self.tools and self.tool_choice == "auto":
+            calls = parse_calls(text)
+        # If a call cannot be parsed, the client gets the text unchanged.
         if not calls or any(call.error for call in calls):
             return {**choice, "message": {"role": "assistant", "content": text}}
         functions = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in calls]
-        # Some templates take no ids but of nine letters and digits.
+        # Ids have nine letters and digits, because some chat templates reject others.
         tool_calls = [
             {"index": place, "id": f"call{100 * turn + place:05d}", "type": "function", "function": function}
             for place, function in enumerate(functions)
@@ -128,7 +135,7 @@ class CompletionRequest(BaseModel):
         return {**choice, "finish_reason": "tool_calls", "message": message}
 
     def completion(self, choices: list[dict[str, Any]], read: int, written: int) -> dict[str, Any]:
-        """The whole response; `read` and `written` are numbers of tokens."""
+        """Return the response. `read` and `written` are the numbers of prompt and completion tokens."""
         kind = "chat.completion" if self.messages else "text_completion"
         head = {"id": f"{kind}-{next(_ids)}", "object": kind, "created": int(time.time()), "model": self.model}
         usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
@@ -136,57 +143,64 @@ class CompletionRequest(BaseModel):
 
 
 def _json(body: bytes) -> Any:
-    """JSON in UTF-8, in which the limits of the body were checked."""
+    """Parse JSON in UTF-8. The limits of the body were checked before."""
     return json.loads(body.decode())
 
 
 def read_request(body: bytes, sampling: SamplingConfig) -> tuple[CompletionRequest, SamplingConfig]:
-    """Read a request, and how its responses are drawn; a field that is null counts as absent.
+    """Parse a request, and return it with its sampling parameters. A field that is null counts as absent.
 
-    Temperature, top_p and top_k can only be the run's, as log-probabilities are trained at them. Evaluations play at
-    temperatures of their own, and do not read a client's values. A limit of tokens can only lower the run's.
+    Temperature, top_p and top_k must be the run's, because log-probabilities are trained at them. Evaluations have
+    their own temperature and ignore the client's values. A token limit of the client can only lower the run's limit.
 
     Raises:
-        RequestError: a field is missing, unknown, or not to be had.
+        RequestError: a field is missing, unknown, or has an unsupported value.
     """
     try:
         fields = {name: value for name, value in dict(_json(body)).items() if value is not None}
         request = CompletionRequest.model_validate(fields)
         if bool(request.messages) == bool(request.prompt) or not all(request.stop):
-            raise ValueError("it needs messages, or a prompt that is one text, and no empty stop")
+            raise ValueError("send either messages or a prompt that is one text, without an empty stop")
     except ValidationError as error:
         fault = error.errors()[0]
         where = ".".join(map(str, fault["loc"]))
-        raise RequestError(f"{where}: {fault['msg']}; leave out what is not supported", fault["type"], where) from error
+        raise RequestError(f"{where}: {fault['msg']}; omit unsupported fields", fault["type"], where) from error
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"the request cannot be read: {error}") from error
     for name in ("temperature", "top_p", "top_k"):
-        value, of_run = getattr(request, name), getattr(sampling, name)
+        value = getattr(request, name)
+        of_run = getattr(sampling, name)
         if value not in (None, of_run) and sampling.step != EVALUATION_STEP:
-            why = f"this run draws with {name}={of_run}, at which log-probabilities are trained, and not {value}"
-            raise RequestError(f"{why}; leave it out", param=name)
+            reason = f"this run samples and trains with {name}={of_run}, not with {value}"
+            raise RequestError(f"{reason}; omit {name}", param=name)
     most = min(sampling.max_new_tokens, request.max_tokens, request.max_completion_tokens)
     return request, replace(sampling, max_new_tokens=most)
 
 
 def rest_of(history: str | list[Message], before: str | list[Message]) -> Any:
-    """What follows `before` in `history`; None when it begins otherwise, or no message follows."""
-    start, rest = history[: len(before)], history[len(before) :]
+    """Return the part of `history` after `before`, or None if it begins differently or no message follows."""
+    start = history[: len(before)]
+    rest = history[len(before) :]
     if isinstance(start, str) or isinstance(before, str):
         return rest if start == before else None
-    is_same = [message.compared() for message in start] == [message.compared() for message in before]
-    return rest or None if is_same else None
+    if [message.compared() for message in start] != [message.compared() for message in before]:
+        return None
+    return rest or None
 
 
 def plain(history: str | list[Message]) -> str | list[Mapping[str, Any]]:
-    """The same for a chat template."""
-    return history if isinstance(history, str) else [message.model_dump(exclude_none=True) for message in history]
+    """Return the history in the form that a chat template reads."""
+    if isinstance(history, str):
+        return history
+    return [message.model_dump(exclude_none=True) for message in history]
 
 
-def as_events(whole: dict[str, Any], options: dict[str, Any]) -> str:
-    """The same response as server-sent events: all of it in one, as it is drawn whole."""
-    if whole["object"] == "chat.completion":
-        choices = [{"delta": choice.pop("message"), **choice} for choice in whole["choices"]]
-        whole |= {"object": "chat.completion.chunk", "choices": choices}
-    parts = [whole | {"usage": None}, whole | {"choices": []}] if options.get("include_usage") else [whole]
+def as_events(response: dict[str, Any], options: dict[str, Any]) -> str:
+    """Return a response as server-sent events. Its content is in one event, because it is generated as a whole."""
+    if response["object"] == "chat.completion":
+        choices = [{"delta": choice.pop("message"), **choice} for choice in response["choices"]]
+        response |= {"object": "chat.completion.chunk", "choices": choices}
+    parts = [response]
+    if options.get("include_usage"):
+        parts = [response | {"usage": None}, response | {"choices": []}]
     return "".join(f"data: {json.dumps(part)}\n\n" for part in parts) + "data: [DONE]\n\n"

@@ -1,12 +1,12 @@
-"""An HTTP server that speaks as OpenAI's does, in the loop of the engine, and records as tokens what goes through it.
+"""HTTP server with OpenAI's API in the engine's event loop, which records all requests and responses as tokens.
 
     POST /v1/chat/completions   POST /v1/completions   GET /v1/models   GET /health
 
-Each episode has an API key of its own, so that the requests of clients that know nothing of episodes are told apart.
-A request that begins with the whole history of one of the episode's sequences continues with that one: what is new is
-written out and appended, and no token before it is touched. Any other request begins another sequence, and so does one
-that comes while that sequence grows. The turns of all of them count for `agent.max_turns`. Answers are drawn whole,
-also where a stream is request for.
+Each episode has its own API key, which assigns the requests of its clients to it. If a request begins with the complete
+history of a sequence of the episode, it continues this sequence: only the new part is rendered and appended, and
+earlier tokens stay unchanged. Any other request starts a new sequence, and so does a request that arrives while the
+sequence is being extended. The turns of all sequences count towards `agent.max_turns`. Responses are generated as a
+whole, also for requests with `stream`.
 """
 
 from __future__ import annotations
@@ -43,63 +43,76 @@ if TYPE_CHECKING:
     from components.generate.config import SamplingConfig
 
 BACKLOG = 1024
-"""Connections that may wait to be taken."""
-BODY_MB, TEXT_MB, MOST_VALUES, MOST_DEPTH = 16.0, 2.0, 100_000, 100
-"""Sizes of a request and of one text in it, its number of values, and of brackets in brackets: all of it is rendered
-and tokenized in the loop of the engine."""
+"""Maximum number of connections that wait to be accepted."""
+# Limits of a request, because it is rendered and tokenized in the engine's event loop, which a large one would block.
+BODY_MB = 16.0
+"""Maximum size of a request in MB."""
+TEXT_MB = 2.0
+"""Maximum size of one text of a request in MB."""
+MOST_VALUES = 100_000
+"""Maximum number of JSON values of a request."""
+MOST_DEPTH = 100
+"""Maximum nesting depth of a request."""
 
 
 @dataclass(eq=False)
 class Recording:
-    """One sequence of an episode, as tokens and as its client sees it."""
+    """One sequence of an episode: its tokens, and its history as seen by the client."""
 
     stream: int
-    """Of its random numbers."""
+    """Number of its random stream."""
     tools: list[dict[str, Any]]
     episode: Episode = field(default_factory=lambda: Episode([], 0))
     history: str | list[Message] = ""
     tail: str | None = ""
-    """What the policy wrote at the end of a text and the client was not shown: a stop text and what came with it. None:
-    an end token."""
+    """End of the policy's last text that was not sent to the client: a stop text and the text after it. None if the
+    text ended with an end token."""
     is_busy: bool = False
-    """A response is being drawn."""
+    """True while a response is being generated."""
 
     def rest(self, request: CompletionRequest) -> Any:
-        """What a request says further; None when it does not continue with all that is recorded."""
+        """Return the new part of a request, or None if the request does not continue this sequence."""
         if self.is_busy or not self.episode.turns or self.tools != request.tools:
             return None
         rest = rest_of(request.history, self.history)
         if isinstance(rest, str):
-            # Clients add the stop text themselves; here it stands already.
-            return None if self.tail is None or not rest.startswith(self.tail) else rest[len(self.tail) :]
+            # Clients append the stop text themselves, and the recorded tokens have it already.
+            if self.tail is None or not rest.startswith(self.tail):
+                return None
+            return rest[len(self.tail) :]
         return rest
 
 
 class Session:
-    """What the clients of one episode request."""
+    """State of one episode's clients."""
 
     def __init__(self, task: EpisodeTask, policy: Policy) -> None:
         self.id = secrets.token_hex(8)
         self.api_key = f"{self.id}.{secrets.token_urlsafe(24)}"
         self.task = task
         self.limit = ""
-        """The limit that a request has met."""
+        """Message of the limit that a request has exceeded, or an empty string."""
         self.is_aborted = False
-        """The last response was not waited for."""
+        """True if the client disconnected before the last response."""
         self.drawing: set[asyncio.Task[Any]] = set()
         self._policy = policy
         self._recordings: list[Recording] = []
 
     def episodes(self) -> list[Episode]:
-        """The sequences, that with the most turns first."""
+        """Return the sequences, the one with the most turns first."""
         sequences = [recording.episode for recording in self._recordings if recording.episode.turns]
         return sorted(sequences, key=lambda episode: -len(episode.turns))
 
     async def draw(self, request: CompletionRequest, sampling: SamplingConfig) -> dict[str, Any]:
-        """Draw responses and record them; RequestError when a request cannot be written out, or meets a limit."""
+        """Generate responses and record them.
+
+        Raises:
+            RequestError: the request cannot be rendered, or exceeds a limit.
+        """
         turns = sum(len(recording.episode.turns) + recording.is_busy for recording in self._recordings)
         if turns + request.n > self._policy.max_turns:
-            self._meet(f"{turns} turns were taken, of at most {self._policy.max_turns}", "max_turns")
+            limit = f"agent.max_turns={self._policy.max_turns}"
+            self._exceed(f"the episode has {turns} turns, and {request.n} more exceed {limit}", "max_turns")
         try:
             recordings, tokens = self._find(request)
         except ValueError as error:
@@ -113,7 +126,7 @@ class Session:
             draws = [self._policy.draw(tokens, sampling, request.stop, recording.stream) for recording in recordings]
             drawn = await asyncio.gather(*draws)
         except ValueError as error:
-            self._meet(str(error), "context_length_exceeded")
+            self._exceed(str(error), "context_length_exceeded")
         finally:
             for recording in recordings:
                 recording.is_busy = False
@@ -121,19 +134,21 @@ class Session:
         choices = [self._record(recording, request, tokens, *turn) for recording, turn in turns_of]
         return request.completion(choices, len(tokens), sum(keep for _, keep in drawn))
 
-    def _meet(self, limit: str, code: str) -> NoReturn:
+    def _exceed(self, limit: str, code: str) -> NoReturn:
         self.limit = limit
         raise RequestError(limit, code)
 
     def _find(self, request: CompletionRequest) -> tuple[list[Recording], list[int]]:
-        """The sequence that a request continues with, or none, and the tokens that the policy is to read."""
+        """Return the sequence that a request continues (or none), and the tokens that the policy reads."""
         encoder = self._policy.encoder
         rests = [(recording, recording.rest(request)) for recording in self._recordings]
         continued = [(recording, rest) for recording, rest in rests if rest is not None]
         if not continued:
             refuse_rendered(encoder, [message.model_dump() for message in request.messages], self.task.prompt)
             text = render_prompt(plain(request.history), encoder.tokenizer, tools=request.tools)
-            return [], list(self.task.tokens) if text == self.task.prompt else encoder.encode_prompt(text)
+            if text == self.task.prompt:
+                return [], list(self.task.tokens)
+            return [], encoder.encode_prompt(text)
         recording, rest = max(continued, key=lambda pair: len(pair[0].history))
         before = recording.episode.tokens
         return [recording], before + feedback_tokens(encoder, plain(rest), before)
@@ -141,15 +156,16 @@ class Session:
     def _record(
         self, recording: Recording, request: CompletionRequest, tokens: list[int], drawn: Generation, keep: int
     ) -> dict[str, Any]:
-        """Append what was read and written; returns the choice that the client is given."""
-        episode, tokenizer = recording.episode, self._policy.tokenizer
+        """Append the new prompt tokens and the generated tokens, and return the choice for the client."""
+        episode = recording.episode
+        tokenizer = self._policy.tokenizer
         episode.observe(tokens[len(episode.tokens) :])
         if not episode.turns:
             episode.prompt_length = len(tokens)
         turn = episode.act(drawn, keep)
         written = episode.tokens[turn.start :]
         text = str(tokenizer.decode(written, skip_special_tokens=True))
-        # A client does not expect to see its own stop texts; the policy has written them nevertheless.
+        # Clients expect a text without their stop texts. The recorded tokens keep them, because the policy wrote them.
         cut = min((place for stop in request.stop if (place := text.find(stop)) >= 0), default=len(text))
         ends = {str(tokenizer.decode(written[-1:], skip_special_tokens=skips)) for skips in (False, True)}
         recording.tail = text[cut:] if len(ends) == 1 else None
@@ -164,7 +180,7 @@ class Session:
 
 
 class Server:
-    """Listens on this machine alone, in the loop in which it is made."""
+    """HTTP server on the loopback address, in the event loop in which it is constructed."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
@@ -176,10 +192,10 @@ class Server:
             Route("/v1/completions", self._complete, methods=["POST"]),
         ]
         app = Starlette(routes=routes, exception_handlers={RequestError: _refused, HTTPException: _refused})
-        # A client that keeps its connection must not find it closed just when it asks again.
+        # A long keep-alive, because a connection closed while the client sends its next request would cause an error.
         config = server_config(app, log_config=None, lifespan="off", timeout_keep_alive=3600)
         config.load()
-        # Not uvicorn's Server, which would take the signals of the run.
+        # uvicorn's Server is not used, because it would replace the run's signal handlers.
         self._state = ServerState()
         protocol = partial(config.http_protocol_class, config, self._state, {})
         listening = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
@@ -189,7 +205,7 @@ class Server:
 
     @contextmanager
     def session(self, task: EpisodeTask, policy: Policy) -> Iterator[Session]:
-        """Serve the clients of an episode."""
+        """Serve the clients of an episode inside the block."""
         session = Session(task, policy)
         self._sessions[session.id] = session
         try:
@@ -200,7 +216,7 @@ class Server:
                 drawing.cancel()
 
     async def close(self) -> None:
-        """End it, and its connections."""
+        """Stop the server, and close its connections."""
         (await self._begun).close()
         for connection in list(self._state.connections):
             connection.shutdown()
@@ -208,9 +224,9 @@ class Server:
     def _session(self, request: Request) -> Session:
         key = request.headers.get("authorization", "").removeprefix("Bearer ")
         session = self._sessions.get(key.partition(".")[0])
-        # In a time that tells nothing of the right one.
+        # compare_digest takes the same time for any key, so that the right one cannot be guessed from the time.
         if session is None or not hmac.compare_digest(key.encode(), session.api_key.encode()):
-            raise RequestError("this is the API key of no episode that is being run", "invalid_api_key", status=401)
+            raise RequestError("the API key does not belong to a running episode", "invalid_api_key", status=401)
         return session
 
     async def _models(self, request: Request) -> Response:
@@ -225,7 +241,7 @@ class Server:
         watching = asyncio.create_task(_watch(http, session, drawing))
         session.drawing.add(drawing)
         try:
-            whole = await drawing
+            response = await drawing
         except asyncio.CancelledError:
             raise RequestError("the client or its episode has ended", "aborted", status=503) from None
         finally:
@@ -233,12 +249,12 @@ class Server:
             session.drawing.discard(drawing)
         session.is_aborted = False
         if not request.stream:
-            return JSONResponse(whole)
-        return Response(as_events(whole, request.stream_options), media_type="text/event-stream")
+            return JSONResponse(response)
+        return Response(as_events(response, request.stream_options), media_type="text/event-stream")
 
 
 async def _watch(http: Request, session: Session, drawing: asyncio.Task[Any]) -> None:
-    """End a request whose client hangs up."""
+    """Cancel the generation of a request when its client disconnects."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
     session.is_aborted = drawing.cancel()
@@ -247,5 +263,5 @@ async def _watch(http: Request, session: Session, drawing: asyncio.Task[Any]) ->
 async def _refused(_: Request, error: Any) -> Response:
     if isinstance(error, HTTPException):
         error = RequestError(error.detail, status=error.status_code)
-    # Clients would try again what fails again.
+    # Without the header clients would send the request again, which would fail again.
     return JSONResponse(error.body, error.status, {"x-should-retry": "false"})

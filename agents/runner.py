@@ -1,4 +1,4 @@
-"""Episodes that are run with an engine: the `Sampler` of rollout roles with an agent or with responses in flight."""
+"""EpisodeRunner: the `Sampler` of rollout roles with an agent, or with asynchronous single-turn responses."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from components.weights.publisher import WeightHandle
 
 WINDOW = 256
-"""Of so many episodes, the last ones, the share that failed is taken where episodes have no batch of their own."""
+"""Number of recent episodes over which the share of failed ones is computed, if episodes are not run in batches."""
 _log = logging.getLogger(__name__)
 
 
 class EpisodeRunner:
-    """Runs episodes with one engine. Nothing happens between calls.
+    """Runs episodes with one engine. Episodes make progress only during calls of the runner.
 
-    Episodes run in an asyncio loop of the runner's own, in the thread that calls it: `options.concurrency` at a time,
-    started in the order in which they came.
+    The runner has its own asyncio loop, which runs in the calling thread. At most `options.concurrency` episodes run
+    concurrently. They start in the order of submission.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class EpisodeRunner:
     ) -> None:
         """
         Args:
-            engine: the runner closes it.
-            executor: runs the episodes; None: single turns.
-            options: of the episodes.
-            tokenizer: of the policy.
-            loop_runner: of the loop in which the engine was opened.
+            engine: the engine. The runner closes it.
+            executor: executor of the episodes. None: single turns.
+            options: options of the episodes.
+            tokenizer: tokenizer of the policy.
+            loop_runner: runner of the event loop in which the engine was opened.
         """
         self.engine = engine
         self.options = options
@@ -71,20 +71,21 @@ class EpisodeRunner:
 
     @property
     def weight_version(self) -> int:
-        """Version of the weights that are in use."""
+        """Version of the engine's weights."""
         return self.engine.weight_version
 
     @property
     def has_weights(self) -> bool:
-        """False after a sleep that dropped the weights."""
+        """False after a sleep that has discarded the weights."""
         return self.engine.has_weights
 
     def generate(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
         """Run one episode for each prompt.
 
         Args:
-            prompts: as `RolloutEngine.generate` takes them; agents read the objects `prompt` and `label`.
-            sampling: how turns are drawn; a turn has at most `max_new_tokens`, and fewer where there is less space.
+            prompts: prompts in the format of `RolloutEngine.generate`. Agents read the objects `prompt` and `label`.
+            sampling: sampling parameters of the turns. A turn has at most `max_new_tokens`, or the remaining space of
+                the sequence.
 
         Returns:
             The batch of `as_batch`, in the order of `prompts`.
@@ -98,24 +99,26 @@ class EpisodeRunner:
         return as_batch(prompts, episodes, self.engine.weight_version)
 
     def begin(self, prompts: Batch, sampling: SamplingConfig) -> None:
-        """Begin groups of episodes, which continue whenever the runner is called.
+        """Start groups of episodes, which make progress whenever the runner is called.
 
         Args:
-            prompts: as for `generate`; those with the same `prompt_id` are a group, which `collect` returns as a
-                whole.
-            sampling: as for `generate`.
+            prompts: see `generate`. Prompts with the same `prompt_id` form a group, which `collect` returns as a whole.
+            sampling: see `generate`.
+
+        Raises:
+            ValueError: a group with the same `prompt_id` is running.
         """
         for prompt_id, rows in prompts.group_by("prompt_id").items():
             if prompt_id in self._groups:
-                raise ValueError(f"prompt {prompt_id} is being run already; collect it before it begins again")
+                raise ValueError(f"prompt {prompt_id} is already running; collect it before starting it again")
             self._groups[prompt_id] = self._loop_runner.get_loop().create_task(self._run_group(rows, sampling))
 
     def collect(self, seconds: float) -> Collected:
-        """Let them run until a group has finished, at most for so many seconds.
+        """Run episodes until a group has finished, for at most `seconds` seconds, and return the finished groups.
 
         Raises:
-            RuntimeError: of the last WINDOW episodes more failed than `options.max_failed_share` allows (of fewer, all
-                and more than a few), or the engine failed.
+            RuntimeError: the engine failed, or more of the last WINDOW episodes failed than `options.max_failed_share`
+                allows. With fewer episodes than that: all of them failed, and more than FEW_FAILURES.
         """
         if self._groups:
             waiting = asyncio.wait(self._groups.values(), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -124,7 +127,8 @@ class EpisodeRunner:
             if group.done():
                 del self._groups[prompt_id]
                 group.result()
-        finished, self._finished = self._finished, []
+        finished = self._finished
+        self._finished = []
         if not finished:
             return Collected(None, list(self._groups))
         prompts = Batch.concat([rows for rows, _ in finished])
@@ -132,9 +136,7 @@ class EpisodeRunner:
         return Collected(as_batch(prompts, episodes, self.engine.weight_version), list(self._groups))
 
     def receive(self, handle: WeightHandle, verify: bool = False) -> None:
-        """Draw with published weights from here on; episodes in flight continue with them. Raises what the engine
-        does.
-        """
+        """Load published weights. Running episodes continue with them. Raises the errors of the engine."""
         self._loop_runner.run(self.engine.receive(handle, verify))
 
     def gpu_memory(self) -> dict[str, float]:
@@ -142,17 +144,18 @@ class EpisodeRunner:
         return self._loop_runner.run(self.engine.gpu_memory())
 
     def sleep(self, level: int = 1) -> int:
-        """Free the accelerator's memory until `wake`, as `RolloutEngine.sleep`; returns how many bytes. No episode may
-        be in flight.
+        """Free device memory until `wake`, and return the freed bytes; see `RolloutEngine.sleep`.
+
+        No episode may be running.
         """
         return self._loop_runner.run(self.engine.sleep(level))
 
     def wake(self, for_weights: bool = False) -> None:
-        """Undo `sleep`, as `RolloutEngine.wake`."""
+        """Undo `sleep`; see `RolloutEngine.wake`."""
         self._loop_runner.run(self.engine.wake(for_weights))
 
     def close(self) -> None:
-        """End the episodes that are still being run, what the agent has started, and the engine."""
+        """Cancel running episodes, and close the executor and the engine."""
         self._loop_runner.run(self._close())
         self.engine.close()
         self._loop_runner.close()
@@ -168,7 +171,7 @@ class EpisodeRunner:
         self._finished.append((prompts, episodes))
 
     async def _run_all(self, prompts: Batch, sampling: SamplingConfig, failures: _Failures) -> list[list[Episode]]:
-        """Run all; the first thing that ends the run ends them all."""
+        """Run one episode per prompt. The first fatal error cancels all of them and is raised."""
         try:
             async with asyncio.TaskGroup() as group:
                 running = [group.create_task(self._run_episode(task, failures)) for task in _tasks(prompts, sampling)]
@@ -181,7 +184,7 @@ class EpisodeRunner:
         async with self._slots:
             try:
                 episodes = _checked(await self._executor.execute(task, policy))
-            except Exception as error:  # noqa: BLE001 - an agent may raise anything, and ends its own episode alone
+            except Exception as error:  # noqa: BLE001 - an agent may raise anything, which ends only its own episode
                 episodes = [Episode(list(task.tokens), len(task.tokens))]
                 episodes[0].fail(*described(error))
         if policy.broken is not None:
@@ -189,14 +192,14 @@ class EpisodeRunner:
         for branch, episode in enumerate(episodes):
             episode.branch = branch
             if not episode.turns and policy.max_tokens is not None:
-                # Nothing is learnt from it; a trainer's model need not read more than it can.
+                # An episode without turns is not trained on, but a long one would exceed the trainer's limits.
                 episode.cut(policy.max_tokens)
         failures.add(task, episodes[0])
         return episodes
 
 
 def _tasks(prompts: Batch, sampling: SamplingConfig) -> Iterator[EpisodeTask]:
-    texts = prompts.objects.get("prompt") or [""] * len(prompts)  # who responds without an agent reads tokens alone
+    texts = prompts.objects.get("prompt") or [""] * len(prompts)  # optional, because single turns read only tokens
     labels = prompts.objects.get("label") or [None] * len(prompts)
     ids = zip(prompts["prompt_id"].tolist(), prompts["sample_id"].tolist(), strict=True)
     others = prompts.objects.get("extra_info") or [None] * len(prompts)
@@ -207,29 +210,40 @@ def _tasks(prompts: Batch, sampling: SamplingConfig) -> Iterator[EpisodeTask]:
 
 
 class _Failures:
-    """Counts episodes that end as errors, and ends a run with too many."""
+    """Counter of episodes that end as errors, which raises if there are too many."""
 
     def __init__(self, share: float, count: int | None = None) -> None:
         """
         Args:
-            share: of the episodes that may fail.
-            count: of them; None: there is no end, and the last WINDOW count.
+            share: maximum share of episodes that may fail.
+            count: total number of episodes. None: unlimited, and the share refers to the last WINDOW episodes.
         """
-        self._share, self._count = share, count
+        self._share = share
+        self._count = count
         self._failed: deque[bool] = deque(maxlen=count or WINDOW)
         self._first: Episode | None = None
 
     def add(self, task: EpisodeTask, episode: Episode) -> None:
-        """Count one; RewardError when it is one too many."""
+        """Count one episode.
+
+        Raises:
+            RewardError: too many episodes have failed.
+        """
         self._failed.append(episode.status == "error")
         if episode.status != "error":
             return
         if self._first is None:
             self._first = episode
-            who = f"sample {task.sample_id} of prompt {task.prompt_id}"
-            _log.warning("the episode of %s is an error: %s\n%s", who, episode.error, episode.trace)
-        failed, seen = sum(self._failed), len(self._failed)
-        count = self._count or (seen if failed == seen > FEW_FAILURES else WINDOW)
+            _log.warning(
+                "the episode of sample %s of prompt %s ended as an error: %s\n%s",
+                *(task.sample_id, task.prompt_id, episode.error, episode.trace),
+            )
+        failed = sum(self._failed)
+        seen = len(self._failed)
+        count = self._count or WINDOW
+        # If all episodes so far have failed, the run stops before a window of them is wasted.
+        if self._count is None and failed == seen > FEW_FAILURES:
+            count = seen
         if failed > allowed_failures(count, self._share):
             error = RewardError(
                 f"{failed} of {count} episodes ended as errors, more than agent.max_failed_share={self._share:g} "
@@ -241,7 +255,7 @@ class _Failures:
 
 
 def _checked(result: Any) -> list[Episode]:
-    """What an executor returned, if it is what it should be."""
+    """Return the episodes that an executor has returned, after checks. Raises ValueError if they are invalid."""
     episodes = list(result) if isinstance(result, list | tuple) else [result]
     if not episodes or not all(isinstance(episode, Episode) for episode in episodes):
         raise ValueError(
@@ -249,7 +263,7 @@ def _checked(result: Any) -> list[Episode]:
         )
     for episode in episodes:
         if not len(episode.tokens) == len(episode.logprobs) == len(episode.versions):
-            raise ValueError("an Episode's tokens, logprobs and versions differ in length; append with act and observe")
+            raise ValueError("tokens, logprobs and versions of an Episode differ in length; use act() and observe()")
     return episodes
 
 
@@ -259,19 +273,19 @@ def open_runner(
     agent: AgentOptions,
     tokenizer: Callable[[], PreTrainedTokenizerBase],
 ) -> EpisodeRunner:
-    """A runner with an engine of its own.
+    """Open an engine, and return a runner that owns it.
 
     Args:
         model_path: folder or hub name of the policy.
-        engine: its configuration.
-        agent: the options of episodes; without an agent, responses are single turns.
-        tokenizer: loads that of the policy.
+        engine: configuration of the engine.
+        agent: options of episodes. Without `func_path`, responses are single turns.
+        tokenizer: function that loads the policy's tokenizer.
     """
     executor = None
     if agent.func_path is not None:
         executor = load_agent(agent.func_path, agent.arguments)
     else:
-        # Plain responses, as many at a time as the engine takes.
+        # Single turns wait for nothing but the engine, so a lower concurrency would only leave it idle.
         agent = dataclasses.replace(agent, concurrency=max(agent.concurrency, engine.max_num_seqs))
     loop_runner = asyncio.Runner()
     opened = loop_runner.run(open_async_engine(model_path, engine))
@@ -281,8 +295,9 @@ def open_runner(
 
 
 def settle() -> None:
-    """Take all that is loaded out of the garbage collector's sight, which would look at it again with each wave of
-    episodes, and keep the engine waiting.
+    """Exclude all existing objects from garbage collection.
+
+    Each wave of episodes triggers a collection, which would scan these objects again while the engine waits.
     """
     gc.collect()
     gc.freeze()

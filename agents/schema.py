@@ -1,4 +1,4 @@
-"""What an environment may return, read from whatever kind of numbers it is written in. Nothing here needs torch."""
+"""Checks and conversion of an environment's return values. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from components.generate.config import SamplingConfig
 
 STEP_KEYS = ("rewards", "environment_feedback", "done")
-"""What every step has to return."""
+"""Required keys of the return value of `step`."""
 SAMPLING_KEYS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "max_tokens": "max_new_tokens"}
-"""The numbers of `sampling_params`, and what they are called in a SamplingConfig."""
+"""Key of `sampling_params` -> field of SamplingConfig."""
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ Observation = str | Sequence[Mapping[str, Any]]
 
 
 class SamplingParams(dict[str, Any]):
-    """How a turn is drawn; OpenRLHF's agents read and write attributes."""
+    """Sampling parameters of a turn, with keys also as attributes, which OpenRLHF's agents read and write."""
 
     def __getattr__(self, name: str) -> Any:
         if name in self:
@@ -43,11 +43,11 @@ class SamplingParams(dict[str, Any]):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step gave."""
+    """Checked return value of one step."""
 
     reward: float
     score: float | None
-    """None: the sum of the rewards so far."""
+    """Score of the episode so far. None: the sum of the rewards so far."""
     feedback: Observation
     done: bool
     logs: dict[str, float]
@@ -55,10 +55,14 @@ class StepResult:
 
 
 def read_reset(result: Any) -> tuple[Observation, Sequence[Mapping[str, Any]]]:
-    """Read what `reset` returned, and the tools, if it has some; ValueError says what is wrong with it."""
+    """Check the return value of `reset`, and return the observation and the tools.
+
+    Raises:
+        ValueError: the value is invalid. The message names the fault.
+    """
     if not isinstance(result, Mapping) or "observation" not in result:
         raise ValueError(
-            f'reset returned {_shown(result)}; return {{"observation": the text that the policy reads first}}'
+            f'reset returned {_shown(result)}; return {{"observation": the first text or messages of the policy}}'
         )
     tools = result.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
@@ -67,72 +71,84 @@ def read_reset(result: Any) -> tuple[Observation, Sequence[Mapping[str, Any]]]:
 
 
 def read_step(result: Any, where: str) -> StepResult:
-    """Read what a `step` returned, which is called `where`; ValueError says what is wrong with it."""
+    """Check the return value of `step`. `where` names the step in messages.
+
+    Raises:
+        ValueError: the value is invalid. The message names the fault.
+    """
     if not isinstance(result, Mapping) or any(key not in result for key in STEP_KEYS):
         raise ValueError(
-            f"{where} returned {_shown(result)}; return a dict with {', '.join(STEP_KEYS)} in it, and, if you "
-            "like, scores, sampling_params, extra_logs"
+            f"{where} returned {_shown(result)}; return a dict with {', '.join(STEP_KEYS)}, and optionally scores, "
+            "sampling_params, extra_logs"
         )
     score = result.get("scores")
     columns = {"rewards": [result["rewards"]], "extra_logs": result.get("extra_logs")}
+    if score is not None:
+        columns["scores"] = [score]
     try:
-        read = read_columns(columns if score is None else columns | {"scores": [score]}, 1)
+        read = read_columns(columns, 1)
     except ValueError as error:
         raise ValueError(
-            f"{where}: give one number each, as a float or a tensor with one element; read as a batch: {error}"
+            f"{where}: return one number each, as a float or a tensor with one element; read as a batch: {error}"
         ) from error
     done = result["done"]
-    # NumPy's and torch's truth values are none of Python's, but hold one.
-    done = done.item() if hasattr(done, "item") else done
+    # Booleans of NumPy and torch are not instances of Python's bool.
+    if hasattr(done, "item"):
+        done = done.item()
     if not isinstance(done, bool):
         raise ValueError(f"{where}: 'done' is {_shown(done)}; return True or False")
     feedback = result["environment_feedback"]
-    # Nobody reads what is said after the end.
-    feedback = "" if feedback is None and done else _read_observation(feedback, where, STEP_KEYS[1])
+    if feedback is None and done:
+        feedback = ""  # feedback after the last turn is not used, so it may be missing
+    feedback = _read_observation(feedback, where, STEP_KEYS[1])
     logs = {name: values[0] for name, values in read.logs.items()}
     params = result.get("sampling_params")
     return StepResult(read.rewards[0], None if score is None else read.scores[0], feedback, done, logs, params)
 
 
 def sampling_params(sampling: SamplingConfig, stop: Sequence[str]) -> SamplingParams:
-    """What an environment is given of how a turn was drawn."""
-    drawn = {key: getattr(sampling, name) for key, name in SAMPLING_KEYS.items()}
-    return SamplingParams(drawn, stop=list(stop))
+    """Return the sampling parameters of a turn in the form that an environment receives."""
+    values = {key: getattr(sampling, name) for key, name in SAMPLING_KEYS.items()}
+    return SamplingParams(values, stop=list(stop))
 
 
-def read_sampling(given: Any, run: SamplingConfig) -> tuple[SamplingConfig, list[str]]:
-    """Read what a step wants of the next turn, a dict or an object with attributes.
+def read_sampling(requested: Any, run: SamplingConfig) -> tuple[SamplingConfig, list[str]]:
+    """Check the `sampling_params` that a step has returned for the next turn.
 
-    The first that draws otherwise than the run is warned of: log-probabilities are trained at the run's numbers.
+    The first change of temperature, top_p or top_k logs a warning, because log-probabilities are trained at the run's
+    values.
 
     Args:
-        given: what it returned; what it does not name, or names as None, is as in `run`.
-        run: how the run draws. `max_tokens` can be lowered, not raised.
+        requested: a dict, or an object with attributes. Missing values and None are those of `run`.
+        run: sampling parameters of the run. `max_tokens` can lower its limit, not raise it.
 
     Returns:
-        How to draw, and the texts that end the turn.
+        The sampling parameters and the stop texts of the next turn.
 
     Raises:
-        ValueError: a name that is unknown, or a value that cannot be.
+        ValueError: a name is unknown, or a value is invalid.
     """
     names = [*SAMPLING_KEYS, "stop"]
-    fields = given if isinstance(given, Mapping) else {name: getattr(given, name, None) for name in names}
+    fields = {name: getattr(requested, name) for name in names if hasattr(requested, name)}
+    if isinstance(requested, Mapping):
+        fields = dict(requested)
+    elif not fields:
+        raise ValueError(f"sampling_params is {_shown(requested)}; it may have {', '.join(names)}")
     unknown = [name for name in fields if name not in names]
-    if unknown or not (isinstance(given, Mapping) or any(hasattr(given, name) for name in names)):
-        what = f"holds {unknown[0]!r}" if unknown else f"is {_shown(given)}"
-        raise ValueError(f"sampling_params {what}; it may have {', '.join(names)}")
+    if unknown:
+        raise ValueError(f"sampling_params has {unknown[0]!r}; it may have {', '.join(names)}")
     values = {name: value for name, value in fields.items() if value is not None}
     stop = values.pop("stop", [])
     stop = [stop] if isinstance(stop, str) else list(stop)
     wrong = [value for value in values.values() if not isinstance(value, numbers.Real)]
     if wrong or not all(isinstance(text, str) and text for text in stop):
-        raise ValueError(f"sampling_params hold {(wrong or [stop])[0]!r}; give numbers, and for stop texts")
-    if values.get("top_k") == -1:  # vLLM's word for all
+        raise ValueError(f"sampling_params has {(wrong or [stop])[0]!r}; set numbers, and texts for stop")
+    if values.get("top_k") == -1:  # vLLM's value for all tokens
         values["top_k"] = 0
     try:
         values |= {name: operator.index(values[name]) for name in ("top_k", "max_tokens") if name in values}
     except TypeError as error:
-        raise ValueError(f"sampling_params hold a top_k or max_tokens that is not whole: {error}") from error
+        raise ValueError(f"sampling_params has a top_k or max_tokens that is not an integer: {error}") from error
     if "max_tokens" in values:
         values["max_tokens"] = min(values["max_tokens"], run.max_new_tokens)
     for name in ("temperature", "top_p", "top_k"):
@@ -144,8 +160,8 @@ def read_sampling(given: Any, run: SamplingConfig) -> tuple[SamplingConfig, list
 @functools.cache
 def _warn_changed() -> None:
     _log.warning(
-        "an environment changes temperature, top_p or top_k of a turn; its log-probabilities are trained at the "
-        "run's, and so differ from those that it was drawn with"
+        "an environment changes temperature, top_p or top_k of a turn; log-probabilities are trained at the run's "
+        "values, so they differ from those at which the turn was sampled"
     )
 
 
@@ -155,10 +171,12 @@ def _read_observation(value: Any, where: str, key: str) -> Observation:
             f"{where}: {key!r} is {_shown(value)}; return text, or a list of messages with role and content"
         )
     value = without_surrogates(value)
-    mend = "return text, or a list of messages with role and content"
-    return value if value == [] else text_or_messages(value, f"{where}: {key!r}", mend)
+    if value == []:
+        return value
+    return text_or_messages(value, f"{where}: {key!r}", "return text, or a list of messages with role and content")
 
 
 def _shown(value: Any) -> str:
-    keys = f" with the keys {sorted(map(str, value))}" if isinstance(value, Mapping) else f" ({value!r:.60})"
-    return f"a {type(value).__name__}{keys}"
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} with the keys {sorted(map(str, value))}"
+    return f"a {type(value).__name__} ({value!r:.60})"

@@ -1,4 +1,4 @@
-"""Trial of an agent before a run starts: the first call that an episode makes, in a process that ends afterwards."""
+"""Trial of an agent before a run: the first call of an episode, in a separate process that ends afterwards."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from components.process.child_process import Child, described, run_child, serve_
 from components.rewards.functions import by_names
 
 FirstCall = Literal["reset", "reward", ""]
-"""Method that an episode calls before, or without, the policy's response; "" where there is none."""
+"""Method that can be called without a response of the policy, or "" if the executor has none."""
 FAULTS_OF_FILES = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
-"""Errors of the system that are faults of the agent or of the data. Others, such as a refused connection, may be of
-this machine alone."""
+"""System errors that are faults of the agent or the data. Other ones, such as a refused connection, may occur only on
+this machine."""
 LOAD_S = 60.0
-"""Seconds that the agent's file may take to load."""
+"""Timeout for loading the agent's file in seconds."""
 
 
 class UntriedError(Exception):
-    """The trial has no result: the call took too long, or needs what this machine may lack."""
+    """Raised if a trial has no result: the call exceeded its timeout, or may need resources that this machine lacks."""
 
 
 Opening = tuple[Observation, Sequence[Mapping[str, Any]]]
-"""What `reset` returned: an observation, and the tools."""
+"""Return value of `reset`: (observation, tools)."""
 
 
 class AgentTrial:
-    """An agent in a process of its own."""
+    """An agent in a separate process."""
 
     def __init__(self, func_path: str, arguments: Mapping[str, Any] | None = None) -> None:
         """Load the agent.
 
         Args:
-            func_path: file or name of the agent.
-            arguments: keyword arguments of what the file defines.
+            func_path: path of the agent file, or name of an environment.
+            arguments: keyword arguments of the class that the file defines.
 
         Raises:
-            ValueError: it cannot be loaded.
-            UntriedError: it takes longer than LOAD_S.
+            ValueError: the agent cannot be loaded.
+            UntriedError: loading takes longer than LOAD_S.
         """
         self._func_path = func_path
         self._arguments = dict(arguments or {})
@@ -65,25 +65,25 @@ class AgentTrial:
 
         Args:
             prompt: text of the prompt.
-            row: of the data, with `label` and maybe `extra_info` and `datasource`.
-            limit_s: seconds that the call may take.
+            row: row of the data with `label` and optionally `extra_info` and `datasource`.
+            limit_s: timeout of the call in seconds.
 
         Returns:
-            What `reset` returned; None of a reward, which scores the label as the response.
+            The return value of `reset`, or None for a reward function, which scores the label as the response.
 
         Raises:
-            ValueError: the call fails, or returns what no episode can begin with.
-            UntriedError: it takes longer, or an error of the system ended it.
+            ValueError: the call fails, or its return value is invalid.
+            UntriedError: the call exceeds its timeout, or ends with a system error.
         """
-        if self._child.is_dead():  # the row before ended it
+        if self._child.is_dead():  # the call for the previous row has ended the process
             self._child.end()
             self._child = Child("agents.trial")
             self._load()
-        return self._ask((prompt, dict(row)), limit_s, self.first_call)
+        return self._request((prompt, dict(row)), limit_s, self.first_call)
 
     def _load(self) -> FirstCall:
         try:
-            return self._ask(
+            return self._request(
                 {"path": sys.path, "func_path": self._func_path, "arguments": self._arguments}, LOAD_S, "loading it"
             )
         except BaseException:
@@ -91,7 +91,7 @@ class AgentTrial:
             self._child.end()
             raise
 
-    def _ask(self, message: object, limit_s: float, what: str) -> Any:
+    def _request(self, message: object, limit_s: float, action: str) -> Any:
         began = time.monotonic()
         status, *results = self._child.request(message, limit_s)
         if status == "ok":
@@ -100,24 +100,24 @@ class AgentTrial:
         if status == "untried":
             raise UntriedError(reason)
         if time.monotonic() - began >= limit_s:
-            raise UntriedError(f"{what} takes more than {limit_s:g} s")
+            raise UntriedError(f"{action} takes more than {limit_s:g} s")
         error = ValueError(reason)
         if trace:
             error.add_note(trace)
         raise error
 
 
-# What follows runs in the process of the trial.
+# The functions below run in the process of the trial.
 
 
 def _first_call(executor: AgentExecutorBase) -> FirstCall:
-    """Return what episodes of an executor call first; one with an `execute` of its own is not known."""
+    """Return the first call of an executor's episodes, or "" for an executor with its own `execute`."""
     execute = type(executor).execute
     if isinstance(executor, MultiTurnAgentExecutor) and execute is MultiTurnAgentExecutor.execute:
         return "reset"
     if isinstance(executor, SingleTurnAgentExecutor) and execute is SingleTurnAgentExecutor.execute:
         if executor.reward is None:
-            raise ValueError("its SingleTurnAgentExecutor has no reward; give it a function")
+            raise ValueError("its SingleTurnAgentExecutor has no reward; pass it a reward function")
         return "reward"
     return ""
 
@@ -125,11 +125,13 @@ def _first_call(executor: AgentExecutorBase) -> FirstCall:
 async def _reset(instance: Callable[[], Any], prompt: str, row: Mapping[str, Any]) -> Any:
     states = {"observation": prompt, "label": row["label"], "extra_info": row.get("extra_info") or {}}
     result = instance().reset(states)
-    return await result if inspect.isawaitable(result) else result
+    if inspect.isawaitable(result):
+        return await result
+    return result
 
 
 def _score(reward: Any, prompt: str, row: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Score the label as the response; return the reason and the traceback where this fails."""
+    """Score the label as the response. Return None, or the reason and the traceback of a failure."""
     label = str(row["label"])
     columns = {"columns": row.get("extra_info") or {}, "completion_ids": [0], "step": 0}
     columns["data_source"] = row.get("datasource", "")
@@ -138,19 +140,23 @@ def _score(reward: Any, prompt: str, row: Mapping[str, Any]) -> tuple[str, str] 
 
 
 def _try(executor: AgentExecutorBase, runner: asyncio.Runner, prompt: str, row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Make the first call; return "ok" and the opening, or "failed" or "untried", a line and a traceback."""
+    """Make the first call. Return ("ok", opening), or "failed" or "untried" with an error and its traceback."""
     try:
         if isinstance(executor, MultiTurnAgentExecutor):
             result = runner.run(_reset(executor.agent_instance, prompt, row))
         else:
             assert isinstance(executor, SingleTurnAgentExecutor)
             failure = _score(executor.reward, prompt, row)
-            return ("ok", None) if failure is None else ("failed", f"the reward raised {failure[0]}", failure[1])
-    except BaseException as error:  # noqa: BLE001 - the user's code may raise anything, SystemExit included
+            if failure is None:
+                return "ok", None
+            return "failed", f"the reward raised {failure[0]}", failure[1]
+    except BaseException as error:  # noqa: BLE001 - the user's code may raise anything, including SystemExit
         method = "reset" if isinstance(executor, MultiTurnAgentExecutor) else "the reward"
-        is_of_machine = isinstance(error, OSError) and not isinstance(error, FAULTS_OF_FILES)
-        line, trace = described(error)
-        return "untried" if is_of_machine else "failed", f"{method} raised {line}", trace
+        reason, trace = described(error)
+        # Other system errors may not occur on the machines of the run, so the agent is not rejected for them.
+        if isinstance(error, OSError) and not isinstance(error, FAULTS_OF_FILES):
+            return "untried", f"{method} raised {reason}", trace
+        return "failed", f"{method} raised {reason}", trace
     try:
         return "ok", read_reset(result)
     except ValueError as error:

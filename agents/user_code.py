@@ -1,7 +1,8 @@
-"""How a user's code is called: within a limit of time, and in a thread where it blocks.
+"""Calls of user code with a timeout, and in threads if it blocks.
 
-`asyncio.timeout` cancels what awaits. Besides, `in_time` does not count the time for which the loop stands still, or is
-kept busy by others; it interrupts code that keeps the loop busy, and leaves behind what continues after a cancellation.
+`asyncio.timeout` only cancels code that awaits. `in_time` also interrupts code that blocks the event loop, and abandons
+code that continues after its cancellation. It does not count the time during which the loop is stopped or blocked by
+other tasks.
 """
 
 from __future__ import annotations
@@ -22,32 +23,33 @@ from typing import Any, TypeAlias
 from components.process.child_process import END_TIMEOUT_S
 
 _set_handler = import_module("_signal").signal
-"""`signal.signal` without the enums around it, which would take longer than all else of a call."""
+"""`signal.signal` without its conversions to enums, which would take longer than the rest of a call."""
 _Coroutine: TypeAlias = "CoroutineType[Any, Any, Any]"
 
 
 class Overdue(BaseException):
-    """The time is over. `except Exception` in a user's code does not stop it."""
+    """Raised at a timeout. A BaseException, so that `except Exception` in user code does not catch it."""
 
 
 @coroutine
 def in_time(
     work: _Coroutine, limit_s: float, report_busy: Callable[[float], None] = lambda _seconds: None
 ) -> Generator[Any, None, Any]:
-    """Await a coroutine in the task of the caller. One may run within another's.
+    """Await a coroutine with a timeout, in the caller's task. Calls may be nested.
 
     Args:
-        work: what it awaits is cancelled when the time is over; then it has END_TIMEOUT_S to clean up.
-        limit_s: seconds for all of it, and for each stretch in which it keeps the loop busy.
-        report_busy: is given the seconds of each stretch.
+        work: the coroutine. At the timeout it is cancelled, and has END_TIMEOUT_S seconds to clean up.
+        limit_s: timeout in seconds, for the whole coroutine and for each period in which it blocks the event loop.
+        report_busy: callback that receives the duration in seconds of each such period.
 
     Raises:
-        Overdue: the time is over.
+        Overdue: the timeout has expired.
     """
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
-    # Of a second each, at most. One that lasts longer, as the loop stands still, counts no more.
+    # The timeout is divided into parts of at most a second. If the loop is stopped during a part, the part lasts longer
+    # but counts the same, so a stopped loop does not use up the timeout.
     parts_left = max(4, math.ceil(limit_s))
     part_s = limit_s / parts_left
     cancelled = 0
@@ -74,12 +76,12 @@ def in_time(
                 return stop.value
             finally:
                 report_busy(time.monotonic() - began)
-            # Many never wait, and need none.
+            # Started here, because many coroutines never wait and need no timer.
             timer = timer or loop.call_later(part_s, count_down)
             try:
                 yield awaited
                 advance = partial(work.send, None)
-            except BaseException as error:  # the coroutine's own to deal with, the cancellation included
+            except BaseException as error:  # passed to the coroutine, which may handle it, including a cancellation
                 if cancelled > 1:
                     raise
                 advance = partial(work.throw, error)
@@ -92,18 +94,21 @@ def in_time(
 
 @contextmanager
 def _alarm(work: _Coroutine, seconds: float) -> Iterator[None]:
-    """Raise Overdue in a coroutine that runs for so long, if in the main thread. Another timer continues afterwards."""
+    """Raise Overdue in a coroutine that runs longer than `seconds` without awaiting. Only in the main thread.
+
+    A timer that was set before continues afterwards.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def ring(*_: object) -> None:
-        if work.cr_running:  # it may ring a moment too late
+        if work.cr_running:  # False if the signal arrives just after the coroutine has returned
             raise Overdue
 
     began = time.monotonic()
     handler = _set_handler(signal.SIGALRM, ring)
-    # Again every second, as a bare `except:` may stop one.
+    # The alarm repeats every second, because a bare `except:` in user code may catch one.
     other_s, other_interval_s = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
         yield
@@ -116,18 +121,22 @@ def _alarm(work: _Coroutine, seconds: float) -> Iterator[None]:
 
 
 async def in_thread(work: Callable[[], Any]) -> Any:
-    """Run blocking work in a thread of its own: one that never ends takes nobody else's, nor holds up the process."""
+    """Run blocking code in a new daemon thread.
+
+    A thread pool is not used, because code that never ends would occupy a thread of the pool and block the exit.
+    """
     outcome: Future[Any] = Future()
-    # So that whoever stops waiting does not cancel it.
+    # Marked as running, so that a caller that stops waiting does not cancel it.
     outcome.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
             outcome.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised where the caller waits
-            # SystemExit would end more than the tool, and a future takes no StopIteration.
-            is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
-            outcome.set_exception(error if is_plain else RuntimeError(f"{type(error).__name__}: {error}"))
+        except BaseException as error:  # noqa: BLE001 - raised where the caller waits
+            if isinstance(error, StopIteration) or not isinstance(error, Exception):
+                # SystemExit would end the process, and a future does not accept StopIteration.
+                error = RuntimeError(f"{type(error).__name__}: {error}")
+            outcome.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
     return await asyncio.wrap_future(outcome)

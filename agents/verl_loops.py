@@ -25,7 +25,7 @@ from agents.episode import AgentExecutorBase, Episode, EpisodeTask, Policy
 from agents.executor import STATUS
 from agents.options import AgentOptions
 from agents.schema import read_sampling, sampling_params
-from agents.verl_tools import Entry, find_class, provide_verl
+from agents.verl_tools import Entry, load_class, provide_verl
 
 if TYPE_CHECKING:
     from components.generate.async_engine import Generation
@@ -249,7 +249,7 @@ class AgentExecutor(AgentExecutorBase):
         provide_verl(_STANDINS)
         self._loops: dict[str, tuple[Any, Mapping[str, Any]]] = {SINGLE_TURN: (SingleTurnAgentLoop, {})}
         for name, (entry, arguments) in read_loops(path).items():
-            self._loops[name] = (find_class(entry, load=True), arguments)
+            self._loops[name] = (load_class(entry), arguments)
         self._default, self._config = default, dict(config or {})
         if default not in self._loops:
             raise ValueError(f"default_agent_loop={default} is not in {path}; there are {', '.join(self._loops)}")

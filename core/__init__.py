@@ -1,6 +1,6 @@
-"""Roles, calls and jobs on Ray: declare how a method may be called, describe what runs where, and run it.
+"""Roles, calls and jobs on Ray: declare how methods may be called, describe a job, and run it.
 
-What is imported here is what core offers.
+The names imported here are core's public API.
 """
 
 # ruff: noqa: F401
@@ -24,19 +24,19 @@ from core.trainer import BaseTrainer
 from core.workload import BaseWorkload, export_rpc_method, export_verl_worker_rpc
 
 __version__ = "0.1.0"
-"""The version of the project. pyproject.toml reads it from here."""
+"""Version of the project. pyproject.toml reads it from here."""
 
 DLJobBuilder = JobBuilder
-"""DLRover's name."""
+"""DLRover's name of `JobBuilder`."""
 RLRoleType = Role
-"""DLRover's name."""
+"""DLRover's name of `Role`."""
 
-if not TYPE_CHECKING:  # to a type checker every name would exist
+if not TYPE_CHECKING:  # a type checker that sees __getattr__ accepts any name
 
     def __getattr__(name: str) -> object:
         from core.migration import alias_of
 
-        # `from core import name` would replace the message of an AttributeError.
+        # ImportError, because `from core import name` replaces the message of an AttributeError.
         if alias := alias_of("core", name, "core", ImportError):
             return globals()[alias]
         raise AttributeError(f"module 'core' has no attribute {name!r}")

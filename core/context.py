@@ -1,7 +1,7 @@
-"""Who am I, whom can I call, and how do I tell the user something: one context variable per call.
+"""Per-call context: the identity of the current workload, the directory of roles, and the user-facing log.
 
-A process may hold several workloads, so nothing here is a process-wide global; threads that a workload starts inherit
-its context when they are run through `contextvars.copy_context().run`.
+A process may hold several workloads, so the context is a context variable and not a process-wide global. A thread that
+a workload starts inherits the context if it is run through `contextvars.copy_context().run`.
 """
 
 import contextlib
@@ -19,10 +19,10 @@ from core.roles import Role
 
 @dataclass(frozen=True)
 class Identity:
-    """Which worker of which role of which job this is.
+    """Identity of a worker: its job, run, role and ranks.
 
-    `began` is when the run did, in seconds since the epoch. `attempt` is 1, and one more each time that this worker
-    was started again, alone or with the whole job.
+    `began` is the start time of the run in seconds since the epoch. `attempt` is 1 at the first start and increases by
+    one with every restart of this worker, alone or with the whole job.
     """
 
     job: str
@@ -37,15 +37,15 @@ class Identity:
 
     @property
     def name(self) -> str:
-        """For people: `ACTOR-0`."""
+        """Display name, such as `ACTOR-0`."""
         return f"{self.role}-{self.rank}"
 
 
 @dataclass
 class WorkloadContext:
-    """Everything a workload can know of its job.
+    """Everything that a workload can access of its job.
 
-    `shared_dir` is a folder in shared memory on this machine that is emptied when the run ends, also after a kill.
+    `shared_dir` is a folder in the shared memory of this machine. It is removed when the run ends, also after a kill.
     """
 
     identity: Identity
@@ -53,20 +53,20 @@ class WorkloadContext:
     directory: Directory
     transport: Transport
     emit: Callable[[str, Any], None]
-    """Sends the master a message: its kind, and what it says."""
+    """Callback that sends the master a message, given its kind and its content."""
     shared_dir: Path
     collocated_with: tuple[str, ...] = ()
     rendezvous: tuple[str, int] | None = None
     waits: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-    """Around every wait for an answer: other workloads of the process may work meanwhile."""
+    """Context manager around every wait for a result. Other workloads of the process may run during the wait."""
     stop_requested: threading.Event = field(default_factory=threading.Event)
     exported: list[Any] = field(default_factory=list)
-    """(export, function) pairs beside those of the workload's class."""
+    """(export, function) pairs in addition to those of the workload's class."""
     job_memory: Callable[[], int] = lambda: 0
-    """Bytes that the processes of the job take together."""
+    """Callback that returns the memory of all processes of the job in bytes."""
 
     def info(self, text: str) -> None:
-        """Show a line to the person at the terminal where the job was started."""
+        """Print a line at the terminal where the job was started."""
         self.emit("info", text)
 
 
@@ -74,36 +74,36 @@ _current: ContextVar[WorkloadContext | None] = ContextVar("troupe_workload", def
 
 
 def current() -> WorkloadContext:
-    """The context of the workload that is running now.
+    """Return the context of the workload that runs in this thread.
 
     Raises:
-        RuntimeError: nothing of a job is running in this thread.
+        RuntimeError: no workload runs in this thread.
     """
     context = _current.get()
     if context is None:
         raise RuntimeError(
-            "no workload is running here, so there is no job to ask; call this from a workload's method "
-            "(in a thread of your own: start it with contextvars.copy_context().run)"
+            "no workload is running in this thread, so it has no job context; call this from a workload's method "
+            "(start your own threads with contextvars.copy_context().run)"
         )
     return context
 
 
 def running_name() -> str:
-    """Name of the workload that is running in this thread, or an empty string."""
+    """Return the name of the workload that runs in this thread, or an empty string."""
     context = _current.get()
     return context.identity.name if context else ""
 
 
 @contextlib.contextmanager
 def entered(context: WorkloadContext) -> Iterator[None]:
-    """Answer `current()` with `context` inside a block."""
-    before = _current.set(context)
+    """Make `context` the result of `current()` inside the block."""
+    token = _current.set(context)
     try:
         yield
     finally:
-        _current.reset(before)
+        _current.reset(token)
 
 
 def info(text: str) -> None:
-    """Show a line to the person at the terminal where the job was started."""
+    """Print a line at the terminal where the job was started."""
     current().info(text)

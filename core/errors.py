@@ -1,34 +1,35 @@
-"""The errors that core raises beside the built-in ones."""
+"""Exception classes of core."""
 
 
 class WorkerDied(RuntimeError):
-    """A process that was asked for something is gone: killed, out of memory, or crashed below Python."""
+    """Raised when a process dies during a request (killed, out of memory, or crashed in native code)."""
 
 
 class ResultLost(WorkerDied):
-    """A worker's result is gone with the node that held it, or the worker could not be reached for it.
+    """Raised when the result of a call was lost with its node, or the worker was unreachable.
 
-    Whether the call has run is not known, so only an idempotent one is sent again.
+    The call may or may not have run, so it is sent again only if its method is idempotent.
     """
 
 
 class WorkerTimeout(TimeoutError):
-    """Workers did not return within the time that their method is given. `missing`: (role, rank, attempt) of each."""
+    """Raised when workers exceed the timeout of their method. `missing` has the (role, rank, attempt) of each."""
 
     missing: tuple[tuple[str, int, int], ...] = ()
 
 
 class JobError(ValueError):
-    """A job's description cannot work; the message says what to set."""
+    """Raised for an invalid job description. The message names the setting to change."""
 
 
 def first_line(error: BaseException) -> str:
-    """Its type, and the first line of what it says."""
+    """Return the type of an exception and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
 
 
 def with_note(error: BaseException, note: str) -> BaseException:
-    """Attach a note once: the same exception object may pass several waits."""
+    """Add a note to an exception, and return the exception."""
+    # The same exception object may pass several waits: without the check its traceback would repeat the note.
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
     return error

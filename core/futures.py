@@ -1,7 +1,7 @@
-"""Waiting for results: `Future` for the answers of a group, `FutureSequence` for a batch that was split over it.
+"""Futures: `Future` for the results of a group, `FutureSequence` for a batch that was split over it.
 
-Every wait says whom it is waiting for, first after a minute, then less and less often. One failed worker ends the
-wait: its peers may be stuck in a collective that can never complete.
+A long wait logs the workers that have not returned: first after a minute, then at doubling intervals. One failed worker
+ends the wait, because its peers may be blocked in a collective that can never complete.
 """
 
 import asyncio
@@ -21,29 +21,29 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 FIRST_REPORT_AFTER_S = 60.0
-"""Seconds of waiting before the first "still waiting" line; the pause doubles each time."""
+"""Seconds of waiting before the first log line. The interval doubles after each line."""
 
 _GRACE_AFTER_FAILURE_S = 1.0
 _LOOK_S = 0.05
 _MANY = 8
 _SLICE_S = 0.02
 _SLICE_S_EACH = 1e-4
-_ASKED_AGAIN = 5
-"""How often a lost result is asked for again; the pause before it doubles each time."""
+_MAX_RESENDS = 5
+"""Maximum number of times that a call with a lost result is sent again. The pause doubles before each."""
 _FIRST_PAUSE_S = 0.25
 
 
 class Pending:
-    """One call on its way to one worker.
+    """One pending call to one worker.
 
-    A call to a worker that is being replaced waits for the replacement. One whose result is lost, with its worker or
-    its node, is sent again if its method is idempotent.
+    A call to a worker that is being replaced waits for the replacement. A call whose result was lost with its worker or
+    its node is sent again if its method is idempotent.
     """
 
     def __init__(self, context: WorkloadContext, member: Member, export: Export, share: Share) -> None:
         self._context = context
         self._export = export
-        # Kept only where they may be needed again: they may be large.
+        # Arguments are kept only if the call may be sent again: they may be large, and would stay in memory.
         self._share = share if export.idempotent else None
         self._lost_results = 0
         self._again_at = 0.0
@@ -54,21 +54,21 @@ class Pending:
 
     @property
     def method(self) -> str:
-        """Its name."""
+        """Name of the called method."""
         return self._export.name
 
     def outcome(self) -> Outcome | None:
-        """What came of it, once its reference is ready; None if it is to be sent again."""
-        found = self._context.transport.outcome(self.reference)
-        if isinstance(found.error, WorkerDied) and not found.raised and self._is_sent_again(found.error):
+        """Return the outcome of a ready call, or None if the call must be sent again."""
+        outcome = self._context.transport.outcome(self.reference)
+        if isinstance(outcome.error, WorkerDied) and not outcome.raised and self._is_sent_again(outcome.error):
             return None
-        return found
+        return outcome
 
     def _is_sent_again(self, error: WorkerDied) -> bool:
-        if isinstance(error, ResultLost) and self._share is not None and self._lost_results < _ASKED_AGAIN:
+        if isinstance(error, ResultLost) and self._share is not None and self._lost_results < _MAX_RESENDS:
             self._again_at = time.monotonic() + _FIRST_PAUSE_S * 2**self._lost_results
             self._lost_results += 1
-            self._context.info(f"{self.member.name}.{self.method} is asked again: {error}")
+            self._context.info(f"{self.member.name}.{self.method} is called again: {error}")
             return True
         self._context.directory.report_dead(self.member)
         self._context.emit("death", (self.member.role, self.member.rank, self.member.attempt, str(error)))
@@ -76,7 +76,7 @@ class Pending:
         return self._share is not None and self._context.directory.may_return(self.member)
 
     def send_again(self, timeout: float) -> bool:
-        """Send it to whoever stands in for the worker, if somebody does after `timeout` seconds."""
+        """Send the call to the worker or its replacement. Return False if none is available after `timeout` seconds."""
         assert self._share is not None
         living = self._context.directory.replacement(self.member, timeout)
         if living is None or time.monotonic() < self._again_at:
@@ -89,17 +89,18 @@ class Pending:
 
 
 def _describe(calls: Sequence[Pending]) -> str:
+    label = {1: "rank"}.get(len(calls), "ranks")
     ranks = ", ".join(str(call.member.rank) for call in calls)
-    return f"{calls[0].member.role}.{calls[0].method} on rank{'s' if len(calls) > 1 else ''} {ranks}"
+    return f"{calls[0].member.role}.{calls[0].method} on {label} {ranks}"
 
 
 def wait_for(calls: Sequence[Pending], context: WorkloadContext, timeout: float | None) -> list[Any]:
-    """Values of all calls, in their order.
+    """Wait for all calls, and return their values in order.
 
     Raises:
-        WorkerTimeout: after `timeout` seconds some had not returned; it names role, method and ranks.
-        BaseException: the first error of a worker, with its own type; a note names the worker, another lists the
-            others that failed.
+        WorkerTimeout: calls had not returned after `timeout` seconds. The message names role, method and ranks.
+        BaseException: the first error of a worker, with its original type. Notes name the worker and the other workers
+            that failed.
     """
     with context.waits():
         if timeout is None:
@@ -126,7 +127,8 @@ class _Wait:
         return [*self._waiting.values(), *self._lost]
 
     def values(self) -> list[Any]:
-        began, report_at = time.monotonic(), FIRST_REPORT_AFTER_S
+        began = time.monotonic()
+        report_at = FIRST_REPORT_AFTER_S
         limit = self._limit
         while self._waiting or self._lost:
             elapsed = time.monotonic() - began
@@ -145,7 +147,7 @@ class _Wait:
         return [self._outcomes[id(call)].value for call in self._calls]
 
     def _look(self, pause: float) -> None:
-        """Send what was lost again, and take in what is ready within `pause` seconds."""
+        """Send lost calls again, and collect the outcomes that are ready within `pause` seconds."""
         if self._lost:
             sent = [call for i, call in enumerate(self._lost) if call.send_again(0.0 if i else _LOOK_S)]
             self._waiting |= {call.reference: call for call in sent}
@@ -153,7 +155,7 @@ class _Wait:
             pause = 0.0
         count = 1
         if len(self._waiting) > _MANY:
-            # To be woken by each that answers would take as long as all of them together.
+            # Waking up for every single result would take as long as all of them together.
             count = len(self._waiting)
             pause = min(pause, max(_SLICE_S, _SLICE_S_EACH * count))
         for reference in self._context.transport.wait(list(self._waiting), max(0.0, pause), count):
@@ -166,7 +168,7 @@ class _Wait:
             self._has_failed |= outcome.error is not None
 
     def _raise_first(self) -> NoReturn:
-        """Raise the first error in rank order, after a moment in which the others may report theirs."""
+        """Raise the first error in rank order, after a grace period for the errors of other workers."""
         deadline = time.monotonic() + _GRACE_AFTER_FAILURE_S
         while self._waiting and time.monotonic() < deadline:
             self._look(deadline - time.monotonic())
@@ -181,7 +183,7 @@ class _Wait:
 
 
 class Future(Generic[T_co]):
-    """The results of a group that are still on their way. `await future` works in async code."""
+    """Pending results of a group. `await future` works in async code."""
 
     def __init__(
         self, calls: Sequence[Pending], context: WorkloadContext, finish: Callable[[list[Any]], T_co] = lambda v: v
@@ -192,23 +194,23 @@ class Future(Generic[T_co]):
         self._result: list[T_co] = []
 
     def result(self, timeout: float | None = None) -> T_co:
-        """Wait at most `timeout` seconds (None: for ever) and return the result, or raise the workers' error."""
+        """Wait at most `timeout` seconds (None: no limit) and return the result, or raise the workers' error."""
         if not self._result:
             self._result.append(self._finish(wait_for(self.calls, self._context, timeout)))
         return self._result[0]
 
     def open_references(self) -> list[Any]:
-        """References to what has not been looked at yet."""
-        return [] if self._result else [call.reference for call in self.calls]
+        """References whose results have not been fetched yet."""
+        return [call.reference for call in self.calls if not self._result]
 
     def done(self) -> bool:
-        """True when `result()` would not wait."""
+        """True if `result()` would return without waiting."""
         references = self.open_references()
         return not references or len(self._context.transport.wait(references, 0)) == len(references)
 
     def __await__(self) -> Generator[Any, None, T_co]:
         yield from self._context.transport.ready(self.open_references()).__await__()
-        # It waits no longer, but for an answer that was lost.
+        # `result` waits only if a call must be sent again. A thread keeps that wait from blocking the event loop.
         return (yield from asyncio.to_thread(self.result).__await__())
 
     def __reduce__(self) -> NoReturn:
@@ -219,8 +221,10 @@ class Future(Generic[T_co]):
 
 
 class ReferenceFuture(Future[T_co], list[Any]):
-    """A future of a call with `blocking=False`. It is also the list of the workers' references in rank order, as in
-    DLRover: on Ray `ray.get(future)` and `ray.wait(future)` take it. `result()` applies `post_func` and joins.
+    """Future of a call with `blocking=False`, which is also the list of the workers' references in rank order.
+
+    As in DLRover, `ray.get(future)` and `ray.wait(future)` accept it as a list. `result()` applies `post_func` and
+    joins the results.
     """
 
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
@@ -232,14 +236,14 @@ class ReferenceFuture(Future[T_co], list[Any]):
         self.extend(call.reference for call in calls)
 
     def __shard__(self, _: int) -> NoReturn:
-        # As a list it would be split, and workers would get references.
+        # Being a list it would be split, and workers would receive references instead of values.
         self.__reduce__()
 
 
 class FutureSequence(Future[Any], Sequence[T]):
-    """All items of a batch that was split over workers; it blocks only for the chunks that are looked at.
+    """Sequence of all items of a batch that was split over workers. Reading an item waits only for its chunk.
 
-    `result()` waits for all and joins them: a list for lists, one array for arrays, one Batch for Batches.
+    `result()` waits for all chunks and joins them: a list for lists, one array for arrays, one Batch for Batches.
     """
 
     def __init__(self, calls: Sequence[Pending], lengths: Sequence[int], context: WorkloadContext) -> None:
@@ -268,9 +272,9 @@ class FutureSequence(Future[Any], Sequence[T]):
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        position = index + len(self) if index < 0 else index
-        if not 0 <= position < len(self):
-            raise IndexError(f"index {index} of {len(self)} items")
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"index {index} is out of range for {len(self)} items")
+        position = index % len(self)
         chunk = bisect.bisect_right(self._starts, position) - 1
         return self._chunk(chunk)[position - self._starts[chunk]]
 
@@ -280,14 +284,14 @@ class FutureSequence(Future[Any], Sequence[T]):
 
 
 def _check_length(call: Pending, length: int, value: Any) -> None:
-    got = len(value) if hasattr(value, "__len__") else None
-    if got != length:
+    returned = len(value) if hasattr(value, "__len__") else None
+    if returned != length:
         raise ValueError(
-            f"{call.member.name}.{call.method} was given {length} items and returned {type(value).__name__} of length "
-            f"{got}; return one item for each"
+            f"{call.member.name}.{call.method} received {length} items and returned {type(value).__name__} of length "
+            f"{returned}; return one item per input item"
         )
 
 
 def join_results(results: Sequence[Any], calls: Sequence[Pending]) -> Any:
-    """The results put together; of an empty batch, which was given to nobody, an empty list."""
+    """Join the results of the workers. An empty batch calls no worker and gives an empty list."""
     return join(results, calls[0].method) if results else []

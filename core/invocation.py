@@ -1,8 +1,8 @@
-"""How a method of a workload may be called from outside: `@trainer_invocation`, `@register` and `@rpc`.
+"""Decorators that export methods of a workload: `@trainer_invocation`, `@register` and `@rpc`.
 
-The decorators only attach a description; the function itself stays what it was. To a type checker a decorated method
-has two forms: `self.update(batch)` inside the workload returns what the method returns, `self.RG_ACTOR.update(batch)`
-in a trainer what the group does.
+The decorators attach a description and leave the function unchanged. A type checker sees two forms of a decorated
+method: `self.update(batch)` inside the workload has the method's return type, and `self.RG_ACTOR.update(batch)` in a
+trainer has the return type of the group call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ G_co = TypeVar("G_co", covariant=True)
 
 
 class Exported(Protocol[M_co, G_co]):
-    """A decorated method, as type checkers see it: through an object, and through the class as a group is seen."""
+    """Type of a decorated method: `M_co` when read from an instance, `G_co` when read from the class, as a group is."""
 
     @overload
     def __get__(self, instance: None, owner: Any) -> G_co: ...
@@ -34,7 +34,7 @@ class Exported(Protocol[M_co, G_co]):
 
 
 class Repeats(TypedDict, total=False):
-    """Whether a call may be sent again."""
+    """Options that allow a call to be sent again."""
 
     idempotent: bool
     replay: Replay | None
@@ -56,9 +56,10 @@ class _ToAny(_Options, total=False):
 
 
 if TYPE_CHECKING:
-    # P: the parameters of a method. R: what it returns. G: what the group returns.
+    # P, R: parameters and return type of a method. Q: parameters of the group call. G: its return type.
     Method = Callable[Concatenate[Any, P], R]
     Mark = Callable[[Method[P, R]], Exported[Callable[P, R], Callable[P, G]]]
+    Prepared = Callable[[Method[P, R]], Exported[Callable[P, R], Callable[Q, Any]]]
     Post = Callable[[Any], G]
     TRUE = Literal[True]
     FALSE = Literal[False]
@@ -80,13 +81,9 @@ def trainer_invocation(*, post_func: Post[G], blocking: TRUE = ..., **options: U
 @overload
 def trainer_invocation(*, post_func: Post[G], blocking: FALSE, **options: Unpack[_ToAny]) -> Mark[P, R, Future[G]]: ...
 @overload
-def trainer_invocation(
-    *, pre_func: Callable[Q, Any], **options: Any
-) -> Callable[[Method[P, R]], Exported[Callable[P, R], Callable[Q, Any]]]: ...
+def trainer_invocation(*, pre_func: Callable[Q, Any], **options: Any) -> Prepared[P, R, Q]: ...
 @overload
-def trainer_invocation(
-    *, pre_function: Callable[Q, Any], **options: Any
-) -> Callable[[Method[P, R]], Exported[Callable[P, R], Callable[Q, Any]]]: ...
+def trainer_invocation(*, pre_function: Callable[Q, Any], **options: Any) -> Prepared[P, R, Q]: ...
 @overload
 def trainer_invocation(*, post_function: Post[G], blocking: TRUE = ..., **options: Unpack[_ToAny]) -> Mark[P, R, G]: ...
 def trainer_invocation(
@@ -99,38 +96,39 @@ def trainer_invocation(
     replay: Replay | None = None,
     **options: Any,
 ) -> Any:
-    """Make a method callable through the trainer's role groups, `self.RG_ACTOR.update(batch)`.
+    """Make a method callable through the trainer's role groups, such as `self.RG_ACTOR.update(batch)`.
 
     Args:
-        blocking: wait for the results; False returns a Future at once.
-        is_async: wait with `timeout` for all targets, and raise TimeoutError naming the ranks that are missing.
-        timeout: seconds, only with is_async. A worker that has not returned by then continues, and serves later calls.
-        end_on_timeout: workers that have not returned within the timeout count as hung: they are ended and replaced.
-        target: "ALL" workers, or "RANK0" alone, which returns the single value instead of a list.
-        auto_shard: split lists, arrays and batches over the workers; everything else goes whole to all.
-        pre_func: runs on the caller's side; what it returns is sent (a tuple is several arguments).
-        post_func: runs on the caller's side over the list of results; what it returns is the result.
-        idempotent: a call that a dying instance of a `run` role did not return may be sent again to its replacement.
-        replay: "last" repeats the last successful call in a replacement, before it is given any work.
+        blocking: wait for the results. False returns a Future immediately.
+        is_async: wait for all workers with a `timeout`. On expiry TimeoutError names the missing ranks.
+        timeout: timeout in seconds, used only with is_async. A late worker keeps running and serves later calls.
+        end_on_timeout: treat workers that exceed the timeout as hung: they are killed and replaced.
+        target: "ALL" calls all workers. "RANK0" calls only the first and returns its value instead of a list.
+        auto_shard: split lists, arrays and batches over the workers. Other arguments are sent whole to all.
+        pre_func: function applied to the arguments in the caller's process. Its return value is sent instead. A tuple
+            gives several arguments.
+        post_func: function applied to the list of results in the caller's process. Its return value is the result.
+        idempotent: allow the call to be sent again to the replacement if an instance of a `run` role dies during it.
+        replay: "last" repeats the last successful call in a replacement before it receives any other call.
 
     Raises:
-        ValueError: an option has a value that cannot work; raised when the class is defined.
+        ValueError: an option has an invalid value. Raised when the class is defined.
     """
     options = {alias_of("trainer_invocation", k, "trainer_invocation", ValueError) or k: v for k, v in options.items()}
     known = CallSpec.__dataclass_fields__.keys() - {"mode"}
     if unknown := sorted(options.keys() - known):
         known |= {"target", "auto_shard", "idempotent", "replay"}
-        raise ValueError(f"trainer_invocation has no {unknown}; it knows {sorted(known)}")
+        raise ValueError(f"trainer_invocation has no options {unknown}; valid options are {sorted(known)}")
     if target not in ("ALL", "RANK0"):
-        raise ValueError(f"target={target!r}; set target='ALL' (every worker) or 'RANK0' (the first)")
-    to_all = Dispatch.AUTO if auto_shard else Dispatch.ONE_TO_ALL
-    spec = CallSpec(Dispatch.RANK_ZERO if target == "RANK0" else to_all, **options)
+        raise ValueError(f"target={target!r} is invalid; set target='ALL' (every worker) or 'RANK0' (the first)")
+    modes = {("ALL", True): Dispatch.AUTO, ("ALL", False): Dispatch.ONE_TO_ALL}
+    spec = CallSpec(modes.get((target, bool(auto_shard)), Dispatch.RANK_ZERO), **options)
     mark = marks(Export("", spec, idempotent=idempotent, replay=replay))
     return mark if function is None else mark(function)
 
 
 _OneAnswer = Literal[Dispatch.RANK_ZERO, Dispatch.DP_COMPUTE_PROTO] | NdDispatch
-"""Modes whose call returns the only answer, or all joined."""
+"""Dispatch modes whose call returns one value: the only result, or all results joined."""
 _AsList = Literal[Dispatch.AUTO, Dispatch.ONE_TO_ALL]
 
 
@@ -143,9 +141,7 @@ def register(dispatch_mode: _AsList, blocking: TRUE = ..., **options: Unpack[Rep
 @overload
 def register(dispatch_mode: _AsList, blocking: FALSE, **options: Unpack[Repeats]) -> Mark[P, R, Future[list[R]]]: ...
 @overload
-def register(
-    dispatch_mode: Mode = ..., blocking: bool = ..., **options: Unpack[Repeats]
-) -> Callable[[Method[P, R]], Exported[Callable[P, R], Callable[..., Any]]]: ...
+def register(dispatch_mode: Mode = ..., blocking: bool = ..., **options: Unpack[Repeats]) -> Prepared[P, R, ...]: ...
 def register(
     dispatch_mode: Any = Dispatch.ALL_TO_ALL,
     blocking: bool = True,
@@ -154,20 +150,20 @@ def register(
     replay: Replay | None = None,
     **options: Any,
 ) -> Any:
-    """Make a method callable through worker groups, `self.actor_rollout.generate_sequences(batch)`.
+    """Make a method callable through worker groups, such as `self.actor_rollout.generate_sequences(batch)`.
 
     Args:
         dispatch_mode: a `Dispatch`, or `nd_compute(mesh)`.
-        blocking: wait for the result; False returns a Future.
-        idempotent: as in `trainer_invocation`.
-        replay: as in `trainer_invocation`.
+        blocking: wait for the result. False returns a Future immediately.
+        idempotent: see `trainer_invocation`.
+        replay: see `trainer_invocation`.
 
     Raises:
-        ValueError: an option has a value that cannot work; raised when the class is defined.
+        ValueError: an option has an invalid value. Raised when the class is defined.
     """
     for name in options:
         alias_of("register", name, "register", ValueError)
-        raise ValueError(f"register has no {name!r}; it knows dispatch_mode, blocking, idempotent, replay")
+        raise ValueError(f"register has no option {name!r}; valid options: dispatch_mode, blocking, idempotent, replay")
     return marks(Export("", CallSpec(dispatch_mode, blocking), idempotent=idempotent, replay=replay))
 
 
@@ -179,12 +175,16 @@ def rpc(
     idempotent: bool = False,
     replay: Replay | None = None,
 ) -> Callable[[F], F]:
-    """Bind a method to a remote-call stub: `@rpc(remote_call.actor_forward)`.
+    """Bind a method to a remote-call stub, such as `@rpc(remote_call.actor_forward)`.
 
-    The name under which the method can be called is the stub's, a string, or the method's own (`@rpc`). A function at
-    the top level of a role's module is exported too, under its own name or the given one.
-    `export=True` makes a function outside of any class callable in every workload of its process. `idempotent` and
-    `replay` are those of `trainer_invocation`.
+    A function at the top level of a role's module can be exported in the same way.
+
+    Args:
+        name: the stub, or a string. The method is callable under the stub's name or the string. Default (`@rpc`): its
+            own name.
+        export: make a function outside of any class callable in every workload of its process.
+        idempotent: see `trainer_invocation`.
+        replay: see `trainer_invocation`.
 
     Raises:
         ValueError: `name` is neither a stub nor a string.
@@ -196,9 +196,9 @@ def rpc(
     if name is None or isinstance(name, str):
         return bound(name or "", None)
     if not callable(name):
-        raise ValueError(f"@rpc({name!r}): give a stub function, a string, or nothing")
-    # A bare `@rpc` receives the method itself, and a stub is a function of a module: their qualified names differ.
-    owner = name.__qualname__.rpartition(".")[0] if hasattr(name, "__qualname__") else ""
+        raise ValueError(f"@rpc({name!r}): pass a stub function, a string, or no argument")
+    # A bare `@rpc` receives the method itself. Its qualified name has a class in it, the name of a stub does not.
+    owner = getattr(name, "__qualname__", "").rpartition(".")[0]
     if owner and not owner.endswith("<locals>"):
         return bound("", None)(name)
     return BoundStub(name, bound(name.__name__, name), Export(name.__name__))

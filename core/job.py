@@ -1,4 +1,4 @@
-"""What runs where: `JobBuilder` and `RLJobBuilder` build a `Job`, which is checked before anything starts."""
+"""Job description: `JobBuilder` and `RLJobBuilder` build a `Job`, which is checked before anything starts."""
 
 import contextlib
 import importlib.util
@@ -28,15 +28,15 @@ _SHORTEST_STALL_S = 5.0
 RESERVED_ENVIRONMENT = frozenset(
     {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
 )
-"""Variables that core sets for each worker; a job that sets them is refused."""
+"""Environment variables reserved for core. A job that sets one is rejected."""
 
 
 class Job(JobSpec):
-    """A checked plan. `model_dump_json()` prints all of it; `submit(name)` runs it."""
+    """A checked job. `model_dump_json()` serialises it, `submit(name)` runs it."""
 
     @property
     def workloads(self) -> dict[str, RoleSpec]:
-        """The roles, under the name by which DLRover's users know them."""
+        """DLRover's name for `roles`."""
         return self.roles
 
     def submit(
@@ -48,20 +48,23 @@ class Job(JobSpec):
         began: float | None = None,
         observers: Sequence[Observer] = (),
     ) -> JobResult:
-        """Run the job to its end, on the Ray of $RAY_ADDRESS, on the one that is initialised, or on one of its own.
+        """Run the job to its end.
+
+        The job runs on the Ray cluster at $RAY_ADDRESS, or on the Ray that this process has initialised, or else on a
+        cluster that is started for the job.
 
         Args:
-            job_name: shown in messages; every run has an id of its own, so names may repeat.
-            backend: "ray", or "local": everything in this process, without Ray, one workload at a time.
-            log_dir: where each process writes its output, `<role>-<rank>.log`; None leaves it to Ray. In local mode
-                output goes to the terminal.
-            began: seconds since the epoch at which the user started the run, if that was before now; workloads find it
-                as `self.began`.
-            observers: hear, in this process, of every call when it begins and ends (CallEvent), and of what happens to
-                the job (JobEvent). One that raises is switched off with a warning.
+            job_name: name shown in messages. Names may repeat, because every run has a unique id.
+            backend: "ray", or "local", which runs all workloads in this process without Ray, one at a time.
+            log_dir: folder for the output of each process, `<role>-<rank>.log`. None leaves the output to Ray. In
+                local mode the output goes to the terminal.
+            began: start time of the run in seconds since the epoch, if earlier than now. Workloads read it as
+                `self.began`.
+            observers: callbacks, called in this process with a CallEvent at the start and end of every call and with a
+                JobEvent for changes of the job. An observer that raises is removed with a warning.
 
         Returns:
-            How it ended. A failure of the job is a result, not an exception.
+            The result of the run. A failure of the job is a result, not an exception.
 
         Raises:
             JobError: the backend cannot run this job.
@@ -70,25 +73,23 @@ class Job(JobSpec):
         return Master(self, job_name, log_dir, began, observers, backend).run()
 
     def check_backend(self, backend: str) -> None:
-        """See that the job can run there.
+        """Check that the job can run on a backend.
 
         Raises:
-            JobError: there is no such backend, or a `train` role has several ranks in local mode.
+            JobError: the backend does not exist, or a `train` role has several ranks in local mode.
         """
         if backend not in get_args(BackendName):
-            raise JobError(f"backend={backend!r}; set one of {', '.join(get_args(BackendName))}")
+            raise JobError(f"backend={backend!r} is unknown; set one of {', '.join(get_args(BackendName))}")
         wide = [f"{r} has {spec.total}" for r, spec in self.roles.items() if spec.kind == "train" and spec.total > 1]
         if backend == "local" and wide:
-            raise JobError(
-                f"backend=local runs one rank of each train role, but {', '.join(wide)}; set one, or backend=ray"
-            )
+            raise JobError(f"backend=local runs one rank per train role, but {', '.join(wide)}; set 1, or backend=ray")
 
     @contextlib.contextmanager
     def running(self, name: str, *, backend: BackendName = "ray") -> Iterator[None]:
-        """Start the roles and drive them from here, without a trainer: for notebooks, tests, one-off questions.
+        """Start the roles and call them from this process, without a trainer. For notebooks, tests and experiments.
 
-        Inside the block `RoleGroup("ACTOR")` and remote-call stubs work in this process. Everything ends with it.
-        Nothing is replaced or started again: a death is the error of the call that meets it.
+        `RoleGroup("ACTOR")` and remote-call stubs work in this process inside the block. All roles end with the block.
+        Nothing is replaced or restarted: a call to a dead worker raises an error.
         """
         self.check_backend(backend)
         with Master(self, name, backend=backend, runs=False).running():
@@ -96,10 +97,10 @@ class Job(JobSpec):
 
 
 class JobBuilder:
-    """Describes a job step by step; `build()` checks it.
+    """Builder of a job description. `build()` checks the description and returns a `Job`.
 
-    `role(name)` opens a role, `train(path)` or `run(path)` says what it runs, and the calls that follow describe it
-    until the next role is opened.
+    `role(name)` opens a role, and `train(path)` or `run(path)` sets its class. The following calls configure this role
+    until another role is opened.
     """
 
     def __init__(self) -> None:
@@ -113,7 +114,7 @@ class JobBuilder:
         self._collocations: list[list[str]] = []
         self._limits = Limits()
 
-    if not TYPE_CHECKING:  # to a type checker every name would exist
+    if not TYPE_CHECKING:  # a type checker that sees __getattr__ accepts any name
 
         def __getattr__(self, name: str) -> Any:
             alias_of("builder", name, "a job builder", AttributeError)
@@ -122,27 +123,27 @@ class JobBuilder:
     # --- the job
 
     def config(self: B, config: Any) -> B:
-        """What every workload finds as `self.config`."""
+        """Set the configuration that every workload reads as `self.config`."""
         self._config = config
         return self
 
     def node_num(self: B, nodes: int) -> B:
-        """How many machines the job may use."""
+        """Set the maximum number of nodes of the job."""
         self._node_num = nodes
         return self
 
     def device_per_node(self: B, devices: int) -> B:
-        """How many accelerators each machine has."""
+        """Set the number of accelerators per node."""
         self._device_per_node = devices
         return self
 
     def device_type(self: B, kind: DeviceType) -> B:
-        """CPU, GPU, or auto: what this machine has."""
+        """Set the device type: CPU, GPU, or auto (GPU if this machine has one)."""
         self._device_type = kind
         return self
 
     def global_env(self: B, env: Mapping[str, str] | None) -> B:
-        """Environment variables for every process."""
+        """Add environment variables for every process."""
         self._global_env |= _checked_env(env)
         return self
 
@@ -153,18 +154,21 @@ class JobBuilder:
         stop_grace: float = 0.0,
         placement_timeout: float = 30.0,
     ) -> B:
-        """What happens when processes die, hang, or are to stop.
+        """Set the limits for restarts, hung processes and stop requests.
 
         Args:
-            max_restarts: how often all starts again after the death of a rank or of the trainer.
-            stall_timeout: seconds without a sign of progress after which a process is taken for hung, and ended;
-                0: never. Below 5 it would be shorter than the pauses between two questions.
-            stop_grace: seconds that the trainer has after Ctrl-C to see `stop_requested` and return; 0: none.
-            placement_timeout: seconds that the job, and a process that takes a lost one's place, wait for resources;
-                long enough, an autoscaler can make it.
+            max_restarts: maximum number of restarts of the whole job after a rank or the trainer dies.
+            stall_timeout: seconds without progress after which a process counts as hung and is killed. 0 disables it.
+                The minimum is 5, because the status of processes is polled every 2 seconds.
+            stop_grace: seconds that the trainer has after Ctrl-C to see `stop_requested` and return. 0 stops at once.
+            placement_timeout: seconds that the job, and the replacement of a process, wait for free resources. Set it
+                long enough for an autoscaler to add nodes.
+
+        Raises:
+            JobError: a value is out of range.
         """
         if stall_timeout != 0 and not stall_timeout >= _SHORTEST_STALL_S:
-            raise JobError(f"stall_timeout={stall_timeout:g}; set at least {_SHORTEST_STALL_S:g}, or 0 for never")
+            raise JobError(f"stall_timeout={stall_timeout:g}; set at least {_SHORTEST_STALL_S:g}, or 0 to disable it")
         self._limits = _checked(
             Limits,
             max_restarts=max_restarts,
@@ -175,101 +179,108 @@ class JobBuilder:
         return self
 
     def with_collocation(self: B, *roles: str) -> B:
-        """Let the roles share devices, rank by rank; each gets an equal share."""
+        """Let the roles share devices, rank by rank, in equal shares."""
         self._collocations.append([str(Role(role)) for role in roles])
         return self
 
     def with_collocation_all(self: B, *exclude: str) -> B:
-        """Let all roles but the excluded ones (and the trainer) share devices."""
-        left_out = {Role(role) for role in exclude} | {Role.TRAINER}
-        self._collocations.append([role for role in self._roles if role not in left_out])
+        """Let all roles share devices except the excluded ones and the trainer."""
+        excluded = {Role(role) for role in exclude} | {Role.TRAINER}
+        self._collocations.append([role for role in self._roles if role not in excluded])
         return self
 
     # --- roles
 
     def role(self: B, name: str) -> B:
-        """Open a role; what follows describes it."""
+        """Open a role. The following calls configure it."""
         self._open = str(Role(name))
         return self
 
     def train(self: B, path: str) -> B:
-        """The open role is ranks of `path` that rendezvous and enter collectives together."""
+        """Set the class of the open role. Its workers are ranks that rendezvous and enter collectives together."""
         return self._start(path, "train")
 
     def run(self: B, path: str) -> B:
-        """The open role is independent instances of `path`."""
+        """Set the class of the open role. Its workers are independent instances."""
         return self._start(path, "run")
 
     def _start(self: B, path: str, kind: Kind) -> B:
         if self._open is None:
             raise JobError(f"{kind}({path!r}) has no role; open one first with role(name)")
         if self._open in self._roles:
-            raise JobError(f"role {self._open} is described twice; open another with role(name)")
+            raise JobError(f"role {self._open} is described twice; open another one with role(name)")
         self._roles[self._open] = RoleSpec(name=self._open, entrypoint=_normalised(path), kind=kind)
         return self
 
     def _set(self: B, **values: Any) -> B:
         if self._open is None or self._open not in self._roles:
-            raise JobError(
-                f"{', '.join(values)} describes a role, but none is open; call train(path) or run(path) first"
-            )
+            raise JobError(f"{', '.join(values)} set, but no role is open; call train(path) or run(path) first")
         self._roles[self._open] = _checked(RoleSpec, **dict(self._roles[self._open]) | values)
         return self
 
     def resource(
         self: B, cpu: float = 1.0, accelerator: float = 0.0, memory: int = 0, threads: int = 0, **custom: float
     ) -> B:
-        """What each worker of the open role is given: cores, devices (or a share of one), MB, threads (see `Resource`).
+        """Set the resources of each worker of the open role.
 
-        `custom` are resources that the cluster's nodes were started with, under their own names.
+        Args:
+            cpu: number of cores.
+            accelerator: number of devices, or a share of one.
+            memory: memory to reserve in MB.
+            threads: number of threads of the maths libraries; see `Resource.threads`.
+            custom: custom resources, by the names with which the nodes of the cluster were started.
         """
         for name in custom:
             alias_of("resource", name, "resource()", JobError)
-        given = {"cpu": cpu, "accelerator": accelerator, "memory": memory, "threads": threads, "custom": custom}
-        return self._set(resource=_checked(Resource, **given))
+        amounts = {"cpu": cpu, "accelerator": accelerator, "memory": memory, "threads": threads, "custom": custom}
+        return self._set(resource=_checked(Resource, **amounts))
 
     def concurrency(self: B, calls: int) -> B:
-        """How many calls to async methods of one worker of the open role may run beside each other."""
+        """Set the maximum number of concurrent calls to async methods of one worker of the open role."""
         return self._set(concurrency=calls)
 
     def total(self: B, count: int) -> B:
-        """How many workers the open role has, on any nodes."""
+        """Set the number of workers of the open role, on any nodes."""
         return self._set(nnodes=1, nproc_per_node=count)
 
     def nnodes(self: B, nodes: int) -> B:
-        """Over how many machines the ranks of the open role are spread."""
+        """Set the number of nodes over which the ranks of the open role are spread."""
         return self._set(nnodes=nodes)
 
     def nproc_per_node(self: B, count: int) -> B:
-        """How many ranks of the open role are on each of its machines."""
+        """Set the number of ranks of the open role per node."""
         return self._set(nproc_per_node=count)
 
     def env(self: B, env: Mapping[str, str] | None) -> B:
-        """Environment variables for the open role's processes."""
+        """Add environment variables for the processes of the open role."""
         current = self._roles.get(self._open or "")
-        return self._set(env=(current.env if current else {}) | _checked_env(env))
+        return self._set(env=getattr(current, "env", {}) | _checked_env(env))
 
     def process(self: B, name: str) -> B:
-        """The open role shares processes, rank by rank, with all roles of the same process name."""
+        """Let the open role share processes, rank by rank, with all roles of the same process name."""
         return self._set(process=name)
 
     def max_restarts(self: B, count: int) -> B:
-        """How often instances of the open role may be lost before all starts again; of `run` roles only."""
+        """Set the maximum number of lost instances of this role before the job restarts (`run` roles only)."""
         return self._set(max_restarts=count)
 
     # --- the check
 
     def build(self) -> Job:
-        """Check the description and make the plan.
+        """Check the description, plan the placement, and return the job.
 
         Raises:
-            JobError: it cannot work; the message names what to set.
+            JobError: the description is invalid. The message names the setting to change.
         """
         if not self._roles:
             raise JobError("the job has no role; add one with role(name).run('package.module:Class')")
-        found = detect_devices()
-        kind = ("GPU" if found else "CPU") if self._device_type == "auto" else self._device_type
-        devices = self._device_per_node if self._device_per_node is not None else (found if kind == "GPU" else 0)
+        detected = detect_devices()
+        kind = self._device_type
+        if kind == "auto":
+            kind = "GPU" if detected else "CPU"
+        devices = self._device_per_node
+        if devices is None:
+            devices = {"GPU": detected}.get(kind, 0)
         for spec in self._roles.values():
             _check_entrypoint(spec)
         placement = plan(self._roles, self._collocations, kind, self._node_num, devices)
@@ -288,34 +299,38 @@ class JobBuilder:
 
 
 class RLJobBuilder(JobBuilder):
-    """A JobBuilder that knows the roles of reinforcement learning, and that an actor is needed."""
+    """A JobBuilder with the roles of reinforcement learning. An ACTOR is required."""
 
     def trainer(self: B, path: str) -> B:
-        """The one instance that drives the others; the job ends when it does."""
+        """Open the TRAINER role: one instance that calls the other roles. The job ends when it returns."""
         return self.role(Role.TRAINER).run(path)
 
     def actor(self: B, path: str) -> B:
-        """The ranks that train the policy."""
+        """Open the ACTOR role: ranks that train the policy."""
         return self.role(Role.ACTOR).train(path)
 
     def critic(self: B, path: str) -> B:
-        """The ranks that train the value function."""
+        """Open the CRITIC role: ranks that train the value function."""
         return self.role(Role.CRITIC).train(path)
 
     def rollout(self: B, path: str) -> B:
-        """The instances that sample from the policy."""
+        """Open the ROLLOUT role: instances that sample from the policy."""
         return self.role(Role.ROLLOUT).run(path)
 
     def reference(self: B, path: str) -> B:
-        """The instances that hold the frozen policy."""
+        """Open the REFERENCE role: instances that hold the frozen policy."""
         return self.role(Role.REFERENCE).run(path)
 
     def reward(self: B, path: str) -> B:
-        """The instances that score responses."""
+        """Open the REWARD role: instances that score responses."""
         return self.role(Role.REWARD).run(path)
 
     def build(self) -> Job:
-        """As JobBuilder.build, and an ACTOR must be there."""
+        """Check the description as `JobBuilder.build` does, and that the job has an ACTOR.
+
+        Raises:
+            JobError: the description is invalid, or has no ACTOR.
+        """
         if Role.ACTOR not in self._roles:
             raise JobError("a reinforcement-learning job needs an actor; add .actor('package.module:Class')")
         return super().build()
@@ -333,31 +348,33 @@ def _checked_env(env: Mapping[str, str] | None) -> dict[str, str]:
     env = dict(env or {})
     reserved = sorted(RESERVED_ENVIRONMENT & set(env))
     if reserved:
-        raise JobError(f"env sets {', '.join(reserved)}, which core sets for each worker; leave them out")
+        raise JobError(f"env sets {', '.join(reserved)}, which core sets for each worker; remove them from env")
     return env
 
 
 def _normalised(path: str) -> str:
-    """`a.b:C` from `a.b:C`, `a.b::C` or `a.b.C`."""
+    """Return the form `a.b:C` of a path `a.b:C`, `a.b::C` or `a.b.C`."""
     module, _, name = path.replace("::", ":").partition(":") if ":" in path else path.rpartition(".")
     if not module or not name.isidentifier():
-        raise JobError(f"{path!r} names no class; write it as 'package.module:Class'")
+        raise JobError(f"{path!r} is not the path of a class; write it as 'package.module:Class'")
     return f"{module}:{name}"
 
 
 def _check_entrypoint(spec: RoleSpec) -> None:
-    """See that the class is there without running its module: importing it may take seconds (torch)."""
+    """Check that the class of a role exists, without importing its module."""
+    # An import may take seconds (torch), and would run the user's code in the driver.
     module, _, name = spec.entrypoint.partition(":")
     try:
-        found = importlib.util.find_spec(module)
+        module_spec = importlib.util.find_spec(module)
     except ImportError:
-        found = None
-    if found is None:
-        raise JobError(f"role {spec.name}: there is no module {module!r}; correct {spec.entrypoint!r}")
-    if found.origin is None or not found.origin.endswith(".py"):
+        module_spec = None
+    if module_spec is None:
+        raise JobError(f"role {spec.name}: module {module!r} was not found; correct {spec.entrypoint!r}")
+    path = module_spec.origin
+    if path is None or not path.endswith(".py"):
         return
-    symbols = symtable.symtable(Path(found.origin).read_text(encoding="utf-8"), found.origin, "exec").get_symbols()
+    symbols = symtable.symtable(Path(path).read_text(encoding="utf-8"), path, "exec").get_symbols()
     # An assignment or an import may bind the name too: `Worker = ray.remote(Plain)`.
     names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
     if name not in names:
-        raise JobError(f"role {spec.name}: {found.origin} has no class {name!r}; it has {', '.join(sorted(names))}")
+        raise JobError(f"role {spec.name}: {path} has no class {name!r}; it has {', '.join(sorted(names))}")

@@ -1,4 +1,4 @@
-"""Who is in a job and what they export, and how calls to them travel."""
+"""Members of a job, their exports, and the interface of the transport that carries calls to them."""
 
 import asyncio
 import functools
@@ -14,53 +14,53 @@ from core.roles import Role
 
 Kind = Literal["train", "run"]
 Share = tuple[tuple[Any, ...], dict[str, Any]]
-"""What one worker is given in a call: arguments by position, and by name."""
+"""Arguments of one worker in a call: positional arguments and keyword arguments."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """One worker of a role, as others see it."""
+    """Address of one worker of a role."""
 
     role: Role
     rank: int
     handle: Any
     attempt: int = 1
-    """Which process of this worker it is: one more for each replacement."""
+    """Number of the worker's process, counted from 1. Every replacement increases it by one."""
     thread: str = ""
-    """Its own thread in a process that several workers share; empty where it is alone."""
+    """Name of the worker's thread in a process that several workers share. Empty if it has the process to itself."""
 
     @property
     def name(self) -> str:
-        """For people: `ACTOR-0`."""
+        """Display name, such as `ACTOR-0`."""
         return f"{self.role}-{self.rank}"
 
 
 @dataclass
 class RoleEntry:
-    """One role of the running job: its workers, what they export, what each of them was given."""
+    """One role of the running job: its workers, their exports, and the resources of each worker."""
 
     kind: Kind
     members: list[Member]
     sent_exports: dict[str, Export] | bytes = field(default_factory=dict)
-    """As `exports`; pickled where they come from another process."""
+    """Value of `exports`, pickled if it comes from another process."""
     resource: dict[str, float] = field(default_factory=dict)
     implementation: str = ""
     has_run: bool = False
-    """Whether its class has a `run()`."""
+    """True if the class has a `run()`."""
 
     @functools.cached_property
     def exports(self) -> dict[str, Export]:
-        """What its workers let others call, by name."""
+        """Exported methods of the workers, by name."""
         return pickle.loads(self.sent_exports) if isinstance(self.sent_exports, bytes) else self.sent_exports
 
 
 class Directory(dict[Role, RoleEntry]):
-    """Who is in the job, as one process knows it; its threads share it.
+    """Directory of the job's roles and workers, shared by the threads of one process.
 
-    The master tells every process, through its control channel, who is lost, and who has taken the place.
+    The master reports lost workers and their replacements to every process through its control channel.
 
     Args:
-        recovers: whether who is lost is replaced.
+        recovers: True if lost workers are replaced.
     """
 
     def __init__(self, recovers: bool = False) -> None:
@@ -70,53 +70,58 @@ class Directory(dict[Role, RoleEntry]):
         self._lost: set[tuple[str, int]] = set()
 
     def may_return(self, member: Member) -> bool:
-        """Whether a worker that died comes back: instances of a `run` role do, within their budget."""
+        """True if a dead worker is replaced: instances of a `run` role are, within their restart budget."""
         entry = self.get(member.role)
         return self._recovers and entry is not None and entry.kind == "run"
 
     def replacement(self, member: Member, timeout: float | None = None) -> Member | None:
-        """Who stands in for a member: itself while it lives; None if nobody does after `timeout` seconds."""
+        """Return the current process of a worker: the member itself, or its replacement.
+
+        Waits for the replacement of a lost worker, and returns None if there is none after `timeout` seconds.
+        """
         if not self._recovers:
             return member
         with self._changed:
-            is_back = self._changed.wait_for(lambda: (member.role, member.rank) not in self._lost, timeout)
-            return self[member.role].members[member.rank] if is_back else None
+            if not self._changed.wait_for(lambda: (member.role, member.rank) not in self._lost, timeout):
+                return None
+            return self[member.role].members[member.rank]
 
     def report_dead(self, member: Member) -> None:
-        """A call found out that a member is gone, perhaps before the master did."""
+        """Mark a worker as lost after a call to it has failed, possibly before the master has noticed."""
         with self._changed:
             if self.may_return(member) and self[member.role].members[member.rank] == member:
                 self._lost.add((member.role, member.rank))
 
     def lose(self, role: str, rank: int) -> None:
-        """From now on, calls to this worker wait for its replacement."""
+        """Mark a worker as lost. Calls to it then wait for its replacement."""
         with self._changed:
             self._lost.add((role, rank))
 
     def replace(self, member: Member) -> None:
-        """The worker is back as `member`."""
+        """Record the replacement of a worker, and release the calls that wait for it."""
         with self._changed:
-            # Before the process was told who is there, there is nothing to correct.
+            # A process that has not received the directory yet has no entry to correct.
             if member.role in self:
                 self[member.role].members[member.rank] = member
             self._lost.discard((member.role, member.rank))
             self._changed.notify_all()
 
-    def meet(self, found: Mapping[Role, RoleEntry]) -> None:
-        """Take in who was found, but for those whose replacements are there already."""
+    def add_entries(self, entries: Mapping[Role, RoleEntry]) -> None:
+        """Store the entries of roles. Members that are known to be newer replace those in `entries`."""
         with self._changed:
-            for role, entry in found.items():
-                for now in self[role].members if role in self else ():
-                    if now.attempt > entry.members[now.rank].attempt:
-                        entry.members[now.rank] = now
+            for role, entry in entries.items():
+                known = self.get(role, RoleEntry(entry.kind, []))
+                for member in known.members:
+                    if member.attempt > entry.members[member.rank].attempt:
+                        entry.members[member.rank] = member
                 self[role] = entry
 
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """What one call to one worker came to: a value, or an error.
+    """Outcome of one call to one worker: a value or an error.
 
-    `raised`: whether the method itself raised the error; else it is about the worker or the way to it.
+    `raised` is True if the method itself raised the error, and False if the worker or the connection failed.
     """
 
     value: Any = None
@@ -125,9 +130,10 @@ class Outcome:
 
 
 class Transport(ABC):
-    """How calls travel; references are the backend's own.
+    """Interface that sends calls to workers and fetches their outcomes. References are opaque to the callers.
 
-    What is here is for calls inside this process, which are over when they have been sent: a reference is its outcome.
+    The methods implemented in this class serve calls inside this process. Such a call has finished when `send` returns,
+    and its reference is the outcome itself.
     """
 
     @abstractmethod
@@ -135,24 +141,25 @@ class Transport(ABC):
         """Submit one call and return a reference to its outcome."""
 
     def put(self, value: Any) -> Any:
-        """Store a value once for many receivers; the reference may be passed as an argument."""
+        """Store a value once for many receivers. The returned reference may be passed as an argument."""
         return value
 
     def wait(self, references: Sequence[Any], timeout: float | None, count: int = 1) -> list[Any]:  # noqa: ARG002
-        """Those of the references that are ready, once `count` are, or after `timeout` seconds (0: at once).
+        """Wait until `count` references are ready or `timeout` seconds have passed, and return the ready ones.
 
-        It may leave out what is ready beyond `count`, but with a timeout of 0.
+        With a timeout of 0 it returns all ready references immediately. Otherwise it may omit ready references beyond
+        `count`.
         """
         return list(references)
 
     async def ready(self, references: Sequence[Any]) -> None:  # noqa: ARG002
-        """Wait until all are ready, without a thread of one's own."""
-        await asyncio.sleep(0)  # others may work
+        """Wait until all references are ready, without blocking a thread."""
+        await asyncio.sleep(0)  # else a coroutine that only awaits local calls would starve the event loop
 
     def outcome(self, reference: Any) -> Outcome:
-        """The outcome of a reference that is ready."""
+        """Return the outcome of a ready reference."""
         return reference
 
     def values(self, references: Sequence[Any]) -> list[Any] | None:  # noqa: ARG002
-        """All values, if within a moment all are there and none is an error; else None, and `wait` finds out more."""
+        """Return all values if they arrive within a moment without an error, else None. Then `wait` has the details."""
         return None

@@ -1,4 +1,4 @@
-"""Names of DLRover and verl that core spells differently, as `migration.csv` lists them."""
+"""Names of DLRover and verl that are different in core, listed in `migration.csv`."""
 
 import csv
 import functools
@@ -7,26 +7,32 @@ from typing import NamedTuple
 
 
 class Replacement(NamedTuple):
-    """A replacement of one name: `alias` is the same thing under core's name, or empty; `here` says what to write."""
+    """Replacement of one name: core's name for the same object (`alias`, or empty), and advice in words (`advice`)."""
 
     alias: str
-    here: str
+    advice: str
 
 
 @functools.cache
 def replacements() -> dict[tuple[str, str], Replacement]:
-    """All replacements, by where the name is used and the name."""
+    """Return all replacements, keyed by (place of use, name)."""
     with Path(__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as rows:
-        return {(row["where"], row["name"]): Replacement(row["alias"], row["here"]) for row in csv.DictReader(rows)}
+        return {(row["where"], row["name"]): Replacement(row["alias"], row["advice"]) for row in csv.DictReader(rows)}
 
 
 def alias_of(where: str, name: str, owner: str, error: type[Exception]) -> str:
-    """Core's name of the same thing; an empty string if the name is not in the table.
+    """Return core's name for the same object, or an empty string if the name is not in the table.
+
+    Args:
+        where: the place of use, the first column of `migration.csv`.
+        name: the name in DLRover or verl.
+        owner: the object that lacks the name, for the message.
+        error: the exception class to raise.
 
     Raises:
-        Exception: an `error` whose message says what to write, if nothing in core is the same thing.
+        Exception: an `error` whose message gives the replacement, if core has no equivalent object.
     """
-    known = replacements().get((where, name))
-    if known is not None and not known.alias:
-        raise error(f"{owner} has no {name}; {known.here}")
-    return known.alias if known else ""
+    replacement = replacements().get((where, name), Replacement("", ""))
+    if replacement.advice and not replacement.alias:
+        raise error(f"{owner} has no {name}; {replacement.advice}")
+    return replacement.alias

@@ -1,5 +1,6 @@
-"""Observers hear, in the driver, when each call to a workload begins and ends, what happens to the job, and whatever
-workloads tell them with `BaseWorkload.emit`.
+"""Events for observers in the driver: starts and ends of calls, changes of the job, memory usage.
+
+Observers also receive the events that workloads send with `BaseWorkload.emit`.
 """
 
 from collections.abc import Callable
@@ -9,9 +10,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class CallEvent:
-    """One call, at its beginning (`seconds` is None) or at its end.
+    """Start (`seconds` is None) or end of one call.
 
-    `began` is in seconds since the epoch, `bytes` about the size of the arrays in its arguments.
+    `began` is in seconds since the epoch. `bytes` is the approximate size of the arrays in the arguments. `seconds` is
+    the duration.
     """
 
     job: str
@@ -26,9 +28,10 @@ class CallEvent:
 
 @dataclass(frozen=True)
 class JobEvent:
-    """Something that happened to the job as a whole, or to one of its processes. `time`: seconds since the epoch.
+    """Change of the job or of one of its processes.
 
-    `kind` is one of "start", "lost", "replaced", "restart", "hung", "stop", "end".
+    `kind` is one of "start", "lost", "replaced", "restart", "hung", "stop", "end". `time` is in seconds since the
+    epoch.
     """
 
     kind: str
@@ -39,8 +42,10 @@ class JobEvent:
 
 @dataclass(frozen=True)
 class MemoryEvent:
-    """Proportional set sizes in bytes, about every ten seconds: of the processes of each role together, as `ACTOR` or
-    `ACTOR+ROLLOUT` where roles share a process, and of `DRIVER`. `time`: seconds since the epoch.
+    """Memory usage of the job, sent about every ten seconds.
+
+    `bytes` has the proportional set size of all processes of each role together, and of the driver as `DRIVER`. Roles
+    that share processes have one entry, such as `ACTOR+ROLLOUT`. `time` is in seconds since the epoch.
     """
 
     time: float

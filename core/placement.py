@@ -1,4 +1,4 @@
-"""From roles to bundles and processes: who shares a device, who shares a process, and whether it fits."""
+"""Placement of roles in bundles and processes: shared devices, shared processes, and the check of the capacity."""
 
 import contextlib
 import functools
@@ -20,11 +20,11 @@ from core.plan import BundlePlan, Placement, ProcessPlan, Resource, RoleSpec
 _LIST_S = 30.0
 
 assumed_devices: ContextVar[int | None] = ContextVar("assumed_devices", default=None)
-"""GPUs of the machines that a job is planned for, where that is not this one."""
+"""Number of GPUs per machine if the job is planned for other machines than this one, or None."""
 
 
 def detect_devices() -> int:
-    """How many NVIDIA GPUs this machine shows, or the assumed one, without importing anything heavy."""
+    """Return the number of visible NVIDIA GPUs of this machine, or the assumed number, without importing torch."""
     assumed = assumed_devices.get()
     if assumed is not None:
         return assumed
@@ -36,63 +36,74 @@ def detect_devices() -> int:
 
 @functools.cache
 def _gpus_of_this_machine() -> int:
-    # Some containers lack the first, some the last, and WSL both.
-    folder = Path("/proc/driver/nvidia/gpus")
-    found = len(list(folder.iterdir())) if folder.is_dir() else 0
+    # Three sources: some containers lack the first (/proc), some the last (/dev), and WSL lacks both.
+    count = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
     program = shutil.which("nvidia-smi", path=f"{os.environ.get('PATH', '')}:/usr/lib/wsl/lib")
-    if not found and program is not None:
+    if not count and program is not None:
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             listed = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=_LIST_S, check=False)
-            found = len(re.findall(r"^GPU \d+:", listed.stdout, re.MULTILINE))
-    return found or len(list(Path("/dev").glob("nvidia[0-9]*")))
+            count = len(re.findall(r"^GPU \d+:", listed.stdout, re.MULTILINE))
+    return count or len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def plan(
     roles: Mapping[str, RoleSpec], collocations: Sequence[Sequence[str]], device_type: str, nodes: int, devices: int
 ) -> Placement:
-    """Lay the roles out.
+    """Plan the bundles and processes of all roles.
 
-    Each worker gets a bundle of its own; the ranks of a node share one, so that they stay on one node. Collocated
-    roles share bundles rank by rank, and the accelerator in equal parts; a worker of several devices is with as many
-    ranks that have one each. Roles of one process share a host. A role of several nodes has as many ranks on each;
-    which machines these are is found when the job starts.
+    Each worker gets its own bundle. The ranks of a `train` role on one node share a bundle, so that they stay on one
+    node. Collocated roles share bundles rank by rank, and the accelerator in equal parts. A worker with n devices
+    shares a bundle with n ranks of one device each. Roles with the same process name share a process. A role with
+    several nodes has the same number of ranks on each node; the nodes are chosen when the job starts.
+
+    Args:
+        roles: the roles of the job, by name.
+        collocations: groups of role names that share devices.
+        device_type: "CPU" or "GPU".
+        nodes: number of nodes.
+        devices: number of devices per node.
 
     Raises:
-        JobError: a collocation or a process cannot be formed, or there are fewer devices than are asked for.
+        JobError: a collocation or a process is not possible, or the roles need more devices than the nodes have.
     """
     _check_collocations(roles, collocations)
     on_gpu = device_type == "GPU"
     bundles: list[BundlePlan] = []
     seats: dict[tuple[str, int], _Seat] = {}
-    share: dict[str, float] = {}
-    asked: defaultdict[str, list[float]] = defaultdict(list)
+    share: defaultdict[str, float] = defaultdict(float)
+    requested: defaultdict[str, list[float]] = defaultdict(list)
     for name in roles:
         group = [roles[role] for role in next((group for group in collocations if name in group), [name])]
         if name != group[0].name:
             continue
         first, *others = group
-        width = {spec.name: _width(spec) if others else 1 for spec in group}
-        size = first.nproc_per_node if first.kind == "train" and not others else max(width.values())
-        # Ray gives nobody shares of several devices: who has them whole claims them, and the others are shown theirs.
+        width = {spec.name: _width(spec) for spec in group}
+        size = max(width.values())
+        if not others:
+            width = {first.name: 1}
+            size = {"train": first.nproc_per_node}.get(first.kind, 1)
+        # Ray cannot reserve shares of several devices. So the role with the most devices per worker reserves them
+        # whole, and the other roles get CUDA_VISIBLE_DEVICES without a reservation.
         claims = max(width, key=lambda role: width[role]) if others and size > 1 and on_gpu else None
         for spec in group:
-            each = math.floor(1e4 * width[spec.name] / len(group)) / 1e4 if others else spec.resource.accelerator
-            share[spec.name] = each if on_gpu else 0.0
+            if on_gpu and others:
+                share[spec.name] = math.floor(1e4 * width[spec.name] / len(group)) / 1e4
+            elif on_gpu:
+                share[spec.name] = spec.resource.accelerator
         for start in range(0, first.total * width[name], size):
-            workers = [
-                (s, rank) for s in group for rank in range(start // width[s.name], (start + size) // width[s.name])
-            ]
+            workers = [(s, r) for s in group for r in range(start // width[s.name], (start + size) // width[s.name])]
             for spec, rank in workers:
                 seats[spec.name, rank] = _Seat(len(bundles), share[spec.name])
-                if claims is not None:
+                if spec.name == claims:
+                    seats[spec.name, rank].claims = size
+                elif claims is not None:
                     at = rank * width[spec.name] - start
-                    shown = [] if spec.name == claims else list(range(at, at + width[spec.name]))
-                    seats[spec.name, rank] = _Seat(len(bundles), 0.0 if shown else size, shown)
-            bundles.append(_bundle(workers, size if claims else sum(share[spec.name] for spec, _ in workers)))
-            asked[" + ".join(width)].append(bundles[-1].accelerator)
+                    seats[spec.name, rank] = _Seat(len(bundles), 0.0, list(range(at, at + width[spec.name])))
+            bundles.append(_bundle(workers, sum(seats[spec.name, rank].claims for spec, rank in workers)))
+            requested[" + ".join(width)].append(bundles[-1].accelerator)
     hosts = _hosts(roles, seats)
     if on_gpu:
-        _check_capacity(asked, nodes, devices)
+        _check_capacity(requested, nodes, devices)
     return Placement(
         processes={name: spec.total for name, spec in roles.items()},
         devices={name: round(share[name] * spec.total, 4) for name, spec in roles.items()},
@@ -103,29 +114,29 @@ def plan(
 
 @dataclass
 class _Seat:
-    """The place of a worker."""
+    """Bundle and devices of a worker."""
 
     bundle: int
     claims: float
-    """Devices that Ray gives it."""
+    """Number of devices that Ray reserves for the worker."""
     shown: list[int] = field(default_factory=list)
-    """Those of the bundle that it is shown, where another worker claims them."""
+    """Indices of the bundle's devices that the worker uses, if another worker has reserved them."""
 
 
 def _width(spec: RoleSpec) -> int:
-    """Devices that a worker shares with as many workers that have one each."""
+    """Return the number of one-device ranks that share the devices of one worker."""
     return max(1, int(spec.resource.accelerator))
 
 
 def _bundle(workers: Sequence[tuple[RoleSpec, int]], devices: float) -> BundlePlan:
-    """What they are given together, on the machine of the role that is spread over several."""
+    """Return the bundle with the resources of all workers, on the machine of the role that spans several."""
     spread, rank = max(workers, key=lambda worker: worker[0].nnodes)
     machine = (spread.name, rank // spread.nproc_per_node) if spread.nnodes > 1 else None
     return BundlePlan(accelerator=round(devices, 4), machine=machine, **_total([spec for spec, _ in workers]))
 
 
 def _total(specs: Sequence[RoleSpec]) -> dict[str, Any]:
-    """What a worker of each of these is given together."""
+    """Return the sum of the resources of one worker per role."""
     resources = [spec.resource for spec in specs]
     custom = sum((Counter(r.custom) for r in resources), Counter[str]())
     return {"cpu": sum(r.cpu for r in resources), "memory": sum(r.memory for r in resources), "custom": custom}
@@ -139,9 +150,9 @@ def _check_collocations(roles: Mapping[str, RoleSpec], collocations: Sequence[Se
             raise JobError(
                 f"collocation of {', '.join(group)}: the job has no role {unknown[0]}; it has {', '.join(roles)}"
             )
-        twice = [role for role in group if role in seen]
-        if twice:
-            raise JobError(f"role {twice[0]} is in two collocations; name it in one")
+        repeated = [role for role in group if role in seen]
+        if repeated:
+            raise JobError(f"role {repeated[0]} is in two collocations; name it in one")
         seen |= set(group)
         specs = [roles[role] for role in group]
         size = max(map(_width, specs))
@@ -149,8 +160,8 @@ def _check_collocations(roles: Mapping[str, RoleSpec], collocations: Sequence[Se
         if uneven or len({spec.total * _width(spec) for spec in specs}) > 1:
             listed = ", ".join(f"{s.name} has {s.nnodes} x {s.nproc_per_node} x {_width(s)}" for s in specs)
             raise JobError(
-                f"collocated roles pair up on each node device by device, but of nodes x workers x devices {listed}; "
-                "give them equal numbers"
+                f"collocated roles need equal numbers of devices on each node, but of nodes x workers x devices "
+                f"{listed}; set equal numbers"
             )
 
 
@@ -161,19 +172,19 @@ def _hosts(roles: Mapping[str, RoleSpec], seats: Mapping[tuple[str, int], _Seat]
         if name != members[0]:
             continue
         for rank in range(spec.total):
-            found = [seats.get((role, rank), _Seat(-1, 0.0)) for role in members]
-            if len({seat.bundle for seat in found}) > 1 or any(roles[role].total != spec.total for role in members):
+            chosen = [seats.get((role, rank), _Seat(-1, 0.0)) for role in members]
+            if len({seat.bundle for seat in chosen}) > 1 or any(roles[role].total != spec.total for role in members):
                 raise JobError(
-                    f"roles {', '.join(members)} are to share the process {spec.process!r}, so they need equal numbers "
-                    "of workers and one collocation; add with_collocation(...)"
+                    f"roles {', '.join(members)} share the process {spec.process!r}, so they need equal numbers of "
+                    "workers and one collocation; add with_collocation(...)"
                 )
             hosts.append(
                 ProcessPlan(
                     workers=[(role, rank) for role in members],
-                    bundle=found[0].bundle,
+                    bundle=chosen[0].bundle,
                     threads=_threads([roles[role].resource for role in members]),
-                    accelerator=round(sum(seat.claims for seat in found), 4),
-                    shown=found[0].shown,
+                    accelerator=round(sum(seat.claims for seat in chosen), 4),
+                    shown=chosen[0].shown,
                     **_total([roles[role] for role in members]),
                     env={key: value for role in members for key, value in roles[role].env.items()},
                 )
@@ -182,22 +193,20 @@ def _hosts(roles: Mapping[str, RoleSpec], seats: Mapping[tuple[str, int], _Seat]
 
 
 def _threads(resources: Sequence[Resource]) -> int:
-    asked = [resource.threads for resource in resources if resource.threads]
-    return max(asked) if asked else max(1, int(sum(resource.cpu for resource in resources)))
+    explicit = [resource.threads for resource in resources if resource.threads]
+    return max(explicit, default=max(1, int(sum(resource.cpu for resource in resources))))
 
 
-def _check_capacity(asked: Mapping[str, Sequence[float]], nodes: int, devices: int) -> None:
-    for owner, bundles in asked.items():
+def _check_capacity(requested: Mapping[str, Sequence[float]], nodes: int, devices: int) -> None:
+    for owner, bundles in requested.items():
         if max(bundles) > devices:
-            raise JobError(
-                f"{owner} asks for {max(bundles):g} devices on one node, and a node has {devices}; lower that"
-            )
-    # Shares such as 1/3 were rounded down, so three of them may sum to a little less than one device.
-    totals = {owner: sum(bundles) for owner, bundles in asked.items()}
+            raise JobError(f"{owner} needs {max(bundles):g} devices on one node, but a node has {devices}; lower it")
+    totals = {owner: sum(bundles) for owner, bundles in requested.items()}
+    # Shares such as 1/3 were rounded down, so three of them may sum to slightly less than one device.
     needed = math.ceil(sum(totals.values()) - 1e-3)
     if needed > nodes * devices:
         listed = ", ".join(f"{owner} {total:.4g}" for owner, total in totals.items() if total)
         raise JobError(
-            f"the roles ask for {needed} devices ({listed}), but {nodes} node(s) of {devices} have {nodes * devices}; "
+            f"the roles need {needed} devices ({listed}), but {nodes} node(s) of {devices} have {nodes * devices}; "
             "lower the counts, collocate roles, or set node_num and device_per_node"
         )

@@ -1,4 +1,4 @@
-"""A job as data: its roles, what each worker is given, which process holds which worker, and how a run ended."""
+"""Data classes of a job: roles, resources, placement, limits, and the result of a run."""
 
 import dataclasses
 from typing import Any, Literal
@@ -10,32 +10,32 @@ from core.members import Kind
 
 
 class Resource(BaseModel):
-    """What each worker of a role is given."""
+    """Resources of each worker of a role."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     cpu: float = Field(default=1.0, gt=0)
-    """Cores."""
+    """Number of cores."""
     threads: int = 0
-    """Of the maths libraries, in each process. 0: as many as whole cores, at least one; -1: as many as its node has
-    cores, -2: half as many, and so on. Roles that work one after the other on the same cores may each have a thread for
-    all of them."""
+    """Number of threads of the maths libraries in each process. 0: the number of whole cores in `cpu`, at least 1.
+    -1: the number of cores of the node. -n: that number divided by n. Roles that run one after the other on the same
+    cores may each use all of them."""
     accelerator: float = Field(default=0.0, ge=0)
-    """Devices, or a share of one. Counts only where the job's device type is GPU."""
+    """Number of devices, or a share of one. Ignored unless the job's device type is GPU."""
     memory: int = Field(default=0, ge=0)
-    """MB to reserve; 0 reserves nothing."""
+    """Memory to reserve in MB. 0 reserves none."""
     custom: dict[str, float] = {}
-    """What the cluster's nodes were started with beside these, by its own names, or `node:<ip>`."""
+    """Custom resources, by the names with which the nodes of the cluster were started, or `node:<ip>`."""
 
 
 class RoleSpec(BaseModel):
-    """One role: which class, how many workers, what each is given."""
+    """One role: its class, number of workers, and their resources."""
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True)
 
     name: str
     entrypoint: str
-    """`package.module:Class`"""
+    """Path of the class, `package.module:Class`."""
     kind: Kind
     """"train": ranks that rendezvous. "run": independent instances."""
     nnodes: int = Field(default=1, ge=1)
@@ -43,16 +43,16 @@ class RoleSpec(BaseModel):
     resource: Resource = Resource()
     env: dict[str, str] = {}
     process: str | None = None
-    """Roles with the same name here share processes, rank by rank."""
+    """Process name. Roles with the same process name share processes, rank by rank."""
     max_restarts: int = Field(default=3, ge=0)
-    """How often instances may be lost and replaced before all starts again; losses at the same time, as with a node,
-    count once. Of "run" roles only."""
+    """Maximum number of replacements of lost instances before the job restarts ("run" roles only). Instances lost
+    together, for example with their node, count once."""
     concurrency: int = Field(default=1, ge=1)
-    """How many calls to async methods of one worker may run beside each other."""
+    """Maximum number of concurrent calls to async methods of one worker."""
     comm_pre_check: Literal[False] = False
-    """DLRover's name: nodes are not checked before the start."""
+    """Option of DLRover. Always False: nodes are not checked before the start."""
     comm_auto_setup_process_group: Literal[False] = False
-    """DLRover's name: core sets the environment for a process group, and the engine makes it."""
+    """Option of DLRover. Always False: core sets the environment for a process group, and the engine creates it."""
 
     @property
     def backend(self) -> Literal["elastic", "simple"]:
@@ -61,27 +61,27 @@ class RoleSpec(BaseModel):
 
     @property
     def total(self) -> int:
-        """How many workers."""
+        """Number of workers."""
         return self.nnodes * self.nproc_per_node
 
 
 class ProcessPlan(Resource):
-    """One process: the workers it holds, and its share of a bundle."""
+    """One process: its workers, and its share of a bundle."""
 
     workers: list[tuple[str, int]]
     bundle: int
     shown: list[int] = []
-    """Which of its bundle's devices it works on, where another process of the bundle claims them all."""
+    """Indices of the bundle's devices that the process uses, if another process has reserved all of them."""
     env: dict[str, str] = {}
 
     @property
     def name(self) -> str:
-        """For people: `ACTOR-0`, or `ACTOR-0+ROLLOUT-0`."""
+        """Display name, such as `ACTOR-0` or `ACTOR-0+ROLLOUT-0`."""
         return "+".join(f"{role}-{rank}" for role, rank in self.workers)
 
     @property
     def roles(self) -> list[str]:
-        """Of its workers, each once."""
+        """Roles of the workers, without duplicates."""
         return [role for role, _ in self.workers]
 
 
@@ -89,35 +89,36 @@ class BundlePlan(Resource):
     """Resources that are reserved together on one node."""
 
     machine: tuple[str, int] | None = None
-    """The role that is spread over machines, and on which of its machines this is; None: wherever there is room."""
+    """(role, index of its machine) if a role of the bundle spans several machines. None: any machine with room."""
 
 
 class Placement(BaseModel):
-    """The whole plan: bundles, the processes inside them, and how many of what each role has in all."""
+    """Complete placement: bundles, the processes inside them, and totals per role."""
 
     processes: dict[str, int]
+    """Number of workers of each role."""
     devices: dict[str, float]
-    """Accelerators, or shares of them; all 0 where the job runs on CPU."""
+    """Number of accelerators of each role, with fractions for shares. All 0 if the job runs on CPU."""
 
     bundles: list[BundlePlan]
     hosts: list[ProcessPlan]
 
 
 class Limits(BaseModel):
-    """What happens when processes die, hang, or are to stop."""
+    """Limits for restarts, hung processes, placement and stop requests."""
 
     max_restarts: int = Field(default=3, ge=0)
-    """How often all starts again after the death of a rank or of the trainer."""
+    """Maximum number of restarts of the whole job after a rank or the trainer dies."""
     stall_timeout: float = Field(default=0.0, ge=0)
-    """Seconds without a sign of progress after which a process is taken for hung, and ended; 0: never."""
+    """Seconds without progress after which a process counts as hung and is killed. 0 disables it."""
     placement_timeout: float = Field(default=30.0, gt=0)
-    """Seconds that the job, and a process that takes a lost one's place, wait for room in the cluster."""
+    """Seconds that the job, and the replacement of a process, wait for free resources in the cluster."""
     stop_grace: float = Field(default=0.0, ge=0)
-    """Seconds that who drives the job has after Ctrl-C to see `stop_requested` and return; 0: it is ended at once."""
+    """Seconds that the driving workload has after Ctrl-C to see `stop_requested` and return. 0 stops it at once."""
 
 
 class JobSpec(Limits):
-    """A checked job, as its master reads it."""
+    """Checked job description, the input of the master."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
@@ -138,22 +139,22 @@ class JobSpec(Limits):
 
 
 class JobResult(BaseModel):
-    """How a run of a job ended."""
+    """Result of a run."""
 
     run_id: str
     status: Literal["finished", "failed", "stopped"]
     error: str = ""
     traceback: str = ""
     output: str = ""
-    """The last lines that a process which died had written."""
+    """Last lines of output of the process that died."""
     attempt: int = 1
-    """How often the job was started, the restarts included."""
+    """Number of starts of the job, including restarts."""
     elapsed: float = 0.0
     """Seconds from submission to the end."""
     peak_memory_bytes: int = 0
-    """Largest sum over time of the proportional set sizes of the job's processes."""
+    """Peak of the summed proportional set sizes of the job's processes."""
 
     @property
     def exit_code(self) -> int:
-        """0 finished, 1 failed, 130 stopped by the user."""
+        """Exit code: 0 finished, 1 failed, 130 stopped by the user."""
         return {"finished": 0, "failed": 1, "stopped": 130}[self.status]

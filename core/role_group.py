@@ -1,6 +1,6 @@
-"""RoleGroup: all workers of a role, seen as one. The one place that splits a call, sends it, and gathers answers.
+"""RoleGroup: proxy of all workers of a role. It splits calls, sends them, and gathers the results.
 
-WorkerGroup is the same, in verl's words.
+WorkerGroup is its counterpart with verl's names.
 """
 
 import copy
@@ -23,28 +23,34 @@ W = TypeVar("W")
 Method = str | Callable[..., Any]
 
 _SHARE_ABOVE_BYTES = 100_000
-"""Arguments above this size are stored once instead of once per receiver; below, Ray sends them within the call."""
+"""Arguments above this size are stored once for all receivers. Ray sends smaller ones with every call."""
 
 
 class RoleGroup(Generic[W]):
-    """The workers of one role of the job that is running.
+    """Proxy of the workers of one role of the running job.
 
-    It has a length, members, and iterates over them; every other name is a method of the workers.
+    A group has a length and members, and iterates over them. Every other attribute is a method of the workers.
 
-    - `group.update(batch)`: as the method's `@trainer_invocation` or `@register` says.
-    - `group.call(stub, ...)`: to all, whole; `group.call_rank0(...)`: to the first;
-      `group.call_batch(stub, size, ...)`: split over all.
-    - `group.on(rank)`: the group of one worker, as of the one in the caller's own process.
+    - `group.update(batch)`: call with the options of the method's `@trainer_invocation` or `@register`.
+    - `group.call(stub, ...)`: call all workers, with the arguments whole.
+    - `group.call_rank0(...)`: call the first worker.
+    - `group.call_batch(stub, size, ...)`: split the arguments over all workers.
+    - `group.on(rank)`: return the group of one worker, for example of the one in the caller's process.
 
-    A trainer declares `RG_ACTOR: RoleGroup[Actor]` in its class, and a type checker then knows the methods of Actor and
-    their arguments. So it does for an attribute of any other class that is declared there.
+    If a trainer declares `RG_ACTOR: RoleGroup[Actor]` in its class, a type checker knows the methods of Actor and their
+    arguments. This also holds for attributes of other classes that are declared in the same way.
+
+    Args:
+        role: name of the role.
+        optional: return an empty group if the job does not have the role.
+        context: context of the calling workload. Default: the current context at each call.
 
     Raises:
-        ValueError: the job has no such role, unless optional=True (then the group is empty).
+        ValueError: the job does not have the role, and optional is False.
     """
 
     if TYPE_CHECKING:
-        # Seen through the class, a decorated method is what the group returns; see `invocation.Exported`.
+        # Read from the class, a decorated method has the return type of the group call; see `invocation.Exported`.
         def __get__(self, instance: Any, owner: Any) -> type[W]: ...
         def __set__(self, instance: Any, value: "RoleGroup[W] | None") -> None: ...
 
@@ -62,7 +68,7 @@ class RoleGroup(Generic[W]):
 
     @property
     def _entry(self) -> RoleEntry:
-        # Looked up at each use: a group follows the replacement of a worker.
+        # Looked up at each use, so that calls go to the replacement of a worker and not to its dead process.
         return self._context.directory.get(self._role) or RoleEntry("run", [])
 
     @property
@@ -71,20 +77,20 @@ class RoleGroup(Generic[W]):
         return members if self._only is None else [members[self._only]]
 
     def on(self, rank: int) -> Self:
-        """The group of this one worker.
+        """Return the group of one worker.
 
         Raises:
-            ValueError: there is no such rank.
+            ValueError: the role has no such rank.
         """
         if rank not in range(len(self._entry.members)):
-            raise ValueError(f"{self._role} has {len(self._entry.members)} workers, and no rank {rank}")
-        one = copy.copy(self)
-        one._only = rank
-        return one
+            raise ValueError(f"{self._role} has {len(self._entry.members)} workers, so there is no rank {rank}")
+        group = copy.copy(self)
+        group._only = rank
+        return group
 
     @property
     def world_size(self) -> int:
-        """How many workers."""
+        """Number of workers."""
         return len(self)
 
     def __len__(self) -> int:
@@ -110,7 +116,7 @@ class RoleGroup(Generic[W]):
     @overload
     def call(self, method: Callable[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> Future[list[Any]]: ...
     def call(self, method: Method, /, *args: Any, **kwargs: Any) -> Future[list[Any]]:
-        """Call every worker with the same arguments; the result is a list in rank order."""
+        """Call every worker with the same arguments. The result is a list in rank order."""
         return Future(self._broadcast(self._find(method), self._members, (args, kwargs)), self._context)
 
     @overload
@@ -118,7 +124,7 @@ class RoleGroup(Generic[W]):
     @overload
     def call_rank0(self, method: Callable[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> Future[Any]: ...
     def call_rank0(self, method: Method, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call the first worker only; the result is its value."""
+        """Call the first worker only. The result is its return value."""
         export = self._find(method)
         first = self._some_members(export)[:1]
         return Future(self._broadcast(export, first, (args, kwargs)), self._context, lambda v: v[0])
@@ -130,11 +136,11 @@ class RoleGroup(Generic[W]):
         self, method: Callable[P, Any], size: int, /, *args: P.args, **kwargs: P.kwargs
     ) -> FutureSequence[Any]: ...
     def call_batch(self, method: Method, size: int, /, *args: Any, **kwargs: Any) -> FutureSequence[Any]:
-        """Split the arguments that have `size` items over the workers; the result is the sequence of all items.
+        """Split the arguments that have `size` items over the workers. The result is the sequence of all items.
 
         Raises:
-            ValueError: nothing was splittable, or an argument has not `size` items, or a train role has more ranks
-                than there are items (its ranks enter collectives together).
+            ValueError: no argument is splittable, or a splittable argument does not have `size` items, or a train role
+                has more ranks than items (all of its ranks enter collectives).
         """
         export = self._find(method)
         for value in (*args, *kwargs.values()):
@@ -169,7 +175,7 @@ class RoleGroup(Generic[W]):
             except WorkerTimeout as late:
                 if not spec.end_on_timeout:
                     raise
-                # The master ends late workers, as if they had died; idempotent calls then go to the replacements.
+                # The master kills late workers, as if they had died. Idempotent calls then go to the replacements.
                 members, directory = self._entry.members, self._context.directory
                 for role, rank, attempt in late.missing:
                     if members[rank].attempt == attempt:
@@ -187,7 +193,7 @@ class RoleGroup(Generic[W]):
         if splits or mode is Dispatch.DP_COMPUTE_PROTO:
             calls, _ = self._scatter(export, share)
         elif mode in (Dispatch.ALL_TO_ALL, Dispatch.DP_COMPUTE):
-            calls = self._deal(export, members, self._own_shares(export, share))
+            calls = self._deal(export, members, self._items_per_worker(export, share))
         else:
             calls = self._broadcast(export, members[:1] if mode is Dispatch.RANK_ZERO else members, share)
         future = Future if spec.blocking else ReferenceFuture
@@ -197,7 +203,7 @@ class RoleGroup(Generic[W]):
 
     def _some_members(self, export: Export) -> list[Member]:
         if not self._entry.members:
-            raise ValueError(f"{self._role} has no worker to call {export.name} on")
+            raise ValueError(f"{self._role} has no worker, so {export.name} cannot be called")
         return self._members
 
     def _find(self, method: Method) -> Export:
@@ -205,21 +211,21 @@ class RoleGroup(Generic[W]):
         export = self._entry.exports.get(name)
         if export is None and self._entry.members:
             raise AttributeError(self._unknown(name, list(self._entry.exports)))
-        return export or Export(name)  # nobody is called
+        return export or Export(name)  # the group is empty, so that nothing is called
 
     def _unknown(self, name: str, known: list[str]) -> str:
         listed = ", ".join(sorted(known)) or "nothing"
-        return f"{self._role} ({self._entry.implementation}) has no method {name!r} to call; it has {listed}"
+        return f"{self._role} ({self._entry.implementation}) exports no method {name!r}; it exports {listed}"
 
     def _broadcast(self, export: Export, members: list[Member], share: Share) -> list[Pending]:
         return self._deal(export, members, [self._stored(share, len(members))] * len(members))
 
     def _scatter(self, export: Export, share: Share) -> tuple[list[Pending], list[int]]:
         members = self._some_members(export)
-        # What may be sent again to one worker enters no collective, so that ranks may be idle in it too.
-        everybody = self._entry.kind == "train" and not export.idempotent
-        parts, sizes = self._cut(export, share, len(members), everybody)
-        # With fewer items than workers the last ones have nothing to do and are not called.
+        # An idempotent call may be sent to one worker alone, so it enters no collective and ranks may be idle in it.
+        needs_all = self._entry.kind == "train" and not export.idempotent
+        parts, sizes = self._cut(export, share, len(members), needs_all)
+        # With fewer items than workers the last workers get no item and are not called.
         sizes = [size for size in sizes if size]
         return self._deal(export, members[: len(sizes)], parts[: len(sizes)]), sizes
 
@@ -227,15 +233,19 @@ class RoleGroup(Generic[W]):
         context = self._context
         return [Pending(context, member, export, share) for member, share in zip(members, shares, strict=True)]
 
-    def _cut(self, export: Export, share: Share, workers: int, everybody: bool) -> tuple[list[Share], list[int]]:
-        """Each worker's arguments, and how many items each has; `everybody` must have one."""
+    def _cut(self, export: Export, share: Share, workers: int, needs_all: bool) -> tuple[list[Share], list[int]]:
+        """Return each worker's arguments and number of items.
+
+        Raises:
+            ValueError: `needs_all` is True and there are fewer items than workers.
+        """
         name = f"{self._role}.{export.name}"
-        # What goes whole stays marked: it may be a list, which would be split.
+        # Arguments that are sent whole stay marked as such: a list among them would be split.
         args, kwargs = _each(share, lambda v: v if is_splittable(v) else Replicated(self._reference(v, workers)))
         chunks, length = shard_arguments(args, kwargs, workers, name)
-        if everybody and length < workers:
+        if needs_all and length < workers:
             raise ValueError(
-                f"{name} got {length} items for {workers} ranks, which must all take part; "
+                f"{name} got {length} items for {workers} ranks, and every rank must take part; "
                 "give at least one item per rank, or replicate(x) to send it whole"
             )
         return chunks, chunk_sizes(length, workers)
@@ -247,12 +257,13 @@ class RoleGroup(Generic[W]):
         return value
 
     def _stored(self, share: Share, receivers: int) -> Share:
-        """Arguments of which the large ones are stored once for all who read them."""
+        """Return the arguments, with large ones replaced by references that are stored once for all receivers."""
         return _each(share, lambda value: self._reference(value, receivers))
 
-    def _own_shares(self, export: Export, share: Share) -> list[Share]:
-        """Each worker's arguments, where every argument has one item for each worker."""
-        (args, kwargs), count = share, len(self)
+    def _items_per_worker(self, export: Export, share: Share) -> list[Share]:
+        """Return each worker's arguments, given arguments that have one item per worker."""
+        args, kwargs = share
+        count = len(self)
         for label, value in [*((f"argument {i}", value) for i, value in enumerate(args)), *kwargs.items()]:
             if isinstance(value, Future):
                 value.__reduce__()  # raises
@@ -260,8 +271,8 @@ class RoleGroup(Generic[W]):
                 size = f" of {len(value)}" if isinstance(value, list | tuple) else ""
                 raise ValueError(
                     f"{self._role}.{export.name}: {label} is a {type(value).__name__}{size}, not a list with one item "
-                    f"for each of the {count} workers; give one, or register the method with Dispatch.ONE_TO_ALL to "
-                    "send arguments whole"
+                    f"for each of the {count} workers; pass such a list, or register the method with "
+                    "Dispatch.ONE_TO_ALL to send arguments whole"
                 )
         return [_each(share, operator.itemgetter(i)) for i in range(count)]
 
@@ -270,31 +281,33 @@ class RoleGroup(Generic[W]):
     def _call_mesh(self, export: Export, mesh: str, share: Share) -> Future[Any]:
         positions = self._mesh(mesh)
         ranks = max(rank for rank, _ in positions) + 1
-        chunks, _ = self._cut(export, share, ranks, everybody=True)
+        chunks, _ = self._cut(export, share, ranks, needs_all=True)
         peers = Counter(rank for rank, _ in positions)
         stored = [self._stored(chunk, peers[rank]) for rank, chunk in enumerate(chunks)]
         calls = self._deal(export, self._members, [stored[rank] for rank, _ in positions])
-        # Of the calls only these have answers to be joined; the others are their peers.
-        answering = [i for _, i in sorted((rank, i) for i, (rank, collects) in enumerate(positions) if collects)]
-        return Future(calls, self._context, lambda values: join_results([values[i] for i in answering], calls))
+        # Peers of a data-parallel rank return the same items, so that only one result of each rank is joined.
+        collected = [i for _, i in sorted((rank, i) for i, (rank, collects) in enumerate(positions) if collects)]
+        return Future(calls, self._context, lambda values: join_results([values[i] for i in collected], calls))
 
     def _mesh(self, mesh: str) -> list[tuple[int, bool]]:
-        """(data-parallel rank, whether its answer counts) of each worker; asked once."""
+        """Return (data-parallel rank, is_collect) of each worker. The workers are called once per mesh."""
         if mesh not in self._positions:
-            found = self.call("mesh_position", mesh).result()
-            ranks = sorted(rank for rank, collects in found if collects)
-            if ranks != list(range(max(rank for rank, _ in found) + 1)):
+            positions = self.call("mesh_position", mesh).result()
+            ranks = sorted(rank for rank, collects in positions if collects)
+            if ranks != list(range(max(rank for rank, _ in positions) + 1)):
                 raise ValueError(
-                    f"mesh {mesh!r} of {self._role}: the workers' data-parallel ranks are {[r for r, _ in found]}, and "
-                    f"results are to be taken from ranks {ranks}; each rank from 0 needs exactly one with is_collect"
+                    f"mesh {mesh!r} of {self._role}: the workers' data-parallel ranks are {[r for r, _ in positions]}, "
+                    f"and is_collect is True for ranks {ranks}; each rank from 0 needs exactly one such worker"
                 )
-            self._positions[mesh] = found
+            self._positions[mesh] = positions
         return self._positions[mesh]
 
 
 class WorkerHandle:
-    """One worker of a role, called as a Ray actor is: `handle.update.remote(batch)` sends the arguments whole and
-    returns the reference of the result, which on Ray `ray.get` takes. It follows the replacement of the worker.
+    """Handle of one worker with the interface of a Ray actor handle.
+
+    `handle.update.remote(batch)` sends the arguments whole and returns the reference of the result. On Ray, `ray.get`
+    accepts the reference. If the worker is replaced, calls go to the replacement.
     """
 
     def __init__(self, group: RoleGroup[Any]) -> None:
@@ -318,45 +331,45 @@ class WorkerMethod:
         self._name = name
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it without waiting, and return the reference of its result."""
+        """Call the method without waiting, and return the reference of its result."""
         return self._group.call(self._name, *args, **kwargs).calls[0].reference
 
 
 class WorkerGroup(RoleGroup[W]):
-    """A role group whose workers are seen to be of a class. Each method that `@register` has marked is one of its own.
+    """A role group that checks the class of its workers. Methods decorated with `@register` are its attributes.
 
-    A trainer that declares `actor: WorkerGroup[Actor]` in its class has its calls checked by type checkers.
+    If a trainer declares `actor: WorkerGroup[Actor]` in its class, type checkers check its calls.
 
     Args:
-        role: the role.
-        cls: the class of its workers, to see that they have all that is registered there; None takes what they have.
+        role: name of the role.
+        cls: the class whose registered methods the workers must have. None skips the check.
+        optional: return an empty group if the job does not have the role.
 
     Raises:
-        ValueError: the job has no such role, unless optional=True; or its workers lack a method of `cls`.
+        ValueError: the job does not have the role and optional is False, or its workers lack a method of `cls`.
     """
 
     def __init__(self, role: str, cls: type[W] | None = None, optional: bool = False) -> None:
         super().__init__(role, optional)
-        wanted = {found.name for name in dir(cls) if (found := export_of(getattr(cls, name, None))) and found.spec}
-        missing = sorted(wanted - set(self._entry.exports))
+        exports = [export_of(getattr(cls, name, None)) for name in dir(cls)]
+        required = {export.name for export in exports if export and export.spec}
+        missing = sorted(required - set(self._entry.exports))
         if missing and self._entry.members:
             raise ValueError(
                 f"the workers of {self._role} are {self._entry.implementation}, which has no {', '.join(missing)}; "
-                f"give their own class, not {cls}"
+                f"pass their class instead of {cls}"
             )
 
 
 def notify_job_end(*roles: str) -> None:
-    """Call `job_end` of all workers of the roles, and wait until they have returned. Roles that the job does not have
-    are left out.
-    """
+    """Call `job_end` on all workers of the roles and wait for them. Roles that the job does not have are skipped."""
     groups = [RoleGroup[Any](role, optional=True) for role in roles]
     for future in [group.call("job_end") for group in groups]:
         future.result()
 
 
 def _each(share: Share, change: Callable[[Any], Any]) -> Share:
-    """The arguments, each of them changed."""
+    """Apply a function to every argument."""
     args, kwargs = share
     return tuple(map(change, args)), {key: change(value) for key, value in kwargs.items()}
 
@@ -370,10 +383,10 @@ def _finished(spec: CallSpec, calls: list[Pending], values: list[Any]) -> Any:
 
 
 def _prepared(sent: Any, name: str) -> tuple[Any, ...]:
-    """What a pre_func returned, as arguments."""
+    """Return the return value of a pre_func as positional arguments."""
     if isinstance(sent, tuple) and len(sent) == 2 and isinstance(sent[0], tuple) and isinstance(sent[1], dict):
         raise ValueError(
-            f"pre_func of {name} returned a pair (args, kwargs), as DLRover's do; here it gets the arguments alone, "
-            "without the group, and returns what is sent: return *args, or one value"
+            f"pre_func of {name} returned a pair (args, kwargs), as in DLRover; in core it receives the arguments "
+            "without the group, and returns the arguments to send: return *args, or one value"
         )
     return sent if isinstance(sent, tuple) else (sent,)

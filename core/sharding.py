@@ -1,7 +1,8 @@
-"""Which arguments of a call are split over workers, and how chunks are cut and joined.
+"""Splitting of call arguments over workers, and joining of results.
 
-Splittable are lists, arrays and tensors with at least one dimension (recognised by their class's module, so that
-neither numpy nor torch is imported here), and any object with `__shard__(n)`. Everything else goes whole to everybody.
+Splittable arguments are lists, arrays and tensors with at least one dimension, and objects with `__shard__(n)`. All
+other arguments are sent whole to every worker. Arrays and tensors are recognised by the module of their class, so this
+module imports neither numpy nor torch.
 """
 
 import sys
@@ -17,12 +18,12 @@ def _is_array(value: Any) -> bool:
 
 
 def is_splittable(value: Any) -> bool:
-    """True for what is cut into one chunk per worker."""
+    """True if an argument is cut into one chunk per worker."""
     return isinstance(value, list) or hasattr(type(value), "__shard__") or _is_array(value)
 
 
 def chunk_sizes(length: int, workers: int) -> list[int]:
-    """Sizes of `workers` contiguous chunks that differ by at most one, the larger ones first.
+    """Return the sizes of `workers` contiguous chunks. They differ by at most one, the larger ones first.
 
     >>> chunk_sizes(7, 3)
     [3, 2, 2]
@@ -32,23 +33,24 @@ def chunk_sizes(length: int, workers: int) -> list[int]:
 
 
 def split(value: Any, workers: int) -> list[Any]:
-    """Cut a splittable value into contiguous chunks, one per worker; some may be empty."""
+    """Cut a splittable value into contiguous chunks, one per worker. Some may be empty."""
     if hasattr(type(value), "__shard__"):
         return value.__shard__(workers)
-    chunks, start = [], 0
+    chunks = []
+    start = 0
     for size in chunk_sizes(len(value), workers):
         part = value[start : start + size]
-        # A torch view would take the whole storage of its parent along when it is pickled.
+        # Pickling a view of a tensor would pickle the whole storage of its parent.
         chunks.append(part.clone() if type(value).__module__.startswith("torch") else part)
         start += size
     return chunks
 
 
 def join(parts: Sequence[Any], name: str) -> Any:
-    """Put the workers' chunks together again: lists, tuples, arrays, tensors and objects with `__unshard__`.
+    """Join the workers' results: lists, tuples, arrays, tensors, or objects with `__unshard__`.
 
     Raises:
-        TypeError: the parts are of a kind that has no end to add to.
+        TypeError: results of this type cannot be concatenated.
     """
     first = parts[0]
     if hasattr(type(first), "__unshard__"):
@@ -57,28 +59,26 @@ def join(parts: Sequence[Any], name: str) -> Any:
         return [item for part in parts for item in part]
     if _is_array(first):
         package = type(first).__module__.partition(".")[0]
-        return getattr(sys.modules[package], "concatenate" if package == "numpy" else "cat")(list(parts))
-    raise TypeError(f"{name} returned {type(first).__name__}, which cannot be joined; return one item per input")
+        return getattr(sys.modules[package], {"numpy": "concatenate", "torch": "cat"}[package])(list(parts))
+    raise TypeError(f"{name} returned {type(first).__name__}, which cannot be joined; return one item per input item")
 
 
 def shard_arguments(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], workers: int, name: str
 ) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], int]:
-    """One (args, kwargs) per worker, and the common length of what was split.
+    """Return one (args, kwargs) per worker, and the common length of the split arguments.
 
     Raises:
-        ValueError: no argument can be split, or those that can differ in length; the message names them.
+        ValueError: no argument is splittable, or the splittable ones differ in length. The message names them.
     """
     labelled: list[tuple[str, Any]] = [(f"argument {i}", value) for i, value in enumerate(args)]
     labelled += list(kwargs.items())
     lengths = {label: len(value) for label, value in labelled if is_splittable(value)}
     if not lengths:
-        raise ValueError(f"{name}: none of the arguments can be split; give a list, an array or a batch")
+        raise ValueError(f"{name}: none of the arguments can be split; pass a list, an array or a batch")
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{label} has {length}" for label, length in lengths.items())
-        raise ValueError(
-            f"{name}: arguments to be split differ in length ({listed}); use replicate(x) to send one whole"
-        )
+        raise ValueError(f"{name}: arguments to split differ in length ({listed}); use replicate(x) to send one whole")
     spread = [_spread(value, workers) for _, value in labelled]
     calls = []
     for worker in range(workers):
@@ -92,12 +92,12 @@ def _spread(value: Any, workers: int) -> list[Any]:
 
 
 def unwrap(value: Any) -> Any:
-    """The value inside `replicate(value)`; other values as they are."""
+    """Return the value inside `replicate(value)`. Other values are returned unchanged."""
     return value.value if isinstance(value, Replicated) else value
 
 
 def payload_bytes(*values: Any) -> int:
-    """About how many bytes of arrays the values hold; looks one level into lists, tuples and mappings."""
+    """Return the approximate size in bytes of the arrays in the values, one level into lists, tuples and mappings."""
     total = 0
     for value in values:
         if isinstance(value, bytes | str):

@@ -1,4 +1,4 @@
-"""The folder in shared memory that a run has on each machine, and the folders that killed runs left behind."""
+"""Folder of a run in the shared memory of each machine, and removal of folders that killed runs left behind."""
 
 import contextlib
 import json
@@ -7,19 +7,17 @@ import shutil
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
-BESIDE = "beside"
-"""A link in a run's folder to one elsewhere that is swept with it."""
+LINKED = "beside"
+"""Name of a link in a run's folder to a folder elsewhere, which is removed with it."""
 
 
 def shared_folder(run_id: str) -> Path:
-    """Where a run has its folder."""
+    """Return the path of a run's folder."""
     return SHARED_MEMORY / f"troupe-{run_id}"
 
 
 def claim_shared(folder: Path) -> None:
-    """Make the folder of a run, for this user alone, with a note that this process uses it; every process of the run
-    leaves its own.
-    """
+    """Create the folder of a run, accessible to this user only, and register this process as an owner."""
     folder.mkdir(mode=0o700, exist_ok=True)
     owners = folder / "owners"
     owners.mkdir(exist_ok=True)
@@ -28,7 +26,7 @@ def claim_shared(folder: Path) -> None:
 
 
 def leave_shared(folder: Path) -> None:
-    """This process uses the folder no longer; the last one of its machine removes it."""
+    """Unregister this process as an owner. The last owner on its machine removes the folder."""
     (folder / "owners" / f"{os.getpid()}.json").unlink(missing_ok=True)
     with contextlib.suppress(OSError, ValueError, KeyError):
         if not any(map(_may_live, _owners(folder))):
@@ -36,28 +34,34 @@ def leave_shared(folder: Path) -> None:
 
 
 def sweep_shared(root: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove this user's folders on this machine whose owners are all gone; returns what was removed."""
+    """Remove this user's folders on this machine whose owners have all ended. Return the removed folders."""
     removed = []
     for folder in root.glob("troupe-*"):
         with contextlib.suppress(OSError, ValueError, KeyError):
             if folder.lstat().st_uid != os.getuid():
-                continue  # it may hold anything, such as a pipe that nobody writes to
+                continue  # another user's folder may hold anything, such as a pipe whose reader blocks for ever
             owners = _owners(folder)
             if owners and not any(map(_may_live, owners)):
-                shutil.rmtree((folder / BESIDE).resolve(), ignore_errors=True)
+                shutil.rmtree((folder / LINKED).resolve(), ignore_errors=True)
                 shutil.rmtree(folder, ignore_errors=True)
                 removed.append(folder)
     return removed
 
 
 def machine_id() -> str:
-    """Which machine, boot and space of process ids this is: within it a pid and its start name one process."""
+    """Return an identifier of the machine, its boot, and the PID namespace.
+
+    With the same identifier, a pid and its start time identify one process.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def process_start(pid: int) -> str:
-    """When a process began, in clock ticks since boot; empty when there is none. Tells a reused pid apart."""
+    """Return the start time of a process in clock ticks since boot, or an empty string if there is none.
+
+    The start time distinguishes a process from a later one with the same pid.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -69,5 +73,6 @@ def _owners(folder: Path) -> list[dict[str, str | int]]:
 
 
 def _may_live(owner: dict[str, str | int]) -> bool:
-    # Of a process in another container that shares this memory nothing can be known.
+    # A process in another container that shares this memory cannot be inspected. To take it for dead would remove the
+    # folder of a living run.
     return owner["machine"] != machine_id() or process_start(int(owner["pid"])) == owner["started"]

@@ -1,4 +1,4 @@
-"""BaseTrainer: the role that drives the others, with one RG_<ROLE> for each role of the job."""
+"""BaseTrainer: the workload that calls the other roles through one attribute RG_<ROLE> per role."""
 
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
@@ -10,15 +10,15 @@ from core.workload import BaseWorkload
 
 
 class BaseTrainer(BaseWorkload):
-    """Drives a job: `init()` prepares, `fit()` trains, and the job ends when `fit()` returns.
+    """Base class of the workload that drives a job: `init()`, then `fit()`. The job ends when `fit()` returns.
 
-    `self.RG_ACTOR.update(batch)` calls `update` of every actor as its `@trainer_invocation` says. A trainer that
-    declares `RG_ACTOR: RoleGroup[Actor]` has its calls checked by type checkers.
+    `self.RG_ACTOR.update(batch)` calls `update` of every actor with the options of its `@trainer_invocation`. If a
+    trainer declares `RG_ACTOR: RoleGroup[Actor]`, type checkers check its calls.
 
     Args:
-        actor_handles: the workers of each role.
-        actor_classes: the class of each role, as dotted names.
-        config: what the job was built with.
+        actor_handles: handles of the workers of each role.
+        actor_classes: dotted name of the class of each role.
+        config: configuration of the job.
     """
 
     RG_ACTOR: Any
@@ -41,14 +41,14 @@ class BaseTrainer(BaseWorkload):
 
     @abstractmethod
     def init(self) -> None:
-        """Prepare: data, tokenizer, models."""
+        """Prepare data, tokenizer and models."""
 
     @abstractmethod
     def fit(self) -> None:
-        """Train."""
+        """Run the training loop."""
 
     def run(self) -> None:
-        """What the job runs: `init()`, then `fit()`."""
+        """Run `init()`, then `fit()`. Called by the job."""
         self.init()
         self.fit()
 
@@ -58,24 +58,23 @@ class BaseTrainer(BaseWorkload):
     def _others(self) -> dict[Role, RoleEntry]:
         return {role: entry for role, entry in self._context.directory.items() if role != self.role}
 
-    if not TYPE_CHECKING:  # it would make every name right
+    if not TYPE_CHECKING:  # a type checker that sees __getattr__ accepts any name
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("RG_"):
-                raise AttributeError(
-                    f"this job has no {name}; it has {', '.join(self.get_role_groups()) or 'no role groups'}"
-                )
+                groups = ", ".join(self.get_role_groups()) or "no role groups"
+                raise AttributeError(f"this job has no {name}; it has {groups}")
             return super().__getattr__(name)
 
     def get_role_groups(self) -> list[str]:
-        """The names of the role groups that this job has: `["RG_ACTOR", ...]`."""
+        """Return the names of the job's role groups: `["RG_ACTOR", ...]`."""
         return sorted(role.group_name for role in self._others())
 
     def get_workload_resource(self, role: str) -> dict[str, float]:
-        """What each worker of a role was given: cpu (cores), accelerator (devices or a share of one), memory (MB).
+        """Return the resources of each worker of a role: cpu (cores), accelerator (devices), memory (MB).
 
         Raises:
-            ValueError: the job has no such role.
+            ValueError: the job does not have the role.
         """
         entry = self._context.directory.get(Role(role))
         if entry is None:

@@ -1,4 +1,4 @@
-"""BaseWorkload: who am I, and my life cycle."""
+"""BaseWorkload: base class of the workers of a role, with their identity and life cycle."""
 
 import inspect
 import os
@@ -18,42 +18,45 @@ if TYPE_CHECKING:
     C = TypeVar("C", bound=type)
 
     class _SeenAsGroup(ABCMeta, WorkerGroup[Any]):
-        """What a group has beside the workers' methods: where `RG_ACTOR: RoleGroup[Actor]` is read, it is the class."""
+        """Attributes of a group besides the workers' methods.
 
-        def __get__(self: C, instance: Any, owner: Any) -> C: ...  # a class that is an attribute is that class
-        def __getitem__(self, index: Any) -> Any: ...  # a member; of a generic class the class
+        A type checker reads an attribute `RG_ACTOR: RoleGroup[Actor]` as the class Actor, so the class gets them.
+        """
+
+        def __get__(self: C, instance: Any, owner: Any) -> C: ...  # reading the attribute gives the class itself
+        def __getitem__(self, index: Any) -> Any: ...  # a member, or a parametrised generic class
 else:
     _SeenAsGroup = ABCMeta
 
 
 class BaseWorkload(metaclass=_SeenAsGroup):
-    """One worker of a role. Subclass it, and decorate what others may call.
+    """Base class of the workers of a role. Subclass it, and decorate the methods that other roles may call.
 
-    The life of a workload: it is constructed in its own process, `setup()` runs, calls arrive one at a time on the
-    main thread, `teardown()` runs when the job ends well. Do heavy work in `setup()` or in a method of your own,
-    not in `__init__`.
+    Life cycle: the workload is constructed in its own process, `setup()` runs, calls run one at a time on the main
+    thread, and `teardown()` runs when the job ends without a failure. Do heavy work in `setup()` or in your own
+    methods, not in `__init__`.
 
     Attributes:
-        config: what the job was built with.
-        name: unique in the job: `ACTOR-0`.
-        role: my role.
-        rank: my number among the workers of my role, from 0.
-        world_size: how many workers my role has.
-        local_rank: my number among the workers of my role on this node, from 0.
-        local_world_size: how many workers of my role share this node.
-        job_name: the name that the job was submitted under.
-        run_id: unique to this run of the job.
-        attempt: 1, and one more each time that I was started again, alone or with the whole job.
-        began: when the user started this run, in seconds since the epoch.
-        shared_dir: a folder in this machine's shared memory, removed when the run ends.
-        torch_master_addr: address for torch's rendezvous; empty for roles without one.
-        torch_master_port: port for torch's rendezvous; -1 for roles without one.
+        config: configuration of the job.
+        name: name of the worker, unique in the job, such as `ACTOR-0`.
+        role: role of the worker.
+        rank: rank among the workers of the role, from 0.
+        world_size: number of workers of the role.
+        local_rank: rank among the workers of the role on this node, from 0.
+        local_world_size: number of workers of the role on this node.
+        job_name: name under which the job was submitted.
+        run_id: unique id of this run of the job.
+        attempt: number of starts of this worker: 1, plus one for every restart, alone or with the whole job.
+        began: time at which the user started this run, in seconds since the epoch.
+        shared_dir: folder in the shared memory of this machine, removed when the run ends.
+        torch_master_addr: address for torch's rendezvous. Empty for roles without one.
+        torch_master_port: port for torch's rendezvous. -1 for roles without one.
     """
 
     def __init__(self, master_handle: Any = None, config: Any = None) -> None:  # noqa: ARG002 - DLRover's signature
         self._context: WorkloadContext = current()
         self._meshes: dict[str, tuple[int, bool]] = {}
-        self.config = config if config is not None else self._context.config
+        self.config = self._context.config if config is None else config
         self.shared_dir = self._context.shared_dir
         self.torch_master_addr, self.torch_master_port = self._context.rendezvous or ("", -1)
         identity = self._context.identity
@@ -68,121 +71,126 @@ class BaseWorkload(metaclass=_SeenAsGroup):
         self.attempt = identity.attempt
         self.began = identity.began
 
-    if not TYPE_CHECKING:  # to a type checker every name would exist
+    if not TYPE_CHECKING:  # a type checker that sees __getattr__ accepts any name
 
         def __getattr__(self, name: str) -> Any:
             owner = type(self).__name__
             if alias := alias_of("workload", name, owner, AttributeError):
                 return getattr(self, alias)
-            # Raises what Python raises, also for a property whose own code has failed.
+            # Raises Python's own error, also for a property whose code has raised an AttributeError.
             return object.__getattribute__(self, name)
 
     def setup(self) -> None:
-        """Called once, before any other call. The other roles may not be there yet."""
+        """Set up the workload. Called once before any other call. The other roles may not exist yet."""
 
     def teardown(self) -> None:
-        """Called once when the job has ended well. A run that failed or was killed never gets here."""
+        """Release resources. Called once when the job ends without a failure, never after a failure or a kill."""
 
     def is_fatal(self, error: Exception) -> bool:  # noqa: ARG002 - for subclasses
-        """Whether my process is of no use after what a method of mine raised: then it ends, and counts as dead."""
+        """True if the process is unusable after a method has raised `error`. It is then killed and counts as dead."""
         return False
 
     @property
     def stop_requested(self) -> bool:
-        """Whether the user has asked the run to stop: save what is to be kept, and return from `run()`.
+        """True if the user has requested a stop: save the state, and return from `run()`.
 
-        It comes true in the workload that drives the job, if the job has a `stop_grace`.
+        It is set only in the workload that drives the job, and only if the job has a `stop_grace`.
         """
         return self._context.stop_requested.is_set()
 
     def is_actor_role(self) -> bool:
-        """Whether my role is ACTOR."""
+        """True if the role is ACTOR."""
         return self.role == Role.ACTOR
 
     def is_rollout_role(self) -> bool:
-        """Whether my role is ROLLOUT."""
+        """True if the role is ROLLOUT."""
         return self.role == Role.ROLLOUT
 
     def is_reward_role(self) -> bool:
-        """Whether my role is REWARD."""
+        """True if the role is REWARD."""
         return self.role == Role.REWARD
 
     def is_reference_role(self) -> bool:
-        """Whether my role is REFERENCE."""
+        """True if the role is REFERENCE."""
         return self.role == Role.REFERENCE
 
     def is_critic_role(self) -> bool:
-        """Whether my role is CRITIC."""
+        """True if the role is CRITIC."""
         return self.role == Role.CRITIC
 
     def get_device_collocation(self) -> str | None:
-        """The roles that share my device, `ACTOR,ROLLOUT`, or None."""
+        """Return the roles that share this worker's device, such as `ACTOR,ROLLOUT`, or None."""
         return ",".join(self._context.collocated_with) or None
 
     def info(self, text: str) -> None:
-        """Show a line to the person at the terminal where the job was started."""
+        """Print a line at the terminal where the job was started."""
         self._context.info(text)
 
     def emit(self, event: Any) -> None:
-        """Pass an event, an instance of a dataclass that the driver can import, to the job's observers."""
+        """Send an event to the job's observers. It must be an instance of a dataclass that the driver can import."""
         self._context.emit("event", event)
 
     @property
     def job_memory_bytes(self) -> int:
-        """Proportional set sizes of all processes of the job together, as the driver counted them last, about every two
-        seconds; 0 before the first time.
+        """Sum of the proportional set sizes of all processes of the job in bytes.
+
+        The driver updates it about every two seconds. It is 0 before the first update.
         """
         return self._context.job_memory()
 
     def register_mesh(self, mesh: str, dp_rank: int, is_collect: bool = True) -> None:
-        """Register for worker groups which data-parallel rank I am of a mesh, and whether my result is taken for it.
+        """Register this worker's position in a mesh, for calls of worker groups with `nd_compute(mesh)`.
+
+        Args:
+            mesh: name of the mesh.
+            dp_rank: data-parallel rank of this worker.
+            is_collect: True if this worker's result is the result of its data-parallel rank.
 
         Raises:
-            ValueError: registered before.
+            ValueError: the position was registered before.
         """
         if mesh in self._meshes:
-            raise ValueError(f"{self.name} has registered its place in the mesh {mesh!r} already: {self._meshes[mesh]}")
+            raise ValueError(f"{self.name} is already registered in the mesh {mesh!r} as {self._meshes[mesh]}")
         self._meshes[mesh] = (dp_rank, is_collect)
 
     @rpc()
     def mesh_position(self, mesh: str) -> tuple[int, bool]:
-        """(data-parallel rank, whether my result is taken for it).
+        """Return (dp_rank, is_collect) of this worker in a mesh.
 
         Raises:
-            ValueError: I have no place in this mesh.
+            ValueError: no position was registered for this mesh.
         """
         if mesh not in self._meshes:
-            raise ValueError(
-                f"{self.name} has no place in the mesh {mesh!r}; call self.register_mesh({mesh!r}, dp_rank, is_collect)"
-            )
+            raise ValueError(f"{self.name} is not registered in the mesh {mesh!r}; call register_mesh in its setup()")
         return self._meshes[mesh]
 
     def setup_process_group(self, make: Callable[[], None]) -> None:
-        """Let an engine make the process group of my role's ranks, before any other library can make one.
+        """Create the process group of the role's ranks by a function of the engine.
 
         Exports RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and calls `make()`, which
-        is to call `torch.distributed.init_process_group`.
+        must call `torch.distributed.init_process_group`. Call this before any other library can create a process group.
         """
         os.environ.update(rendezvous_environment(self._context))
         make()
 
 
 def export_rpc_method(name: str, function: Callable[..., Any]) -> None:
-    """Let `RoleGroup.call(name, ...)` call a function in this workload. Call it in `__init__` or `setup()`."""
+    """Export a function of this workload to `RoleGroup.call(name, ...)`. Call it in `__init__` or `setup()`."""
     current().exported.append((Export(name), function))
 
 
 def export_verl_worker_rpc(worker: object) -> None:
-    """Let others call the methods of an object that the workload holds: those that `@register` or `@rpc` decorates.
+    """Export the methods of an object that are decorated with `@register` or `@rpc`, in addition to the workload's own.
 
     Call it in `__init__` or `setup()`.
     """
-    found = [(export_of(inspect.getattr_static(type(worker), name)), name) for name in dir(type(worker))]
-    current().exported += [(export, getattr(worker, name)) for export, name in found if export]
+    for name in dir(type(worker)):
+        if export := export_of(inspect.getattr_static(type(worker), name)):
+            current().exported.append((export, getattr(worker, name)))
 
 
 def rendezvous_environment(context: WorkloadContext) -> dict[str, str]:
-    """The variables by which torch.distributed finds the other ranks."""
+    """Return the environment variables for the rendezvous of torch.distributed."""
     identity = context.identity
     environment = {
         "RANK": str(identity.rank),

@@ -1,4 +1,4 @@
-"""Environments: `agent.func_path=env:<name>` runs the file of that name here, or that of a plug-in."""
+"""Shipped environments: `agent.func_path=env:<name>` runs the file of that name here, or that of a plug-in."""
 
 from __future__ import annotations
 
@@ -12,32 +12,36 @@ from agents.environment import AgentInstanceBase
 
 
 class TextEnvironment(AgentInstanceBase):
-    """An environment whose feedback can be chat messages, or text for a model without a chat template."""
+    """Base class of environments whose feedback is chat messages, or text for a model without a chat template."""
 
     chat: ClassVar[bool] = True
-    """Speak in chat messages; False: in text. A subclass sets it."""
+    """True for chat messages, False for text. Set by a subclass."""
 
     def says(self, text: str) -> str | list[dict[str, str]]:
-        """What the policy reads next."""
+        """Return a text as feedback: a user message, or the text itself if `chat` is False."""
         return [{"role": "user", "content": text}] if self.chat else text
 
 
 def read_label(label: Any, needed: str, example: str) -> dict[str, Any]:
-    """A label that is a JSON object, or the text of one; ValueError unless it has the field `needed`."""
+    """Parse a label that is a JSON object, or the text of one.
+
+    Raises:
+        ValueError: the label is not a JSON object with the field `needed`.
+    """
     try:
         fields = json.loads(label) if isinstance(label, str) else label
     except ValueError:
         fields = None
     if not isinstance(fields, Mapping) or needed not in fields:
         raise ValueError(
-            f"the label {str(label)[:200]!r} is no JSON object with {needed!r}; set data.label_key to a field such as "
-            f"{example}"
+            f"the label {str(label)[:200]!r} is not a JSON object with {needed!r}; set data.label_key to a field such "
+            f"as {example}"
         )
     return dict(fields)
 
 
 def library_of_games(name: str) -> ModuleType:
-    """Import a library of the extra `games`; ValueError where it is not installed."""
+    """Import a library of the extra `games`. Raises ValueError if it is not installed."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Where workloads live: on Ray, or all in this process."""
+"""Backends that run workloads: Ray, or the current process."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -7,8 +7,8 @@ BackendName = Literal["ray", "local"]
 
 
 def make_backend(name: BackendName, run_id: str, emit: Callable[[str, Any], None]) -> Any:
-    """The backend of a run; `emit` passes messages of workloads in this process to the master."""
-    # Only what is used is imported: local mode works without Ray.
+    """Return the backend of a run. `emit` passes messages of workloads in this process to the master."""
+    # Imported here, because local mode must work without Ray.
     if name == "local":
         from core.backends.local import LocalBackend
 

@@ -1,4 +1,4 @@
-"""Local mode: the whole job in this process, one workload at a time, for breakpoints and quick tests. No Ray."""
+"""Local mode: the whole job in this process without Ray, one workload at a time. For breakpoints and quick tests."""
 
 import io
 import logging
@@ -20,19 +20,19 @@ from core.supervise.worker_process import ProcessSpec, WarningsTo, WorkerProcess
 
 
 class LocalTransport(Transport):
-    """Calls inside one process: each is carried out when it is made, and its outcome is the reference to it.
+    """Transport inside one process. A call runs when it is sent, and its reference is the outcome.
 
-    Nothing here starts a thread: a call runs on the thread of who makes it, so `breakpoint()` works wherever it stands.
-    What is passed is copied, as between processes.
+    No thread is started: a call runs on the caller's thread, so `breakpoint()` works everywhere. Arguments and results
+    are copied, as they are between processes.
     """
 
     def __init__(self) -> None:
-        # A worker does one thing at a time; who is at work, and on which thread.
+        # Thread of each worker that is running. A worker runs one call at a time, as in a process of its own.
         self._busy: dict[str, int] = {}
         self._changed = threading.Condition()
 
     def send(self, member: Member, export: Export, share: Share) -> Outcome:
-        """Carry out one call: the worker gets copies, and so does its caller."""
+        """Run one call with copied arguments, and return its outcome with a copied result."""
         args, kwargs = copied(share)
 
         def run() -> Any:
@@ -41,23 +41,23 @@ class LocalTransport(Transport):
         return self.carry_out(member.name, run)
 
     def carry_out(self, worker: str, run: Callable[[], Any]) -> Outcome:
-        """Wait until the worker is free, and let it do this.
+        """Wait until the worker is free, then run a function for it.
 
         Raises:
-            RuntimeError: its own call waits for this one.
+            RuntimeError: deadlock, because the worker waits for the call that makes this one.
         """
-        me = threading.get_ident()
+        thread = threading.get_ident()
         with self._changed:
-            if self._busy.get(worker) == me:
+            if self._busy.get(worker) == thread:
                 raise RuntimeError(
-                    f"{worker} is asked by somebody for whom it is waiting (at work: {', '.join(self._busy)}), "
-                    "so the result can never come; let the call return first"
+                    f"deadlock: {worker} is called by a workload for whose result it waits (running: "
+                    f"{', '.join(self._busy)}); let the first call return before this one"
                 )
             self._changed.wait_for(lambda: worker not in self._busy)
-            self._busy[worker] = me
+            self._busy[worker] = thread
         try:
             return Outcome(run())
-        except Exception as failure:  # noqa: BLE001 - it is the answer
+        except Exception as failure:  # noqa: BLE001 - any error of the method is its outcome
             return Outcome(error=failure, raised=True)
         finally:
             with self._changed:
@@ -66,30 +66,30 @@ class LocalTransport(Transport):
 
 
 class LocalProcess(WorkerProcess):
-    """A simulated worker process: while it works, environment and output of the real process are its own."""
+    """Simulated worker process. While it runs, it replaces the environment and output of the real process."""
 
     def __init__(
         self, spec: ProcessSpec, transport: LocalTransport, emit: Callable[[str, Any], None], out: TextIO
     ) -> None:
         super().__init__(spec, spec.run.config, transport, emit)
         self.printed = PrintedLines(spec.plan.name, lambda line: emit("info", line), spec.log_file, rest=out)
-        self._own = _State()
-        self._own.environment.update(spec.env)
+        self._saved_state = _State()
+        self._saved_state.environment.update(spec.env)
 
     def do(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of it with its own environment variables, random numbers and default precision."""
-        others = _State()
-        self._own.enter()
+        """Call a method with the environment variables, random state and default dtype of this simulated process."""
+        callers_state = _State()
+        self._saved_state.restore()
         try:
             with redirect_stdout(self.printed):
                 return getattr(self, method)(*args, **kwargs)
         finally:
-            self._own = _State()
-            others.enter()
+            self._saved_state = _State()
+            callers_state.restore()
 
 
 class LocalBackend:
-    """The stand-in for a cluster."""
+    """Backend that runs all processes of a job inside this process, as simulated processes."""
 
     is_local = True
 
@@ -101,8 +101,8 @@ class LocalBackend:
         self.transport = LocalTransport()
 
     def start(self, placement: Placement, placement_timeout: float, info: Callable[[str], None]) -> None:
-        """Let the libraries use as many threads as the role with the most of them, where they have not counted yet."""
-        del placement_timeout, info  # there is room at once
+        """Set the number of threads of the libraries to the largest number of any role."""
+        del placement_timeout, info  # nothing is reserved, so nothing is waited for
         self._before = _State()
         threads = max(threads_here(process.threads) for process in placement.hosts)
         os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -111,99 +111,103 @@ class LocalBackend:
         logging.getLogger().addHandler(self._warnings)
 
     def pickled(self, value: Any) -> Any:
-        """A copy, for a process of its own."""
+        """Return a copy of a value for a simulated process."""
         return copied(value)
 
     def create(self, spec: ProcessSpec) -> LocalProcess:
-        """Make one process."""
+        """Create one simulated process."""
         return LocalProcess(spec, self.transport, self._emit, self._out)
 
     def _emit(self, kind: str, payload: Any) -> None:
-        # The driver is no workload: what its observers print is not theirs.
+        # Observers run in the driver: what they print must not appear as the output of a workload.
         with redirect_stdout(self._out):
             self._to_master(kind, payload)
 
     def invoke(self, handle: LocalProcess, method: str, *args: Any) -> Outcome:
-        """Call a method of the process itself; returns a reference."""
+        """Call a method of the process itself, and return a reference to the outcome."""
         worker = f"{args[0]}-{args[1]}" if method == "run" else f"{method} {id(handle)}"
         return self.transport.carry_out(worker, lambda: handle.do(method, *args))
 
     def kill(self, handle: LocalProcess) -> None:
-        """Close its log; nothing else is to be ended."""
+        """Close the log of a simulated process."""
         handle.printed.close()
 
     def release(self) -> None:
-        """Leave the process as it was."""
+        """Restore the environment, random state and threads of this process."""
         if self._before is not None:
-            self._before.enter()
+            self._before.restore()
         logging.getLogger().removeHandler(self._warnings)
 
     def stop(self) -> None:
-        """Nothing was started."""
+        """Do nothing: this backend starts no cluster."""
 
     def fault(self) -> str:
-        """Nothing can die alone."""
+        """Return an empty string: no part of this backend can die separately."""
         return ""
 
     def dead_nodes(self) -> set[str]:
-        """There is one machine, and it lives."""
+        """Return an empty set: there are no other nodes."""
         return set()
 
     def room_missing(self) -> str:
-        """There is always room."""
+        """Return an empty string: no resources are reserved."""
         return ""
 
 
 class _State:
-    """What libraries keep once per process, as it is now."""
+    """Snapshot of the process-wide state of the libraries."""
 
     def __init__(self) -> None:
         self.environment = dict(os.environ)
         self.python_random = random.getstate()
-        numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-        self.numpy_random = numpy.random.get_state() if numpy else None
-        self.torch_random = torch.get_rng_state() if torch else None
-        self.torch_dtype = torch.get_default_dtype() if torch else None
-        self.torch_threads = torch.get_num_threads() if torch else None
+        self.numpy_random = self.torch_defaults = self.torch_threads = None
+        # Only libraries that are imported already have a state. To import torch here would take seconds.
+        if numpy := sys.modules.get("numpy"):
+            self.numpy_random = numpy.random.get_state()
+        if torch := sys.modules.get("torch"):
+            self.torch_defaults = (torch.get_rng_state(), torch.get_default_dtype())
+            self.torch_threads = torch.get_num_threads()
 
-    def enter(self) -> None:
-        """Make it so."""
+    def restore(self) -> None:
+        """Restore the process to this snapshot."""
         for name in os.environ.keys() - self.environment.keys():
             del os.environ[name]
         os.environ.update({k: v for k, v in self.environment.items() if os.environ.get(k) != v})
         random.setstate(self.python_random)
-        numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+        numpy = sys.modules.get("numpy")
         if numpy and self.numpy_random is not None:
             numpy.random.set_state(self.numpy_random)
-        if torch:
-            # Somebody else has imported torch: in a process of its own it would begin as a new generator does.
-            fresh = self.torch_random is None
-            torch.set_rng_state(torch.Generator().get_state() if fresh else self.torch_random)
-            torch.set_default_dtype(torch.float32 if fresh else self.torch_dtype)
+        if torch := sys.modules.get("torch"):
+            # If another workload has imported torch since, this one starts with the state of a new process.
+            random_state, dtype = self.torch_defaults or (torch.Generator().get_state(), torch.float32)
+            torch.set_rng_state(random_state)
+            torch.set_default_dtype(dtype)
             if self.torch_threads not in (None, torch.get_num_threads()):
                 torch.set_num_threads(self.torch_threads)
 
 
 def copied(value: Any) -> Any:
-    """What arrives when a value crosses processes: a copy, its arrays read-only. Functions and classes stay the same.
+    """Return a copy of a value as another process would receive it, with read-only arrays.
+
+    Functions, modules and classes are passed by reference.
 
     Raises:
-        TypeError: the value could not cross processes (it holds a lock, a socket, ...).
+        TypeError: the value cannot be pickled (it holds a lock, a socket, ...).
     """
-    kept: list[Any] = []
+    shared: list[Any] = []
     buffers: list[bytes] = []
     stream = io.BytesIO()
 
-    def keep(obj: Any) -> int | None:
+    def share(obj: Any) -> int | None:
         if not isinstance(obj, FunctionType | ModuleType | type):
             return None
-        kept.append(obj)
-        return len(kept) - 1
+        shared.append(obj)
+        return len(shared) - 1
 
     pickler = pickle.Pickler(stream, protocol=5, buffer_callback=lambda b: buffers.append(bytes(b.raw())))
-    pickler.persistent_id = keep
+    pickler.persistent_id = share
     pickler.dump(value)
     stream.seek(0)
     unpickler = pickle.Unpickler(stream, buffers=buffers)
-    unpickler.persistent_load = kept.__getitem__
+    unpickler.persistent_load = shared.__getitem__
     return unpickler.load()

@@ -1,4 +1,4 @@
-"""Workloads as Ray actors: one actor for each process of the job, inside one placement group per job."""
+"""Ray backend: one Ray actor per process of the job, inside one placement group per job."""
 
 import asyncio
 import atexit
@@ -25,12 +25,7 @@ from typing import Any
 import ray
 from ray import exceptions
 from ray.cloudpickle import cloudpickle
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from core.backends.ray_address import check_reachable, is_ray_left, unanswered
@@ -41,7 +36,7 @@ from core.exports import Export
 from core.members import Member, Outcome, Share, Transport
 from core.placement import detect_devices
 from core.plan import BundlePlan, Placement
-from core.shared_memory import BESIDE, shared_folder
+from core.shared_memory import LINKED, shared_folder
 from core.supervise.worker_process import ProcessSpec
 
 _CONCURRENTLY = "concurrently"
@@ -55,7 +50,7 @@ _SHUTDOWN_S = 5.0
 _JOINED_WITHIN_S = 20.0
 _KNOCKS_AT_ONCE = 32
 _SILENT_WITHIN_S = 90
-"""Ray gives a silent node up after 64 s, unless it is told otherwise."""
+"""Seconds to wait for silent nodes. Ray declares a silent node dead after 64 s by default."""
 _DEATHS = (
     exceptions.RayActorError,
     exceptions.NodeDiedError,
@@ -64,70 +59,74 @@ _DEATHS = (
     exceptions.OutOfMemoryError,
 )
 _LOSSES = (exceptions.ActorUnavailableError, exceptions.ObjectLostError)
-"""What says nothing of the worker's life: its answer is gone, or it could not be reached for a while."""
+"""Errors after which the worker may still live: its result is lost, or it was unreachable for a while."""
 _MOST_FOLDER_BYTES = 28
-"""The path of a socket has 107 at most, of which Ray and we take 79 below the folder for temporary files."""
+"""Maximum length of the folder for temporary files. A socket's path has at most 107 bytes, of which Ray and this module
+use 79 below that folder."""
 OBJECT_STORE_BYTES = 2 * 2**30
-"""Upper bound of a local cluster's object store; its memory is taken only as it is used."""
+"""Maximum size of a local cluster's object store. The memory is allocated only as it is used."""
 
 
 class RayTransport(Transport):
-    """Calls as actor tasks, outcomes as object references."""
+    """Transport over Ray: calls are actor tasks, references are object references."""
 
     def send(self, member: Member, export: Export, share: Share) -> Any:
-        """Submit one call. The task's name says which: Ray's tools show it, and it need not be an argument."""
+        """Submit one call and return its object reference."""
+        # The name of the task selects the method, so that Ray's tools show it and no argument is needed for it.
         group = _CONCURRENTLY if export.concurrent else member.thread or None
         call = member.handle.call_named.options(name=f"{member.role}.{export.name}", concurrency_group=group)
         args, kwargs = share
         return call.remote(*args, **kwargs)
 
     def put(self, value: Any) -> Any:
-        """Store a value once."""
+        """Store a value once in the object store."""
         return ray.put(value)
 
     def wait(self, references: Sequence[Any], timeout: float | None, count: int = 1) -> list[Any]:
-        """Those that are ready, once `count` are, or after `timeout` seconds (0: at once)."""
+        """Wait until `count` references are ready or `timeout` seconds have passed, and return the ready ones."""
         if not references:
             return []
-        wanted = len(references) if timeout == 0 else min(count, len(references))
-        return ray.wait(list(references), num_returns=wanted, timeout=timeout)[0]
+        count = len(references) if timeout == 0 else min(count, len(references))
+        return ray.wait(list(references), num_returns=count, timeout=timeout)[0]
 
     async def ready(self, references: Sequence[Any]) -> None:
-        """Wait until all are ready, without a thread."""
+        """Wait until all references are ready, without blocking a thread."""
         if references:
             done, _ = await asyncio.wait([asyncio.wrap_future(reference.future()) for reference in references])
             for future in done:
-                future.exception()  # looked at here, and raised by `outcome`
+                future.exception()  # retrieved, else asyncio would log it as unhandled; `outcome` raises it
 
     def values(self, references: Sequence[Any]) -> list[Any] | None:
-        """All values in one question to Ray, if they come within a moment."""
+        """Fetch all values with one request to Ray, or return None if they do not arrive within a moment."""
         try:
             return ray.get(list(references), timeout=_MOMENT_S)
-        except Exception:  # noqa: BLE001 - whatever it is, `wait` and `outcome` find out whose
+        except Exception:  # noqa: BLE001 - `wait` and `outcome` then find the worker that failed
             return None
 
     def outcome(self, reference: Any) -> Outcome:
-        """The value, or the error with its own type and the remote traceback as a note."""
+        """Return the value, or the error with its original type and the remote traceback as a note."""
         try:
             return Outcome(ray.get(reference))
         except exceptions.RayTaskError as error:
-            cause = error.cause if isinstance(error.cause, BaseException) else error
-            if cause is not error:
-                with_note(cause, f"remote traceback:\n{error}")
-            return Outcome(error=cause, raised=True)
+            if isinstance(error.cause, BaseException):
+                return Outcome(error=with_note(error.cause, f"remote traceback:\n{error}"), raised=True)
+            return Outcome(error=error, raised=True)
         except _LOSSES as error:
             return Outcome(error=ResultLost(f"its result is lost ({type(error).__name__})"))
         except _DEATHS as error:
-            return Outcome(error=WorkerDied(f"the worker's process is gone ({type(error).__name__})"))
+            return Outcome(error=WorkerDied(f"the worker's process has died ({type(error).__name__})"))
         except exceptions.RayError as error:
             return Outcome(error=error)
 
 
 @functools.cache
 def _actor(concurrency: int, roles: tuple[str, ...]) -> Any:
-    """The actor class of a process, by whose name Ray's tools show it; each that is made is shipped to all workers."""
-    # Groups cost every call a little, and their threads are not the main one: only for who needs them.
-    groups = {_CONCURRENTLY: concurrency} if concurrency > 1 else {}
+    """Return the actor class of a process, named for its roles so that Ray's tools show them."""
+    # Cached, because Ray ships every actor class to all workers. Concurrency groups only where needed: they slow down
+    # every call a little, and their threads are not the main thread.
+    groups: dict[str, int] = {}
+    if concurrency > 1:
+        groups[_CONCURRENTLY] = concurrency
     if len(roles) > 1:
         groups |= dict.fromkeys(roles, 1)
     remote: Any = ray.remote(concurrency_groups=groups) if groups else ray.remote  # pyright: ignore[reportCallIssue]
@@ -135,7 +134,7 @@ def _actor(concurrency: int, roles: tuple[str, ...]) -> Any:
 
 
 class RayBackend:
-    """Starts and ends what a job needs on Ray; starts a cluster of its own when there is none."""
+    """Backend that runs the processes of a job on Ray. It starts a local cluster if none exists."""
 
     is_local = False
 
@@ -144,10 +143,10 @@ class RayBackend:
         self._own_cluster = contextlib.ExitStack()
         self._own_processes: list[tuple[str, Any]] = []
         self._stopped: dict[int, float] = {}
-        """Since when a part of the own cluster is stopped, by its process."""
+        """Time since which a process of the job's own cluster has been stopped by a signal, by pid."""
         self._own_folder: Path | None = None
         self._cluster_ended = threading.Event()
-        """Set once the own cluster has ended, for the thread that has started it."""
+        """Set when the job's own cluster has ended. The thread that started the cluster waits for it."""
         self._group: PlacementGroup | None = None
         self.transport = RayTransport()
 
@@ -156,11 +155,11 @@ class RayBackend:
 
         Args:
             placement: the job's bundles.
-            placement_timeout: seconds to wait for room, which an autoscaler may be about to make.
-            info: shows the user a line.
+            placement_timeout: seconds to wait for free resources, which an autoscaler may be adding.
+            info: callback that shows the user a line.
 
         Raises:
-            JobError: nobody answers at the cluster's address, or it has less than the job needs.
+            JobError: no cluster responds at the address, or it has fewer resources than the job needs.
         """
         cpus = math.ceil(sum(bundle.cpu for bundle in placement.bundles))
         if not ray.is_initialized():
@@ -171,19 +170,21 @@ class RayBackend:
                     self._join(address, quiet)
             else:
                 self._start_own(max(cpus, os.cpu_count() or 1), quiet)
-            # Ray prints a paragraph about each process that dies; the master names it in one line.
+            # Silence Ray's paragraph about each dead process: the master reports it in one line.
             vars(importlib.import_module("ray._private.worker"))["print_to_stdstream"] = lambda *_, **__: None
         _await_silent_nodes(info)
         missing = _missing(placement, cpus)
         if missing and self._own_processes:
             raise JobError(f"{missing}; lower the roles' resources")
         nodes = self._machines(placement, placement_timeout, info)
-        where = [{_NODE_LABEL: nodes[bundle.machine]} if bundle.machine else {} for bundle in placement.bundles]
-        selected: dict[str, Any] = {"bundle_label_selector": where} if nodes else {}
+        selected: dict[str, Any] = {}
+        if nodes:
+            labels: dict[Any, Any] = {machine: {_NODE_LABEL: node} for machine, node in nodes.items()}
+            selected["bundle_label_selector"] = [labels.get(bundle.machine, {}) for bundle in placement.bundles]
         bundles = [_ray_resources(bundle) for bundle in placement.bundles]
         self._group = placement_group(bundles, strategy="PACK", name=f"troupe-{self._run_id}", **selected)
-        wish = missing or f"the job's {len(bundles)} bundles are to be reserved"
-        _await_group(self._group, wish, placement_timeout, info)
+        request = missing or f"reserving the job's {len(bundles)} bundles"
+        _await_group(self._group, request, placement_timeout, info)
 
     def _join(self, address: str, quiet: Mapping[str, Any]) -> None:
         try:
@@ -197,43 +198,46 @@ class RayBackend:
     def _start_own(self, cpus: int, quiet: dict[str, Any]) -> None:
         self._own_cluster.enter_context(own_token(shared_folder(f"{self._run_id}-ray")))
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # Ray's own choice is 15: whatever else runs on the machine would keep the workers from working.
+        # Ray's default is 15, with which other programs on the machine would starve the workers.
         os.environ.setdefault("RAY_worker_niceness", "0")
-        # Of so many calls it keeps what Ray's tools show. Ray's own choice is 100,000, 1 kB each, in the GCS.
+        # Number of calls that Ray's tools can show. Ray's default of 100,000 takes 1 kB each in the GCS.
         os.environ.setdefault("RAY_task_events_max_num_task_in_gcs", "2000")
         store = max(100 * 2**20, min(OBJECT_STORE_BYTES, shutil.disk_usage("/dev/shm").free // 3))
-        gpus = detect_devices() or None  # None: Ray may know of some
-        # Ray lets everybody write to its folder, where its sockets are: it lies in one that is for this user alone.
+        gpus = detect_devices() or None  # None: Ray counts the devices itself
+        # Ray's folder, which has its sockets, is writable for everybody. So it is created in a private folder.
         places = (os.environ.get("RAY_TMPDIR", ""), tempfile.gettempdir(), "/tmp")
         place = next(place for place in places if 0 < len(os.fsencode(place)) <= _MOST_FOLDER_BYTES)
         self._own_folder = Path(tempfile.mkdtemp(prefix="ray-", dir=place))
-        (shared_folder(f"{self._run_id}-ray") / BESIDE).symlink_to(self._own_folder)
+        (shared_folder(f"{self._run_id}-ray") / LINKED).symlink_to(self._own_folder)
         options = {"include_dashboard": False, "object_store_memory": store, "_temp_dir": str(self._own_folder / "r")}
         try:
             with few_processes():
                 start = functools.partial(ray.init, address="local", num_cpus=cpus, num_gpus=gpus, **options, **quiet)
-                # Linux ends Ray's processes with the thread that has started them, not with the process.
+                # Linux ends Ray's processes with the thread that has started them, not with the process. So that
+                # thread must live as long as the cluster.
                 self._cluster_ended = threading.Event()
                 _from_a_thread(start, until=self._cluster_ended)
-        except BaseException as error:  # a signal too; what Ray has started by then knows of no end
+        except BaseException as error:  # also a signal, after which the processes started so far would never end
             _end_all_of(self._own_folder)
             self.stop()
             is_ray_left.set()
             if not isinstance(error, Exception):
                 raise
-            # Ray has no other type for it; a machine may be so busy that 30 s are not enough
+            # WorkerDied lets the master try again: on a busy machine Ray's limit of 30 s may be too short. Ray's own
+            # errors do not distinguish that case.
             raise WorkerDied(f"Ray did not start: {first_line(error)}") from error
         node = vars(importlib.import_module("ray._private.worker"))["_global_node"]
         for name in ("gcs_server", "raylet"):
             self._own_processes += [(name, started.process) for started in node.all_processes[name]]
 
     def fault(self) -> str:
-        """What has died of the cluster that was started for this job; empty while all of it lives. A part that stays
-        stopped would be waited for without end, so it is ended.
+        """Return a description of the dead process of the job's own cluster, or an empty string if all are alive.
+
+        A process that stays stopped by a signal for long is killed, because Ray would wait for it without a limit.
         """
         for name, process in self._own_processes:
             if process.poll() is not None:
-                return f"Ray's own {name} has ended, with status {process.poll()}"
+                return f"Ray's {name} process has ended with status {process.poll()}"
             if not _is_stopped(process.pid):
                 self._stopped.pop(process.pid, None)
             elif time.monotonic() > self._stopped.setdefault(process.pid, time.monotonic()) + _STOPPED_S:
@@ -241,11 +245,12 @@ class RayBackend:
         return ""
 
     def dead_nodes(self) -> set[str]:
-        """Nodes that Ray has found dead."""
+        """Return the ids of nodes that Ray has declared dead."""
+        # A call to a dead cluster would block.
         return set() if self.fault() else {node["NodeID"] for node in ray.nodes() if not node["Alive"]}
 
     def room_missing(self) -> str:
-        """What a process that is to be started again waits for; empty if its place is there."""
+        """Return a description of the resources that a replacement waits for, or an empty string if it has them."""
         if self._group is None or self.fault() or placement_group_table(self._group)["state"] == "CREATED":
             return ""
         return f"the cluster has no free resources for it; free now: {_short(ray.available_resources())}"
@@ -253,39 +258,39 @@ class RayBackend:
     def _machines(
         self, placement: Placement, timeout: float, info: Callable[[str], None]
     ) -> dict[tuple[str, int], str]:
-        """A node for each machine of the roles that are spread over several.
+        """Choose a node for each machine of the roles that span several machines.
 
-        Ray chooses: a group of bundles that must be on different nodes is reserved for each such role, and given back
-        when all have been found.
+        Ray chooses the nodes: for each such role a placement group with STRICT_SPREAD is reserved, and released when
+        the nodes of all roles are known.
         """
         needs: dict[str, dict[int, Counter[str]]] = {}
         for bundle in placement.bundles:
             if bundle.machine is not None:
                 role, index = bundle.machine
                 needs.setdefault(role, {}).setdefault(index, Counter()).update(_ray_resources(bundle))
-        found: dict[tuple[str, int], str] = {}
-        with contextlib.ExitStack() as held:
+        nodes: dict[tuple[str, int], str] = {}
+        with contextlib.ExitStack() as reserved:
             for role, machines in needs.items():
                 each = [{k: float(v) for k, v in machines[index].items()} for index in sorted(machines)]
                 able = [node for node in ray.nodes() if node["Alive"] and _fits(each[0], node["Resources"])]
                 group = placement_group(each, strategy="STRICT_SPREAD", name=f"troupe-{self._run_id}-{role}")
-                held.callback(remove_placement_group, group)
-                wish = (
-                    f"{role} is to be on {len(each)} machines with {_short(each[0])} on each, and the cluster has "
-                    f"{len(able)} of that size; join more to it (ray start --address=HEAD:6379), or lower the role's "
-                    "number of nodes"
+                reserved.callback(remove_placement_group, group)
+                request = (
+                    f"{role} needs {len(each)} machines with {_short(each[0])} on each, and the cluster has "
+                    f"{len(able)} of that size; add nodes (ray start --address=HEAD:6379), or lower the role's number "
+                    "of nodes"
                 )
-                _await_group(group, wish, timeout, info)
+                _await_group(group, request, timeout, info)
                 chosen: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
-                found |= {(role, index): chosen[place] for place, index in enumerate(sorted(machines))}
-        return found
+                nodes |= {(role, index): chosen[place] for place, index in enumerate(sorted(machines))}
+        return nodes
 
     def pickled(self, value: Any) -> bytes:
-        """Bytes of a value whose class may be defined in the driver's own script."""
+        """Pickle a value whose class may be defined in the driver's script, which workers cannot import."""
         return cloudpickle.dumps(value)
 
     def create(self, spec: ProcessSpec) -> Any:
-        """Start one process; returns its handle at once, as only actors without a name do."""
+        """Start one process, and return its handle immediately. The actor has no name: Ray waits for named actors."""
         assert self._group is not None
         plan = spec.plan
         options: dict[str, Any] = {
@@ -297,35 +302,38 @@ class RayBackend:
         if plan.memory:
             options["memory"] = plan.memory * 2**20
         if spec.env:
-            # Ray starts such workers through a shell, and hands it the path of Python as it is.
+            # Ray starts workers with environment variables through a shell, and does not quote the path of Python.
+            runtime_env: dict[str, Any] = {"env_vars": spec.env}
             quoted = shlex.quote(sys.executable)
-            python = {} if quoted == sys.executable else {"py_executable": quoted}
-            options["runtime_env"] = {"env_vars": spec.env, **python}
-        beside = max(role.concurrency for role in spec.roles.values())
-        return _actor(beside, tuple(plan.roles)).options(**options).remote(spec, RayTransport())
+            if quoted != sys.executable:
+                runtime_env["py_executable"] = quoted
+            options["runtime_env"] = runtime_env
+        concurrency = max(role.concurrency for role in spec.roles.values())
+        return _actor(concurrency, tuple(plan.roles)).options(**options).remote(spec, RayTransport())
 
     def invoke(self, handle: Any, method: str, *args: Any) -> Any:
-        """Call a method of the process itself; returns a reference."""
+        """Call a method of the process itself, and return a reference to the outcome."""
         return getattr(handle, method).remote(*args)
 
     def kill(self, handle: Any) -> None:
-        """End a process at once."""
-        self._ask_ray(lambda: ray.kill(handle, no_restart=True))
+        """Kill a process."""
+        self._call_ray(lambda: ray.kill(handle, no_restart=True))
 
     def release(self) -> None:
-        """Give back what the job has reserved."""
-        group, self._group = self._group, None
+        """Release the resources that the job has reserved."""
+        group = self._group
+        self._group = None
         if group is not None and ray.is_initialized():
-            self._ask_ray(lambda: remove_placement_group(group))
+            self._call_ray(lambda: remove_placement_group(group))
 
     def stop(self) -> None:
-        """End the cluster if it was started for this job; its own logs stay where a part of it has died."""
+        """Shut down the cluster if it was started for this job. If one of its processes has died, its logs are kept."""
         folder = self._own_folder
-        # While Ray shuts down its processes end, which is no fault then.
-        if folder is not None and (self.fault() or not self._ask(ray.shutdown, _SHUTDOWN_S)):
-            # Ray's library would wait a minute for a cluster that is gone, and then end this process.
+        # `_call` and not `_call_ray`: the processes end during the shutdown, which is no fault.
+        if folder is not None and (self.fault() or not self._call(ray.shutdown, _SHUTDOWN_S)):
+            # Ray's library would wait a minute for a dead cluster, and then end this process.
             _end_all_of(folder)
-            if not self._ask(ray.shutdown, _SHUTDOWN_S):
+            if not self._call(ray.shutdown, _SHUTDOWN_S):
                 atexit.unregister(ray.shutdown)
             is_ray_left.set()
         elif folder is not None:
@@ -335,19 +343,19 @@ class RayBackend:
         self._own_folder = None
         self._own_processes = []
 
-    def _ask_ray(self, call: Callable[[], object], seconds: float = _REACHED_WITHIN_S) -> bool:
-        """Call Ray while the job's own cluster lives, and for so long at most; returns True where it has returned."""
-        return not self.fault() and self._ask(call, seconds, self.fault)
+    def _call_ray(self, call: Callable[[], object], seconds: float = _REACHED_WITHIN_S) -> bool:
+        """Call Ray unless the job's own cluster has a fault. Return True if the call returned within the time limit."""
+        return not self.fault() and self._call(call, seconds, self.fault)
 
-    def _ask(self, call: Callable[[], object], seconds: float, fault: Callable[[], str] = str) -> bool:
+    def _call(self, call: Callable[[], object], seconds: float, fault: Callable[[], str] = str) -> bool:
         done = threading.Event()
 
-        def ask() -> None:
-            with contextlib.suppress(Exception):  # what is gone already needs no end
+        def run() -> None:
+            with contextlib.suppress(Exception):  # the process or group has ended already, which is the aim
                 call()
             done.set()
 
-        threading.Thread(target=ask, name="troupe-last-call", daemon=True).start()
+        threading.Thread(target=run, name="troupe-last-call", daemon=True).start()
         deadline = time.monotonic() + seconds
         while not done.wait(_MOMENT_S) and time.monotonic() < deadline and not fault():
             pass
@@ -356,41 +364,43 @@ class RayBackend:
 
 @contextlib.contextmanager
 def few_processes() -> Iterator[None]:
-    """A Ray that is started herein has no server of a dashboard, no autoscaler, and no process that sends the driver
-    what its workers print. Nothing of ours uses them; they take 290 MB, and a third of the time until Ray is up.
+    """Start Ray inside the block without its dashboard, autoscaler and log monitor.
 
-    ray.init has no options for it. A method that another version of Ray does not have is left alone.
+    This project does not use them. They take 290 MB, and a third of Ray's start-up time. ray.init has no option for
+    them, so methods of Ray's Node class are replaced. A method that another version of Ray lacks is skipped.
     """
     node: Any = importlib.import_module("ray._private.node").Node
     constants = importlib.import_module("ray._private.ray_constants")
 
-    def give_no_address(self: Any, **_: Any) -> None:
-        # Ray's agent asks for the address once a second, and would write to its log that there is none.
-        key, value = constants.DASHBOARD_ADDRESS.encode(), b"127.0.0.1:0"
-        self.get_gcs_client().internal_kv_put(key, value, True, constants.KV_NAMESPACE_DASHBOARD)
+    def store_empty_address(self: Any, **_: Any) -> None:
+        # Ray's agent reads the address once a second, and would log an error each time if there were none.
+        key = constants.DASHBOARD_ADDRESS.encode()
+        self.get_gcs_client().internal_kv_put(key, b"127.0.0.1:0", True, constants.KV_NAMESPACE_DASHBOARD)
 
-    left_out: dict[str, Callable[..., None]] = dict.fromkeys(["start_monitor", "start_log_monitor"], lambda _: None)
-    left_out["start_api_server"] = give_no_address
+    replaced: dict[str, Callable[..., None]] = dict.fromkeys(["start_monitor", "start_log_monitor"], lambda _: None)
+    replaced["start_api_server"] = store_empty_address
     with contextlib.ExitStack() as undo:
-        for name in left_out.keys() & vars(node).keys():
+        for name in replaced.keys() & vars(node).keys():
             undo.callback(setattr, node, name, getattr(node, name))
-            setattr(node, name, left_out[name])
+            setattr(node, name, replaced[name])
         yield
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a signal keeps a process that this one has started from going on."""
-    with contextlib.suppress(ChildProcessError):  # it has ended meanwhile
+    """True if a child process of this process has been stopped by a signal."""
+    with contextlib.suppress(ChildProcessError):  # the process has ended in the meantime
         return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
     return False
 
 
 def _end_all_of(folder: Path) -> None:
-    """End what a Ray that did not start, or did not end, has left: processes whose commands name its folder, or that
-    have opened a file in it: agents of Ray overwrite their commands.
+    """Kill the processes of a Ray cluster that did not start or did not shut down.
+
+    They are the processes whose command line names the cluster's folder, and those with an open file in it. Ray's
+    agents overwrite their command line, so that the first alone would miss them.
     """
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
+        with contextlib.suppress(OSError):  # the process has ended in the meantime, or is another user's
             is_named = os.fsencode(folder) in (process / "cmdline").read_bytes()
             if is_named or (process.name != str(os.getpid()) and _has_opened(process, folder)):
                 os.kill(int(process.name), signal.SIGKILL)
@@ -401,15 +411,17 @@ def _has_opened(process: Path, folder: Path) -> bool:
 
 
 def _from_a_thread(call: Callable[[], object], seconds: float = math.inf, until: threading.Event | None = None) -> bool:
-    """Let a thread call Ray, so that a signal finds the main thread in Python, whatever Ray waits for; returns True
-    where it has returned in time. What it raises is raised here. The thread lives on `until` an event is set.
+    """Call Ray in a thread. Return True if the call returned within `seconds`, and raise its error.
+
+    The main thread stays in Python code, so it handles signals even while Ray blocks. After the call the thread waits
+    for the event `until`.
     """
     outcome: Future[object] = Future()
 
     def run() -> None:
         try:
             outcome.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - raised where the caller waits
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits for the outcome
             outcome.set_exception(error)
         else:
             if until is not None:
@@ -425,21 +437,22 @@ def _from_a_thread(call: Callable[[], object], seconds: float = math.inf, until:
 
 
 def _missing(placement: Placement, cpus: int) -> str:
-    """What the whole cluster has too little of, in a sentence; empty if it has enough."""
-    has = ray.cluster_resources()
-    wanted = Counter({"CPU": cpus})
+    """Return a sentence about a resource that the whole cluster has too little of, or an empty string."""
+    available = ray.cluster_resources()
+    required = Counter({"CPU": cpus})
     for bundle in placement.bundles:
-        wanted.update({"GPU": bundle.accelerator, **bundle.custom})
-    for kind, needed in wanted.items():
-        if needed > has.get(kind, 0) + 1e-6:
+        required.update({"GPU": bundle.accelerator, **bundle.custom})
+    for kind, needed in required.items():
+        if needed > available.get(kind, 0) + 1e-6:
             roles = ", ".join(f"{role} {count:g}" for role, count in placement.devices.items() if count)
-            of = f" ({roles})" if kind == "GPU" else ""
-            return f"the job needs {needed:g} {kind}{of}, but the cluster has {has.get(kind, 0):g} in all"
+            label = {"GPU": f"GPU ({roles})"}.get(kind, kind)
+            return f"the job needs {needed:g} {label}, but the cluster has {available.get(kind, 0):g} in all"
     return ""
 
 
 def _await_silent_nodes(info: Callable[[str], None]) -> None:
-    """Wait until every node that Ray counts on answers: a reservation that meets a silent one blocks all others."""
+    """Wait until all nodes respond that Ray considers alive."""
+    # A reservation on a node that does not respond blocks all other reservations of the cluster.
     for attempt in range(_SILENT_WITHIN_S):
         nodes = [node for node in ray.nodes() if node["Alive"]]
         with ThreadPoolExecutor(_KNOCKS_AT_ONCE) as pool:
@@ -447,12 +460,12 @@ def _await_silent_nodes(info: Callable[[str], None]) -> None:
         if not silent:
             return
         if attempt == 0:
-            info(f"{', '.join(silent)} does not respond; waiting until it does, or until Ray gives it up")
+            info(f"{', '.join(silent)} does not respond; waiting until it does, or until Ray declares it dead")
         time.sleep(1)
 
 
 def _silent(node: dict[str, Any]) -> str:
-    """Its name if it does not answer."""
+    """Return the name of a node that does not respond, or an empty string."""
     try:
         socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), _KNOCK_S).close()
     except OSError:
@@ -460,29 +473,34 @@ def _silent(node: dict[str, Any]) -> str:
     return ""
 
 
-def _await_group(group: PlacementGroup, wish: str, timeout: float, info: Callable[[str], None]) -> None:
-    """Wait until a group of bundles is reserved, and say what is waited for."""
-    began, report_at = time.monotonic(), min(_FIRST_REPORT_S, timeout / 2)
+def _await_group(group: PlacementGroup, request: str, timeout: float, info: Callable[[str], None]) -> None:
+    """Wait until a placement group is reserved, and log the wait.
+
+    Raises:
+        JobError: the resources were not free within `timeout` seconds.
+    """
+    began = time.monotonic()
+    report_at = min(_FIRST_REPORT_S, timeout / 2)
     while not group.wait(1):
         elapsed = time.monotonic() - began
         free = f"free now: {_short(ray.available_resources())}"
         if elapsed >= timeout:
             raise JobError(
-                f"{wish}; there were no free resources within placement_timeout={timeout:g} s ({free}); wait for other "
-                "jobs to end, add nodes, or ask for less"
+                f"{request}: no free resources within placement_timeout={timeout:g} s ({free}); wait for other jobs "
+                "to end, add nodes, or lower the roles' resources"
             )
         if elapsed >= report_at:
-            info(f"{wish}; waiting up to {timeout:g} s for resources ({free})")
+            info(f"{request}; waiting up to {timeout:g} s for resources ({free})")
             report_at *= 2
 
 
 def _ray_resources(bundle: BundlePlan) -> dict[str, float]:
-    found = {"CPU": bundle.cpu, "GPU": bundle.accelerator, "memory": float(bundle.memory * 2**20), **bundle.custom}
-    return {key: value for key, value in found.items() if value}
+    amounts = {"CPU": bundle.cpu, "GPU": bundle.accelerator, "memory": float(bundle.memory * 2**20), **bundle.custom}
+    return {kind: amount for kind, amount in amounts.items() if amount}
 
 
-def _fits(wanted: Mapping[str, float], node: Mapping[str, float]) -> bool:
-    return all(amount <= node.get(kind, 0) + 1e-6 for kind, amount in wanted.items())
+def _fits(needed: Mapping[str, float], node: Mapping[str, float]) -> bool:
+    return all(amount <= node.get(kind, 0) + 1e-6 for kind, amount in needed.items())
 
 
 def _short(resources: Mapping[str, float]) -> str:

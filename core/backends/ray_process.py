@@ -1,4 +1,4 @@
-"""A worker process as a Ray actor, with a log and a side thread that answers the master."""
+"""Worker process as a Ray actor, with a log file and a control thread for requests of the master."""
 
 import contextlib
 import faulthandler
@@ -38,17 +38,17 @@ from core.supervise.worker_process import (
 
 
 class RayProcess(WorkerProcess):
-    """The actor. What the master asks runs in the order in which it was sent, and so do the calls to each workload.
+    """The actor class. Requests of the master run in the order in which they were sent, as do calls to each workload.
 
-    A process of one workload does all of this on its main thread. Where several share it, each has a thread, so that
-    they can call each other; they work one at a time.
+    A process with one workload runs all of them on its main thread. If several workloads share a process, each has a
+    thread, so that they can call each other, but only one thread runs at a time.
     """
 
     def __init__(self, spec: ProcessSpec, transport: Transport) -> None:
         _prepare(spec)
         super().__init__(spec, pickle.loads(spec.run.config), transport, self._to_master)
         self._ip = ray.util.get_node_ip_address()
-        # Of the roles whose ranks meet here.
+        # Rendezvous ports of the roles whose rank 0 is in this process.
         self._ports: dict[Role, socket.socket] = {}
         self._turn = threading.RLock()
         self._job_memory = 0
@@ -60,7 +60,7 @@ class RayProcess(WorkerProcess):
             "lost": self._directory.lose,
             "replaced": lambda member: self._directory.replace(pickle.loads(member)),
         }
-        # Without a master nobody would end this process.
+        # Without the callback this process would outlive a dead master, because only the master ends it.
         self._control = ControlServer(self._ip, spec.run.key, answer, orphaned=self._end)
         self._log = sys.stdout
         show = functools.partial(self._control.send, "info")
@@ -78,23 +78,23 @@ class RayProcess(WorkerProcess):
         return Status(*self.doing(), self._memory.read())
 
     def _tidy(self) -> bool:
-        """Remove what the run has in this machine's shared memory; the answer says that it is done."""
+        """Remove the run's folder in this machine's shared memory. Return True, the reply to the master."""
         shutil.rmtree(self._spec.run.shared_dir, ignore_errors=True)
         return True
 
     def _end(self) -> None:
-        # Others of the run may live on this machine: the master may have given up this process alone.
+        # Only leaves the folder: other processes of the run may still use it, if the master has lost this one alone.
         leave_shared(self._spec.run.shared_dir)
         os._exit(1)
 
     def job_memory(self) -> int:
-        """Bytes that all processes of the job take, by the master's last count."""
+        """Return the memory of all processes of the job in bytes, as last sent by the master."""
         return self._job_memory
 
     def report(self) -> ProcessReport:
-        """Say where it is, and which node Ray takes it for: several may have one address.
+        """Report the address and Ray's node id. Several nodes may have one address.
 
-        A port is kept for each role whose ranks will meet here, so that no other job on this machine is given it.
+        Reserves a port for each role whose rank 0 is here, so that no other job on this machine gets the port.
         """
         sweep_shared()
         claim_shared(self._spec.run.shared_dir)
@@ -114,27 +114,29 @@ class RayProcess(WorkerProcess):
         )
 
     def packed(self, exports: dict[str, Export]) -> bytes:
-        """As `WorkerProcess.packed`: pickled, as what they name takes seconds to import, and few processes need it."""
+        """Return the exports pickled. Unpickling may import modules for seconds, and few processes need them."""
         return cloudpickle.dumps(exports)
 
     def call_named(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the method that the task is named after, `ACTOR.update`: so it is called in Ray's own tools too."""
+        """Run the method named by the task, such as `ACTOR.update`. Ray's tools show this name."""
         name = ray.get_runtime_context().get_task_name()
         assert name is not None
         role, _, method = name.partition(".")
-        key, worker = next(found for found in self._workers.items() if found[0][0] == role)
+        key, worker = next((key, worker) for key, worker in self._workers.items() if key[0] == role)
         export = worker.exports[method][0]
         try:
             with contextlib.nullcontext() if export.concurrent else self._turn:
                 if export.replay and self._spec.run.recovers:
                     return self._call_and_keep((*key, method), *args, **kwargs)
                 return self.call(*key, method, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - it is raised, in a form that arrives
-            raise _that_can_be_sent(error) from error.__cause__
+        except Exception as error:  # noqa: BLE001 - raised again, in a form that can be pickled
+            raise _picklable(error) from error.__cause__
 
     def _call_and_keep(self, key: CallKey, /, *args: Any, **kwargs: Any) -> Any:
-        """As `call`; the master keeps the last call that has succeeded, to have it repeated in a replacement. One that
-        this process dies in is not among them: its caller sends it again.
+        """Run a call, and send it to the master after it has succeeded.
+
+        The master keeps the last call of each method and repeats it in a replacement. A call during which the process
+        dies is not kept, because its caller sends it again.
         """
         kept = (self._spec.attempt, next(self._count), cloudpickle.dumps((args, kwargs)))
         result = self.call(*key, *args, **kwargs)
@@ -142,19 +144,19 @@ class RayProcess(WorkerProcess):
         return result
 
     def repeat(self, calls: dict[CallKey, KeptCall]) -> None:
-        """Call again here, in the same order, what was called in the process that this one replaces."""
+        """Repeat the kept calls of the process that this one replaces, in their original order."""
         for key, (_, _, pickled) in sorted(calls.items(), key=operator.itemgetter(1)):
             args, kwargs = pickle.loads(pickled)
             self.call(*key, *args, **kwargs)
 
     def run(self, role: Role, rank: int) -> None:
-        """As `WorkerProcess.run`; siblings work while it waits for them."""
+        """Run a workload's `run()`. Other workloads of the process run while it waits for results."""
         with self._turn:
             super().run(role, rank)
 
     @contextlib.contextmanager
     def waits(self) -> Iterator[None]:
-        """The turn is given away meanwhile, if this thread has it."""
+        """Release the turn of this thread, if it has it, while the block waits."""
         has_turn = True
         try:
             self._turn.release()
@@ -167,15 +169,17 @@ class RayProcess(WorkerProcess):
                 self._turn.acquire()
 
     def _stack(self) -> str:
-        """Where the main thread is; all threads are written to the log."""
+        """Return the stack of the main thread. The stacks of all threads are written to the log."""
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         return "".join(traceback.format_stack(frame))
 
 
 def kept_port() -> socket.socket:
-    """A socket at a free port of all addresses. As long as it is open nobody is given the port by chance, and whoever
-    knows it and sets SO_REUSEADDR, as torch does, can listen there.
+    """Return a socket that reserves a free port on all addresses.
+
+    While it is open, the system gives the port to no other program. A program that sets SO_REUSEADDR, as torch does,
+    can still listen on it.
     """
     kept = socket.socket()
     kept.bind(("", 0))
@@ -183,41 +187,41 @@ def kept_port() -> socket.socket:
     return kept
 
 
-def _that_can_be_sent(error: Exception) -> Exception:
-    """The error itself if it survives its way to the caller, else one that says as much."""
+def _picklable(error: Exception) -> Exception:
+    """Return the error itself if it can be pickled, else a RuntimeError with its message."""
     try:
         cloudpickle.loads(cloudpickle.dumps(error))
-    except Exception:  # noqa: BLE001 - whatever its own __reduce__ or __init__ raises
+    except Exception:  # noqa: BLE001 - the error's __reduce__ or __init__ may raise anything
         plain = RuntimeError(f"{type(error).__qualname__}: {error}")
-        with_note(plain, "its own type cannot be pickled")
+        with_note(plain, "its original type cannot be pickled")
         return plain.with_traceback(error.__traceback__)
     return error
 
 
 def _prepare(spec: ProcessSpec) -> None:
-    # Before any user module is imported: libraries read these once.
+    # Set before any user module is imported, because libraries read these variables once.
     os.environ["OMP_NUM_THREADS"] = str(threads_here(spec.plan.threads))
-    # Threads that wait by spinning take the cores from whoever has work: other roles, other jobs. For a moment they
-    # do, as what follows comes at once: to wake a core costs .1 ms or more (a third of a step on two cores).
+    # Threads that spin while they wait take cores from other roles and jobs, so they sleep. They spin for a moment
+    # first: waking a core takes 0.1 ms or more, which added up to a third of a step on two cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     if not spec.plan.accelerator and "CUDA_VISIBLE_DEVICES" not in spec.env:
-        # Ray would show it all.
+        # Ray would make all devices visible to a process that has reserved none.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     for path in reversed(spec.run.python_path):
         if path not in sys.path:
             sys.path.insert(0, path)
-    # Relative paths in a configuration mean what they mean to the driver, where its folder exists here.
+    # Relative paths in a configuration are resolved as in the driver, if its working directory exists here.
     if spec.run.working_dir.is_dir():
         os.chdir(spec.run.working_dir)
     if spec.log_file is not None:
-        print(f"{spec.plan.name} writes to {spec.log_file}", flush=True)  # for who looks into Ray's own log
+        print(f"{spec.plan.name} writes to {spec.log_file}", flush=True)  # a pointer for readers of Ray's own log
         spec.log_file.parent.mkdir(parents=True, exist_ok=True)
         log = os.open(spec.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
-        # A log is UTF-8 wherever the driver writes to, and takes half of a surrogate pair too.
+        # UTF-8 whatever the locale is. A lone surrogate is escaped, else printing it would raise.
         options: dict[str, Any] = {"buffering": 1, "encoding": "utf-8", "errors": "backslashreplace", "closefd": False}
         sys.stdout = os.fdopen(1, "w", **options)
         sys.stderr = os.fdopen(2, "w", **options)

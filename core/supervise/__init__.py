@@ -1,1 +1,1 @@
-"""Life of a job's processes, seen from the driver."""
+"""Supervision of a job's processes by the driver."""

@@ -1,7 +1,7 @@
-"""How the processes of a job come up, first all together and later one by one in place of those that are lost.
+"""Start of the processes of a job: all of them at first, and later single replacements of lost processes.
 
-Each is a generator that goes through the same stages and yields what it waits for, so any number of them come up at
-the same time, and one that dies on the way begins anew while the others continue.
+The start of a process is a generator with several stages, which yields the references that it waits for. So any number
+of processes start concurrently, and a process that dies during its start is started again while the others continue.
 """
 
 import math
@@ -21,22 +21,22 @@ from core.supervise.worker_process import Made, ProcessSpec, RunFacts
 
 _FIRST_REPORT_S = 10.0
 _TOGETHER_S = 5.0
-"""Processes that are lost within so many seconds are one incident: a node takes all of its processes along."""
+"""Seconds within which lost processes count as one incident, because a dead node loses all of its processes."""
 _NODE_S = 60.0
-"""So long after a node's death, a replacement that never came up may have been placed on it."""
+"""Seconds after a node's death during which a replacement that never started may have been placed on that node."""
 
 Stages = Generator[Any, Any, None]
 
 
 class BringUp:
-    """Brings the processes of one attempt up, and keeps the directory of who is where.
+    """Starts the processes of one attempt, and maintains the directory of workers.
 
     Args:
-        job: what is to run.
-        facts: what all processes are told.
-        backend: where they live.
-        watch: the state of each process is kept there.
-        starts: how often each process was started in the attempts before; counted on here.
+        job: the job.
+        facts: data that all processes of the run receive.
+        backend: the backend that runs the processes.
+        watch: holder of the state of each process.
+        starts: number of starts of each process in earlier attempts. It is incremented here.
     """
 
     def __init__(self, job: JobSpec, facts: RunFacts, backend: Any, watch: Watch, starts: Counter[str]) -> None:
@@ -45,7 +45,7 @@ class BringUp:
         self._backend = backend
         self._watch = watch
         self._starts = starts
-        # How often instances of a role were lost, and when they last were.
+        # Number of incidents of each role, and the time of the last one.
         self._incidents: dict[str, tuple[int, float]] = {}
         self._coming: dict[WatchedProcess, Stages] = {}
         self._report_at = _FIRST_REPORT_S
@@ -53,16 +53,16 @@ class BringUp:
         self._dead_nodes: set[str] = backend.dead_nodes()
         self._local: dict[tuple[Role, int], tuple[int, int]] = {}
         self._rendezvous: dict[Role, tuple[str, int]] = {}
-        # Of each bundle in which one process claims them for all.
+        # Devices of each bundle in which one process has reserved them for all processes.
         self._devices: dict[int, list[str]] = {}
-        # A reference to the directory as it is now, stored once for all who ask; None if it has changed.
+        # Reference to the current directory, stored once for all processes. None if the directory has changed.
         self._stored: Any = None
         self.roles: dict[Role, RoleEntry] = {}
         for plan in job.placement.hosts:
             drives = Role.TRAINER in plan.roles
             runs = all(job.roles[role].kind == "run" for role in plan.roles) and not drives
             watch.processes.append(WatchedProcess(plan, expendable=runs and facts.recovers, drives=drives))
-        # Who has still to get so far before the others may go on.
+        # Processes that have not reached a stage yet. The others wait for them before they continue.
         self._unreported = set(watch.processes)
         self._unmade = set(watch.processes)
         for process in watch.processes:
@@ -70,7 +70,7 @@ class BringUp:
 
     @property
     def all_up(self) -> bool:
-        """Whether nobody is on the way."""
+        """True if no process is starting."""
         return not self._coming
 
     def _begin(self, process: WatchedProcess) -> None:
@@ -92,7 +92,7 @@ class BringUp:
     # --- the stages of one
 
     def _stages(self, process: WatchedProcess) -> Stages:
-        """From a process that is asked where it is to one that can be called."""
+        """Run the start of one process, from the request for its report until it can be called."""
         process.report = yield self._ask(process, "report")
         assert process.report is not None
         if process.report.control is not None:
@@ -102,15 +102,15 @@ class BringUp:
                 process.lose(f"its control channel: {error!r}")
                 yield
         self._unreported.discard(process)
-        if process.drives and not process.plan.shown:  # else a module might look at devices before they are set
-            # It is made after all others, and what it imports can be there by then.
+        if process.drives and not process.plan.shown:  # else a module might read CUDA_VISIBLE_DEVICES before it is set
+            # The trainer is constructed after all other workloads, so it imports its modules while it waits.
             yield self._ask(process, "import_classes")
         while self._unreported:
             yield
         if not self.roles:
             self._introduce()
         if process.drives:
-            # It is made with the others' exports in hand.
+            # The constructor of a trainer needs the exports of all other roles.
             while not all(other.drives for other in self._unmade):
                 yield
             yield self._ask(process, "connect", self._directory())
@@ -131,9 +131,10 @@ class BringUp:
             self._announce(process)
 
     def _introduce(self) -> None:
-        """Once all have said where they are: who is who, and where the ranks of each role meet."""
+        """Build the directory, the local ranks and the rendezvous addresses from the reports of all processes."""
         processes = self._watch.processes
-        self.roles, self._local = directory_of(self._job.roles, processes), local_ranks(processes)
+        self.roles = directory_of(self._job.roles, processes)
+        self._local = local_ranks(processes)
         for process in processes:
             assert process.report is not None
             self._rendezvous |= {role: (process.report.ip, port) for role, port in process.report.ports.items()}
@@ -141,8 +142,8 @@ class BringUp:
                 self._devices[process.plan.bundle] = process.report.devices
 
     def _note(self, made: dict[Role, Made]) -> None:
-        for role, found in made.items():
-            self.roles[role] = replace(self.roles[role], **vars(found))
+        for role, workload in made.items():
+            self.roles[role] = replace(self.roles[role], **vars(workload))
         self._stored = None
 
     def _directory(self) -> Any:
@@ -166,13 +167,13 @@ class BringUp:
     # --- going on
 
     def advance(self, timeout: float) -> None:
-        """Take everybody on the way as far as what they wait for is there within so many seconds.
+        """Advance all starting processes whose references become ready within `timeout` seconds.
 
         Raises:
-            BaseException: what a workload's class raised while it was imported, made or set up.
+            BaseException: an error of a workload's class during its import, construction or set-up.
         """
         references = [process.reference for process in self._coming if process.reference is not None]
-        # To be woken by each of many that answer one by one would take as long as all of them together.
+        # Waking up for every single process would take as long as all of them together.
         ready = {None, *self._backend.transport.wait(references, timeout, len(references))}
         for process in list(self._coming):
             if not process.lost and process.reference in ready:
@@ -195,52 +196,53 @@ class BringUp:
             del self._coming[process]
 
     def _check_room(self, waiting: list[WatchedProcess]) -> None:
-        """Say of processes that have not started for long what they wait for.
+        """Report processes that have not started for a long time, and the resources that they wait for.
 
         Raises:
-            WorkerDied: they have waited for room as long as the user allows.
+            WorkerDied: they have waited for resources longer than `placement_timeout`.
         """
         waited = time.monotonic() - min((process.started for process in waiting), default=math.inf)
         if waited < _FIRST_REPORT_S:
             self._report_at = _FIRST_REPORT_S
         if waited < self._report_at:
             return
-        missing, limit = self._backend.room_missing(), self._job.placement_timeout
+        missing = self._backend.room_missing()
+        limit = self._job.placement_timeout
+        # The next report is at the limit if that comes before twice the time, so that the failure is not late.
         self._report_at = limit if waited < limit < 2 * waited else 2 * waited
-        names = ", ".join(process.plan.name for process in waiting[:3]) + (", ..." if len(waiting) > 3 else "")
+        names = ", ".join(process.plan.name for process in waiting[:3])
+        if len(waiting) > 3:
+            names += ", ..."
         if missing and waited >= limit:
             raise WorkerDied(f"{names} could not be started within placement_timeout={limit:g} s: {missing}")
-        self._watch.info(
-            f"not started after {waited:.0f} s: {names}, {len(waiting)} in all; {missing or 'the places are reserved'}"
-        )
+        reason = missing or "their resources are reserved"
+        self._watch.info(f"{len(waiting)} processes have not started after {waited:.0f} s: {names}; {reason}")
 
-    # --- the lost
+    # --- lost processes
 
     def late(self, limit: float) -> list[tuple[WatchedProcess, str]]:
-        """Who has not said where it is for so many seconds, and so can be asked nothing, with what tells so."""
+        """Return the processes without a control channel `limit` seconds after their start, with the evidence."""
         silent = [process for process in self._coming if process.link is None and not process.lost]
-        return [
-            (process, f"not up after {limit:g} s") for process in silent if time.monotonic() - process.started > limit
-        ]
+        return [(p, f"not up after {limit:g} s") for p in silent if time.monotonic() - p.started > limit]
 
     def look_at_nodes(self) -> None:
-        """All processes on nodes that the cluster has found dead are lost, though no connection may have ended."""
+        """Mark all processes on dead nodes as lost. The death of a node does not always close its connections."""
         dead = self._backend.dead_nodes()
         if dead - self._dead_nodes:
             self._dead_nodes = dead
             self._node_died_at = time.monotonic()
         for process in self._watch.processes:
             if process.report is not None and process.report.node in dead:
-                process.lose("its machine is gone")
+                process.lose("its machine is dead")
 
     def start_again(self, process: WatchedProcess, end: Callable[[WatchedProcess], None]) -> None:
-        """Begin to put a new process in the place of a lost one.
+        """Start the replacement of a lost process.
 
         Raises:
-            WorkerDied: one of its roles has used up its restarts.
+            WorkerDied: one of its roles has exceeded its `max_restarts`.
         """
-        line = process.blame()
-        self._watch.event("lost", process.plan.name, line)
+        cause = process.blame()
+        self._watch.event("lost", process.plan.name, cause)
         for role, rank in process.plan.workers:
             self._emit_to_others(process, "lost", role, rank)
         if self._unmade:
@@ -248,14 +250,15 @@ class BringUp:
             if not self.roles:
                 self._unreported.add(process)
         for role in process.plan.roles:
-            self._count(role, process, line)
-        self._watch.info(f"{line}; it is started again")
+            self._count(role, process, cause)
+        self._watch.info(f"{cause}; it is started again")
         end(process)
         process.replaces = True
         self._begin(process)
 
-    def _count(self, role: str, process: WatchedProcess, line: str) -> None:
-        now, limit = time.monotonic(), self._job.roles[role].max_restarts
+    def _count(self, role: str, process: WatchedProcess, cause: str) -> None:
+        now = time.monotonic()
+        limit = self._job.roles[role].max_restarts
         incidents, began = self._incidents.get(role, (0, -math.inf))
         if process.report is None:
             self.look_at_nodes()
@@ -264,5 +267,5 @@ class BringUp:
         if together or by_the_node:
             return
         if incidents >= limit:
-            raise WorkerDied(f"{line}; {role} has lost instances {limit} times already (max_restarts={limit})")
+            raise WorkerDied(f"{cause}; {role} has already lost instances {limit} times (max_restarts={limit})")
         self._incidents[role] = (incidents + 1, now)

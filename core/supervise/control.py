@@ -1,11 +1,12 @@
-"""The side channel of each process: one thread that answers the master while the workloads work.
+"""Control channel of each process: a thread that replies to the master while the workloads run.
 
-It carries the user's lines to the terminal, answers "what are you doing, since when, with how much memory", passes on
-what the master has to say (stop, a worker was replaced), and notices a death at once, in both directions: the
-operating system closes the connection of a process that is gone.
+The channel carries log lines to the terminal, status requests (current call, duration, memory), and messages of the
+master (stop, replaced workers). It detects the death of either side immediately, because the operating system closes
+the connection of a dead process.
 """
 
 import contextlib
+import math
 import os
 import queue
 import socket
@@ -20,29 +21,29 @@ from pathlib import Path
 from typing import Any
 
 _GREETING_S = 30
-"""Who connects and does not show the key in so many seconds is cut off, and who is connected to is taken for dead."""
+"""Seconds allowed for the handshake. A client that exceeds it is disconnected, a server that does counts as dead."""
 _MEMORY_EVERY_S = 2.0
 _MEMORY_SHARE = 0.01
-"""Of the time, at most so much is spent on reading memory, which takes 12 ms for each GB."""
+"""Maximum share of time spent on reading memory usage (12 ms per GB)."""
 
 
-_beaten = 0.0
+_last_beat = 0.0
 
 
 def beat() -> None:
-    """Report that the work of this process makes progress: `stall_timeout` counts from here. It costs nothing."""
-    global _beaten
-    _beaten = time.monotonic()
+    """Report progress of this process, which restarts the `stall_timeout`. The cost is negligible."""
+    global _last_beat
+    _last_beat = time.monotonic()
 
 
 def seconds_since_beat() -> float:
-    """How long ago the last one was."""
-    return time.monotonic() - _beaten
+    """Return the seconds since the last call of `beat`."""
+    return time.monotonic() - _last_beat
 
 
 @dataclass(frozen=True)
 class Status:
-    """What a process is doing: the call, for how many seconds and how many since it made progress, and its memory."""
+    """Status of a process: current call, its duration and the time without progress in seconds, and memory in bytes."""
 
     doing: str
     seconds: float
@@ -51,21 +52,17 @@ class Status:
 
 
 class ControlServer:
-    """The process's end. It listens on `address` for one master that knows the key.
+    """Server end of the channel, in the worker process. It accepts one master that has the key.
 
     Args:
-        ip: where to listen, on a port of its own.
-        key: what the master must know.
-        answer: what each kind of message does; what it returns, if anything, is sent back under the same kind.
-        orphaned: called when the master is gone.
+        ip: address to listen on. The port is chosen by the system; see `address`.
+        key: shared secret of the master and the processes of the run.
+        answer: handler of each kind of message. A return value other than None is sent back under the same kind.
+        orphaned: callback for the end of the connection to the master.
     """
 
     def __init__(
-        self,
-        ip: str,
-        key: bytes,
-        answer: Mapping[str, Callable[..., Any]],
-        orphaned: Callable[[], None] = lambda: None,
+        self, ip: str, key: bytes, answer: Mapping[str, Callable[..., Any]], orphaned: Callable[[], None] = lambda: None
     ) -> None:
         self._listener = Listener((ip, 0))
         self._key = key
@@ -78,12 +75,12 @@ class ControlServer:
         threading.Thread(target=self._serve, name="troupe-control", daemon=True).start()
 
     def send(self, kind: str, payload: Any) -> None:
-        """Send the master a message; what is sent before it connects is kept for it."""
+        """Send the master a message. Messages sent before it connects are queued."""
         with self._lock:
             if self._connection is None:
                 self._waiting.append((kind, payload))
             else:
-                # The master may be gone already; then there is nobody left to hear it.
+                # The master may have ended already. Then the message has no receiver, and `orphaned` ends this process.
                 with contextlib.suppress(OSError):
                     self._connection.send((kind, payload))
 
@@ -104,18 +101,18 @@ class ControlServer:
                     if answer is not None:
                         self.send(kind, answer)
         finally:
-            # The master is gone; or it can no longer be heard, which comes to the same.
+            # The master has ended or is unreachable. Nothing else would end this process.
             self._orphaned()
 
     def _accept(self, masters: "queue.Queue[Any]") -> None:
-        """Greet each who connects in a thread of its own, so that one who says nothing keeps nobody waiting."""
-        with contextlib.suppress(OSError):  # closed: the master is there
+        """Run the handshake of each connection in its own thread, so that a silent client does not block others."""
+        with contextlib.suppress(OSError):  # the listener is closed once the master has connected
             while True:
                 connection = self._listener.accept()
                 threading.Thread(target=self._greet, args=[connection, masters], daemon=True).start()
 
     def _greet(self, connection: Any, masters: "queue.Queue[Any]") -> None:
-        """Let in who knows the key; whatever else comes over the wire ends that connection alone."""
+        """Accept a client that has the key. Any other input closes this connection only."""
         try:
             _set_read_timeout(connection, _GREETING_S)
             deliver_challenge(connection, self._key)
@@ -128,20 +125,20 @@ class ControlServer:
 
 
 def _set_read_timeout(connection: Any, seconds: int) -> None:
-    """Let a read that waits so long fail; 0: let it wait for ever."""
+    """Set the timeout of reads from a connection in seconds. 0 disables it."""
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
 
 
 class ControlLink:
-    """The master's end of one process's channel."""
+    """Client end of the channel, in the master."""
 
     def __init__(self, address: tuple[str, int], key: bytes) -> None:
         self.status = Status("starting", 0.0, 0.0, 0)
         self.seen = time.monotonic()
-        """When the process last said anything."""
+        """Time of the last message of the process (time.monotonic)."""
         self.alive = True
-        self._unanswered: float | None = None
+        self._unanswered_since = math.inf
         self._connection: Any = Client(address)
         _set_read_timeout(self._connection, _GREETING_S)
         answer_challenge(self._connection, key)
@@ -149,12 +146,13 @@ class ControlLink:
         _set_read_timeout(self._connection, 0)
 
     def poll(self) -> list[tuple[str, Any]]:
-        """Messages since the last time, but for the status, which is stored; notices when the process is gone."""
+        """Return the messages since the last poll, and detect the end of the process. A status is stored instead."""
         messages: list[tuple[str, Any]] = []
         try:
             while self.alive and self._connection.poll():
                 kind, payload = self._connection.recv()
-                self.seen, self._unanswered = time.monotonic(), None
+                self.seen = time.monotonic()
+                self._unanswered_since = math.inf
                 if kind == "status":
                     self.status = payload
                 else:
@@ -165,26 +163,25 @@ class ControlLink:
 
     @property
     def silent_for(self) -> float:
-        """Seconds since the first message that has found no answer of any kind."""
-        return 0.0 if self._unanswered is None else time.monotonic() - self._unanswered
+        """Seconds since the first message after which the process has sent nothing."""
+        return max(0.0, time.monotonic() - self._unanswered_since)
 
     def send(self, kind: str, *details: Any) -> None:
-        """Send the process a message; a later `poll` returns what it answers."""
-        if self._unanswered is None:
-            self._unanswered = time.monotonic()
+        """Send the process a message. A later `poll` returns the reply."""
+        self._unanswered_since = min(self._unanswered_since, time.monotonic())
         try:
             self._connection.send((kind, *details))
         except OSError:
             self.alive = False
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self.alive = False
         self._connection.close()
 
 
 class MemoryGauge:
-    """Proportional set size of this process, read seldom enough to cost next to nothing."""
+    """Proportional set size of this process, cached so that at most 1 % of the time is spent on reading it."""
 
     def __init__(self, descendants: bool = True) -> None:
         self._descendants = descendants
@@ -192,7 +189,7 @@ class MemoryGauge:
         self._read_again_at = 0.0
 
     def read(self) -> int:
-        """Bytes, as of the last two seconds, or of a hundred times as long as reading them takes."""
+        """Return the size in bytes, cached for 2 s, or for 100 times the duration of a read if that is longer."""
         began = time.monotonic()
         if began >= self._read_again_at:
             self._bytes = memory_bytes(descendants=self._descendants)
@@ -202,12 +199,13 @@ class MemoryGauge:
 
 
 def memory_bytes(pid: int | str = "self", descendants: bool = True) -> int:
-    """Proportional set size of a process (and its descendants); a process that ended meanwhile counts nothing."""
+    """Return the proportional set size in bytes of a process (and its descendants). An ended process counts as 0."""
     folder = Path("/proc") / str(pid)
     total = 0
     with contextlib.suppress(OSError):
         rollup = (folder / "smaps_rollup").read_text()
         total = next((int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Pss:")), 0)
-        for children in folder.glob("task/*/children") if descendants else ():
-            total += sum(memory_bytes(child) for child in children.read_text().split())
+        if descendants:
+            for children in folder.glob("task/*/children"):
+                total += sum(memory_bytes(child) for child in children.read_text().split())
     return total

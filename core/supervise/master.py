@@ -1,4 +1,4 @@
-"""The master runs inside the driver: it starts a job's processes, replaces what dies, and leaves nothing behind."""
+"""The master runs in the driver. It starts the processes of a job, replaces dead ones, and cleans up at the end."""
 
 import contextlib
 import functools
@@ -39,12 +39,19 @@ _print_line = functools.partial(print, flush=True)
 
 
 class Master:
-    """One run of one job.
+    """Master of one run of one job.
 
-    Whoever finds out that a process is gone (the end of its connection, an error of Ray in any call, Ray's list of
-    nodes, a time limit) says so in one place, `WatchedProcess.lose`, and `_supervise` sees to it.
+    Every detector of a dead process (the end of its connection, an error of Ray in a call, Ray's list of nodes, a
+    timeout) calls `WatchedProcess.lose`, and only `_supervise` reacts to it.
 
-    `runs`: whether it runs the job to its end, as `run` does; else this process drives it inside `running`.
+    Args:
+        job: the job.
+        name: name of the job, for messages.
+        log_dir: folder for the output of each process. None leaves the output to Ray.
+        began: start time of the run in seconds since the epoch. Default: now.
+        observers: callbacks for events.
+        backend: "ray" or "local".
+        runs: True if `run` runs the job to its end. False if this process drives it inside `running`.
     """
 
     def __init__(
@@ -65,7 +72,7 @@ class Master:
         self._facts = RunFacts(
             job=name,
             run_id=self._run_id,
-            began=time.time() if began is None else began,
+            began=time.time() if began is None else began,  # not `began or ...`: a start at 0 is valid
             config=self._backend.pickled(job.config),
             key=secrets.token_bytes(32),
             python_path=python_path(),
@@ -87,25 +94,28 @@ class Master:
         self._signals = contextlib.ExitStack()
 
     def run(self) -> JobResult:
-        """Start, drive, recover, clean up."""
+        """Run the job to its end: start, drive, recover, clean up."""
         began = time.monotonic()
-        status, error, trace = "finished", "", ""
+        status = "stopped"
+        error = trace = ""
         self._catch_signals()
         try:
             self._until_done()
-            status = "finished" if self._stop_asked is None else "stopped"
+            if self._stop_asked is None:
+                status = "finished"
         except KeyboardInterrupt:
-            status = "stopped"
-        except Exception as failure:  # noqa: BLE001 - whatever fails is the result
+            pass  # the user has stopped the run
+        except Exception as failure:  # noqa: BLE001 - any failure is the result of the run
             status = "failed"
             error, trace = self._explain(failure)
         finally:
-            # From here on a signal changes nothing: what is left takes seconds, and must not be left behind.
+            # From here on signals are ignored: the clean-up takes seconds, and a signal would leave processes behind.
             self._cleaning_up = True
             self._clean_up()
             self._signals.close()
-        error = error or ("stopped by the user" if status == "stopped" else "")
-        self._watch.event("end", text=f"{status}: {error}" if error else status)
+        if status == "stopped":
+            error = "stopped by the user"
+        self._watch.event("end", text=": ".join(filter(None, [status, error])))
         return JobResult(
             run_id=self._run_id,
             status=status,
@@ -124,11 +134,11 @@ class Master:
                 self._drive()
                 return
             except (WorkerDied, WorkerTimeout) as loss:
-                line, _ = self._explain(loss)
+                cause, _ = self._explain(loss)
                 if self._stop_asked is not None:
-                    _print_line(f"stopped without a last save: {line}")
+                    _print_line(f"stopped without a final save: {cause}")
                     raise KeyboardInterrupt from loss
-                # In local mode only an error of a role itself comes here, and it would come again.
+                # In local mode only an error raised by a role itself gets here, and a restart would raise it again.
                 limit = 0 if self._backend.is_local else self._job.max_restarts
                 if self._attempt > limit:
                     if limit:
@@ -136,36 +146,37 @@ class Master:
                     raise
                 self._attempt += 1
                 self._output = ""
-                self._watch.event("restart", text=line)
-                _print_line(f"{line}; all starts again, attempt {self._attempt} of {self._job.max_restarts + 1}")
+                self._watch.event("restart", text=cause)
+                _print_line(f"{cause}; the job restarts, attempt {self._attempt} of {self._job.max_restarts + 1}")
                 self._end_processes()
-                if self._backend.fault():  # perhaps seen first in the workers that died of it
+                # The next attempt needs a new cluster if this one has a fault. Workers may have died of it first.
+                if self._backend.fault():
                     self._backend.stop()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Start the roles; this process takes the driver's place until the block ends."""
+        """Start the roles, and let this process call them inside the block, in the place of a trainer."""
         ended = threading.Event()
-        hearing = threading.Thread(target=self._hear, args=(ended,), name="troupe-watch", daemon=True)
+        poller = threading.Thread(target=self._poll_until, args=(ended,), name="troupe-watch", daemon=True)
         try:
             self._start()
-            me = Identity(self._facts.job, self._run_id, self._facts.began, Role("DRIVER"), 0, 1)
+            identity = Identity(self._facts.job, self._run_id, self._facts.began, Role("DRIVER"), 0, 1)
             directory = Directory()
-            directory.meet(self._coming.roles)
+            directory.add_entries(self._coming.roles)
             context = WorkloadContext(
-                me, self._job.config, directory, self._backend.transport, self._watch.take_in, self._shared_dir
+                identity, self._job.config, directory, self._backend.transport, self._watch.take_in, self._shared_dir
             )
-            # A process that nobody hears stops as soon as it has said too much.
-            hearing.start()
+            # Without polling, a process would block as soon as its messages fill the buffer of the connection.
+            poller.start()
             with entered(context):
                 yield
         finally:
             ended.set()
-            if hearing.is_alive():
-                hearing.join()
+            if poller.is_alive():
+                poller.join()
             self._clean_up()
 
-    def _hear(self, ended: threading.Event) -> None:
+    def _poll_until(self, ended: threading.Event) -> None:
         while not ended.wait(_POLL_S):
             self._watch.poll()
 
@@ -176,39 +187,35 @@ class Master:
         claim_shared(self._shared_dir)
         try:
             self._backend.start(self._job.placement, self._job.placement_timeout, _print_line)
-        except SystemExit as stop:  # of Ray's own handler of SIGTERM, until ours takes its place again
+        except SystemExit as stop:  # raised by Ray's handler of SIGTERM, which replaces ours during ray.init
             raise KeyboardInterrupt from stop
         if self._runs:
-            self._set_handlers()  # after Ray, which sets some of its own
+            self._set_handlers()  # again, because ray.init has replaced them
         self._coming = BringUp(self._job, self._facts, self._backend, self._watch, self._starts)
         while not self._coming.all_up:
             self._supervise(pause=_START_POLL_S)
         self._watch.event("start", text=f"attempt {self._attempt}")
 
     def _drive(self) -> None:
-        """Run the trainer to its end; a job without one runs every workload that has a `run()`."""
-        workers = [
-            (process, Role(role), rank) for process in self._watch.processes for role, rank in process.plan.workers
-        ]
+        """Run the trainer to its end. A job without a trainer runs every workload that has a `run()`."""
+        workers = [(p, Role(role), rank) for p in self._watch.processes for role, rank in p.plan.workers]
         driving = [worker for worker in workers if worker[1] == Role.TRAINER]
         if not driving:
             driving = [(process, role, rank) for process, role, rank in workers if self._coming.roles[role].has_run]
         self._driving = {process for process, _, _ in driving}
         for process in self._driving:
-            process.expendable = False  # nobody could tell its replacement how far it had come
+            process.expendable = False  # a replacement would start from the beginning: its progress is not known
         for process, role, rank in workers:
             if self._coming.roles[role].has_run and (process, role, rank) not in driving:
                 self._backend.invoke(process.handle, "start_run", role, rank)
-        self._collect(
-            [(process, self._backend.invoke(process.handle, "run", role, rank)) for process, role, rank in driving]
-        )
+        self._collect([(p, self._backend.invoke(p.handle, "run", role, rank)) for p, role, rank in driving])
         self._ending = True
         living = [process for process in self._watch.processes if not process.lost]
         self._collect([(process, self._backend.invoke(process.handle, "teardown")) for process in living])
         self._watch.poll()
 
     def _collect(self, calls: list[tuple[WatchedProcess, Any]]) -> None:
-        """Wait for all, tending every process meanwhile; the first failure or fatal death is raised."""
+        """Wait for all calls, and supervise the processes meanwhile. Raise the first failure or fatal death."""
         waiting = {reference: process for process, reference in calls}
         while waiting:
             for reference in self._backend.transport.wait(list(waiting), _POLL_S, len(waiting)):
@@ -219,25 +226,25 @@ class Master:
                     process.lose(str(outcome.error))
                 if outcome.error is None or (died and self._ending):
                     continue
-                # A death is the cause of what its peers complain about, so it is looked for first.
+                # The error may be the consequence of another worker's death, which is then the error to report.
                 self._supervise(_BLAME_WITHIN_S)
                 raise with_note(outcome.error, f"in {process.plan.name}")
             self._supervise()
 
-    # --- tending
+    # --- supervision
 
     def _supervise(self, within: float = 0.0, pause: float = 0.0) -> None:
-        """See to everything that happens beside the calls: who died, who hangs, who asked for the end.
+        """Handle events outside of calls: dead workers, hung workers, stop requests.
 
         Args:
             within: seconds to wait for a death.
-            pause: seconds to wait for those on their way up.
+            pause: seconds to wait for starting processes.
         """
         deadline = time.monotonic() + within
         while True:
             self._watch.poll()
-            for process, how in self._heard("death"):
-                process.lose(how)
+            for process, evidence in self._reported("death"):
+                process.lose(evidence)
             if self._watch.silent() and time.monotonic() >= self._look_at_nodes_at:
                 self._look_at_nodes_at = time.monotonic() + _NODES_EVERY_S
                 self._coming.look_at_nodes()
@@ -249,22 +256,21 @@ class Master:
             time.sleep(0.05)
         if fault := self._backend.fault():
             raise WorkerDied(fault)
-        for _, text in self._heard("failed"):
+        for _, text in self._reported("failed"):
             raise RuntimeError(text)
         if self._ending:
             return
         fatal = [process for process in lost if not process.expendable]
         if fatal:
             self._output = fatal[0].last_lines()
-            others = f"; gone too: {', '.join(h.plan.name for h in fatal[1:])}" if fatal[1:] else ""
-            raise WorkerDied(fatal[0].blame() + others)
+            raise WorkerDied("; also died: ".join([fatal[0].blame(), *(process.plan.name for process in fatal[1:])]))
         for process in lost:
             self._output = process.last_lines()
             self._coming.start_again(process, self._end)
         self._coming.advance(pause)
 
-    def _heard(self, kind: str) -> list[tuple[WatchedProcess, str]]:
-        """Processes of which others say something, if they have not been replaced yet."""
+    def _reported(self, kind: str) -> list[tuple[WatchedProcess, str]]:
+        """Return (process, text) of the messages of a kind, except those about processes replaced since."""
         return [
             (process, text)
             for role, rank, attempt, text in self._watch.take(kind)
@@ -273,7 +279,7 @@ class Master:
         ]
 
     def _end_hung(self) -> None:
-        hung = self._heard("hung")
+        hung = self._reported("hung")
         if limit := self._job.stall_timeout:
             hung += self._watch.stalled(limit, self._driving, self._coming.all_up)
             hung += self._coming.late(max(limit, self._job.placement_timeout))
@@ -281,11 +287,12 @@ class Master:
             if process.lost or not self._facts.recovers:
                 continue
             stack = self._watch.stack(process)
-            innermost = stack.strip().splitlines()[-2].strip() if stack else "an unknown place"
+            innermost = "an unknown place"
+            if stack:
+                innermost = stack.strip().splitlines()[-2].strip()
+                _print_line(f"{process.plan.name} hangs at:\n{stack.rstrip()}")
             process.fault = f"{why}; it was at {innermost}"
             self._watch.event("hung", process.plan.name, process.fault)
-            if stack:
-                _print_line(f"{process.plan.name} hangs, here:\n{stack.rstrip()}")
             self._end(process)
             process.lose(process.fault)
 
@@ -295,7 +302,7 @@ class Master:
         if not self._stop_passed_on:
             self._stop_passed_on = True
             self._watch.event("stop")
-            _print_line("stopping at the next safe place, with what is to be kept; Ctrl-C again stops at once")
+            _print_line("stopping at the next safe point, after saving; Ctrl-C again stops at once")
             for process in self._driving:
                 process.send("stop")
                 if self._backend.is_local:
@@ -304,30 +311,31 @@ class Master:
             raise KeyboardInterrupt
 
     def _explain(self, failure: BaseException) -> tuple[str, str]:
-        """One line for the person, and the whole story."""
+        """Return a one-line explanation of a failure, and its traceback."""
         notes = getattr(failure, "__notes__", [])
-        short = "; ".join(note for note in notes if "\n" not in note)
-        line = first_line(failure).removeprefix("WorkerDied: ").removeprefix("ResultLost: ")
-        return line + (f" ({short})" if short else ""), "".join(traceback.format_exception(failure))
+        explanation = first_line(failure).removeprefix("WorkerDied: ").removeprefix("ResultLost: ")
+        if short := "; ".join(note for note in notes if "\n" not in note):
+            explanation += f" ({short})"
+        return explanation, "".join(traceback.format_exception(failure))
 
-    # --- ending
+    # --- the end
 
     def _end(self, process: WatchedProcess) -> None:
-        """End a process, also one that obeys nobody or cannot be reached."""
-        process.signal(signal.SIGKILL)  # one that is stopped obeys nobody else
-        with contextlib.suppress(Exception):  # a process that is gone already needs no end
+        """Kill a process, even if it is stopped or unreachable."""
+        process.signal(signal.SIGKILL)  # the only signal that ends a stopped process
+        with contextlib.suppress(Exception):  # the process has ended already, which is the aim
             self._backend.kill(process.handle)
         if process.link is not None:
-            process.link.close()  # should it live on, it ends itself as soon as it notices
+            process.link.close()  # a process that is still alive ends itself when its connection is closed
 
     def _end_processes(self) -> None:
-        """End all processes, and give back what they were given; the cluster stays."""
+        """Kill all processes and release their resources. The cluster stays."""
         processes = self._watch.processes
-        # One process of each other machine removes what the run has in its shared memory.
-        others = {h.report.machine: h for h in processes if h.report and h.link and not h.lost and not h.is_here}
-        self._watch.ask("tidy", list(others.values()), _TIDY_WITHIN_S)
-        for process in processes:  # by Ray: of a process that ends by itself it tells as of a crash
-            with contextlib.suppress(Exception):  # a process that is gone already needs no end
+        # On each other machine one process removes the run's shared memory, which the driver cannot reach.
+        remote = {p.report.machine: p for p in processes if p.report and p.link and not p.lost and not p.is_here}
+        self._watch.ask("tidy", list(remote.values()), _TIDY_WITHIN_S)
+        for process in processes:  # killed through Ray, which logs processes that end by themselves as crashes
+            with contextlib.suppress(Exception):  # the process has ended already, which is the aim
                 self._backend.kill(process.handle)
         deadline = time.monotonic() + _GONE_WITHIN_S
         reachable = [process.link for process in processes if process.link is not None and not process.lost]
@@ -350,7 +358,7 @@ class Master:
         self._backend.stop()
 
     def _catch_signals(self) -> None:
-        """Let SIGTERM end a run as Ctrl-C does, while it lasts; the first of them lets the driver save its work."""
+        """Handle SIGTERM and Ctrl-C for the duration of the run. The first of them lets the driver save its state."""
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 self._signals.callback(signal.signal, number, signal.getsignal(number))
@@ -369,4 +377,4 @@ class Master:
             raise KeyboardInterrupt
         self._stop_asked = time.monotonic()
         if self._backend.is_local:
-            self._pass_on_stop()  # this thread is at work for the trainer, and tends nothing meanwhile
+            self._pass_on_stop()  # this thread runs the trainer, so `_supervise` would not be called before its end

@@ -1,4 +1,4 @@
-"""What the master sees of a job's processes: what they say and do, who is gone, who hangs."""
+"""Monitoring of a job's processes by the master: messages, status, memory, dead and hung processes."""
 
 import contextlib
 import logging
@@ -31,69 +31,69 @@ _TAIL_LINES = 20
 
 @dataclass(eq=False)
 class WatchedProcess:
-    """One process of the job; replaced in place, so that its place in the job stays what it is."""
+    """State of one process of the job. A replacement reuses the object of the lost process."""
 
     plan: ProcessPlan
     expendable: bool
-    """Whether it is replaced when it dies; the death of the others ends the attempt."""
+    """True if the process is replaced when it dies. The death of any other process ends the attempt."""
     drives: bool = False
-    """Whether it holds the trainer."""
+    """True if the process holds the trainer."""
     replaces: bool = False
-    """Whether it stands in for one that was lost since all were started."""
+    """True if the process replaces one that was lost during this attempt."""
     handle: Any = None
     reference: Any = None
-    """What it waits for on its way up; None: for the others."""
+    """Reference that the start of the process waits for. None if it waits for other processes."""
     attempt: int = 0
     started: float = 0.0
     log_file: Path | None = None
     report: ProcessReport | None = None
     link: ControlLink | None = None
     fault: str = ""
-    """Why it was ended, if it did not die by itself."""
+    """Reason for which the master killed the process. Empty if it died by itself."""
     calls: dict[CallKey, KeptCall] = field(default_factory=dict)
-    """The last of each method that is to be repeated in its replacement."""
+    """Last call of each method with replay="last", to be repeated in a replacement."""
     lost: str = ""
-    """How its end became known; empty while it lives. Whoever finds out says it here, and nothing else counts."""
+    """Evidence of the process's death, empty while it is alive. This field alone decides that a process is lost."""
 
     @property
     def roles(self) -> str:
-        """Of its workers: `ACTOR`, or `ACTOR+ROLLOUT`."""
+        """Roles of the workers, such as `ACTOR` or `ACTOR+ROLLOUT`."""
         return "+".join(self.plan.roles)
 
     @property
     def is_here(self) -> bool:
-        """Whether it is a process of this machine, so that signals reach it."""
+        """True if the process is on this machine, so that it can be sent signals."""
         return self.report is not None and self.report.machine == machine_id()
 
     def send(self, kind: str, *details: Any) -> None:
-        """Send it a message, once it can be reached."""
+        """Send the process a message if it has a control channel."""
         if self.link is not None:
             self.link.send(kind, *details)
 
     def signal(self, number: int) -> None:
-        """Send it a signal, if it lives and does so on this machine."""
+        """Send the process a signal if it is alive and on this machine."""
         if self.report and self.is_here and self.link and self.link.alive:
             with contextlib.suppress(OSError):
                 os.kill(self.report.pid, number)
 
-    def lose(self, how: str) -> None:
-        """It is gone, or nobody can reach it any more, which comes to the same; the first to say so is believed."""
-        self.lost = self.lost or how
+    def lose(self, evidence: str) -> None:
+        """Mark the process as dead or unreachable. Only the evidence of the first call is kept."""
+        self.lost = self.lost or evidence
 
     def blame(self) -> str:
-        """One line about its end."""
+        """Return one line about the end of the process."""
         if self.report is None or self.link is None:
             return f"{self.plan.name} died before it was up ({self.lost})"
-        who = f"{self.plan.name} (process {self.report.pid} on {self.report.ip})"
-        where = f"; its output: {self.log_file}" if self.log_file else ""
+        name = f"{self.plan.name} (process {self.report.pid} on {self.report.ip})"
+        log = f"; its output: {self.log_file}" if self.log_file else ""
         if self.fault:
-            return f"{who} hung and was ended: {self.fault}{where}"
+            return f"{name} hung and was killed: {self.fault}{log}"
         status = self.link.status
         seconds = status.seconds + time.monotonic() - self.link.seen
-        return f"{who} died: {self.lost}; last seen {status.doing} for {seconds:.0f} s{where}"
+        return f"{name} died: {self.lost}; last seen {status.doing} for {seconds:.0f} s{log}"
 
     def last_lines(self) -> str:
-        """The end of what it wrote, where its log is on this machine."""
+        """Return the last lines of the process's log, or an empty string if it is not on this machine."""
         if self.log_file is None:
             return ""
         with contextlib.suppress(OSError):
@@ -103,9 +103,13 @@ class WatchedProcess:
 
 
 class Watch:
-    """Hears all processes. What is not for the terminal or the observers is kept in `messages`.
+    """Receives the messages of all processes. Messages for neither terminal nor observers are kept in `messages`.
 
-    `in_this_process`: the job is; else the children of this process are Ray's own, whose memory is not the job's.
+    Args:
+        observers: callbacks for events.
+        info: callback that shows one line at the terminal.
+        in_this_process: True if the job runs in this process, so that the memory of its children is the job's. Else
+            the children are Ray's own processes, which are not counted.
     """
 
     def __init__(self, observers: list[Observer], info: Callable[[str], None], in_this_process: bool = False) -> None:
@@ -120,21 +124,21 @@ class Watch:
         self._memory = MemoryGauge(descendants=in_this_process)
 
     def event(self, kind: str, name: str = "", text: str = "") -> None:
-        """Tell the observers of something that happened to the job."""
+        """Send a JobEvent to the observers."""
         self._last_sign = time.monotonic()
         self._tell(JobEvent(kind, time.time(), name, text))
 
     def _tell(self, event: Any) -> None:
-        """Pass an event to all observers. One that raises is dropped with a warning: watching never stops a run."""
+        """Send an event to all observers. An observer that raises is removed with a warning."""
         for observer in list(self._observers):
             try:
                 observer(event)
-            except Exception:  # noqa: BLE001 - an observer is user code
+            except Exception:  # noqa: BLE001 - an observer is user code, whose errors must not stop the run
                 self._observers.remove(observer)
-                _log.warning("observer %r failed and is switched off", observer, exc_info=True)
+                _log.warning("observer %r raised an error and is removed", observer, exc_info=True)
 
     def poll(self) -> None:
-        """Show what the processes said, notice whose connection has ended, and keep their status fresh."""
+        """Process the messages of all processes, detect closed connections, and request the status periodically."""
         linked = [(process, process.link) for process in self.processes if process.link is not None]
         for process, link in linked:
             for kind, payload in link.poll():
@@ -159,43 +163,38 @@ class Watch:
                 link.send("status", total)
 
     def silent(self) -> list[WatchedProcess]:
-        """Processes that have not answered for a while: perhaps their machine is gone, which closes no connection."""
-        return [
-            process
-            for process in self.processes
-            if process.link and process.link.alive and process.link.silent_for > _SILENT_S
-        ]
+        """Return the processes that have sent nothing for a while. A dead machine may leave connections open."""
+        return [p for p in self.processes if p.link and p.link.alive and p.link.silent_for > _SILENT_S]
 
     def on_event(self, kind: str, payload: Any) -> None:
-        """Take a message of a workload in this process, which no poll will bring."""
+        """Process a message of a workload in this process, which has no control channel."""
         self.take_in(kind, payload)
         self.poll()
 
     def take_in(self, kind: str, payload: Any) -> None:
-        """Show a line, pass an event on, keep every other message for who asks for it."""
-        if kind not in ("info", "event"):
+        """Show an "info" line, send an "event" to the observers, or keep any other message for `take`."""
+        handlers = {"info": self.info, "event": self._tell}
+        if kind not in handlers:
             self.messages[kind].append(payload)
             return
         self._last_sign = time.monotonic()
-        self.info(payload) if kind == "info" else self._tell(payload)
+        handlers[kind](payload)
 
     def take(self, kind: str) -> list[Any]:
-        """The messages of a kind, which are then gone."""
+        """Return and remove the kept messages of a kind."""
         return self.messages.pop(kind, [])
 
     def stalled(
         self, limit: float, driving: Collection[WatchedProcess], all_up: bool
     ) -> list[tuple[WatchedProcess, str]]:
-        """Processes without a sign of progress for `limit` seconds, with what tells so.
+        """Return the processes without progress for `limit` seconds, with the evidence.
 
-        A process that answers nothing, or is in one call and has not beaten for so long. Only when there is none: who
-        drives the job, if nobody does anything for it.
+        They are the processes that do not respond, or that are in one call without a beat. If there are none, they are
+        the processes that drive the job, provided that all other processes are idle.
         """
-        now, found = time.monotonic(), list[tuple[WatchedProcess, str]]()
-        alive = [
-            (process, process.link) for process in self.processes if process.link is not None and process.link.alive
-        ]
-        # Ranks wait for each other: one that makes progress does so for all.
+        hung: list[tuple[WatchedProcess, str]] = []
+        alive = [(p, p.link) for p in self.processes if p.link is not None and p.link.alive]
+        # Ranks wait for each other in collectives, so the progress of one rank counts for all ranks of its role.
         ranks: dict[str, float] = {}
         for process, link in alive:
             if not process.expendable:
@@ -203,27 +202,28 @@ class Watch:
         for process, link in alive:
             quiet = ranks.get(process.roles, link.status.quiet)
             if link.silent_for > limit:
-                found.append((process, f"it has not responded for {link.silent_for:.0f} s"))
+                hung.append((process, f"it has not responded for {link.silent_for:.0f} s"))
             elif process not in driving and link.status.doing not in (IDLE, STARTING) and quiet > limit:
                 seconds = link.status.seconds
-                found.append((process, f"in {link.status.doing} for {seconds:.0f} s, {quiet:.0f} s without progress"))
-        quiet = now - self._last_sign
-        # What a process that has just stopped answering said last, that it is idle, may be long untrue.
-        known = limit / 2
-        idle = all(h in driving or (link.status.doing == IDLE and link.silent_for < known) for h, link in alive)
-        if not found and quiet > limit and idle and all_up:
-            found = [
-                (process, f"in {link.status.doing}, and it has called nobody for {quiet:.0f} s")
+                hung.append((process, f"in {link.status.doing} for {seconds:.0f} s, {quiet:.0f} s without progress"))
+        quiet = time.monotonic() - self._last_sign
+        # A process that has just stopped responding may have reported "idle" long ago, so an old status does not count.
+        fresh = limit / 2
+        idle = all(p in driving or (link.status.doing == IDLE and link.silent_for < fresh) for p, link in alive)
+        if not hung and quiet > limit and idle and all_up:
+            hung = [
+                (process, f"in {link.status.doing}, without a call to any worker for {quiet:.0f} s")
                 for process, link in alive
                 if process in driving and link.status.quiet > limit
             ]
-        return found
+        return hung
 
     def ask(self, kind: str, processes: Sequence[WatchedProcess], within: float) -> list[Any]:
-        """What processes answer to a message within so many seconds; the dead are not waited for."""
+        """Send a message to processes, and return the replies within some seconds. Lost processes are not awaited."""
         for process in processes:
             process.send(kind)
-        deadline, answers = time.monotonic() + within, list[Any]()
+        deadline = time.monotonic() + within
+        answers: list[Any] = []
         while len(answers) < sum(not process.lost for process in processes) and time.monotonic() < deadline:
             time.sleep(0.02)
             self.poll()
@@ -231,22 +231,22 @@ class Watch:
         return answers
 
     def stack(self, process: WatchedProcess) -> str:
-        """Where the process is; its log has all threads. Empty if it cannot tell."""
-        found = "".join(self.ask("stack", [process], _STACK_WITHIN_S))
-        if not found:
-            # It holds Python's lock; the signal's handler needs none.
+        """Return the main thread's stack, or an empty string. The stacks of all threads go to the process's log."""
+        stack = "".join(self.ask("stack", [process], _STACK_WITHIN_S))
+        if not stack:
+            # The process may hold Python's interpreter lock. The handler of SIGUSR1 does not need it.
             process.signal(signal.SIGUSR1)
             time.sleep(0.2)
-        return found
+        return stack
 
 
 def member_of(process: WatchedProcess, role: Role, rank: int) -> Member:
-    """A worker as others see it."""
+    """Return the member of a worker."""
     return Member(role, rank, process.handle, process.attempt, role if len(process.plan.workers) > 1 else "")
 
 
 def directory_of(roles: Mapping[str, RoleSpec], processes: Sequence[WatchedProcess]) -> dict[Role, RoleEntry]:
-    """The workers of each role, as they find each other; what they export is not known yet."""
+    """Return the entry of each role. The exports are empty, because they are known only after construction."""
     directory: dict[Role, RoleEntry] = {}
     for name, spec in roles.items():
         role = Role(name)
@@ -260,7 +260,7 @@ def directory_of(roles: Mapping[str, RoleSpec], processes: Sequence[WatchedProce
 
 
 def local_ranks(processes: Sequence[WatchedProcess]) -> dict[tuple[Role, int], tuple[int, int]]:
-    """(local rank, local world size) of each worker, from the nodes on which the processes really are."""
+    """Return (local rank, local world size) of each worker, from the nodes on which the processes were placed."""
     by_node: dict[tuple[str, str], list[int]] = {}
     for process in processes:
         assert process.report is not None

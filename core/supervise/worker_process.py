@@ -1,4 +1,4 @@
-"""The content of a worker process: workloads, and the calls to them, which run one at a time by default."""
+"""Worker process: holds workloads, and runs calls to them, by default one at a time."""
 
 import asyncio
 import gc
@@ -31,21 +31,24 @@ from core.supervise.control import MemoryGauge, seconds_since_beat
 from core.workload import BaseWorkload, rendezvous_environment
 
 _RUN_GRACE_S = 10.0
-IDLE, STARTING = "idle", "starting"
-"""What a process does between two calls, and until the others are there too."""
+IDLE = "idle"
+"""State of a process between two calls."""
+STARTING = "starting"
+"""State of a process until all other processes have started."""
 
 Address = tuple[str, int]
 WorkerKey = tuple[Role, int]
 CallKey = tuple[Role, int, str]
-"""The worker, and its method."""
+"""(role, rank, method)."""
 KeptCall = tuple[int, int, bytes]
-"""Attempt and number of a call, by which calls are in order, and its arguments."""
+"""(attempt, number of the call, pickled arguments). The first two give the order of the calls."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What all processes of a run are told. `config` is as the backend packs it: its class can be imported only once
-    paths are set.
+    """Data that all processes of a run receive.
+
+    `config` is pickled by the backend, because its class can be imported only after `python_path` was set.
     """
 
     job: str
@@ -59,14 +62,14 @@ class RunFacts:
     log_dir: Path | None
     collocations: list[list[str]]
     reports_calls: bool
-    """Whether the master wants to hear of every call."""
+    """True if processes send the master an event at the start and end of every call."""
     recovers: bool
-    """Whether the master replaces who dies."""
+    """True if the master replaces dead processes."""
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """Everything that a process needs to start: of its run, its place in the plan, the roles of its workers."""
+    """Everything that a process needs to start: run, placement, roles of its workers, environment and attempt."""
 
     run: RunFacts
     plan: ProcessPlan
@@ -76,30 +79,29 @@ class ProcessSpec:
 
     @property
     def log_file(self) -> Path | None:
-        """Where it writes its output; None leaves it to Ray."""
+        """Path of the log file. None leaves the output to Ray."""
         return self.run.log_dir / f"{self.plan.name.lower()}.log" if self.run.log_dir else None
 
 
 @dataclass
 class ProcessReport:
-    """What a process answers when it is up: where its control channel is, if it is a process of its own, and the ports
-    kept for rendezvous.
-    """
+    """First message of a process: its address, control channel, and reserved rendezvous ports."""
 
     ip: str
     machine: str
     pid: int
     node: str = ""
-    """Which machine, or share of one, the cluster takes it for."""
+    """Node id in the cluster. Several nodes may be on one machine."""
     control: Address | None = None
+    """Address of the control channel. None in local mode."""
     ports: dict[Role, int] = field(default_factory=dict)
     devices: list[str] = field(default_factory=list)
-    """Those that the cluster has given it, as CUDA_VISIBLE_DEVICES names them."""
+    """Devices that the cluster has reserved for it, as in CUDA_VISIBLE_DEVICES."""
 
 
 @dataclass
 class Made:
-    """What became of one workload: what it exports, its class's name, and whether it has a `run()`; see `RoleEntry`."""
+    """Fields of `RoleEntry` that are known after the construction of a workload."""
 
     sent_exports: dict[str, Export] | bytes
     implementation: str
@@ -115,7 +117,7 @@ class _Worker:
     exports: dict[str, tuple[Export, Callable[..., Any]]] = field(default_factory=dict)
 
     def finish(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run what an async method returned on the workload's own loop, whose thread takes over the context."""
+        """Run a coroutine on the workload's event loop, whose thread inherits the context, and return its result."""
         if self.loop is None:
             self.loop = asyncio.new_event_loop()
             threading.Thread(target=self.loop.run_forever, name="troupe-async", daemon=True).start()
@@ -124,17 +126,17 @@ class _Worker:
 
 
 class WorkerProcess:
-    """Workloads and what they need of each other. Its methods run one at a time, in the order in which they were sent.
+    """Container of workloads. Its methods run one at a time, in the order in which they were sent.
 
     Args:
-        spec: what to hold.
-        config: what the job was built with.
-        transport: how its workloads reach others.
-        emit: passes a message to the master: its kind, and what it says.
+        spec: the process's workers and settings.
+        config: configuration of the job.
+        transport: transport for calls to other workloads.
+        emit: callback that sends the master a message, given its kind and its content.
     """
 
     printed: PrintedLines
-    """Standard output while its workloads work; set by the process of each backend."""
+    """Standard output of the workloads, set by the subclass of each backend."""
 
     def __init__(self, spec: ProcessSpec, config: Any, transport: Transport, emit: Callable[[str, Any], None]) -> None:
         self._spec = spec
@@ -150,51 +152,52 @@ class WorkerProcess:
         self._memory = MemoryGauge()
 
     def waits(self) -> AbstractContextManager[None]:
-        """What is around every wait of its workloads for others."""
+        """Return a context manager for waits of a workload. Here it does nothing."""
         return nullcontext()
 
     def packed(self, exports: dict[str, Export]) -> dict[str, Export] | bytes:
-        """What a workload exports, as it is sent to those who may call it; see `RoleEntry`."""
+        """Return the exports in the form in which callers receive them; see `RoleEntry`."""
         return exports
 
     def job_memory(self) -> int:
-        """Bytes that the job takes, whose workloads are all in this process."""
+        """Return the memory of the job in bytes. Here all workloads are in this process."""
         return self._memory.read()
 
     def request_stop(self) -> None:
-        """Let the workloads see that the user has asked for the end."""
+        """Set `stop_requested` of the workloads."""
         self._stop_requested.set()
 
     def report(self) -> ProcessReport:
-        """Say where it is."""
+        """Return the address of this process."""
         return ProcessReport("127.0.0.1", machine_id(), os.getpid())
 
     def import_classes(self) -> None:
-        """Import the workloads' classes, before they are made."""
+        """Import the workloads' classes before they are constructed."""
         for role in self._spec.plan.roles:
             load_object(self._spec.roles[role].entrypoint)
 
     def construct(
         self, rendezvous: dict[Role, Address], local: dict[WorkerKey, tuple[int, int]], shown: list[str]
     ) -> dict[Role, Made]:
-        """Import the workloads' classes, make them, and run their `setup()`.
+        """Import the workloads' classes, construct the workloads, and run their `setup()`.
 
         Args:
-            rendezvous: where the ranks of each role meet.
-            local: (local rank, local world size) of each of its workers.
-            shown: devices that it works on and another process has claimed; none where it has its own, or needs none.
+            rendezvous: rendezvous address of each `train` role.
+            local: (local rank, local world size) of each worker of this process.
+            shown: devices that this process uses and another one has reserved. Empty if it has reserved its own, or
+                uses none.
         """
         if shown:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shown)
         made: dict[Role, Made] = {}
         for (role, rank), local_ranks in local.items():
-            spec, run = self._spec.roles[role], self._spec.run
+            spec = self._spec.roles[role]
+            run = self._spec.run
             self._state = (f"{role} set-up", time.monotonic())
             cls = load_object(spec.entrypoint)
             cls_module = spec.entrypoint.partition(":")[0]
-            who = (run.job, run.run_id, run.began, role, rank, spec.total)
             context = WorkloadContext(
-                Identity(*who, *local_ranks, self._spec.attempt),
+                Identity(run.job, run.run_id, run.began, role, rank, spec.total, *local_ranks, self._spec.attempt),
                 self._config,
                 self._directory,
                 self._transport,
@@ -213,17 +216,18 @@ class WorkerProcess:
                 if isinstance(worker.instance, BaseWorkload):
                     worker.instance.setup()
             for name, (entry, function) in exports_of(worker.instance, cls_module, context.exported).items():
-                beside = spec.concurrency > 1 and inspect.iscoroutinefunction(function)
-                worker.exports[name] = (replace(entry, stub=None, concurrent=beside), function)
-            callers_view = {name: entry for name, (entry, _) in worker.exports.items()}
+                concurrent = spec.concurrency > 1 and inspect.iscoroutinefunction(function)
+                # Without the stub, which callers do not need and might not be able to unpickle.
+                worker.exports[name] = (replace(entry, stub=None, concurrent=concurrent), function)
+            exports = {name: entry for name, (entry, _) in worker.exports.items()}
             has_run = callable(getattr(worker.instance, "run", None)) and "run" not in worker.exports
-            made[role] = Made(self.packed(callers_view), f"{cls.__module__}.{cls.__qualname__}", has_run)
+            made[role] = Made(self.packed(exports), f"{cls.__module__}.{cls.__qualname__}", has_run)
         self._state = (IDLE, time.monotonic())
         return made
 
     def connect(self, directory: dict[Role, RoleEntry]) -> None:
-        """Tell all workloads who the others are."""
-        self._directory.meet(directory)
+        """Store the directory of all roles for the workloads of this process."""
+        self._directory.add_entries(directory)
 
     def call(self, role: Role, rank: int, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run one exported method of one workload."""
@@ -237,28 +241,29 @@ class WorkerProcess:
         self._observed(worker, "run", worker.instance.run)
 
     def start_run(self, role: Role, rank: int) -> None:
-        """Start a workload's `run()` on a thread of its own; calls to the workload are served beside it."""
+        """Start a workload's `run()` in its own thread. Calls to the workload are served concurrently."""
         worker = self._workers[role, rank]
         worker.run_thread = threading.Thread(
-            target=self._run_beside, args=[worker], name=f"run() of {role}-{rank}", daemon=True
+            target=self._run_in_thread, args=[worker], name=f"run() of {role}-{rank}", daemon=True
         )
         worker.run_thread.start()
 
-    def _run_beside(self, worker: _Worker) -> None:
-        who = worker.context.identity
+    def _run_in_thread(self, worker: _Worker) -> None:
+        identity = worker.context.identity
         try:
             with entered(worker.context):
                 result = worker.instance.run()
                 if inspect.iscoroutine(result):
                     worker.finish(result)
-        except BaseException as error:  # noqa: BLE001 - the master raises it
+        except BaseException as error:  # noqa: BLE001 - sent to the master, which raises it
             if isinstance(error, SystemExit) and error.code in (None, 0):
                 return
             traceback.print_exception(error)
-            self._emit("failed", (who.role, who.rank, who.attempt, f"run() of {who.name} raised {first_line(error)}"))
+            text = f"run() of {identity.name} raised {first_line(error)}"
+            self._emit("failed", (identity.role, identity.rank, identity.attempt, text))
 
     def teardown(self) -> None:
-        """End the workloads in good order; each `run()` beside the trainer has ten seconds to return."""
+        """Stop the threads of `run()`, which have ten seconds to return, and call `teardown()` of the workloads."""
         running = [worker.run_thread for worker in self._workers.values() if worker.run_thread]
         if running:
             self.request_stop()
@@ -267,7 +272,7 @@ class WorkerProcess:
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
                 late = f"{thread.name} has not returned {_RUN_GRACE_S:g} s after the end of the trainer"
-                self._emit("info", f"warning: {late}; it ends with its process")
+                self._emit("info", f"warning: {late}; it is killed with its process")
         self.printed.show_count()
         for worker in self._workers.values():
             if isinstance(worker.instance, BaseWorkload):
@@ -275,12 +280,14 @@ class WorkerProcess:
                     worker.instance.teardown()
 
     def _observed(self, worker: _Worker, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        who, clock, number = worker.context.identity, time.monotonic(), next(self._count)
-        self._calls[number] = (f"{who.role}.{name}", clock)
+        identity = worker.context.identity
+        began = time.monotonic()
+        number = next(self._count)
+        self._calls[number] = (f"{identity.role}.{name}", began)
         event = None
         if self._spec.run.reports_calls:
             size = payload_bytes(*args, *kwargs.values())
-            event = CallEvent(who.job, who.role, who.rank, name, time.time(), size)
+            event = CallEvent(identity.job, identity.role, identity.rank, name, time.time(), size)
             self._emit("event", event)
         failed = True
         try:
@@ -291,32 +298,34 @@ class WorkerProcess:
             failed = False
             return result
         except SystemExit as end:
-            # It would end the process, which the others would take for a death.
+            # It would end the process, which the master would count as a death and not as a result or an error.
             failed = name != "run" or end.code not in (None, 0)
             if failed:
-                raise RuntimeError(f"{who.name} called sys.exit({end.code!r}) in {name}") from end
+                raise RuntimeError(f"{identity.name} called sys.exit({end.code!r}) in {name}") from end
         except Exception as error:
-            me = worker.instance
-            if self._spec.run.recovers and isinstance(me, BaseWorkload) and me.is_fatal(error):
+            workload = worker.instance
+            if self._spec.run.recovers and isinstance(workload, BaseWorkload) and workload.is_fatal(error):
                 traceback.print_exception(error)
-                self._emit("death", (who.role, who.rank, who.attempt, f"{first_line(error)}, in {name}"))
-                threading.Event().wait()  # until the master has ended this process, and begun with what follows
+                death = (identity.role, identity.rank, identity.attempt, f"{first_line(error)}, in {name}")
+                self._emit("death", death)
+                # The master kills this process. To return the error first would end the job instead of recovering.
+                threading.Event().wait()
             raise
         finally:
             del self._calls[number]
             self._state = (IDLE, time.monotonic())
             if event is not None:
-                self._emit("event", replace(event, seconds=time.monotonic() - clock, failed=failed))
+                self._emit("event", replace(event, seconds=time.monotonic() - began, failed=failed))
 
     def doing(self) -> tuple[str, float, float]:
-        """The call that has run longest, or that there is none; for how many seconds; and since its last beat."""
+        """Return the oldest running call (or the state), its duration, and the time since its last beat in seconds."""
         name, since = [*self._calls.values(), self._state][0]
         seconds = time.monotonic() - since
         return name, seconds, min(seconds, seconds_since_beat())
 
 
 def _instantiate(cls: type, context: WorkloadContext) -> Any:
-    """Workloads and trainers get what their base class asks for; a plain class is made without arguments."""
+    """Construct a workload with the arguments of its base class. A plain class is called without arguments."""
     from core.role_group import RoleGroup, WorkerHandle
     from core.trainer import BaseTrainer
 
@@ -331,35 +340,38 @@ def _instantiate(cls: type, context: WorkloadContext) -> Any:
 
 
 def load_object(path: str) -> Any:
-    """The object named by `package.module:name`; a class that was wrapped by ray.remote is unwrapped."""
+    """Return the object at `package.module:name`. A class wrapped by ray.remote is unwrapped."""
     module, _, name = path.partition(":")
-    # A million objects come and stay; to look through them again and again would take a seventh of the time.
-    collects = gc.isenabled()
+    # An import creates up to a million objects that stay. Garbage collections during it would take 1/7 of the time.
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
-        found = getattr(importlib.import_module(module), name)
+        value = getattr(importlib.import_module(module), name)
     finally:
-        if collects:
+        if was_enabled:
             gc.enable()
-    metadata = getattr(found, "__ray_metadata__", None)
-    return getattr(metadata, "modified_class", found)
+    metadata = getattr(value, "__ray_metadata__", None)
+    return getattr(metadata, "modified_class", value)
 
 
 def python_path() -> tuple[str, ...]:
-    """Folders of this process's module path without packages; other processes search them for the job's modules."""
-    here = [str(Path(entry).resolve()) for entry in sys.path]
-    return tuple(entry for entry in here if "site-packages" not in entry and not entry.startswith(sys.base_prefix))
+    """Return the folders of sys.path without installed packages, in which other processes search the job's modules."""
+    folders = [str(Path(entry).resolve()) for entry in sys.path]
+    return tuple(path for path in folders if "site-packages" not in path and not path.startswith(sys.base_prefix))
 
 
 def threads_here(threads: int) -> int:
-    """How many threads that is on this machine, of whose cores TROUPE_CORES may be used; see `Resource.threads`."""
-    # Not OMP_NUM_THREADS: Ray itself sets it to 1 in some of its processes.
+    """Return the number of threads on this machine for a value of `Resource.threads`.
+
+    The environment variable TROUPE_CORES limits the number of cores.
+    """
+    # OMP_NUM_THREADS is not used: Ray sets it to 1 in some of its processes.
     cores = int(os.environ.get("TROUPE_CORES") or len(os.sched_getaffinity(0)))
     return threads if threads > 0 else max(1, cores // -threads)
 
 
 class WarningsTo(logging.Handler):
-    """Shows the user the warnings of the project's and the user's own code; libraries only write to the log."""
+    """Logging handler that shows the user warnings of project and user code. Libraries only write to the log."""
 
     def __init__(self, info: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)

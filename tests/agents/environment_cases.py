@@ -1,4 +1,4 @@
-"""Episodes with an environment, and what is said in them."""
+"""Episodes of an environment with scripted policies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from plugins.demo.tiny_model import learnt_tokenizer, tiny_model
 
 Steps = list[dict[str, Any]]
 EpisodeRunner = Callable[[str], str]
-"""What is said, to what is answered."""
+"""Policy: function from the text of the environment to the next action."""
 
 
 def text_of(said: Any) -> str:
@@ -30,7 +30,7 @@ def text_of(said: Any) -> str:
 def run_episodes(
     environment: AgentInstanceBase, prompt: str, label: Any, runner: EpisodeRunner, turns: int = 30
 ) -> Steps:
-    """Play an episode to its end, or so many turns; what each step returned."""
+    """Run an episode to its end or to a maximum number of turns, and return the results of all steps."""
 
     async def episode() -> Steps:
         said = (await environment.reset({"observation": prompt, "label": label}))["observation"]
@@ -45,13 +45,13 @@ def run_episodes(
 
 
 def saying(*words: str) -> EpisodeRunner:
-    """One after the other, whatever is said."""
+    """Return a policy that writes the texts one after the other."""
     left = list(words)
     return lambda _said: left.pop(0)
 
 
 def halving(low: int, high: int, smaller: str, larger: str, write: str = "{}") -> EpisodeRunner:
-    """Guess the middle of what is left."""
+    """Return a policy that guesses the middle of the remaining range."""
     bounds = [low, high]
 
     def guess_middle(said: str) -> str:
@@ -70,7 +70,7 @@ def rewards(steps: Steps) -> list[float]:
 
 
 def write_policy(folder: Path) -> Path:
-    """A tiny model that has learnt nothing, with a chat template."""
+    """Create a tiny untrained model with a chat template."""
     tokenizer = learnt_tokenizer(["Play the game. Write one of: 1 2 3 [user] [assistant] [system] [tool]"] * 8, 300)
     tokenizer.chat_template = (
         "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{{ eos_token }}{% endfor %}"
@@ -82,7 +82,7 @@ def write_policy(folder: Path) -> Path:
 
 
 def play_untrained(name: str, label: Any, policy: Path) -> None:
-    """Let a policy play four episodes of a shipped environment, none of which may be an error."""
+    """Run four episodes of a shipped environment with a policy, and check that none ends as an error."""
     check_agent(f"env:{name}")
     agent = AgentOptions(func_path=f"env:{name}", max_turns=3)
     runner = open_runner(str(policy), HFRolloutConfig(), agent, lambda: load_tokenizer(policy))

@@ -1,4 +1,4 @@
-"""A tiny policy whose tokens are not what encoding their text gives, and runners with it."""
+"""A tiny policy whose tokens differ from the encoding of their text, and runners for it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ TEMPLATE = (
     "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-"""ChatML with the end token for all marks."""
+"""Chat template in the form of ChatML, with the end token as every mark."""
 POSITIONS = 256
 TEXTS = ["What is 3 + 4?", "Guess the number: higher, lower, or right?", "hello hello hello world"]
 
 
 def write_policy(folder: Path, seed: int = 1) -> Path:
-    """An untrained model and a byte-pair tokenizer of 300 tokens; a tenth of all tokens are end tokens."""
+    """Write an untrained model with a byte-pair tokenizer of 300 tokens. A tenth of its samples are end tokens."""
     tokenizer = learnt_tokenizer(TEXTS * 4, 300)
     tokenizer.chat_template = TEMPLATE
     model = tiny_model(tokenizer, seed, hidden=64, layers=1, heads=2, key_value_heads=1, max_positions=POSITIONS)
@@ -43,7 +43,7 @@ def write_policy(folder: Path, seed: int = 1) -> Path:
 
 
 class Rig:
-    """One engine, and runners with it, which are closed at the end."""
+    """One engine, and runners for it, which `close` closes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -69,7 +69,7 @@ class Rig:
         return str(self.tokenizer.decode([int(token) for token in tokens], skip_special_tokens=skip_special_tokens))
 
     def prompts(self, count: int = 3, samples: int = 2, labels: Sequence[Any] = ()) -> Batch:
-        """So many of TEXTS, over and over, each with so many samples side by side."""
+        """Return prompts from TEXTS, repeated from the beginning, each with several samples in adjacent rows."""
         texts = [TEXTS[i % len(TEXTS)] for i in range(count)]
         ids = torch.arange(count)
         batch = Batch.from_rows(
@@ -90,6 +90,7 @@ def sampling(max_new_tokens: int = 6, **more: Any) -> SamplingConfig:
 
 
 def turns_of(batch: Batch, row: int) -> list[list[int]]:
-    """Tokens of each turn of a sequence."""
-    tokens, turn = batch.row(row, "tokens"), batch.row(row, "turn")
+    """Return the tokens of each turn of a sequence."""
+    tokens = batch.row(row, "tokens")
+    turn = batch.row(row, "turn")
     return [tokens[turn == number].tolist() for number in range(int(batch["num_turns"][row]))]

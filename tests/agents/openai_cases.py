@@ -12,10 +12,10 @@ from tests.agents.episode_cases import Rig
 
 
 class Blocking(OpenAIAgentExecutor):
-    """`run_episodes` with a client that blocks its thread, and which never asks twice."""
+    """An agent whose `run_episodes` uses a blocking client without retries."""
 
-    def run_agent(self, prompt: str, label: Any, **given: Any) -> Any:
-        with openai.OpenAI(base_url=given["base_url"], api_key=given["api_key"], max_retries=0) as client:
+    def run_agent(self, prompt: str, label: Any, **options: Any) -> Any:
+        with openai.OpenAI(base_url=options["base_url"], api_key=options["api_key"], max_retries=0) as client:
             return self.run_episodes(client, prompt, label)
 
     def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
@@ -31,7 +31,7 @@ def chat(client: openai.OpenAI, messages: list[Any], **more: Any) -> Any:
 
 
 def check_drawn(rig: Rig, batch: Batch) -> None:
-    """Every token of the policy has the log-probability that the trainer's forward pass gives it."""
+    """Check that every token of the policy has the log-probability of the trainer's forward pass."""
     difference_N = (rig.training_logprobs(batch) - batch["rollout_logprob"]).abs()[batch["action_mask"]]
     assert len(difference_N) and float(difference_N.max()) < 1e-4
     assert batch["token_version"][batch["action_mask"]].eq(0).all()

@@ -1,4 +1,4 @@
-"""docs/agents.md: its files play, and its commands are ones that the recipes take."""
+"""docs/agents.md: its agents run episodes, and the recipes accept its commands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from components.rewards.opening import open_reward
 from plugins.demo.tiny_model import learnt_tokenizer, tiny_model
 
 PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
-FILES = {found[1]: found[0] for found in re.findall(r"```python\n(# (\S+\.py)\n.*?)```", PAGE, re.DOTALL)}
+FILES = {match[1]: match[0] for match in re.findall(r"```python\n(# (\S+\.py)\n.*?)```", PAGE, re.DOTALL)}
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
 TEMPLATE = (
     "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{{ eos_token }}{% endfor %}"
@@ -30,7 +30,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page's files."""
+    """Write the files of the page to a folder."""
     folder = tmp_path_factory.mktemp("page")
     for name, text in FILES.items():
         (folder / name).write_text(text)
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model that has learnt nothing, with a chat template."""
+    """Create a tiny untrained model with a chat template."""
     tokenizer = learnt_tokenizer(["how much do two apples cost? [user] [assistant] [system] [tool]"] * 8, 300)
     tokenizer.chat_template = TEMPLATE
     folder = tmp_path_factory.mktemp("policy")
@@ -55,7 +55,7 @@ def test_the_page_has_a_file_for_each_kind_of_agent() -> None:
 
 
 @pytest.mark.parametrize("name", ["my_agent.py", "my_tools.py", "my_client.py"])
-def test_the_agents_of_the_page_play_their_episodes(name: str, folder: Path, policy: Path) -> None:
+def test_the_agents_of_the_page_run_episodes(name: str, folder: Path, policy: Path) -> None:
     agent = AgentOptions(func_path=str(folder / name), max_turns=3)
     runner = open_runner(str(policy), HFRolloutConfig(), agent, lambda: load_tokenizer(policy))
     tokens = load_tokenizer(policy)("how much do two apples cost?")["input_ids"]
@@ -87,7 +87,7 @@ def write_rows(folder: Path, path: str, options: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("line", COMMANDS)
-def test_the_commands_of_the_page_are_taken(
+def test_the_recipes_accept_the_commands_of_the_page(
     line: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder)

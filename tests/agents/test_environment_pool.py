@@ -1,4 +1,4 @@
-"""Environments of episodes: what raises, hangs or dies in one ends that one alone, and nothing of it is left."""
+"""Environments of episodes: an error, hang or death ends only its own episode, and leaves nothing behind."""
 
 import asyncio
 import logging
@@ -24,7 +24,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 RUNS_IN = ("loop", "thread", "process")
 LIMIT_S = 2.0
 PATIENCE_S = 120.0
-"""Where nobody hangs."""
+"""Timeout in seconds for tests without a hang."""
 
 AGENT = """
 import asyncio, os, random, signal, subprocess, sys, tempfile, threading, time
@@ -133,7 +133,7 @@ def opened(
 
 
 def played(pool: EnvironmentPool, run_episodes: Callable[[EnvironmentPool], Coroutine[Any, Any, Any]]) -> Any:
-    """What `run_episodes` gives, with the environments closed afterwards."""
+    """Return the result of `run_episodes`, and close the environments afterwards."""
     try:
         return asyncio.run(run_episodes(pool))
     finally:
@@ -141,7 +141,7 @@ def played(pool: EnvironmentPool, run_episodes: Callable[[EnvironmentPool], Coro
 
 
 async def episode(pool: EnvironmentPool, *actions: str, label: Any = 7) -> Any:
-    """An environment's last response, or the error it ended with."""
+    """Return the last response of an environment, or its error."""
     environment = pool.open()
     response: Any = None
     try:
@@ -160,7 +160,7 @@ def step(environment: Environment, action: str, label: Any = 7) -> Coroutine[Any
 
 
 @pytest.mark.parametrize("runs_in", RUNS_IN)
-def test_what_belongs_to_a_loop_or_a_thread_is_kept_from_call_to_call(tmp_path: Path, runs_in: Mode) -> None:
+def test_the_loop_and_the_thread_are_the_same_in_all_calls(tmp_path: Path, runs_in: Mode) -> None:
     responses = played(opened(tmp_path, runs_in, PATIENCE_S), two_turns)
     # Each environment counts its own two steps; reset made a lock, an event and a task that both steps used.
     assert [[float(response["rewards"]) for response in of_one] for of_one in responses] == [[1.0, 2.0]] * 2
@@ -185,7 +185,7 @@ async def turns(pool: EnvironmentPool) -> list[Any]:
 
 
 @pytest.mark.parametrize("runs_in", RUNS_IN)
-def test_methods_need_not_be_async(tmp_path: Path, runs_in: Mode) -> None:
+def test_methods_may_be_sync(tmp_path: Path, runs_in: Mode) -> None:
     async def run_episodes(pool: EnvironmentPool) -> Any:
         environment = pool.open()
         assert await environment.call("reset", {"observation": "go"}) == {"observation": "go"}
@@ -197,7 +197,7 @@ def test_methods_need_not_be_async(tmp_path: Path, runs_in: Mode) -> None:
 
 
 @pytest.mark.parametrize("runs_in", RUNS_IN)
-def test_what_an_environment_raises_ends_it_alone(tmp_path: Path, runs_in: Mode) -> None:
+def test_an_exception_of_an_environment_ends_only_its_own_episode(tmp_path: Path, runs_in: Mode) -> None:
     async def run_episodes(pool: EnvironmentPool) -> list[Any]:
         actions = ("raise", "exit", "cancel", "continue")
         return await asyncio.gather(*(episode(pool, "continue", action) for action in actions))
@@ -210,7 +210,7 @@ def test_what_an_environment_raises_ends_it_alone(tmp_path: Path, runs_in: Mode)
 
 
 @pytest.mark.parametrize("runs_in", RUNS_IN)
-def test_an_instance_that_cannot_be_made_is_an_error_of_its_episode(tmp_path: Path, runs_in: Mode) -> None:
+def test_an_error_of_the_constructor_is_an_error_of_its_episode(tmp_path: Path, runs_in: Mode) -> None:
     error = played(opened(tmp_path, runs_in, PATIENCE_S, "Unmakable"), episode)
     assert re.search(says("reset raised", "RuntimeError: no licence"), str(error))
 
@@ -243,7 +243,7 @@ def test_a_hanging_step_ends_its_own_episode(
     assert float(fine["rewards"]) == 2.0
 
 
-def test_an_environment_that_blocks_the_loop_is_named_once_and_others_continue(
+def test_an_environment_that_blocks_the_loop_logs_one_warning_and_others_continue(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agents.environment_pool.BLOCKED_S", 0.2)
@@ -258,7 +258,7 @@ def test_an_environment_that_blocks_the_loop_is_named_once_and_others_continue(
     assert re.search(says("AgentInstance", "agent.runs_in=thread"), message)
 
 
-def test_a_timer_of_somebody_else_rings_after_a_step(tmp_path: Path) -> None:
+def test_another_alarm_timer_still_rings_after_a_step(tmp_path: Path) -> None:
     rung: list[float] = []
 
     async def run_episodes(pool: EnvironmentPool) -> Any:
@@ -278,7 +278,7 @@ def test_a_timer_of_somebody_else_rings_after_a_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("runs_in", RUNS_IN)
-def test_an_episode_that_is_aborted_takes_its_call_with_it(tmp_path: Path, runs_in: Mode) -> None:
+def test_aborting_an_episode_cancels_its_call(tmp_path: Path, runs_in: Mode) -> None:
     waiting = tmp_path / "waiting"
 
     async def run_episodes(pool: EnvironmentPool) -> None:
@@ -303,25 +303,25 @@ def test_a_process_that_dies_ends_its_own_environment(tmp_path: Path, action: st
     assert float(fine["rewards"]) == 2.0
 
 
-def test_without_the_process_that_makes_them_an_environment_says_how_that_ended(tmp_path: Path) -> None:
+def test_the_exit_reason_of_a_dead_server_process_is_in_the_error(tmp_path: Path) -> None:
     async def run_episodes(pool: EnvironmentPool) -> list[Any]:
         return [await episode(pool, "continue", "orphan"), await episode(pool, "continue")]
 
     for error in played(opened(tmp_path, "process", PATIENCE_S), run_episodes):
-        assert re.search(says("process that makes", "signal SIGKILL"), str(error))
+        assert re.search(says("server process", "signal SIGKILL"), str(error))
 
 
-def test_a_process_that_cannot_be_made_is_an_error_of_its_episode_alone(tmp_path: Path) -> None:
+def test_a_process_that_cannot_be_forked_is_an_error_of_its_episode_only(tmp_path: Path) -> None:
     async def run_episodes(pool: EnvironmentPool) -> list[Any]:
         return [await episode(pool, "continue"), await episode(pool, "continue")]
 
     pool = opened(tmp_path, "process", PATIENCE_S, before=FIRST_FORK_FAILS)
     error, fine = played(pool, run_episodes)
-    assert re.search(says("process", "could not be made", "temporarily unavailable"), str(error))
+    assert re.search(says("process", "could not be created", "temporarily unavailable"), str(error))
     assert float(fine["rewards"]) == 1.0
 
 
-def test_tensors_cross_and_what_cannot_is_named(tmp_path: Path) -> None:
+def test_tensors_can_be_returned_and_an_unpicklable_result_is_named(tmp_path: Path) -> None:
     async def run_episodes(pool: EnvironmentPool) -> list[Any]:
         return [await episode(pool, "tensor"), await episode(pool, "lambda")]
 
@@ -330,7 +330,7 @@ def test_tensors_cross_and_what_cannot_is_named(tmp_path: Path) -> None:
     assert re.search(says("step", "lambda"), str(error))
 
 
-def test_a_closed_environment_leaves_no_process_and_cleans_up_before(
+def test_closing_an_environment_deletes_its_instance_and_ends_its_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agents.environment_pool.END_TIMEOUT_S", PATIENCE_S)
@@ -338,10 +338,10 @@ def test_a_closed_environment_leaves_no_process_and_cleans_up_before(
     folder.mkdir()
 
     async def run_episodes(pool: EnvironmentPool) -> list[Any]:
-        found = await asyncio.gather(*(episode(pool, "start", label=str(folder)) for _ in range(2)))
+        responses = await asyncio.gather(*(episode(pool, "start", label=str(folder)) for _ in range(2)))
         # Each environment's own process, and the one that it had started.
-        wait_until_gone(*(pid for response in found for pid in response["pids"]), timeout_s=PATIENCE_S)
-        return found
+        wait_until_gone(*(pid for response in responses for pid in response["pids"]), timeout_s=PATIENCE_S)
+        return responses
 
     assert (
         len(
@@ -373,7 +373,7 @@ def test_two_hundred_environments_leave_no_process(tmp_path: Path) -> None:
     wait_until_gone(*pids, timeout_s=PATIENCE_S)
 
 
-def test_nothing_is_left_of_a_run_that_is_killed(tmp_path: Path) -> None:
+def test_a_killed_run_leaves_no_processes(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / "run.py").write_text(
         "import asyncio, sys, time\n"
@@ -404,7 +404,7 @@ def test_nothing_is_left_of_a_run_that_is_killed(tmp_path: Path) -> None:
     wait_until_gone(*pids, timeout_s=PATIENCE_S)
 
 
-def test_a_class_that_another_process_cannot_find_is_refused() -> None:
+def test_a_class_that_cannot_be_imported_by_another_process_raises_an_error() -> None:
     class AgentInstance:
         pass
 
@@ -412,7 +412,7 @@ def test_a_class_that_another_process_cannot_find_is_refused() -> None:
         EnvironmentPool(AgentInstance, AgentOptions(runs_in="process"))
 
 
-def test_a_file_that_loads_only_here_is_refused_with_its_traceback(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_loaded_in_another_process_raises_an_error_with_its_traceback(tmp_path: Path) -> None:
     path = tmp_path / "agent.py"
     path.write_text("class AgentInstance:\n    pass\n")
     instance = load_agent_file(str(path)).AgentInstance

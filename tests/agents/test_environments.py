@@ -1,4 +1,4 @@
-"""The shipped environments: who knows how reaches the reward, who does not gets none, and nonsense is answered."""
+"""Shipped environments: correct play gets the reward, wrong play gets none, and nonsense gets a reply."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_calculator_does_arithmetic(expression: str, value: str) -> None:
         ("\0", r"\x00"),
     ],
 )
-def test_the_calculator_does_nothing_else_and_not_for_long(expression: str, fact: object) -> None:
+def test_the_calculator_rejects_other_code_and_expensive_expressions(expression: str, fact: object) -> None:
     with pytest.raises(ValueError, match=says(fact)):
         calculator.calculator(expression)
 
@@ -79,5 +79,5 @@ def test_a_library_that_is_not_installed_names_the_extra(name: str, monkeypatch:
         load_agent(f"env:{name}")
 
 
-def test_an_untrained_policy_plays_it_without_an_error(tmp_path: Path) -> None:
+def test_an_untrained_policy_runs_episodes_without_errors(tmp_path: Path) -> None:
     play_untrained("calculator", "#### 7", write_policy(tmp_path))

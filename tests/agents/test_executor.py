@@ -66,15 +66,15 @@ class AgentExecutor(MultiTurnAgentExecutor):
     def __init__(self):
         super().__init__(AgentInstance)
 """
-"""What OpenRLHF's guide shows, but for the line that imports from it."""
+"""The example of OpenRLHF's guide, with another import line."""
 INCORRECT = "\n\nHuman: [INCORRECT]\nPlease analyze the issues and try again.\n</s>\n\nAssistant: "
 
 
 class EnvironmentHandle:
-    """Responses each step with what `script` says, over and over, and keeps what it was told."""
+    """Environment whose steps return the items of `script` in turn, and which stores the received states."""
 
     script: tuple[dict[str, Any], ...] = ()
-    told: ClassVar[list[dict[str, Any]]] = []
+    received: ClassVar[list[dict[str, Any]]] = []
 
     def __init__(self) -> None:
         self.steps = 0
@@ -83,14 +83,14 @@ class EnvironmentHandle:
         return {"observation": states["observation"]}
 
     async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        type(self).told.append(states)
+        type(self).received.append(states)
         response = self.script[self.steps % len(self.script)]
         self.steps += 1
         return {"rewards": 0.0, "environment_feedback": " go on ", "done": False, **response}
 
 
 def environment(*script: dict[str, Any]) -> type[EnvironmentHandle]:
-    return type("Scripted", (EnvironmentHandle,), {"script": script or ({},), "told": []})
+    return type("Scripted", (EnvironmentHandle,), {"script": script or ({},), "received": []})
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def played(rig: Rig, instance: type, count: int = 1, max_new_tokens: int = 6, **
     return runner.generate(rig.prompts(count, samples=1), sampling(max_new_tokens))
 
 
-def test_the_published_example_of_three_steps_runs_as_it_is(rig: Rig, tmp_path: Path) -> None:
+def test_the_published_example_of_three_steps_runs_unchanged(rig: Rig, tmp_path: Path) -> None:
     (tmp_path / "agent_func.py").write_text(PUBLISHED)
     options = AgentOptions(func_path=str(tmp_path / "agent_func.py"))
     runner = open_runner(str(rig.folder), HFRolloutConfig(), options, lambda: rig.tokenizer)
@@ -130,7 +130,7 @@ def test_the_published_example_of_three_steps_runs_as_it_is(rig: Rig, tmp_path: 
         assert runs == [-1, 0, -1, 1, -1, 2]
 
 
-def test_rewards_of_turns_stand_on_their_last_tokens_and_add_up(rig: Rig) -> None:
+def test_the_reward_of_a_turn_is_on_its_last_token_and_the_episode_has_the_sum(rig: Rig) -> None:
     batch = played(
         rig,
         environment(
@@ -162,10 +162,10 @@ def test_without_scores_the_score_is_the_sum_of_the_rewards(rig: Rig) -> None:
     assert batch["score"].tolist() == [0.75]
 
 
-def test_states_are_what_was_said(rig: Rig) -> None:
+def test_the_states_have_the_texts_of_the_episode(rig: Rig) -> None:
     instance = environment({}, {"done": True})
     batch = played(rig, instance, stop=["#"])
-    first, second = instance.told
+    first, second = instance.received
     prompt = rig.prompts(1, 1)["prompt"][0]
     assert first["observation_text"] == prompt
     assert (first["label"], first["finish"] in ("stop", "length")) == ("label 0", True)
@@ -182,10 +182,10 @@ def test_states_are_what_was_said(rig: Rig) -> None:
     assert not hasattr(params, "min_p")
 
 
-def test_sampling_params_of_a_step_are_of_the_next_turn_of_its_episode(rig: Rig) -> None:
+def test_sampling_params_of_a_step_apply_to_the_next_turn_of_its_episode(rig: Rig) -> None:
     class Short(EnvironmentHandle):
         script = ({},)
-        told: ClassVar[list[dict[str, Any]]] = []
+        received: ClassVar[list[dict[str, Any]]] = []
 
         async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
             response = await super().step(states)
@@ -193,13 +193,14 @@ def test_sampling_params_of_a_step_are_of_the_next_turn_of_its_episode(rig: Rig)
             return response | ({"sampling_params": SimpleNamespace(max_tokens=1, temperature=None)} if shorter else {})
 
     batch = played(rig, Short, count=2, max_turns=3, max_new_tokens=4)
-    most = [state["sampling_params"]["max_tokens"] for state in Short.told if state["label"] == "label 0"]
+    most = [state["sampling_params"]["max_tokens"] for state in Short.received if state["label"] == "label 0"]
     assert most == [4, 1, 4]
-    assert [state["sampling_params"]["max_tokens"] for state in Short.told if state["label"] == "label 1"] == [4] * 3
+    others = [state["sampling_params"]["max_tokens"] for state in Short.received if state["label"] == "label 1"]
+    assert others == [4] * 3
     assert len(turns_of(batch, 0)[1]) == 1
 
 
-def test_a_greedy_turn_is_the_likeliest_response(rig: Rig) -> None:
+def test_a_greedy_turn_has_the_most_likely_tokens(rig: Rig) -> None:
     batch = played(rig, environment({"sampling_params": {"temperature": 0}}, {"done": True}))
     row = batch.row(0, "tokens")[: -len(turns_of(batch, 0)[1])]
     prompts = Batch.from_rows({"tokens": [row]}, {"prompt_id": [0], "sample_id": [0]})
@@ -207,11 +208,11 @@ def test_a_greedy_turn_is_the_likeliest_response(rig: Rig) -> None:
     assert turns_of(batch, 0)[1] == greedy["tokens"][len(row) :].tolist()
 
 
-def test_sampling_params_are_read_from_what_openrlhf_and_users_write() -> None:
-    own = sampling(8, temperature=0.7)
-    assert read_sampling({"max_tokens": 100, "stop": "x", "top_k": -1}, own) == (own, ["x"])
-    assert read_sampling(sampling_params(own, ["a"]), own) == (own, ["a"])
-    changed, stop = read_sampling(SimpleNamespace(temperature=0.0, top_p=0.5, min_p=0.1), own)
+def test_sampling_params_may_be_dicts_or_objects() -> None:
+    run = sampling(8, temperature=0.7)
+    assert read_sampling({"max_tokens": 100, "stop": "x", "top_k": -1}, run) == (run, ["x"])
+    assert read_sampling(sampling_params(run, ["a"]), run) == (run, ["a"])
+    changed, stop = read_sampling(SimpleNamespace(temperature=0.0, top_p=0.5, min_p=0.1), run)
     assert (changed.temperature, changed.top_p, changed.max_new_tokens, stop) == (0.0, 0.5, 8, [])
     for wrong, facts in [
         ({"max_token": 3}, ["'max_token'", "max_tokens", "temperature", "top_p", "top_k", "stop"]),
@@ -224,7 +225,7 @@ def test_sampling_params_are_read_from_what_openrlhf_and_users_write() -> None:
         ({"top_k": 2.5}, ["sampling_params", "top_k", "float"]),
     ]:
         with pytest.raises(ValueError, match=says(*facts)):
-            read_sampling(wrong, own)
+            read_sampling(wrong, run)
 
 
 @pytest.mark.parametrize(
@@ -241,12 +242,12 @@ def test_sampling_params_are_read_from_what_openrlhf_and_users_write() -> None:
         ({"sampling_params": {"tmp": 1}}, ["sampling_params", "'tmp'"]),
     ],
 )
-def test_a_wrong_step_of_an_environment_ends_its_own_episode_with_a_clear_line(
+def test_an_invalid_step_ends_its_own_episode_with_an_error_of_one_line(
     rig: Rig, response: dict[str, Any], facts: list[object]
 ) -> None:
     class Wrong(EnvironmentHandle):
         script = ({"rewards": 1.0},)
-        told: ClassVar[list[dict[str, Any]]] = []
+        received: ClassVar[list[dict[str, Any]]] = []
 
         async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
             right = await super().step(states)
@@ -263,7 +264,7 @@ def test_a_wrong_step_of_an_environment_ends_its_own_episode_with_a_clear_line(
     assert batch.row(1, "turn_reward").count_nonzero() == 0
 
 
-def test_a_step_without_what_it_has_to_return_says_what_that_is() -> None:
+def test_a_step_with_missing_keys_raises_an_error_with_the_required_keys() -> None:
     with pytest.raises(ValueError, match=says("step 4", ["done"], "rewards", "environment_feedback")):
         read_step({"done": True}, "step 4")
     assert read_step({"rewards": 1, "environment_feedback": None, "done": True}, "step 0").feedback == ""
@@ -283,7 +284,7 @@ class Failing(AgentInstanceBase):
         return {"rewards": 1.0, "environment_feedback": "", "done": True}
 
 
-def test_what_raises_in_an_environment_ends_its_own_episode(rig: Rig) -> None:
+def test_an_exception_in_an_environment_ends_its_own_episode(rig: Rig) -> None:
     runner = rig.runner(MultiTurnAgentExecutor(Failing), max_failed_share=0.8)
     labels = ["reset", "fine", "step", "empty", "fine"]
     batch = runner.generate(rig.prompts(5, 1, labels), sampling())
@@ -298,10 +299,10 @@ def test_what_raises_in_an_environment_ends_its_own_episode(rig: Rig) -> None:
     assert batch["num_turns"].tolist() == [0, 1, 1, 0, 1]
 
 
-def test_another_first_observation_takes_the_place_of_the_prompt(rig: Rig) -> None:
+def test_another_first_observation_replaces_the_prompt(rig: Rig) -> None:
     class Opening(EnvironmentHandle):
         script = ({"done": True},)
-        told: ClassVar[list[dict[str, Any]]] = []
+        received: ClassVar[list[dict[str, Any]]] = []
 
         async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
             chat = [{"role": "user", "content": "Higher?"}]
@@ -312,20 +313,20 @@ def test_another_first_observation_takes_the_place_of_the_prompt(rig: Rig) -> No
     assert starts == ["[user]Higher?<eos>\n[assistant]", f"Lower: {rig.prompts(2, 1)['prompt'][1]}"]
 
 
-def test_messages_as_feedback_leave_all_tokens_before_them_untouched(rig: Rig) -> None:
-    asked, chat = ([{"role": "user", "content": text}] for text in ("Higher?", "Higher."))
+def test_feedback_as_messages_changes_no_earlier_token(rig: Rig) -> None:
+    opening, chat = ([{"role": "user", "content": text}] for text in ("Higher?", "Higher."))
 
     class Chat(EnvironmentHandle):
         script = ({"environment_feedback": chat}, {"done": True})
-        told: ClassVar[list[dict[str, Any]]] = []
+        received: ClassVar[list[dict[str, Any]]] = []
 
         async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-            return {"observation": asked}
+            return {"observation": opening}
 
     batch = played(rig, Chat, count=3, max_new_tokens=3)
     end = rig.tokenizer.eos_token_id
     for row in range(3):
-        prompt, (first, second) = first_tokens(rig.encoder, asked), turns_of(batch, row)
+        prompt, (first, second) = first_tokens(rig.encoder, opening), turns_of(batch, row)
         tokens = batch.row(row, "tokens").tolist()
         between = tokens[len(prompt) + len(first) : -len(second)]
         # Untrained, it writes other special tokens too; each of them stands for an end.
@@ -334,7 +335,7 @@ def test_messages_as_feedback_leave_all_tokens_before_them_untouched(rig: Rig) -
         assert between == [*closing, *rig.encoder.encode("\n[user]Higher.<eos>\n[assistant]")]
 
 
-def test_an_episode_has_no_more_turns_than_it_may(rig: Rig) -> None:
+def test_an_episode_is_truncated_at_max_turns(rig: Rig) -> None:
     batch = played(rig, environment({"rewards": 1.0, "scores": 0.5}), max_turns=4)
     assert batch["num_turns"].tolist() == [4]
     assert batch["status"] == ["truncated"]
@@ -344,7 +345,7 @@ def test_an_episode_has_no_more_turns_than_it_may(rig: Rig) -> None:
     assert bool(batch["action_mask"][-1])
 
 
-def test_feedback_that_does_not_fit_is_left_out_whole(rig: Rig) -> None:
+def test_feedback_that_exceeds_the_limit_is_omitted_as_a_whole(rig: Rig) -> None:
     prompt = len(rig.prompts(1, 1)["tokens"])
     said = len(rig.encoder.encode(" go on "))
     assert said > 1
@@ -357,24 +358,24 @@ def test_feedback_that_does_not_fit_is_left_out_whole(rig: Rig) -> None:
         assert bool(batch["action_mask"][-1])
 
 
-def test_the_last_turn_has_the_tokens_that_are_left(rig: Rig) -> None:
+def test_the_last_turn_is_limited_to_the_remaining_tokens(rig: Rig) -> None:
     prompt = len(rig.prompts(1, 1)["tokens"])
     instance = environment({"done": True, "rewards": 1.0})
     batch = played(rig, instance, max_new_tokens=50, max_tokens=prompt + 1)
     assert len(turns_of(batch, 0)[0]) == 1
     # Its environment was happy with it, cut as it was.
     assert (batch["status"], batch["reward"].tolist()) == (["finished"], [1.0])
-    assert instance.told[0]["sampling_params"].max_tokens == 50
+    assert instance.received[0]["sampling_params"].max_tokens == 50
 
 
-def test_a_turn_that_a_limit_cuts_off_is_still_rewarded(rig: Rig) -> None:
+def test_a_turn_truncated_by_a_limit_is_still_rewarded(rig: Rig) -> None:
     instance = environment({"done": True})
     played(rig, instance, count=8, max_new_tokens=2)
-    finishes = {told["action_text"]: told["finish"] for told in instance.told}
+    finishes = {received["action_text"]: received["finish"] for received in instance.received}
     assert {"length"} <= set(finishes.values()) <= {"length", "stop"}
 
 
-def test_an_episode_without_room_for_a_turn_is_an_error_that_names_length_and_limit(rig: Rig) -> None:
+def test_an_episode_without_space_for_a_turn_is_an_error_with_length_and_limit(rig: Rig) -> None:
     prompts = rig.prompts(2, 1)
     longest = int(prompts.lengths.max())
     alone = SingleTurnAgentExecutor(lambda *_: {"rewards": [1]})
@@ -389,10 +390,10 @@ def test_an_episode_without_room_for_a_turn_is_an_error_that_names_length_and_li
         assert batch["num_turns"].tolist() == [int(row != full) for row in range(2)]
 
 
-def test_a_prompt_beyond_all_room_is_cut_as_nothing_is_learnt_from_it(rig: Rig) -> None:
+def test_an_episode_without_turns_is_truncated_to_the_models_positions(rig: Rig) -> None:
     class Long(EnvironmentHandle):
         script = ({},)
-        told: ClassVar[list[dict[str, Any]]] = []
+        received: ClassVar[list[dict[str, Any]]] = []
 
         async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
             return {"observation": "0123456789" * 100}
@@ -425,22 +426,22 @@ def test_a_stop_text_ends_the_turn_with_the_token_that_completes_it(rig: Rig) ->
             turn = turns_of(batch, other)[0]
             assert turn == turns_of(free, other)[0][: len(turn)]
             assert text not in rig.decode(turn[:-1])
-    assert instance.told[0]["sampling_params"].stop == ["nowhere to be found", text]
+    assert instance.received[0]["sampling_params"].stop == ["nowhere to be found", text]
 
 
-def test_an_environment_that_draws_otherwise_than_the_run_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_change_of_the_runs_sampling_parameters_logs_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     agents.schema._warn_changed.cache_clear()
-    own = sampling(8, temperature=0.7)
-    read_sampling({"temperature": 0.7, "top_p": 1, "max_tokens": 3}, own)
+    run_sampling = sampling(8, temperature=0.7)
+    read_sampling({"temperature": 0.7, "top_p": 1, "max_tokens": 3}, run_sampling)
     read_sampling({"temperature": 0.5}, sampling(8, step=EVALUATION_STEP))
     assert not caplog.records
-    for given in ({"temperature": 0.5}, {"top_k": 3}):
-        read_sampling(given, own)
+    for requested in ({"temperature": 0.5}, {"top_k": 3}):
+        read_sampling(requested, run_sampling)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert re.search(says("temperature", "top_p", "top_k"), caplog.text)
 
 
-def test_what_an_episode_earned_besides_its_turns_stands_on_the_last_of_them(rig: Rig) -> None:
+def test_a_reward_besides_those_of_the_turns_is_on_the_last_token(rig: Rig) -> None:
     class Judged(MultiTurnAgentExecutor):
         async def execute(self, task: EpisodeTask, policy: Policy) -> Episode:
             episode = await super().execute(task, policy)
@@ -455,28 +456,28 @@ def test_what_an_episode_earned_besides_its_turns_stands_on_the_last_of_them(rig
     assert [float(earned[turn == number].sum()) for number in (0, 1)] == [2.0, 3.0]
 
 
-def test_a_reward_gets_responses_where_it_takes_them(rig: Rig) -> None:
+def test_a_reward_function_with_a_responses_parameter_receives_the_responses(rig: Rig) -> None:
     def reward_func(queries: list[str], prompts: list[str], labels: list[Any], responses: list[str]) -> Any:
-        told.extend(responses)
+        received.extend(responses)
         return {"rewards": [1.0]}
 
-    told: list[str] = []
+    received: list[str] = []
     batch = rig.runner(SingleTurnAgentExecutor(reward_func)).generate(rig.prompts(2, 1), sampling())
-    assert sorted(told) == sorted(rig.decode(turns_of(batch, row)[0], skip_special_tokens=True) for row in range(2))
+    assert sorted(received) == sorted(rig.decode(turns_of(batch, row)[0], skip_special_tokens=True) for row in range(2))
 
 
-def test_a_single_turn_is_rewarded_by_its_function_or_later(rig: Rig) -> None:
-    asked: list[Any] = []
+def test_a_single_turn_is_rewarded_by_its_function_or_left_unrewarded(rig: Rig) -> None:
+    calls: list[Any] = []
 
     def reward_func(queries: list[str], prompts: list[str], labels: list[Any], **kwargs: Any) -> dict[str, Any]:
-        asked.append((queries, prompts, labels))
+        calls.append((queries, prompts, labels))
         return {"rewards": torch.tensor([3.0]), "scores": [0.5], "extra_logs": {"words": 2}}
 
     prompts = rig.prompts(2, 1)
     batch = rig.runner(SingleTurnAgentExecutor(reward_func)).generate(prompts, sampling())
     assert (batch["reward"].tolist(), batch["score"].tolist()) == ([3.0, 3.0], [0.5, 0.5])
     assert batch["log_words"].tolist() == [2.0, 2.0]
-    assert sorted(asked) == sorted(
+    assert sorted(calls) == sorted(
         ([rig.decode(batch.row(i, "tokens"))], [prompts["prompt"][i]], [f"label {i}"]) for i in range(2)
     )
     later = rig.runner(SingleTurnAgentExecutor()).generate(prompts, sampling())

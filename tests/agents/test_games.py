@@ -1,4 +1,4 @@
-"""Environments of other people's games: who knows one wins it, who does not does not, and nonsense is answered."""
+"""Environments of game libraries: correct play wins, wrong play does not, and nonsense gets a reply."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUMBER = {"env": "GuessTheNumber-v0", "seed": 3}
 
 @pytest.fixture
 def textarena() -> ModuleType:
-    """The environment, which needs the package of that name."""
+    """Import the environment, which needs the package of that name."""
     from agents.environments import textarena
 
     return textarena
@@ -30,7 +30,7 @@ def textarena() -> ModuleType:
 
 @pytest.fixture
 def gymnasium() -> ModuleType:
-    """The environment, which needs the package of that name."""
+    """Import the environment, which needs the package of that name."""
     from agents.environments import gymnasium
 
     return gymnasium
@@ -39,7 +39,7 @@ def gymnasium() -> ModuleType:
 # textarena
 
 
-def test_a_game_of_textarena_is_won_by_who_knows_it_and_not_by_who_does_not(textarena: ModuleType) -> None:
+def test_correct_play_wins_a_game_of_textarena_and_wrong_play_does_not(textarena: ModuleType) -> None:
     steps = run_episodes(
         textarena.AgentInstance(), "Play.", json.dumps(NUMBER), halving(1, 20, "lower", "higher", "I say [{}].")
     )
@@ -51,12 +51,12 @@ def test_a_game_of_textarena_is_won_by_who_knows_it_and_not_by_who_does_not(text
     assert lost[-1]["extra_logs"] == {"invalid_move": 1.0}
 
 
-def test_a_move_without_brackets_gets_them_and_the_game_does_not_repeat_it(textarena: ModuleType) -> None:
+def test_brackets_are_added_to_a_move_and_the_feedback_does_not_repeat_it(textarena: ModuleType) -> None:
     (step,) = run_episodes(textarena.AgentInstance(), "Play.", NUMBER, saying(" 20 "), turns=1)
     assert text_of(step["environment_feedback"]) == "The target number is lower.\n"
 
 
-def test_the_rules_follow_the_prompt_and_the_seed_makes_the_game(textarena: ModuleType) -> None:
+def test_the_rules_follow_the_prompt_and_the_seed_determines_the_game(textarena: ModuleType) -> None:
     def begin(label: dict[str, Any]) -> str:
         return text_of(
             asyncio.run(textarena.AgentInstance().reset({"observation": "Hi.", "label": label}))["observation"]
@@ -67,9 +67,9 @@ def test_the_rules_follow_the_prompt_and_the_seed_makes_the_game(textarena: Modu
     assert games[0] == games[1] != games[2]
 
 
-def test_games_side_by_side_are_the_same_as_alone_and_leave_the_common_numbers_alone(textarena: ModuleType) -> None:
+def test_concurrent_games_equal_sequential_ones_and_keep_the_global_random_state(textarena: ModuleType) -> None:
     async def boards(pool: list[Any]) -> list[list[str]]:
-        """Of 2048, which draws a new tile after each move."""
+        """Return the boards of 2048, which draws a random tile after each move."""
         for environment in pool:
             await environment.reset({"observation": "", "label": {"env": "2048-v0", "seed": 5}})
         said: list[list[str]] = [[] for _ in pool]
@@ -85,7 +85,7 @@ def test_games_side_by_side_are_the_same_as_alone_and_leave_the_common_numbers_a
     assert random.getstate() == before
 
 
-def test_every_listed_game_plays_without_a_download(textarena: ModuleType) -> None:
+def test_every_listed_game_runs_without_a_download(textarena: ModuleType) -> None:
     for game in textarena.GAMES.split():
         (step,) = run_episodes(textarena.AgentInstance(), "", {"env": f"{game}-v0", "seed": 1}, saying("1"), turns=1)
         assert -1.0 <= step["rewards"] <= 1.0, game
@@ -93,7 +93,7 @@ def test_every_listed_game_plays_without_a_download(textarena: ModuleType) -> No
 
 
 @pytest.mark.parametrize("name", ["TicTacToe-v0", "Wordle-v0", "Countdown-v0", "GuessTheNumber", "Nonsense-v0"])
-def test_games_of_several_players_or_with_downloads_are_refused(textarena: ModuleType, name: str) -> None:
+def test_games_of_several_players_or_with_downloads_raise_an_error(textarena: ModuleType, name: str) -> None:
     with pytest.raises(ValueError, match=says(f"'{name}'", "<game>-v0", "Minesweeper")):
         run_episodes(textarena.AgentInstance(), "", {"env": name}, saying())
 
@@ -101,7 +101,7 @@ def test_games_of_several_players_or_with_downloads_are_refused(textarena: Modul
 # gymnasium
 
 
-def test_a_game_of_gymnasium_is_won_by_who_knows_it_and_not_by_who_does_not(gymnasium: ModuleType) -> None:
+def test_correct_play_wins_a_game_of_gymnasium_and_wrong_play_does_not(gymnasium: ModuleType) -> None:
     way = saying("down", "I go DOWN.", "right", "1, no: 2", "down", "right")
     steps = run_episodes(gymnasium.AgentInstance(), "Play.", json.dumps(LAKE), way)
     assert rewards(steps) == [0.0] * 5 + [1.0] and steps[-1]["scores"] == 1.0
@@ -109,7 +109,7 @@ def test_a_game_of_gymnasium_is_won_by_who_knows_it_and_not_by_who_does_not(gymn
     assert rewards(hole) == [0.0, 0.0] and hole[-1]["done"] and hole[-1]["scores"] == 0.0
 
 
-def test_the_state_is_written_and_what_names_no_action_changes_nothing(gymnasium: ModuleType) -> None:
+def test_the_state_is_shown_and_a_text_without_an_action_does_not_change_it(gymnasium: ModuleType) -> None:
     environment = gymnasium.AgentInstance()
     begin = asyncio.run(environment.reset({"observation": "Play.", "label": LAKE}))["observation"]
     assert begin == [
@@ -124,7 +124,7 @@ def test_the_state_is_written_and_what_names_no_action_changes_nothing(gymnasium
     assert (step["rewards"], step["done"], step["extra_logs"]) == (0.0, False, {"invalid_actions": 1})
 
 
-def test_a_taxi_sees_its_passenger_its_goal_and_itself(gymnasium: ModuleType) -> None:
+def test_the_state_of_taxi_marks_passenger_destination_and_taxi(gymnasium: ModuleType) -> None:
     environment = gymnasium.AgentInstance()
     asyncio.run(environment.reset({"observation": "", "label": {"env": "Taxi-v4", "seed": 3}}))
     # The taxi at the upper middle, the passenger at R, who wants to Y.
@@ -132,21 +132,21 @@ def test_a_taxi_sees_its_passenger_its_goal_and_itself(gymnasium: ModuleType) ->
         "+---------+\n|<R>: |[ ]: :G|\n| : | : : |\n| : : : : |\n| | : | : |\n|(Y)| : |B: |\n+---------+\n"
     )
     way = ["south", "south", "west", "west", "north", "north", "pickup", "south", "south", "south", "south", "dropoff"]
-    found = [asyncio.run(environment.step({"action_text": word})) for word in way]
-    assert "[_]" in text_of(found[7]["environment_feedback"])
+    steps = [asyncio.run(environment.step({"action_text": word})) for word in way]
+    assert "[_]" in text_of(steps[7]["environment_feedback"])
     # 20 for arriving, and -1 for each of the eleven steps before.
-    assert sum(rewards(found)) == 20 - 11
-    assert (found[-1]["scores"], found[-1]["done"]) == (1.0, True)
+    assert sum(rewards(steps)) == 20 - 11
+    assert (steps[-1]["scores"], steps[-1]["done"]) == (1.0, True)
 
 
-def test_blackjack_says_what_the_cards_make(gymnasium: ModuleType) -> None:
+def test_the_state_of_blackjack_is_a_sentence(gymnasium: ModuleType) -> None:
     label = {"env": "Blackjack-v1", "seed": 3}
     steps = run_episodes(gymnasium.AgentInstance(), "", label, saying("hit", "stick"))
     assert text_of(steps[0]["environment_feedback"]) == "Your cards make 17; the dealer shows 10.\n"
     assert rewards(steps) == [0.0, -1.0] and steps[-1]["scores"] == 0.0
 
 
-def test_a_game_that_takes_too_long_is_over(gymnasium: ModuleType) -> None:
+def test_a_game_ends_at_its_limit_of_steps(gymnasium: ModuleType) -> None:
     label = {**LAKE, "options": {"is_slippery": False, "max_episode_steps": 3}}
     steps = run_episodes(gymnasium.AgentInstance(), "", label, lambda _said: "left")
     assert [step["done"] for step in steps] == [False, False, True]
@@ -163,7 +163,9 @@ def test_a_game_that_takes_too_long_is_over(gymnasium: ModuleType) -> None:
         ({"game": 1}, ["'game'", "'env'", "data.label_key"]),
     ],
 )
-def test_a_label_that_makes_no_game_says_what_to_set(gymnasium: ModuleType, label: Any, facts: list[str]) -> None:
+def test_an_invalid_label_raises_an_error_with_the_setting_to_change(
+    gymnasium: ModuleType, label: Any, facts: list[str]
+) -> None:
     with pytest.raises(ValueError, match=says(*facts)):
         run_episodes(gymnasium.AgentInstance(), "", label, saying())
 
@@ -172,5 +174,5 @@ def test_a_label_that_makes_no_game_says_what_to_set(gymnasium: ModuleType, labe
 
 
 @pytest.mark.parametrize(("name", "label"), [("textarena", NUMBER), ("gymnasium", LAKE)])
-def test_an_untrained_policy_plays_without_an_error(name: str, label: Any, tmp_path: Path) -> None:
+def test_an_untrained_policy_runs_episodes_without_errors(name: str, label: Any, tmp_path: Path) -> None:
     play_untrained(name, label, write_policy(tmp_path))

@@ -1,4 +1,4 @@
-"""Agent files: what is refused before a run begins, without running them, and what is loaded."""
+"""Agent files: checks before a run without running the file, and loading."""
 
 import subprocess
 import sys
@@ -35,7 +35,7 @@ def written(folder: Path, text: str) -> str:
         ),
     ],
 )
-def test_a_file_that_is_no_agent_is_refused_without_being_run(tmp_path: Path, text: str, facts: list[str]) -> None:
+def test_a_file_without_an_agent_is_rejected_without_running_it(tmp_path: Path, text: str, facts: list[str]) -> None:
     with pytest.raises(ValueError, match=says(*facts)):
         check_agent(written(tmp_path, f"{text}\nraise SystemExit\n"))
 
@@ -48,11 +48,11 @@ def test_a_missing_file_or_environment_is_named() -> None:
 
 
 @pytest.mark.parametrize("text", [INSTANCE, "AgentInstance = object\n", "from agents import x as AgentExecutor\n"])
-def test_a_file_that_names_an_agent_passes_without_being_run(tmp_path: Path, text: str) -> None:
+def test_a_file_with_an_agent_is_accepted_without_running_it(tmp_path: Path, text: str) -> None:
     check_agent(written(tmp_path, f"{text}\nraise SystemExit\n"))
 
 
-def test_a_check_needs_no_torch() -> None:
+def test_the_check_does_not_import_torch() -> None:
     check = "from agents.loading import check_agent; check_agent('env:guess')"
     code = f"{check}; import sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=PROJECT)
@@ -65,7 +65,7 @@ def test_every_shipped_environment_passes_the_check() -> None:
         check_agent(f"env:{name}")
 
 
-def test_an_instance_alone_plays_many_turns(tmp_path: Path) -> None:
+def test_an_agent_instance_alone_is_run_by_the_multi_turn_executor(tmp_path: Path) -> None:
     executor = load_agent(written(tmp_path, INSTANCE))
     assert type(executor) is MultiTurnAgentExecutor
     assert executor.agent_instance.__name__ == "AgentInstance"
@@ -78,7 +78,7 @@ def test_an_executor_may_be_a_class_or_an_instance(tmp_path: Path, end: str) -> 
     assert isinstance(load_agent(written(tmp_path, text + end)), SingleTurnAgentExecutor)
 
 
-def test_a_file_finds_the_modules_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_can_import_modules_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "beside_the_agent.py").write_text(INSTANCE)
     # Python's own modules come first, whatever lies beside the file.
@@ -91,13 +91,13 @@ def test_a_file_finds_the_modules_beside_it(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("line", ["raise KeyError('board')", "raise SystemExit('board')"])
-def test_what_a_file_raises_is_said_in_a_line_with_its_traceback(tmp_path: Path, line: str) -> None:
+def test_an_exception_of_a_file_is_reported_in_one_line_with_its_traceback(tmp_path: Path, line: str) -> None:
     with pytest.raises(ValueError, match=says(tmp_path / "agent.py", "board")) as caught:
         load_agent(written(tmp_path, f"{INSTANCE}\n{line}\n"))
     assert line in caught.value.__notes__[0]
 
 
-def test_an_executor_that_is_none_or_needs_arguments_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_executor_and_missing_arguments_raise_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=says("AgentExecutor", tmp_path / "agent.py", "int", "MultiTurn")):
         load_agent(written(tmp_path, "AgentExecutor = 3"))
     text = "from agents import MultiTurnAgentExecutor\nclass AgentExecutor(MultiTurnAgentExecutor): ..."

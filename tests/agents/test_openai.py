@@ -44,16 +44,16 @@ def rendered(rig: Rig, text: str) -> list[int]:
 class Talker(OpenAIAgentExecutor):
     """Three turns with the asynchronous client; the reward counts them."""
 
-    async def run_agent(self, prompt: str, label: Any, **given: Any) -> dict[str, Any]:
+    async def run_agent(self, prompt: str, label: Any, **options: Any) -> dict[str, Any]:
         messages: list[Any] = [user(prompt)]
-        async with openai.AsyncOpenAI(base_url=given["base_url"], api_key=given["api_key"]) as client:
+        async with openai.AsyncOpenAI(base_url=options["base_url"], api_key=options["api_key"]) as client:
             for _ in range(3):
                 response = await client.chat.completions.create(model="any", messages=messages)
                 messages += [response.choices[0].message, user("hello again")]
         return {"reward": 3.0, "score": 0.5, "extra_logs": {"said": len(messages)}}
 
 
-def test_turns_of_one_conversation_are_one_sequence_of_the_tokens_drawn(rig: Rig) -> None:
+def test_turns_of_one_conversation_are_one_sequence_of_the_generated_tokens(rig: Rig) -> None:
     batch = rig.runner(Talker()).generate(rig.prompts(), sampling())
     assert batch.objects["status"] == ["finished"] * 6
     assert batch["num_turns"].tolist() == [3] * 6
@@ -71,7 +71,7 @@ def test_turns_of_one_conversation_are_one_sequence_of_the_tokens_drawn(rig: Rig
         assert batch.row(row, "turn_reward").tolist() == [0.0] * (len(expected) - 1) + [3.0]
 
 
-def test_a_template_that_takes_words_out_of_earlier_turns_changes_nothing(tmp_path: Path) -> None:
+def test_a_template_that_removes_text_of_earlier_turns_changes_no_tokens(tmp_path: Path) -> None:
     rig = Rig(write_policy(tmp_path))
     # Only what the policy wrote after its last broken character is shown again, as templates do with thoughts.
     rig.tokenizer.chat_template = str(rig.tokenizer.chat_template).replace(
@@ -84,7 +84,7 @@ def test_a_template_that_takes_words_out_of_earlier_turns_changes_nothing(tmp_pa
     check_drawn(rig, batch)
 
 
-def test_clients_that_block_play_side_by_side_and_do_not_mix(rig: Rig) -> None:
+def test_blocking_clients_run_concurrently_with_separate_episodes(rig: Rig) -> None:
     class Own(Blocking):
         def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
             messages: list[Any] = [user(f"I am {label}")]
@@ -101,7 +101,7 @@ def test_clients_that_block_play_side_by_side_and_do_not_mix(rig: Rig) -> None:
         assert text.count("label") == 3
 
 
-def test_a_text_continues_as_it_was_drawn(rig: Rig) -> None:
+def test_a_completion_continues_the_recorded_tokens(rig: Rig) -> None:
     class Writer(Blocking):
         def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
             text = prompt
@@ -118,7 +118,7 @@ def test_a_text_continues_as_it_was_drawn(rig: Rig) -> None:
         assert batch.row(row, "tokens").tolist() == expected
 
 
-def test_a_client_that_adds_its_stop_text_itself_does_not_double_it(rig: Rig) -> None:
+def test_a_stop_text_appended_by_the_client_is_not_doubled(rig: Rig) -> None:
     class Reacts(Blocking):
         def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
             ask = client.completions.create
@@ -140,7 +140,7 @@ def test_a_client_that_adds_its_stop_text_itself_does_not_double_it(rig: Rig) ->
             assert batch.row(row, "tokens").tolist() == expected
 
 
-def test_a_text_continues_only_with_all_that_was_drawn() -> None:
+def test_a_request_continues_a_text_only_if_it_has_all_recorded_text() -> None:
     drawn = Episode([1, 2], 1, turns=[Turn(1, 2)])
     recording = Recording(0, [], drawn, history="Q: act", tail="Observation:")
     assert recording.rest(CompletionRequest(prompt="Q: actObservation: 42")) == " 42"
@@ -149,16 +149,16 @@ def test_a_text_continues_only_with_all_that_was_drawn() -> None:
     assert recording.rest(CompletionRequest(prompt="Q: act 42")) is None
 
 
-def test_an_evaluation_does_not_read_how_a_client_would_draw() -> None:
+def test_an_evaluation_ignores_the_sampling_parameters_of_a_client() -> None:
     body = json.dumps({"prompt": "a", "temperature": 0.5, "top_p": 0.5, "top_k": 3, "max_tokens": 2}).encode()
-    for own in (0.0, 1.0):
-        how = read_request(body, sampling(temperature=own, step=EVALUATION_STEP))[1]
-        assert how == sampling(2, temperature=own, step=EVALUATION_STEP)
+    for temperature in (0.0, 1.0):
+        how = read_request(body, sampling(temperature=temperature, step=EVALUATION_STEP))[1]
+        assert how == sampling(2, temperature=temperature, step=EVALUATION_STEP)
         with pytest.raises(RequestError, match="temperature"):
-            read_request(body, sampling(temperature=own))
+            read_request(body, sampling(temperature=temperature))
 
 
-def test_a_prompt_that_was_rendered_already_is_refused(rig: Rig) -> None:
+def test_a_prompt_that_was_already_rendered_is_rejected(rig: Rig) -> None:
     class Twice(Blocking):
         def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
             with pytest.raises(openai.BadRequestError, match=r"data\.apply_chat_template=false"):
@@ -184,16 +184,16 @@ def test_a_changed_history_is_a_further_sequence_of_the_same_sample(rig: Rig) ->
     assert batch["branch"].tolist() == [0, 1, 0, 1]
     assert batch["num_turns"].tolist() == [2, 1, 2, 1]
     assert batch["reward"].tolist() == [1.0] * 4
-    told = f"[user]{TEXTS[0]}<eos>\n[assistant]never said<eos>\n[user]continue<eos>\n[assistant]"
-    assert batch.row(1, "tokens").tolist()[: int(batch["prompt_length"][1])] == rig.encoder.encode(told)
+    prompt = f"[user]{TEXTS[0]}<eos>\n[assistant]never said<eos>\n[user]continue<eos>\n[assistant]"
+    assert batch.row(1, "tokens").tolist()[: int(batch["prompt_length"][1])] == rig.encoder.encode(prompt)
     check_drawn(rig, batch)
 
 
-def test_several_choices_are_sequences_with_random_numbers_of_their_own(rig: Rig) -> None:
+def test_several_choices_are_sequences_with_different_random_numbers(rig: Rig) -> None:
     class Chooser(Blocking):
         def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
-            told: Any = [user(prompt)]
-            response = client.chat.completions.create(model="any", messages=told, n=3)
+            messages: Any = [user(prompt)]
+            response = client.chat.completions.create(model="any", messages=messages, n=3)
             assert [choice.index for choice in response.choices] == [0, 1, 2]
             chat(client, [user(prompt), response.choices[1].message, user("continue")])
             return {"reward": 1.0}
@@ -204,15 +204,15 @@ def test_several_choices_are_sequences_with_random_numbers_of_their_own(rig: Rig
     check_drawn(rig, batch)
 
 
-def test_a_request_that_comes_while_a_sequence_grows_begins_another(rig: Rig) -> None:
+def test_a_request_during_the_extension_of_a_sequence_starts_another_sequence(rig: Rig) -> None:
     class Hasty(OpenAIAgentExecutor):
-        async def run_agent(self, prompt: str, label: Any, **given: Any) -> dict[str, Any]:
-            async with openai.AsyncOpenAI(base_url=given["base_url"], api_key=given["api_key"]) as client:
+        async def run_agent(self, prompt: str, label: Any, **options: Any) -> dict[str, Any]:
+            async with openai.AsyncOpenAI(base_url=options["base_url"], api_key=options["api_key"]) as client:
                 ask = client.chat.completions.create
-                told: Any = [user(prompt)]
-                first = await ask(model="any", messages=told)
-                told += [first.choices[0].message, user("continue")]
-                await asyncio.gather(ask(model="any", messages=told), ask(model="any", messages=told))
+                messages: Any = [user(prompt)]
+                first = await ask(model="any", messages=messages)
+                messages += [first.choices[0].message, user("continue")]
+                await asyncio.gather(ask(model="any", messages=messages), ask(model="any", messages=messages))
             return {"reward": 1.0}
 
     batch = rig.runner(Hasty()).generate(rig.prompts(1, 1), sampling())
@@ -220,32 +220,32 @@ def test_a_request_that_comes_while_a_sequence_grows_begins_another(rig: Rig) ->
     check_drawn(rig, batch)
 
 
-def test_a_stream_carries_the_same_response(rig: Rig) -> None:
+def test_a_streamed_response_equals_a_plain_one(rig: Rig) -> None:
     class Streamer(Blocking):
         streams = False
 
         def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
             logprobs: Any
             usage: Any
-            told: dict[str, Any] = {
+            request: dict[str, Any] = {
                 "model": "any",
                 "messages": [user(prompt)],
                 "logprobs": True,
                 "stream_options": {"include_usage": True},
             }
             if not self.streams:
-                response = client.chat.completions.create(**told)
-                text, logprobs, usage = (
-                    response.choices[0].message.content,
-                    response.choices[0].logprobs,
-                    response.usage,
-                )
+                response = client.chat.completions.create(**request)
+                text = response.choices[0].message.content
+                logprobs = response.choices[0].logprobs
+                usage = response.usage
             else:
-                text, logprobs, usage = "", None, None
-                for chunk in client.chat.completions.create(**told, stream=True):
+                text = ""
+                logprobs = usage = None
+                for chunk in client.chat.completions.create(**request, stream=True):
                     usage = chunk.usage or usage
                     for choice in chunk.choices:
-                        text, logprobs = text + (choice.delta.content or ""), choice.logprobs or logprobs
+                        text += choice.delta.content or ""
+                        logprobs = choice.logprobs or logprobs
             seen.append((prompt, text, [one.logprob for one in logprobs.content], usage.completion_tokens))
             chat(client, [user(prompt), {"role": "assistant", "content": text}, user("continue")])
             return {"reward": 1.0}
@@ -269,25 +269,25 @@ def test_a_stream_carries_the_same_response(rig: Rig) -> None:
         assert logprobs == whole.row(row, "rollout_logprob")[whole.row(row, "turn") == 0].tolist()
 
 
-def test_only_the_key_of_an_episode_that_is_being_run_is_accepted(rig: Rig) -> None:
+def test_only_keys_of_running_episodes_are_accepted(rig: Rig) -> None:
     class Thief(Blocking):
-        def run_agent(self, prompt: str, label: Any, **given: Any) -> Any:
-            with httpx.Client(base_url=given["base_url"]) as client:
+        def run_agent(self, prompt: str, label: Any, **options: Any) -> Any:
+            with httpx.Client(base_url=options["base_url"]) as client:
                 response = client.get("/../health")
                 assert response.json() == {"status": "ok"}
-                own = given["api_key"]
-                for key in (".", "sk-1", given["session_id"], own[:-1], f"{own}x", *ended):
+                own_key = options["api_key"]
+                for key in (".", "sk-1", options["session_id"], own_key[:-1], f"{own_key}x", *ended):
                     header = {"Authorization": f"Bearer {key}"}
                     for path in ("/chat/completions", "/completions"):
                         refused = client.post(path, headers=header, json={"prompt": prompt})
                         assert refused.status_code == 401
                         assert refused.json()["error"]["code"] == "invalid_api_key"
                     assert client.get("/models", headers=header).status_code == 401
-                models = client.get("/models", headers={"Authorization": f"Bearer {own}"}).json()
-            ended.append(own)
+                models = client.get("/models", headers={"Authorization": f"Bearer {own_key}"}).json()
+            ended.append(own_key)
             health.append(str(response.url))
             assert [model["id"] for model in models["data"]] == ["policy"]
-            return super().run_agent(prompt, label, **given)
+            return super().run_agent(prompt, label, **options)
 
         def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
             chat(client, [user(prompt)])
@@ -311,7 +311,7 @@ TOO_LARGE = {
 }
 
 
-def test_a_request_that_is_too_large_is_refused_before_it_is_read(rig: Rig) -> None:
+def test_a_request_that_is_too_large_is_rejected_before_it_is_parsed(rig: Rig) -> None:
     class Large(Blocking):
         def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
             key = {"Authorization": f"Bearer {client.api_key}"}
@@ -345,7 +345,7 @@ REFUSED = {
 }
 
 
-def test_what_is_not_to_be_had_is_refused_by_name_and_the_rest_is_taken(rig: Rig) -> None:
+def test_unsupported_fields_are_rejected_by_name_and_supported_ones_accepted(rig: Rig) -> None:
     class Picky(Blocking):
         def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
             for param, fields in REFUSED.items():
@@ -364,7 +364,7 @@ def test_what_is_not_to_be_had_is_refused_by_name_and_the_rest_is_taken(rig: Rig
         assert float(batch["reward"][row]) == float(len(turn) == 2 and not 2 <= turn[-1] < 32)
 
 
-def test_a_clients_stop_text_is_cut_off_for_it_and_stays_in_the_record(rig: Rig) -> None:
+def test_a_stop_text_is_removed_for_the_client_and_kept_in_the_tokens(rig: Rig) -> None:
     class Stopper(Blocking):
         def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
             choice = chat(client, [user(prompt)], stop=[*"aeiou"])
@@ -382,7 +382,7 @@ def test_a_clients_stop_text_is_cut_off_for_it_and_stays_in_the_record(rig: Rig)
     check_drawn(rig, batch)
 
 
-def test_an_agent_that_meets_a_limit_is_truncated(rig: Rig) -> None:
+def test_an_agent_that_exceeds_a_limit_is_truncated(rig: Rig) -> None:
     class Endless(Blocking):
         def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
             messages: list[Any] = [user(prompt)]
@@ -409,7 +409,7 @@ def test_an_agent_that_meets_a_limit_is_truncated(rig: Rig) -> None:
     check_drawn(rig, batch)
 
 
-def test_an_agent_without_room_for_a_response_is_an_error(rig: Rig) -> None:
+def test_an_agent_without_space_for_a_response_is_an_error(rig: Rig) -> None:
     class Long(Blocking):
         def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
             with pytest.raises(openai.BadRequestError):
@@ -421,7 +421,7 @@ def test_an_agent_without_room_for_a_response_is_an_error(rig: Rig) -> None:
     assert re.search(says("tokens", f"{POSITIONS}", "agent.max_tokens"), batch["error"][0])
 
 
-def test_agents_that_fail_end_their_own_episodes_alone(rig: Rig) -> None:
+def test_agents_that_fail_end_only_their_own_episodes(rig: Rig) -> None:
     class Failing(Blocking):
         def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
             if label != "silent":
@@ -441,8 +441,8 @@ def test_agents_that_fail_end_their_own_episodes_alone(rig: Rig) -> None:
     assert batch["reward"].tolist() == [0.0] * 5 + [0.5]
     assert batch["reward_failed"].tolist() == [1.0] * 5 + [0.0]
     facts = (("run_agent", "KeyError"), ("None", "reward"), ("rewards", "str"), ("rewards", "nan"), ("base_url",), ())
-    for found, error in zip(facts, batch.objects["error"], strict=True):
-        assert re.search(says(*found), error)
+    for expected, error in zip(facts, batch.objects["error"], strict=True):
+        assert re.search(says(*expected), error)
         assert "\n" not in error
     runner = rig.runner(Failing(), max_failed_share=1.0, max_turns=4, step_timeout_s=0.25)
     hung = runner.generate(rig.prompts(1, 1, ["hangs"]), sampling())
@@ -458,9 +458,9 @@ class Leaver(Blocking):
         self.loop = asyncio.get_running_loop()
         return await super().execute(task, policy)
 
-    def run_agent(self, prompt: str, label: Any, **given: Any) -> Any:
-        self.session_id = given["session_id"]
-        return super().run_agent(prompt, label, **given)
+    def run_agent(self, prompt: str, label: Any, **options: Any) -> Any:
+        self.session_id = options["session_id"]
+        return super().run_agent(prompt, label, **options)
 
     def run_episodes(self, client: openai.OpenAI, prompt: str, label: Any) -> Any:
         messages: list[Any] = [user(prompt)]
@@ -478,7 +478,7 @@ class Leaver(Blocking):
         return {"reward": 1.0}
 
 
-def test_a_client_that_hangs_up_ends_its_request(rig: Rig) -> None:
+def test_a_client_that_disconnects_cancels_its_request(rig: Rig) -> None:
     agent = Leaver()
     runner = rig.runner(agent, concurrency=1)
     assert isinstance(runner.engine, AsyncEngine)

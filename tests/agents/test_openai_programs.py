@@ -1,4 +1,4 @@
-"""What talks to the endpoint: programs in any language, frameworks that call tools, and whoever sends nonsense."""
+"""Clients of the endpoint: programs in any language, frameworks with tool calls, and malformed requests."""
 
 import asyncio
 import json
@@ -83,8 +83,9 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>'
 
 
 def learn(folder: Path, prompt: str, answer: str) -> None:
-    """Train the model at `folder` to give an answer, by heart."""
-    tokenizer, model = load_tokenizer(folder), load_policy(folder)
+    """Train the model in `folder` to reply to a prompt with a fixed answer."""
+    tokenizer = load_tokenizer(folder)
+    model = load_policy(folder)
     read, written = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, answer))
     tokens = torch.tensor([[*read, *written]])
     labels = tokens.clone()
@@ -116,12 +117,12 @@ def test_tool_calls_reach_the_client_and_their_results_the_policy(tmp_path: Path
             assert choice.finish_reason == "tool_calls"
             assert choice.message.content == "Let me "
             (call,) = choice.message.tool_calls
-            given = json.loads(call.function.arguments)
-            result = {"role": "tool", "tool_call_id": call.id, "content": str(given["a"] + given["b"])}
+            arguments = json.loads(call.function.arguments)
+            result = {"role": "tool", "tool_call_id": call.id, "content": str(arguments["a"] + arguments["b"])}
             # Frameworks write the arguments anew, and drop the white space.
             said = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"b":4,"a":3}'}}
-            told = {"role": "assistant", "content": "Let me", "tool_calls": [said]}
-            chat(client, [user(prompt), told, result], tools=[TOOL])
+            message = {"role": "assistant", "content": "Let me", "tool_calls": [said]}
+            chat(client, [user(prompt), message, result], tools=[TOOL])
             plain = chat(client, [user(prompt)], tools=[TOOL], tool_choice="none")
             assert plain.message.content == f"Let me {CALL}"
             return {"reward": 1.0}
@@ -135,10 +136,10 @@ def test_tool_calls_reach_the_client_and_their_results_the_policy(tmp_path: Path
     check_drawn(rig, batch)
 
 
-def test_a_call_that_cannot_be_read_is_given_as_it_was_written() -> None:
-    asked = CompletionRequest(messages=[Message(role="user", content="?")], tools=[TOOL])
+def test_a_malformed_call_is_returned_as_text() -> None:
+    request = CompletionRequest(messages=[Message(role="user", content="?")], tools=[TOOL])
     text = f'{CALL}<tool_call>{{"name": </tool_call>'
-    assert asked.choice(text, 1, "stop", [], [])["message"] == {"role": "assistant", "content": text}
+    assert request.choice(text, 1, "stop", [], [])["message"] == {"role": "assistant", "content": text}
 
 
 json_values = st.recursive(
@@ -151,15 +152,15 @@ names = st.sampled_from([*CompletionRequest.model_fields, "more"])
 
 @settings(max_examples=100, deadline=None)
 @given(st.dictionaries(names, json_values) | json_values)
-def test_no_request_does_more_than_be_refused(body: Any) -> None:
+def test_any_malformed_request_is_rejected_without_another_error(body: Any) -> None:
     try:
-        asked, how = read_request(json.dumps(body).encode(), sampling())
+        request, how = read_request(json.dumps(body).encode(), sampling())
     except RequestError as error:
         assert error.status == 400
         assert error.body["error"]["message"]
     else:
         assert 1 <= how.max_new_tokens <= 6
-        assert rest_of(asked.history, asked.history) in (None, "")
+        assert rest_of(request.history, request.history) in (None, "")
 
 
 PROGRAM = """

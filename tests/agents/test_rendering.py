@@ -1,4 +1,4 @@
-"""Messages become tokens once, behind tokens that nobody touches."""
+"""Rendering of messages to tokens, which are appended to unchanged tokens."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def end_of(encoder: TextEncoder) -> int:
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, REASONING_STRIPPED])
-def test_only_the_new_messages_are_rendered_up_to_the_start_of_the_next_turn(template: str) -> None:
+def test_only_new_messages_are_rendered_up_to_the_start_of_the_next_turn(template: str) -> None:
     encoder = encoder_of(template)
     tokens = feedback_tokens(encoder, FEEDBACK, [7, 8, end_of(encoder)])
     assert encoder.tokenizer.decode(tokens) == f"\n[user]Higher.{EOS}\n[assistant]"
 
 
-def test_a_turn_that_was_cut_is_closed_as_the_template_closes_it() -> None:
+def test_a_truncated_turn_is_closed_with_the_templates_end() -> None:
     encoder = encoder_of(TEMPLATE)
     tokens = feedback_tokens(encoder, FEEDBACK, [7, 8])
     assert tokens[0] == end_of(encoder)
     assert encoder.tokenizer.decode(tokens) == f"{EOS}\n[user]Higher.{EOS}\n[assistant]"
 
 
-def test_what_stands_between_a_turn_and_its_end_token_is_not_said_after_it() -> None:
+def test_text_between_a_turn_and_its_end_token_is_not_repeated_after_it() -> None:
     encoder = encoder_of(LATE_CLOSED)
     assert encoder.tokenizer.decode(feedback_tokens(encoder, FEEDBACK, [7, end_of(encoder)])) == f"[user]Higher.\n{EOS}"
     assert encoder.tokenizer.decode(feedback_tokens(encoder, FEEDBACK, [7])) == f"\n{EOS}[user]Higher.\n{EOS}"
@@ -70,7 +70,7 @@ def test_the_template_of_the_tiny_models_adds_nothing_to_the_message() -> None:
     assert feedback_tokens(encoder, message, [5]) == [end, *encoder.encode("<")]
 
 
-def test_another_end_token_stands_for_that_of_the_template() -> None:
+def test_another_end_token_replaces_that_of_the_template() -> None:
     encoder = encoder_of(TEMPLATE)
     other = encoder.tokenizer.bos_token_id
     assert isinstance(other, int) and other != end_of(encoder)
@@ -85,7 +85,7 @@ def test_another_end_token_stands_for_that_of_the_template() -> None:
     assert feedback_tokens(opens, FEEDBACK, [7, end_of(opens)])[0] == other
 
 
-def test_a_prompt_that_has_been_through_the_template_is_refused() -> None:
+def test_a_prompt_that_was_already_rendered_is_rejected() -> None:
     encoder = encoder_of(TEMPLATE)
     rendered = f"[user]Higher.{EOS}\n[assistant]"
     with pytest.raises(ValueError, match=says("'<eos>'", "data.apply_chat_template=false")):
@@ -102,19 +102,19 @@ def test_several_messages_of_other_roles_are_rendered_together() -> None:
     assert text == f"\n[tool]4{EOS}\n[tool]5{EOS}\n[assistant]"
 
 
-def test_text_is_encoded_as_it_is() -> None:
+def test_text_is_encoded_unchanged() -> None:
     encoder = encoder_of(TEMPLATE)
     assert feedback_tokens(encoder, "Higher.", [7]) == encoder.encode("Higher.")
     assert feedback_tokens(encoder, "", [7]) == []
 
 
-def test_messages_that_begin_a_sequence_go_through_the_template() -> None:
+def test_messages_at_the_beginning_are_rendered_with_the_template() -> None:
     encoder = encoder_of(TEMPLATE)
     assert encoder.tokenizer.decode(first_tokens(encoder, FEEDBACK)) == f"[user]Higher.{EOS}\n[assistant]"
     assert first_tokens(encoder, "Higher.") == encoder.encode_prompt("Higher.")
 
 
-def test_what_cannot_be_encoded_is_refused() -> None:
+def test_text_that_cannot_be_encoded_raises_an_error() -> None:
     letters = TextEncoder(character_tokenizer("abc"))
     with pytest.raises(ValueError, match=says("'x'", "'abx'")):
         feedback_tokens(letters, "abx", [3])
@@ -127,9 +127,10 @@ def test_what_cannot_be_encoded_is_refused() -> None:
         feedback_tokens(letters, [{"role": "user", "content": "a"}], [3])
 
 
-def test_messages_after_an_opening_of_plain_text_are_refused_and_nothing_else_is() -> None:
+def test_only_messages_after_an_opening_in_plain_text_are_rejected() -> None:
     encoder = encoder_of(TEMPLATE)
-    plain, chat = encoder.encode("Higher or lower?"), first_tokens(encoder, [{"role": "user", "content": "Go."}])
+    plain = encoder.encode("Higher or lower?")
+    chat = first_tokens(encoder, [{"role": "user", "content": "Go."}])
     said = feedback_tokens(encoder, FEEDBACK, chat)
     with pytest.raises(ValueError, match=says("plain text", "messages", "reset", "data.apply_chat_template=true")):
         refuse_mixed(encoder, plain, FEEDBACK, said)

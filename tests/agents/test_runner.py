@@ -1,4 +1,4 @@
-"""What a rollout role gives: episodes as a Batch, alone or in flight, token in and token out."""
+"""EpisodeRunner: episodes as a Batch, in one call or in flight."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.messages import says
 
 
 class Talk(AgentInstanceBase):
-    """Two to four turns with text or messages between them, by the number in the label."""
+    """Environment of two to four turns with text or messages between them, by the number in the label."""
 
     async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         self.left = 2 + int(states["label"][-1]) % 3
@@ -43,7 +43,7 @@ class Talk(AgentInstanceBase):
 
 
 class Flaky(AgentInstanceBase):
-    """Raises where the label says so."""
+    """Environment that raises if the label says so."""
 
     async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         if states["label"] == "bad":
@@ -55,15 +55,15 @@ class Flaky(AgentInstanceBase):
 
 
 class Recording(BatchedEngine):
-    """Keeps what was asked for and what came."""
+    """Engine that records its requests."""
 
     def __init__(self, engine: HFRolloutEngine) -> None:
         super().__init__(engine)
-        self.asked: list[tuple[int, int, list[int], Request]] = []
+        self.requests: list[tuple[int, int, list[int], Request]] = []
 
     def submit(self, tokens: Sequence[int], sampling: SamplingConfig, *, prompt_id: int = 0, sample_id: int = 0) -> Any:
         request = super().submit(tokens, sampling, prompt_id=prompt_id, sample_id=sample_id)
-        self.asked.append((prompt_id, sample_id, list(tokens), request))
+        self.requests.append((prompt_id, sample_id, list(tokens), request))
         return request
 
 
@@ -79,7 +79,7 @@ def closed(rig: Rig) -> Iterator[None]:
 
 
 def same(a: Batch, b: Batch, but: Sequence[str] = ()) -> None:
-    """All columns are equal, bit for bit."""
+    """Check that all columns are equal bit by bit."""
     assert set(a.names) == set(b.names)
     for name in a.names:
         if name in a.objects:
@@ -89,16 +89,17 @@ def same(a: Batch, b: Batch, but: Sequence[str] = ()) -> None:
             assert torch.equal(a[name].nan_to_num(7.5), b[name].nan_to_num(7.5)), name
 
 
-def test_logprobs_are_those_of_the_training_forward_in_all_turns(rig: Rig) -> None:
+def test_logprobs_equal_those_of_the_training_forward_pass_in_all_turns(rig: Rig) -> None:
     batch = rig.runner(MultiTurnAgentExecutor(Talk)).generate(rig.prompts(6, 3), sampling(8, temperature=0.8))
     assert batch["num_turns"].tolist() == [2] * 3 + [3] * 3 + [4] * 3 + [2] * 3 + [3] * 3 + [4] * 3
-    mask, gap = batch["action_mask"], batch["rollout_logprob"] - rig.training_logprobs(batch, 0.8)
+    mask = batch["action_mask"]
+    gap = batch["rollout_logprob"] - rig.training_logprobs(batch, 0.8)
     assert int(mask.sum()) > 200
     assert float(gap[mask].abs().max()) < 1e-4
     assert not batch["rollout_logprob"][~mask].any()
 
 
-def test_most_tokens_would_be_others_if_they_were_decoded_and_encoded_again(rig: Rig) -> None:
+def test_most_tokens_change_if_they_are_decoded_and_encoded_again(rig: Rig) -> None:
     batch = rig.runner(MultiTurnAgentExecutor(Talk)).generate(rig.prompts(3, 4), sampling(8))
     turns = [turn for row in range(len(batch)) for turn in turns_of(batch, row)]
     changed = [turn for turn in turns if rig.encoder.encode(rig.decode(turn)) != turn]
@@ -108,7 +109,8 @@ def test_most_tokens_would_be_others_if_they_were_decoded_and_encoded_again(rig:
 def test_every_token_has_its_turn_version_and_reward(rig: Rig) -> None:
     prompts = rig.prompts(3, 2)
     batch = rig.runner(MultiTurnAgentExecutor(Talk)).generate(prompts, sampling(5))
-    mask, turn = batch["action_mask"], batch["turn"]
+    mask = batch["action_mask"]
+    turn = batch["turn"]
     assert torch.equal(mask, turn >= 0)
     assert torch.equal(batch["token_version"], torch.where(mask, 0, -1))
     dtypes = {name: str(batch[name].dtype) for name in batch.names if name not in batch.objects}
@@ -141,9 +143,7 @@ said = words | st.lists(st.builds(dict, role=st.sampled_from(["user", "tool"]), 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(script=st.lists(said, min_size=1, max_size=4), seed=st.integers(0, 10**6), most=st.integers(1, 7))
-def test_what_was_drawn_is_found_unchanged_whatever_an_environment_says(
-    rig: Rig, script: list[Any], seed: int, most: int
-) -> None:
+def test_generated_tokens_are_unchanged_for_any_feedback(rig: Rig, script: list[Any], seed: int, most: int) -> None:
     has_messages = any(isinstance(words, list) for words in script)
 
     class Saying(AgentInstanceBase):
@@ -165,27 +165,28 @@ def test_what_was_drawn_is_found_unchanged_whatever_an_environment_says(
     batch = runner.generate(rig.prompts(2, 2), sampling(most, seed=seed))
     assert set(batch["status"]) <= {"finished", "truncated"}
     ids = zip(batch["prompt_id"].tolist(), batch["sample_id"].tolist(), strict=True)
-    rows = {found: row for row, found in enumerate(ids)}
-    for prompt_id, sample_id, before, request in engine.asked:
+    rows = {key: row for row, key in enumerate(ids)}
+    for prompt_id, sample_id, before, request in engine.requests:
         row = rows[prompt_id, sample_id]
-        tokens, turn = batch.row(row, "tokens").tolist(), batch.row(row, "turn").tolist()
+        tokens = batch.row(row, "tokens").tolist()
+        turn = batch.row(row, "turn").tolist()
         start = len(before)
         assert tokens[:start] == before
         drawn = asyncio.run(request.result()).tokens[: turn.count(turn[start])]
         assert turn[start - 1] != turn[start] >= 0
         assert tokens[start : start + len(drawn)] == drawn
-    assert len(engine.asked) == int(batch["num_turns"].sum())
+    assert len(engine.requests) == int(batch["num_turns"].sum())
     runner.close()
 
 
-def test_two_plays_with_one_seed_are_equal_and_with_another_not(rig: Rig) -> None:
+def test_two_runs_with_one_seed_are_equal_and_with_another_seed_differ(rig: Rig) -> None:
     runner = rig.runner(MultiTurnAgentExecutor(Talk))
     first, again, other = (runner.generate(rig.prompts(5, 2), sampling(seed=seed)) for seed in (1, 1, 2))
     same(first, again)
     assert first["tokens"].tolist() != other["tokens"].tolist()
 
 
-def test_how_many_play_at_the_same_time_changes_no_token(rig: Rig) -> None:
+def test_the_concurrency_does_not_change_tokens(rig: Rig) -> None:
     one, many = (
         rig.runner(MultiTurnAgentExecutor(Talk), concurrency=count).generate(rig.prompts(5, 2), sampling())
         for count in (1, 64)
@@ -194,9 +195,10 @@ def test_how_many_play_at_the_same_time_changes_no_token(rig: Rig) -> None:
     assert float((one["rollout_logprob"] - many["rollout_logprob"]).abs().max()) < 1e-5
 
 
-def test_no_more_episodes_are_open_than_may_be_and_they_begin_in_order(rig: Rig) -> None:
+def test_at_most_concurrency_episodes_run_and_they_start_in_order(rig: Rig) -> None:
     class Counting(AgentInstanceBase):
-        open_now, most = 0, 0
+        open_now = 0
+        most = 0
         begun: ClassVar[list[str]] = []
 
         async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
@@ -215,7 +217,7 @@ def test_no_more_episodes_are_open_than_may_be_and_they_begin_in_order(rig: Rig)
     assert Counting.begun == [f"label {i}" for i in range(10)]
 
 
-def test_a_few_errors_are_reported_and_too_many_end_the_run(rig: Rig) -> None:
+def test_a_few_errors_are_reported_and_too_many_raise(rig: Rig) -> None:
     labels = ["bad", "good", "good", "bad", "good", "good"]
     batch = rig.runner(MultiTurnAgentExecutor(Flaky)).generate(rig.prompts(6, 1, labels), sampling())
     assert batch["status"] == ["error", "finished", "finished", "error", "finished", "finished"]
@@ -235,7 +237,7 @@ def test_a_few_errors_are_reported_and_too_many_end_the_run(rig: Rig) -> None:
     assert good["status"] == ["finished", "finished"]
 
 
-def test_too_many_errors_are_not_waited_for(rig: Rig) -> None:
+def test_too_many_errors_raise_before_the_other_episodes_end(rig: Rig) -> None:
     class Waiting(Flaky):
         async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
             await asyncio.sleep(3600)
@@ -261,7 +263,7 @@ def test_a_log_that_an_episode_lacks_is_nan(rig: Rig) -> None:
 
 
 class Branching(AgentExecutorBase):
-    """Draws two sequences from one prompt, with random numbers of their own, and two from the same."""
+    """Executor that generates two sequences with different random streams, and two with the same stream."""
 
     async def execute(self, task: EpisodeTask, policy: Policy) -> list[Episode]:
         episodes = []
@@ -272,7 +274,7 @@ class Branching(AgentExecutorBase):
         return episodes[: 1 + 2 * (task.prompt_id % 2)]
 
 
-def test_branches_stand_beside_their_main_sequence(rig: Rig) -> None:
+def test_branches_follow_their_main_sequence(rig: Rig) -> None:
     batch = rig.runner(Branching()).generate(rig.prompts(2, 2), sampling(8))
     assert batch["prompt_id"].tolist() == [10, 10, 11, 11, 11, 11, 11, 11]
     assert batch["sample_id"].tolist() == [0, 1, 0, 0, 0, 1, 1, 1]
@@ -292,7 +294,9 @@ def test_branches_stand_beside_their_main_sequence(rig: Rig) -> None:
         (Episode([1, 2], 2, logprobs=[0.0] * 3), ["tokens", "logprobs", "versions"]),
     ],
 )
-def test_an_executor_that_returns_no_episode_makes_an_error_of_it(rig: Rig, returned: Any, facts: list[str]) -> None:
+def test_an_invalid_return_value_of_an_executor_is_an_error_of_its_episode(
+    rig: Rig, returned: Any, facts: list[str]
+) -> None:
     class Wrong(AgentExecutorBase):
         async def execute(self, task: EpisodeTask, policy: Policy) -> Any:
             return returned
@@ -302,7 +306,7 @@ def test_an_executor_that_returns_no_episode_makes_an_error_of_it(rig: Rig, retu
     assert re.search(says(*facts), batch["error"][0])
 
 
-def test_an_engine_that_fails_ends_the_run_whatever_share_may_fail(rig: Rig) -> None:
+def test_an_engine_failure_ends_the_run_for_any_max_failed_share(rig: Rig) -> None:
     class Swallowing(AgentExecutorBase):
         async def execute(self, task: EpisodeTask, policy: Policy) -> Episode:
             episode = Episode(list(task.tokens), len(task.tokens))
@@ -321,7 +325,7 @@ def test_an_engine_that_fails_ends_the_run_whatever_share_may_fail(rig: Rig) -> 
         runner.generate(rig.prompts(2, 1), sampling())
 
 
-def test_an_episode_whose_request_is_aborted_is_counted_as_such(rig: Rig) -> None:
+def test_an_episode_whose_request_is_aborted_has_the_status_aborted(rig: Rig) -> None:
     class Aborting(BatchedEngine):
         def submit(
             self, tokens: Sequence[int], sampling: SamplingConfig, *, prompt_id: int = 0, sample_id: int = 0
@@ -339,7 +343,7 @@ def test_an_episode_whose_request_is_aborted_is_counted_as_such(rig: Rig) -> Non
     assert batch["truncated"].tolist() == [False, False, False]
 
 
-def test_the_models_positions_are_a_limit_like_the_users(rig: Rig) -> None:
+def test_the_models_positions_limit_an_episode(rig: Rig) -> None:
     marks = len(first_tokens(rig.encoder, [{"role": "user", "content": ""}]))
 
     class Long(Talk):
@@ -359,13 +363,13 @@ def publish(rig: Rig, folder: Path, version: int, seed: int) -> WeightHandle:
 
 @pytest.fixture
 def own_rig(tmp_path: Path) -> Iterator[Rig]:
-    """A rig whose weights a test may change."""
+    """Create a rig whose weights a test may change."""
     rig = Rig(write_policy(tmp_path / "own"))
     yield rig
     rig.close()
 
 
-def test_received_weights_are_what_is_drawn_from(own_rig: Rig, tmp_path: Path) -> None:
+def test_received_weights_are_used_for_generation(own_rig: Rig, tmp_path: Path) -> None:
     runner = own_rig.runner(MultiTurnAgentExecutor(Talk))
     before = runner.generate(own_rig.prompts(), sampling())
     runner.receive(publish(own_rig, tmp_path, 3, seed=9))
@@ -378,7 +382,7 @@ def test_received_weights_are_what_is_drawn_from(own_rig: Rig, tmp_path: Path) -
 
 
 class Gated(Talk):
-    """Waits in the first step until its label is let through."""
+    """Environment whose first step waits until its label is in `through`."""
 
     through: ClassVar[set[str]] = set()
 
@@ -388,7 +392,7 @@ class Gated(Talk):
         return await super().step(states)
 
 
-def test_groups_are_collected_as_wholes_in_the_order_in_which_they_finish(own_rig: Rig, tmp_path: Path) -> None:
+def test_complete_groups_are_collected_in_the_order_in_which_they_finish(own_rig: Rig, tmp_path: Path) -> None:
     Gated.through = {"label 1"}
     runner = own_rig.runner(MultiTurnAgentExecutor(Gated))
     prompts = own_rig.prompts(3, 2)
@@ -412,25 +416,26 @@ def test_groups_are_collected_as_wholes_in_the_order_in_which_they_finish(own_ri
     assert (second.batch["prompt_id"].tolist(), second.in_flight) == ([12, 12], [10])
     assert (third.batch["prompt_id"].tolist(), third.in_flight) == ([10, 10], [])
     for batch in (second.batch, third.batch):
-        turn, version = batch["turn"], batch["token_version"]
+        turn = batch["turn"]
+        version = batch["token_version"]
         assert set(version[turn == 0].tolist()) == {0}
         assert set(version[turn > 0].tolist()) == {1}
         assert batch["weight_version"].tolist() == [0, 0]
     assert runner.collect(60.0).batch is None
 
 
-def test_what_is_in_flight_has_the_tokens_of_a_play(rig: Rig) -> None:
+def test_episodes_in_flight_have_the_same_tokens_as_generate(rig: Rig) -> None:
     played = rig.runner(MultiTurnAgentExecutor(Talk)).generate(rig.prompts(3, 2), sampling())
     runner = rig.runner(MultiTurnAgentExecutor(Talk), concurrency=2)
     runner.begin(rig.prompts(3, 2), sampling())
     batches: list[Batch] = []
-    while (found := runner.collect(60.0)).batch is not None:
-        batches.append(found.batch)
+    while (collected := runner.collect(60.0)).batch is not None:
+        batches.append(collected.batch)
     together = Batch.concat(batches)
     same(together.select(together["prompt_id"].argsort(stable=True)), played, but=["rollout_logprob"])
 
 
-def test_without_an_agent_responses_are_in_flight_as_single_turns(rig: Rig) -> None:
+def test_without_an_agent_single_turns_run_in_flight(rig: Rig) -> None:
     runner = open_runner(str(rig.folder), HFRolloutConfig(), AgentOptions(), lambda: rig.tokenizer)
     runner.begin(rig.prompts(2, 2), sampling())
     groups = [runner.collect(60.0).batch]
@@ -445,7 +450,7 @@ def test_without_an_agent_responses_are_in_flight_as_single_turns(rig: Rig) -> N
     assert "reward" not in batch
 
 
-def test_errors_in_flight_are_a_share_of_the_last_episodes(rig: Rig) -> None:
+def test_errors_in_flight_are_counted_over_the_last_episodes(rig: Rig) -> None:
     runner = rig.runner(MultiTurnAgentExecutor(Flaky))
     runner.begin(rig.prompts(3, 1, ["good", "bad", "bad"]), sampling())
     while runner.collect(60.0).in_flight:
@@ -459,7 +464,7 @@ def test_errors_in_flight_are_a_share_of_the_last_episodes(rig: Rig) -> None:
             pass
 
 
-def test_closing_ends_what_is_in_flight(rig: Rig) -> None:
+def test_closing_cancels_episodes_in_flight(rig: Rig) -> None:
     begun: list[str] = []
     ended: list[str] = []
 

@@ -1,4 +1,4 @@
-"""What environments return, as it is read."""
+"""Return values of environments."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from agents.schema import read_reset, read_step
 from tests.messages import says
 
 
-def test_what_an_environment_returns_is_read_as_rows_of_data_are() -> None:
+def test_lone_surrogates_in_return_values_are_replaced() -> None:
     half = {"rewards": 1, "environment_feedback": "a\ud83d", "done": False}
     assert read_step(half, "step 0").feedback == "a?"
     parts = [{"role": "user", "content": [{"type": "text", "text": "a\ud83d"}, {"type": "text", "text": "b"}]}]

@@ -1,4 +1,4 @@
-"""The slots of an engine are kept busy; scripts/bench_agents.py measures how busy."""
+"""Utilisation of an engine's slots. scripts/bench_agents.py measures it exactly."""
 
 import asyncio
 from pathlib import Path
@@ -13,7 +13,7 @@ SLOTS = 64
 
 
 class Together(BENCH.TimedRequest):
-    """A response that comes when so many are waited for at the same time."""
+    """Engine whose responses arrive once a number of them is awaited at the same time."""
 
     waiting: ClassVar[list[asyncio.Future[None]]] = []
     rounds: ClassVar[int] = 0
@@ -31,7 +31,7 @@ class Together(BENCH.TimedRequest):
 
 
 @pytest.mark.parametrize(("wait_s", "runs_in"), [(0.0, "loop"), (0.001, "thread")])
-def test_the_slots_of_an_engine_are_kept_busy(wait_s: float, runs_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_slots_of_an_engine_are_used(wait_s: float, runs_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BENCH, "TimedRequest", Together)
     monkeypatch.setattr(Together, "rounds", 0)
     # 128 episodes of 4 turns: 8 rounds of all slots. A slot that stands empty would keep the others waiting for ever.

@@ -1,4 +1,4 @@
-"""Tools: what a policy's text calls, what a function makes of it, and what the policy reads then."""
+"""Tools: parsing of calls, execution, and results for the policy."""
 
 import asyncio
 import enum
@@ -95,18 +95,20 @@ def run(tool: Tool | Callable[..., Any], **arguments: Any) -> str:
 
 
 def responses(agent: ToolAgentInstance, text: str) -> list[str]:
-    """What the policy reads after it has written `text`."""
-    said = asyncio.run(agent.step({"action_text": text, "label": "", "observation_text": ""}))["environment_feedback"]
-    return [message["content"] for message in said]
+    """Return the results that the policy reads after it has written `text`."""
+    feedback = asyncio.run(agent.step({"action_text": text, "label": "", "observation_text": ""}))[
+        "environment_feedback"
+    ]
+    return [message["content"] for message in feedback]
 
 
-def is_error(found: list[str], *facts: object) -> bool:
-    """Whether the one thing that the policy reads is an error that says so."""
-    (text,) = found
+def is_error(results: list[str], *facts: object) -> bool:
+    """True if the only result is an error message with the facts."""
+    (text,) = results
     return text.startswith("error: ") and re.search(says(*facts), text) is not None
 
 
-def test_a_functions_types_and_docstring_become_its_schema() -> None:
+def test_the_schema_is_made_from_types_and_docstring() -> None:
     assert Tool.of(look_up).schema == {
         "type": "function",
         "function": {
@@ -154,7 +156,7 @@ def odd(a: asyncio.Queue[int]) -> str:
         (odd, ["'odd'", "JSON schema"]),
     ],
 )
-def test_a_function_that_cannot_be_described_is_refused(function: Callable[..., Any], facts: list[str]) -> None:
+def test_a_function_without_types_or_docstring_raises_an_error(function: Callable[..., Any], facts: list[str]) -> None:
     with pytest.raises(ValueError, match=says(*facts)):
         Tool.of(function)
 
@@ -164,14 +166,14 @@ def test_arguments_are_converted_by_their_types() -> None:
     assert run(add, a="1.5", b=2) == "3.5"
 
 
-def test_arguments_that_do_not_fit_are_named_one_by_one() -> None:
+def test_invalid_arguments_are_named_one_by_one() -> None:
     with pytest.raises(ValueError, match=says("days: ", "integer", "unit: ", "'C' or 'F'")):
         run(look_up, city="a", days=1.5, unit="K")
     with pytest.raises(ValueError, match=says("city: Missing", "town: Unexpected")):
         run(look_up, town="a")
 
 
-def test_plain_functions_run_at_the_same_time_as_others() -> None:
+def test_sync_functions_run_concurrently() -> None:
     def rest() -> str:
         """Sleep."""
         together.wait(300)
@@ -184,7 +186,8 @@ def test_plain_functions_run_at_the_same_time_as_others() -> None:
     assert asyncio.run(both()) == [""] * 20
 
 
-ONE, TWO = {"name": "a", "arguments": {"x": 1}}, {"name": "b", "arguments": {}}
+ONE = {"name": "a", "arguments": {"x": 1}}
+TWO = {"name": "b", "arguments": {}}
 
 
 @pytest.mark.parametrize(
@@ -207,7 +210,7 @@ ONE, TWO = {"name": "a", "arguments": {"x": 1}}, {"name": "b", "arguments": {}}
         ('the set {1, 2} and {"a": {"b": 1}}', []),
     ],
 )
-def test_calls_are_found_in_order(text: str, expected: list[Call]) -> None:
+def test_calls_are_parsed_in_order(text: str, expected: list[Call]) -> None:
     assert parse_calls(text) == expected
 
 
@@ -226,9 +229,9 @@ def test_calls_are_found_in_order(text: str, expected: list[Call]) -> None:
         ('{"a":' * 100_000, TOO_DEEP),
     ],
 )
-def test_a_call_that_cannot_be_read_becomes_an_error(text: str, error: str) -> None:
-    (found,) = parse_calls(text)
-    assert error in found.error
+def test_a_malformed_call_becomes_an_error(text: str, error: str) -> None:
+    (parsed,) = parse_calls(text)
+    assert error in parsed.error
 
 
 PIECES = [
@@ -249,15 +252,15 @@ PIECES = [
 
 @settings(deadline=None)
 @given(st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=5)), max_size=30))
-def test_no_text_makes_the_parser_raise(pieces: list[str]) -> None:
-    for found in parse_calls("".join(pieces)):
-        assert isinstance(found.name, str) and isinstance(found.arguments, dict)
-        json.dumps(found.arguments)
+def test_the_parser_raises_for_no_text(pieces: list[str]) -> None:
+    for parsed in parse_calls("".join(pieces)):
+        assert isinstance(parsed.name, str) and isinstance(parsed.arguments, dict)
+        json.dumps(parsed.arguments)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.text(), st.dictionaries(st.text(), st.integers() | st.text() | st.lists(st.booleans())))))
-def test_calls_that_are_written_well_are_read_as_they_were(calls: list[tuple[str, dict[str, Any]]]) -> None:
+def test_wellformed_calls_are_parsed_unchanged(calls: list[tuple[str, dict[str, Any]]]) -> None:
     text = "\n".join(call(name) if not arguments else written(name, arguments) for name, arguments in calls)
     # A name that holds the tag itself is the one thing that cannot be written so.
     if text.count("<tool_call>") == len(calls):
@@ -268,7 +271,7 @@ def written(name: str, arguments: dict[str, Any]) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}</tool_call>"
 
 
-def test_an_agent_reads_its_tools_and_the_prompt_first() -> None:
+def test_the_first_observation_has_the_tools_and_the_prompt() -> None:
     observation = asyncio.run(Agent().reset({"observation": "2 + 2?", "label": ""}))["observation"]
     assert [message["role"] for message in observation] == ["system", "user"]
     assert observation[1]["content"] == "2 + 2?"
@@ -280,14 +283,14 @@ class Quiet(Agent):
     instructions = "Use the tools."
 
 
-def test_a_chat_template_with_a_place_for_tools_is_given_them_unless_the_agent_has_words_of_its_own() -> None:
+def test_a_chat_template_with_tools_renders_them_unless_the_agent_has_its_own_instructions() -> None:
     template = "{% for tool in tools or [] %}<{{ tool['function']['name'] }}>{% endfor %}"
     encoder = encoder_of(f"{template}{CHAT}")
     states = {"observation": "2 + 2?", "label": ""}
     read = []
-    for agent, own in ((Agent, encoder), (Quiet, encoder), (Agent, encoder_of(CHAT))):
+    for agent, agent_encoder in ((Agent, encoder), (Quiet, encoder), (Agent, encoder_of(CHAT))):
         observation, tools = read_reset(asyncio.run(agent().reset(dict(states))))
-        read.append(own.tokenizer.decode(first_tokens(own, observation, "2 + 2?", tools)))
+        read.append(agent_encoder.tokenizer.decode(first_tokens(agent_encoder, observation, "2 + 2?", tools)))
     assert read[0].startswith("<look_up><add>")
     assert "<tool_call>" not in read[0]
     assert read[1].startswith("[system]Use the tools.")
@@ -306,13 +309,13 @@ def test_a_chat_template_with_a_place_for_tools_is_given_them_unless_the_agent_h
     ],
     ids=["hermes", "llama", "mistral", "qwen xml"],
 )
-def test_a_call_is_found_in_every_familys_syntax(text: str) -> None:
+def test_a_call_is_parsed_in_the_syntax_of_every_model_family(text: str) -> None:
     call = Call("add", {"a": 1, "b": "x y"})
     assert parse_calls(f"Let me see. {text}") == [call]
     assert parse_calls(f"{text}\n{text.replace('add', 'sub')}")[:2] == [call, Call("sub", call.arguments)]
 
 
-def test_what_is_cut_off_is_an_error_and_a_program_about_calls_is_none() -> None:
+def test_a_truncated_call_is_an_error_and_program_code_is_not_a_call() -> None:
     (call,) = parse_calls("<tool_call><function=add><parameter=a>1</parameter><parameter=b>2")
     assert re.search(says("</function>"), call.error)
     code = {"code": "print('<function=add>')"}
@@ -320,7 +323,7 @@ def test_what_is_cut_off_is_an_error_and_a_program_about_calls_is_none() -> None
     assert parse_calls(json.dumps({"name": "python", "arguments": code})) == [Call("python", code)]
 
 
-def test_calls_give_a_message_each_and_a_response_without_one_is_scored() -> None:
+def test_each_call_gets_a_message_and_a_response_without_calls_is_scored() -> None:
     agent = Agent()
     states = {"action_text": call("add", a=1, b=2) + call("look_up", city="Ulm"), "label": "3", "observation_text": ""}
     assert asyncio.run(agent.step(states)) == {
@@ -338,7 +341,7 @@ def test_calls_give_a_message_each_and_a_response_without_one_is_scored() -> Non
     assert asyncio.run(agent.step({**states, "action_text": "4"}))["rewards"] == 0.0
 
 
-def test_whatever_goes_wrong_is_an_error_that_the_policy_reads_and_is_counted() -> None:
+def test_every_failure_is_an_error_message_for_the_policy_and_is_counted() -> None:
     agent = Agent()
     assert is_error(responses(agent, call("nothing")), "'nothing'", "look_up, add, fail")
     assert is_error(responses(agent, call("fail", kind="lookup")), "KeyError: 'k'")
@@ -350,7 +353,7 @@ def test_whatever_goes_wrong_is_an_error_that_the_policy_reads_and_is_counted() 
     assert agent._logs == {"tool_calls": 6, "tool_errors": 6}
 
 
-def test_all_calls_of_a_turn_have_one_time_together() -> None:
+def test_all_calls_of_a_turn_share_one_timeout() -> None:
     agent = Agent()
     agent.tool_timeout_s = 0.6  # pyright: ignore[reportAttributeAccessIssue]
     first, *late = responses(agent, call("add", a=1, b=2) + call("nap") + call("add", a=1, b=2))
@@ -361,7 +364,7 @@ def test_all_calls_of_a_turn_have_one_time_together() -> None:
     assert agent._logs == {"tool_calls": 3, "tool_errors": 2}
 
 
-def test_a_result_that_came_while_the_loop_stood_still_is_not_late() -> None:
+def test_a_result_during_a_stopped_loop_is_not_late() -> None:
     class Napping(Agent):
         tools: ClassVar = (nap_until,)
         tool_timeout_s = 0.4
@@ -383,7 +386,7 @@ ENDS: asyncio.Queue[None] = asyncio.Queue()
 
 
 async def nap_until() -> str:
-    """Wait for who keeps the loop busy."""
+    """Wait for the tool that blocks the loop."""
     NAPS.put_nowait(None)
     await ENDS.get()
     return "it came"
@@ -395,7 +398,7 @@ def test_an_async_tool_that_blocks_is_interrupted() -> None:
     assert is_error(responses(agent, call("block")), "block", "0.2 s")
 
 
-def test_results_in_the_users_role_are_one_message() -> None:
+def test_results_with_the_role_user_are_one_message() -> None:
     agent = Agent()
     agent.result_role = "user"  # pyright: ignore[reportAttributeAccessIssue]
     assert responses(agent, call("add", a=1, b=2) * 2) == ["3.0\n3.0"]
@@ -409,16 +412,16 @@ def test_an_enum_is_an_argument() -> None:
     assert run(paint, color="r") == "r"
 
 
-def test_a_long_result_is_cut_and_says_so() -> None:
+def test_a_long_result_is_truncated_with_a_note() -> None:
     assert responses(Agent(), call("long_text", length=40)) == ["x" * 40]
     assert responses(Agent(), call("long_text", length=41)) == ["x" * 40 + "\n... (41 characters, cut after 40)"]
 
 
-def test_only_so_many_calls_of_a_turn_are_run() -> None:
+def test_at_most_max_calls_are_run_in_a_turn() -> None:
     agent = Agent()
-    found = responses(agent, call("add", a=0, b=0) * 5)
-    assert found[:3] == ["0.0"] * 3
-    assert [is_error([text], 3) for text in found[3:]] == [True, True]
+    results = responses(agent, call("add", a=0, b=0) * 5)
+    assert results[:3] == ["0.0"] * 3
+    assert [is_error([text], 3) for text in results[3:]] == [True, True]
     assert agent._logs == {"tool_calls": 5, "tool_errors": 2}
 
 
@@ -433,7 +436,7 @@ def test_a_model_without_a_chat_template_gets_text() -> None:
     assert asyncio.run(InText().step(states))["environment_feedback"] == "[3.0]\n[3.0]\n"
 
 
-def test_half_a_character_does_not_reach_the_tokenizer() -> None:
+def test_a_lone_surrogate_is_replaced_before_tokenization() -> None:
     assert run(look_up, city="\ud800").encode()
     text = '<tool_call>{"name": "look_up", "arguments": {"city": "\\ud800"}}</tool_call>'
     assert responses(Agent(), text)[0].encode()

@@ -1,4 +1,4 @@
-"""An agent in a process of its own, so that one which hangs or dies costs one test."""
+"""An agent in a separate process, so that an agent that hangs or dies fails only one test."""
 
 from __future__ import annotations
 
@@ -19,10 +19,16 @@ LOAD_TIMEOUT_S = 600.0
 
 
 class AgentTrial:
-    """Has one target play episodes, and fails the test that asked for them when it cannot."""
+    """Runs episodes of one target, and fails the calling test if that is not possible."""
 
     def __init__(self, target: Target, samples: list[Sample], deadline_s: float, max_turns: int) -> None:
-        """A `reset` or `step` may take `deadline_s`; an episode is left after `max_turns`."""
+        """
+        Args:
+            target: the agent.
+            samples: rows of the episodes.
+            deadline_s: timeout of one `reset` or `step` in seconds.
+            max_turns: maximum number of turns of an episode.
+        """
         self.target = target
         self.samples = samples
         self.max_turns = max_turns
@@ -32,80 +38,80 @@ class AgentTrial:
         self._given_up = ""
 
     def play_first(self) -> Played:
-        """Play one episode; an agent that cannot is asked for nothing more."""
+        """Run one episode. After a failure all further requests fail immediately."""
         self._given_up = self._given_up or "one episode could not be played"
         played = self._begin_waiting("alone", self.samples[:1], "one episode")
         self._given_up = ""
         return played
 
-    def run_episodes(self, how: str, samples: Sequence[Sample], what: str) -> Played:
-        """Play the samples; `how` is a method of Player, `what` says for the message what they are."""
+    def run_episodes(self, method: str, samples: Sequence[Sample], description: str) -> Played:
+        """Run episodes of the samples by a method of EpisodeRunner. `description` is for messages."""
         if self._given_up:
-            self.fail(f"not asked for {what}: {self._given_up}")
-        return self._begin_waiting(how, samples, what)
+            self.fail(f"not asked for {description}: {self._given_up}")
+        return self._begin_waiting(method, samples, description)
 
-    def _begin_waiting(self, how: str, samples: Sequence[Sample], what: str) -> Played:
+    def _begin_waiting(self, method: str, samples: Sequence[Sample], description: str) -> Played:
         connection = self._connection or self._start()
-        under_way: list[str] = []
+        running: list[str] = []
         try:
-            connection.send((how, list(samples)))
+            connection.send((method, list(samples)))
         except (BrokenPipeError, ConnectionResetError):
-            self.fail(f"asked for {what}: its process had ended with exit code {self._ended()} after the one before")
+            code = self._ended()
+            self.fail(f"asked for {description}: its process ended with exit code {code} after the request before")
         while True:
             if not connection.poll(self._deadline_s):
                 self.close()
-                call = ", ".join(dict.fromkeys(under_way)) or "an episode"
+                call = ", ".join(dict.fromkeys(running)) or "an episode"
                 self._given_up = f"{call} did not return"
-                self.fail(
-                    f"asked for {what}: {call} did not return within {self._deadline_s:g} s; return sooner, or allow "
-                    "more with --deadline"
-                )
+                limit = f"within {self._deadline_s:g} s; return sooner, or allow more with --deadline"
+                self.fail(f"asked for {description}: {call} did not return {limit}")
             try:
                 kind, value = connection.recv()
             except EOFError:
                 code = self._ended()
-                self.fail(f"asked for {what}: its process ended with exit code {code} in {', '.join(under_way)}")
+                calls = ", ".join(running)
+                self.fail(f"asked for {description}: its process ended with exit code {code} in {calls}")
             if kind == "begin":
-                under_way.append(value)
+                running.append(value)
             elif kind == "end":
-                under_way.remove(value)
+                running.remove(value)
             elif kind == "played":
                 return value
             else:
-                self.fail(f"asked for {what}: {value}")
+                self.fail(f"asked for {description}: {value}")
 
     def fail(self, message: str) -> NoReturn:
-        """Fail the test with a message about the target, and no stack of ours."""
+        """Fail the test with a message about the target, without the stack of the contracts."""
         pytest.fail(f"{self.target.spec}, {message.rstrip()}", pytrace=False)
 
     def close(self) -> None:
-        """End the process, busy or not."""
+        """Kill the process."""
         if self._process is not None:
             self._process.kill()
             self._ended()
 
     def _start(self) -> Connection:
-        # Not a fork: of a process with threads it may hang before the agent is reached.
+        # Spawned, because the fork of a process with threads may hang.
         context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        arguments = (theirs, self.target.address, self.max_turns)
+        self._connection, child_connection = context.Pipe()
+        arguments = (child_connection, self.target.address, self.max_turns)
         self._process = context.Process(target=serve, args=arguments, daemon=True)
         self._process.start()
-        theirs.close()
-        why = f"nothing came within {LOAD_TIMEOUT_S:g} s"
+        child_connection.close()
+        reason = f"nothing came within {LOAD_TIMEOUT_S:g} s"
         try:
             if self._connection.poll(LOAD_TIMEOUT_S):
-                kind, why = self._connection.recv()
+                kind, reason = self._connection.recv()
                 if kind == "ready":
                     return self._connection
         except EOFError:
-            why = f"it ended with exit code {self._ended()}"
+            reason = f"it ended with exit code {self._ended()}"
         self.close()
-        self._given_up = "it cannot be loaded in a process of its own"
-        return self.fail(f"{self._given_up}: {why}")
+        self._given_up = "it cannot be loaded in a separate process"
+        return self.fail(f"{self._given_up}: {reason}")
 
     def _ended(self) -> int | None:
-        """Forget a process that is at its end; return its exit code."""
+        """Wait for the end of the process, close its connection, and return its exit code."""
         assert self._process is not None and self._connection is not None
         self._process.join()
         code = self._process.exitcode

@@ -1,4 +1,4 @@
-"""Parts that each break one promise, for `test_broken_parts.py`."""
+"""Parts that each violate one contract, for `test_broken_parts.py`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def drawn(queries: list[str], prompts: list[str], labels: list[Any]) -> Rewards:
 
 
 def hashed(queries: list[str], prompts: list[str], labels: list[Any]) -> Rewards:
-    # Text has another hash in each process.
+    # The hash of a text is different in each process.
     return {"rewards": [hash(query) % 1000 for query in queries]}
 
 
@@ -77,7 +77,7 @@ def dying(queries: list[str], prompts: list[str], labels: list[Any]) -> Rewards:
 
 
 class Agent:
-    """An agent that is in order: three turns, each with a reward."""
+    """A correct agent: three turns, each with a reward."""
 
     def __init__(self) -> None:
         self.turns = 0
@@ -110,14 +110,14 @@ class Raising(Agent):
 
 
 class Forgetful(Agent):
-    """It does not begin anew."""
+    """Its reset does not reset the number of turns."""
 
     async def reset(self, states: dict[str, Any]) -> dict[str, Any]:
         return {"observation": states["observation"]}
 
 
 class Shared(Agent):
-    """All its instances count the same turns, which reset sets to 0."""
+    """All instances share one number of turns, which reset sets to 0."""
 
     count = 0
 
@@ -126,7 +126,7 @@ class Shared(Agent):
         return await super().reset(states)
 
     async def step(self, states: dict[str, Any]) -> dict[str, Any]:
-        # Where an environment would wait, others continue.
+        # Lets other episodes run, as an environment that waits would.
         await asyncio.sleep(0)
         Shared.count += 1
         return self.result(Shared.count)
@@ -145,7 +145,7 @@ class Drawing(Agent):
 
 class Blocking(Agent):
     async def reset(self, states: dict[str, Any]) -> dict[str, Any]:
-        # As an environment does that is not written for asyncio.
+        # Blocks the event loop, as an environment that is not written for asyncio does.
         threading.Event().wait()
         return await super().reset(states)
 
@@ -158,7 +158,7 @@ class Crashing(Agent):
 
 
 class Unmade(Agent):
-    """Its __init__ cannot be called: README files of other projects show agents like this."""
+    """Its __init__ is async, so it cannot be constructed. README files of other projects have such agents."""
 
     async def __init__(self) -> None:
         self.turns = 0

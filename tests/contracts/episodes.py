@@ -1,6 +1,6 @@
-"""Episodes of an agent with a policy that says what it is told to: the side that runs in a process of its own.
+"""Episodes of an agent with a policy of fixed texts, in a separate process.
 
-Of an agent only its methods are known, so that any class fits:
+Any class with these methods is an agent:
 
     async reset({"observation": prompt, "label": label, "extra_info": columns}) -> {"observation": text or messages}
     async step({"observation_text", "action_text", "finish", "label", "sampling_params"})
@@ -29,12 +29,12 @@ STOP = ["\n\n"]
 
 
 class Fault(Exception):
-    """What an agent did against its contract."""
+    """Raised when an agent violates its contract."""
 
 
 @dataclass(frozen=True)
 class Episode:
-    """What a whole episode gave."""
+    """Result of one episode."""
 
     observation: Any
     turns: list[StepResult]
@@ -46,43 +46,48 @@ class Episode:
 
 @dataclass
 class Played:
-    """What a request gave."""
+    """Result of a request."""
 
     episodes: list[Episode] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
-    """Calls that changed the states they were given, and how."""
+    """Descriptions of calls that have changed their `states`."""
 
 
 class EpisodeRunner:
-    """Plays episodes with instances of one agent."""
+    """Runs episodes with instances of one agent."""
 
     def __init__(self, agent: Any, max_turns: int, emit: Callable[[str, str], None]) -> None:
-        """`emit` is given "begin" or "end", and of which call."""
+        """
+        Args:
+            agent: class or instance of the agent.
+            max_turns: maximum number of turns of an episode.
+            emit: callback that receives "begin" or "end", and the name of a call.
+        """
         self.played = Played()
         self._agent = agent
         self._max_turns = max_turns
         self._emit = emit
 
-    async def run(self, how: str, samples: Sequence[Sample]) -> list[Episode]:
-        """Play the samples by the method `how`."""
-        return await getattr(self, how)(samples)
+    async def run(self, method: str, samples: Sequence[Sample]) -> list[Episode]:
+        """Run episodes of the samples by one of the methods below."""
+        return await getattr(self, method)(samples)
 
     async def alone(self, samples: Sequence[Sample]) -> list[Episode]:
-        """Play one after the other, each with an instance of its own."""
+        """Run one episode after the other, each with a new instance."""
         return [
             await self._begin_waiting(self._make(), sample, f"episode {number}")
             for number, sample in enumerate(samples)
         ]
 
     async def together(self, samples: Sequence[Sample]) -> list[Episode]:
-        """Play all at once, each with an instance of its own."""
+        """Run all episodes concurrently, each with a new instance."""
         plays = [
             self._begin_waiting(self._make(), sample, f"episode {number}") for number, sample in enumerate(samples)
         ]
         return list(await asyncio.gather(*plays))
 
     async def nested(self, samples: Sequence[Sample]) -> list[Episode]:
-        """Play the second of two episodes between the reset and the first step of the other, by another instance."""
+        """Run a second episode with another instance between the reset and the first step of the first one."""
         inner: list[Episode] = []
 
         async def meanwhile() -> None:
@@ -91,13 +96,13 @@ class EpisodeRunner:
         return [await self._begin_waiting(self._make(), samples[0], "episode 0", meanwhile), *inner]
 
     async def again(self, samples: Sequence[Sample]) -> list[Episode]:
-        """Play all with one instance, after an episode that is left in the middle."""
+        """Run all episodes with one instance, after an unfinished episode."""
         agent = self._make()
-        await self._begin_waiting(agent, samples[0], "an episode that is left", max_turns=1)
+        await self._begin_waiting(agent, samples[0], "an unfinished episode", max_turns=1)
         return [await self._begin_waiting(agent, sample, f"episode {number}") for number, sample in enumerate(samples)]
 
     async def unless_refused(self, samples: Sequence[Sample]) -> list[Episode]:
-        """Play, unless ValueError says why not."""
+        """Run the episodes, or return an empty list if the agent raises ValueError."""
         try:
             return await self.alone(samples)
         except ValueError:
@@ -111,8 +116,8 @@ class EpisodeRunner:
             return self._agent()
         except TypeError as error:
             raise Fault(
-                f"{self._agent.__name__}() raised {error}; an agent is made without arguments, by an __init__ that is "
-                "not async"
+                f"{self._agent.__name__}() raised {error}; an agent is constructed without arguments, by an __init__ "
+                "that is not async"
             ) from error
         finally:
             self._emit("end", "making an instance")
@@ -130,7 +135,8 @@ class EpisodeRunner:
         observation, _ = _read(read_reset, await self._call(agent, "reset", states, f"reset of {name}"))
         if after_reset is not None:
             await after_reset()
-        text, turns = _text(observation), []
+        text = _text(observation)
+        turns: list[StepResult] = []
         for number in range(max_turns or self._max_turns):
             action = sample.actions[number % len(sample.actions)]
             states = {
@@ -166,10 +172,10 @@ class EpisodeRunner:
         return result
 
 
-def _read(reader: Callable[..., Any], *found: Any) -> Any:
-    """Read as training does."""
+def _read(reader: Callable[..., Any], *arguments: Any) -> Any:
+    """Check a return value with the code of training."""
     try:
-        return reader(*found)
+        return reader(*arguments)
     except ValueError as error:
         raise Fault(str(error)) from error
 
@@ -179,37 +185,37 @@ def _text(value: Any) -> str:
 
 
 def _runner_of(agent: Any) -> type[EpisodeRunner]:
-    """Return what plays the episodes of an agent: its own executor, or a runner of its `reset` and `step`."""
+    """Return the class that runs the episodes of an agent: for an executor, or for an agent with `reset` and `step`."""
     if not issubclass(agent if inspect.isclass(agent) else type(agent), AgentExecutorBase):
         return EpisodeRunner
-    # Not at the top: it imports this file, and a tokenizer, which takes seconds.
+    # Imported here, because it imports this file, and a tokenizer takes seconds to import.
     from tests.contracts.executors import ExecutorRunner
 
     return ExecutorRunner
 
 
 def serve(connection: Connection, address: str, max_turns: int) -> None:
-    """Answer requests of how to play which samples, until the connection closes."""
+    """Serve requests (method, samples) until the connection is closed."""
     try:
         agent = load_value(address, "agent")
-    except BaseException as error:  # noqa: BLE001 - the agent's module may raise anything, SystemExit included
+    except BaseException as error:  # noqa: BLE001 - the agent's module may raise anything, including SystemExit
         connection.send(("raised", "".join(traceback.format_exception(error))))
         return
     connection.send(("ready", ""))
 
-    def emit(what: str, call: str) -> None:
-        connection.send((what, call))
+    def emit(kind: str, call: str) -> None:
+        connection.send((kind, call))
 
     while True:
         try:
-            how, samples = connection.recv()
+            method, samples = connection.recv()
         except EOFError:
             return
         try:
             runner = _runner_of(agent)(agent, max_turns, emit)
-            runner.played.episodes = asyncio.run(runner.run(how, samples))
+            runner.played.episodes = asyncio.run(runner.run(method, samples))
             connection.send(("played", runner.played))
         except Fault as fault:
             connection.send(("fault", str(fault)))
-        except BaseException as error:  # noqa: BLE001 - the agent may raise anything, SystemExit included
+        except BaseException as error:  # noqa: BLE001 - the agent may raise anything, including SystemExit
             connection.send(("raised", "".join(traceback.format_exception(error))))

@@ -1,4 +1,4 @@
-"""Episodes of an executor that runs them itself, as a client of OpenAI's protocol, with a policy of fixed texts."""
+"""Episodes of an executor that runs them itself (such as a client of OpenAI's API) with a policy of fixed texts."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ TEMPLATE = (
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 NO_LIMIT_S = 1e6
-"""Seconds for an episode; whoever waits for this process has a deadline of its own."""
+"""Timeout of an episode in seconds. The trial that waits for this process has its own deadline."""
 
 
 class FixedPolicy(Policy):
-    """Writes the actions of a sample, one for each response that is requested."""
+    """A policy that writes the actions of a sample, one per response."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class FixedPolicy(Policy):
         max_turns: int,
         begun: Callable[[], Awaitable[None]],
     ) -> None:
-        engine: Any = SimpleNamespace(positions=None)  # nothing else of it is read
+        engine: Any = SimpleNamespace(positions=None)  # the only attribute that is read
         super().__init__(task, engine, encoder, AgentOptions(max_turns=max_turns))
         self._sample = sample
         self._begun = begun
@@ -46,7 +46,7 @@ class FixedPolicy(Policy):
     async def draw(
         self, tokens: Sequence[int], sampling: Any, stop: Sequence[str] = (), stream: int = 0
     ) -> tuple[Generation, int]:
-        """Return the next action, which ends in an end token."""
+        """Return the next action with an end token."""
         number = self._drawn
         self._drawn += 1
         if number == 0:
@@ -57,7 +57,7 @@ class FixedPolicy(Policy):
 
 
 class ExecutorRunner(EpisodeRunner):
-    """Plays episodes with one executor, as an engine does: all of them in one event loop."""
+    """Runs all episodes with one executor in one event loop."""
 
     def __init__(self, agent: Any, max_turns: int, emit: Callable[[str, str], None]) -> None:
         super().__init__(agent, max_turns, emit)
@@ -66,17 +66,19 @@ class ExecutorRunner(EpisodeRunner):
         self._encoder = TextEncoder(tokenizer)
         self._executor: Any = None
 
-    async def run(self, how: str, samples: Sequence[Sample]) -> list[Episode]:
-        """Play the samples by the method `how`, and end what the executor has started."""
+    async def run(self, method: str, samples: Sequence[Sample]) -> list[Episode]:
+        """Run episodes of the samples, and close the executor."""
         try:
-            return await super().run(how, samples)
+            return await super().run(method, samples)
         finally:
             if self._executor is not None:
                 await self._executor.close()
 
     def _make(self) -> Any:
         if self._executor is None:
-            self._executor = self._agent() if inspect.isclass(self._agent) else self._agent
+            self._executor = self._agent
+            if inspect.isclass(self._agent):
+                self._executor = self._agent()
             self._executor.open(AgentOptions(max_turns=self._max_turns, step_timeout_s=NO_LIMIT_S))
         return self._executor
 
@@ -92,14 +94,16 @@ class ExecutorRunner(EpisodeRunner):
             if after_reset is not None:
                 await after_reset()
 
-        label, columns = copy.deepcopy(sample.label), copy.deepcopy(dict(sample.columns))
+        label = copy.deepcopy(sample.label)
+        columns = copy.deepcopy(dict(sample.columns))
         tokens = self._encoder.encode_prompt(sample.prompt)
         task = EpisodeTask(tokens, sample.prompt, label, 0, 0, SAMPLING, columns)
         policy = FixedPolicy(sample, task, self._encoder, max_turns or self._max_turns, begun)
         self._emit("begin", f"execute of {name}")
-        found = await agent.execute(task, policy)
+        played: Any = await agent.execute(task, policy)
         self._emit("end", f"execute of {name}")
-        played: list[episodes.Episode] = found if isinstance(found, list) else [found]
+        if not isinstance(played, list):
+            played = [played]
         if played[0].status == "error":
             if "ValueError" in played[0].error:
                 raise ValueError(played[0].error)
@@ -111,14 +115,11 @@ class ExecutorRunner(EpisodeRunner):
     def _as_played(self, played: Sequence[episodes.Episode]) -> Episode:
         main = played[0]
         decode = self._encoder.tokenizer.decode
-        turns = [
-            StepResult(
-                turn.reward,
-                main.score if turn is main.turns[-1] else None,
-                str(decode(main.tokens[turn.start : turn.end])),
-                turn is main.turns[-1] and main.status == "finished",
-                main.logs if turn is main.turns[-1] else {},
-            )
-            for turn in main.turns
-        ]
+        turns: list[StepResult] = []
+        for turn in main.turns:
+            text = str(decode(main.tokens[turn.start : turn.end]))
+            if turn is main.turns[-1]:
+                turns.append(StepResult(turn.reward, main.score, text, main.status == "finished", main.logs))
+            else:
+                turns.append(StepResult(turn.reward, None, text, False, {}))
         return Episode(str(decode(main.tokens[: main.prompt_length])), turns)

@@ -1,4 +1,4 @@
-"""A reward function or scorer, run as training runs it: by `open_reward`, in a process of its own, with a deadline."""
+"""A reward function or scorer that is run as in training: by `open_reward`, in a separate process, with a deadline."""
 
 from __future__ import annotations
 
@@ -21,10 +21,16 @@ from tests.contracts.targets import Target
 
 
 class RewardTrial:
-    """Asks one target, fails the test that asked when no rewards come, and ends the processes at the end."""
+    """Requests rewards of one target, and fails the calling test if it returns none."""
 
     def __init__(self, target: Target, samples: list[Sample], deadline_s: float, folder: Path) -> None:
-        """`folder` is for the reward file that is written when the target itself is none."""
+        """
+        Args:
+            target: the reward function or scorer.
+            samples: rows to score.
+            deadline_s: timeout of one call in seconds.
+            folder: folder for a generated reward file, if the target is not a reward file itself.
+        """
         self.target = target
         self.samples = samples
         self._deadline_s = deadline_s
@@ -34,41 +40,42 @@ class RewardTrial:
         is_generated = target.kind == "reward" and not any(sample.columns for sample in samples)
         self._label_columns = column_parameters(target.value) if is_generated else []
 
-    def ask(self, samples: Sequence[Sample], what: str, advice: str = "") -> RewardOutput:
-        """Get the rewards of all samples in one call; whatever else comes fails the test.
+    def ask(self, samples: Sequence[Sample], description: str, advice: str = "") -> RewardOutput:
+        """Request the rewards of all samples in one call. Fails the test on an error or a warning.
 
         Args:
-            what: what the samples are, for the message.
-            advice: what to change in the target, where its own error may not say it.
+            samples: rows to score.
+            description: description of the samples, for the message.
+            advice: advice for the message, if the error of the target may not say what to change.
         """
         if self._given_up:
-            self.fail(f"not asked for {what}: {self._given_up}")
-        return self._ask(samples, what, advice)
+            self.fail(f"not asked for {description}: {self._given_up}")
+        return self._request(samples, description, advice)
 
     def ask_first(self, advice: str) -> None:
-        """Ask for one sample; a target that cannot reward it is asked for nothing more."""
+        """Request the reward of one sample. After a failure all further requests fail immediately."""
         self._given_up = "it could not reward a batch of one"
-        self._ask(self.samples[:1], "a batch of one", advice)
+        self._request(self.samples[:1], "a batch of one", advice)
         self._given_up = ""
 
-    def watch(self, samples: Sequence[Sample], what: str) -> list[str]:
-        """Ask again with somebody watching; return what `Watched` saw and what failed, a line for each."""
+    def watch(self, samples: Sequence[Sample], description: str) -> list[str]:
+        """Request rewards through `Watched`, and return its findings and all failures."""
         if self._given_up:
-            self.fail(f"not asked for {what}: {self._given_up}")
+            self.fail(f"not asked for {description}: {self._given_up}")
         try:
             output, warnings = self._call(samples, watched=True)
-        except RewardError as error:  # a wrong number of rewards, which has a contract of its own
+        except RewardError as error:  # a wrong number of rewards, which has its own contract
             return [str(error)]
-        # A chunk that fails is asked for again answer by answer, and may then do nothing wrong.
+        # Warnings count too: a chunk that fails is repeated response by response, and may then succeed.
         return [*warnings, *output.failures.values()]
 
     def restart(self) -> None:
-        """Have the next question answered by a new process."""
+        """Let a new process serve the next request."""
         if reward := self._opened.pop(False, None):
             reward.close()
 
     def fail(self, message: str) -> NoReturn:
-        """Fail the test with a message about the target, and no stack of ours."""
+        """Fail the test with a message about the target, without the stack of the contracts."""
         pytest.fail(f"{self.target.spec}, {message.rstrip()}", pytrace=False)
 
     def close(self) -> None:
@@ -76,23 +83,26 @@ class RewardTrial:
             reward.close()
         self._opened.clear()
 
-    def _ask(self, samples: Sequence[Sample], what: str, advice: str) -> RewardOutput:
-        began, problem, warnings = time.monotonic(), None, []
+    def _request(self, samples: Sequence[Sample], description: str, advice: str) -> RewardOutput:
+        began = time.monotonic()
+        problem: Exception | None = None
+        warnings: list[str] = []
+        output: RewardOutput | None = None
         try:
             output, warnings = self._call(samples, watched=False)
         except (RewardError, ValueError) as error:
-            problem, output = error, None
+            problem = error
         if output is not None and not warnings:
             return output
-        # Training asks again for each answer alone where several fail: that is slow, and hides that they do.
-        lines = [f"asked for {what}: {problem or warnings[0]}", advice, *getattr(problem, "__notes__", [])]
+        # A warning fails the test too: if several responses fail, training repeats each of them, which is slow.
+        parts = [f"asked for {description}: {problem or warnings[0]}", advice, *getattr(problem, "__notes__", [])]
         if time.monotonic() - began >= self._deadline_s:
-            self._given_up = f"it did not answer in time when asked for {what}"
-            lines.insert(1, f"Answer within {self._deadline_s:g} s, or allow more with --deadline.")
-        return self.fail("\n".join(filter(None, lines)))
+            self._given_up = f"it did not return in time when asked for {description}"
+            parts.insert(1, f"Return within {self._deadline_s:g} s, or allow more with --deadline.")
+        return self.fail("\n".join(filter(None, parts)))
 
     def _call(self, samples: Sequence[Sample], *, watched: bool) -> tuple[RewardOutput, list[str]]:
-        """Return the rewards, and what the workers warned of."""
+        """Return the rewards and the warnings of the workers."""
         with _Warnings() as warnings:
             output = self._open(watched)(
                 [sample.query for sample in samples],
@@ -104,31 +114,35 @@ class RewardTrial:
         return output, warnings
 
     def _row(self, sample: Sample) -> dict[str, Any]:
-        """Give the columns of a sample. One that the function takes and that generated rows lack is the label's."""
+        """Return the columns of a sample. A column that the function takes and a generated row lacks has the label."""
         columns = dict.fromkeys(self._label_columns, sample.label) | dict(sample.columns)
         return {"columns": columns, "completion_ids": list(sample.response.encode())}
 
     def _open(self, watched: bool) -> RewardSource:
         if watched not in self._opened:
-            # None may fail, but where somebody watches: then the reasons are what is asked for.
+            # With `watched` all responses may fail, because the failures are the result.
             settings = RewardSettings(timeout_s=self._deadline_s, max_failed_share=float(watched))
             self._opened[watched] = open_reward(self._spec(watched), settings)
         return self._opened[watched]
 
     def _spec(self, watched: bool) -> str:
-        """Say what `open_reward` is to open: a file with reward_func, or the name of a scorer."""
+        """Return the argument of `open_reward`: a file with reward_func, or the name of a scorer."""
         target = self.target
         source, _, name = target.address.rpartition(":")
         if target.kind == "scorer" and not watched:
-            # Without the brackets it would be a file's reward function.
-            name = f"{target.address}()" if is_reward_file(target.address) else target.address
+            name = target.address
+            if is_reward_file(name):
+                name += "()"  # without brackets it would name a reward function of the file
             if name not in scorer_names():
                 register_scorer(name, target.value)
             return name
         if source.endswith(".py") and name == FUNCTION_NAME and not watched:
             return source
-        path = self._folder / ("watched.py" if watched else "opened.py")
-        wrapper = {"reward": "Watched", "scorer": "watched_scorer"}[target.kind] if watched else ""
+        path = self._folder / "opened.py"
+        wrapper = ""
+        if watched:
+            path = self._folder / "watched.py"
+            wrapper = {"reward": "Watched", "scorer": "watched_scorer"}[target.kind]
         path.write_text(
             "from tests.contracts.targets import load_value\n"
             "from tests.contracts.watched import Watched, watched_scorer\n"
@@ -138,7 +152,7 @@ class RewardTrial:
 
 
 class _Warnings(logging.Handler):
-    """Keeps what the reward's workers warn of while it is entered."""
+    """Collects the warnings of the reward's workers inside the block."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -1,4 +1,4 @@
-"""What the parts are asked: the user's rows, or generated ones, and what policies write on their worst days."""
+"""Samples for the parts: the user's rows or generated ones, and unusual texts that policies write."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from components.data.records import read_records
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer to one prompt; for an agent, what the policy says turn by turn."""
+    """One response to one prompt, and for an agent the policy's text of each turn."""
 
     prompt: str
     response: str
     label: Any
     query: str = ""
-    """Prompt and response as one text, unless the user's data had another."""
+    """Prompt and response as one text. Default: their concatenation."""
     actions: tuple[str, ...] = ()
-    """For agents: said in this order, and from the beginning again. The response alone, unless given."""
+    """Texts of the policy's turns for agents, repeated from the beginning. Default: the response."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """Further columns of the row; `prompt`, where it is a list of chat messages."""
+    """Other columns of the row, and `prompt` if it is a list of chat messages."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "query", self.query or self.prompt + self.response)
         object.__setattr__(self, "actions", self.actions or (self.response,))
 
     def answered(self, response: str) -> Sample:
-        """Answer the same prompt otherwise."""
+        """Return a sample with the same prompt and another response."""
         return Sample(self.prompt, response, self.label, columns=self.columns)
 
     def labelled(self, label: Any) -> Sample:
-        """Give the same answer another label."""
+        """Return a sample with another label."""
         return replace(self, label=label)
 
 
@@ -71,7 +71,7 @@ UNUSUAL_TEXTS = {
     "numbers without end": "1" * 400 + " 1e999 -0 nan inf 1/0 ####",
 }
 LONG_TEXT = "so the answer may be 42, or it may not. " * 2_500
-"""100,000 characters: a long chain of thought."""
+"""A text of 100,000 characters, the length of a long chain of thought."""
 UNUSUAL_LABELS: dict[str, Any] = {
     "no label (None)": None,
     "an empty label": "",
@@ -82,32 +82,37 @@ UNUSUAL_LABELS: dict[str, Any] = {
 
 
 ROW_KEYS = ("prompt", "input", "label", "response", "query", "actions")
-"""Columns of a row of samples that have a meaning of their own."""
+"""Columns of a row with a fixed meaning."""
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """Read rows of a .jsonl or other data file; ValueError names the row that lacks something.
+    """Read samples from a .jsonl or other data file.
 
-    A row has a `prompt` (or `input`), text or chat messages, a `label`, a `response` or a `query`, and for agents, if
-    you like, `actions`. Reward functions and agents get its other columns as in training.
+    A row has a `prompt` (or `input`; text or chat messages), a `label`, a `response` or a `query`, and optionally
+    `actions` for agents. Reward functions and agents receive its other columns as in training.
+
+    Raises:
+        ValueError: a row lacks a column, or has an invalid one. The message names the row.
     """
     samples = []
     for number, row in enumerate(read_records(path)):
-        prompt, label = row.get("prompt", row.get("input", "")), row.get("label", "")
+        prompt = row.get("prompt", row.get("input", ""))
+        label = row.get("label", "")
         columns = {name: value for name, value in row.items() if name not in ROW_KEYS}
         if are_messages(prompt):
             columns["prompt"] = prompt
             prompt = "\n".join(str(message["content"]) for message in prompt)
         prompt = str(prompt)
         if not row.keys() & {"prompt", "input", "query", "response"}:
-            raise ValueError(f"{path}, row {number}: found the keys {sorted(row)}; give it a prompt, query or response")
-        query, response = row.get("query", ""), row.get("response")
+            raise ValueError(f"{path}, row {number}: found the keys {sorted(row)}; add a prompt, query or response")
+        query = row.get("query", "")
+        response = row.get("response")
         if response is None and query:
             if not query.startswith(prompt):
                 raise ValueError(f"{path}, row {number}: its query does not begin with its prompt; add a response")
             response = query[len(prompt) :]
-        # Prompts with labels and nothing else: the label is as good an answer as any.
-        response = str(label) if response is None else response
+        if response is None:
+            response = str(label)  # a row with prompt and label only: the label serves as the response
         actions = row.get("actions", [])
         if not isinstance(actions, list) or not all(isinstance(action, str) for action in actions):
             raise ValueError(f"{path}, row {number}: 'actions' must be a list of texts")
@@ -116,5 +121,5 @@ def read_samples(path: Path) -> list[Sample]:
 
 
 def repeated(samples: list[Sample], count: int) -> list[Sample]:
-    """Take so many, from the beginning again when there are fewer."""
+    """Return `count` samples, repeated from the beginning if there are fewer."""
     return [samples[place % len(samples)] for place in range(count)]

@@ -1,6 +1,6 @@
-"""Each broken promise is found, by the contract that is about it and with words that help; none is found otherwise.
+"""Each violation fails its own contract, with a helpful message, and no other contract.
 
-The contracts run as users run them: `pytest tests/contracts --target ...`, in a process of its own.
+The contracts run as for a user: `pytest tests/contracts --target ...`, in a separate process.
 """
 
 from __future__ import annotations
@@ -19,31 +19,32 @@ CONTRACTS = Path(__file__).resolve().parent
 BROKEN = "tests.contracts.broken_parts"
 
 Failures = dict[str, str]
-"""Messages of failed tests, by name."""
+"""Test name -> message of the failure."""
 Facts = dict[str, tuple[object, ...]]
-"""What they have to hold."""
+"""Test name -> facts that the message must contain."""
 NOT_COMPARED = "nothing can be compared"
-"""What is said where a promise cannot be tried because another is broken."""
+"""Part of the message of a contract that cannot be tested because another one is violated."""
 
-ONE, BATCH = "test_a_batch_of_one_is_rewarded", "test_each_answer_of_a_batch_gets_one_finite_reward"
-TEXT = "test_whatever_a_policy_writes_is_rewarded"
-LABEL = "test_an_unusual_label_is_rewarded_or_refused_with_a_value_error"
-ALONE = "test_an_answer_gets_alone_what_it_gets_in_a_batch"
+ONE = "test_a_batch_of_one_is_rewarded"
+BATCH = "test_each_response_of_a_batch_gets_one_finite_reward"
+TEXT = "test_unusual_texts_of_a_policy_are_rewarded"
+LABEL = "test_an_unusual_label_is_rewarded_or_rejected_with_a_value_error"
+ALONE = "test_a_response_has_the_same_reward_alone_and_in_a_batch"
 ORDER = "test_the_order_of_a_batch_does_not_matter"
-AGAIN = "test_the_same_answers_get_the_same_rewards_again_and_in_a_new_process"
-ARGUMENTS = "test_its_arguments_stay_as_they_were"
-SCORES = "test_scores_if_it_gives_them_are_from_0_to_1"
-LOGS = "test_extra_logs_are_one_number_for_each_answer"
-LONG = "test_a_very_long_answer_is_rewarded_before_the_deadline"
+AGAIN = "test_equal_calls_give_equal_rewards_also_in_a_new_process"
+ARGUMENTS = "test_the_arguments_are_not_changed"
+SCORES = "test_scores_are_from_0_to_1"
+LOGS = "test_extra_logs_have_one_number_per_response"
+LONG = "test_a_very_long_response_is_rewarded_before_the_deadline"
 
-SCHEMA = "test_reset_and_step_return_what_they_have_to"
+SCHEMA = "test_reset_and_step_return_valid_dicts"
 ENDS = "test_an_episode_ends_within_the_limit_of_turns"
-STATES = "test_the_states_it_is_given_stay_as_they_were"
-SAID = "test_whatever_a_policy_says_is_answered"
-SAME = "test_the_same_actions_give_the_same_episode"
-RESET = "test_reset_begins_anew"
+STATES = "test_the_states_argument_is_not_changed"
+SAID = "test_unusual_texts_of_a_policy_get_a_response"
+SAME = "test_equal_actions_give_equal_episodes"
+RESET = "test_reset_restores_the_initial_state"
 INSTANCES = "test_two_instances_share_no_state"
-AT_ONCE = "test_episodes_that_run_at_once_give_what_they_give_alone"
+AT_ONCE = "test_concurrent_episodes_equal_sequential_ones"
 
 UNSEEN = "[characters that cannot be seen]"
 EXPECTED: dict[str, Facts] = {
@@ -64,11 +65,11 @@ EXPECTED: dict[str, Facts] = {
     },
     "label_text": {
         LABEL + "[no label (None)]": ("AttributeError: 'NoneType' object has no attribute 'strip'", "ValueError"),
-        **{LABEL + f"[{what}]": ("AttributeError", "ValueError") for what in ("a list", "a number", "an object")},
+        **{LABEL + f"[{label}]": ("AttributeError", "ValueError") for label in ("a list", "a number", "an object")},
     },
     "percent": {SCORES: (50, "'scores'")},
     "dying": dict.fromkeys((TEXT + UNSEEN, LOGS), ("exit code 3",)),
-    # Parts in the user's folder, in order.
+    # Correct parts in the user's folder.
     "mine.rules:score": {},
     "one_rule.py:score": {},
     "Endless": {ENDS: ("episode 0", 20, "--max-turns")},
@@ -82,41 +83,45 @@ EXPECTED: dict[str, Facts] = {
     "Unmade": {SCHEMA: ("Unmade()", "__init__", "async")},
     "Plain": {SCHEMA: ("reset", "dict", "async def reset")},
 }
-"""What fails for each part, with facts of its message. After ONE and SCHEMA a part is asked for nothing more."""
+"""Part -> failed contracts with facts of their messages. After a failure of ONE or SCHEMA the rest fails too."""
 DEADLINE_S = 8
 HANGING: dict[str, Facts] = {
     "hanging": {ONE: (f"{DEADLINE_S} s", "response 0", "What is 3 + 4?", "--deadline")},
     "slow_when_long": {LONG: (f"{DEADLINE_S} s", "--deadline")},
     "Blocking": {SCHEMA: ("reset of episode 0", f"{DEADLINE_S} s", "--deadline")},
 }
-"""The same, with a deadline that all calls meet but those that hang."""
+"""Hanging parts, with a deadline that all other calls meet."""
 
 
 def target_of(part: str) -> str:
-    return part if ":" in part else f"{BROKEN}:{part}"
+    if ":" in part:
+        return part
+    return f"{BROKEN}:{part}"
 
 
 def run_contracts(folder: Path, *arguments: str) -> tuple[dict[str, Failures], str]:
-    """Run them from a folder of the user's; return the failures of each target, and what was printed."""
+    """Run the contracts from a user's folder. Return the failures of each target, and the output."""
     report = folder / "report.xml"
-    # -P: the folder comes on the path by what the contracts do for it, as with the command `pytest`.
+    # -P: as with the command `pytest`, only the contracts themselves add the folder to the path.
     command = [sys.executable, "-P", "-m", "pytest", str(CONTRACTS), "-p", "no:cacheprovider", f"--junitxml={report}"]
     result = subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True)
     assert result.returncode in (0, 1), result.stdout + result.stderr
     failures: dict[str, Failures] = {}
     for case in ElementTree.parse(report).iter("testcase"):
         test, _, case_id = case.attrib["name"].removesuffix("]").partition("[")
-        target, _, what = case_id.partition("-")
-        found = failures.setdefault(target, {})
+        target, _, parameter = case_id.partition("-")
+        if parameter:
+            test = f"{test}[{parameter}]"
+        of_target = failures.setdefault(target, {})
         for kind in ("failure", "error", "skipped"):
             for failure in case.findall(kind):
-                found[f"{test}[{what}]" if what else test] = failure.text or ""
+                of_target[test] = failure.text or ""
     return failures, result.stdout
 
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Failures]:
-    """The failures of all broken parts, which one process asks: importing torch takes the longest."""
+    """Run the contracts of all broken parts in one process, because importing torch takes most of the time."""
     folder = tmp_path_factory.mktemp("users")
     (folder / "mine").mkdir()
     for name in ("mine/rules.py", "one_rule.py"):
@@ -125,7 +130,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Failures]:
 
 
 def check(part: str, failures: Failures, expected: Facts) -> None:
-    """See that these contracts failed and no others, and that each says why."""
+    """Check that exactly these contracts failed, with the facts in their messages."""
     if expected.keys() & {ONE, SCHEMA}:
         rest = {name: text for name, text in failures.items() if name not in expected}
         assert all(f"{part}, not asked for" in text for text in rest.values()), rest
@@ -136,12 +141,12 @@ def check(part: str, failures: Failures, expected: Facts) -> None:
 
 
 @pytest.mark.parametrize("part", EXPECTED)
-def test_a_broken_promise_is_found_by_its_contract_alone(broken: dict[str, Failures], part: str) -> None:
+def test_a_violation_fails_only_its_own_contract(broken: dict[str, Failures], part: str) -> None:
     check(part, broken[target_of(part)], EXPECTED[part])
 
 
 @pytest.mark.full
-def test_a_part_that_hangs_is_found_by_its_deadline(tmp_path: Path) -> None:
+def test_a_part_that_hangs_exceeds_the_deadline(tmp_path: Path) -> None:
     arguments = (f"--target={target_of(part)}" for part in HANGING)
     failures, _ = run_contracts(tmp_path, *arguments, f"--deadline={DEADLINE_S}")
     for part, expected in HANGING.items():

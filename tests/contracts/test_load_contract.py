@@ -1,4 +1,4 @@
-"""What every part promises first."""
+"""First contract of every part: it can be imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a target is taken for, what is said where it cannot be, and the rows that users bring."""
+"""Targets: their kinds, messages for unusable ones, and the samples of users."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Alone(Base):
         super().__init__(None)
 """
 SCORE = "def score(response, label):\n    return float(response.strip() == label)\n"
-# Each episode is another one: the number is drawn, so --allow-random is needed.
+# Episodes differ, because the number is random, so --allow-random is needed.
 GAME = """
 import random
 class AgentInstance:
@@ -55,8 +55,9 @@ class AgentInstance:
 
 @pytest.fixture(autouse=True)
 def forget_modules() -> Iterator[None]:
-    """Let each test load other files of the same names."""
-    modules, path = set(sys.modules), list(sys.path)
+    """Let each test load different files with the same names."""
+    modules = set(sys.modules)
+    path = list(sys.path)
     yield
     for name in set(sys.modules) - modules:
         del sys.modules[name]
@@ -81,12 +82,12 @@ def written(folder: Path, name: str, text: str) -> str:
         (AGENTS, ":AgentExecutor", "agent"),
     ],
 )
-def test_what_a_target_is_can_be_seen_from_its_form(tmp_path: Path, text: str, name: str, kind: str) -> None:
+def test_the_kind_of_a_target_is_inferred_from_its_form(tmp_path: Path, text: str, name: str, kind: str) -> None:
     target = load_target(written(tmp_path, "parts.py", text) + name)
     assert (target.kind, kind == "agent") == (kind, target.value.__name__ == "AgentInstance")
 
 
-def test_a_scorer_is_found_by_its_name_and_a_kind_that_is_given_holds(tmp_path: Path) -> None:
+def test_a_scorer_is_loaded_by_its_name_and_an_explicit_kind_is_used(tmp_path: Path) -> None:
     assert load_target("gsm8k").kind == "scorer"
     assert load_target(written(tmp_path, "parts.py", FUNCTIONS) + ":score", "reward").kind == "reward"
 
@@ -103,35 +104,35 @@ def test_a_scorer_is_found_by_its_name_and_a_kind_that_is_given_holds(tmp_path: 
         ("raise SystemExit('no licence')\n", "", ["SystemExit: no licence"]),
     ],
 )
-def test_a_target_that_cannot_be_loaded_says_why(tmp_path: Path, text: str, name: str, facts: list[str]) -> None:
-    found = try_target(written(tmp_path, "parts.py", text) + name, None)
-    assert isinstance(found, Unusable)
-    assert re.search(says("parts.py", *facts), found.reason)
+def test_a_target_that_cannot_be_loaded_has_the_reason(tmp_path: Path, text: str, name: str, facts: list[str]) -> None:
+    target = try_target(written(tmp_path, "parts.py", text) + name, None)
+    assert isinstance(target, Unusable)
+    assert re.search(says("parts.py", *facts), target.reason)
 
 
-def test_a_file_needs_a_name_of_its_own_only_where_others_import_it(tmp_path: Path) -> None:
+def test_only_the_file_of_a_scorer_needs_an_importable_name(tmp_path: Path) -> None:
     # A reward file is loaded by its path, a scorer by its module.
     assert load_target(written(tmp_path, "random.py", FUNCTIONS)).kind == "reward"
     with pytest.raises(ValueError, match=says("random.py", "'random'")):
         load_target(written(tmp_path, "random.py", FUNCTIONS) + ":score")
 
 
-def test_a_module_or_file_that_is_not_there_is_no_target() -> None:
+def test_a_missing_module_or_file_is_unusable() -> None:
     for spec, facts in (
         ("nowhere.module:score", ["'nowhere.module'", Path.cwd()]),
         ("gsm9k", ["'gsm9k'", "exact_match, gsm8k"]),
         ("nowhere.py", ["'nowhere.py'", Path.cwd()]),
     ):
-        found = try_target(spec, None)
-        assert isinstance(found, Unusable)
-        assert re.search(says(*facts), found.reason)
+        target = try_target(spec, None)
+        assert isinstance(target, Unusable)
+        assert re.search(says(*facts), target.reason)
 
 
 def rows_file(folder: Path, *rows: Any) -> Path:
     return Path(written(folder, "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows)))
 
 
-def test_rows_may_hold_queries_or_responses_or_neither(tmp_path: Path) -> None:
+def test_rows_may_have_queries_or_responses_or_neither(tmp_path: Path) -> None:
     rows = [
         {"query": "1+1=2", "prompt": "1+1=", "label": 2},
         {"response": "7", "label": None},
@@ -140,7 +141,7 @@ def test_rows_may_hold_queries_or_responses_or_neither(tmp_path: Path) -> None:
     ]
     assert read_samples(rows_file(tmp_path, *rows)) == [
         Sample("1+1=", "2", 2, "1+1=2", ("2",)),
-        Sample("", "7", "", "7", ("7",)),  # a null is an absent label
+        Sample("", "7", "", "7", ("7",)),  # null counts as a missing label
         Sample("1+2=", "3", "3", "1+2=3", ("3",)),
         Sample("go", "left", "", "<s>go left", ("left", "right")),
     ]
@@ -154,12 +155,12 @@ def test_rows_may_hold_queries_or_responses_or_neither(tmp_path: Path) -> None:
         ({"prompt": "q", "actions": "left"}, ["'actions'"]),
     ],
 )
-def test_a_row_that_cannot_be_used_is_refused(tmp_path: Path, row: dict[str, Any], facts: list[object]) -> None:
+def test_an_invalid_row_raises_an_error_that_names_it(tmp_path: Path, row: dict[str, Any], facts: list[object]) -> None:
     with pytest.raises(ValueError, match=says("rows.jsonl", "row 0", *facts)):
         read_samples(rows_file(tmp_path, row))
 
 
-def test_users_own_rows_are_used_and_what_is_random_may_be_allowed(tmp_path: Path) -> None:
+def test_the_users_rows_are_used_and_random_results_can_be_allowed(tmp_path: Path) -> None:
     written(tmp_path, "game.py", GAME)
     written(tmp_path, "broken.py", "from mine import nothing\n")
     rows = rows_file(tmp_path, {"prompt": "go", "label": "left", "actions": ["left", "right"]})
@@ -169,7 +170,7 @@ def test_users_own_rows_are_used_and_what_is_random_may_be_allowed(tmp_path: Pat
     assert "ModuleNotFoundError: No module named 'mine'" in message
     assert 'broken.py", line 1, in <module>' in message
     assert failures == {"game.py": {}}
-    # Of the 20 contracts of an agent 4 are waived; that the two can be imported is one each.
+    # 4 of the 20 contracts of an agent are waived. Each of the two targets has one contract for its import.
     assert "1 failed, 17 passed, 4 deselected" in printed
 
 
@@ -180,16 +181,16 @@ def accuracy(prompts, completions, solution):
 """
 
 
-def test_the_reward_of_the_page_that_recommends_the_contracts_keeps_them(tmp_path: Path) -> None:
+def test_the_reward_function_of_own_data_md_fulfils_the_contracts(tmp_path: Path) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "own_data.md").read_text()
-    found = re.search(r"```python\n(# my_reward\.py.*?)```", page, re.DOTALL)
-    assert found is not None
-    written(tmp_path, "my_reward.py", found[1])
+    block = re.search(r"```python\n(# my_reward\.py.*?)```", page, re.DOTALL)
+    assert block is not None
+    written(tmp_path, "my_reward.py", block[1])
     failures, printed = run_contracts(tmp_path, "--target=my_reward.py")
     assert failures == {"my_reward.py": {}}, printed
 
 
-def test_columns_and_chat_messages_of_the_users_rows_reach_the_reward(tmp_path: Path) -> None:
+def test_the_reward_receives_columns_and_chat_messages_of_the_users_rows(tmp_path: Path) -> None:
     written(tmp_path, "chat.py", CHAT_REWARD)
     turns = [{"role": "user", "content": "1 + 2?"}]
     rows = [
@@ -222,11 +223,11 @@ class Single(SingleTurnAgentExecutor):
 """
 
 
-@pytest.mark.full  # its process imports transformers, openai and a server
-def test_executors_that_run_their_episodes_themselves_are_held_to_the_contracts(tmp_path: Path) -> None:
+@pytest.mark.full  # the process imports transformers, openai and a server
+def test_executors_are_tested_by_the_contracts(tmp_path: Path) -> None:
     written(tmp_path, "client.py", CLIENT % "")
     written(tmp_path, "random_client.py", ("import random\n" + CLIENT) % " + random.random()")
     targets = ["client.py", "client.py:Single", "random_client.py"]
     failures, printed = run_contracts(tmp_path, "--deadline=60", *(f"--target={target}" for target in targets))
-    assert set(failures.pop("random_client.py")) >= {"test_the_same_actions_give_the_same_episode"}
+    assert set(failures.pop("random_client.py")) >= {"test_equal_actions_give_equal_episodes"}
     assert failures == {"client.py": {}, "client.py:Single": {}}, printed

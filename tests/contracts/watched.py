@@ -1,4 +1,4 @@
-"""Looks over a function's shoulder in the process that runs it, where alone can be seen what it does there."""
+"""Wrapper that observes a function's arguments and results in the process that runs it."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any
 from components.rewards.base import read_columns
 from components.rewards.scorers import Scorer
 
-# Their names are what comes back from the process, before a colon.
+# The process returns the name of an exception class, followed by a colon.
 
 
 class Refused(Exception):
-    """The function raised ValueError: it says that it cannot use what it was given."""
+    """Raised when the function rejects its arguments with a ValueError."""
 
 
 class ChangedArguments(Exception):
-    """The function left its arguments other than it found them."""
+    """Raised when the function has changed its arguments."""
 
 
 class ScoreOutOfRange(Exception):
-    """The function gave 'scores', and not all are from 0 to 1."""
+    """Raised when the function returns 'scores' outside of 0 to 1."""
 
 
 class Watched:
-    """A function with the signature of another, which it calls. It raises one of the above, or what that raises."""
+    """Wrapper with the signature of a function. It raises one of the exceptions above, or those of the function."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        # Whoever asks for the signature gets the function's, and so passes what it would pass to the function.
+        # Copies the signature, so that callers pass the arguments that they would pass to the function.
         functools.update_wrapper(self, function)
         self._function = function
 
@@ -40,22 +40,22 @@ class Watched:
         except ValueError as error:
             raise Refused(str(error)) from error
         names = (*("queries", "prompts", "labels")[: len(arguments)], *named)
-        then, now = ([*positional, *named.values()] for positional, named in (before, (arguments, named)))
-        for name, old, new in zip(names, then, now):
-            # TRL's loggers are functions: their copies differ, and they are there to be called.
+        values_before = [*before[0], *before[1].values()]
+        values = [*arguments, *named.values()]
+        for name, old, new in zip(names, values_before, values):
+            # TRL's loggers are functions, whose copies compare as different.
             if not callable(new) and new != old:
                 raise ChangedArguments(f"{name} were {old!r:.100}, and then {new!r:.100}")
         if isinstance(result, Mapping) and result.get("scores") is not None:
-            # Of what cannot be read, whoever reads the result says why.
-            given = [*arguments, *named.values()]
-            for score in read_columns(result, len(given[0])).scores:
+            # Raises the error of training for a result that cannot be read.
+            for score in read_columns(result, len(values[0])).scores:
                 if not 0 <= score <= 1:
-                    raise ScoreOutOfRange(f"it gave the score {score:g}")
+                    raise ScoreOutOfRange(f"it returned the score {score:g}")
         return result
 
 
 def watched_scorer(scorer: Scorer) -> Callable[..., list[Any]]:
-    """Make a reward function of a scorer, which sees every label as text."""
+    """Return a watched reward function that calls a scorer with labels as text."""
     watched = Watched(scorer)
 
     def reward_func(

@@ -1,4 +1,4 @@
-"""Workloads that die and hang when a test wants them to: a file `<when>-<role>-<rank>` in the job's folder says so."""
+"""Workloads that die or hang at a moment set by a file `<moment>-<role>-<rank>` in the job's folder."""
 
 import contextlib
 import os
@@ -10,11 +10,11 @@ from typing import Any
 from core import BaseTrainer, BaseWorkload, beat, trainer_invocation
 
 LATE_S = 12.0
-"""For who answers at once; who hangs is waited for so long."""
+"""Timeout in seconds of methods that return immediately, after which a hung worker is detected."""
 
 
 class StopsEarly:
-    """Part of a configuration: where TOOL-0 unpacks it, before that is up, it stops the process, once."""
+    """Part of a configuration that stops the process of TOOL-0 once, when it is unpickled during the start."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -28,30 +28,32 @@ class StopsEarly:
 
 
 def strike(folder: Path, moment: str, worker: BaseWorkload) -> None:
-    """Die or hang, once for each letter in the file of this moment: `k` is killed, `s` stopped, `l` loops, `m` has no
-    memory left, which is fatal, and `b` works for longer than LATE_S.
+    """Die or hang as the next letter in the file of this moment says, and remove the letter.
+
+    `k` kills the process, `s` stops it, `l` loops for ever, `m` raises MemoryError (which is fatal), and `b` is busy
+    for longer than LATE_S.
     """
     file = folder / f"{moment}-{worker.name.lower()}"
     with contextlib.suppress(FileNotFoundError):
-        how = file.read_text()
-        if how[:1]:
-            file.write_text(how[1:])
-        if how[:1] == "l":
+        letters = file.read_text()
+        if letters[:1]:
+            file.write_text(letters[1:])
+        if letters[:1] == "l":
             while True:
                 time.sleep(1)
-        elif how[:1] == "m":
+        elif letters[:1] == "m":
             raise MemoryError("no room for 7 pages\nand more")
-        elif how[:1] == "b":
+        elif letters[:1] == "b":
             began = time.monotonic()
             while time.monotonic() < began + 1.5 * LATE_S:
                 beat()
                 time.sleep(0.1)
-        elif how[:1]:
-            os.kill(os.getpid(), {"k": signal.SIGKILL, "s": signal.SIGSTOP}[how[0]])
+        elif letters[:1]:
+            os.kill(os.getpid(), {"k": signal.SIGKILL, "s": signal.SIGSTOP}[letters[0]])
 
 
 class Fragile(BaseWorkload):
-    """A worker that remembers what it was told, as an engine its weights."""
+    """A worker whose state consists of the calls that it has received, as an engine's consists of its weights."""
 
     def __init__(self, master_handle: Any = None, config: Any = None) -> None:
         super().__init__(master_handle, config)
@@ -122,7 +124,7 @@ class Fragile(BaseWorkload):
 
 
 class Script(BaseTrainer):
-    """Runs the function that the test put into the configuration, and keeps what it returns."""
+    """Trainer that runs the function in the configuration and writes its return value to a file."""
 
     def init(self) -> None:
         strike(self.config["folder"], "init", self)

@@ -1,4 +1,4 @@
-"""What the tests of calls share beside their fixtures."""
+"""Helpers shared by the tests of calls."""
 
 from typing import Any
 
@@ -7,11 +7,12 @@ import pytest
 from core import RoleGroup
 
 RAY = pytest.param("ray", marks=pytest.mark.full)
-"""Calls mean the same everywhere; test_on_ray.py tries each style of them in the default tier."""
+"""The Ray backend in the full tier. Calls have the same semantics on both backends, and test_on_ray.py tries each style
+of calls in the default tier."""
 ON_RAY = pytest.mark.parametrize("backend", [RAY], indirect=True)
-"""For what needs several processes: ranks that meet, things that happen at the same time, deaths."""
+"""Mark of tests that need several processes: collectives, concurrency, deaths."""
 
 
 def group_of(count: int) -> RoleGroup[Any]:
-    """The echoes that are so many."""
+    """Return the group with `count` instances."""
     return RoleGroup({1: "solo", 2: "two", 3: "actor"}[count])

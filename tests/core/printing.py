@@ -4,14 +4,14 @@ from core import BaseTrainer, BaseWorkload
 
 
 class Tool(BaseWorkload):
-    """Prints a line."""
+    """A workload that prints one line per call."""
 
     def work(self) -> None:
         print("tool")
 
 
 class Trainer(BaseTrainer):
-    """Prints more than is shown."""
+    """A trainer that prints more lines than are shown."""
 
     def init(self) -> None:
         for name in self.get_role_groups():

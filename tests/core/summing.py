@@ -4,14 +4,14 @@ from core import BaseWorkload, trainer_invocation
 
 
 def total(values: list[int]) -> int:
-    """Of what the workers return."""
+    """Return the sum of the workers' results."""
     return sum(values)
 
 
 class Summing(BaseWorkload):
-    """Each worker counts for one."""
+    """A workload whose group call returns the number of workers."""
 
     @trainer_invocation(post_func=total)
     def one(self) -> int:
-        """1."""
+        """Return 1."""
         return 1

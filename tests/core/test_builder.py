@@ -1,4 +1,4 @@
-"""What a job's description may say, and what is refused before anything starts."""
+"""Job descriptions: plans, and errors raised before anything starts."""
 
 import json
 from argparse import Namespace
@@ -15,7 +15,7 @@ from tests.messages import says
 
 
 def rl_job() -> RLJobBuilder:
-    """A trainer and two actor ranks on CPU."""
+    """Return a builder of a trainer and two actor ranks on CPU."""
     builder = RLJobBuilder().device_type("CPU")
     builder.trainer("workers.Script").resource(cpu=2)
     builder.actor("workers::Echo").nnodes(1).nproc_per_node(2)
@@ -36,7 +36,7 @@ def test_the_plan_names_processes_resources_and_bundles() -> None:
     assert [bundle["cpu"] for bundle in plan["placement"]["bundles"]] == [2, 2]
 
 
-def test_a_plan_survives_its_json() -> None:
+def test_a_job_can_be_restored_from_its_json() -> None:
     job = rl_job().config({"steps": 3}).build()
     assert Job.model_validate_json(job.model_dump_json()) == job
 
@@ -57,7 +57,10 @@ def test_collocated_roles_share_each_device_in_equal_parts() -> None:
 
 
 def engines_beside_ranks(engines: int, devices: int, ranks: int = 4, nodes: int = 1) -> Placement:
-    """Of ranks on nodes of four devices, engines of so many, and references, which all share them."""
+    """Return the placement of ranks, engines with several devices each, and references on nodes of four devices.
+
+    All of them are collocated.
+    """
     builder = RLJobBuilder().device_type("GPU").device_per_node(4).node_num(nodes)
     builder.actor("workers.Echo").nnodes(nodes).nproc_per_node(ranks // nodes).resource(accelerator=1)
     builder.rollout("workers.Echo").total(engines).resource(cpu=devices, accelerator=devices)
@@ -65,9 +68,9 @@ def engines_beside_ranks(engines: int, devices: int, ranks: int = 4, nodes: int 
     return builder.with_collocation("actor", "rollout", "reference").build().placement
 
 
-def test_an_engine_of_two_devices_claims_those_of_two_ranks_and_they_are_shown_one_each() -> None:
+def test_an_engine_of_two_devices_reserves_them_and_the_two_ranks_see_one_each() -> None:
     placement = engines_beside_ranks(engines=2, devices=2)
-    # Two ranks, an engine with a core for each of its parts, and two references.
+    # A bundle has two ranks, an engine with two cores, and two references: 6 cores, 2 devices.
     assert [(bundle.cpu, bundle.accelerator) for bundle in placement.bundles] == [(6, 2), (6, 2)]
     assert [(host.name, host.bundle, host.accelerator, host.shown) for host in placement.hosts] == [
         ("ACTOR-0", 0, 0, [0]),
@@ -81,7 +84,7 @@ def test_an_engine_of_two_devices_claims_those_of_two_ranks_and_they_are_shown_o
         ("REFERENCE-2", 1, 0, [0]),
         ("REFERENCE-3", 1, 0, [1]),
     ]
-    # Of four devices each role has a third.
+    # Each of the three roles has a third of the four devices.
     assert placement.devices == pytest.approx(dict.fromkeys(("ACTOR", "ROLLOUT", "REFERENCE"), 4 / 3), abs=1e-3)
 
 
@@ -102,14 +105,14 @@ def test_engines_of_all_devices_of_a_node_are_on_the_nodes_of_their_ranks() -> N
         (1, 3, 4, 1, ["ACTOR has 1 x 4 x 1", "ROLLOUT has 1 x 1 x 3"]),
     ],
 )
-def test_engines_that_do_not_fit_the_ranks_they_share_devices_with_are_refused_by_name(
+def test_engines_that_do_not_fit_the_collocated_ranks_raise_an_error_that_names_the_roles(
     engines: int, devices: int, ranks: int, nodes: int, facts: list[str]
 ) -> None:
     with pytest.raises(JobError, match=says(*facts)):
         engines_beside_ranks(engines, devices, ranks, nodes)
 
 
-def test_ranks_of_one_node_share_a_bundle_so_that_they_stay_together() -> None:
+def test_ranks_of_one_node_share_a_bundle() -> None:
     builder = RLJobBuilder().device_type("GPU").device_per_node(4).node_num(2)
     builder.actor("workers.Echo").nnodes(2).nproc_per_node(4).resource(accelerator=1)
     placement = builder.build().placement
@@ -125,21 +128,21 @@ def test_roles_of_one_process_name_share_processes_rank_by_rank() -> None:
     assert [host.name for host in builder.build().placement.hosts] == ["ACTOR-0+ROLLOUT-0", "ACTOR-1+ROLLOUT-1"]
 
 
-def test_threads_are_as_many_as_whole_cores_unless_they_are_given() -> None:
+def test_the_number_of_threads_is_the_number_of_whole_cores_by_default() -> None:
     builder = RLJobBuilder().device_type("CPU")
     builder.trainer("workers.Script").resource(cpu=0.5)
     builder.actor("workers.Echo").resource(cpu=2.5)
     builder.rollout("workers.Echo").resource(cpu=1, threads=4)
-    # One process for two roles: the cores of both, or the most threads that one of them asks for.
-    for first, second, given in (("reward", "reference", 0), ("judge", "tool", 3)):
-        builder.role(first).run("workers.Echo").resource(cpu=1, threads=given).process(first)
+    # A process with two roles has as many threads as both have cores, or the larger explicit number.
+    for first, second, threads in (("reward", "reference", 0), ("judge", "tool", 3)):
+        builder.role(first).run("workers.Echo").resource(cpu=1, threads=threads).process(first)
         builder.role(second).run("workers.Echo").resource(cpu=1).process(first)
         builder.with_collocation(first, second)
     hosts = {host.name: host.threads for host in builder.build().placement.hosts}
     assert hosts == {"TRAINER-0": 1, "ACTOR-0": 2, "ROLLOUT-0": 4, "REWARD-0+REFERENCE-0": 2, "JUDGE-0+TOOL-0": 3}
 
 
-def test_more_devices_than_there_are_is_refused_with_both_numbers() -> None:
+def test_too_many_devices_raise_an_error_with_both_numbers() -> None:
     builder = RLJobBuilder().device_type("GPU").device_per_node(2)
     builder.actor("workers.Echo").nproc_per_node(2).resource(accelerator=1)
     builder.rollout("workers.Echo").total(2).resource(accelerator=1)
@@ -155,7 +158,7 @@ def test_more_devices_on_one_node_than_it_has_are_refused_by_the_name_of_the_rol
         builder.build()
 
 
-def test_devices_that_are_assumed_stand_for_those_of_this_machine() -> None:
+def test_assumed_devices_replace_the_detected_ones() -> None:
     def job() -> Job:
         builder = RLJobBuilder()
         builder.actor("workers.Echo").nproc_per_node(3).resource(accelerator=1)
@@ -163,8 +166,8 @@ def test_devices_that_are_assumed_stand_for_those_of_this_machine() -> None:
 
     token = assumed_devices.set(3)
     try:
-        found = job()
-        assert (found.device_type, found.device_per_node, found.placement.devices) == ("GPU", 3, {"ACTOR": 3})
+        planned = job()
+        assert (planned.device_type, planned.device_per_node, planned.placement.devices) == ("GPU", 3, {"ACTOR": 3})
         assumed_devices.set(0)
         assert job().device_type == "CPU"
         assumed_devices.set(2)
@@ -174,7 +177,7 @@ def test_devices_that_are_assumed_stand_for_those_of_this_machine() -> None:
         assumed_devices.reset(token)
 
 
-def test_gpus_are_counted_by_the_drivers_own_program_where_linux_does_not_list_them(
+def test_gpus_are_counted_by_nvidia_smi_if_proc_does_not_list_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "nvidia-smi"
@@ -183,9 +186,9 @@ def test_gpus_are_counted_by_the_drivers_own_program_where_linux_does_not_list_t
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     _gpus_of_this_machine.cache_clear()
-    here = len([*Path("/proc/driver/nvidia/gpus").glob("*")])
+    in_proc = len([*Path("/proc/driver/nvidia/gpus").glob("*")])
     try:
-        assert detect_devices() == (here or 2)
+        assert detect_devices() == (in_proc or 2)
     finally:
         _gpus_of_this_machine.cache_clear()
 
@@ -218,12 +221,14 @@ def test_gpus_are_counted_by_the_drivers_own_program_where_linux_does_not_list_t
         (lambda: rl_job().device_type("TPU").build(), ["TPU", "CPU", "GPU"]),  # pyright: ignore[reportArgumentType]
     ],
 )
-def test_what_cannot_work_is_refused_with_what_to_set(make: Callable[[], object], facts: list[object]) -> None:
+def test_an_invalid_description_raises_an_error_with_the_setting_to_change(
+    make: Callable[[], object], facts: list[object]
+) -> None:
     with pytest.raises(JobError, match=says(*facts)):
         make()
 
 
-def test_a_full_chain_is_readable_from_the_job() -> None:
+def test_the_job_has_all_settings_of_the_builder() -> None:
     builder = RLJobBuilder().config({"a": 1}).node_num(2).device_per_node(4).device_type("GPU").global_env({"G": "1"})
     builder.trainer("workers.Script")
     builder.actor("workers.Echo").nnodes(2).nproc_per_node(2).resource(accelerator=1).env({"A": "1"})
@@ -244,7 +249,7 @@ def test_a_full_chain_is_readable_from_the_job() -> None:
     assert (job.global_env, job.roles["ACTOR"].env, job.roles["ROLLOUT"].env) == ({"G": "1"}, {"A": "1"}, {})
 
 
-def test_three_roles_share_by_thirds_and_two_collocations_stand_beside_each_other() -> None:
+def test_three_collocated_roles_have_a_third_each_and_two_collocations_are_separate() -> None:
     builder = RLJobBuilder().device_type("GPU").device_per_node(4)
     for role in (builder.actor, builder.critic, builder.rollout, builder.reward, builder.reference):
         role("workers.Echo").total(2).resource(accelerator=1)
@@ -254,7 +259,7 @@ def test_three_roles_share_by_thirds_and_two_collocations_stand_beside_each_othe
     assert len(placement.bundles) == 4
 
 
-def test_all_but_the_trainer_and_who_is_named_share() -> None:
+def test_collocation_all_excludes_the_trainer_and_the_named_roles() -> None:
     builder = RLJobBuilder().device_type("GPU").device_per_node(2)
     builder.trainer("workers.Script")
     for role in (builder.actor, builder.rollout, builder.reward):
@@ -270,8 +275,8 @@ def test_custom_resources_are_reserved_for_all_ranks_of_a_node() -> None:
     assert [host.custom for host in placement.hosts] == [{"fpga": 0.5}] * 2
 
 
-def test_the_submitter_of_the_guide_for_openrlhf_builds_and_prints_its_job() -> None:
-    # As multi_role_openrlhf.md shows it, but for the classes.
+def test_the_submitter_of_the_openrlhf_guide_builds_and_prints_its_job() -> None:
+    # Copied from multi_role_openrlhf.md with other classes.
     args = Namespace(lr=1e-6, actor_num_nodes=1, actor_num_gpus_per_node=2, vllm_num_engines=2, ref_num_nodes=1)
     builder = RLJobBuilder().config(OmegaConf.create(vars(args)))
     builder.trainer("workers.Script").resource(cpu=4)
@@ -295,10 +300,11 @@ def test_the_submitter_of_the_guide_for_openrlhf_builds_and_prints_its_job() -> 
     assert list(printed["roles"]) == ["TRAINER", "ACTOR", "ROLLOUT", "REFERENCE"]
 
 
-def test_the_submitter_of_the_guide_for_verl_builds_its_job() -> None:
-    # As multi_role_verl.md shows it, but for the classes, from a configuration that Hydra has read.
+def test_the_submitter_of_the_verl_guide_builds_its_job() -> None:
+    # Copied from multi_role_verl.md with other classes. The configuration is one that Hydra would return.
     config = OmegaConf.create({"trainer": {"nnodes": 1, "n_gpus_per_node": 2}, "gpus": "${trainer.n_gpus_per_node}"})
-    nodes, gpus = config.trainer.nnodes, config.gpus
+    nodes = config.trainer.nnodes
+    gpus = config.gpus
     builder = (
         DLJobBuilder()
         .global_env({"VLLM_WORKER_MULTIPROC_METHOD": "spawn"})
@@ -317,7 +323,7 @@ def test_the_submitter_of_the_guide_for_verl_builds_its_job() -> None:
     assert json.loads(job.model_dump_json())["config"]["gpus"] == 2
 
 
-def test_the_guides_ways_to_change_a_job_work() -> None:
+def test_a_job_can_be_changed_as_in_the_guides() -> None:
     job = rl_job().build()
     for workload in job.workloads.values():
         if workload.backend == "elastic":
@@ -329,7 +335,7 @@ def test_the_guides_ways_to_change_a_job_work() -> None:
             setattr(job.workloads["ACTOR"], name, True)
 
 
-def test_two_collocations_cannot_claim_the_same_role() -> None:
+def test_a_role_in_two_collocations_raises_an_error() -> None:
     builder = rl_job().with_collocation("actor").with_collocation("actor")
     with pytest.raises(JobError, match="ACTOR"):
         builder.build()

@@ -1,4 +1,4 @@
-"""Futures: what can be done with answers that are on their way, on Ray and in local mode alike."""
+"""Futures of group calls, on Ray and in local mode."""
 
 import time
 from pathlib import Path
@@ -25,7 +25,7 @@ EVERY_EXAMPLE_CALLS = settings(
     index=st.integers(-13, 13),
     cut=st.slices(12),
 )
-def test_a_future_sequence_is_the_sequence_of_its_items(
+def test_a_future_sequence_behaves_as_the_list_of_its_items(
     echoes: None, values: list[int], count: int, index: int, cut: slice
 ) -> None:
     doubled = [2 * value for value in values]
@@ -46,7 +46,7 @@ def test_a_future_sequence_is_the_sequence_of_its_items(
 
 
 @ON_RAY
-def test_items_come_as_soon_as_their_worker_has_them(actors: RoleGroup[Any], gate: Path) -> None:
+def test_items_are_available_as_soon_as_their_worker_has_returned(actors: RoleGroup[Any], gate: Path) -> None:
     open_gate = gate.with_name("open")
     open_gate.touch()
     sequence = actors.call_batch("held_each", 3, [open_gate, open_gate, gate])
@@ -59,14 +59,15 @@ def test_items_come_as_soon_as_their_worker_has_them(actors: RoleGroup[Any], gat
     assert next(items) == "gate"
 
 
-def test_a_worker_that_does_not_return_one_item_for_each_is_named(actors: RoleGroup[Any]) -> None:
+def test_a_result_of_wrong_length_raises_an_error_that_names_the_worker(actors: RoleGroup[Any]) -> None:
     sequence = actors.call_batch("too_many", 3, [1, 2, 3])
     with pytest.raises(ValueError, match=says("ACTOR-0.too_many", "1 item", "list", "length 2")):
         list(sequence)
 
 
-def test_asking_again_and_again_whether_it_is_done_comes_to_an_end(actors: RoleGroup[Any]) -> None:
-    future, deadline = actors.call("echo", 1), time.monotonic() + 60
+def test_polling_done_becomes_true(actors: RoleGroup[Any]) -> None:
+    future = actors.call("echo", 1)
+    deadline = time.monotonic() + 60
     while not future.done():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -88,7 +89,7 @@ async def _many(actors: RoleGroup[Any], solo: RoleGroup[Any], gate: Path) -> lis
 
     waiting = [asyncio.ensure_future(_awaited_one(actors.held(gate))) for _ in range(40)]
     await asyncio.sleep(0)
-    await solo.call("echo", 1)  # all forty wait meanwhile
+    await solo.call("echo", 1)  # while all 40 futures are awaited
     gate.touch()
     return await asyncio.gather(*waiting)
 
@@ -98,9 +99,7 @@ async def _awaited_one(future: Any) -> Any:
 
 
 @ON_RAY
-def test_those_that_await_do_not_keep_others_from_awaiting(
-    actors: RoleGroup[Any], solo: RoleGroup[Any], gate: Path
-) -> None:
+def test_many_futures_can_be_awaited_concurrently(actors: RoleGroup[Any], solo: RoleGroup[Any], gate: Path) -> None:
     import asyncio
 
     assert asyncio.run(_many(actors, solo, gate)) == [[0, 1, 2]] * 40

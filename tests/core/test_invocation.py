@@ -1,4 +1,4 @@
-"""The decorators: what they refuse when a class is defined, and what they export."""
+"""The decorators: option checks at class definition, and exported names."""
 
 from typing import Any
 
@@ -23,12 +23,12 @@ from tests.messages import says
         ({"end_on_timeout": True}, ["end_on_timeout", "is_async"]),
     ],
 )
-def test_a_wrong_option_is_refused_when_the_class_is_defined(options: dict[str, Any], facts: list[str]) -> None:
+def test_an_invalid_option_raises_an_error_when_the_class_is_defined(options: dict[str, Any], facts: list[str]) -> None:
     with pytest.raises(ValueError, match=says(*facts)):
         trainer_invocation(**options)
 
 
-def test_any_callable_will_do_as_pre_func() -> None:
+def test_pre_func_accepts_any_callable() -> None:
     class Callable:
         def __call__(self, x: int) -> int:
             return x
@@ -58,10 +58,10 @@ class _Named:
         raise RuntimeError("exports must not evaluate properties")
 
 
-def test_a_method_is_exported_under_its_stub_its_string_or_its_own_name() -> None:
-    found = exports_of(_Named())
-    del found["from_outside"]  # what workers.py exports for everybody
-    assert {name: function() for name, (_, function) in found.items()} == {
+def test_a_method_is_exported_under_the_name_of_its_stub_a_string_or_its_own_name() -> None:
+    exports = exports_of(_Named())
+    del exports["from_outside"]  # exported by workers.py in every workload
+    assert {name: function() for name, (_, function) in exports.items()} == {
         "bare": 1,
         "empty": 2,
         "other": 3,
@@ -69,7 +69,7 @@ def test_a_method_is_exported_under_its_stub_its_string_or_its_own_name() -> Non
     }
 
 
-def test_a_stub_that_its_method_does_not_fit_is_refused_naming_both() -> None:
+def test_a_stub_with_other_parameters_than_its_method_raises_an_error_with_both_signatures() -> None:
     class Wrong:
         @rpc(workers.stub_with_two)
         def method(self, a: int) -> None: ...
@@ -78,12 +78,12 @@ def test_a_stub_that_its_method_does_not_fit_is_refused_naming_both() -> None:
         exports_of(Wrong())
 
 
-def test_a_bare_rpc_of_a_module_that_the_entry_point_imports_is_exported_too() -> None:
+def test_a_bare_rpc_function_of_the_entry_points_module_is_exported() -> None:
     assert "doubled_in_the_workloads_module" in exports_of(_Named(), "workers")
     assert "doubled_in_the_workloads_module" not in exports_of(_Named())
 
 
-def test_a_method_that_overrides_a_decorated_one_without_a_decorator_is_not_exported() -> None:
+def test_an_undecorated_override_of_a_decorated_method_is_not_exported() -> None:
     class Louder(workers.Echo):
         def echo(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
             return (*super().echo(*args, **kwargs), "!")
@@ -91,7 +91,7 @@ def test_a_method_that_overrides_a_decorated_one_without_a_decorator_is_not_expo
     assert "echo" not in exports_of(Louder.__new__(Louder))
 
 
-def test_options_of_the_guides_are_other_names_of_ours() -> None:
+def test_pre_function_and_post_function_are_aliases_of_pre_func_and_post_func() -> None:
     @trainer_invocation(pre_function=abs, post_function=sum)
     def method(self: Any, value: int) -> int:
         return value
@@ -102,7 +102,7 @@ def test_options_of_the_guides_are_other_names_of_ours() -> None:
     assert (export.spec.pre_func, export.spec.post_func) == (abs, sum)
 
 
-def test_two_methods_of_one_name_are_refused() -> None:
+def test_two_methods_with_one_exported_name_raise_an_error() -> None:
     class Twice:
         @rpc("same")
         def one(self) -> None: ...
@@ -114,7 +114,7 @@ def test_two_methods_of_one_name_are_refused() -> None:
         exports_of(Twice())
 
 
-def test_a_name_that_a_role_group_has_for_itself_is_refused() -> None:
+def test_a_method_with_the_name_of_a_role_group_attribute_raises_an_error() -> None:
     class Shadowed:
         @trainer_invocation
         def call(self) -> None: ...
@@ -123,13 +123,13 @@ def test_a_name_that_a_role_group_has_for_itself_is_refused() -> None:
         exports_of(Shadowed())
 
 
-def test_chunks_are_contiguous_and_join_to_what_was_split() -> None:
+def test_chunks_are_contiguous_and_joining_them_restores_the_list() -> None:
     assert chunk_sizes(5, 3) == [2, 2, 1]
     assert split([1, 2, 3, 4, 5], 3) == [[1, 2], [3, 4], [5]]
     assert join(split([1, 2, 3, 4, 5], 3), "x") == [1, 2, 3, 4, 5]
 
 
-def test_role_names_are_words_in_upper_case() -> None:
+def test_role_names_are_identifiers_in_upper_case() -> None:
     assert Role("actor") == Role.ACTOR == "ACTOR"
     assert Role("tool_server").group_name == "RG_TOOL_SERVER"
     with pytest.raises(ValueError, match="tool server"):

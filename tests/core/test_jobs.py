@@ -1,4 +1,4 @@
-"""Whole jobs: how they end, well and badly, and that nothing of them is left."""
+"""Complete jobs: results, failures, and clean-up."""
 
 import os
 import re
@@ -19,14 +19,14 @@ pytestmark = [pytest.mark.full, pytest.mark.usefixtures("ray_cluster")]
 
 
 def run(script: Callable[[Any], None], **options: Any) -> JobResult:
-    """A trainer that runs `script(trainer)`, and two actor ranks."""
+    """Run a job of a trainer that calls `script(trainer)`, and two actor ranks."""
     builder = JobBuilder().device_type("CPU").config(script).recovery(max_restarts=0)
     builder.role("trainer").run("workers.Script").resource(cpu=0.5)
     builder.role("actor").train("workers.Echo").total(2).resource(cpu=0.5)
     return builder.build().submit("test", **options)
 
 
-def test_an_error_in_a_worker_ends_the_job_with_its_type_message_and_place(tmp_path: Path) -> None:
+def test_an_error_in_a_worker_fails_the_job_with_its_type_message_worker_and_method(tmp_path: Path) -> None:
     result = run(lambda trainer: trainer.RG_ACTOR.fail(1), log_dir=tmp_path)
     assert (result.status, result.exit_code) == ("failed", 1)
     assert re.search(says("KeyError: 'lost in rank 1'", "ACTOR-1", "fail"), result.error)
@@ -35,7 +35,7 @@ def test_an_error_in_a_worker_ends_the_job_with_its_type_message_and_place(tmp_p
     assert left_behind(result.run_id) == []
 
 
-def test_a_killed_worker_ends_a_job_without_restarts_in_one_line_that_names_it() -> None:
+def test_a_killed_worker_fails_a_job_without_restarts_with_one_line_that_names_it() -> None:
     result = run(lambda trainer: trainer.RG_ACTOR.die(1))
     assert (result.status, result.exit_code) == ("failed", 1)
     assert "ACTOR-1" in result.error
@@ -43,7 +43,7 @@ def test_a_killed_worker_ends_a_job_without_restarts_in_one_line_that_names_it()
     assert left_behind(result.run_id) == []
 
 
-def test_a_workload_that_cannot_be_set_up_ends_the_job_before_the_trainer_starts() -> None:
+def test_an_error_in_setup_fails_the_job_before_the_trainer_starts() -> None:
     builder = JobBuilder().device_type("CPU")
     builder.role("trainer").run("workers.Script").resource(cpu=0.5)
     builder.role("tool").run("workers.FailsAtStart").resource(cpu=0.5)
@@ -52,7 +52,7 @@ def test_a_workload_that_cannot_be_set_up_ends_the_job_before_the_trainer_starts
     assert left_behind(result.run_id) == []
 
 
-def test_the_driver_imports_nothing_of_what_roles_are_made_of(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_driver_does_not_import_the_classes_of_roles(capsys: pytest.CaptureFixture[str]) -> None:
     builder = JobBuilder().device_type("CPU").config(lambda trainer: trainer.info(f"{trainer.RG_TOOL.one()} in all"))
     builder.role("trainer").run("workers.Script").resource(cpu=0.5)
     builder.role("tool").run("summing.Summing").total(2).resource(cpu=0.5)
@@ -61,7 +61,7 @@ def test_the_driver_imports_nothing_of_what_roles_are_made_of(capsys: pytest.Cap
     assert "summing" not in sys.modules
 
 
-def test_ranks_find_in_the_environment_what_their_process_group_needs() -> None:
+def test_the_environment_of_ranks_has_the_variables_for_a_process_group() -> None:
     builder = JobBuilder().device_type("CPU")
     builder.role("ranks").train("workers.Grouped").total(2).resource(cpu=0.5)
     builder.role("others").run("workers.Grouped").total(1).resource(cpu=0.5)
@@ -70,7 +70,7 @@ def test_ranks_find_in_the_environment_what_their_process_group_needs() -> None:
         assert RoleGroup("others").call("sum_of_ranks").result() == [None]
 
 
-def test_what_the_cluster_has_too_little_of_is_named_and_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_resources_are_waited_for_and_named_in_the_error(capsys: pytest.CaptureFixture[str]) -> None:
     builder = JobBuilder().device_type("CPU").recovery(placement_timeout=2)
     builder.role("plain").run("workers.Plain").resource(cpu=1000)
     error = builder.build().submit("test").error
@@ -78,14 +78,14 @@ def test_what_the_cluster_has_too_little_of_is_named_and_waited_for(capsys: pyte
     assert re.search(says("1000 CPU", "waiting up to 2 s"), capsys.readouterr().out)
 
 
-def test_a_worker_that_says_more_than_a_pipe_holds_is_heard_while_the_block_runs() -> None:
+def test_messages_beyond_the_size_of_a_pipe_are_read_while_the_block_runs() -> None:
     builder = JobBuilder().device_type("CPU")
     builder.role("talks").run("workers.Echo").resource(cpu=0.5)
     with builder.build().running("talks"):
         assert RoleGroup("talks").call("talk", 30_000).result() == [30_000]
 
 
-def test_an_exception_that_cannot_be_pickled_still_names_its_type_and_who_raised_it() -> None:
+def test_an_exception_that_cannot_be_pickled_is_replaced_by_one_with_its_type_and_worker() -> None:
     builder = JobBuilder().device_type("CPU")
     builder.role("odd").run("workers.Echo").resource(cpu=0.5)
     with builder.build().running("odd"), pytest.raises(RuntimeError, match="KeywordsOnly: 7 of 8") as caught:
@@ -93,7 +93,7 @@ def test_an_exception_that_cannot_be_pickled_still_names_its_type_and_who_raised
     assert any(re.search(says("ODD-0", "fail_oddly"), note) for note in caught.value.__notes__)
 
 
-def test_a_warning_of_the_users_code_reaches_the_terminal_and_the_log(
+def test_a_warning_of_user_code_is_shown_at_the_terminal_and_in_the_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(lambda trainer: trainer.RG_ACTOR.warn("the disk is full"), log_dir=tmp_path).status == "finished"
@@ -102,15 +102,15 @@ def test_a_warning_of_the_users_code_reaches_the_terminal_and_the_log(
 
 
 class Stranger:
-    """An actor of another program on the same cluster."""
+    """Ray actor of another program on the same cluster."""
 
     def pid(self) -> int:
         return os.getpid()
 
 
-def test_two_jobs_of_one_name_run_side_by_side_and_touch_neither_each_other_nor_what_others_run() -> None:
+def test_two_jobs_of_one_name_run_concurrently_without_affecting_each_other_or_other_programs() -> None:
     stranger: Any = ray.remote(Stranger).options(num_cpus=0).remote()
-    theirs = ray.get(stranger.pid.remote())
+    stranger_pid = ray.get(stranger.pid.remote())
     builder = JobBuilder().device_type("CPU")
     builder.role("actor").train("workers.Echo").total(2).resource(cpu=0.5)
     job = builder.build()
@@ -121,11 +121,11 @@ def test_two_jobs_of_one_name_run_side_by_side_and_touch_neither_each_other_nor_
         assert RoleGroup("ACTOR").echo([1, 2]) == [(0, [1]), (1, [2])]
     ports = [worker[4] for worker in (*first, *second)]
     assert ports[0] == ports[1] != ports[2] == ports[3]
-    assert ray.get(stranger.pid.remote()) == theirs
+    assert ray.get(stranger.pid.remote()) == stranger_pid
     ray.kill(stranger)
 
 
-def test_observers_hear_when_each_call_begins_and_ends_and_a_failing_one_is_dropped(
+def test_observers_receive_the_start_and_end_of_each_call_and_a_failing_observer_is_removed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     seen: list[Any] = []
@@ -141,9 +141,9 @@ def test_observers_hear_when_each_call_begins_and_ends_and_a_failing_one_is_drop
 
     assert run(script, observers=[broken, seen.append]).status == "finished"
     calls = [event for event in seen if isinstance(event, CallEvent) and event.role == "ACTOR"]
-    told = [(call.rank, call.method, call.bytes, call.seconds is not None, call.failed) for call in calls]
+    rows = [(call.rank, call.method, call.bytes, call.seconds is not None, call.failed) for call in calls]
     for rank in (0, 1):
-        assert [(name, *rest) for r, name, *rest in told if r == rank] == [
+        assert [(name, *rest) for r, name, *rest in rows if r == rank] == [
             ("echo", 4, False, False),
             ("echo", 4, True, False),
             ("fail", 0, False, False),
@@ -155,19 +155,19 @@ def test_observers_hear_when_each_call_begins_and_ends_and_a_failing_one_is_drop
     assert "broken" in warning
 
 
-def test_a_trainer_knows_what_memory_the_job_takes() -> None:
+def test_a_trainer_can_read_the_memory_of_the_job() -> None:
     def script(trainer: Any) -> None:
-        own = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        # Three processes, which share what Python is made of; they tell one after the other.
-        while trainer.job_memory_bytes < 1.2 * own / 3:
+        resident_bytes = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        # Three processes share Python's pages, and their memory is reported one after the other.
+        while trainer.job_memory_bytes < 1.2 * resident_bytes / 3:
             time.sleep(0.1)
-        assert 1.2 * own / 3 < trainer.job_memory_bytes < 2**32
+        assert 1.2 * resident_bytes / 3 < trainer.job_memory_bytes < 2**32
 
     result = run(script)
     assert result.status == "finished", result.error
 
 
-def test_rays_own_tools_show_roles_and_methods(tmp_path: Path) -> None:
+def test_rays_tools_show_roles_and_methods(tmp_path: Path) -> None:
     from ray._private import state
 
     builder = JobBuilder().device_type("CPU")

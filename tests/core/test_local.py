@@ -1,4 +1,4 @@
-"""Local mode: the same job in one process, as a person at a breakpoint needs it."""
+"""Local mode: a whole job in one process, for breakpoints."""
 
 import gc
 import json
@@ -19,7 +19,7 @@ import workers
 
 from core import CallEvent, Job, JobBuilder, JobError, JobEvent, JobResult, RoleGroup
 from core.backends.local import copied
-from core.shared_memory import BESIDE, claim_shared, leave_shared, machine_id, process_start, sweep_shared
+from core.shared_memory import LINKED, claim_shared, leave_shared, machine_id, process_start, sweep_shared
 from core.supervise.worker_process import load_object
 from tests.messages import says
 
@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 
 
 def run(script: Callable[[Any], None], **options: Any) -> JobResult:
-    """A trainer that runs `script(trainer)`, and two echoes."""
+    """Run a job of a trainer that calls `script(trainer)`, and two instances of Echo."""
     builder = JobBuilder().device_type("CPU").config(script).recovery(max_restarts=0)
     builder.role("trainer").run("workers.Script")
     builder.role("actor").run("workers.Echo").total(2)
@@ -35,14 +35,14 @@ def run(script: Callable[[Any], None], **options: Any) -> JobResult:
 
 
 @pytest.mark.parametrize("collects", [True, False])
-def test_the_collector_rests_while_a_workload_is_imported(
+def test_garbage_collection_is_disabled_while_a_workload_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collects: bool
 ) -> None:
     (tmp_path / f"seen_{collects}.py").write_text("import gc\n\n\nclass During:\n    collects = gc.isenabled()\n")
     (tmp_path / "broken_here.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
     try:
-        (gc.enable if collects else gc.disable)()
+        {True: gc.enable, False: gc.disable}[collects]()
         assert load_object(f"seen_{collects}:During").collects is False
         assert gc.isenabled() is collects
         with pytest.raises(ZeroDivisionError):
@@ -52,7 +52,7 @@ def test_the_collector_rests_while_a_workload_is_imported(
         gc.enable()
 
 
-def test_a_job_ends_as_on_ray(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_has_the_same_result_as_on_ray(capsys: pytest.CaptureFixture[str]) -> None:
     def script(trainer: Any) -> None:
         assert trainer.get_role_groups() == ["RG_ACTOR"]
         assert trainer.RG_ACTOR.echo([5, 6]) == [(0, [5]), (1, [6])]
@@ -66,7 +66,7 @@ def test_a_job_ends_as_on_ray(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(Path("/dev/shm").glob(f"troupe-{result.run_id}*")) == []
 
 
-def test_a_failure_is_told_as_on_ray() -> None:
+def test_a_failure_has_the_same_message_as_on_ray() -> None:
     result = run(lambda trainer: trainer.RG_ACTOR.fail(1))
     assert (result.status, result.exit_code) == ("failed", 1)
     assert re.search(says("KeyError: 'lost in rank 1'", "ACTOR-1", "fail", "TRAINER-0"), result.error)
@@ -82,7 +82,7 @@ def test_a_failure_is_told_as_on_ray() -> None:
 def test_neither_ray_nor_torch_is_imported() -> None:
     code = """
 import sys
-sys.modules["ray"] = None  # an import of it fails
+sys.modules["ray"] = None  # makes an import of it fail
 from core import JobBuilder, RoleGroup
 builder = JobBuilder()
 builder.role("a").run("workers:Plain").total(2)
@@ -97,7 +97,7 @@ print(builder.build().submit(backend="local").status)
     assert done.stdout.splitlines() == ["[42, 42] False", "plain ran", "plain ran", "finished"], done.stderr
 
 
-def test_several_ranks_of_a_train_role_are_refused_before_anything_starts() -> None:
+def test_several_ranks_of_a_train_role_raise_an_error_before_anything_starts() -> None:
     builder = JobBuilder().device_type("CPU")
     builder.role("actor").train("workers.Echo").total(2)
     job = builder.build()
@@ -108,17 +108,17 @@ def test_several_ranks_of_a_train_role_are_refused_before_anything_starts() -> N
         job.submit(backend="lokal")  # pyright: ignore[reportArgumentType]
 
 
-def test_each_workload_has_the_process_as_if_it_were_its_own() -> None:
+def test_each_workload_has_its_own_environment_random_state_and_default_dtype() -> None:
     builder = JobBuilder().device_type("CPU").global_env({"COLOUR": "red"})
     builder.role("a").run("workers.Settings").env({"COLOUR": "green"})
     builder.role("b").run("workers.Settings")
     before = (dict(os.environ), torch.get_default_dtype(), random.getstate())
     with builder.build().running("settings", backend="local"):
-        a, b = RoleGroup("a"), RoleGroup("b")
-
+        a = RoleGroup("a")
+        b = RoleGroup("b")
         a.change(11)
         drawn = b.change(11)
-        # One after the other, and neither disturbs the other.
+        # Both have the same seed, and the draws of one do not change the state of the other.
         assert b.draw() == a.draw()
         assert b.draw() == a.draw() != drawn
         assert a.look()[0][:2] == ("green", "torch.float64")
@@ -126,21 +126,21 @@ def test_each_workload_has_the_process_as_if_it_were_its_own() -> None:
         assert b.look()[0][0] == "red"
 
 
-def test_what_is_passed_is_a_copy_with_read_only_arrays_and_the_same_functions() -> None:
+def test_arguments_are_copies_with_read_only_arrays_and_the_same_functions() -> None:
     value = {"list": [1], "array": np.arange(3), "tensor": torch.arange(3), "function": run, "class": JobResult}
-    found = copied(value)
-    assert found["list"] == [1]
-    assert found["list"] is not value["list"]
-    assert (found["function"], found["class"]) == (run, JobResult)
+    copy = copied(value)
+    assert copy["list"] == [1]
+    assert copy["list"] is not value["list"]
+    assert (copy["function"], copy["class"]) == (run, JobResult)
     value["array"][0] = value["tensor"][0] = 9
-    assert (found["array"].tolist(), found["tensor"].tolist()) == ([0, 1, 2], [0, 1, 2])
+    assert (copy["array"].tolist(), copy["tensor"].tolist()) == ([0, 1, 2], [0, 1, 2])
     with pytest.raises(ValueError, match="read-only"):
-        found["array"][0] = 1
+        copy["array"][0] = 1
     with pytest.raises(TypeError, match="cannot pickle"):
         copied(threading.Lock())
 
 
-def test_a_breakpoint_stops_the_callers_thread_and_who_takes_longer_than_a_time_limit_is_not_late(
+def test_a_breakpoint_stops_the_callers_thread_and_does_not_cause_a_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     builder = JobBuilder().device_type("CPU")
@@ -154,7 +154,7 @@ def test_a_breakpoint_stops_the_callers_thread_and_who_takes_longer_than_a_time_
     assert stops == ["MainThread"] * 2
 
 
-def test_the_process_is_left_as_it_was() -> None:
+def test_the_state_of_the_process_is_restored_after_a_job() -> None:
     before = (dict(os.environ), torch.get_num_threads(), torch.get_default_dtype())
     builder = JobBuilder().device_type("CPU")
     builder.role("a").run("workers.Settings").resource(cpu=3).env({"COLOUR": "green"})
@@ -183,7 +183,7 @@ def test_a_debugger_reads_from_the_terminal_in_any_role(tmp_path: Path) -> None:
         "    print(builder.build().submit(backend='local').status)\n"
     )
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(HERE.parents[1])])}
-    env.pop("PYTHONBREAKPOINT", None)  # Ray sets it, once it is started
+    env.pop("PYTHONBREAKPOINT", None)  # Ray sets it when it starts
     done = subprocess.run(
         [sys.executable, "debugged.py"],
         input="p ('at', self.name, value)\nvalue = 41\ncontinue\n",
@@ -193,10 +193,10 @@ def test_a_debugger_reads_from_the_terminal_in_any_role(tmp_path: Path) -> None:
         text=True,
     )
     assert "('at', 'TOOL-0', 1)" in done.stdout, done.stderr
-    assert [line.removeprefix("(Pdb) ") for line in done.stdout.splitlines()[-2:]] == ["(Pdb) answer [42]", "finished"]
+    assert [text.removeprefix("(Pdb) ") for text in done.stdout.splitlines()[-2:]] == ["(Pdb) answer [42]", "finished"]
 
 
-def test_calls_that_nobody_waits_for_are_carried_out_in_their_order_when_the_worker_is_asked_again() -> None:
+def test_calls_whose_result_is_not_awaited_run_in_order() -> None:
     builder = JobBuilder().device_type("CPU")
     builder.role("a").run("workers.Settings")
     with builder.build().running("order", backend="local"):
@@ -206,7 +206,7 @@ def test_calls_that_nobody_waits_for_are_carried_out_in_their_order_when_the_wor
         assert group.call_rank0("note", 3).result() == [0, 1, 2, 3]
 
 
-def test_observers_hear_of_every_call_and_of_the_job() -> None:
+def test_observers_receive_events_of_every_call_and_of_the_job() -> None:
     seen: list[Any] = []
     assert run(lambda trainer: trainer.RG_ACTOR.echo(1), observers=[seen.append]).status == "finished"
     calls = [(e.role, e.rank, e.method, e.seconds is None) for e in seen if isinstance(e, CallEvent)]
@@ -221,7 +221,7 @@ def test_observers_hear_of_every_call_and_of_the_job() -> None:
     assert [e.kind for e in seen if isinstance(e, JobEvent)] == ["start", "end"]
 
 
-def test_ctrl_c_lets_the_trainer_save_its_work(tmp_path: Path) -> None:
+def test_ctrl_c_lets_the_trainer_save_its_state(tmp_path: Path) -> None:
     code = f"""
 import json, os, signal, sys, threading, time
 sys.path[:0] = {[str(HERE), str(HERE.parents[1])]!r}
@@ -253,7 +253,7 @@ print(json.dumps(results))
     assert json.loads(done.stdout.splitlines()[-1]) == [["stopped", 130, True]] * 2, done.stderr
 
 
-def test_a_warning_of_a_workload_reaches_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_warning_of_a_workload_is_shown_at_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(lambda trainer: trainer.RG_ACTOR.warn("the disk is full")).status == "finished"
     assert "warning: the disk is full\n" in capsys.readouterr().out
     workers.logging.getLogger("my.code").warning("nobody listens any more")
@@ -261,25 +261,25 @@ def test_a_warning_of_a_workload_reaches_the_terminal(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(("code", "status"), [(0, "finished"), (None, "finished"), (2, "failed")])
-def test_a_trainer_that_leaves_by_sys_exit_ends_the_job_as_its_code_says(code: Any, status: str) -> None:
+def test_the_status_of_a_job_follows_the_trainers_sys_exit_code(code: Any, status: str) -> None:
     assert run(lambda trainer: sys.exit(code)).status == status
 
 
-def test_a_stub_that_does_not_fit_stops_the_job_at_its_start() -> None:
+def test_a_stub_with_wrong_parameters_fails_the_job_at_its_start() -> None:
     builder = JobBuilder().device_type("CPU")
     builder.role("tool").run("workers.WrongStub")
     error = builder.build().submit("test", backend="local").error
     assert re.search(says("workers.stub_with_two(a: int, b: int)", "workers.WrongStub.method(a: int)"), error)
 
 
-def test_a_class_that_is_wrapped_for_ray_is_unwrapped(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_class_wrapped_by_ray_remote_is_unwrapped(capsys: pytest.CaptureFixture[str]) -> None:
     builder = JobBuilder().device_type("CPU")
     builder.role("wrapped").run("wrapped.Wrapped")
     assert builder.build().submit("test", backend="local").status == "finished"
     assert "wrapped ran as WRAPPED-0" in capsys.readouterr().out
 
 
-def test_a_plan_that_was_read_back_runs_twice_under_one_name(
+def test_a_job_restored_from_json_can_run_twice_under_one_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     builder = JobBuilder().device_type("CPU").config({"answer": 42})
@@ -293,7 +293,7 @@ def test_a_plan_that_was_read_back_runs_twice_under_one_name(
     assert capsys.readouterr().out.count("plain ran") == 4
 
 
-def test_shared_folders_of_killed_runs_are_swept_and_those_of_living_ones_are_not(tmp_path: Path) -> None:
+def test_shared_folders_of_dead_runs_are_removed_and_those_of_live_runs_are_kept(tmp_path: Path) -> None:
     dead = {"machine": machine_id(), "pid": 2**22 + 1, "started": "1"}
     reused = {"machine": machine_id(), "pid": os.getpid(), "started": "1"}
     living = {"machine": machine_id(), "pid": os.getpid(), "started": process_start(os.getpid())}
@@ -305,7 +305,7 @@ def test_shared_folders_of_killed_runs_are_swept_and_those_of_living_ones_are_no
         for number, owner in enumerate(owners):
             (folder / f"{number}.json").write_text(json.dumps(owner))
         (tmp_path / name).mkdir()
-        (folder.parent / BESIDE).symlink_to(tmp_path / name)
+        (folder.parent / LINKED).symlink_to(tmp_path / name)
     assert [path.name for path in sweep_shared(tmp_path)] == ["troupe-dead"]
     assert [name for name in folders if not (tmp_path / name).exists()] == ["dead"]
 
@@ -313,26 +313,25 @@ def test_shared_folders_of_killed_runs_are_swept_and_those_of_living_ones_are_no
 def test_a_folder_of_another_user_is_neither_read_nor_removed(tmp_path: Path) -> None:
     folder = tmp_path / "troupe-trap"
     (folder / "owners").mkdir(parents=True)
-    os.mkfifo(folder / "owners" / "1.json")  # who reads it waits for ever
+    os.mkfifo(folder / "owners" / "1.json")  # reading it would block for ever
     os.chown(folder, 65534, 65534)
     assert sweep_shared(tmp_path) == []
     assert folder.is_dir()
 
 
-def test_the_shared_folder_of_a_run_is_for_its_user_alone(tmp_path: Path) -> None:
+def test_the_shared_folder_of_a_run_is_accessible_to_its_user_only(tmp_path: Path) -> None:
     claim_shared(tmp_path / "troupe-run")
     assert (tmp_path / "troupe-run").stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("other_lives", [True, False])
-def test_the_last_process_of_a_machine_removes_the_shared_folder_and_no_other(
-    tmp_path: Path, other_lives: bool
-) -> None:
+def test_only_the_last_process_of_a_machine_removes_the_shared_folder(tmp_path: Path, other_lives: bool) -> None:
     folder = tmp_path / "troupe-run"
     claim_shared(folder)
     (folder / "weights").touch()
-    other = {"machine": machine_id(), "pid": 1, "started": process_start(1) if other_lives else "never"}
+    started = {True: process_start(1), False: "never"}
+    other = {"machine": machine_id(), "pid": 1, "started": started[other_lives]}
     (folder / "owners" / "1.json").write_text(json.dumps(other))
     leave_shared(folder)
     assert (folder / "weights").exists() is other_lives
-    leave_shared(folder)  # it may have gone already
+    leave_shared(folder)  # also works if the folder has been removed already

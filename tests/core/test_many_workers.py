@@ -1,4 +1,4 @@
-"""What the driver does for one worker does not depend on how many there are: its CPU time, with simulated workers."""
+"""The driver's CPU time per worker does not depend on the number of workers. Workers are simulated."""
 
 import importlib
 from collections.abc import Iterator
@@ -7,27 +7,29 @@ from types import ModuleType
 
 import pytest
 
-FEW, MANY = 100, 1600
+FEW = 100
+MANY = 1600
 MOST_GROWTH = 2.0
-"""Of the CPU time for each worker. It is about 1; what is quadratic, and takes a fourteenth of all else with a hundred
-workers, makes it 2."""
+"""Maximum growth of the CPU time per worker from FEW to MANY workers. About 1 is normal. Quadratic work that takes 1/14
+of the time with 100 workers makes it 2."""
 APART_S = 0.0003
-"""Longer for a hundred answers than a wait takes at once."""
+"""Seconds between two results: 100 of them take longer than one wait."""
 
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The benchmark whose workers these are."""
+    """Import scripts/bench_core.py, which has the simulated workers."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
     yield importlib.import_module("bench_core")
 
 
 @pytest.mark.parametrize("apart_s", [0.0, APART_S], ids=["answers-at-once", "answers-one-by-one"])
-def test_the_drivers_work_for_each_worker_does_not_grow_with_their_number(bench: ModuleType, apart_s: float) -> None:
+def test_the_drivers_cpu_time_per_worker_does_not_grow_with_the_number(bench: ModuleType, apart_s: float) -> None:
     def least(count: int) -> dict[str, float]:
         runs = [bench.driver_seconds(count, bench.SimulatedBackend(apart_s), calls=MANY // count) for _ in range(3)]
-        return {what: min(run[what] for run in runs) for what in runs[0]}
+        return {phase: min(run[phase] for run in runs) for phase in runs[0]}
 
-    few, many = least(FEW), least(MANY)
-    growth = {what: many[what] / few[what] for what in few}
+    few = least(FEW)
+    many = least(MANY)
+    growth = {phase: many[phase] / few[phase] for phase in few}
     assert max(growth.values()) <= MOST_GROWTH, f"from {FEW} to {MANY} workers: {growth}"

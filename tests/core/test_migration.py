@@ -1,4 +1,4 @@
-"""Names of DLRover and verl that core spells differently: each is provided, or its error says what to write."""
+"""Names of DLRover and verl that differ in core: each has an alias, or raises an error with its replacement."""
 
 import re
 from collections.abc import Callable
@@ -31,26 +31,28 @@ USES: dict[str, Callable[[str], Any]] = {
 
 
 def rows() -> list[tuple[str, str, Replacement]]:
-    """All replacements."""
-    return [(where, name, found) for (where, name), found in replacements().items()]
+    """Return all replacements as (place of use, name, replacement)."""
+    return [(where, name, replacement) for (where, name), replacement in replacements().items()]
 
 
-@pytest.mark.parametrize(("where", "name", "found"), [row for row in rows() if not row[2].alias])
-def test_a_name_with_a_replacement_says_what_to_write(where: str, name: str, found: Replacement) -> None:
-    with pytest.raises((ImportError, AttributeError, ValueError), match=re.escape(found.here)) as caught:
+@pytest.mark.parametrize(("where", "name", "replacement"), [row for row in rows() if not row[2].alias])
+def test_a_name_without_an_alias_raises_an_error_with_its_replacement(
+    where: str, name: str, replacement: Replacement
+) -> None:
+    with pytest.raises((ImportError, AttributeError, ValueError), match=re.escape(replacement.advice)) as caught:
         USES[where](name)
     assert name in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("where", "name", "found"), [row for row in rows() if row[2].alias])
-def test_a_name_with_an_alias_is_provided(where: str, name: str, found: Replacement) -> None:
+@pytest.mark.parametrize(("where", "name", "replacement"), [row for row in rows() if row[2].alias])
+def test_a_name_with_an_alias_is_provided(where: str, name: str, replacement: Replacement) -> None:
     if where == "core":
-        assert getattr(core, name) is getattr(core, found.alias)
+        assert getattr(core, name) is getattr(core, replacement.alias)
     elif where == "workload":
         workload = BaseWorkload.__new__(BaseWorkload)
         vars(workload).update(world_size=2, role="REFERENCE")
-        assert getattr(workload, name) == getattr(workload, found.alias)
+        assert getattr(workload, name) == getattr(workload, replacement.alias)
     else:
         USES[where](name)
 
@@ -61,15 +63,15 @@ def test_an_import_of_a_name_with_a_replacement_shows_the_replacement() -> None:
 
 
 @pytest.mark.parametrize("where", USES)
-def test_a_name_that_nobody_has_is_an_ordinary_error(where: str) -> None:
+def test_an_unknown_name_raises_an_error_that_names_it(where: str) -> None:
     if where == "resource":
-        return  # any other name is a resource of the cluster
+        return  # any other name is a custom resource of the cluster
     with pytest.raises((AttributeError, ValueError), match="no_such_name"):
         USES[where]("no_such_name")
     assert not hasattr(core, "no_such_name")
 
 
-def test_a_property_that_fails_shows_its_own_error() -> None:
+def test_a_property_that_raises_keeps_its_error() -> None:
     class Failing(BaseWorkload):
         @property
         def broken(self) -> int:
@@ -79,9 +81,9 @@ def test_a_property_that_fails_shows_its_own_error() -> None:
         _ = Failing.__new__(Failing).broken
 
 
-def test_the_page_has_the_same_table() -> None:
-    table = [f"| {WHERE[where]} | `{name}` | {found.here} |" for where, name, found in rows()]
+def test_the_migration_page_has_the_rows_of_the_csv_file() -> None:
+    table = [f"| {WHERE[where]} | `{name}` | {replacement.advice} |" for where, name, replacement in rows()]
     text = PAGE.read_text(encoding="utf-8")
-    missing = [line for line in table if line not in text.splitlines()]
+    missing = [row for row in table if row not in text.splitlines()]
     assert not missing, "docs/core_migration.md lacks these lines of core/migration.csv:\n" + "\n".join(missing)
     assert len(re.findall(rf"^\| (?:{'|'.join(map(re.escape, WHERE.values()))}) \| ", text, re.MULTILINE)) == len(table)

@@ -1,6 +1,6 @@
-"""A cluster of two nodes with four devices each: real Ray nodes, though both are this machine.
+"""Placement on a cluster of two nodes with four devices each. The nodes are real Ray nodes on this machine.
 
-Either has room for all ranks of the jobs, so what is on both was put there.
+Each node has enough resources for all ranks of the jobs, so ranks on both nodes were spread on purpose.
 """
 
 import json
@@ -18,7 +18,8 @@ from tests.messages import says
 pytestmark = pytest.mark.full
 
 HERE = Path(__file__).parent
-Found = dict[str, list[Any]]
+Placements = dict[str, list[Any]]
+"""Job -> placement of each worker, as returned by workers.Where.place."""
 
 SCRIPT = """
 import json
@@ -36,7 +37,7 @@ node = {"num_cpus": 8, "num_gpus": 4, "include_dashboard": False, "object_store_
 cluster = Cluster(initialize_head=True, head_node_args=node)
 cluster.add_node(**node)
 ray.init(address=cluster.address, log_to_driver=False)
-found = {"nodes": [each["NodeID"] for each in ray.nodes()]}
+placements = {"nodes": [each["NodeID"] for each in ray.nodes()]}
 
 builder = RLJobBuilder().device_type("GPU").node_num(2).device_per_node(2)
 builder.actor("workers.Place").nnodes(2).nproc_per_node(2).resource(cpu=0.5, accelerator=1)
@@ -44,15 +45,15 @@ builder.rollout("workers.Place").total(4).resource(cpu=0.5, accelerator=1)
 builder.with_collocation("actor", "rollout")
 builder.role("plain").run("workers.Place").resource(cpu=0.5)
 with builder.build().running("nodes"):
-    found["actor"] = RoleGroup("actor").call("place").result()
-    found["rollout"] = RoleGroup("rollout").call("place").result()
-    found["plain"] = RoleGroup("plain").call("place").result()
-    found["sums"] = RoleGroup("actor").call("sum_of_ranks").result()
+    placements["actor"] = RoleGroup("actor").call("place").result()
+    placements["rollout"] = RoleGroup("rollout").call("place").result()
+    placements["plain"] = RoleGroup("plain").call("place").result()
+    placements["sums"] = RoleGroup("actor").call("sum_of_ranks").result()
 
 builder = JobBuilder().device_type("CPU")
 builder.role("apart").train("workers.Place").nnodes(2).nproc_per_node(2).resource(cpu=1)
 with builder.build().running("apart"):
-    found["apart"] = RoleGroup("apart").call("place").result()
+    placements["apart"] = RoleGroup("apart").call("place").result()
 
 builder = JobBuilder().device_type("CPU")
 builder.role("wide").train("workers.Place").nnodes(3).nproc_per_node(2).resource(cpu=1)
@@ -61,7 +62,7 @@ try:
     with builder.build().running("wide"):
         pass
 except JobError as error:
-    found["refused"] = [str(error)]
+    placements["refused"] = [str(error)]
 
 def lose_an_engine(trainer):
     places = {role: RoleGroup(role).call("place").result() for role in ("actor", "rollout", "reference")}
@@ -79,16 +80,16 @@ builder.rollout("workers.Where").total(4).resource(cpu=0.25, accelerator=2)
 builder.reference("workers.Where").total(8).resource(cpu=0.25, accelerator=1)
 builder.with_collocation("actor", "rollout", "reference")
 result = builder.build().submit("engines", log_dir=folder / "logs")
-found["engines"] = [result.status, result.error, eval((folder / "result").read_text())]
-print(json.dumps(found))
+placements["engines"] = [result.status, result.error, eval((folder / "result").read_text())]
+print(json.dumps(placements))
 ray.shutdown()
 cluster.shutdown()
 """
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What the workers of the jobs say of where they are."""
+def placements(tmp_path_factory: pytest.TempPathFactory) -> Placements:
+    """Run the jobs, and return the placement of their workers."""
     path = os.pathsep.join([str(HERE), str(HERE.parents[1])])
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path_factory.mktemp("engines"))],
@@ -100,20 +101,20 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_collocated_roles_share_each_device_rank_by_rank_and_see_no_other(found: Found) -> None:
-    seen = [(place["node"], place["devices"]) for place in found["actor"]]
-    assert [(place["node"], place["devices"]) for place in found["rollout"]] == seen
-    assert sorted(seen) == sorted((node, device) for node in found["nodes"] for device in "01")
+def test_collocated_roles_share_each_device_rank_by_rank_and_see_only_that_device(placements: Placements) -> None:
+    seen = [(place["node"], place["devices"]) for place in placements["actor"]]
+    assert [(place["node"], place["devices"]) for place in placements["rollout"]] == seen
+    assert sorted(seen) == sorted((node, device) for node in placements["nodes"] for device in "01")
 
 
-def test_an_engine_of_two_devices_is_shown_those_of_two_ranks_on_their_node_and_so_is_its_replacement(
-    found: Found,
+def test_an_engine_of_two_devices_and_its_replacement_see_the_devices_of_two_ranks_of_their_node(
+    placements: Placements,
 ) -> None:
-    status, error, places = found["engines"]
+    status, error, places = placements["engines"]
     assert (status, error) == ("finished", "")
     ranks = [(place["node"], place["devices"]) for place in places["actor"]]
-    # Each rank has a device of its own, four on each node.
-    assert sorted(ranks) == sorted((node, device) for node in found["nodes"] for device in "0123")
+    # Each rank has its own device, four on each node.
+    assert sorted(ranks) == sorted((node, device) for node in placements["nodes"] for device in "0123")
     assert [(place["node"], place["devices"]) for place in places["reference"]] == ranks
     for engines in (places["rollout"], places["replaced"]):
         for i, engine in enumerate(engines):
@@ -122,28 +123,28 @@ def test_an_engine_of_two_devices_is_shown_those_of_two_ranks_on_their_node_and_
     assert places["rollout"][1]["pid"] != places["replaced"][1]["pid"]
 
 
-def test_ranks_of_several_nodes_are_on_as_many_machines_though_one_has_room_for_all(found: Found) -> None:
-    assert [place["node"] for place in found["actor"]] == [found["actor"][i]["node"] for i in (0, 0, 2, 2)]
-    assert len({place["node"] for place in found["apart"]}) == 2
+def test_ranks_with_nnodes_2_are_on_two_machines_even_if_one_has_room_for_all(placements: Placements) -> None:
+    assert [place["node"] for place in placements["actor"]] == [placements["actor"][i]["node"] for i in (0, 0, 2, 2)]
+    assert len({place["node"] for place in placements["apart"]}) == 2
 
 
-def test_a_role_of_more_nodes_than_the_cluster_has_is_refused_with_what_is_missing(found: Found) -> None:
-    (message,) = found["refused"]
+def test_a_role_with_more_nodes_than_the_cluster_raises_an_error_with_both_numbers(placements: Placements) -> None:
+    (message,) = placements["refused"]
     assert re.search(says("WIDE", "3 machines", "2 CPU", "has 2"), message)
 
 
-def test_local_ranks_count_within_a_node(found: Found) -> None:
+def test_local_ranks_count_within_a_node(placements: Placements) -> None:
     for role in ("actor", "apart"):
-        for node in found["nodes"]:
-            places = [place for place in found[role] if place["node"] == node]
+        for node in placements["nodes"]:
+            places = [place for place in placements[role] if place["node"] == node]
             assert [place["local_rank"] for place in places] == [0, 1], role
             assert {place["local_world_size"] for place in places} == {2}
 
 
-def test_ranks_meet_across_nodes_at_one_address(found: Found) -> None:
-    assert found["sums"] == [0 + 1 + 2 + 3] * 4
-    assert len({place["master"] for place in found["actor"]}) == 1
+def test_ranks_on_different_nodes_share_one_rendezvous_address(placements: Placements) -> None:
+    assert placements["sums"] == [0 + 1 + 2 + 3] * 4
+    assert len({place["master"] for place in placements["actor"]}) == 1
 
 
-def test_who_has_no_device_sees_none(found: Found) -> None:
-    assert [place["devices"] for place in found["plain"]] == [""]
+def test_a_worker_without_devices_sees_none(placements: Placements) -> None:
+    assert [place["devices"] for place in placements["plain"]] == [""]

@@ -1,6 +1,6 @@
-"""On real Ray, each style of calls once: what a role group, a stub and a worker group do, and a death.
+"""Each style of calls once on real Ray: role group, stub and worker group, and a restart after a death.
 
-The other tests of core try all that calls mean in local mode, and with --full on Ray too.
+The other tests of core cover the semantics of calls in local mode, and with --full also on Ray.
 """
 
 import re
@@ -17,19 +17,19 @@ from tests.processes import left_behind, wait_until_gone
 GUARD_S = 300.0
 
 
-def test_role_groups_of_two_ranks_go_on_after_a_kill_from_what_was_kept(
+def test_a_job_of_two_ranks_continues_from_its_checkpoint_after_a_rank_is_killed(
     ray_cluster: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kept = tmp_path / "kept"
+    checkpoint = tmp_path / "checkpoint"
 
     def script(trainer: Any) -> None:
         assert trainer.get_role_groups() == ["RG_ACTOR"]
         first, second = trainer.RG_ACTOR.identity()
         assert (first[:4], second[:4]) == (("ACTOR", 0, 2, 0), ("ACTOR", 1, 2, 1))
-        begin = int(kept.read_text()) if kept.exists() else 0
+        begin = int(checkpoint.read_text()) if checkpoint.exists() else 0
         for step in range(begin, 3):
             assert trainer.RG_ACTOR.echo([step, -step]) == [(0, [step]), (1, [-step])]
-            kept.write_text(str(step + 1))
+            checkpoint.write_text(str(step + 1))
             if (trainer.attempt, step) == (1, 1):
                 trainer.RG_ACTOR.die(1)
         trainer.info(f"attempt {trainer.attempt} began at {begin}")
@@ -41,19 +41,19 @@ def test_role_groups_of_two_ranks_go_on_after_a_kill_from_what_was_kept(
     result = builder.build().submit("test", log_dir=tmp_path / "logs", observers=[events.append])
     assert (result.status, result.error, result.exit_code, result.attempt) == ("finished", "", 0, 2)
     assert "attempt 2 began at 2" in capsys.readouterr().out
-    told = [(event.kind, event.text) for event in events if isinstance(event, JobEvent)]
-    assert [kind for kind, _ in told] == ["start", "restart", "start", "end"]
-    assert "ACTOR-1" in told[1][1]
+    changes = [(event.kind, event.text) for event in events if isinstance(event, JobEvent)]
+    assert [kind for kind, _ in changes] == ["start", "restart", "start", "end"]
+    assert "ACTOR-1" in changes[1][1]
     assert result.peak_memory_bytes > 10 * 2**20
     assert left_behind(result.run_id) == []
-    # Of both attempts, three processes each.
+    # Two attempts with three processes each.
     logs = [file.read_text() for file in (tmp_path / "logs").glob("*.log")]
     pids = [int(pid) for log in logs for pid in re.findall(r"process (\d+) ", log)]
     assert len(pids) == 6
     wait_until_gone(*pids, timeout_s=GUARD_S)
 
 
-def test_stubs_call_the_workers_that_are_bound_to_them(ray_cluster: None) -> None:
+def test_stubs_call_the_methods_that_are_bound_to_them(ray_cluster: None) -> None:
     builder = JobBuilder().device_type("CPU")
     builder.role("actor").run("workers.Echo").total(2).resource(cpu=0.5)
     with builder.build().running("stubs"):
@@ -64,7 +64,7 @@ def test_stubs_call_the_workers_that_are_bound_to_them(ray_cluster: None) -> Non
             RoleGroup("actor").call("fail", 1).result()
 
 
-def test_worker_groups_give_out_split_and_join(ray_cluster: None) -> None:
+def test_worker_groups_distribute_split_and_join(ray_cluster: None) -> None:
     builder = JobBuilder().device_type("CPU")
     builder.role("grid").run("workers.Grid").total(2).resource(cpu=0.5)
     with builder.build().running("grids"):
@@ -76,13 +76,15 @@ def test_worker_groups_give_out_split_and_join(ray_cluster: None) -> None:
         assert grid.later([1, 2]).result() == [2, 3]
 
 
-def test_ranks_that_share_their_processes_with_others_call_them_and_each_its_own(ray_cluster: None) -> None:
+def test_ranks_of_shared_processes_can_call_the_other_role_in_all_processes_and_in_their_own(
+    ray_cluster: None,
+) -> None:
     builder = JobBuilder().device_type("CPU")
     for role in ("upper", "lower"):
         builder.role(role).train("workers.Stacked").total(2).resource(cpu=0.5).process("both")
     builder.with_collocation("upper", "lower")
     with builder.build().running("stacked"):
-        # Both ranks ask both ranks below at the same time, whose processes are their own.
+        # Both ranks of UPPER call both ranks of LOWER at the same time, in the processes that they share with them.
         first, second = RoleGroup("upper").ask_all(["a", "b"])
         assert (first, second) == ([["LOWER-0: a"], ["LOWER-1: a"]], [["LOWER-0: b"], ["LOWER-1: b"]])
-        assert RoleGroup("upper").ask_own() == [["LOWER-0"], ["LOWER-1"]]
+        assert RoleGroup("upper").ask_same_rank() == [["LOWER-0"], ["LOWER-1"]]

@@ -1,4 +1,4 @@
-"""Lines that a role prints are shown at the terminal, with a limit, and all of them are in its log."""
+"""Lines printed by a role are shown at the terminal, up to a limit, and written to its log."""
 
 import json.decoder
 import os
@@ -16,12 +16,12 @@ from tests.messages import says
 
 @pytest.fixture
 def stream(tmp_path: Path) -> tuple[PrintedLines, list[str], Path]:
-    """A stream, what it shows, and its log."""
+    """Return a stream, the list of lines that it shows, and the path of its log."""
     shown: list[str] = []
     return PrintedLines("ACTOR-0", shown.append, tmp_path / "actor-0.log"), shown, tmp_path / "actor-0.log"
 
 
-def test_whole_lines_are_shown_with_the_name_of_the_process(stream: Any) -> None:
+def test_complete_lines_are_shown_with_the_name_of_the_process(stream: Any) -> None:
     printed, shown, log = stream
     print("a", 1, file=printed)
     print("half ", end="", file=printed)
@@ -31,7 +31,7 @@ def test_whole_lines_are_shown_with_the_name_of_the_process(stream: Any) -> None
     assert log.read_text() == "a 1\nhalf a line; two\nlines\n"
 
 
-def test_a_flood_is_counted_and_is_whole_in_the_log(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_above_the_limit_are_counted_and_written_to_the_log(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     printed, shown, log = stream
     now = [100.0]
     monkeypatch.setattr("core.printed.time.monotonic", lambda: now[0])
@@ -48,14 +48,14 @@ def test_a_flood_is_counted_and_is_whole_in_the_log(stream: Any, monkeypatch: py
     assert len(shown) == 23
 
 
-def test_a_long_line_is_cut_and_its_rest_is_counted(stream: Any) -> None:
+def test_a_long_line_is_truncated_with_the_number_of_missing_characters(stream: Any) -> None:
     printed, shown, log = stream
     print("x" * 2500, file=printed)
     assert shown == [f"ACTOR-0: {'x' * 2000} ... and 500 characters more"]
     assert log.read_text() == "x" * 2500 + "\n"
 
 
-def test_text_of_libraries_is_only_in_the_log(stream: Any, tmp_path: Path) -> None:
+def test_text_of_libraries_is_written_to_the_log_only(stream: Any, tmp_path: Path) -> None:
     printed, shown, log = stream
     library = tmp_path / "site-packages" / "library.py"
     code = compile("print('from a library', file=stream)", str(library), "exec")
@@ -66,7 +66,7 @@ def test_text_of_libraries_is_only_in_the_log(stream: Any, tmp_path: Path) -> No
     assert not is_library(__file__)
 
 
-def test_a_forked_child_writes_to_the_log_alone(stream: Any) -> None:
+def test_text_of_a_forked_child_is_written_to_the_log_only(stream: Any) -> None:
     printed, shown, log = stream
     pid = os.fork()
     if pid == 0:
@@ -76,7 +76,7 @@ def test_a_forked_child_writes_to_the_log_alone(stream: Any) -> None:
     assert log.read_text() == "from a child\n"
 
 
-def test_stdout_of_a_role_is_still_a_stream_with_a_descriptor() -> None:
+def test_stdout_of_a_role_has_a_file_descriptor_and_an_encoding() -> None:
     printed = PrintedLines("ACTOR-0", lambda _: None, None, rest=Path(os.devnull).open("w"))  # noqa: SIM115
     assert printed.fileno() > 0
     assert printed.encoding.lower().startswith("utf")
@@ -84,7 +84,7 @@ def test_stdout_of_a_role_is_still_a_stream_with_a_descriptor() -> None:
 
 
 @pytest.mark.parametrize("backend", [pytest.param("ray", marks=pytest.mark.full), "local"])
-def test_each_line_names_its_workload_on_both_backends(
+def test_each_shown_line_names_its_workload_on_both_backends(
     backend: BackendName, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if backend == "ray":
@@ -109,7 +109,7 @@ def test_each_line_names_its_workload_on_both_backends(
     assert "999\n" in (tmp_path / "trainer-0.log").read_text()
 
 
-def test_lines_are_shown_where_ray_has_replaced_print(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_shown_after_ray_has_replaced_print(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from ray.experimental import tqdm_ray
 
     printed, shown, _ = stream

@@ -1,4 +1,4 @@
-"""A cluster that RAY_ADDRESS names and that is not there is refused in seconds, before anything starts."""
+"""An unreachable cluster in RAY_ADDRESS is rejected within seconds, before anything starts."""
 
 import re
 import socket
@@ -18,7 +18,7 @@ from tests.messages import says
 
 @contextmanager
 def server(reply: bytes | None) -> Iterator[str]:
-    """Address of a server that sends `reply` to everybody and closes; None: it accepts nobody and stays silent."""
+    """Yield the address of a server that sends `reply` and closes. With None it accepts no connection."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def serve() -> None:
@@ -46,7 +46,7 @@ def test_auto_without_a_cluster_ends_a_run_before_it_starts(
 
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])
-def test_a_port_that_never_responds_ends_a_run_before_it_starts(
+def test_a_port_that_does_not_respond_ends_a_run_before_it_starts(
     scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from recipes.grpo.main import main
@@ -60,7 +60,7 @@ def test_a_port_that_never_responds_ends_a_run_before_it_starts(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_silent_port_is_given_up_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_does_not_respond_raises_an_error_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ray_address.REACHED_WITHIN_S <= 10
     monkeypatch.setattr(ray_address, "REACHED_WITHIN_S", 0.5)
     began = time.monotonic()
@@ -70,26 +70,26 @@ def test_a_silent_port_is_given_up_after_the_limit(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("reply", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH-2.0-OpenSSH_9\r\n"])
-def test_a_server_of_another_protocol_is_refused(reply: bytes) -> None:
-    with server(reply) as address, pytest.raises(JobError, match=says(address, "no Ray cluster")):
+def test_a_server_of_another_protocol_is_rejected(reply: bytes) -> None:
+    with server(reply) as address, pytest.raises(JobError, match=says(address, "not a Ray cluster")):
         check_reachable(address)
 
 
 @pytest.mark.parametrize("form", ["{}", "[{}]", "ray://{}"])
-def test_a_server_that_greets_as_grpc_does_passes(form: str) -> None:
+def test_a_server_with_an_http2_preface_is_accepted(form: str) -> None:
     with server(b"\0\0\x06\x04\0\0\0\0\0\0\x03\0\0\0d") as address:
         host, _, port = address.rpartition(":")
         check_reachable(f"{form.format(host)}:{port}")
 
 
 @pytest.mark.parametrize("prefix", ["", "ray://"])
-def test_a_port_where_nothing_listens_is_refused(prefix: str) -> None:
+def test_a_closed_port_is_rejected(prefix: str) -> None:
     with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))  # nobody else can have it meanwhile
+        bound.bind(("127.0.0.1", 0))  # reserves the port, so that no other program listens there
         address = f"{prefix}127.0.0.1:{bound.getsockname()[1]}"
         with pytest.raises(JobError, match=says(address, "refused", "unset RAY_ADDRESS")):
             check_reachable(address)
 
 
-def test_a_real_cluster_passes(ray_address: str) -> None:
+def test_a_real_cluster_is_accepted(ray_address: str) -> None:
     check_reachable(ray_address)

@@ -1,4 +1,4 @@
-"""How arguments are cut and answers joined: for every length and number of workers."""
+"""Splitting of arguments and joining of results, for any length and number of workers."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ WORKERS = st.integers(1, 9)
 
 
 def of_kind(kind: str, length: int) -> Any:
-    """Something of `length` items that can be split."""
+    """Return a splittable value with `length` items."""
     if kind == "list":
         return list(range(length))
     if kind == "array":
@@ -28,14 +28,14 @@ def of_kind(kind: str, length: int) -> Any:
 
 
 def items_of(value: Any) -> list[Any]:
-    """Its items, as plain lists."""
+    """Return the items of a value as plain lists."""
     if isinstance(value, Batch):
         return [value.row(i, "tokens").tolist() for i in range(len(value))]
     return value if isinstance(value, list) else value.tolist()
 
 
 @given(LENGTHS, WORKERS)
-def test_sizes_differ_by_at_most_one_the_larger_first_and_make_up_the_whole(length: int, workers: int) -> None:
+def test_chunk_sizes_differ_by_at_most_one_with_the_larger_first_and_add_up(length: int, workers: int) -> None:
     sizes = chunk_sizes(length, workers)
     assert (sum(sizes), len(sizes)) == (length, workers)
     assert sizes == sorted(sizes, reverse=True)
@@ -43,7 +43,7 @@ def test_sizes_differ_by_at_most_one_the_larger_first_and_make_up_the_whole(leng
 
 
 @given(st.sampled_from(["list", "array", "tensor", "batch"]), st.integers(1, 20), WORKERS)
-def test_what_is_split_is_joined_to_what_it_was(kind: str, length: int, workers: int) -> None:
+def test_joining_the_chunks_restores_the_value(kind: str, length: int, workers: int) -> None:
     value = of_kind(kind, length)
     assert is_splittable(value)
     parts = split(value, workers)
@@ -53,12 +53,12 @@ def test_what_is_split_is_joined_to_what_it_was(kind: str, length: int, workers:
     assert items_of(joined) == items_of(value)
 
 
-def test_numbers_strings_mappings_tuples_and_nothing_are_not_split() -> None:
+def test_numbers_strings_mappings_tuples_and_none_are_not_splittable() -> None:
     for value in (1, 1.5, "abc", b"abc", {"a": [1]}, (1, 2), None, {1, 2}, np.float64(1), np.array(1), torch.tensor(1)):
         assert not is_splittable(value), value
 
 
-def test_positions_and_names_are_cut_together_and_nested_lists_at_their_first_level() -> None:
+def test_positional_and_keyword_arguments_are_split_together_and_nested_lists_at_the_first_level() -> None:
     calls, length = shard_arguments(([[1, 2], [3], []], "x"), {"k": (1, 2), "v": [7, 8, 9]}, 2, "A.f")
     assert length == 3
     assert calls == [
@@ -67,6 +67,6 @@ def test_positions_and_names_are_cut_together_and_nested_lists_at_their_first_le
     ]
 
 
-def test_answers_that_have_no_end_to_add_to_are_refused_by_name() -> None:
+def test_results_that_cannot_be_joined_raise_an_error_that_names_the_method() -> None:
     with pytest.raises(TypeError, match=says("A.f", "int")):
         join([1, 2], "A.f")

@@ -1,4 +1,4 @@
-"""A job on two machines, and what becomes of it when one of them dies: real namespaces, one real Ray for all tests."""
+"""Failures of a machine during a job on two machines: real network namespaces, and one real Ray for all tests."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ pytestmark = [pytest.mark.full, pytest.mark.namespaces]
 
 Trial = Callable[[str], None]
 WITHIN_S = 120.0
-"""From the fault to the end of the job: on a quiet machine a fifth of it, most of which Ray takes to know of a cut."""
+"""Maximum seconds from the fault to the end of the job. On an idle machine it takes a fifth of that, mostly until Ray
+detects the cut."""
 
 
 @pytest.fixture(scope="module")
 def faults() -> Iterator[ModuleType]:
-    """scripts/cluster/faults.py, which tries the same cases on machines of the user's."""
+    """Import scripts/cluster/faults.py, which runs the same cases on a user's machines."""
     folder = ROOT / "scripts" / "cluster"
     before = list(sys.path)
     spec = importlib.util.spec_from_file_location("faults", folder / "faults.py")
     assert spec is not None and spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = found  # dataclasses look for it there
-    spec.loader.exec_module(found)
-    yield found
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up in sys.modules
+    spec.loader.exec_module(module)
+    yield module
     sys.path[:] = before
     for name in ("faults", "fault_job", "fault_report"):
         sys.modules.pop(name, None)
@@ -41,7 +42,7 @@ def faults() -> Iterator[ModuleType]:
 
 @dataclass
 class Struck:
-    """The machines of a laboratory, as faults.py strikes them."""
+    """The machines of a laboratory, with the interface that faults.py uses to inject faults."""
 
     laboratory: Laboratory
     kill_script: str
@@ -50,7 +51,8 @@ class Struck:
         self.laboratory.cut(self.laboratory.far)
 
     def kill(self) -> None:
-        far, script = self.laboratory.far, self.kill_script % self.laboratory.address
+        far = self.laboratory.far
+        script = self.kill_script % self.laboratory.address
         subprocess.run(far.within(["sh", "-c", script], self.laboratory.env), check=True, timeout=LIMIT_S)
 
     def unplug(self) -> None:
@@ -72,7 +74,7 @@ class Struck:
 
 
 class Keeper:
-    """One laboratory for all tests, healed for each; another one after a test that has failed."""
+    """Owner of one laboratory for all tests. It is healed for each test, and replaced after a failed test."""
 
     def __init__(self, opened: ExitStack) -> None:
         self._opened = opened
@@ -80,7 +82,7 @@ class Keeper:
 
     @contextmanager
     def lend(self) -> Iterator[Laboratory]:
-        """Healed; it is kept if the test says that all is well with it, and with the Ray in it."""
+        """Yield a healed laboratory. It is reused only if the block ends without an error."""
         if self._laboratory is None:
             self._laboratory = self._opened.enter_context(laboratory(3))
         else:
@@ -91,7 +93,7 @@ class Keeper:
         self._laboratory = lent
 
     def give_up(self) -> None:
-        """End what is in doubt."""
+        """End the laboratory if the last test has failed, because its state is unknown."""
         if self._laboratory is None:
             self._opened.close()
 
@@ -104,7 +106,7 @@ def keeper() -> Iterator[Keeper]:
 
 @pytest.fixture
 def trial(keeper: Keeper, faults: ModuleType, tmp_path: Path) -> Iterator[Trial]:
-    """Tries a case of fault_job.py, and fails with what is wrong and what the driver printed last."""
+    """Return a function that runs a case of fault_job.py, and fails with the faults and the driver's last output."""
 
     def run(name: str) -> None:
         with keeper.lend() as lab:
@@ -121,59 +123,57 @@ def test_a_job_on_two_machines_finishes_and_leaves_nothing_on_either(trial: Tria
     trial("none")
 
 
-def test_what_workers_leave_in_the_shared_memory_of_a_machine_without_the_driver_is_removed(trial: Trial) -> None:
+def test_the_shared_memory_of_a_machine_without_the_driver_is_removed(trial: Trial) -> None:
     trial("shared_memory")
 
 
-def test_five_seconds_without_a_network_end_nobody_and_no_event_is_lost(trial: Trial) -> None:
+def test_five_seconds_without_a_network_kill_no_worker_and_lose_no_event(trial: Trial) -> None:
     trial("pause")
 
 
-def test_a_machine_that_takes_four_of_eight_instances_along_is_one_incident_of_max_restarts(trial: Trial) -> None:
+def test_the_loss_of_four_of_eight_instances_with_a_machine_counts_once_in_max_restarts(trial: Trial) -> None:
     trial("kill_half")
 
 
-def test_instances_whose_machine_loses_its_power_in_a_call_are_replaced_and_asked_again(trial: Trial) -> None:
+def test_instances_whose_machine_loses_power_in_a_call_are_replaced_and_called_again(trial: Trial) -> None:
     trial("cut_in_a_call")
 
 
-def test_an_answer_that_was_lost_with_its_machine_before_it_was_fetched_is_asked_for_again(trial: Trial) -> None:
+def test_a_call_is_sent_again_if_its_result_was_lost_with_a_machine(trial: Trial) -> None:
     trial("lost_answer")
 
 
-def test_a_job_whose_ranks_lose_their_machine_starts_again_on_the_other(trial: Trial) -> None:
+def test_a_job_restarts_on_the_other_machine_after_its_ranks_lost_theirs(trial: Trial) -> None:
     trial("cut_rank")
 
 
-def test_a_job_that_starts_again_before_ray_knows_of_a_death_does_so_on_the_machines_that_are_left(
-    trial: Trial,
-) -> None:
+def test_a_job_that_restarts_before_ray_has_detected_a_dead_machine_uses_the_remaining_ones(trial: Trial) -> None:
     trial("cut_spread")
 
 
-def test_an_instance_whose_machine_loses_its_power_while_it_is_set_up_is_started_again_on_another(trial: Trial) -> None:
+def test_an_instance_whose_machine_loses_power_during_setup_is_started_again_on_another(trial: Trial) -> None:
     trial("cut_in_setup")
 
 
-def test_a_job_whose_rank_is_killed_with_its_machine_while_it_is_set_up_starts_again_on_the_other(trial: Trial) -> None:
+def test_a_job_whose_rank_dies_with_its_machine_during_setup_restarts_on_the_other(trial: Trial) -> None:
     trial("kill_rank_in_setup")
 
 
-def test_a_job_whose_ranks_lose_their_machine_in_a_checkpoint_goes_on_from_the_whole_one_before(trial: Trial) -> None:
+def test_a_job_whose_ranks_lose_their_machine_in_a_checkpoint_resumes_from_the_one_before(trial: Trial) -> None:
     trial("cut_in_a_checkpoint")
 
 
-def test_a_job_whose_trainer_is_killed_in_a_checkpoint_goes_on_from_the_whole_one_before_it(trial: Trial) -> None:
+def test_a_job_whose_trainer_is_killed_in_a_checkpoint_resumes_from_the_one_before(trial: Trial) -> None:
     trial("kill_trainer_in_a_checkpoint")
 
 
-def test_instances_that_hang_on_another_machine_are_ended_and_replaced_and_asked_again(trial: Trial) -> None:
+def test_hung_instances_on_another_machine_are_killed_replaced_and_called_again(trial: Trial) -> None:
     trial("hang")
 
 
-def test_a_job_whose_rank_hangs_on_another_machine_starts_again(trial: Trial) -> None:
+def test_a_job_whose_rank_hangs_on_another_machine_restarts(trial: Trial) -> None:
     trial("hang_rank")
 
 
-def test_a_job_whose_trainer_loses_its_machine_starts_again_on_the_other(trial: Trial) -> None:
+def test_a_job_whose_trainer_loses_its_machine_restarts_on_the_other(trial: Trial) -> None:
     trial("cut_trainer")

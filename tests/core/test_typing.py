@@ -1,4 +1,4 @@
-"""What pyright makes of groups: right uses pass, and each mistake is reported where it is, by the rule beside it."""
+"""Type checks of groups by pyright: correct uses pass, and each mistake is reported on its line by the noted rule."""
 
 import json
 import re
@@ -16,25 +16,25 @@ pytestmark = pytest.mark.full  # pyright belongs to the extra `dev`
 MISTAKES = ROOT / "tests/core/typed_mistakes.py"
 USES = ROOT / "tests/core/typed_uses.py"
 Reports = dict[int, set[str]]
-"""Rules by the number of the line that they report."""
+"""Line number -> rules reported on that line."""
 
 
 def reports_on(*files: Path) -> dict[str, Reports]:
-    """What pyright reports of each file."""
+    """Run pyright and return its reports by file name."""
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, *map(str, files)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    found = json.loads(done.stdout)
-    assert found["summary"]["filesAnalyzed"] == len(files), done.stdout + done.stderr
+    output = json.loads(done.stdout)
+    assert output["summary"]["filesAnalyzed"] == len(files), done.stdout + done.stderr
     reports: dict[str, Reports] = {file.name: defaultdict(set) for file in files}
-    for report in found["generalDiagnostics"]:
-        line = report["range"]["start"]["line"] + 1
-        reports[Path(report["file"]).name][line].add(report.get("rule", report["message"]))
+    for report in output["generalDiagnostics"]:
+        number = report["range"]["start"]["line"] + 1
+        reports[Path(report["file"]).name][number].add(report.get("rule", report["message"]))
     return reports
 
 
-def test_right_uses_pass_and_each_mistake_is_reported_by_its_rule(tmp_path: Path) -> None:
+def test_correct_uses_pass_and_each_mistake_is_reported_by_its_rule(tmp_path: Path) -> None:
     text = MISTAKES.read_text(encoding="utf-8")
-    outside = tmp_path / MISTAKES.name  # where it lies, pyproject.toml leaves it out
+    outside = tmp_path / MISTAKES.name  # a copy, because pyproject.toml excludes the original
     outside.write_text(text)
     expected: Reports = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -42,12 +42,12 @@ def test_right_uses_pass_and_each_mistake_is_reported_by_its_rule(tmp_path: Path
         if rules:
             expected[number] = set(rules[1].split(", "))
     assert len(expected) > 50
-    found = reports_on(outside, USES)
-    assert found[outside.name] == expected
-    assert found[USES.name] == {}
+    reports = reports_on(outside, USES)
+    assert reports[outside.name] == expected
+    assert reports[USES.name] == {}
 
 
-def test_jobs_that_the_pages_show_pass(tmp_path: Path) -> None:
+def test_the_jobs_in_the_documentation_pass(tmp_path: Path) -> None:
     shown = [block for page in PAGES for block in blocks(page) if block.language == "python"]
     jobs = [block.text for block in shown if "(BaseTrainer)" in block.text]
     assert len(jobs) >= 4

@@ -1,4 +1,4 @@
-"""Mistakes in the use of groups, one a line; test_typing.py sees that pyright reports each by the rule beside it."""
+"""Mistakes in the use of groups, one per line. test_typing.py checks that pyright reports each by the noted rule."""
 
 from core import BaseTrainer, RoleGroup, WorkerGroup, register, trainer_invocation
 from recipes.dpo.trainer import DPOTrainer
@@ -37,7 +37,7 @@ class Wrong(Model[Options]):
 
 
 class Trainer(BaseTrainer):
-    """Calls them."""
+    """A trainer with wrong calls."""
 
     RG_ACTOR: RoleGroup[Actor]
     actor_wg: WorkerGroup[Actor]
@@ -69,7 +69,7 @@ class Trainer(BaseTrainer):
         self.RG_ACTOR.joined("a", "b")  # reportCallIssue
 
     def call_stubs(self) -> None:
-        """By functions, and through the group."""
+        """Call stubs directly and through the group."""
         publish("1")  # reportArgumentType
         publish(1, digest=True)  # reportCallIssue
         self.RG_ACTOR.call(publish, "1")  # reportCallIssue, reportArgumentType
@@ -78,7 +78,7 @@ class Trainer(BaseTrainer):
         RoleGroup("actor").call(publish)  # reportCallIssue
 
     def call_worker_groups(self) -> None:
-        """The same with these."""
+        """Call worker groups."""
         self.actor_wg.doubel([1])  # reportAttributeAccessIssue
         self.actor_wg.double(1)  # reportArgumentType
         self.actor_wg.begin(7).upper()  # reportAttributeAccessIssue
@@ -89,7 +89,7 @@ class Trainer(BaseTrainer):
 
 
 def policies(grpo: GRPOTrainer, reinforce: ReinforceTrainer, multi_turn: MultiTurnTrainer) -> None:
-    """In recipes that train a policy."""
+    """Call groups of recipes that train a policy."""
     grpo.RG_ACTOR.updat(None)  # reportAttributeAccessIssue
     grpo.RG_ACTOR.update(None, 1)  # reportArgumentType
     grpo.RG_ACTOR.save_state()  # reportCallIssue
@@ -103,7 +103,7 @@ def policies(grpo: GRPOTrainer, reinforce: ReinforceTrainer, multi_turn: MultiTu
 
 
 def models(sft: SFTTrainer, dpo: DPOTrainer, reward: RewardModelTrainer, verl: VerlPPOTrainer) -> None:
-    """In the others."""
+    """Call groups of the other recipes."""
     sft.RG_ACTOR.train_step(None)  # reportArgumentType
     sft.RG_ACTOR.logprobs_of(None)  # reportAttributeAccessIssue
     dpo.RG_ACTOR.load_reference()  # reportCallIssue

@@ -1,4 +1,4 @@
-"""Groups as they are meant to be used; test_typing.py sees that a type checker has nothing against it."""
+"""Correct uses of groups. test_typing.py checks that pyright reports nothing here."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from core import (
 
 @dataclass
 class Options:
-    """Of the job."""
+    """Options of the job."""
 
     rate: float = 0.1
 
@@ -32,28 +32,28 @@ C = TypeVar("C", bound=Options)
 
 
 def publish(version: int, *, digests: bool = False) -> Future[list[str]]:
-    """Stub: all."""
+    """Call every worker."""
     return RoleGroup(Role.ACTOR).call(publish, version, digests=digests)
 
 
 def score(texts: list[str], limit: int) -> FutureSequence[float]:
-    """Stub: split."""
+    """Split the texts over the workers."""
     return RoleGroup(Role.ACTOR).call_batch(score, len(texts), texts, limit)
 
 
 def largest(answers: Sequence[int]) -> float:
-    """Of the answers."""
+    """Return the largest result."""
     return float(max(answers))
 
 
 def halves(both: str) -> tuple[str, str]:
-    """Two arguments of one."""
+    """Split one argument into two."""
     first, _, second = both.partition(",")
     return first, second
 
 
 class Model(BaseWorkload, Generic[C]):
-    """A base class, whose options are those of its subclass."""
+    """A generic base class whose subclass sets the type of the options."""
 
     config: C
 
@@ -95,12 +95,12 @@ class Model(BaseWorkload, Generic[C]):
         return f"{version} {digests} {self.inner()}"
 
     def inner(self) -> str:
-        """Neither decorated nor bound."""
+        """A method without a decorator."""
         return self.name
 
 
 class Actor(Model[Options]):
-    """A role."""
+    """The workers of a role."""
 
     @trainer_invocation(blocking=False, idempotent=True, replay="last")
     def load(self, path: str, steps: int = 1) -> object:
@@ -132,14 +132,14 @@ class Actor(Model[Options]):
 
 
 class Critic(Model[Options]):
-    """Another role."""
+    """The workers of another role."""
 
     alike: type[Model[Any]] = Actor
-    """An attribute that is a class is no group."""
+    """An attribute whose value is a class, and not a group."""
 
 
 class Trainer(BaseTrainer):
-    """Calls them."""
+    """A trainer that calls both roles."""
 
     RG_ACTOR: RoleGroup[Actor]
     actor_wg: WorkerGroup[Actor]
@@ -169,7 +169,7 @@ class Trainer(BaseTrainer):
         self.pass_on(self.RG_ACTOR, self.actor_wg, self.RG_ACTOR.update)
 
     def call_stubs(self) -> None:
-        """By functions, and through the group."""
+        """Call stubs directly and through the group."""
         assert_type(publish(1, digests=True).result(), list[str])
         assert_type(list(score(["a"], 3)), list[float])
         self.RG_ACTOR.call(publish, 1).result()
@@ -177,7 +177,7 @@ class Trainer(BaseTrainer):
         self.RG_ACTOR.call_batch(score, 1, ["a"], limit=3).result()
 
     def call_worker_groups(self) -> None:
-        """Their methods return as they are registered."""
+        """Call registered methods, whose dispatch mode gives the return type."""
         assert_type(self.actor_wg.begin(7), list[str])
         assert_type(self.actor_wg.begin_later(7), Future[list[str]])
         assert_type(self.actor_wg.seed(), int)
@@ -194,7 +194,7 @@ class Trainer(BaseTrainer):
         workers: WorkerGroup[Actor],
         update: Callable[[list[int]], list[dict[str, float]]],
     ) -> None:
-        """A group may be an argument; there its methods are not checked."""
+        """Call a method of a group that was passed as an argument, where it is not checked."""
         assert_type(group.whatever(1), Any)
         self.kept = Keeper(workers).group.double([1])
         update([1])

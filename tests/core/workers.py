@@ -1,4 +1,4 @@
-"""Workloads for the tests of core: small enough to read, real enough to start."""
+"""Small workloads for the tests of core."""
 
 import asyncio
 import functools
@@ -30,22 +30,22 @@ from core.context import current
 
 
 def whole(values: list[Any]) -> list[Any]:
-    """Stub: everybody gets the same."""
+    """Call every worker with the same arguments."""
     return RoleGroup("ACTOR").call(whole, values).result()
 
 
 def doubled(values: list[int]) -> Any:
-    """Stub: each worker doubles its part."""
+    """Split the values over the workers, each of which doubles its chunk."""
     return RoleGroup("ACTOR").call_batch(doubled, len(values), values)
 
 
 def first_only() -> int:
-    """Stub: only rank 0."""
+    """Call rank 0 only."""
     return RoleGroup("ACTOR").call_rank0(first_only).result()
 
 
 class Plus:
-    """A callable that is no function."""
+    """A callable object that is not a function."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -78,21 +78,21 @@ def outside_of_any_class(value: int) -> int:
 HELD_S = 0.3
 
 
-def wait_for(is_so: Callable[[], bool]) -> None:
-    """Wait until it is so, however long that takes."""
-    while not is_so():
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait until the condition is true, without a limit."""
+    while not condition():
         time.sleep(0.01)
 
 
 class KeywordsOnly(Exception):
-    """What pickle cannot make anew."""
+    """An exception that cannot be unpickled, because its constructor takes keyword arguments only."""
 
     def __init__(self, *, done: int, of: int) -> None:
         super().__init__(f"{done} of {of}")
 
 
 class Echo(BaseWorkload):
-    """Answers with what it got."""
+    """A workload whose methods return their arguments."""
 
     @trainer_invocation
     def echo(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -100,7 +100,7 @@ class Echo(BaseWorkload):
 
     @trainer_invocation(idempotent=True)
     def echo_alone(self, values: list[int]) -> tuple[Any, ...]:
-        """Enters no collective, so that it may be sent again."""
+        """Return the values. The call is idempotent, so it enters no collective."""
         return (self.rank, values)
 
     @trainer_invocation(target="RANK0")
@@ -127,18 +127,20 @@ class Echo(BaseWorkload):
 
     @trainer_invocation(blocking=False)
     def held(self, gate: Path) -> int:
-        """Waits for the gate, and for HELD_S at least."""
+        """Wait until the gate exists, and at least HELD_S seconds."""
         time.sleep(HELD_S)
         wait_for(gate.exists)
         return self.rank
 
     @trainer_invocation(is_async=True, timeout=HELD_S / 2)
     def held_on_rank1(self, gate: Path) -> int:
-        return self.held(gate) if self.rank == 1 else self.rank
+        if self.rank == 1:
+            self.held(gate)
+        return self.rank
 
     @trainer_invocation(blocking=False)
     def meet(self, folder: Path, count: int) -> int:
-        """Returns once so many workers are in it at the same time."""
+        """Return once `count` workers are in this method at the same time."""
         (folder / self.name).touch()
         wait_for(lambda: len(list(folder.iterdir())) == count)
         return self.rank
@@ -169,23 +171,26 @@ class Echo(BaseWorkload):
 
     @trainer_invocation
     def kinds(self, value: Any) -> str:
-        return f"{type(value).__name__}:{len(value) if hasattr(value, '__len__') else value}"
+        size = len(value) if hasattr(value, "__len__") else value
+        return f"{type(value).__name__}:{size}"
 
     @trainer_invocation(target="RANK0")
     def ask(self, role: str, value: Any) -> Any:
-        """From inside a workload: the trainer's role group, and a call."""
+        """Call another role from inside a workload, by a method of the group and by name."""
         group = RoleGroup(role)
         return group.echo([value, value, value]), group.call("echo", value).result()
 
     @trainer_invocation(target="RANK0")
     async def ask_async(self, role: str, value: Any) -> Any:
-        """From inside an async method: awaits what others answer."""
+        """Await the results of another role from inside an async method."""
         group = RoleGroup(role)
-        first, second = group.call("echo", value), group.call_rank0("echo", value)
-        return await first, await second, (await group.call("name_later", 0.0))[:1]
+        results = group.call("echo", value)
+        first_result = group.call_rank0("echo", value)
+        return await results, await first_result, (await group.call("name_later", 0.0))[:1]
 
     @trainer_invocation(target="RANK0")
-    def who_am_i_around_a_call_to(self, role: str) -> list[str]:
+    def identity_around_a_call_to(self, role: str) -> list[str]:
+        """Return the name of the current workload before and after a call to another role."""
         before = current().identity.name
         RoleGroup(role).echo(1)
         return [before, current().identity.name]
@@ -197,7 +202,7 @@ class Echo(BaseWorkload):
 
     @trainer_invocation(blocking=False)
     async def met(self, count: int) -> int:
-        """Returns once so many calls are in it at the same time."""
+        """Return once `count` calls are in this method at the same time."""
         self.inside = getattr(self, "inside", 0) + 1
         while self.inside < count:
             await asyncio.sleep(0.01)
@@ -271,15 +276,15 @@ class Echo(BaseWorkload):
         return 10 + self.rank
 
     def undecorated(self, values: list[int]) -> tuple[int, list[int]]:
-        """Neither decorated nor bound."""
+        """Return the values. This method has no decorator."""
         return self.rank, values
 
     def _private(self) -> None:
-        """Neither decorated nor bound, and private."""
+        """Do nothing. This method has no decorator and is private."""
 
 
 class Script(BaseTrainer):
-    """Runs the function that the test put into the configuration."""
+    """Trainer that runs the function in the configuration."""
 
     def init(self) -> None:
         info(f"hello from {self.name}")
@@ -289,7 +294,7 @@ class Script(BaseTrainer):
 
 
 class Plain:
-    """No base class: an exported method and a run()."""
+    """A class without a base class, with an exported method and a run()."""
 
     @rpc()
     def answer(self) -> int:
@@ -300,26 +305,26 @@ class Plain:
 
 
 class FailsAtStart(BaseWorkload):
-    """Cannot be set up."""
+    """A workload whose setup() raises."""
 
     def setup(self) -> NoReturn:
         raise RuntimeError("no such model")
 
 
 def stub_with_two(a: int, b: int) -> None:
-    """Stub that its implementation does not fit."""
+    """Stub with other parameters than its implementation."""
 
 
 class WrongStub(BaseWorkload):
-    """Its method takes other parameters than its stub."""
+    """A workload whose method has other parameters than its stub."""
 
     @rpc(stub_with_two)
     def method(self, a: int) -> None:
-        """Takes one."""
+        """Take one argument."""
 
 
 class Grid(BaseWorkload):
-    """Each dispatch mode once. Four of them are a mesh of two data-parallel ranks with two peers each."""
+    """Methods with each dispatch mode. Four workers form a mesh of two data-parallel ranks with two peers each."""
 
     def setup(self) -> None:
         if self.role == Role("mesh"):
@@ -344,8 +349,9 @@ class Grid(BaseWorkload):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def add(self, values: Any, other: Any = 0) -> Any:
         if isinstance(values, list):
-            others = other if isinstance(other, list) else [other] * len(values)
-            return [a + b for a, b in zip(values, others, strict=True)]
+            if not isinstance(other, list):
+                other = [other] * len(values)
+            return [a + b for a, b in zip(values, other, strict=True)]
         return values + other
 
     @register(dispatch_mode=nd_compute("dp"))
@@ -374,7 +380,7 @@ class Grid(BaseWorkload):
         return [value + 1 for value in values]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def tell_again(self) -> None:
+    def register_again(self) -> None:
         self.register_mesh("dp", 0)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -386,38 +392,38 @@ class Grid(BaseWorkload):
         return len(values)
 
     def first_again(self, value: int) -> int:
-        """Neither decorated nor bound."""
+        """Return the value. This method has no decorator."""
         return value
 
     @property
     def not_a_method(self) -> int:
-        """Not callable."""
+        """A property, which cannot be called."""
         return 1
 
 
 class Stacked(BaseWorkload):
-    """One of two roles that share processes, rank by rank."""
+    """A workload of one of two roles that share processes, rank by rank."""
 
     @trainer_invocation
-    def ask_all(self, words: list[str]) -> list[Any]:
-        return RoleGroup("LOWER").call("answer", words).result()
+    def ask_all(self, texts: list[str]) -> list[Any]:
+        return RoleGroup("LOWER").call("answer", texts).result()
 
     @trainer_invocation
-    def ask_own(self) -> list[str]:
-        return RoleGroup("LOWER").on(self.rank).call("who").result()
+    def ask_same_rank(self) -> list[str]:
+        return RoleGroup("LOWER").on(self.rank).call("own_name").result()
 
     @rpc()
-    def answer(self, words: list[str]) -> list[str]:
-        time.sleep(HELD_S)  # so that both ranks above wait
-        return [f"{self.name}: {word}" for word in words]
+    def answer(self, texts: list[str]) -> list[str]:
+        time.sleep(HELD_S)  # long enough for both calling ranks to wait at the same time
+        return [f"{self.name}: {text}" for text in texts]
 
     @rpc()
-    def who(self) -> str:
+    def own_name(self) -> str:
         return self.name
 
 
 class Settings(BaseWorkload):
-    """Changes what libraries keep once per process."""
+    """A workload that changes process-wide state of the libraries."""
 
     def setup(self) -> None:
         self.notes: list[int] = []
@@ -428,7 +434,7 @@ class Settings(BaseWorkload):
 
         random.seed(seed)
         torch.manual_seed(seed)
-        np.random.seed(seed)  # noqa: NPY002 - the process-wide one is what is looked at
+        np.random.seed(seed)  # noqa: NPY002 - the test is about the process-wide generator
         if self.role == Role("a"):
             torch.set_default_dtype(torch.float64)
             os.environ["MINE"] = "a"
@@ -453,17 +459,17 @@ class Settings(BaseWorkload):
 
 
 class Stops(BaseWorkload):
-    """Meets a breakpoint."""
+    """A workload with a breakpoint."""
 
     @trainer_invocation(is_async=True, timeout=0.1)
     def stop_and_take_long(self) -> int:
-        breakpoint()  # noqa: T100 - what is tested
+        breakpoint()  # noqa: T100 - the subject of the test
         time.sleep(0.2)
         return 1
 
 
 class Grouped(BaseWorkload):
-    """Makes the group of its ranks, as an engine does."""
+    """A workload that creates the process group of its ranks, as an engine does."""
 
     def setup(self) -> None:
         import torch.distributed as dist
@@ -484,7 +490,7 @@ class Grouped(BaseWorkload):
 
 
 class Where(BaseWorkload):
-    """Tells where it is."""
+    """A workload that returns its placement."""
 
     @rpc()
     def place(self) -> dict[str, Any]:
@@ -501,4 +507,4 @@ class Where(BaseWorkload):
 
 
 class Place(Grouped, Where):
-    """The same, of ranks that meet."""
+    """A workload that returns its placement and creates a process group."""

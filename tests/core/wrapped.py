@@ -9,7 +9,7 @@ from core import BaseWorkload, info
 
 @ray.remote
 class Wrapped(BaseWorkload):
-    """As DLRover's guide writes it."""
+    """A workload that is wrapped by ray.remote and receives the master's handle."""
 
     def __init__(self, master_handle: Any, config: Any) -> None:
         super().__init__(master_handle, config)

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from components.models.disk.checkpoint_layout import CheckpointLayout

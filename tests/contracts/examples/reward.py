@@ -1,4 +1,4 @@
-"""A reward function: one number for each answer, and what else is worth knowing about it."""
+"""A reward function: one reward per response, with scores and logs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from typing import Any
 
 
 def reward_func(queries: list[str], prompts: list[str], labels: list[Any], **kwargs: Any) -> dict[str, Any]:
-    """Give 1 for the label, a little less when much is said around it, and 0 for anything else."""
+    """Return 1 minus a length penalty of at most 0.2 for a response that contains the label, else 0."""
     responses: list[str] = kwargs["responses"]
-    right = [bool(response.strip()) and str(label) in response for response, label in zip(responses, labels)]
-    waste = [min(len(response) / 1000, 0.2) for response in responses]
+    is_right = [bool(response.strip()) and str(label) in response for response, label in zip(responses, labels)]
+    rewards = [0.0] * len(responses)
+    for place, response in enumerate(responses):
+        if is_right[place]:
+            rewards[place] = 1.0 - min(len(response) / 1000, 0.2)
     return {
-        "rewards": [float(ok) - (cost if ok else 0.0) for ok, cost in zip(right, waste)],
-        "scores": [float(ok) for ok in right],
+        "rewards": rewards,
+        "scores": [float(right) for right in is_right],
         "extra_logs": {"characters": [len(response) for response in responses]},
     }

@@ -1,4 +1,4 @@
-"""The side channel between a process and its master."""
+"""The control channel between a process and its master."""
 
 import re
 import socket
@@ -21,23 +21,23 @@ KEY = b"k" * 32
 PATIENCE_S = 60.0
 
 
-def test_lines_said_before_the_master_connects_are_kept_for_it() -> None:
+def test_messages_sent_before_the_master_connects_are_queued() -> None:
     server = ControlServer("127.0.0.1", KEY, {"status": lambda: Status("sorting", 5.0, 5.0, 7)})
     server.send("say", "early")
     link = ControlLink(server.address, KEY)
     deadline = time.monotonic() + PATIENCE_S
-    lines: list[tuple[str, str]] = []
-    while len(lines) < 1 and time.monotonic() < deadline:
-        lines += link.poll()
+    messages: list[tuple[str, str]] = []
+    while len(messages) < 1 and time.monotonic() < deadline:
+        messages += link.poll()
         time.sleep(0.01)
     server.send("say", "late")
-    while len(lines) < 2 and time.monotonic() < deadline:
-        lines += link.poll()
+    while len(messages) < 2 and time.monotonic() < deadline:
+        messages += link.poll()
         time.sleep(0.01)
-    assert lines == [("say", "early"), ("say", "late")]
+    assert messages == [("say", "early"), ("say", "late")]
 
 
-def test_a_stranger_at_the_port_is_turned_away_and_the_master_still_gets_in() -> None:
+def test_a_client_without_the_key_is_rejected_and_the_master_can_still_connect() -> None:
     server = ControlServer("127.0.0.1", KEY, {"status": lambda: Status("sorting", 5.0, 5.0, 7)})
     with socket.create_connection(server.address) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -51,7 +51,7 @@ def test_a_stranger_at_the_port_is_turned_away_and_the_master_still_gets_in() ->
     assert link.status == Status("sorting", 5.0, 5.0, 7)
 
 
-def test_strangers_who_say_nothing_or_half_keep_nobody_waiting_and_are_cut_off(
+def test_silent_clients_do_not_block_the_master_and_are_disconnected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("core.supervise.control._GREETING_S", 1)
@@ -59,8 +59,8 @@ def test_strangers_who_say_nothing_or_half_keep_nobody_waiting_and_are_cut_off(
     strangers = [socket.create_connection(server.address, timeout=PATIENCE_S) for _ in range(40)]
     for stranger in strangers[::2]:
         stranger.sendall(b"\0\0")
-    cut_off = strangers.pop()
-    while cut_off.recv(1000):  # the challenge, then the end
+    disconnected = strangers.pop()
+    while disconnected.recv(1000):  # the challenge, then the end of the connection
         pass
     link = ControlLink(server.address, KEY)
     link.send("status")
@@ -68,17 +68,17 @@ def test_strangers_who_say_nothing_or_half_keep_nobody_waiting_and_are_cut_off(
     while link.status.doing != "sorting" and time.monotonic() < deadline:
         link.poll()
     assert link.status == Status("sorting", 5.0, 5.0, 7)
-    for stranger in [*strangers, cut_off]:
+    for stranger in [*strangers, disconnected]:
         stranger.close()
 
 
-def test_a_process_that_shows_no_key_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_send_the_challenge_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("core.supervise.control._GREETING_S", 1)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(OSError):
         ControlLink(silent.getsockname(), KEY)
 
 
-def test_a_killed_process_is_noticed() -> None:
+def test_the_end_of_a_killed_process_is_detected() -> None:
     code = (
         "from core.supervise.control import ControlServer, Status; import sys;"
         "print(ControlServer('127.0.0.1', b'k' * 32, {'status': lambda: Status('', 0.0, 0.0, 0)}).address[1],"
@@ -98,8 +98,8 @@ def test_a_killed_process_is_noticed() -> None:
     process.wait()
 
 
-def test_memory_counts_children_once_and_the_dead_not_at_all() -> None:
-    # In a process of its own: forking this one, which has threads, is not safe.
+def test_memory_counts_shared_pages_once_and_dead_processes_as_zero() -> None:
+    # In a separate process, because forking this one is not safe: it has threads.
     code = """
 import os, signal
 from core.supervise.control import memory_bytes
@@ -115,7 +115,7 @@ print(before, both, alone, memory_bytes(child))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     before, both, alone, dead = map(int, result.stdout.split())
-    # Both map the same 64 MiB; added up by resident size they would count twice.
+    # Both processes map the same 64 MiB, which resident sizes would count twice.
     assert before > 2**26
     assert before - 2**24 < both < before + 2**24
     assert alone < before - 2**24
@@ -123,7 +123,7 @@ print(before, both, alone, memory_bytes(child))
     assert memory_bytes(2**22 + 1) == 0
 
 
-def test_reading_memory_takes_a_hundredth_of_the_time_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_memory_takes_at_most_one_percent_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[float] = []
 
     def slow(descendants: bool) -> int:
@@ -139,7 +139,9 @@ def test_reading_memory_takes_a_hundredth_of_the_time_at_most(monkeypatch: pytes
     assert len(reads) <= 1 + (time.monotonic() - began) / 5.0
 
 
-def test_the_memory_of_each_role_is_told_and_not_again_at_every_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_events_have_the_memory_of_each_role_and_are_not_sent_at_every_poll(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("core.supervise.watch._STATUS_EVERY_S", 0.0)
     monkeypatch.setattr("core.supervise.watch._MEMORY_EVERY_S", 1000.0)
     seen: list[Any] = []
@@ -158,7 +160,7 @@ def test_the_memory_of_each_role_is_told_and_not_again_at_every_poll(monkeypatch
     assert event.bytes == {"ACTOR+ROLLOUT": 14, "REWARD": 7}
 
 
-def test_who_is_in_one_call_without_progress_is_taken_for_dead_and_a_driver_only_if_nobody_works() -> None:
+def test_a_call_without_progress_counts_as_hung_and_the_driver_only_if_all_others_are_idle() -> None:
     watch = Watch([], print)
     links = dict[str, ControlLink]()
     for name in ("TRAINER-0", "ACTOR-0", "ACTOR-1", "TOOL-0"):
@@ -178,14 +180,14 @@ def test_who_is_in_one_call_without_progress_is_taken_for_dead_and_a_driver_only
     links["TOOL-0"].status = Status("TOOL.double", 700.0, 80.0, 7)
     assert stalled(95.0) == {}
     links["TOOL-0"].status = Status(STARTING, 700.0, 700.0, 7)
-    assert stalled(75.0) == {}  # it waits for others
+    assert stalled(75.0) == {}  # a starting process waits for other processes
     links["TOOL-0"].status = Status("TOOL.double", 700.0, 80.0, 7)
     # A rank may wait for another that makes progress; instances do not wait for each other.
     assert stalled(75.0).keys() == {"TOOL-0"}
-    found = stalled(60.0)
-    assert found.keys() == {"ACTOR-0", "ACTOR-1", "TOOL-0"}
-    assert re.search(says("TOOL.double", 700, 80), found["TOOL-0"])
-    # Nobody works, and nobody has said anything for a microsecond.
+    hung = stalled(60.0)
+    assert hung.keys() == {"ACTOR-0", "ACTOR-1", "TOOL-0"}
+    assert re.search(says("TOOL.double", 700, 80), hung["TOOL-0"])
+    # All other processes are idle, and the last message is older than a microsecond.
     for name in ("ACTOR-0", "ACTOR-1", "TOOL-0"):
         links[name].status = Status(IDLE, 70.0, 70.0, 7)
     assert stalled(1e-6).keys() == {"TRAINER-0"}
