@@ -17,7 +17,7 @@ def fields(run: RunMemory) -> dict[str, Any]:
         | {"total": estimate.total if estimate.is_known else None, "sends": estimate.sends}
         for role, estimate in run.estimates.items()
     ]
-    places = [
+    pools = [
         {
             "place": pool.name,
             "least": pool.least,
@@ -29,4 +29,4 @@ def fields(run: RunMemory) -> dict[str, Any]:
         for pool in memory_pools(run)
     ]
     verdicts = {f"node {node}": verdict for node, verdict in enumerate(node_verdicts(run), 1)}
-    return {"verdicts": verdicts, "memory": memory, "places": places}
+    return {"verdicts": verdicts, "memory": memory, "places": pools}

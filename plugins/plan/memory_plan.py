@@ -28,11 +28,11 @@ class MemoryPlan:
         self.run = run
 
     def check(self) -> None:
-        """Check that the memory that is taken in any case fits: weights, gradients, optimizer states, and caches that
-        are allocated at the start. If the memory of other machines is a guess, only the GPUs are checked.
+        """Check that the fixed memory fits: weights, gradients, optimizer states, and caches that are allocated at the
+        start. If the memory of other machines is a guess, only the GPUs are checked.
 
         Raises:
-            ValueError: it does not; the message says what to set.
+            ValueError: it does not fit. The message names the options to change.
         """
         for role, estimate in self.run.estimates.items():
             if estimate.short:
@@ -64,7 +64,7 @@ class MemoryPlan:
 
 
 def _refusal(run: RunMemory, pool: MemoryPool) -> str:
-    """Return an error message with the role that takes most of a pool."""
+    """Return an error message that names the role with the largest share of a pool."""
     role = max(pool.fixed_bytes, key=lambda name: pool.fixed_bytes[name])
     estimate = run.estimates[role]
     shown = {name: getattr(estimate, name) for name in ("weights", "gradients", "optimizer", "cache")}

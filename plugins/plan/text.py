@@ -18,16 +18,20 @@ _UNKNOWN = (
 
 
 def format_bytes(count: int | None) -> str:
-    """Write a number of bytes in decimal units: `1.6 MB`, `?` for None, `-` for 0."""
-    if not count:
-        return "?" if count is None else "-"
+    """Return a number of bytes in decimal units: `1.6 MB`, `?` for None, `-` for 0."""
+    if count is None:
+        return "?"
+    if count == 0:
+        return "-"
     units = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
     value, unit = next((count / size, unit) for size, unit in units if count >= 0.9995 * size or unit == "kB")
-    return f"{value:,.0f} {unit}" if value >= 99.5 else f"{value:.2g} {unit}"
+    if value >= 99.5:
+        return f"{value:,.0f} {unit}"
+    return f"{value:.2g} {unit}"
 
 
 def columns(run: RunMemory) -> dict[str, list[str]]:
-    """Return the columns of the table by heading, with a cell for each role."""
+    """Return the columns of the table, by heading. Each column has one cell per role."""
     estimates = run.estimates.values()
     cells = {
         _HEADS.get(name, name): [format_bytes(getattr(estimate, name)) for estimate in estimates] for name in COLUMNS
@@ -36,11 +40,12 @@ def columns(run: RunMemory) -> dict[str, list[str]]:
 
 
 def paragraphs(run: RunMemory) -> list[tuple[str, str]]:
-    """Return the texts below the table with their headings."""
+    """Return the texts below the table, each with its heading."""
     texts = [("memory", text) for text in _pool_texts(run, memory_pools(run))]
-    sends = _sends_text(run)
-    texts += [("sends", sends)] if sends else []
-    texts += [] if run.is_known else [("unknown", _UNKNOWN)]
+    if sends := _sends_text(run):
+        texts.append(("sends", sends))
+    if not run.is_known:
+        texts.append(("unknown", _UNKNOWN))
     return texts
 
 
@@ -57,28 +62,37 @@ def _pool_texts(run: RunMemory, pools: Iterable[MemoryPool]) -> list[str]:
 
 
 def capacity_text(run: RunMemory, pool: MemoryPool) -> str:
-    """Describe the size of a pool and the verdict, with what to set."""
+    """Return the size of a pool, the verdict, and the options to set."""
     if pool.available is None:
         return f"what it has is not known: set {_assumption(run, pool)}"
     text = f"it has {format_bytes(pool.available)}: {pool.verdict}"
     if pool.verdict == "not known":
         return f"{text}, as the size of a model is not"
-    return text if pool.verdict == "fits" else f"{text}, {remedy(run, pool)}"
+    if pool.verdict == "fits":
+        return text
+    return f"{text}, {remedy(run, pool)}"
 
 
 def _assumption(run: RunMemory, pool: MemoryPool) -> str:
-    """Example of an option that makes the size of a pool known."""
-    text = f"--assume_devices={run.job.device_per_node if run.has_gpus else 0}x{run.job.node_num}"
+    """Return an example of `--assume_devices` that makes the size of a pool known."""
+    text = "--assume_devices=0x"
+    if run.has_gpus:
+        text = f"--assume_devices={run.job.device_per_node}x"
+    text += str(run.job.node_num)
     if run.has_gpus and run.job.device_per_node > 0:
         text += f"x{(run.capacity.device or 80 * 10**9) // 10**9}GB"
-    return f"{text}x1000GB" if pool.is_machine else text
+    if pool.is_machine:
+        text += "x1000GB"
+    return text
 
 
 def _sends_text(run: RunMemory) -> str:
-    """Describe the bytes that ranks of trained models send to each other, or return an empty string."""
+    """Return the bytes that ranks of trained models send to each other, as text, or an empty string."""
     texts = [
         f"{role.lower()} {', '.join(f'{format_bytes(count)} ({axis})' for axis, count in estimate.sends.items())}"
         for role, estimate in run.estimates.items()
         if estimate.sends
     ]
-    return f"{'; '.join(texts)}: one rank to others, in an optimizer step, at most" if texts else ""
+    if not texts:
+        return ""
+    return f"{'; '.join(texts)}: one rank to others, in an optimizer step, at most"
