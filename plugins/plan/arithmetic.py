@@ -10,9 +10,7 @@ WIDTH = {"float32": 4, "bfloat16": 2}
 
 def amount_if(condition: object, amount: int | None) -> int:
     """Return `amount` if the condition holds, otherwise 0. An unknown amount (None) counts as 0."""
-    if not condition:
-        return 0
-    return amount or 0
+    return (amount or 0) if condition else 0
 
 
 def weight_width(precision: str) -> int:

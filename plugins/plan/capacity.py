@@ -54,12 +54,8 @@ def gpu_bytes(names: str) -> int | None:
     Args:
         names: names as in CUDA_VISIBLE_DEVICES; empty for all GPUs.
     """
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    if names:
-        command.insert(1, f"--id={names}")
-    output = output_of(*command) or ""
+    selection = [f"--id={names}"] if names else []
+    output = output_of("nvidia-smi", *selection, "--query-gpu=memory.total", "--format=csv,noheader,nounits") or ""
     # nvidia-smi prints MiB.
     sizes = {int(size) * 2**20 for size in output.split() if size.isdecimal()}
-    if len(sizes) != 1:
-        return None
-    return sizes.pop()
+    return sizes.pop() if len(sizes) == 1 else None

@@ -61,13 +61,9 @@ def collect(plan: Plan) -> RunMemory:
     uses: dict[str, list[MemoryEstimate]] = {role: [] for role in job.placement.processes}
     for use in plan.models:
         uses[use.role].append(estimate_use(use, job, plan.longest, capacity.device))
+    estimates = {role: _estimate_role(of_role) for role, of_role in uses.items()}
     return RunMemory(
-        job=job,
-        config=plan.config,
-        nodes=plan.nodes,
-        estimates={role: _estimate_role(estimates) for role, estimates in uses.items()},
-        capacity=capacity,
-        overlaps=plan.overlaps,
+        job=job, config=plan.config, nodes=plan.nodes, estimates=estimates, capacity=capacity, overlaps=plan.overlaps
     )
 
 

@@ -41,6 +41,10 @@ _REDUCED = 500_000_000
 _STATES = {"fp32": 7, "bf16": 9, "bf16_autocast": 14}
 """Number of hidden states per token that a layer keeps for the backward pass, in values of the matrix products'
 dtype."""
+_ADDED = ("weights", "gradients", "optimizer", "cache", "freed_gradients", "host", "first", "published")
+"""Parts of an estimate that are added if one process has several uses."""
+_LARGEST = ("passes", "base", "loading", "share", "short")
+"""Parts of which the largest counts, because the uses work one after the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,17 +114,13 @@ class MemoryEstimate:
 def _combined(combine: Callable[[list[Any]], int], estimates: Sequence[MemoryEstimate], name: str) -> int | None:
     """Return the sum or maximum of a part of several estimates, or None if it is unknown in one of them."""
     amounts = [getattr(estimate, name) for estimate in estimates]
-    if None in amounts:
-        return None
-    return combine(amounts)
+    return None if None in amounts else combine(amounts)
 
 
 def together(*estimates: MemoryEstimate) -> MemoryEstimate:
     """Return the memory of one process with several uses, which work one after the other and keep what they hold."""
-    added = ("weights", "gradients", "optimizer", "cache", "freed_gradients", "host", "first", "published")
-    sums: dict[str, Any] = {name: _combined(sum, estimates, name) for name in added}
-    largest = ("passes", "base", "loading", "share", "short")
-    maxima: dict[str, Any] = {name: _combined(max, estimates, name) for name in largest}
+    sums: dict[str, Any] = {name: _combined(sum, estimates, name) for name in _ADDED}
+    maxima: dict[str, Any] = {name: _combined(max, estimates, name) for name in _LARGEST}
     return MemoryEstimate(
         **sums,
         **maxima,
@@ -235,12 +235,11 @@ def training(
     if size is None or trained is None:
         return MemoryEstimate(weights=None, gradients=None, optimizer=None, passes=None, base=base, sleeps=sleeps)
     engine_type = {"fsdp": _FSDPMemory}.get(config.engine, _DeepSpeedMemory)
+    engine = engine_type(size, config, ranks, trained, several, gpu)
     if config.tensor > 1:
         # Each rank holds a smaller model, and fewer ranks share it.
         cut = size.cut(config.tensor)
         engine = engine_type(cut, config, ranks // config.tensor, cut.parameters, several, gpu)
-    else:
-        engine = engine_type(size, config, ranks, trained, several, gpu)
     resident = engine.resident()
     if config.adam_offload and gpu:
         resident = engine.offloaded(resident)
@@ -276,8 +275,7 @@ def _pass_bytes(engine: _TrainingMemory, tokens: int, has_head: bool) -> int | N
     """Return the maximum memory of a forward and backward pass or of the optimizer step after it, or None if
     unknown.
     """
-    size = engine.size
-    config = engine.config
+    size, config = engine.size, engine.config
     activations = _activations(size, tokens, config)
     if activations is None:
         return None
@@ -407,9 +405,7 @@ class _DeepSpeedMemory(_TrainingMemory):
     @property
     def buffer(self) -> int:
         """Number of bytes of the buffer that collects gradients. A GPU allocates it in full."""
-        if self.gpu:
-            return self.width * self.bucket
-        return self.width * min(self.trained, self.bucket)
+        return self.width * (self.bucket if self.gpu else min(self.trained, self.bucket))
 
     def resident(self) -> _Resident:
         weights = self.width * self.stored
@@ -487,15 +483,13 @@ def frozen(
     base = _base_bytes(gpu, has_group=ranks > 1 and not is_whole)
     if size is None:
         return MemoryEstimate(weights=None, passes=None, base=base)
-    if not has_head:
-        size = size.without_head
+    size = size if has_head else size.without_head
     width = weight_width(precision)
     embedding = size.vocabulary * size.hidden
     # Weights of matrix products are stored in the dtype of the products. Embeddings are not.
     narrow = product_width(precision)
     weights = narrow * (size.parameters - embedding) + width * embedding
-    if not is_whole:
-        weights //= ranks
+    weights //= 1 if is_whole else ranks
     passes = None
     if size.layers:
         # Without a backward pass only one layer's activations exist at a time.
@@ -560,8 +554,7 @@ def _vllm(
     # A sleeping engine keeps its weights in host memory.
     host = amount_if(config.enable_sleep, weights)
     known = {"base": base, "sleeps": config.enable_sleep, "host": host, "generates": True}
-    if weights is not None:
-        weights //= parts
+    weights = None if weights is None else weights // parts
     if device_bytes is None or weights is None or size is None:
         return MemoryEstimate(weights=weights, cache=None, passes=None, **known)
     passes = _vllm_pass(size, min(rows, config.max_num_seqs), width, parts)
@@ -614,9 +607,7 @@ def _trained(size: ModelSize | None, config: TrainConfig) -> int | None:
         return size.parameters
     targets: Collection[str] = [name.strip() for name in config.lora_target_modules.split(",")]
     chosen = [name for name in size.linears if "all-linear" in targets or any(t.endswith(name) for t in targets)]
-    if not chosen:
-        return None
-    return config.lora_rank * size.layers * sum(sum(size.linears[name]) for name in chosen)
+    return config.lora_rank * size.layers * sum(sum(size.linears[name]) for name in chosen) if chosen else None
 
 
 def _activations(size: ModelSize, tokens: int, config: TrainConfig) -> int | None:
@@ -634,10 +625,9 @@ def _activations(size: ModelSize, tokens: int, config: TrainConfig) -> int | Non
     if config.precision == "bf16_autocast":
         # Autocast keeps the rounded copies of the weights that matrix products used.
         layer += 2 * (size.parameters - size.rest) // size.layers
-    kept = layer * size.layers
-    if config.gradient_checkpointing:
-        # One layer is recomputed at a time. Of the others only the inputs are kept.
-        kept = layer + size.layers * tokens * size.hidden * width
+    # With checkpointing one layer is recomputed at a time. Of the others only the inputs are kept.
+    inputs = size.layers * tokens * size.hidden * width
+    kept = layer + inputs if config.gradient_checkpointing else layer * size.layers
     # A quarter is added for the gradients of activations.
     return kept * 5 // 4
 

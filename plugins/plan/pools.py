@@ -51,9 +51,7 @@ class MemoryPool:
             return "too much"
         if not self.is_known:
             return "not known"
-        if self.most > self.available:
-            return "maybe too much"
-        return "fits"
+        return "maybe too much" if self.most > self.available else "fits"
 
 
 def memory_pools(run: RunMemory) -> list[MemoryPool]:
@@ -69,10 +67,8 @@ def memory_pools(run: RunMemory) -> list[MemoryPool]:
     for nodes in machines.values():
         if run.job.node_num == 1 and not assumed():
             name = "this machine"
-        elif len(nodes) == 1:
-            name = f"node {nodes[0]}"
         else:
-            name = f"each of nodes {ranges(nodes)}"
+            name = f"node {nodes[0]}" if len(nodes) == 1 else f"each of nodes {ranges(nodes)}"
         pools.append(replace(each[nodes[0] - 1], name=name))
     return pools
 
@@ -87,8 +83,7 @@ def gpu_pools(run: RunMemory) -> list[MemoryPool]:
 
 def _gpu_pool(run: RunMemory, roles: Sequence[str]) -> MemoryPool:
     estimates = [run.estimates[role] for role in roles]
-    base = sum(estimate.base for estimate in estimates)
-    steps = phases(estimates)
+    base, steps = sum(estimate.base for estimate in estimates), phases(estimates)
     return MemoryPool(
         f"a GPU of {' + '.join(roles)}",
         {role: run.estimates[role].fixed_bytes for role in roles},
@@ -112,9 +107,7 @@ def machine_pool(run: RunMemory, node: int) -> MemoryPool:
         counts[role] * estimate.transient_bytes for role, estimate in run.estimates.items() if not run.is_on_gpu(role)
     ]
     # Roles that do not overlap work one after the other, so the largest one decides.
-    working = max(transient, default=0)
-    if run.overlaps:
-        working = sum(transient)
+    working = sum(transient) if run.overlaps else max(transient, default=0)
     # All roles load their models at the same time.
     loading = sum(counts[role] * estimate.loading for role, estimate in run.estimates.items())
     steps = {"start": resident + loading, "work": resident + working}
@@ -134,9 +127,7 @@ def machine_pool(run: RunMemory, node: int) -> MemoryPool:
 def _fixed_on_machine(run: RunMemory, role: str, count: int, has_first: bool) -> int:
     """Return the minimum number of bytes that the workers of a role take of one machine's memory."""
     estimate = run.estimates[role]
-    each = estimate.host
-    if not run.is_on_gpu(role):
-        each = estimate.fixed_bytes
+    each = estimate.host if run.is_on_gpu(role) else estimate.fixed_bytes
     return count * each + amount_if(has_first, estimate.first)
 
 

@@ -43,9 +43,7 @@ class _Changes:
             return f"{name}=null"
         is_count = self.fewer_processes and last.endswith(_PROCESS_COUNTS) and (value or 0) > 1
         is_budget = last in self.lower and value is not None
-        if is_count or is_budget or last in self.shares:
-            return f"{name} lower"
-        return ""
+        return f"{name} lower" if is_count or is_budget or last in self.shares else ""
 
 
 def remedy(run: RunMemory, pool: MemoryPool) -> str:
@@ -63,7 +61,8 @@ def role_remedy(run: RunMemory, pool: MemoryPool, role: str) -> str:
     count = 1 if pool.processes is None else pool.processes[role]
     changes = _Changes()
     # Adapters remove gradients and optimizer states only. They do not help if the weights alone are too large.
-    if _is_trained(estimate) and (estimate.weights or 0) * count < (pool.available or 0):
+    weights = estimate.weights or 0
+    if _is_trained(estimate) and weights * count < (pool.available or 0):
         changes.settings["lora_rank"] = 16
     return _advice(run, pool, _for_pool(changes, run, pool, [estimate]))
 
@@ -104,10 +103,9 @@ def _for_pool(changes: _Changes, run: RunMemory, pool: MemoryPool, estimates: Se
         changes.shares = ["gpu_memory"]
     parts = [part for estimate in estimates for part in estimate.parts or (estimate,)]
     if any(part.weights and not (part.optimizer or part.host or part.generates) for part in parts):
-        changes.frozen_layout = "offloaded"
         # Sharding needs several processes.
-        if max(run.count(role) for role in pool.fixed_bytes) > 1:
-            changes.frozen_layout = "sharded"
+        is_shared = max(run.count(role) for role in pool.fixed_bytes) > 1
+        changes.frozen_layout = "sharded" if is_shared else "offloaded"
     return changes
 
 
@@ -130,6 +128,4 @@ def _or_smaller_model(run: RunMemory, texts: Sequence[str]) -> str:
     options = flat(redact(run.config))
     model = "model.path" if options.get("model.path") else "the model"
     smaller = f"a smaller model ({model})"
-    if not texts:
-        return f"set {smaller}"
-    return f"set {', '.join(texts)}, or {smaller}"
+    return f"set {', '.join(texts)}, or {smaller}" if texts else f"set {smaller}"

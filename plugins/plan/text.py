@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from plugins.plan.arithmetic import amount_if
 from plugins.plan.collect import RunMemory
 from plugins.plan.pools import MemoryPool, memory_pools
 from plugins.plan.remedies import remedy
@@ -19,15 +20,11 @@ _UNKNOWN = (
 
 def format_bytes(count: int | None) -> str:
     """Return a number of bytes in decimal units: `1.6 MB`, `?` for None, `-` for 0."""
-    if count is None:
-        return "?"
-    if count == 0:
-        return "-"
+    if not count:
+        return "?" if count is None else "-"
     units = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
     value, unit = next((count / size, unit) for size, unit in units if count >= 0.9995 * size or unit == "kB")
-    if value >= 99.5:
-        return f"{value:,.0f} {unit}"
-    return f"{value:.2g} {unit}"
+    return f"{value:,.0f} {unit}" if value >= 99.5 else f"{value:.2g} {unit}"
 
 
 def columns(run: RunMemory) -> dict[str, list[str]]:
@@ -68,22 +65,15 @@ def capacity_text(run: RunMemory, pool: MemoryPool) -> str:
     text = f"it has {format_bytes(pool.available)}: {pool.verdict}"
     if pool.verdict == "not known":
         return f"{text}, as the size of a model is not"
-    if pool.verdict == "fits":
-        return text
-    return f"{text}, {remedy(run, pool)}"
+    return text if pool.verdict == "fits" else f"{text}, {remedy(run, pool)}"
 
 
 def _assumption(run: RunMemory, pool: MemoryPool) -> str:
     """Return an example of `--assume_devices` that makes the size of a pool known."""
-    text = "--assume_devices=0x"
-    if run.has_gpus:
-        text = f"--assume_devices={run.job.device_per_node}x"
-    text += str(run.job.node_num)
+    text = f"--assume_devices={amount_if(run.has_gpus, run.job.device_per_node)}x{run.job.node_num}"
     if run.has_gpus and run.job.device_per_node > 0:
         text += f"x{(run.capacity.device or 80 * 10**9) // 10**9}GB"
-    if pool.is_machine:
-        text += "x1000GB"
-    return text
+    return f"{text}x1000GB" if pool.is_machine else text
 
 
 def _sends_text(run: RunMemory) -> str:
@@ -93,6 +83,4 @@ def _sends_text(run: RunMemory) -> str:
         for role, estimate in run.estimates.items()
         if estimate.sends
     ]
-    if not texts:
-        return ""
-    return f"{'; '.join(texts)}: one rank to others, in an optimizer step, at most"
+    return f"{'; '.join(texts)}: one rank to others, in an optimizer step, at most" if texts else ""
