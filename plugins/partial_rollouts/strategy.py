@@ -1,4 +1,4 @@
-"""The rollout strategy that fills each step from a `PartialRolloutBuffer`."""
+"""Rollout strategy that fills each step from a `PartialRolloutBuffer`."""
 
 from __future__ import annotations
 
@@ -54,4 +54,6 @@ class PartialRollouts:
         count = self._run.config.prompts_per_step
         with self._run.phase("generate"):
             rollouts = self._buffer.fill(step, count, count * (self._run.steps - step + 1))
-        return None if rollouts is None else self._run.score_rollouts(rollouts)
+        if rollouts is None:
+            return None
+        return self._run.score_rollouts(rollouts)
