@@ -59,9 +59,7 @@ def short(value: float) -> float | int | None:
         return None
     rounded = float(f"{value:.5g}")
     # Integers are shorter in JSON. Beyond 1e15 they would be longer than the exponent form.
-    if rounded.is_integer() and abs(rounded) < 1e15:
-        return int(rounded)
-    return rounded
+    return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
 
 
 def steps_between(values: Sequence[int]) -> list[int]:
@@ -148,9 +146,7 @@ def describe_metrics(names: Sequence[str]) -> dict[str, dict[str, Any]]:
 
     def place(name: str) -> tuple[bool, int, str]:
         metric = known[name]
-        if metric is None:
-            return True, len(order), name
-        return not metric.alarm, order[metric.name], name
+        return (not metric.alarm, order[metric.name], name) if metric else (True, len(order), name)
 
     described = {}
     for name in sorted(names, key=place):
@@ -233,15 +229,12 @@ def read_events(path: Path) -> Events:
 
 def busy_share(bars: Sequence[Bar], since: float, until: float) -> float:
     """Return the share of a time span in which there was at least one bar."""
-    busy = 0.0
-    reach = since
+    busy, reach = 0.0, since
     for begin, end in sorted((begin, min(begin + seconds, until)) for begin, seconds, _ in bars):
         if end > reach:
             busy += end - max(begin, reach)
             reach = end
-    if until <= since:
-        return 0.0
-    return busy / (until - since)
+    return busy / (until - since) if until > since else 0.0
 
 
 def merge_bars(bars: Sequence[Bar], most: int) -> list[tuple[float, float, int, float]]:
@@ -259,12 +252,10 @@ def merge_bars(bars: Sequence[Bar], most: int) -> list[tuple[float, float, int, 
         groups = [*ends[0], *np.array_split(between, max(1, most // 2)), *ends[1]]
     merged = []
     for group in groups:
-        start = begin[group[0]]
-        busy = seconds[group].sum()
+        start, busy = begin[group[0]], seconds[group].sum()
         length = (begin[group] + seconds[group]).max() - start
         longest = int(np.bincount(kind[group], seconds[group]).argmax())
-        share = min(1.0, busy / length) if length else 1.0
-        merged.append((start, length, longest, share))
+        merged.append((start, length, longest, min(1.0, busy / length) if length else 1.0))
     return merged
 
 
@@ -318,13 +309,7 @@ def pack_memory(events: Events) -> dict[str, Any] | None:
 def shown_options(tree: Any) -> dict[str, str]:
     """Return options by dotted name, as text. A value that is not a mapping has no options."""
     options: dict[str, str] = {}
-    if not isinstance(tree, dict):
-        return options
-    for name, value in flat(tree).items():
-        text = value
-        if not isinstance(value, str):
-            text = json.dumps(value, default=str)
-        if len(text) > 300:
-            text = text[:300] + "…"
-        options[name] = text
+    for name, value in flat(tree if isinstance(tree, dict) else {}).items():
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        options[name] = text if len(text) <= 300 else text[:300] + "…"
     return options

@@ -60,15 +60,9 @@ def collect(run_dirs: Sequence[Path], limits: Limits) -> dict[str, Any]:
     """Return all data of a page."""
     runs = [_run(run_dir, limits.over(len(run_dirs))) for run_dir in run_dirs]
     names = list(dict.fromkeys(name for run in runs for name in run["curves"]))
-    data = {
-        "made": time.strftime("%Y-%m-%d %H:%M"),
-        "runs": runs,
-        "metrics": gather.describe_metrics(names),
-        "differs": None,
-    }
-    if len(runs) > 1:
-        data["differs"] = differences(run_dirs)
-    return data
+    differs = differences(run_dirs) if len(runs) > 1 else None
+    metrics = gather.describe_metrics(names)
+    return {"made": time.strftime("%Y-%m-%d %H:%M"), "runs": runs, "metrics": metrics, "differs": differs}
 
 
 def _run(run_dir: Path, limits: Limits) -> dict[str, Any]:
@@ -78,9 +72,7 @@ def _run(run_dir: Path, limits: Limits) -> dict[str, Any]:
     curves = gather.read_curves(run_dir / "metrics.jsonl")
     last = max((int(curve.x[-1]) for curve in curves.values() if curve.x), default=0)
     status = status_of(summary, run_dir)
-    changed = None
-    if "changed" in plan:
-        changed = sorted(gather.shown_options(plan["changed"]).items())
+    changed = sorted(gather.shown_options(plan["changed"]).items()) if "changed" in plan else None
     return {
         "name": run_dir.resolve().name,
         "recipe": str(summary.get("recipe") or ""),
@@ -104,17 +96,13 @@ def status_of(summary: Mapping[str, Any], run_dir: Path) -> str:
     status = summary.get("status")
     if status in _ENDINGS:
         return str(status)
-    if is_written(run_dir):
-        return "running"
-    return "cut off"
+    return "running" if is_written(run_dir) else "cut off"
 
 
 def outcome(summary: Mapping[str, Any], status: str, last: int, events: Events) -> str:
     """Return a few sentences about the status and the result of a run."""
     recipe = summary.get("recipe") or "The run"
-    steps = f"{last} steps"
-    if last == 1:
-        steps = "1 step"
+    steps = "1 step" if last == 1 else f"{last} steps"
     if events.total and events.total != last:
         steps = f"step {last} of {events.total}"
     verb = _ENDINGS.get(status, "was cut off")
@@ -126,8 +114,7 @@ def outcome(summary: Mapping[str, Any], status: str, last: int, events: Events) 
     if events.end:
         text += f" in {duration(_run_seconds(summary, events))}"
     text += "." + _score_sentence(summary.get("score") or {})
-    starts = summary.get("attempts") or 1
-    resumed = summary.get("resumed_from")
+    starts, resumed = summary.get("attempts") or 1, summary.get("resumed_from")
     if starts > 1:
         text += f" Its processes were started {starts} times."
     if resumed:
@@ -152,20 +139,15 @@ def _score_sentence(score: Mapping[str, Any]) -> str:
     sentence = f" The held-out score {sampled}"
     if score.get("examples"):
         sentence += f" ({score['examples']:,} examples)"
-    greedy = _score_change(score.get("start_greedy"), score.get("end_greedy"))
-    if greedy:
+    if greedy := _score_change(score.get("start_greedy"), score.get("end_greedy")):
         sentence += f"; greedily it {greedy}"
     return sentence + "."
 
 
 def _score_change(start: float | None, end: float | None) -> str:
-    if start is None and end is None:
-        return ""
     if end is None:
-        return f"began at {start:.3f}"
-    if start is None:
-        return f"ended at {end:.3f}"
-    return f"went from {start:.3f} to {end:.3f}"
+        return "" if start is None else f"began at {start:.3f}"
+    return f"ended at {end:.3f}" if start is None else f"went from {start:.3f} to {end:.3f}"
 
 
 def facts(summary: Mapping[str, Any], last: int, events: Events) -> list[tuple[str, str]]:
@@ -175,11 +157,9 @@ def facts(summary: Mapping[str, Any], last: int, events: Events) -> list[tuple[s
         seconds = summary.get("seconds", {}).get(name) or 0.0
         if seconds >= 0.5:
             pairs.append((name.replace("_", " "), duration(seconds)))
-    speed = summary.get("tokens_per_second")
-    if speed is not None:
+    if (speed := summary.get("tokens_per_second")) is not None:
         pairs.append(("tokens per second", f"{speed:,.0f}"))
-    memory = summary.get("peak_memory_bytes")
-    if memory:
+    if memory := summary.get("peak_memory_bytes"):
         pairs.append(("peak memory", f"{memory / 1e9:.2f} GB"))
     pairs.append(("alarms", str(len(events.alarms))))
     return [(name, value) for name, value in pairs if value not in ("", "None")]

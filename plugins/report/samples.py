@@ -161,8 +161,7 @@ def _step(columns: Mapping[str, Any], most: int, vocabulary: Vocabulary) -> dict
     bins, bin_of = histogram(reward)
     largest = max(len(indices) for indices in members.values())
     most_each = max(48, most // min(MAX_IN_GROUP, largest))
-    groups: list[dict[str, Any]] = []
-    used = 0
+    groups, used = list[dict[str, Any]](), 0
     # A missing reward counts as 0 in the choice of groups.
     worth = np.nan_to_num(reward)
     for group in choose_groups({g: worth[indices] for g, indices in members.items()}):
@@ -217,9 +216,7 @@ def histogram(reward: np.ndarray) -> tuple[list[list[Any]], list[int | None]]:
     else:
         place = np.searchsorted(values, reward)
         ranges = [(v, v) for v in values]
-    bin_of: list[int | None] = [None] * len(reward)
-    for i in np.flatnonzero(np.isfinite(reward)).tolist():
-        bin_of[i] = int(place[i])
+    bin_of = [int(i) if math.isfinite(r) else None for i, r in zip(place, reward)]
     return [[short(a), short(b), bin_of.count(i)] for i, (a, b) in enumerate(ranges)], bin_of
 
 
@@ -278,10 +275,7 @@ def _response(columns: Mapping[str, Any], i: int, most: int, vocabulary: Vocabul
     for name in PER_SAMPLE:
         if name in columns:
             value = columns[name][i]
-            if isinstance(value, str | None):
-                response[name] = (value or "")[:1000]
-            else:
-                response[name] = short(float(value))
+            response[name] = (value or "")[:1000] if isinstance(value, str | None) else short(float(value))
     return response
 
 
