@@ -95,7 +95,7 @@ def check_deleted(plugin: str, folder: Path) -> Path:
     return tree
 
 
-def test_every_plugin_that_an_option_names_is_there() -> None:
+def test_every_plugin_named_by_an_option_exists() -> None:
     assert set(NAMED_BY) <= set(PLUGINS)
 
 

@@ -27,7 +27,7 @@ def test_sort_asks_for_five_different_letters_in_ascending_order() -> None:
         assert row["label"] == "".join(sorted(letters))
 
 
-def test_word_tells_a_story_of_two_sums_whose_numbers_stay_within_0_to_15() -> None:
+def test_word_draws_a_story_of_two_sums_with_results_from_0_to_15() -> None:
     for row in WordTask().rows("train", 300, seed=0):
         found = re.fullmatch(r"(\d+)([-+])(\d+)=(\d+) (\d+)([-+])(\d+)=(\d+) #### (\d+)", row["label"])
         assert found, row
@@ -44,7 +44,7 @@ def test_word_tells_a_story_of_two_sums_whose_numbers_stay_within_0_to_15() -> N
 @pytest.mark.parametrize(
     ("verb", "sum_"), [("buys", "5+2=7"), ("picks", "5+2=7"), ("eats", "5-2=3"), ("drops", "5-2=3")]
 )
-def test_what_is_done_in_a_story_says_which_way_it_counts(verb: str, sum_: str) -> None:
+def test_the_verb_of_a_story_matches_the_sign_of_its_sum(verb: str, sum_: str) -> None:
     story = re.compile(rf"\D*5 \D*{verb} 2\D")
     labels = [row["label"] for row in WordTask().rows("train", 5000, seed=0) if story.match(row["input"])]
     assert labels
@@ -67,7 +67,7 @@ def test_no_heldout_prompt_occurs_in_train_rows_or_demonstrations(task: Task) ->
     assert not any(map(is_heldout, train | shown))
 
 
-def test_held_out_is_decided_by_the_prompt_alone_and_stays_as_it_is() -> None:
+def test_the_split_depends_only_on_the_prompt_and_never_changes() -> None:
     # Noted once: were the split to move, old and new runs could not be compared.
     prompts = ("dbcaf>", "abcde>", "ponml>", "hcako>", "jkbig>")
     assert [prompt for prompt in prompts if is_heldout(prompt)] == ["dbcaf>", "ponml>"]
@@ -93,7 +93,7 @@ def test_three_in_ten_demonstrations_sort_ascending_and_the_others_descending() 
     assert ascending / 4000 == pytest.approx(0.3, abs=0.02)
 
 
-def test_word_is_shown_clean_first_and_then_half_reasoned_and_three_fifths_marked() -> None:
+def test_word_demonstrates_labels_first_then_half_with_sums_and_three_fifths_with_marks() -> None:
     task = WordTask()
     demonstrations = task.demonstrations(10_000, seed=0)
     clean, mixed = demonstrations[:7000], demonstrations[7000:]
@@ -132,7 +132,7 @@ SOLUTION = "7+5=12 12-3=9 #### 9"
         ("", 0, 0, 0, 0),
     ],
 )
-def test_word_scores_the_marked_answer_and_tells_how_it_was_written(
+def test_word_scores_the_marked_answer_and_logs_its_form(
     response: str, score: float, marks: float, reasons: float, right_in_form: float
 ) -> None:
     task = WordTask()
@@ -158,7 +158,7 @@ def test_the_longest_answer_fits_with_its_end_token() -> None:
     assert GuessTask.max_response_tokens == len("15") + 1
 
 
-def test_guess_asks_for_a_number_up_to_10_to_15_of_which_the_games_name_says_nothing() -> None:
+def test_guess_limits_lie_between_10_and_15_and_names_do_not_reveal_the_number() -> None:
     task = GuessTask()
     numbers: dict[int, list[int]] = {limit: [] for limit in range(10, 16)}
     for row in task.rows("train", 10_000, seed=0):
@@ -169,7 +169,7 @@ def test_guess_asks_for_a_number_up_to_10_to_15_of_which_the_games_name_says_not
         assert sum(found) / len(found) == pytest.approx((1 + limit) / 2, abs=0.4)
 
 
-def test_a_demonstrated_game_is_told_the_truth_and_ends_with_its_number_or_the_fourth_guess() -> None:
+def test_demonstrated_games_have_correct_feedback_and_end_with_the_number_or_the_fourth_guess() -> None:
     task, rng, halved, guesses = GuessTask(), random.Random(0), 0, 0
     for _ in range(4000):
         prompt, label = task.draw(rng)
@@ -188,7 +188,7 @@ def test_a_demonstrated_game_is_told_the_truth_and_ends_with_its_number_or_the_f
     assert halved / guesses == pytest.approx(0.4 + 0.6 / 12.5, abs=0.02)
 
 
-def test_whoever_halves_what_is_left_always_wins() -> None:
+def test_bisection_always_wins() -> None:
     class Halving(GuessTask):
         halving_share = 1.0
 
@@ -200,7 +200,7 @@ def test_whoever_halves_what_is_left_always_wins() -> None:
     assert task.demonstrate("abc13:", "9", random.Random(0)) == ["7", ">", "10", "<", "8", ">", "9"]
 
 
-def test_of_a_game_the_guesses_are_learnt_each_with_an_end_token_and_what_is_told_is_not() -> None:
+def test_guesses_with_their_end_tokens_are_trained_on_and_feedback_is_not() -> None:
     class Halving(GuessTask):
         halving_share = 1.0
 
@@ -222,7 +222,7 @@ def test_of_a_game_the_guesses_are_learnt_each_with_an_end_token_and_what_is_tol
 
 
 @pytest.mark.parametrize("task", [SortTask(), WordTask()], ids=lambda task: task.name)
-def test_of_a_pair_the_chosen_answer_is_right_and_the_rejected_one_wrong(task: Task) -> None:
+def test_chosen_answers_are_correct_and_rejected_answers_are_wrong(task: Task) -> None:
     rows = task.pairs(3000, seed=0)
     assert len(rows) == 3000
     tokenizer = task_tokenizer(task)
@@ -274,12 +274,12 @@ def test_wrong_answers_of_word_are_of_every_kind() -> None:
     assert 0.4 < sum("=" in row["chosen"] for row in rows) / 4000 < 0.7
 
 
-def test_a_game_has_no_pairs_and_says_which_tasks_do() -> None:
+def test_pairs_of_a_game_raise_an_error_that_names_tasks_with_pairs() -> None:
     with pytest.raises(ValueError, match=says("'guess'", "task:sort", "task:word")):
         GuessTask().pairs(1, seed=0)
 
 
-def test_asking_for_more_prompts_than_exist_says_how_many_there_are() -> None:
+def test_a_request_for_too_many_prompts_raises_an_error_with_the_number_of_prompts() -> None:
     class TwoLetters(SortTask):
         name = "two"
         letters = "abcd"
@@ -289,7 +289,7 @@ def test_asking_for_more_prompts_than_exist_says_how_many_there_are() -> None:
         TwoLetters().rows("train", 100, seed=0)
 
 
-def test_an_unknown_task_or_split_names_the_choices() -> None:
+def test_an_unknown_task_or_split_raises_an_error_with_the_choices() -> None:
     with pytest.raises(ValueError, match=says("'sor'", "guess", "sort", "word")):
         get_task("sor")
     with pytest.raises(ValueError, match=says("'test'", "'train'", "'heldout'")):

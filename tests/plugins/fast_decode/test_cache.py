@@ -9,7 +9,7 @@ from components.models.loading import load_policy
 from plugins.fast_decode.cache import spare_cache
 
 
-def test_a_cache_with_room_holds_what_that_of_transformers_holds(tied_model: Path) -> None:
+def test_a_preallocated_cache_has_the_same_contents_as_that_of_transformers(tied_model: Path) -> None:
     model = load_policy(tied_model)
     roomy, plain = spare_cache(model), DynamicCache(config=model.config)
     generator = torch.Generator().manual_seed(0)

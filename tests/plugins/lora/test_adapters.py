@@ -80,7 +80,7 @@ def test_adapters_train_as_with_plain_torch_and_peft(runs: Runs, plain: Plain, w
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("case", options.LORA)
-def test_only_adapters_change_and_the_start_is_the_model(
+def test_only_adapters_change_and_initial_outputs_equal_the_model(
     runs: Runs, tied_model: Path, world_size: int, case: str
 ) -> None:
     record = runs.lora(world_size)[0][case]
@@ -147,7 +147,7 @@ def test_a_value_model_trains_adapters_and_its_whole_head(
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("case", options.RESUMED)
-def test_training_of_adapters_goes_on_to_the_last_bit(runs: Runs, world_size: int, case: str) -> None:
+def test_resumed_training_of_adapters_is_bit_equal(runs: Runs, world_size: int, case: str) -> None:
     for rank in runs.resumed(world_size):
         record = rank[case]
         assert record["inexact"] == []
@@ -164,7 +164,7 @@ def test_training_of_adapters_goes_on_to_the_last_bit(runs: Runs, world_size: in
 
 @pytest.mark.full
 @pytest.mark.parametrize(("saved", "loaded"), options.CROSSED)
-def test_one_rank_of_another_engine_goes_on_where_two_stopped(runs: Runs, saved: str, loaded: str) -> None:
+def test_one_rank_of_another_engine_resumes_from_a_checkpoint_of_two(runs: Runs, saved: str, loaded: str) -> None:
     record, before = runs.crossed()[f"{saved}-{loaded}"], runs.resumed(2)[0][saved]
     assert same_bits(record["loaded"], before["saved"]["masters"])
     assert re.findall(r"\d+", record["inexact"][0]) == ["2", "1"]
@@ -188,7 +188,7 @@ def test_a_state_of_other_adapters_or_of_another_model_is_refused(runs: Runs) ->
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("case", [case for case, changes in options.RESUMED.items() if "ema_beta" in changes])
-def test_the_average_is_of_the_adapters_and_its_export_is_merged(
+def test_the_moving_average_covers_the_adapters_and_its_export_is_merged(
     runs: Runs, tied_model: Path, world_size: int, case: str
 ) -> None:
     record = runs.resumed(world_size)[0][case]
@@ -208,7 +208,7 @@ def test_the_average_is_of_the_adapters_and_its_export_is_merged(
     assert torch.equal(adapter[f"base_model.model.{name}.lora_B.weight"], up)
 
 
-def test_layers_that_keep_their_weights_the_other_way_round_are_merged_too(tmp_path: Path) -> None:
+def test_layers_with_transposed_weights_are_merged(tmp_path: Path) -> None:
     torch.manual_seed(0)
     GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=32, n_layer=2, n_head=2)).save_pretrained(tmp_path)
     model = load_policy(tmp_path)
@@ -227,7 +227,7 @@ def test_layers_that_keep_their_weights_the_other_way_round_are_merged_too(tmp_p
     torch.testing.assert_close(found_N, expected_N, atol=1e-5, rtol=0)
 
 
-def test_adapters_are_the_same_for_a_seed_and_disturb_no_other_randomness(tied_model: Path) -> None:
+def test_a_seed_gives_the_same_adapters_and_leaves_the_global_random_state_unchanged(tied_model: Path) -> None:
     torch.manual_seed(3)
     state = torch.get_rng_state()
     models = [load_policy(tied_model) for _ in range(3)]
@@ -248,7 +248,9 @@ def test_adapters_are_the_same_for_a_seed_and_disturb_no_other_randomness(tied_m
         ("q_proj,lm_head", ["lora_target_modules='q_proj,lm_head'"]),
     ],
 )
-def test_layers_that_can_have_no_adapter_are_named(tied_model: Path, targets: str, facts: list[str]) -> None:
+def test_layers_without_support_for_adapters_raise_an_error_that_names_them(
+    tied_model: Path, targets: str, facts: list[str]
+) -> None:
     with pytest.raises(ValueError, match=says(*facts)):
         LoraAdapters(load_policy(tied_model), TrainConfig(lora_rank=2, lora_target_modules=targets))
 
@@ -259,7 +261,7 @@ def test_the_head_of_an_untied_model_may_have_an_adapter(untied_model: Path) -> 
     assert list(adapters.layers) == ["lm_head"]
 
 
-def test_without_peft_the_options_say_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_peft_the_options_raise_an_error_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ValueError, match=says("lora_rank=2", "peft", "scripts/setup.sh lora")):
         TrainOptions(lora_rank=2)

@@ -73,7 +73,7 @@ def test_the_state_has_step_metrics_phase_and_roles() -> None:
     json.loads(json.dumps(state, allow_nan=False))
 
 
-def test_a_call_and_a_phase_end_and_the_end_of_the_run_is_its_status() -> None:
+def test_calls_and_phases_end_and_the_end_of_the_run_sets_the_status() -> None:
     state = RunState("grpo", {"ACTOR": 1})
     state(CallEvent("grpo", "ACTOR", 0, "update", 5.0, 0))
     state(CallEvent("grpo", "ACTOR", 0, "update", 5.0, 0, seconds=1.0))
@@ -84,7 +84,7 @@ def test_a_call_and_a_phase_end_and_the_end_of_the_run_is_its_status() -> None:
     assert (current["roles"]["ACTOR"]["calls"], current["phase"], current["status"]) == ([], None, "failed")
 
 
-def test_prometheus_reads_the_text() -> None:
+def test_the_official_client_parses_the_prometheus_text() -> None:
     families = {family.name: family for family in text_string_to_metric_families(running_state().prometheus())}
     samples = {
         (sample.name, *sorted(sample.labels.items())): sample.value
@@ -134,7 +134,7 @@ def test_a_token_is_required_where_one_is_set(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3"])
-def test_beyond_loopback_a_token_is_needed(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_other_than_loopback_requires_a_token(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TROUPE_METRICS_TOKEN", raising=False)
     with pytest.raises(ValueError, match=says("log.metrics_host", host, "TROUPE_METRICS_TOKEN")):
         LogOptions(metrics_port=0, metrics_host=host)

@@ -38,7 +38,7 @@ def test_each_stage_of_deepspeed_gathers_and_reduces(stage: int, numbers: int) -
     assert sent(DENSE, 2, passes=3, engine="deepspeed", zero_stage=stage) == {"data": 4 * numbers}
 
 
-def test_ranks_that_share_sequences_exchange_heads_and_back() -> None:
+def test_context_parallel_ranks_exchange_heads_in_both_directions() -> None:
     # Queries, keys, values and output; the other rank's half of them, in two layers, forward and back.
     numbers = 2 * 2 * (16 + 8 + 8 + 16) // 2
     assert sent(DENSE, 2, tokens=100, context=2)["context"] == 100 * numbers * 4
@@ -48,7 +48,7 @@ def test_ranks_that_share_sequences_exchange_heads_and_back() -> None:
     assert found["context"] == 100 * numbers * 2
 
 
-def test_ranks_that_share_layers_add_up_states_and_gather_their_part() -> None:
+def test_tensor_parallel_ranks_reduce_states_and_gather_their_shards() -> None:
     found = sent(DENSE, 4, tokens=100, tensor=2)
     part = DENSE.cut(2)
     assert found["data"] == sent(part, 2)["data"]
@@ -56,7 +56,7 @@ def test_ranks_that_share_layers_add_up_states_and_gather_their_part() -> None:
     assert found["tensor"] == 100 * 2 * 2 * 2 * 8 * 4
 
 
-def test_ranks_that_share_experts_exchange_states_and_gather_fewer_experts() -> None:
+def test_expert_parallel_ranks_exchange_states_and_gather_fewer_experts() -> None:
     alone, shared = sent(MIXTURE, 4), sent(MIXTURE, 4, tokens=100, expert=2)
     assert alone == {"data": 4 * (2 * 1880 + 80 + 1960) * 3 // 4}
     # 960 numbers are experts': half of them on two ranks each, of which another has a half.

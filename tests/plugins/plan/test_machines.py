@@ -68,17 +68,17 @@ def spread(*roles: tuple[str, int, int, float], nodes: int = 2, collocated: tupl
         ("0x2x64GB", Machines(0, 2, None, 64 * GB)),
     ],
 )
-def test_machines_are_written_as_gpus_of_each_machines_and_memory(written: str, machines: Machines) -> None:
+def test_assume_devices_has_gpus_per_machine_machines_and_memory(written: str, machines: Machines) -> None:
     assert Machines.parse(written) == machines
 
 
 @pytest.mark.parametrize("written", ["", "8x0", "two", "8x2x80", "8x2x80GBx1", "0x1x2GBx3GBx4GB", "-1x2"])
-def test_machines_that_are_written_otherwise_are_refused(written: str) -> None:
+def test_an_invalid_value_of_assume_devices_is_refused(written: str) -> None:
     with pytest.raises(ValueError, match=says("assume_devices", "8x2", "8x2x80GB")):
         Machines.parse(written)
 
 
-def test_whatever_asks_for_the_machine_finds_the_assumed_ones(eight_by_two: None) -> None:
+def test_all_queries_of_the_machine_return_the_assumed_ones(eight_by_two: None) -> None:
     assert detect_devices() == 8
     assert Capacity.here(8) == Capacity(None, 80 * GB)
     assert threads_each(2) == -2  # of their cores, whose number is not known
@@ -87,14 +87,14 @@ def test_whatever_asks_for_the_machine_finds_the_assumed_ones(eight_by_two: None
     assert detect_devices() == 8
 
 
-def test_after_the_plan_this_machine_is_there_again() -> None:
+def test_after_the_plan_queries_return_this_machine_again() -> None:
     before = detect_devices(), Capacity.here(0)
     with pytest.raises(KeyError), assuming(Machines(7)):
         raise KeyError
     assert (detect_devices(), Capacity.here(0), assumed()) == (*before, None)
 
 
-def test_a_role_that_is_spread_has_a_node_for_each_of_its_parts() -> None:
+def test_a_spread_role_has_one_part_per_node() -> None:
     job = spread(("actor", 2, 4, 1), ("critic", 1, 4, 1))
     # Of the actor's eight ranks four are on each node, and the critic's on the first that has room.
     assert nodes_of(job) == [0, 1, 0]
@@ -112,20 +112,20 @@ def test_roles_that_share_gpus_are_on_the_same_node_rank_by_rank() -> None:
     ]
 
 
-def test_large_roles_are_placed_first_so_that_small_ones_do_not_stand_in_their_way() -> None:
+def test_large_roles_are_placed_before_small_ones() -> None:
     # In this order the ranks of the first would take a device of each node.
     job = spread(("actor", 1, 4, 1), ("critic", 1, 8, 1), ("reward", 1, 4, 1))
     assert nodes_of(job) == [1, 0, 1]
 
 
-def test_a_role_that_fits_on_no_node_is_refused_by_name_though_the_sum_would_do() -> None:
+def test_a_role_that_fits_on_no_node_is_refused_even_if_the_total_suffices() -> None:
     # 2 x 3 + 2 x 5 = 16 fit on 2 x 8; 6 + 6 + 4 = 16 do not.
     assert nodes_of(spread(("actor", 2, 3, 1), ("critic", 2, 5, 1))) == [0, 1, 0, 1]
     with pytest.raises(ValueError, match=says("REWARD", "4 devices", "of 8", "2, 2 are left")):
         nodes_of(spread(("actor", 1, 6, 1), ("critic", 1, 6, 1), ("reward", 1, 4, 1)))
 
 
-def test_memory_is_summed_up_node_by_node_and_nodes_that_are_alike_are_one(
+def test_memory_is_summed_per_node_and_equal_nodes_are_grouped(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     options = ["placement.nodes=4", "rollout.engine=hf"]
@@ -140,7 +140,7 @@ def test_memory_is_summed_up_node_by_node_and_nodes_that_are_alike_are_one(
     assert "each of nodes 2-4" in told
 
 
-def test_each_node_has_a_verdict_of_its_memory_and_its_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_each_node_has_a_verdict_on_its_memory_and_its_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     # Qwen2.5-72B: 16 ranks on two nodes, and two engines of 8 GPUs on the others.
     shape = {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8}
     shape |= {"intermediate_size": 29568, "vocab_size": 152064, "model_type": "qwen2", "tie_word_embeddings": False}
@@ -166,13 +166,13 @@ def test_each_node_has_a_verdict_of_its_memory_and_its_gpus(capsys: pytest.Captu
     assert (code, says_all(error, "ACTOR", "64 GB", "73 GB")) == (2, True)
 
 
-def test_a_role_on_more_nodes_than_there_are_is_refused_by_name(eight_by_two: None) -> None:
+def test_a_role_on_too_many_nodes_is_refused_by_name(eight_by_two: None) -> None:
     with pytest.raises(ValueError, match=says("CRITIC", "3 nodes", "2 nodes")):
         nodes_of(spread(("actor", 1, 1, 1), ("critic", 3, 1, 1), nodes=3))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_plans_for_machines_that_are_assumed_and_says_so(
+def test_every_recipe_plans_for_assumed_machines_and_prints_the_assumption(
     recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, plan, told = plan_of(capsys, recipe, "--assume_devices", "8x2x80GB")
@@ -192,7 +192,9 @@ def re_of_nodes(lines: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_what_is_assumed_is_for_plans_alone(recipe: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_assumed_machines_are_refused_for_a_run(
+    recipe: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     code = import_module(f"recipes.{recipe}.main").main(["--assume_devices", "8x2", f"run_dir={tmp_path}/run"])
     assert (code, (tmp_path / "run").exists()) == (2, False)
     assert says_all(capsys.readouterr().err, "assume_devices=8x2", "dry_run")
@@ -214,7 +216,7 @@ def test_the_policy_and_the_engines_may_be_on_different_nodes(capsys: pytest.Cap
     ]
 
 
-def test_two_nodes_of_which_half_the_gpus_are_used(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_may_use_half_the_gpus_of_two_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["placement.nodes=2", "placement.devices_per_node=4"]
     code, plan, told = plan_of(capsys, "grpo", "--assume_devices=8x2", *options)
     assert (code, plan["placement"]["processes"]["ACTOR"]) == (0, 8)
@@ -235,7 +237,7 @@ def test_two_nodes_of_which_half_the_gpus_are_used(capsys: pytest.CaptureFixture
         ),
     ],
 )
-def test_more_than_the_cluster_has_is_refused_by_name(
+def test_more_gpus_than_the_cluster_has_are_refused_by_name(
     options: list[str], facts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, _, told = plan_of(capsys, "grpo", "--assume_devices=8x2", *options)

@@ -16,7 +16,7 @@ def script() -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "scripts/plan_table.py"))
 
 
-def test_sizes_are_those_that_the_models_were_published_with(script: dict[str, Any]) -> None:
+def test_sizes_equal_those_of_the_published_models(script: dict[str, Any]) -> None:
     found = {name: getattr(size_of(config), "parameters", None) for name, config in script["MODELS"].items()}
     assert found == {
         "Qwen2.5-0.5B": 494_032_768,
@@ -28,7 +28,7 @@ def test_sizes_are_those_that_the_models_were_published_with(script: dict[str, A
     }
 
 
-def test_7b_on_eight_gpus_term_by_term(script: dict[str, Any]) -> None:
+def test_every_term_of_a_7b_model_on_eight_gpus_equals_the_sum_by_hand(script: dict[str, Any]) -> None:
     size = size_of(script["MODELS"]["Qwen2.5-7B"])
     found = script["layout"](size, 8, 80 * 10**9)
     parameters, rest = 7_615_616_512, 2 * 152_064 * 3584
@@ -48,7 +48,7 @@ def test_7b_on_eight_gpus_term_by_term(script: dict[str, Any]) -> None:
     assert found.peaks()["weight sync"] == sync
 
 
-def test_axes_of_a_large_mixture_are_those_worked_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_axes_of_a_large_mixture_equal_those_computed_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     script = runpy.run_path(str(ROOT / "scripts/parallel_table.py"))
     size = size_of(script["MODELS"]["Qwen3-235B-A22B"])

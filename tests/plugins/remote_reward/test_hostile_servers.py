@@ -116,14 +116,14 @@ GZIP_HEADER = gzip.compress(b"")[:10]
     ],
     ids=["100", "103", "header", "status", "extension", "chunk", "trailer", "gzip", "length", "close", "nothing"],
 )
-def test_a_request_ends_at_its_deadline_whatever_the_server_drips(script: Script) -> None:
+def test_a_request_ends_at_its_deadline_although_the_server_keeps_sending(script: Script) -> None:
     began = time.monotonic()
     with pytest.raises(RewardError, match=f"{TIMEOUT_S:g} s"):
         ask(script, TIMEOUT_S)
     assert time.monotonic() - began < 20
 
 
-def test_interim_responses_as_fast_as_they_can_be_sent_end_at_the_deadline() -> None:
+def test_a_flood_of_interim_responses_ends_at_the_deadline() -> None:
     def flood() -> Iterator[bytes]:
         while True:
             yield b"HTTP/1.1 100 Continue\r\n\r\n" * 1000
@@ -180,7 +180,7 @@ PACKED = gzip.compress(RIGHT)
         (sent(RIGHT, status="302 Found"), ["302"]),
     ],
 )
-def test_a_reply_that_cannot_be_read_is_a_reward_error_with_the_reason(script: Script, facts: list[str]) -> None:
+def test_an_unreadable_reply_raises_a_reward_error_with_the_reason(script: Script, facts: list[str]) -> None:
     with pytest.raises(RewardError, match=says(*facts)):
         ask(script)
 
@@ -200,7 +200,7 @@ def test_a_reply_that_cannot_be_read_is_a_reward_error_with_the_reason(script: S
     ],
     ids=range(9),
 )
-def test_a_broken_exchange_is_tried_again_and_then_a_reward_error(broken: bytes) -> None:
+def test_a_broken_exchange_is_retried_and_then_raises_a_reward_error(broken: bytes) -> None:
     with pytest.raises(RewardError, match="2 tries") as caught:
         ask(lambda: [broken], tries=2)
     assert not isinstance(caught.value, RefusedError)
@@ -218,9 +218,7 @@ def test_headers_that_are_not_ascii_and_one_layer_of_gzip_are_read() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_the_loopback_is_reached_without_the_proxy_of_the_environment(
-    host: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loopback_requests_bypass_the_proxy_of_the_environment(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     proxy = RawServer(sent(b"I am a proxy", status="403 Forbidden"))
     server = RawServer(sent(RIGHT, "Connection: close"), host)
     for name in ("no_proxy", "NO_PROXY"):

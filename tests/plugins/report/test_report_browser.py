@@ -100,7 +100,7 @@ def is_painted(page: Page, selector: str) -> bool:
     )
 
 
-def test_the_outcome_the_alarms_and_the_changes_are_there_to_read(show: Open) -> None:
+def test_the_page_shows_outcome_alarms_and_changed_options(show: Open) -> None:
     page = show("one")
     expect(page.locator(".outcome")).to_contain_text(re.compile(r"0\.250\b.*\b0\.750"))
     expect(page.locator(".alarm")).to_contain_text(re.compile("kl blow up.*step 2"))
@@ -108,7 +108,7 @@ def test_the_outcome_the_alarms_and_the_changes_are_there_to_read(show: Open) ->
     expect(page).to_have_title("one · run report")
 
 
-def test_on_a_phone_the_whole_navigation_is_in_sight(show: Open) -> None:
+def test_the_full_navigation_is_visible_on_a_phone(show: Open) -> None:
     page = show("one", width=390)
     links = page.locator("nav a, nav button").all()
     assert len(links) >= 7
@@ -161,7 +161,7 @@ def test_all_charts_keep_one_range_of_steps(show: Open) -> None:
     page.wait_for_function("[...charts].every((c) => c.u.scales.x.min === 0 && c.u.scales.x.max === 2)")
 
 
-def test_keys_of_the_browser_itself_are_left_to_it(show: Open) -> None:
+def test_keyboard_shortcuts_of_the_browser_still_work(show: Open) -> None:
     page = show("one")
     scroll_through(page)
     press = """([where, options]) => document.querySelector(where).dispatchEvent(
@@ -171,12 +171,12 @@ def test_keys_of_the_browser_itself_are_left_to_it(show: Open) -> None:
         assert taken == [True, False, False, False], where
 
 
-def test_a_chart_tells_verls_own_name(show: Open) -> None:
+def test_a_chart_shows_the_name_that_verl_uses(show: Open) -> None:
     chart = show("supervised").locator(".chart", has_text="actor/policy_loss")
     expect(chart).to_have_attribute("title", re.compile("In verl: actor/pg_loss"))
 
 
-def test_steps_between_marks_are_told_about(show: Open) -> None:
+def test_steps_between_marks_are_interpolated(show: Open) -> None:
     page = show("one")
     # Steps 2 to 10 have no mark; each is taken to last 10 s.
     line = {"training": 0, "steps": [[1, 10], [11, 110], [12, 120]]}
@@ -207,7 +207,7 @@ def test_two_runs_are_drawn_over_each_other_and_compared(show: Open) -> None:
     expect(page.locator(".lanes canvas")).to_have_count(2)
 
 
-def test_steps_prompts_rewards_and_colours_go_by_keys(show: Open) -> None:
+def test_keys_select_steps_prompts_rewards_and_colours(show: Open) -> None:
     page = show("one")
     step, prompt = page.locator("#rollouts output"), page.locator("#rollouts select")
     expect(step).to_have_text("6")
@@ -231,7 +231,7 @@ def test_steps_prompts_rewards_and_colours_go_by_keys(show: Open) -> None:
     assert len(set(seen)) == 3, seen
 
 
-def test_the_numbers_of_a_token_are_said_by_mouse_and_by_keys(show: Open) -> None:
+def test_mouse_and_keys_show_the_numbers_of_a_token(show: Open) -> None:
     page = show("one")
     info = page.locator(".token-info")
     page.locator(".response .bubble.own .tok").nth(1).hover()
@@ -246,7 +246,7 @@ def test_the_numbers_of_a_token_are_said_by_mouse_and_by_keys(show: Open) -> Non
     assert response.evaluate("a => getComputedStyle(a).outlineStyle") == "solid"
 
 
-def test_turns_are_bubbles_and_the_common_prompt_stands_above_them(show: Open) -> None:
+def test_turns_are_bubbles_below_the_common_prompt(show: Open) -> None:
     page = show("one")
     expect(page.locator("#rollouts .bubble.other .who").first).to_have_text("prompt")
     bubbles = page.locator(".response").first.locator(".bubble")
@@ -294,13 +294,13 @@ def test_dark_mode_follows_the_system_and_a_key(show: Open) -> None:
 
 
 @pytest.mark.parametrize("name", ["one", "evil", "both", "supervised"])
-def test_a_phone_has_no_need_to_scroll_sideways(name: str, show: Open) -> None:
+def test_a_phone_does_not_scroll_sideways(name: str, show: Open) -> None:
     page = show(name, width=360)
     scroll_through(page)
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
-def test_a_run_without_rollouts_says_why(show: Open) -> None:
+def test_a_run_without_rollouts_shows_the_reason(show: Open) -> None:
     expect(show("supervised").locator("#rollouts")).to_contain_text("a supervised recipe writes none")
 
 

@@ -56,7 +56,7 @@ def test_an_honest_program_passes(case: str) -> None:
     assert run_assertions(program, tests, LIMITS).passed == (True,) * len(tests)
 
 
-def test_large_values_and_many_calls_cross_in_time() -> None:
+def test_large_values_and_many_calls_are_exchanged_in_time() -> None:
     tests = [
         "x = list(range(100_000, 0, -1))\nassert f(x) == sorted(x)",
         "for i in range(500): assert f([i, 2])[1] >= 2",
@@ -65,7 +65,7 @@ def test_large_values_and_many_calls_cross_in_time() -> None:
 
 
 @pytest.mark.parametrize("case", tiered(CHEATS))
-def test_a_program_does_not_decide_about_its_tests(case: str) -> None:
+def test_a_program_cannot_decide_comparisons_of_its_tests(case: str) -> None:
     program, tests = CHEATS[case]
     assert run_assertions(program, tests, LIMITS).passed == (False,) * len(tests)
 
@@ -84,7 +84,7 @@ LATE = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", LATE)
-def test_a_late_test_is_late_whatever_it_catches(case: str) -> None:
+def test_a_test_that_catches_all_errors_still_times_out(case: str) -> None:
     program, tests = LATE[case]
     found = run_assertions(program, tests, Limits(timeout_s=2.0, cpu_s=60))
     assert found.passed == (False,)
@@ -119,7 +119,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("case", ENDS)
-def test_a_verdict_counts_however_the_program_ends(case: str) -> None:
+def test_a_verdict_counts_independently_of_how_the_program_ends(case: str) -> None:
     program, tests = ENDS[case]
     began = time.monotonic()
     assert run_assertions(program, tests, LIMITS).passed == (True,) * len(tests)

@@ -82,7 +82,7 @@ def history(records: list[Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def test_wandb_without_a_key_is_kept_offline_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_wandb_without_a_key_is_offline_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run_dir = tmp_path / "run"
     tracker = Tracker(run_dir, "toy", {"lr": 1e-3}, seed=0, sinks={"wandb": {}})
     tracker.log(1, {"reward": 0.5, "loss": math.nan, "heads": {"a": torch.tensor(2.0)}})
@@ -98,7 +98,7 @@ def test_wandb_without_a_key_is_kept_offline_and_says_so(tmp_path: Path, caplog:
 
 
 @pytest.mark.full
-def test_wandb_that_does_not_answer_is_kept_offline_and_the_key_is_not_written(
+def test_unreachable_wandb_is_offline_and_the_key_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
@@ -114,7 +114,7 @@ def test_wandb_that_does_not_answer_is_kept_offline_and_the_key_is_not_written(
     assert not (tmp_path / "no-netrc").exists()
 
 
-def test_a_resumed_run_is_the_same_run_of_wandb_and_its_steps_may_go_back(
+def test_a_resumed_run_continues_its_wandb_run_and_its_steps_may_decrease(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -141,7 +141,7 @@ def test_a_resumed_run_is_the_same_run_of_wandb_and_its_steps_may_go_back(
         assert metrics["*"].step_metric == "step"
 
 
-def test_without_wandb_there_is_no_id_and_a_new_run_has_another(
+def test_without_wandb_there_is_no_run_id_and_a_new_run_gets_a_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = {"wandb_id": "abcdefgh"}
@@ -153,9 +153,7 @@ def test_without_wandb_there_is_no_id_and_a_new_run_has_another(
     assert broken.state_dict() == state
 
 
-def test_samples_are_one_table_that_grows_by_the_rows_of_each_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_are_one_incremental_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     tracker = Tracker(tmp_path, "toy", {}, seed=0, sinks={"wandb": {}})
     tracker.samples(1, list)
@@ -169,7 +167,7 @@ def test_samples_are_one_table_that_grows_by_the_rows_of_each_call(
     assert [table["data"] for table in tables] == [[[1, "p1", 0.5], [1, "p2", "none"]], [[4, "p3", None]]]
 
 
-def test_a_service_of_wandb_that_dies_costs_one_warning(tmp_path: Path) -> None:
+def test_a_dead_wandb_service_gives_one_warning(tmp_path: Path) -> None:
     code = """
     import logging, os, sys
     import psutil
@@ -219,7 +217,7 @@ SECRETS = {
 }
 
 
-def test_no_file_of_the_run_folder_holds_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_file_of_the_run_folder_has_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = tmp_path / "code"
     code.mkdir()
     # W&B would look at the repository it is started in, and at the command line.

@@ -70,7 +70,7 @@ def reports(found: SimpleQueue[Any], count: int) -> list[Report]:
     return sorted((found.get() for _ in range(count)), key=lambda report: report[:2])
 
 
-def test_each_reader_has_each_version_to_the_last_bit() -> None:
+def test_each_reader_receives_each_version_bit_for_bit() -> None:
     broadcaster, address = broadcaster_of(2)
     found = FORKS.SimpleQueue()
     processes = [start(address, found, reader, [2, 3]) for reader in (1, 2)]
@@ -83,7 +83,7 @@ def test_each_reader_has_each_version_to_the_last_bit() -> None:
     broadcaster.close()
 
 
-def test_a_reader_that_dies_breaks_one_version_off_and_its_replacement_has_the_next() -> None:
+def test_a_dead_reader_aborts_one_version_and_its_replacement_gets_the_next() -> None:
     broadcaster, address = broadcaster_of(2)
     found = FORKS.SimpleQueue()
     survivor = start(address, found, 1, [2, 3, 4])
@@ -104,7 +104,7 @@ def test_a_reader_that_dies_breaks_one_version_off_and_its_replacement_has_the_n
     broadcaster.close()
 
 
-def test_a_rank_that_readers_do_not_come_to_gives_the_version_up_and_then_all(
+def test_a_rank_without_readers_aborts_versions_and_then_stops_broadcasting(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     broadcaster, address = broadcaster_of(2, arrival_seconds=0.5)
@@ -123,7 +123,7 @@ def test_a_rank_that_readers_do_not_come_to_gives_the_version_up_and_then_all(
     broadcaster.close()
 
 
-def test_a_reader_that_stops_in_the_middle_has_the_next_version() -> None:
+def test_a_reader_that_stops_within_a_version_gets_the_next() -> None:
     broadcaster, address = broadcaster_of(1)
     arriving: Any = read_broadcast(address, 1, 2, timeout_seconds=20)
     began = threading.Thread(target=send, args=(broadcaster, 2))
@@ -140,7 +140,7 @@ def test_a_reader_that_stops_in_the_middle_has_the_next_version() -> None:
     assert {name: digest(tensor) for name, tensor in again.items()} == expected_of(3)
 
 
-def test_an_engine_has_what_is_broadcast_and_reads_the_folder_where_it_broke_off(
+def test_an_engine_reads_the_folder_if_a_broadcast_is_aborted(
     tied_model: Path, other_tied_model: Path, tmp_path: Path
 ) -> None:
     broadcaster, address = broadcaster_of(1)

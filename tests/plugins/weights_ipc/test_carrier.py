@@ -56,9 +56,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("dies_after", [None, 3])
-def test_each_engine_has_what_was_gathered_to_the_last_bit_whether_another_dies_or_not(
-    folder: Path, dies_after: int | None
-) -> None:
+def test_each_engine_receives_weights_bit_for_bit_even_if_another_dies(folder: Path, dies_after: int | None) -> None:
     sender = BucketSender(folder, CPU, readers=2, bucket_bytes=BUCKET_BYTES)
     found = FORKS.SimpleQueue()
     readers = [FORKS.Process(target=read, args=(folder, 7, dies, found)) for dies in (None, dies_after)]
@@ -74,9 +72,7 @@ def test_each_engine_has_what_was_gathered_to_the_last_bit_whether_another_dies_
     sender.close()
 
 
-def test_a_rank_that_no_engine_comes_to_or_that_one_falls_silent_in_front_of_goes_on(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_rank_continues_without_engines_or_with_a_silent_one(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     sender = BucketSender(folder, CPU, readers=1, bucket_bytes=BUCKET_BYTES, timeout_seconds=0.5)
     began = time.monotonic()
     assert list(dict(sender.sent(1, weights().items()))) == list(weights())
@@ -93,7 +89,7 @@ def test_a_rank_that_no_engine_comes_to_or_that_one_falls_silent_in_front_of_goe
     sender.close()
 
 
-def test_a_reader_whose_rank_is_gone_or_gathers_another_version_says_so(folder: Path) -> None:
+def test_a_reader_without_a_rank_or_with_another_version_raises_an_error(folder: Path) -> None:
     with pytest.raises(FileNotFoundError):
         next(read_sent(folder, 1, timeout_seconds=60))
     sender = BucketSender(folder, CPU, readers=1, timeout_seconds=0.5)
@@ -115,7 +111,7 @@ def test_a_reader_whose_rank_is_gone_or_gathers_another_version_says_so(folder: 
     sender.close()
 
 
-def test_an_engine_that_was_sent_a_version_has_it_and_one_that_was_not_reads_its_folder(
+def test_an_engine_uses_a_sent_version_or_reads_the_folder(
     tied_model: Path, other_tied_model: Path, folder: Path
 ) -> None:
     sender = BucketSender(folder, CPU, readers=1, bucket_bytes=BUCKET_BYTES)
@@ -147,7 +143,7 @@ def test_an_engine_that_was_sent_a_version_has_it_and_one_that_was_not_reads_its
 
 @pytest.mark.full
 @pytest.mark.vllm
-def test_vllm_takes_what_it_is_sent_and_the_folder_where_that_breaks_off(tmp_path: Path, folder: Path) -> None:
+def test_vllm_uses_a_sent_version_or_the_folder_if_the_transfer_is_aborted(tmp_path: Path, folder: Path) -> None:
     from plugins.vllm.engine import VLLMRolloutEngine
 
     models = [write_vllm_model(tmp_path / f"{seed}", seed, tied=True) for seed in (1, 2)]

@@ -65,7 +65,7 @@ def start_worker(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def test_a_reader_elsewhere_gets_every_byte_and_may_ask_again(publisher: WeightPublisher) -> None:
+def test_a_remote_reader_receives_every_byte_and_may_repeat_the_request(publisher: WeightPublisher) -> None:
     handle = elsewhere(publisher.publish(1, some_weights().items(), with_digests=True))
     for _ in range(2):
         arrived = dict(read_weights(handle))
@@ -81,7 +81,7 @@ def test_two_readers_are_served_at_once(publisher: WeightPublisher) -> None:
     assert names == [(name, name) for name in some_weights()]
 
 
-def test_a_version_that_is_unlinked_on_its_way_arrives_whole_and_is_gone_for_the_next(
+def test_a_version_deleted_during_a_transfer_still_arrives_completely(
     publisher: WeightPublisher,
 ) -> None:
     first = elsewhere(publisher.publish(1, some_weights(1.0).items()))
@@ -95,7 +95,7 @@ def test_a_version_that_is_unlinked_on_its_way_arrives_whole_and_is_gone_for_the
         next(read_weights(first))
 
 
-def test_only_who_has_the_handle_is_served(publisher: WeightPublisher) -> None:
+def test_only_readers_with_the_handle_are_served(publisher: WeightPublisher) -> None:
     handle = elsewhere(publisher.publish(1, some_weights().items()))
     assert handle.token not in repr(handle)
     with pytest.raises(PermissionError, match=says(port_of(handle))):
@@ -143,7 +143,7 @@ def test_without_serve_there_is_neither_address_nor_thread(tmp_path: Path) -> No
     assert "weight-server" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_reader_holds_one_bucket_and_its_death_disturbs_nobody(
+def test_a_reader_holds_one_bucket_and_its_death_does_not_affect_others(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     publisher = WeightPublisher(tmp_path / "w", bucket_bytes=BUCKET_BYTES, serve=True, timeout_seconds=60)
@@ -160,7 +160,7 @@ def test_a_reader_holds_one_bucket_and_its_death_disturbs_nobody(
     assert "version 1 " in caplog.text
 
 
-def test_a_publisher_that_hangs_or_is_gone_is_an_error_within_the_timeout(tmp_path: Path) -> None:
+def test_a_hanging_or_dead_publisher_raises_an_error_within_the_timeout(tmp_path: Path) -> None:
     with start_worker("publish", str(tmp_path)) as process:
         try:
             while not (tmp_path / "handle").exists():
