@@ -72,14 +72,14 @@ class RemoteReward(RewardSource):
         self._random = random.Random()
         self._client = HttpClient(_authorization())
 
-    def reward(self, responses: Responses) -> RewardOutput:
-        """Compute the rewards of B responses. Servers get them as part of the queries.
+    def reward(self, samples: Responses) -> RewardOutput:
+        """Compute the rewards of B samples. Servers get them as part of the queries.
 
         Raises:
             RefusedError: a server gave a reply that a new try would not change.
             RewardError: all tries failed.
         """
-        queries, prompts, labels, _, _ = responses
+        queries, prompts, labels, _, _ = samples
         count = len(queries)
         size = self._settings.url_batch_size
         todo: queue.SimpleQueue[tuple[range, bytes]] = queue.SimpleQueue()

@@ -37,9 +37,9 @@ NAMED_BY: dict[str, list[str]] = {
     "weights_broadcast": [*("grpo", "rollout.weight_sync=broadcast", "placement.colocate=false", "assume_devices=1x2")],
     "weights_ipc": ["grpo", "rollout.weight_sync=ipc", "assume_devices=1x1"],
 }
-"""Plug-in -> recipe and options that name it. A plug-in without an entry is used where it is there."""
+"""Plug-in -> recipe and options that name it. A plug-in without an entry is used if its folder exists."""
 ANSWER = {"openrlhf": "unknown option"}
-"""Part of the message, where it is not that the plug-in is missing."""
+"""Plug-in -> part of the message, if it is not the message about a missing plug-in."""
 
 
 def tree_without(plugin: str, folder: Path) -> Path:
@@ -51,14 +51,14 @@ def tree_without(plugin: str, folder: Path) -> Path:
 
 
 def run_in(tree: Path, *words: str, text: str = "") -> subprocess.CompletedProcess[str]:
-    """Run Python with the tree in the place of this one."""
+    """Run Python with the tree instead of this one on the import path."""
     env = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *words]
     return subprocess.run(command, cwd=tree, env=env, input=text, capture_output=True, text=True, timeout=900)
 
 
 def own_options(folder: Path) -> dict[str, list[str]]:
-    """Options by recipe for a model and data of the user's own, which are written into the folder."""
+    """Return options by recipe for a model and data of the user, which are written into the folder."""
     model = write_policy(folder / "policy")
     rows = [{"input": f"{n} + 1 =", "label": str(n + 1)} for n in range(64)]
     pairs = [{"prompt": row["input"], "response": row["label"]} for row in rows]
@@ -77,17 +77,17 @@ def own_options(folder: Path) -> dict[str, list[str]]:
 
 def check_deleted(plugin: str, folder: Path) -> Path:
     """Check a tree without the plug-in, and return it."""
-    own = own_options(folder)
-    plans = {recipe: [recipe, *options] for recipe, options in own.items()}
+    options = own_options(folder)
+    plans = {recipe: [recipe, *options] for recipe, options in options.items()}
     if plugin in NAMED_BY:
         recipe, *options = NAMED_BY[plugin]
-        plans["named"] = [recipe, *own[recipe], *options]
+        plans["named"] = [recipe, *options[recipe], *options]
     tree = tree_without(plugin, folder / "tree")
     done = run_in(tree, str(Path(__file__).with_name("deleted.py")), text=json.dumps({"plans": plans}))
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert result["faults"] == []
-    assert {recipe: result["plans"][recipe] for recipe in own if result["plans"][recipe][0]} == {}
+    assert {recipe: result["plans"][recipe] for recipe in options if result["plans"][recipe][0]} == {}
     if plugin in NAMED_BY:
         code, error = result["plans"]["named"]
         assert (code, error.count("\n")) == (2, 1), error

@@ -1,4 +1,4 @@
-"""A package of somebody else brings a scorer by an entry point."""
+"""A scorer of another package, provided by an entry point."""
 
 import json
 import os
@@ -32,7 +32,7 @@ OPTIONS = """data.path=task:sort data.max_prompt_tokens=16 prompts_per_step=2 sa
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of the package, which this process finds."""
+    """Return the folder of the package, which this process can import."""
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -50,7 +50,8 @@ def test_help_and_the_error_of_an_unknown_scorer_list_its_name(installed: Path) 
 
 
 def test_a_run_uses_the_scorer(installed: Path) -> None:
-    model, run_dir = write_untrained(installed / "model"), installed / "run"
+    model = write_untrained(installed / "model")
+    run_dir = installed / "run"
     done = subprocess.run(
         [sys.executable, "-m", "recipes.grpo.main", f"model.path={model}", f"run_dir={run_dir}", *OPTIONS.split()],
         cwd=ROOT,

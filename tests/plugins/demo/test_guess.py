@@ -1,4 +1,4 @@
-"""The guessing game: halving wins it, and nonsense costs a turn."""
+"""The guessing game: bisection wins, and an invalid guess costs a turn."""
 
 from __future__ import annotations
 

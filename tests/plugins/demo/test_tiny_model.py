@@ -1,4 +1,4 @@
-"""The tokenizer of characters and the tiny model, made and loaded again."""
+"""Character and byte-pair tokenizers and the tiny model, created, saved and loaded."""
 
 import hashlib
 import json

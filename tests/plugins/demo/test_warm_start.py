@@ -1,4 +1,4 @@
-"""Warm starts: made once, found by content, whole or absent."""
+"""Warm starts: trained once, cached by content, and complete or absent."""
 
 import json
 import os
@@ -32,15 +32,18 @@ SHORT = WarmStartSettings(steps=3, batch_size=8)
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where warm starts are kept, empty."""
+    """Return an empty cache folder."""
     monkeypatch.setenv("TROUPE_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A short warm start, asked for by a process that looks like a rank of a job, and its progress."""
-    cache, lines = tmp_path_factory.mktemp("cache"), []
+    """Return the folder of a short warm start, requested by a process that looks like a rank of a job, and its
+    progress.
+    """
+    cache = tmp_path_factory.mktemp("cache")
+    lines = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORLD_SIZE", "2")
         patch.setenv("RANK", "1")
@@ -98,7 +101,8 @@ def test_the_command_line_ends_with_the_path_and_makes_the_same_weights(
 
 
 def test_defaults_come_from_the_task_and_set_values_override_them() -> None:
-    sort, word = WarmStartSettings(), WarmStartSettings(task="word", steps=7)
+    sort = WarmStartSettings()
+    word = WarmStartSettings(task="word", steps=7)
     assert (sort.steps, sort.batch_size) == (150, 128)
     assert (word.steps, word.batch_size) == (7, 32)
 
@@ -185,7 +189,7 @@ def test_a_model_name_other_than_a_warm_start_stays_unchanged() -> None:
 
 
 def responses(folder: Path, task: Task, temperature: float, count: int) -> list[tuple[str, str]]:
-    """One response to each of the first held-out prompts, with its label."""
+    """Return one response to each of the first held-out prompts, with its label."""
     from components.generate.config import SamplingConfig
     from components.generate.hf_engine import HFRolloutEngine
 

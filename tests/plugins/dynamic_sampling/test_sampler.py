@@ -1,4 +1,4 @@
-"""Rounds of dynamic sampling against data that are long, short, or hold nothing worth keeping."""
+"""Rounds of dynamic sampling over long data, short data, and data without any prompt that passes."""
 
 import re
 from collections.abc import Callable
@@ -16,8 +16,9 @@ from tests.messages import says
 
 
 class Steps:
-    """A run over prompts 0, 1, 2, ..., gone through `passes` times, of which those teach something that `teaches`
-    says: of `responses` to each the first is right there, and elsewhere all are.
+    """A run with `passes` passes over the prompts 0, 1, 2, ...
+
+    If `teaches` returns True for a prompt, only the first of its `responses` scores 1. Otherwise all of them do.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class Steps:
         self.teaches = teaches
         self.responses = responses
         self.asked: list[int] = []
-        """The prompts of each round."""
+        """Number of prompts of each round."""
         self.failing: set[int] = set()
         """Prompts whose last response has no reward."""
         self.stop_after: int | None = None
@@ -50,28 +51,28 @@ class Steps:
         )
 
     def response(self, count: int) -> Batch:
-        """Scored responses to the next so many prompts."""
+        """Return scored responses to the next `count` prompts."""
         self.asked.append(count)
-        asked = self.prompts.take(count).repeat(self.responses)
-        taught_B = torch.tensor([self.teaches(i) for i in asked["prompt_id"].tolist()])
+        requested = self.prompts.take(count).repeat(self.responses)
+        taught_B = torch.tensor([self.teaches(i) for i in requested["prompt_id"].tolist()])
         is_first_B = torch.arange(self.responses).repeat(count) == 0
-        fails_B = torch.tensor([i in self.failing for i in asked["prompt_id"].tolist()])
+        fails_B = torch.tensor([i in self.failing for i in requested["prompt_id"].tolist()])
         failed_B = fails_B & (torch.arange(self.responses).repeat(count) == self.responses - 1)
-        return asked.with_sequences(score=(is_first_B | ~taught_B).float()).select(~failed_B)
+        return requested.with_sequences(score=(is_first_B | ~taught_B).float()).select(~failed_B)
 
-    def batch(self, wanted: int) -> Batch | None:
-        return self.filter.fill(1, wanted, self.response)
+    def batch(self, count: int) -> Batch | None:
+        return self.filter.fill(1, count, self.response)
 
-    def fill(self, step: int, wanted: int) -> list[int] | None:
-        """The prompts of a step, one for each response."""
-        batch = self.filter.fill(step, wanted, self.response)
+    def fill(self, step: int, count: int) -> list[int] | None:
+        """Return the prompt_id of each response of a step."""
+        batch = self.filter.fill(step, count, self.response)
         return None if batch is None else batch["prompt_id"].tolist()
 
     @property
     def counts(self) -> tuple[float, float]:
-        """Prompts that were tried for the last step, and the rounds that it took."""
-        found = self.filter.metrics
-        return found["rollout/filter_prompts_seen"], found["rollout/filter_rounds"]
+        """Number of prompts tried for the last step, and number of its rounds."""
+        metrics = self.filter.metrics
+        return metrics["rollout/filter_prompts_seen"], metrics["rollout/filter_rounds"]
 
 
 def test_filtered_prompts_are_replaced_until_the_step_is_full() -> None:
@@ -140,17 +141,17 @@ patterns = st.lists(st.booleans(), min_size=1, max_size=60)
 
 @given(patterns, st.integers(1, 20), st.integers(2, 4))
 @settings(max_examples=100, deadline=None)
-def test_every_accepted_group_is_returned_once_and_in_order(teaches: list[bool], wanted: int, responses: int) -> None:
+def test_every_accepted_group_is_returned_once_and_in_order(teaches: list[bool], count: int, responses: int) -> None:
     # One prompt after the other, until there are enough.
     slow: list[int] = []
     seen = 0
-    while len(slow) < wanted and seen < len(teaches):
+    while len(slow) < count and seen < len(teaches):
         if teaches[seen]:
             slow.append(seen)
         seen += 1
     steps = Steps(len(teaches), teaches=lambda i: teaches[i], responses=responses)
-    found = steps.fill(2, wanted)  # in the first step it is an error that there is none
-    assert found == ([i for i in slow for _ in range(responses)] or None)
+    kept = steps.fill(2, count)  # in the first step it is an error that there is none
+    assert kept == ([i for i in slow for _ in range(responses)] or None)
     assert steps.counts == (seen, len(steps.asked))
     assert steps.prompts.taken == sum(steps.asked) == seen
 
@@ -174,7 +175,7 @@ def test_the_last_step_takes_the_remaining_prompts_and_prints_it() -> None:
 def test_without_bounds_every_prompt_with_different_scores_passes() -> None:
     steps = Steps(bounds=(None, None))
     response = steps.response
-    steps.response = lambda count: (found := response(count)).with_sequences(score=found["score"] * 6 - 5)
+    steps.response = lambda count: (batch := response(count)).with_sequences(score=batch["score"] * 6 - 5)
     # Scores of 1 and -5, whose mean is no share of right responses.
     assert steps.fill(1, 3) == [1, 1, 3, 3, 5, 5]
     assert steps.fill(2, 3) == [7, 7]

@@ -1,4 +1,4 @@
-"""Attention of one new token per row, and the tokens that an engine draws with and without it."""
+"""Attention of one new token per row, and the tokens that an engine samples with and without it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The live view: what a frame holds, how it is drawn, and a run on a terminal."""
+"""The live view: contents of a frame, drawing, and a run on a terminal."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from tests.training.terminal import terminal_roles
 screen._LAST_FRAME_WITHIN_S = {PATIENCE_S}
 sys.exit(terminal_roles.main(*sys.argv[1:]))
 """
-"""A run whose last frame is drawn however busy the machine is."""
+"""Program that runs the view and draws its last frame even on a busy machine."""
 
 
 class Clock:
-    """A clock that a test moves."""
+    """Clock that a test advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -62,7 +62,7 @@ def shown(view: RunView, width: int = 79, height: int = 23) -> list[str]:
 
 
 def role_line(view: RunView, role: str) -> tuple[str, list[str]]:
-    """The line of a role, and the styles in it."""
+    """Return the line of a role, and the styles in it."""
     (line,) = [line for line in view.frame(100, 40) if line.plain.startswith(role)]
     return " ".join(line.plain.split()), [str(span.style) for span in line.spans]
 
@@ -209,8 +209,10 @@ def test_events_of_user_code_are_ignored() -> None:
 
 
 def on_screen(written: str) -> list[str]:
-    """What stands on a terminal, of lines that fit, which knows what a screen writes."""
-    lines, row, column = [""], 0, 0
+    """Return the lines on a terminal that interprets the escape sequences of `Screen`. Lines must fit its width."""
+    lines = [""]
+    row = 0
+    column = 0
     for part in re.split(r"(\x1b\[[0-9;?]*[A-Za-z]|\r|\n)", written):
         if part == "\n":
             row += 1
@@ -234,7 +236,7 @@ def resize(terminal: int, columns: int, rows: int) -> None:
 
 @pytest.fixture
 def glass(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, int]]:
-    """Both ends of a terminal: (what a person sees, what a program writes to); the last frame may take its time."""
+    """Yield both ends of a terminal: (output for the user, input from the program). The last frame has no deadline."""
     monkeypatch.setattr(screen, "_LAST_FRAME_WITHIN_S", PATIENCE_S)
     person, program = pty.openpty()
     resize(program, 80, 24)
@@ -243,18 +245,18 @@ def glass(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, int]]:
 
 
 def read_on(person: int, so_far: str = "", until_text: str | None = None) -> str:
-    """What was written until a text has come; until the other end is closed, without."""
+    """Read output until a text appears, or without one until the other end is closed. Return all output."""
     deadline = time.monotonic() + PATIENCE_S
     while until_text is None or until_text not in so_far:
         assert time.monotonic() < deadline, so_far
         if select.select([person], [], [], 1.0)[0]:
             try:
-                found = os.read(person, 65536)
+                part = os.read(person, 65536)
             except OSError:
-                found = b""
-            if not found:
+                part = b""
+            if not part:
                 return so_far
-            so_far += found.decode(errors="replace")
+            so_far += part.decode(errors="replace")
     return so_far
 
 

@@ -40,7 +40,7 @@ class Plain(NamedTuple):
 
 @pytest.fixture(scope="module")
 def plain(runs: Runs, tied_model: Path) -> Plain:
-    """The same training written out with torch and peft alone, from the first adapters of the engines."""
+    """Train with plain torch and peft, from the initial adapters of the engines."""
     config = LoraConfig(r=options.RANK, lora_alpha=int(options.ALPHA), target_modules="all-linear")
     model = get_peft_model(load_policy(tied_model), config)
     named = {name.removeprefix("base_model.model."): p for name, p in model.named_parameters() if p.requires_grad}
@@ -67,7 +67,7 @@ def plain(runs: Runs, tied_model: Path) -> Plain:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("case", FLOAT32)
 def test_adapters_train_as_with_plain_torch_and_peft(runs: Runs, plain: Plain, world_size: int, case: str) -> None:
-    """Whatever the engine, the stage, the number of ranks, and whether activations are kept."""
+    """Holds for each engine, ZeRO stage and number of ranks, with and without activation checkpointing."""
     record = runs.lora(world_size)[0][case]
     assert [metrics["loss"] for metrics in record["metrics"]] == pytest.approx(plain.losses, rel=2e-5)
     assert record["last"].keys() == plain.adapters.keys()
@@ -165,7 +165,8 @@ def test_resumed_training_of_adapters_is_bit_equal(runs: Runs, world_size: int, 
 @pytest.mark.full
 @pytest.mark.parametrize(("saved", "loaded"), options.CROSSED)
 def test_one_rank_of_another_engine_resumes_from_a_checkpoint_of_two(runs: Runs, saved: str, loaded: str) -> None:
-    record, before = runs.crossed()[f"{saved}-{loaded}"], runs.resumed(2)[0][saved]
+    record = runs.crossed()[f"{saved}-{loaded}"]
+    before = runs.resumed(2)[0][saved]
     assert same_bits(record["loaded"], before["saved"]["masters"])
     assert re.findall(r"\d+", record["inexact"][0]) == ["2", "1"]
     if "lora_dropout" not in options.RESUMED[saved] | options.RESUMED[loaded]:
@@ -175,12 +176,12 @@ def test_one_rank_of_another_engine_resumes_from_a_checkpoint_of_two(runs: Runs,
 
 def test_a_state_of_other_adapters_or_of_another_model_is_refused(runs: Runs) -> None:
     messages = runs.refused()
-    own = "lora_rank=4, lora_alpha=8.0, lora_target_modules=all-linear"
-    assert re.search(f"(?=.*zero-0).*{own}.*lora_rank=0", messages["without"])
-    assert re.search(f"(?=.*plain).*lora_rank=0.*{own}", messages["of_none"])
-    assert re.search(f"(?=.*zero-0).*{own}.*lora_rank=3", messages["other_rank"])
+    saved_settings = "lora_rank=4, lora_alpha=8.0, lora_target_modules=all-linear"
+    assert re.search(f"(?=.*zero-0).*{saved_settings}.*lora_rank=0", messages["without"])
+    assert re.search(f"(?=.*plain).*lora_rank=0.*{saved_settings}", messages["of_none"])
+    assert re.search(f"(?=.*zero-0).*{saved_settings}.*lora_rank=3", messages["other_rank"])
     assert re.search(
-        f"{own}.*lora_rank=4, lora_alpha=8.0, lora_target_modules=q_proj, v_proj", messages["other_targets"]
+        f"{saved_settings}.*lora_rank=4, lora_alpha=8.0, lora_target_modules=q_proj, v_proj", messages["other_targets"]
     )
     assert "zero-0" in messages["other_weights"]
     assert "lora_" not in messages["other_weights"]
@@ -192,7 +193,8 @@ def test_the_moving_average_covers_the_adapters_and_its_export_is_merged(
     runs: Runs, tied_model: Path, world_size: int, case: str
 ) -> None:
     record = runs.resumed(world_size)[0][case]
-    before, last = record["saved"], record["on"]
+    before = record["saved"]
+    last = record["on"]
     for name, tensor in last["average"].items():
         # ema_beta = 0.5
         expected = (before["average"][name] + last["masters"][name]) / 2

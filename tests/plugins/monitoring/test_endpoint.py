@@ -1,4 +1,4 @@
-"""The monitoring endpoint: what it serves, to whom, and what is refused before a run starts."""
+"""The monitoring endpoint: responses, access control, and options that are refused before a run starts."""
 
 import json
 import socket
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def get(url: str, token: str = "") -> tuple[int, str]:
-    """Status and body of a response."""
+    """Return status and body of a response."""
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
     try:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=30) as response:
@@ -36,7 +36,7 @@ def get(url: str, token: str = "") -> tuple[int, str]:
 
 
 def running_state() -> RunState:
-    """The state of a run in its third step, whose rollout lost a process."""
+    """Return the state of a run in its third step, in which ROLLOUT has lost a process."""
     state = RunState("grpo", {"TRAINER": 1, "ACTOR": 2, "ROLLOUT": 1})
     now = time.time()
     for event in (
@@ -63,7 +63,8 @@ def test_the_state_has_step_metrics_phase_and_roles() -> None:
     assert state["phase"]["name"] == "train"
     assert 2 <= state["phase"]["seconds"] < 60
     assert state["phase_seconds"] == {"generate": 6.5}
-    actor, rollout = state["roles"]["ACTOR"], state["roles"]["ROLLOUT"]
+    actor = state["roles"]["ACTOR"]
+    rollout = state["roles"]["ROLLOUT"]
     assert (actor["workers"], [(call["rank"], call["method"]) for call in actor["calls"]]) == (2, [(1, "update")])
     # The call of the lost process has ended with it.
     assert (rollout["lost"], rollout["calls"]) == (1, [])
@@ -102,7 +103,7 @@ def test_the_official_client_parses_the_prometheus_text() -> None:
 
 @pytest.fixture
 def endpoint() -> Iterator[MetricsEndpoint]:
-    """An endpoint at a free port of the loopback interface."""
+    """Yield an endpoint at a free port of the loopback interface."""
     served = MetricsEndpoint(running_state(), "127.0.0.1", 0)
     yield served
     served.close()

@@ -1,4 +1,4 @@
-"""Prompts that are under way on several engines: engines that are told after which round each prompt is done.
+"""Prompts in generation on several engines. A test sets the number of rounds after which an engine finishes a prompt.
 
 A prompt is one token, its own id. A response is that token, and the version of the weights that began it.
 """
@@ -21,18 +21,18 @@ SAMPLES = 2
 
 @dataclass
 class Engines:
-    """Each finishes what it runs after so many rounds of `collect`; one that was replaced knows nothing any more."""
+    """Engines that finish a prompt after a given number of `collect` rounds. A replaced engine has no prompts."""
 
     count: int = 2
     rounds: Mapping[int, int] = field(default_factory=dict)
-    """How many rounds a prompt takes, by its id; 1 where nothing is said."""
+    """prompt_id -> number of rounds until the prompt is finished. Default: 1."""
     version: int = 0
     taken: int = 0
     said: list[str] = field(default_factory=list)
     begun: list[tuple[int, int, int]] = field(default_factory=list)
     """Engine, prompt and step, in the order in which they were begun."""
     playing: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)
-    """By engine and prompt: rounds that are left, and the version at the beginning."""
+    """Engine -> prompt_id -> remaining rounds, and the version of the weights at the beginning."""
     stop: bool = False
 
     def take(self, count: int) -> Batch:
@@ -50,15 +50,15 @@ class Engines:
 
     def collect(self, seconds: float) -> list[Collected]:
         assert 0 < seconds < 1
-        found = []
+        collected = []
         for engine in range(self.count):
-            own = self.playing.setdefault(engine, {})
-            own.update({key: (rounds - 1, version) for key, (rounds, version) in own.items()})
-            done = {key: version for key, (rounds, version) in own.items() if rounds <= 0}
+            playing = self.playing.setdefault(engine, {})
+            playing.update({key: (rounds - 1, version) for key, (rounds, version) in playing.items()})
+            done = {key: version for key, (rounds, version) in playing.items() if rounds <= 0}
             for key in done:
-                del own[key]
-            found.append(Collected(responses(done) if done else None, list(own)))
-        return found
+                del playing[key]
+            collected.append(Collected(responses(done) if done else None, list(playing)))
+        return collected
 
     def groups(self, in_flight: int, most_stale: int) -> PartialRolloutBuffer:
         return PartialRolloutBuffer(
@@ -77,8 +77,8 @@ class Engines:
 
 def responses(done: Mapping[int, int]) -> Batch:
     keys = [key for key in done for _ in range(SAMPLES)]
-    own = {"prompt_id": torch.tensor(keys), "weight_version": torch.tensor([done[key] for key in keys])}
-    return Batch.from_rows({"tokens": [[key] for key in keys]}, own, {"label": [str(key) for key in keys]})
+    columns = {"prompt_id": torch.tensor(keys), "weight_version": torch.tensor([done[key] for key in keys])}
+    return Batch.from_rows({"tokens": [[key] for key in keys]}, columns, {"label": [str(key) for key in keys]})
 
 
 def ids(batch: Batch | None) -> list[int]:
@@ -144,7 +144,8 @@ def test_groups_of_a_replaced_engine_restart_with_their_random_numbers_and_a_mes
     groups = engines.groups(in_flight=4, most_stale=3)
     assert ids(groups.fill(1, 2, 6)) == [1, 3]
     engines.playing[0].clear()
-    engines.version, engines.rounds = 2, {}
+    engines.version = 2
+    engines.rounds = {}
     assert ids(groups.fill(3, 2, 4)) == [4, 5]
     assert groups.metrics["rollout/restarted_groups"] == 2
     assert engines.said == ["engine 0 has lost 2 prompts in generation; they are begun again"]
@@ -207,10 +208,12 @@ def test_a_resumed_run_respects_a_lower_limit_of_prompts_in_flight() -> None:
 def test_each_prompt_is_trained_on_once_within_the_staleness_limit_despite_failures(
     data: st.DataObject,
 ) -> None:
-    steps, wanted, most_ahead = 5, 3, data.draw(st.integers(1, 2))
-    in_flight = data.draw(st.integers(wanted, 2 * wanted))
+    steps = 5
+    count = 3
+    most_ahead = data.draw(st.integers(1, 2))
+    in_flight = data.draw(st.integers(count, 2 * count))
     most_stale = most_ahead + 1
-    slow = {key: data.draw(st.integers(1, 12)) for key in range(steps * wanted)}
+    slow = {key: data.draw(st.integers(1, 12)) for key in range(steps * count)}
     states: dict[str, Any] = {"stream": {"step": 0}, "groups": {}, "prompts": {"taken": 0}}
     trained: list[int] = []
     while (done := states["stream"]["step"]) < steps:
@@ -224,7 +227,7 @@ def test_each_prompt_is_trained_on_once_within_the_staleness_limit_despite_failu
         ) -> Any:
             if step in lost:
                 engines.playing.get(step % 2, {}).clear()
-            return groups.fill(step, wanted, (steps - step + 1) * wanted)
+            return groups.fill(step, count, (steps - step + 1) * count)
 
         sources = {"groups": groups, "prompts": Taken(engines)}
         stream = RolloutQueue(generate, steps, most_ahead, sources=sources)
@@ -239,12 +242,12 @@ def test_each_prompt_is_trained_on_once_within_the_staleness_limit_despite_failu
             if stream.step == killed:
                 states = stream.states()
                 break
-    assert sorted(trained) == list(range(steps * wanted))
+    assert sorted(trained) == list(range(steps * count))
 
 
 @dataclass
 class Taken:
-    """Where the prompts of some engines are."""
+    """Position in the prompts of some engines, as state of a run."""
 
     engines: Engines
 

@@ -1,4 +1,4 @@
-"""What ranks send each other in an optimizer step, worked by hand."""
+"""Bytes that ranks send to each other in an optimizer step, compared with calculations by hand."""
 
 from dataclasses import replace
 from typing import Any
@@ -44,20 +44,21 @@ def test_context_parallel_ranks_exchange_heads_in_both_directions() -> None:
     assert sent(DENSE, 2, tokens=100, context=2)["context"] == 100 * numbers * 4
     # Each of 4 ranks needs a key head, of which there are two: each is sent twice. And once more to recompute.
     numbers = 3 * 2 * (16 + 16 + 16 + 16) * 3 // 4
-    found = sent(DENSE, 4, tokens=100, context=4, precision="bf16", gradient_checkpointing=True)
-    assert found["context"] == 100 * numbers * 2
+    sent_by_axis = sent(DENSE, 4, tokens=100, context=4, precision="bf16", gradient_checkpointing=True)
+    assert sent_by_axis["context"] == 100 * numbers * 2
 
 
 def test_tensor_parallel_ranks_reduce_states_and_gather_their_shards() -> None:
-    found = sent(DENSE, 4, tokens=100, tensor=2)
+    sent_by_axis = sent(DENSE, 4, tokens=100, tensor=2)
     part = DENSE.cut(2)
-    assert found["data"] == sent(part, 2)["data"]
+    assert sent_by_axis["data"] == sent(part, 2)["data"]
     # 8 numbers in an all-reduce of two, after attention and MLP; two layers, forward and back.
-    assert found["tensor"] == 100 * 2 * 2 * 2 * 8 * 4
+    assert sent_by_axis["tensor"] == 100 * 2 * 2 * 2 * 8 * 4
 
 
 def test_expert_parallel_ranks_exchange_states_and_gather_fewer_experts() -> None:
-    alone, shared = sent(MIXTURE, 4), sent(MIXTURE, 4, tokens=100, expert=2)
+    alone = sent(MIXTURE, 4)
+    shared = sent(MIXTURE, 4, tokens=100, expert=2)
     assert alone == {"data": 4 * (2 * 1880 + 80 + 1960) * 3 // 4}
     # 960 numbers are experts': half of them on two ranks each, of which another has a half.
     other = (2 * 920 + 80 + 1000) * 3 // 4

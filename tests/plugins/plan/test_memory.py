@@ -1,4 +1,6 @@
-"""What models take, worked by hand: their sizes, training, frozen models, engines, and phases of a shared device."""
+"""Memory of models, compared with calculations by hand: sizes, training, frozen models, engines, and phases of a
+device.
+"""
 
 import json
 from pathlib import Path
@@ -40,9 +42,14 @@ def test_parameters_of_published_models_follow_from_their_config(tmp_path: Path)
     assert (size.parameters, size.head) == (70_553_706_496, 1_050_673_152)
     small = {"model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14}
     small |= {"num_key_value_heads": 2, "intermediate_size": 4864, "vocab_size": 151936, "tie_word_embeddings": True}
-    found = model_size(folder_of(tmp_path / "small", small))
-    assert found is not None
-    assert (found.parameters, found.head, found.queries, found.keys) == (494_032_768, 0, 896, 128)
+    size_of_config = model_size(folder_of(tmp_path / "small", small))
+    assert size_of_config is not None
+    assert (size_of_config.parameters, size_of_config.head, size_of_config.queries, size_of_config.keys) == (
+        494_032_768,
+        0,
+        896,
+        128,
+    )
 
 
 MIXTURE = {
@@ -79,8 +86,8 @@ def test_a_mixture_stores_all_experts_and_computes_with_some(monkeypatch: pytest
 
 def test_parameters_of_unknown_architectures_are_counted_from_file_headers(tmp_path: Path) -> None:
     shapes = {"embed.weight": [10, 4], "norm.weight": [4], "lm_head.weight": [10, 4]}
-    found = model_size(folder_of(tmp_path / "own", {"model_type": "own"}, model=shapes))
-    assert found == ModelSize(parameters=84, head=40)
+    counted = model_size(folder_of(tmp_path / "own", {"model_type": "own"}, model=shapes))
+    assert counted == ModelSize(parameters=84, head=40)
     # Of several files the index says which; without all of them only the config is left, which says nothing here.
     path = folder_of(tmp_path / "parts", {"model_type": "own"}, a={"x": [3, 5]}, b={"y": [2]})
     index = Path(path) / "model.safetensors.index.json"
@@ -201,7 +208,7 @@ def test_a_micro_batch_is_limited_by_the_token_budget_and_the_step() -> None:
     assert micro_batch_tokens(TrainConfig(max_tokens=1000), 100, 4) == 400
     assert micro_batch_tokens(TrainConfig(max_tokens=10**9, max_sequences=2), 100, 64) == 200
     assert micro_batch_tokens(TrainConfig(max_tokens=50), 100, 64) == 100  # a longer sequence stands alone
-    assert [steps_in_parts(TrainConfig(max_tokens=1000), 100, own) for own in (10, 11)] == [False, True]
+    assert [steps_in_parts(TrainConfig(max_tokens=1000), 100, sequences) for sequences in (10, 11)] == [False, True]
 
 
 # --- sampling
@@ -221,8 +228,8 @@ def test_vllm_uses_its_share_of_a_gpu_or_the_configured_memory_on_a_cpu() -> Non
     # Half of 80 GB has weights, a context, CUDA graphs and NCCL's buffers; of this architecture no more is known.
     assert (need.weights, need.cache) == (10 * GB, 40 * GB - 10 * GB - CONTEXT_BYTES - GRAPH_BYTES - NCCL_BYTES)
     assert sampling(size, shared, 1, 1, None, gpu=True).cache is None
-    told = sampling(size, VLLMRolloutConfig(cpu_cache_gb=2.0), 1, 1, None, gpu=False)
-    assert (told.weights, told.cache, told.base) == (40 * GB, 2 * 2**30, PROCESS_BYTES["vllm"])
+    estimate = sampling(size, VLLMRolloutConfig(cpu_cache_gb=2.0), 1, 1, None, gpu=False)
+    assert (estimate.weights, estimate.cache, estimate.base) == (40 * GB, 2 * 2**30, PROCESS_BYTES["vllm"])
 
 
 def test_the_vllm_cache_is_what_a_pass_leaves_and_must_hold_one_sequence() -> None:
@@ -262,12 +269,14 @@ def test_sleeping_roles_use_no_memory_while_others_work() -> None:
     actor = MemoryEstimate(weights=10, gradients=4, optimizer=20, passes=7, freed_gradients=4, sleeps=True, published=1)
     engine = MemoryEstimate(weights=5, cache=50, passes=3, sleeps=True, generates=True)
     reference = MemoryEstimate(weights=2, passes=9)
-    found = {phase.name: (phase.fixed_bytes, phase.transient_bytes) for phase in phases([actor, engine, reference])}
+    phase_bytes = {
+        phase.name: (phase.fixed_bytes, phase.transient_bytes) for phase in phases([actor, engine, reference])
+    }
     # The reference stays; gradients are let go of before the engine has its weights again, and a bucket travels.
-    assert found == {"generation": (57, 3), "training": (36, 9), "weight sync": (37, 2 * BUCKET_BYTES)}
+    assert phase_bytes == {"generation": (57, 3), "training": (36, 9), "weight sync": (37, 2 * BUCKET_BYTES)}
     awake = MemoryEstimate(weights=5, cache=50, passes=3, generates=True)
-    found = {phase.name: phase.fixed_bytes for phase in phases([actor, awake, reference])}
-    assert found == {"generation": 57, "training": 91, "weight sync": 87}
+    phase_bytes = {phase.name: phase.fixed_bytes for phase in phases([actor, awake, reference])}
+    assert phase_bytes == {"generation": 57, "training": 91, "weight sync": 87}
     assert [phase.name for phase in phases([actor])] == ["work"]
 
 

@@ -1,4 +1,4 @@
-"""The plan that every recipe shows before it starts."""
+"""The plan that every recipe prints before it starts."""
 
 import json
 import re
@@ -80,7 +80,7 @@ def test_roles_on_one_gpu_add_fixed_memory_and_share_transient_memory() -> None:
 
 
 def options_in(error: pytest.ExceptionInfo[ValueError]) -> list[str]:
-    """What a message names to be set, in its order."""
+    """Return the options that a message names, in their order."""
     return re.findall(r"\b(?:train|rollout|placement)\.\w+(?:=\w+)?", str(error.value))
 
 
@@ -130,7 +130,7 @@ def test_a_gpu_share_smaller_than_an_engines_weights_is_refused() -> None:
 
 
 def gpus(path: Path, monkeypatch: pytest.MonkeyPatch, *mebibytes: int) -> None:
-    """An nvidia-smi that shows GPUs of these sizes, or the first of them where some are chosen by name."""
+    """Install an nvidia-smi that prints GPUs of these sizes, or only the first one if GPUs are selected by name."""
     sizes = " ".join(map(str, mebibytes))
     responses = f'case $1 in --id=*) echo {mebibytes[0]};; *) printf "%s\\n" {sizes};; esac'
     (path / "nvidia-smi").write_text(f"#!/bin/sh\n{responses}\n")
@@ -153,8 +153,8 @@ def test_a_small_gpu_is_refused_and_unknown_host_memory_only_gets_a_verdict() ->
     plan = plan_of({"ACTOR": learner(host=60 * GB)}, device=None)
     plan.run.capacity = Capacity(100 * GB, None, is_guess=True)
     plan.check()
-    told = text_of(plan)
-    assert re.search(says("too much", "other machines", "like this one"), told)
+    text = text_of(plan)
+    assert re.search(says("too much", "other machines", "like this one"), text)
     assert plan.verdicts() == ["too much"]
     plan.run.capacity = Capacity(200 * GB, 39 * GB, is_guess=True)
     with pytest.raises(ValueError, match=says("a GPU of ACTOR", "39 GB")):
@@ -178,7 +178,8 @@ def test_memory_of_different_gpus_is_known_only_for_unambiguous_names(
 
 def test_data_with_held_out_rows_only_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.jsonl").write_text('{"chosen": "a", "rejected": "b"}\n' * 20)
-    main, shown = import_module("recipes.dpo.main").main, list[str]()
+    main = import_module("recipes.dpo.main").main
+    shown = list[str]()
     for held in (256, 4):
         options = ["model.path=p", f"data.path={tmp_path}/a.jsonl", f"evaluation.held_out={held}", "train.batch_size=8"]
         assert main([*options, "train.epochs=3", "--dry_run"]) == (2 if held == 256 else 0)
@@ -190,15 +191,16 @@ def test_data_with_held_out_rows_only_is_refused(tmp_path: Path, capsys: pytest.
 
 
 def test_format_bytes_has_two_or_three_digits() -> None:
-    found = [format_bytes(count) for count in (None, 0, 82_000, 1_640_000, 402_000_000, 999_600_000, 1_347 * GB)]
-    assert found == ["?", "-", "82 kB", "1.6 MB", "402 MB", "1 GB", "1,347 GB"]
+    formatted = [format_bytes(count) for count in (None, 0, 82_000, 1_640_000, 402_000_000, 999_600_000, 1_347 * GB)]
+    assert formatted == ["?", "-", "82 kB", "1.6 MB", "402 MB", "1 GB", "1,347 GB"]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_shows_its_plan_as_a_table_and_as_json(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert import_module(f"recipes.{recipe}.main").main(["--dry_run", "seed=7", "run_dir=x"]) == 0
     shown = capsys.readouterr()
-    plan, lines = json.loads(shown.out), shown.err.splitlines()
+    plan = json.loads(shown.out)
+    lines = shown.err.splitlines()
     assert (plan["changed"]["seed"], "run_dir" in plan["changed"], "dry_run" in plan["changed"]) == (7, False, False)
     assert "steps of" in plan["arithmetic"]
     assert {row["role"] for row in plan["memory"]} == set(plan["placement"]["processes"])
@@ -230,15 +232,15 @@ def test_a_model_too_large_for_any_machine_is_refused_before_the_start(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("plugins.plan.capacity.Capacity.here", lambda *_: Capacity(machine=512 * GB))
     path = folder_of(tmp_path / "large", LARGE)
-    given = [option.format(path) for option in options]
+    arguments = [option.format(path) for option in options]
     main = import_module(f"recipes.{recipe}.main").main
-    assert main([*given, f"run_dir={tmp_path}/run"]) == 2
+    assert main([*arguments, f"run_dir={tmp_path}/run"]) == 2
     *table, error = capsys.readouterr().err.splitlines()
     assert sum(f"{recipe}: memory" in line for line in table) == 1  # what the refusal is about
     assert re.search(says(f"{recipe}: ", "machine", "512 GB"), error)
     assert ("gradients 282 GB" in error, "cache" in error) == (True, False)
     assert not (tmp_path / "run").exists()
-    assert main([*given, "--print_config"]) == 0
+    assert main([*arguments, "--print_config"]) == 0
 
 
 @pytest.mark.parametrize(("layout", "verdict"), [("whole", "maybe too much"), ("sharded", "fits")])
@@ -246,12 +248,12 @@ def test_a_large_reference_model_gets_the_advice_to_be_sharded(
     layout: str, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = folder_of(tmp_path / "large", LARGE)
-    given = f"""
+    arguments = f"""
         model.path={path} data.path=task:sort algorithm.kl_coef=0.1 placement.nodes=4 placement.colocate=false
         train.engine=fsdp train.zero_stage=3 train.adam_offload=true rollout.engine=hf run_dir={tmp_path}/run
         dry_run=true assume_devices=8x4x144GB placement.frozen_models={layout}
     """
-    assert import_module("recipes.grpo.main").main(given.split()) == 0
+    assert import_module("recipes.grpo.main").main(arguments.split()) == 0
     shown = capsys.readouterr()
     # 141 GB of bfloat16 weights, and over 8 ranks 18 GB.
     (need,) = [each for each in json.loads(shown.out)["memory"] if each["role"] == "REFERENCE"]

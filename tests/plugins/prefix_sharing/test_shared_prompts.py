@@ -1,4 +1,6 @@
-"""B sequences, N all their tokens end to end, U tokens of the row that has what they share once."""
+"""Shared prompts. Legend: B sequences, N tokens of all of them end to end, U tokens of the row with each prefix
+once.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +33,8 @@ from tests.components.helpers import shared_cases
 from tests.components.helpers.ranks import run_ranks
 from tests.components.models.packing.test_packed_model import CONFIGS
 
-P, Q = [2, 3, 4, 5], [9, 8, 7, 6]
+P = [2, 3, 4, 5]
+Q = [9, 8, 7, 6]
 
 
 def batch_of(*rows: list[int]) -> Batch:
@@ -92,12 +95,12 @@ def test_every_token_is_a_query_once_and_attends_to_its_full_sequence() -> None:
     # shared.
     assert row.rectangles.shapes == [(2, 3, 6), (1, 30, 30), (1, 3, 3)]
     x_1HUD = torch.arange(38.0).view(1, 1, 38, 1).requires_grad_()
-    own, longest, shared = row.queries(x_1HUD)
-    assert own[0].flatten().tolist() == [5, 6, 7]
-    assert own[1].flatten().tolist()[:2] == [3, 4]
+    rest, longest, shared = row.queries(x_1HUD)
+    assert rest[0].flatten().tolist() == [5, 6, 7]
+    assert rest[1].flatten().tolist()[:2] == [3, 4]
     assert longest.flatten().tolist() == list(range(8, 38))
     assert shared.flatten().tolist() == [0, 1, 2]
-    assert row.from_rectangles([own, longest, shared]).flatten().tolist() == list(range(38))
+    assert row.from_rectangles([rest, longest, shared]).flatten().tolist() == list(range(38))
     seen, _, _ = row.keys(x_1HUD)
     assert seen[0].flatten().tolist() == [0, 1, 2, 5, 6, 7]
     assert seen[1].flatten().tolist()[:5] == [0, 1, 2, 3, 4]
@@ -130,7 +133,8 @@ def test_sequences_of_equal_length_form_a_rectangle_without_a_copy() -> None:
 
 def test_each_micro_batch_counts_a_prefix_once() -> None:
     # Run of four: 5 tokens, and 2, 3 and 4 more; then one of 6 alone.
-    lengths_B, runs = torch.tensor([5, 5, 6, 7, 6]), [Run([0, 1, 2, 3], 3), Run([4], 0)]
+    lengths_B = torch.tensor([5, 5, 6, 7, 6])
+    runs = [Run([0, 1, 2, 3], 3), Run([4], 0)]
     cuts = {20: [[0, 1, 2, 3, 4]], 19: [[0, 1, 2, 3], [4]], 14: [[0, 1, 2, 3], [4]], 13: [[0, 1, 2], [3, 4]]}
     for budget, expected in cuts.items():
         assert [part.tolist() for part in shared_micro_batches(lengths_B, runs, budget)] == expected
@@ -197,10 +201,10 @@ def test_log_probs_entropies_and_gradients_equal_those_of_separate_sequences(
     alone_2N = torch.cat([both(reference, batch.select([i])) for i in range(len(batch))], 1)
     torch.testing.assert_close(shared_2N, alone_2N, rtol=0, atol=1e-5)
     weight_2N = torch.randn(shared_2N.shape, generator=torch.Generator().manual_seed(0))
-    found, expected = (gradients(m, (x * weight_2N).sum()) for m, x in ((model, shared_2N), (reference, alone_2N)))
-    assert found.keys() == expected.keys()
+    actual, expected = (gradients(m, (x * weight_2N).sum()) for m, x in ((model, shared_2N), (reference, alone_2N)))
+    assert actual.keys() == expected.keys()
     for key in expected:
-        torch.testing.assert_close(found[key], expected[key], rtol=1e-5, atol=1e-5 * float(expected[key].abs().max()))
+        torch.testing.assert_close(actual[key], expected[key], rtol=1e-5, atol=1e-5 * float(expected[key].abs().max()))
 
 
 @pytest.mark.parametrize(("dtype", "apart"), [("float32", 1e-5), ("bfloat16", 0.05)])
@@ -215,7 +219,8 @@ def test_log_probs_of_groups_are_those_of_whole_sequences(tied_model: Path, dtyp
 
 def test_values_equal_those_of_separate_sequences(tied_model: Path) -> None:
     batch = shared_cases.groups(0, prompts=3, samples=3)
-    shared, plain = load_value_model(tied_model, packing=True).eval(), load_value_model(tied_model).eval()
+    shared = load_value_model(tied_model, packing=True).eval()
+    plain = load_value_model(tied_model).eval()
     assert isinstance(layout_of(shared), SharedPrompts)
     for compute in (token_values, state_values):
         alone_N = torch.cat([compute(plain, batch.select([i])) for i in range(len(batch))])
@@ -255,7 +260,7 @@ def test_micro_batches_follow_from_the_layout_of_the_model(tied_model: Path) -> 
 
 @pytest.fixture(scope="module")
 def record(tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two ranks recorded."""
+    """Return the records of two ranks."""
     return run_ranks(shared_cases.shared_and_whole, 2, tmp_path_factory.mktemp("shared"), str(tied_model))
 
 
@@ -263,15 +268,16 @@ def record(tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[d
 @pytest.mark.parametrize("case", shared_cases.CASES)
 def test_every_engine_learns_the_same_from_shared_prompts_on_two_ranks(record: list[dict[str, Any]], case: str) -> None:
     for rank in record:
-        found, expected = rank[f"{case}-shared"], rank[f"{case}-whole"]
+        actual = rank[f"{case}-shared"]
+        expected = rank[f"{case}-whole"]
         atol = 0.05 if case.startswith("bf16") else 1e-5
-        torch.testing.assert_close(found["before"], expected["before"], rtol=0, atol=atol)
-        torch.testing.assert_close(found["after"], expected["after"], rtol=0, atol=5 * atol)
-        for step, other in zip(found["metrics"], expected["metrics"], strict=True):
+        torch.testing.assert_close(actual["before"], expected["before"], rtol=0, atol=atol)
+        torch.testing.assert_close(actual["after"], expected["after"], rtol=0, atol=5 * atol)
+        for step, other in zip(actual["metrics"], expected["metrics"], strict=True):
             assert step["loss"] == pytest.approx(other["loss"], abs=atol)
             assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=5 * atol)
         for name, tensor in expected["weights"].items():
-            torch.testing.assert_close(found["weights"][name], tensor, rtol=0, atol=atol)
+            torch.testing.assert_close(actual["weights"][name], tensor, rtol=0, atol=atol)
     for kind in ("forward_tokens", "train_tokens"):
         computed = {way: sum(rank[f"{case}-{way}"][kind] for rank in record) for way in ("shared", "whole")}
         assert computed["shared"] < 0.6 * computed["whole"]

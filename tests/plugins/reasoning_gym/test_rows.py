@@ -1,6 +1,6 @@
-"""Tasks of reasoning-gym: what is drawn, and what their verifiers make of an answer.
+"""Tasks of reasoning-gym: drawing of questions, and scores of their verifiers.
 
-The package is imported by the tests that need it: the default tier runs without it.
+Tests that need the package import it themselves, because the default tier runs without it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tests.messages import says
 PROJECT = Path(__file__).resolve().parents[3]
 
 NO_STORED_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
-"""There are many right answers, and the task names none: only garbage can be tried."""
+"""Tasks with many correct answers and none in their labels, so that only garbage can be tested."""
 EASIER: dict[str, dict[str, Any]] = {
     # Only puzzles without a solution: it searches for one, and takes up to 20 s where there has to be one.
     "knight_swap": {"impossible_ratio": 1.0},
 }
-"""Settings of tasks that take too long for a question by their own."""
+"""Settings for tasks that take too long per question with their defaults."""
 
 SMALL = "chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
 
@@ -43,7 +43,7 @@ def inputs(rows: list[dict[str, Any]]) -> set[str]:
 
 
 def check_task(task: str) -> None:
-    """The right answer to a question of this task scores 1, and garbage 0."""
+    """Check that a correct answer to a question of this task scores 1, and garbage 0."""
     import reasoning_gym
 
     settings = EASIER.get(task, {})

@@ -1,4 +1,4 @@
-"""Reward servers that send nonsense, too much, or a little for ever: each ends as a RewardError with the URL."""
+"""Reward servers that send invalid, oversized or endless replies. Each raises a RewardError with the URL."""
 
 import gzip
 import json
@@ -19,7 +19,7 @@ from tests.messages import says
 
 TIMEOUT_S = 0.6
 PAUSE_S = 0.1
-"""Between two parts of what a server drips: less than any timeout between two of them."""
+"""Seconds between two parts of a slow reply. It is less than any timeout between two parts."""
 GUARD_S = 60
 Script = Callable[[], Iterable[bytes]]
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
@@ -27,7 +27,7 @@ RIGHT = json.dumps({"rewards": [1.0]}).encode()
 
 
 class RawServer:
-    """Sends what a script gives, whatever was requested, until the client hangs up."""
+    """Server that ignores the request and sends the output of a script until the client closes the connection."""
 
     def __init__(self, script: Script, host: str = "127.0.0.1") -> None:
         self._listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -60,7 +60,7 @@ class RawServer:
 
 
 def ask(script: Script, timeout_s: float = GUARD_S, tries: int = 1) -> RewardOutput:
-    """The reward of one response by a server with this script."""
+    """Return the reward of one response from a server with this script."""
     server = RawServer(script)
     settings = RewardSettings(url_timeout_s=timeout_s, url_tries=tries)
     try:
@@ -74,7 +74,7 @@ def ask(script: Script, timeout_s: float = GUARD_S, tries: int = 1) -> RewardOut
 
 
 def dripping(first: bytes, each: Callable[[int], bytes]) -> Script:
-    """Send `first`, and then a part now and then, without end."""
+    """Send `first`, and then parts at intervals, without end."""
 
     def script() -> Iterator[bytes]:
         yield first
@@ -86,7 +86,7 @@ def dripping(first: bytes, each: Callable[[int], bytes]) -> Script:
 
 
 def empty_block(_: int) -> bytes:
-    """A chunk with a block of gzip that holds nothing."""
+    """Return a chunk with an empty gzip block."""
     packer = zlib.compressobj(wbits=-15)
     block = packer.compress(b"") + packer.flush(zlib.Z_SYNC_FLUSH)
     return f"{len(block):x}\r\n".encode() + block + b"\r\n"
@@ -133,7 +133,7 @@ def test_a_flood_of_interim_responses_ends_at_the_deadline() -> None:
 
 
 def sent(body: bytes, *headers: str, status: str = "200 OK") -> Script:
-    """Send one whole response, as it is."""
+    """Send one complete response unchanged."""
     lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", *headers, "", ""]
     return lambda: ["\r\n".join(lines).encode("latin-1") + body]
 

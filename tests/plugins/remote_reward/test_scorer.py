@@ -1,4 +1,4 @@
-"""Rewards from HTTP servers: what is sent, what is tried again, and what is not."""
+"""Rewards from HTTP servers: requests, retries, and errors that are not retried."""
 
 import gzip
 import logging
@@ -19,7 +19,7 @@ from tests.components.helpers.reward_server import Answer, Handler, Request, Rew
 from tests.messages import says
 
 GUARD_S = 120
-"""After so many seconds a test that hangs continues, and fails."""
+"""Number of seconds after which a hanging test continues and fails."""
 Start = Callable[[Callable[[Request, int], Answer]], RewardServer]
 
 
@@ -38,7 +38,7 @@ def start() -> Iterator[Start]:
 
 
 def right(request: Request, number: int) -> Answer:
-    """The label is the reward."""
+    """Reply with the label of each response as its reward."""
     return 200, {"rewards": request["labels"]}, {}
 
 
@@ -48,13 +48,13 @@ def failing_first(times: int, status: int, headers: dict[str, str] | None = None
 
 @pytest.fixture
 def refused_url() -> Iterator[str]:
-    """A URL at which nobody listens."""
+    """Return a URL at which no server listens."""
     with closed_port() as port:
         yield f"http://127.0.0.1:{port}/score"
 
 
 def ask(urls: list[str], count: int, *, pause_s: float = 0.01, **settings: float) -> RewardOutput:
-    """Rewards of `count` answers whose labels are 0, 1, ..."""
+    """Return the rewards of `count` responses with the labels 0, 1, ..."""
     with RemoteReward(urls, RewardSettings(**settings), pause_s=pause_s) as reward:  # pyright: ignore[reportArgumentType]
         return reward([f"q{i}a{i}" for i in range(count)], [f"q{i}" for i in range(count)], list(range(count)))
 
@@ -95,7 +95,8 @@ def test_a_slow_server_gets_fewer_requests(start: Start) -> None:
             others_are_done.set()
         return right(request, number)
 
-    slow_one, quick_one = start(slow), start(quick)
+    slow_one = start(slow)
+    quick_one = start(quick)
     assert ask([slow_one.url, quick_one.url], 20, url_batch_size=1).reward_B.tolist() == [float(i) for i in range(20)]
     assert len(slow_one.requests) <= 1
     assert len(slow_one.requests) + len(quick_one.requests) == 20
@@ -243,7 +244,7 @@ def test_an_extra_log_missing_in_some_replies_is_nan_there(start: Start) -> None
 
 
 class TokenHandler(Handler):
-    """Answers whoever brings the token."""
+    """Reply only to requests with the token."""
 
     def do_POST(self) -> None:
         if self.headers["Authorization"] == "Bearer s3cret":

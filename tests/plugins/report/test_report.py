@@ -1,4 +1,4 @@
-"""A run's folder as the plain data of its report, whatever state it is in."""
+"""Data of the report from run folders in any state."""
 
 from __future__ import annotations
 
@@ -74,18 +74,18 @@ def test_the_outcome_is_a_sentence_and_curves_begin_with_the_initial_score(tmp_p
 def test_the_duration_of_a_run_includes_its_start_up_if_known(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", steps=2)
     summary = {"recipe": "grpo", "status": "finished", "seconds": {"to_first_step": 50.0}}
-    for more, told in (({}, "1 min 00 s"), ({"resumed_from": 1}, "30 s"), ({"attempts": 2}, "30 s")):
+    for more, expected in (({}, "1 min 00 s"), ({"resumed_from": 1}, "30 s"), ({"attempts": 2}, "30 s")):
         (run / "summary.json").write_text(json.dumps(summary | more))
         # The first event is at 0 s, step 1 ends at 20 s, the run at 30 s.
-        assert run_of(run)["outcome"].startswith(f"grpo finished 2 steps in {told}.")
+        assert run_of(run)["outcome"].startswith(f"grpo finished 2 steps in {expected}.")
 
 
 def test_time_between_starts_is_left_out_and_idle_shares_cover_the_training(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", steps=2)
-    found = (run / "events.jsonl").read_text()
+    events = (run / "events.jsonl").read_text()
     later = {"event": "job", "kind": "start", "time": 9000.0, "process": "", "text": "attempt 2"}
     call = {"event": "call", "role": "ACTOR", "rank": 0, "method": "update", "began": 9000.0, "seconds": 20.0}
-    (run / "events.jsonl").write_text(found + "".join(json.dumps(line) + "\n" for line in (later, call)))
+    (run / "events.jsonl").write_text(events + "".join(json.dumps(line) + "\n" for line in (later, call)))
     line = run_of(run)["timeline"]
     # 10 s before the first phase; 2 steps of 10 s; 20 s of the second start, in which only ACTOR works.
     assert (line["training"], line["end"], line["starts"]) == (10, 50, [0, 30])
@@ -134,15 +134,15 @@ def test_a_nonfinite_value_is_a_gap_and_an_incomplete_line_is_skipped(tmp_path: 
 def test_events_of_user_code_are_ignored(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", steps=2)
     known = run_of(run)
-    own = [
+    user_events = [
         {"event": "mine", "text": "hello"},
         {"event": "call", "role": "ACTOR", "began": 1020.0, "seconds": None},
         {"event": "step", "text": "without a number", "time": 1020.0},
         {"event": "alarm", "time": "noon"},
     ]
-    found = (run / "events.jsonl").read_text()
-    first, rest = found.split("\n", 1)
-    lines(run / "events.jsonl", own)
+    events = (run / "events.jsonl").read_text()
+    first, rest = events.split("\n", 1)
+    lines(run / "events.jsonl", user_events)
     odd = (run / "events.jsonl").read_text() + "[" * 100_000 + "\n"
     (run / "events.jsonl").write_text(f"{first}\n{odd}{rest}")
     assert run_of(run) == known
@@ -158,8 +158,11 @@ def test_some_of_many_steps_are_marked_and_the_page_says_so(tmp_path: Path, monk
 
 
 def test_thinning_keeps_the_ends_the_peaks_and_the_gaps() -> None:
-    x, y = np.arange(100_000.0), np.zeros(100_000)
-    y[77_777], y[33_333], y[50_000:60_000] = 9.0, -9.0, np.nan
+    x = np.arange(100_000.0)
+    y = np.zeros(100_000)
+    y[77_777] = 9.0
+    y[33_333] = -9.0
+    y[50_000:60_000] = np.nan
     few_x, few_y = thin(x, y, 500)
     assert len(few_x) <= 501
     assert (few_x[0], few_x[-1]) == (0, 99_999)
@@ -168,21 +171,21 @@ def test_thinning_keeps_the_ends_the_peaks_and_the_gaps() -> None:
 
 
 def test_an_unregistered_metric_gets_the_row_of_its_group() -> None:
-    found = describe_metrics(["mine/x", "eval/mine_too", "timing_s/<odd>", "rollout/mine_three/x"])
-    rows = {name: found[name]["row"] for name in ("mine/x", "rollout/mine_three/x")}
+    described = describe_metrics(["mine/x", "eval/mine_too", "timing_s/<odd>", "rollout/mine_three/x"])
+    rows = {name: described[name]["row"] for name in ("mine/x", "rollout/mine_three/x")}
     assert rows == {"mine/x": "healthy", "rollout/mine_three/x": "says"}
 
 
 def test_rollouts_have_the_text_the_turns_and_the_numbers_of_the_policys_tokens(tmp_path: Path) -> None:
-    found = run_of(write_run(tmp_path / "one"))["rollouts"]
-    assert [step["step"] for step in found["steps"]] == [1, 2, 3, 4, 5, 6]
-    step = found["steps"][0]
+    rollouts = run_of(write_run(tmp_path / "one"))["rollouts"]
+    assert [step["step"] for step in rollouts["steps"]] == [1, 2, 3, 4, 5, 6]
+    step = rollouts["steps"][0]
     assert (step["of"], step["of_groups"], step["bins"], step["cut"]) == (6, 3, [[0, 0, 3], [1, 1, 3]], 0)
     group = step["groups"][0]
     assert (group["prompt"], group["label"], group["of"]) == ("c>", "b", 2)
     first = group["responses"][0]
     assert first["runs"] == [[0, 2], [1, 2], [0, 1], [1, 1]]
-    assert [found["vocabulary"][i][1] for i in first["t"]] == ["c", ">", "b", "c", "\n", "<eos>"]
+    assert [rollouts["vocabulary"][i][1] for i in first["t"]] == ["c", ">", "b", "c", "\n", "<eos>"]
     assert first["logprob"] == [-0.5, -2.12, -0.25]
     assert first["mismatch"] == [0, -0.12, 0]  # -2.125 - -2.0, in two digits
     assert (first["advantage"], first["reward"], first["bin"]) == (-1, 0, 0)
@@ -191,12 +194,12 @@ def test_rollouts_have_the_text_the_turns_and_the_numbers_of_the_policys_tokens(
 def test_long_responses_many_groups_and_many_steps_are_cut_and_counted(tmp_path: Path) -> None:
     for step in range(1, 61):
         rollouts(tmp_path / f"rollouts/step_{step:06d}.parquet", prompts=20)
-    found = read_rollouts(tmp_path, 100_000)
-    assert found is not None
-    assert (len(found["steps"]), found["of_steps"]) == (40, 60)
-    assert (found["steps"][0]["step"], found["steps"][-1]["step"]) == (1, 60)
-    assert (len(found["steps"][0]["groups"]), found["steps"][0]["of_groups"]) == (12, 20)
-    assert not found["has_text"]
+    data = read_rollouts(tmp_path, 100_000)
+    assert data is not None
+    assert (len(data["steps"]), data["of_steps"]) == (40, 60)
+    assert (data["steps"][0]["step"], data["steps"][-1]["step"]) == (1, 60)
+    assert (len(data["steps"][0]["groups"]), data["steps"][0]["of_groups"]) == (12, 20)
+    assert not data["has_text"]
     tight = read_rollouts(tmp_path, 600)
     assert tight is not None
     shown = sum(len(a["t"]) for s in tight["steps"] for g in s["groups"] for a in g["responses"])
@@ -253,8 +256,8 @@ def test_hostile_text_is_data_and_not_markup(tmp_path: Path) -> None:
 
 def test_differing_options_are_listed_side_by_side(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, learning_rate=rate) for name, rate in (("a", 0.1), ("b", 0.3))]
-    found = page.collect(runs, Limits())
-    assert found["differs"] == {"rows": [["train.learning_rate", "0.1", "0.3"]], "of": 1}
+    data = page.collect(runs, Limits())
+    assert data["differs"] == {"rows": [["train.learning_rate", "0.1", "0.3"]], "of": 1}
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "events.jsonl", "summary.json", "plan.json"])
@@ -268,8 +271,8 @@ def test_a_run_with_one_file_has_a_report(file: str, tmp_path: Path) -> None:
 def test_a_damaged_rollout_file_is_skipped_and_counted(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", steps=3)
     (run / "rollouts/step_000002.parquet").write_bytes(b"half")
-    found = run_of(run)["rollouts"]
-    assert ([step["step"] for step in found["steps"]], found["unread"]) == ([1, 3], 1)
+    rollouts = run_of(run)["rollouts"]
+    assert ([step["step"] for step in rollouts["steps"]], rollouts["unread"]) == ([1, 3], 1)
 
 
 @pytest.mark.parametrize(
@@ -281,16 +284,16 @@ def test_a_damaged_rollout_file_is_skipped_and_counted(tmp_path: Path) -> None:
         ({}, "The run was cut off after step 2 of 9 in 30 s."),
     ],
 )  # fmt: skip
-def test_an_unfinished_run_has_its_status_in_the_report(summary: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_an_unfinished_run_has_its_status_in_the_report(summary: dict[str, Any], expected: str, tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", steps=2)
-    found = (run / "events.jsonl").read_text().replace('"steps": 2', '"steps": 9')
-    (run / "events.jsonl").write_text(found)
+    events = (run / "events.jsonl").read_text().replace('"steps": 2', '"steps": 9')
+    (run / "events.jsonl").write_text(events)
     (run / "summary.json").write_text(json.dumps(summary))
-    assert run_of(run)["outcome"] == told
+    assert run_of(run)["outcome"] == expected
 
 
 def big_run(folder: Path) -> Path:
-    """100,000 steps, and steps of 64 responses of 32,768 tokens."""
+    """Write a run of 100,000 steps, with two rollout files of 64 responses of 32,768 tokens."""
     names = [f"actor/m{i}" for i in range(4)]
     noise = np.random.default_rng(0)
     table = noise.random((1000, 4)).round(6).tolist()
@@ -302,13 +305,15 @@ def big_run(folder: Path) -> Path:
         for s in range(100_000):
             call = f'"rank": {s % 64}, "method": "generate", "began": {s}, "seconds": {0.2 + s % 7 / 10}'
             file.write(f'{{"event": "call", "role": "ROLLOUT", {call}}}\n')
-    count, length = 64, 32_768
+    count = 64
+    length = 32_768
     offsets = pa.array(np.arange(0, count * length + 1, length))
     columns = {name: noise.standard_normal(count * length, dtype="f4") for name in ("logprob", "advantage")}
     columns["rollout_logprob"] = columns["logprob"] + columns["advantage"]
     tokens = {"tokens": noise.integers(0, 150_000, count * length)}
     lists = {n: pa.LargeListArray.from_arrays(offsets, pa.array(c)) for n, c in (columns | tokens).items()}
-    ids, reward = np.arange(count), noise.random(count)
+    ids = np.arange(count)
+    reward = noise.random(count)
     whole = {"lengths": np.full(count, length), "prompt_id": ids // 8, "sample_id": ids % 8, "reward": reward, **lists}
     (folder / "rollouts").mkdir()
     pyarrow.parquet.write_table(pa.table(whole), folder / "rollouts/step_000001.parquet", compression="NONE")
@@ -349,7 +354,8 @@ def script(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 def test_the_script_writes_one_file_and_prints_its_path(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, steps=2) for name in "ab"]
-    alone, both = script(runs[0]), script(*runs)
+    alone = script(runs[0])
+    both = script(*runs)
     assert (alone.returncode, both.returncode) == (0, 0), alone.stderr + both.stderr
     assert alone.stdout.startswith(f"report: {runs[0] / 'report.html'} (")
     assert [run["name"] for run in data_in((tmp_path / "report.html").read_text())["runs"]] == ["a", "b"]

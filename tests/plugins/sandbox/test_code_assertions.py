@@ -1,4 +1,4 @@
-"""A program passes a test by what it computes, and by nothing else that it does."""
+"""Assertions about programs: only the computed values decide whether a test passes."""
 
 import re
 
@@ -62,7 +62,7 @@ EQUAL = (
     "  __hash__ = int.__hash__\n"
 )
 SOUGHT = "chr(61) * 2 + ' 42'"
-"""Part of the test, written so that a program does not find itself."""
+"""Part of the test, written so that a program that searches for it does not match itself."""
 CHEATS = {
     "early exit": "raise SystemExit(0)",
     "early exit without a word": "import os\nos._exit(0)",
@@ -120,7 +120,7 @@ CHEATS = {
     "no program": "def add(a, b):",
     "nothing": "",
 }
-"""What a policy may come upon that is rewarded for passing tests; none of these adds 20 and 22."""
+"""Programs that a policy may learn if it is rewarded for passing tests. None of them adds 20 and 22."""
 if IS_ISOLATED:
     # Elsewhere it would reach all of the user.
     CHEATS["the end of all"] = "import os\ndef add(a, b): os.kill(-1, 9)"
@@ -233,9 +233,13 @@ MORE_CHEATS = {
 CHEATS.update((name, MORE_CHEATS[name]) for name in MORE_CHEATS if IS_ISOLATED or name != "no end of processes")
 
 
-@pytest.mark.parametrize(
-    "cheat", [pytest.param(name, marks=[pytest.mark.full] * (name in MORE_CHEATS)) for name in CHEATS]
-)
+def marks_of(cheat: str) -> list[pytest.MarkDecorator]:
+    if cheat in MORE_CHEATS:
+        return [pytest.mark.full]
+    return []
+
+
+@pytest.mark.parametrize("cheat", [pytest.param(name, marks=marks_of(name)) for name in CHEATS])
 def test_a_cheating_program_passes_no_test(cheat: str) -> None:
     # The second is to be run too, whatever the first has left.
     assert passes(CHEATS[cheat], TEST, "assert add(1, 2) == 42") == [False, False]
@@ -243,8 +247,8 @@ def test_a_cheating_program_passes_no_test(cheat: str) -> None:
 
 def test_an_error_larger_than_the_report_is_a_failed_test() -> None:
     limits = Limits(timeout_s=60.0, file_bytes=2000)
-    found = run_assertions("def add(a, b): raise ValueError('x' * 10**6)", [TEST, TEST], limits)
-    assert found.passed == (False, False)
+    result = run_assertions("def add(a, b): raise ValueError('x' * 10**6)", [TEST, TEST], limits)
+    assert result.passed == (False, False)
 
 
 def test_a_file_written_by_a_test_is_invisible_to_other_responses() -> None:
@@ -262,11 +266,11 @@ def test_a_module_imported_by_a_test_is_not_taken_from_the_program() -> None:
 
 def test_no_test_runs_after_one_that_took_too_long() -> None:
     program = "def f(x):\n  while x: pass\n  return 1"
-    found = run_assertions(
+    result = run_assertions(
         program, ["assert f(0) == 1", "assert f(1) == 1", "assert f(0) == 1"], Limits(timeout_s=3.0, cpu_s=60)
     )
-    assert found.passed == (True, False, False)
-    assert re.search(says("3 s"), found.text)
+    assert result.passed == (True, False, False)
+    assert re.search(says("3 s"), result.text)
 
 
 def test_the_text_has_the_output_and_the_lines_of_program_and_test() -> None:

@@ -21,7 +21,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_failed_test_is_fed_back_and_a_passing_program_is_rewarded() -> None:
-    wrong, right = "```python\ndef add(a, b): return 3\n```", "So:\n```\ndef add(a, b):\n    return a + b\n```\nDone."
+    wrong = "```python\ndef add(a, b): return 3\n```"
+    right = "So:\n```\ndef add(a, b):\n    return a + b\n```\nDone."
     steps = run_episodes(AgentInstance(), "Write add(a, b).", json.dumps(ADD), saying(wrong, right))
     assert rewards(steps) == [0.0, 1.0]
     said = text_of(steps[0]["environment_feedback"])
@@ -81,7 +82,8 @@ def test_feedback_has_the_line_of_the_error_in_the_program() -> None:
     )
 
 
-RIGHT, WRONG = "add = lambda a, b: a + b", "add = max"
+RIGHT = "add = lambda a, b: a + b"
+WRONG = "add = max"
 
 
 @pytest.mark.parametrize(
@@ -118,7 +120,8 @@ def test_the_full_output_of_a_program_is_compared() -> None:
     label = {
         "tests": [{"input": "3", "output": "0\n1\n2\n"}, {"input": "5000", "output": "\n".join(map(str, range(5000)))}]
     }
-    wrong, right = "print(0)", "for i in range(int(input())): print(i, end=' \\n')"
+    wrong = "print(0)"
+    right = "for i in range(int(input())): print(i, end=' \\n')"
     steps = run_episodes(AgentInstance(), "Count.", label, saying(wrong, right))
     assert rewards(steps) == [0.0, 1.0]
     said = text_of(steps[0]["environment_feedback"])

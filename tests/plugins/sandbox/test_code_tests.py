@@ -1,4 +1,4 @@
-"""Programs that a policy wrote, and what they are worth by their tests."""
+"""Scores of programs by the tests of a data set."""
 
 import json
 from dataclasses import replace
@@ -21,8 +21,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def score(response: str, truth: Any) -> tuple[float, float]:
-    found = code_score("apps", response, truth)
-    return found["score"], found["acc"]
+    score = code_score("apps", response, truth)
+    return score["score"], score["acc"]
 
 
 def test_the_score_is_the_share_of_passed_tests() -> None:

@@ -1,4 +1,4 @@
-"""Programs that use more of Python than plain values, and programs that would decide about their own tests."""
+"""Programs that use more of Python than plain values, and programs that try to decide the results of their tests."""
 
 import time
 from collections.abc import Iterable
@@ -42,11 +42,11 @@ DEFAULT = (
     "forged do",
     "unittest",
 )
-"""Cases of the default tier; all others are of the full one."""
+"""Cases of the default tier. All others belong to the full tier."""
 
 
 def tiered(cases: Iterable[str]) -> list[ParameterSet]:
-    """Cases by their tier."""
+    """Return the cases, marked by their tier."""
     return [pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.full]) for name in cases]
 
 
@@ -79,16 +79,16 @@ LATE = {
     "late top": ("import time\ntime.sleep(1000)", ["assert f()==1"]),
     "hang caught": ("def f():\n  while True: pass", ["try: f()\nexcept BaseException: pass"]),
 }
-"""Each takes longer than a test may, whatever the test catches, and wherever the time goes."""
+"""Programs and tests that exceed the time of a test. Some tests catch all errors."""
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", LATE)
 def test_a_test_that_catches_all_errors_still_times_out(case: str) -> None:
     program, tests = LATE[case]
-    found = run_assertions(program, tests, Limits(timeout_s=2.0, cpu_s=60))
-    assert found.passed == (False,)
-    assert "2 s" in found.text
+    result = run_assertions(program, tests, Limits(timeout_s=2.0, cpu_s=60))
+    assert result.passed == (False,)
+    assert "2 s" in result.text
 
 
 ENDS = {
@@ -115,7 +115,7 @@ ENDS = {
     ),
     "tail output": ("import atexit\natexit.register(lambda: print('x'*10**7))\ndef f(): return 1", ["assert f()==1"]),
 }
-"""Each is right, and does not end by itself, or writes without end."""
+"""Correct programs that do not end by themselves or write without end."""
 
 
 @pytest.mark.parametrize("case", ENDS)

@@ -1,4 +1,4 @@
-"""The sandbox: what a program may use, and that nothing of it is left."""
+"""The sandbox: resource limits, isolation, and removal of all processes of a program."""
 
 import asyncio
 import itertools
@@ -21,24 +21,24 @@ from tests.messages import says
 
 PROJECT = Path(__file__).resolve().parents[3]
 IS_ISOLATED = not sandbox.isolation_fault()
-"""Whether programs can have machines of their own here; where not, the tests run with TROUPE_SANDBOX=unsafe."""
+"""True if programs can be isolated on this machine. Otherwise the tests run with TROUPE_SANDBOX=unsafe."""
 
 
 def processes_with(mark: str) -> list[str]:
-    """Command lines of living processes in which `mark` stands."""
-    found = []
+    """Return the command lines of running processes that contain `mark`."""
+    folders = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
         if mark in line:
-            found.append(line)
-    return found
+            folders.append(line)
+    return folders
 
 
 def wait_until_gone(mark: str) -> None:
-    """Wait until they all have ended."""
+    """Wait until all of these processes have ended."""
     while processes_with(mark):
         time.sleep(0.02)
 
@@ -53,7 +53,8 @@ def test_a_program_reads_stdin_and_its_output_and_exit_code_are_returned() -> No
 
 def test_a_traceback_has_no_path_of_the_working_directory() -> None:
     program = "import os\nprint(os.getcwd(), os.listdir(), __file__)\n1 / 0"
-    first, second = run_python(program), run_python(program)
+    first = run_python(program)
+    second = run_python(program)
     assert first == second
     assert first.stdout == ". ['main.py'] main.py\n"
     assert first.stderr.splitlines()[1:3] == ['  File "main.py", line 3, in <module>', "    1 / 0"]
@@ -114,7 +115,7 @@ def test_output_of_exactly_the_limit_is_kept() -> None:
 
 
 def test_a_killed_parent_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without namespaces a program has a folder on the disk; a later program removes it."""
+    """Without namespaces, a program has a folder on the disk, which a later program removes."""
     code = "import asyncio, sys\nfrom plugins.sandbox.sandbox import *\nfrom plugins.sandbox.sandbox import run_now\n"
     code += "program = 'print(1, flush=True)\\nwhile True: pass'\n"
     code += "asyncio.run(run_now(program, '', Limits(timeout_s=3600, cpu_s=60), isolate=sys.argv[1] == 'True'))"
@@ -225,7 +226,7 @@ def test_the_time_limit_begins_when_the_slot_is_free(monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Namespaces as a system that forbids them gives them: there is no such program to make them."""
+    """Simulate a system that forbids namespaces: the program that creates them does not exist."""
     monkeypatch.setattr(sandbox, "isolation_fault", lambda: "unshare: Operation not permitted")
 
 

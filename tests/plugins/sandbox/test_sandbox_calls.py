@@ -1,4 +1,4 @@
-"""What a program of the sandbox may ask the kernel for: nothing that reaches past its folder and its end."""
+"""System calls of programs in the sandbox. None may have effects outside its folder or after its end."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from plugins.sandbox.sandbox_filter import (
 )
 
 IS_ISOLATED = not sandbox.isolation_fault()
-"""Whether programs can have machines of their own here; where not, nothing is promised."""
+"""True if programs can be isolated on this machine. Otherwise there are no guarantees to test."""
 CALL = "import ctypes, errno\ncall = ctypes.CDLL(None, use_errno=True).syscall\n"
 ATTEMPTS = {
     "a socket to the host of a virtual machine": "import socket\nsocket.socket(socket.AF_VSOCK)",
@@ -50,7 +50,7 @@ ATTEMPTS = {
     "shared memory": "open('/dev/shm/x', 'wb').truncate(2**40)",
     "its input as a large file": "import os\nos.ftruncate(0, 2**40)",
 }
-"""Each raises OSError, or ValueError where Python itself looks at limits."""
+"""Operations that raise OSError, or ValueError if Python itself checks the limit."""
 NUMBERED = {
     "shmget": 0,
     "semget": 1,
@@ -69,7 +69,7 @@ NUMBERED = {
     "kcmp": 22,
     "io_uring": -1,
 }
-"""By their place in OLD_CALLS; io_uring_setup is the first of NEW_CALLS."""
+"""System calls by their index in OLD_CALLS. io_uring_setup is the first of NEW_CALLS."""
 
 
 @pytest.mark.parametrize("attempt", ATTEMPTS)
@@ -119,7 +119,7 @@ AGAINST_ITS_INIT = {
 
 
 def test_a_program_cannot_prevent_the_record_of_its_end(tmp_path: Path) -> None:
-    """Where nobody is root, program and init are of one user."""
+    """Holds without root too, where program and init have the same user."""
     head = "import ctypes, os, resource, signal, time\n"
     programs = {
         name: f"{head}try:\n  exec({what!r})\nexcept OSError: pass\ntime.sleep(.2)\nprint('done')"
@@ -167,7 +167,7 @@ for fd, name in held.items():
     grown.append([name, "changed"])
 os.write(1, json.dumps(grown).encode())
 """
-"""Tries to extend each descriptor that a program has."""
+"""Program that tries to extend each of its descriptors."""
 
 
 def test_no_descriptor_of_a_program_can_grow_a_file() -> None:
@@ -203,7 +203,7 @@ def test_a_program_is_the_first_victim_of_the_oom_killer() -> None:
 
 
 def outcome(machine: str, number: int, argument: int = 0, architecture: int | None = None) -> int:
-    """What the filter decides of a call, worked step by step as the kernel does."""
+    """Return the filter's decision on a call, evaluated instruction by instruction like in the kernel."""
     shown = struct.pack("IIQQ", number, AUDIT[machine] if architecture is None else architecture, 0, argument)
     steps = list(struct.iter_unpack("HBBI", call_filter(machine)))
     place = accumulator = 0

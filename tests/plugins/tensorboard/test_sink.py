@@ -18,7 +18,7 @@ PROJECT = Path(__file__).parents[3]
 
 
 def run_child(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a process of its own, with warnings on stderr."""
+    """Run code in a child process, with warnings on stderr."""
     prelude = "import logging\nlogging.basicConfig(format='%(message)s')\n"
     return subprocess.run(
         [sys.executable, "-c", prelude + textwrap.dedent(code), *arguments],

@@ -1,4 +1,4 @@
-"""W&B reads along: one run over all attempts, and no key anywhere in the run folder."""
+"""W&B as a metric sink: one run over all attempts, and no key in the run folder."""
 
 import json
 import logging
@@ -33,7 +33,7 @@ def no_wandb_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Ours, not those of libraries."""
+    """Return the warnings of this project, without those of libraries."""
     return [
         r.message
         for r in caplog.records
@@ -42,14 +42,19 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def stored_records(path: Path) -> Iterator[Any]:
-    """The records of a .wandb file: 7 bytes of header, then blocks of 32 KiB with checksum, length, type, data."""
-    data, at, record = path.read_bytes(), 7, b""
+    """Yield the records of a .wandb file: 7 bytes of header, then blocks of 32 KiB with checksum, length, type,
+    data.
+    """
+    data = path.read_bytes()
+    at = 7
+    record = b""
     while at + 7 <= len(data):
         space = 32768 - at % 32768
         if space < 7:
             at += space
             continue
-        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        length = int.from_bytes(data[at + 4 : at + 6], "little")
+        kind = data[at + 6]
         record += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # whole, or the last part
@@ -58,14 +63,14 @@ def stored_records(path: Path) -> Iterator[Any]:
 
 
 def wandb_records(run_dir: Path, attempts: int = 1) -> list[list[Any]]:
-    """The records of every attempt, oldest first; waits for them, as W&B's own process writes them."""
+    """Return the records of every attempt, oldest first. Waits for them, because a process of W&B writes them."""
     deadline = time.monotonic() + 300
     while True:
-        found = [list(stored_records(path)) for path in run_dir.glob("wandb/offline-run-*/run-*.wandb")]
-        done = [any(record.WhichOneof("record_type") == "exit" for record in records) for records in found]
+        attempts = [list(stored_records(path)) for path in run_dir.glob("wandb/offline-run-*/run-*.wandb")]
+        done = [any(record.WhichOneof("record_type") == "exit" for record in records) for records in attempts]
         if done == [True] * attempts:
-            return sorted(found, key=lambda records: first_run(records).start_time.ToNanoseconds())
-        assert time.monotonic() < deadline, f"{len(found)} attempts, ended: {done}"
+            return sorted(attempts, key=lambda records: first_run(records).start_time.ToNanoseconds())
+        assert time.monotonic() < deadline, f"{len(attempts)} attempts, ended: {done}"
         time.sleep(0.05)
 
 
@@ -257,8 +262,8 @@ def test_no_file_of_the_run_folder_has_a_key(tmp_path: Path, monkeypatch: pytest
     kinds = {path.suffix for path in files}
     assert {".yaml", ".json", ".jsonl", ".parquet", ".wandb", ".log"} <= kinds
     assert any("tfevents" in path.name for path in files)
-    found = [(name, path) for name, value in SECRETS.items() for path in files if value.encode() in files[path]]
-    assert found == []
+    leaks = [(name, path) for name, value in SECRETS.items() for path in files if value.encode() in files[path]]
+    assert leaks == []
     # The search would find one: what is not secret is there, in each of the same places.
     assert sum(b"***" in content for content in files.values()) >= 6
 

@@ -40,14 +40,14 @@ def some_weights(scale: float = 1.0) -> dict[str, Tensor]:
 
 @pytest.fixture
 def publisher(tmp_path: Path) -> Iterator[WeightPublisher]:
-    """Each weight in a bucket of its own."""
+    """Yield a publisher with one bucket per weight."""
     serving = WeightPublisher(tmp_path / "w", bucket_bytes=1, serve=True, timeout_seconds=60)
     yield serving
     serving.close()
 
 
 def elsewhere(handle: WeightHandle) -> WeightHandle:
-    """As a process on another machine sees it: the folder is not there."""
+    """Return the handle as on another machine, where the folder does not exist."""
     return replace(handle, path="/not/on/this/machine")
 
 
@@ -103,7 +103,7 @@ def test_only_readers_with_the_handle_are_served(publisher: WeightPublisher) -> 
 
 
 def test_the_folder_of_another_publisher_is_not_read(tmp_path: Path, publisher: WeightPublisher) -> None:
-    """Containers share host names, and paths: the handle leads to the publisher's machine nevertheless."""
+    """Containers may share host names and paths. The handle must still lead to the publisher's machine."""
     handle = publisher.publish(1, some_weights(1.0).items())
     same_place = WeightPublisher(tmp_path / "other").publish(1, some_weights(2.0).items())
     seen_there = replace(handle, path=same_place.path)
@@ -119,7 +119,8 @@ def test_the_parts_of_an_engine_get_a_version_through_the_network_once(
     (tmp_path / "arriving" / "weights-00000001.partial").mkdir(parents=True)  # of a predecessor that was killed
     with nearby(handle, tmp_path / "arriving", readers=2) as here:
         publisher.close()  # nobody asks it again
-        first, arrived = dict(read_weights(here)), dict(read_weights(here))
+        first = dict(read_weights(here))
+        arrived = dict(read_weights(here))
         for name, tensor in some_weights().items():
             assert torch.equal(first[name], tensor)
             assert torch.equal(arrived[name], tensor)
