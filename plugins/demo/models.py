@@ -62,6 +62,7 @@ class WarmStartModel(MadeModel):
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """See `MadeModel.tokenizer`."""
+        # Imported here: a driver that only plans a run has no torch.
         from plugins.demo.tiny_model import task_tokenizer
 
         return task_tokenizer(self._task)
@@ -85,6 +86,7 @@ class NewTinyModel(NewModel):
 
         if self._task is not None:
             return task_tokenizer(self._task)
+        # Without a size, the vocabulary has the special tokens and all bytes, so that any text can be encoded.
         return learnt_tokenizer(texts, MARKS + BYTES if vocabulary is None else vocabulary)
 
     def save(
@@ -93,6 +95,7 @@ class NewTinyModel(NewModel):
         """See `NewModel.save`."""
         from plugins.demo.tiny_model import tiny_model
 
+        # A longer prompt or response needs more positions than the default shape has.
         positions = SHAPE["max_position_embeddings"] if max_positions is None else max_positions
         tiny_model(tokenizer, seed, max_positions=positions).save_pretrained(folder)
 

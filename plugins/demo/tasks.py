@@ -92,6 +92,7 @@ class Task(ABC):
         while len(label_of) < count:
             prompt, label = self.draw(rng)
             if is_heldout(prompt) != (split == "heldout") or prompt in label_of:
+                # A task with few different prompts would otherwise draw for ever.
                 misses += 1
                 if misses > MAX_MISSES:
                     raise ValueError(
@@ -181,6 +182,7 @@ class SortTask(Task):
     def spoil(self, label: str, rng: random.Random) -> str:
         """Sort in descending order, shuffle, replace a letter, drop letters, or insert one."""
         kind = rng.random()
+        # Sorting in the wrong order is the mistake that the warm start makes most often.
         if kind < 0.35:
             return label[::-1]
         letters = list(label)
@@ -272,6 +274,7 @@ class WordTask(Task):
         sums, _, answer = label.partition(" #### ")
         kind = rng.random()
         has_sums = rng.random() < self.reasoning_share
+        # Stopping before the answer: a response without `####` has no answer to compare.
         if kind < 0.1:
             return sums[: rng.randrange(len(sums))]
         if kind >= 0.5:

@@ -72,6 +72,7 @@ class DynamicSampler:
                 tried = self.prompts.taken - before
                 left = self.prompts.left(self.passes)
                 self.info(f"step {step}: {kept} of {count} prompts pass, after {tried} were tried; {left} are left")
+        # Prompts tried, including those that were replaced.
         seen = self.prompts.taken - before
         self.metrics = {
             "rollout/filter_pass_rate": kept / max(seen, 1),
@@ -97,6 +98,7 @@ class DynamicSampler:
         if batch is not None and len(batch) >= self.minimum:
             self.info(f"the data ends: {passed}")
             return batch
+        # A later step may end the run normally. In the first one, nothing would ever be trained.
         if step == 1:
             raise ValueError(f"{passed}: nothing to train on; set {self.option}, or other prompts")
         self.info(f"the data ends: {passed}, too few to train on")

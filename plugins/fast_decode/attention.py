@@ -56,6 +56,7 @@ def _grouped_decoding(
 
     rows, heads, positions, size = query_RH1D.shape
     key_heads = key_RKSD.shape[1]
+    # With a mask per head, the heads of a group cannot be positions of one head.
     one_mask_for_all_heads = attention_mask is None or attention_mask.shape[1] == 1
     if positions > 1 or not one_mask_for_all_heads or rest.get("position_bias") is not None:
         return sdpa_attention_forward(module, query_RH1D, key_RKSD, value_RKSD, attention_mask, scaling=scaling, **rest)
@@ -87,6 +88,7 @@ def _by_two_products(
     key_RKCD = key_RKCD.float()
     value_RKCD = value_RKCD.float()
     score = torch.bmm(scaled.flatten(0, 1), key_RKCD.flatten(0, 1).transpose(1, 2))
+    # Positions beyond the sequence get weight 0 in the softmax.
     score[..., positions:] = -torch.inf
     if mask_R1xS is not None:
         score.view(rows, key_heads, group, -1)[..., :positions].masked_fill_(~mask_R1xS, -torch.inf)

@@ -131,6 +131,7 @@ class RunView:
                 (4, self._alarm_lines()),
                 (5, self._sample_lines(width)),
             ]
+        # The most important blocks get their lines first.
         space = height
         kept: dict[int, list[Text]] = {}
         for rank, lines in sorted(blocks, key=lambda block: block[0]):
@@ -146,6 +147,7 @@ class RunView:
     def _take_step(self, event: StepEvent) -> None:
         if event.step < self._step:  # the job restarted from a checkpoint, so the pace is unknown
             self._pace.clear()
+        # Repeated steps after a restart do not count twice.
         if not self._pace or event.step > self._pace[-1][1]:
             self._pace.append((self._clock(), event.step))
         self._step = event.step
@@ -292,6 +294,7 @@ class RunView:
         if not work:
             return _Activity("idle", self._now() - role.idle_since, ", ".join(notes), "dim")
         (rank, name), since = min(work.items(), key=lambda item: item[1])
+        # Ranks that began within the same second are shown as equal: the longest one is not worth naming.
         differ = max(work.values()) - since >= 1.0
         ranks = _ranks(role.size, len({rank for rank, _ in work}), rank, differ)
         if ranks:

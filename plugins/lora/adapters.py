@@ -64,6 +64,7 @@ class LoraAdapters:
             n: module for n, module in model.named_modules() if isinstance(module, LoraLayer)
         }
         """Layers that have an adapter, by name."""
+        # Adapters are trained in float32 even if the frozen weights are bfloat16: small updates would be rounded away.
         for name, parameter in model.named_parameters():
             if ".lora_" in name:
                 parameter.data = parameter.data.float()
@@ -213,6 +214,7 @@ def _targets(base: Any, selection: str) -> list[str]:
             )
         chosen |= dict.fromkeys(matches)
     shared = base.get_input_embeddings().weight
+    # A merged adapter would change the embedding too.
     tied = [name for name in chosen if linear[name].weight is shared]
     if tied:
         raise ValueError(

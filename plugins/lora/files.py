@@ -42,6 +42,7 @@ def adapter_settings(folder: str) -> dict[str, Any]:
         raise ValueError(f"lora_path={folder}: {SETTINGS} cannot be read ({error!r})") from error
     if settings.get("peft_type") != "LORA":
         raise ValueError(f"lora_path={folder} has adapters of peft_type={settings.get('peft_type')}; use LORA")
+    # Other variants compute something else from the same tensors, so they cannot be merged by the same formula.
     for name, plain in _PLAIN.items():
         if settings.get(name) not in (plain, None, {}, []):
             raise ValueError(
@@ -67,6 +68,7 @@ def _targets(folder: Path, settings: Mapping[str, Any]) -> list[str]:
         raise ValueError(f"lora_path={folder}: {WEIGHTS} cannot be read ({error})") from error
     if not layers:
         raise ValueError(f"lora_path={folder}: {WEIGHTS} is empty")
+    # A regular expression, or a list with exclusions, cannot be the value of lora_target_modules. Layer names can.
     endings = settings.get("target_modules")
     if isinstance(endings, list) and not settings.get("exclude_modules"):
         return sorted(endings)

@@ -45,6 +45,7 @@ class RunState:
         self._steps = 0
         self._metrics: dict[str, Any] = {}
         self._phase: PhaseEvent | None = None
+        # Prometheus needs counters that never decrease, so seconds are summed over the run.
         self._phase_seconds: defaultdict[str, float] = defaultdict(float)
         self._calls: dict[tuple[str, int, str, float], None] = {}
         self._lost: Counter[str] = Counter()
@@ -173,7 +174,9 @@ def _family(name: str, kind: str, text: str, values: Mapping[str, float]) -> Ite
 
 def _labels(**values: str) -> str:
     escaped = {
-        name: str(value).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n") for name, value in values.items()
+        # Escaped as the text format of Prometheus requires.
+        name: str(value).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        for name, value in values.items()
     }
     return "{" + ",".join(f'{name}="{value}"' for name, value in escaped.items()) + "}"
 

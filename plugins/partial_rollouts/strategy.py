@@ -28,6 +28,7 @@ class PartialRollouts:
             collect=run.calls.collect,
             engines=run.calls.engines,
             samples=run.config.samples_per_prompt,
+            # By default there are no spare prompts, so that a step waits for all of its responses.
             in_flight=options.in_flight_prompts or run.config.prompts_per_step,
             most_stale=options.most_stale,
             version=lambda: run.version,

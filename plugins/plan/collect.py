@@ -59,6 +59,7 @@ def collect(plan: Plan) -> RunMemory:
     job = plan.job
     capacity = Capacity.here(job.device_type == "GPU", job.node_num)
     uses: dict[str, list[MemoryEstimate]] = {role: [] for role in job.placement.processes}
+    # A role may have several models, for example a policy and its rollout engine in one process.
     for use in plan.models:
         uses[use.role].append(estimate_use(use, job, plan.longest, capacity.device))
     estimates = {role: _estimate_role(of_role) for role, of_role in uses.items()}

@@ -42,6 +42,7 @@ class MemoryPlan:
                     f"{engine_remedy(self.run, estimate)}"
                 )
         for pool in memory_pools(self.run):
+            # Other machines may have more memory than this one, so a guess refuses nothing.
             is_guess = self.run.capacity.is_guess and pool.is_machine
             if pool.verdict == "too much" and not is_guess:
                 raise ValueError(_refusal(self.run, pool))
@@ -68,8 +69,10 @@ def _refusal(run: RunMemory, pool: MemoryPool) -> str:
     role = max(pool.fixed_bytes, key=lambda name: pool.fixed_bytes[name])
     estimate = run.estimates[role]
     shown = {name: getattr(estimate, name) for name in ("weights", "gradients", "optimizer", "cache")}
+    # A cache that grows is not part of the fixed memory.
     if estimate.grows:
         del shown["cache"]
+    # Of a role on a GPU, the machine holds offloaded and sleeping states only.
     if pool.is_machine and run.is_on_gpu(role):
         shown = {"offloaded or asleep": estimate.host, "moving average on the first": estimate.first}
     parts = ", ".join(f"{name} {format_bytes(value)}" for name, value in shown.items() if value)

@@ -50,6 +50,7 @@ def _pool_texts(run: RunMemory, pools: Iterable[MemoryPool]) -> list[str]:
     texts = []
     for pool in pools:
         text = f"{pool.name}: {'at most' if run.is_known else 'as far as known'} {format_bytes(pool.most)}"
+        # A single phase would only repeat the total.
         if len(pool.phases) > 1:
             text += f" ({', '.join(f'{name} {format_bytes(count)}' for name, count in pool.phases.items())})"
         texts.append(f"{text}, {capacity_text(run, pool)}")
@@ -71,6 +72,7 @@ def capacity_text(run: RunMemory, pool: MemoryPool) -> str:
 def _assumption(run: RunMemory, pool: MemoryPool) -> str:
     """Return an example of `--assume_devices` that makes the size of a pool known."""
     text = f"--assume_devices={amount_if(run.has_gpus, run.job.device_per_node)}x{run.job.node_num}"
+    # 80 GB is an example of a common GPU, if this one's memory is not known.
     if run.has_gpus and run.job.device_per_node > 0:
         text += f"x{(run.capacity.device or 80 * 10**9) // 10**9}GB"
     return f"{text}x1000GB" if pool.is_machine else text

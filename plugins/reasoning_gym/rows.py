@@ -72,13 +72,16 @@ def draw_rows(name: str, split: str, count: int, seed: int, *, limit_s: float = 
         ValueError: the task or a setting does not exist, the task cannot be used, has too few questions, or takes too
             long.
     """
+    # Raises an error with the install command if the library is missing, before a child process is started.
     get_scorer(SCORER)
     where = f"{PREFIX}{name}"
     if split not in ("train", "heldout"):
         raise ValueError(f"{where} has no split {split!r}; set split to 'train' or 'heldout'")
     request = {"name": name, "split": split, "count": count, "seed": seed, "limit_s": limit_s}
+    # A fixed hash seed gives sets the same order in every process.
     child = Child(__name__, PYTHONHASHSEED="0")
     try:
+        # The child ends by itself at its limit. The margin is for its start and imports.
         status, *results = child.request(request, limit_s + 60)
     finally:
         child.end()

@@ -14,6 +14,7 @@ from typing import Any
 
 from components.rewards.scorers import Package, needs
 
+# Scores are floating-point sums, so a full score may be slightly below 1.
 FULL_SCORE = 1.0 - 1e-9
 ERROR_LOG = "reasoning_gym_error"
 """Metric that is 1 for an answer that its verifier could not process, and 0 for any other."""
@@ -91,6 +92,7 @@ def _answer_in(response: str, *, has_several_lines: bool) -> str:
     _, opened, answer = before.rpartition("<answer>")
     if closed and opened:
         return answer.strip()
+    # Without tags: models often end with the bare answer.
     lines = response.strip().splitlines()
     if has_several_lines or not lines:
         return response.strip()

@@ -120,6 +120,7 @@ class RemoteReward(RewardSource):
             except queue.Empty:
                 break
             server, columns = self._request(server, body, len(places), stop)
+            # Waiting for slow servers must not look like a hung worker.
             beat()
             parts.append((places, columns))
         return parts
@@ -131,6 +132,7 @@ class RemoteReward(RewardSource):
         reason = ""
         for attempt in range(1, tries + 1):
             url = self._urls[server % len(self._urls)]
+            # The random factor keeps ranks from retrying at the same moment.
             pause_s = min(self._pause_s * 2 ** (attempt - 1), LONGEST_PAUSE_S) * self._random.uniform(0.75, 1.25)
             try:
                 reply = self._client.post(url, body, self._settings.url_timeout_s)
@@ -141,6 +143,7 @@ class RemoteReward(RewardSource):
             except Exception as error:  # noqa: BLE001 - a library may raise anything for what a server sends
                 reason = f"{type(error).__name__}: {error}"
             else:
+                # Other statuses below 500 are final: the same request would get the same reply.
                 if reply.status != TOO_MANY_REQUESTS and reply.status < 500:
                     return server, _columns(url, reply, count)
                 reason = f"HTTP status {reply.status}: {reply.excerpt()}"

@@ -122,6 +122,7 @@ def thin(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarra
 
 def pack_curves(curves: Mapping[str, Curve], most: int) -> dict[str, Any]:
     """Return curves under the names of this project, with at most `most` points in total."""
+    # User code may log any number of metrics. The page counts the omitted ones.
     names = list(curves)[:MAX_CURVES]
     each = max(40, most // max(1, len(names)))
     packed: dict[str, Any] = {}
@@ -269,6 +270,7 @@ def pack_timeline(events: Events, most: int) -> dict[str, Any] | None:
         ranks[role].append(rank)
     each_role = max(1, MAX_ROWS // len(ranks))
     shown = [(role, of_role[i]) for role, of_role in ranks.items() for i in evenly(len(of_role), each_role)]
+    # Every row keeps some bars, even if there are many ranks.
     each = max(8, most // len(shown))
     idle = {key: 1 - busy_share(bars, since, events.end) for key, bars in events.bars.items()}
     rows = []

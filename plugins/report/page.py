@@ -49,6 +49,7 @@ def build_page(run_dirs: Sequence[Path], limits: Limits | None = None) -> str:
         if not any((run_dir / name).is_file() for name in RUN_FILES):
             raise ValueError(f"{run_dir} holds no run (none of {', '.join(RUN_FILES)}); name the folder of a run")
     limits = limits or Limits()
+    # Text of user code has no limit, so the size is known only after rendering.
     while True:
         page = _render(collect(run_dirs, limits))
         if len(page.encode()) <= MOST_BYTES or limits.tokens < 1000:
@@ -187,6 +188,7 @@ def differences(run_dirs: Sequence[Path]) -> dict[str, Any]:
 
 def _render(data: Mapping[str, Any]) -> str:
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    # mtime=0 makes equal runs give equal pages.
     packed = gzip.compress(text.encode(), compresslevel=6, mtime=0)
     script = "\n".join(_asset(name) for name in SCRIPTS)
     digest = hashlib.sha256(script.encode()).digest()

@@ -75,6 +75,7 @@ class Vocabulary:
         from tokenizers.decoders import DecodeStream
 
         for start in range(0, len(ids), AT_ONCE):
+            # Special tokens are shown, because a reader looks for missing end tokens.
             stream = DecodeStream(skip_special_tokens=False)
             for i in ids[start : start + AT_ONCE]:
                 yield (stream.step(self._tokenizer, i) or "")[:200]
@@ -155,6 +156,7 @@ def _step(columns: Mapping[str, Any], most: int, vocabulary: Vocabulary) -> dict
     lengths = np.asarray(columns["lengths"])
     reward = np.asarray(columns.get("reward", np.full(len(lengths), np.nan)), dtype=float)
     prompt = columns.get("prompt_id", range(len(lengths)))
+    # Responses to a prompt need not be adjacent in a file.
     members: dict[int, list[int]] = defaultdict(list)
     for i, group in enumerate(prompt):
         members[int(group)].append(i)
@@ -177,6 +179,7 @@ def _step(columns: Mapping[str, Any], most: int, vocabulary: Vocabulary) -> dict
         if len(groups) == MAX_GROUPS:
             break
     cut = sum(any(kind < 0 for kind, _ in response["runs"]) for group in groups for response in group["responses"])
+    # The page lists groups by their mean reward, best first.
     groups.sort(key=lambda group: -float(worth[members[group["id"]]].mean()))
     return {"of": len(lengths), "of_groups": len(members), "bins": bins, "cut": cut, "groups": groups}
 

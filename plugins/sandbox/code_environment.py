@@ -60,6 +60,7 @@ class AgentInstance(TextEnvironment):
         fault = None
         used_s = 0.0
         for test in self._tests:
+            # Only the time of tests counts, not the wait for a free slot.
             left_s = self.total_s - used_s
             if left_s <= 0:
                 fault = f"All tests together took more than {self.total_s:g} s.\n"
@@ -102,6 +103,7 @@ class AgentInstance(TextEnvironment):
         if result.exit == 0 and not result.reason and same_lines(result.stdout, test["output"]):
             return None
         parts = {"Input": test["input"], "Expected": test["output"], "Found": result.text}
+        # The expected output of the last test stays hidden, so that a program cannot memorize it.
         if is_last:
             del parts["Expected"]
         return "".join(f"{name}:\n{cut_text(text, most)}\n" for name, text in parts.items())

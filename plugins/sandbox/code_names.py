@@ -68,6 +68,7 @@ class Names(dict[str, Any]):
     def __init__(self, link: Link, test: ast.Module) -> None:
         super().__init__(__name__="__test__", __builtins__=builtins)
         self._link = link
+        # Read once: a program could otherwise change its names between two uses.
         theirs = frozenset(link.ask("names"))
         used = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)} & theirs - set(vars(builtins))
         self._sources = {name: self._source(name) for name in used}
@@ -145,6 +146,7 @@ def _attributes_of(test: ast.Module, name: str) -> set[str]:
 
 def _meet(test: ast.Module, name: str, others: set[str]) -> bool:
     """Return True if an assertion or statement of a test uses results of one name and of the others together."""
+    # A lambda's parameter may receive the result of any function.
     parameters = {node.arg for node in ast.walk(test) if isinstance(node, ast.arg)}
     parts = list(_parts(test))
     results = _computed(parts, {name})
@@ -162,6 +164,7 @@ def _parts(node: ast.AST) -> Iterator[ast.AST]:
     elif hasattr(node, "body") and isinstance(node, ast.stmt | ast.mod | ast.ExceptHandler | ast.match_case):
         for child in ast.iter_child_nodes(node):
             yield from _parts(child)
+        # A loop variable is bound to results of the iterated expression.
         if isinstance(node, ast.For):
             yield ast.Tuple([node.target, node.iter], ast.Load())
     else:

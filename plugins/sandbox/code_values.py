@@ -96,6 +96,7 @@ class Foreign:
         return self._troupe_ask("call", args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        # Python looks these up on its own, for example to copy or pickle a value. The other side is not asked.
         if name.startswith("__") and name not in DESCRIPTIVE:
             raise AttributeError(name)
         module = self._troupe_module
@@ -160,6 +161,7 @@ class Foreign:
         return isinstance(kind, Foreign) and self._troupe_ask("has_subclass", kind)
 
     def __eq__(self, other: object) -> bool:
+        # On its own side the program may compare its values as it likes.
         if self._troupe_link.is_program:
             return self is other
         raise TypeError("a value of a type of the program's own cannot be compared")
@@ -167,6 +169,7 @@ class Foreign:
     def __ne__(self, other: object) -> bool:
         return not self == other
 
+    # By identity, so that hashing never calls the program.
     __hash__ = object.__hash__
 
 

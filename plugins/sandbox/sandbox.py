@@ -164,6 +164,7 @@ async def run_now(
             "cpu_s": limits.cpu_s,
             "memory_bytes": limits.memory_bytes,
             "file_bytes": limits.file_bytes,
+            # -I ignores the user's environment variables and site packages.
             "command": [sys.executable, "-I", *(arguments or [f"{home}/main.py"])],
         }
         if is_isolated:
@@ -184,6 +185,7 @@ async def run_now(
         how = status.text().split()
     if code not in (None, -signal.SIGKILL) and not how:
         raise RuntimeError(f"the sandbox could not start a program: {stderr or 'no reason given'}")
+    # A program that was ended for its output or by `until` is not late.
     is_late = code is None and not flood.done() and (until is None or not until.done())
     # Without a status the program was ended from here, or it has killed its process group.
     code, used_s = (int(how[0]), float(how[1])) if how else (-signal.SIGKILL, 0.0)

@@ -161,6 +161,7 @@ class Broadcaster:
             raise
         if not transfer.is_over:
             transfer.announce([])
+            # Only consecutive aborted versions count.
             self._failures = 0
         elif is_sent:
             self._failures += 1
@@ -230,6 +231,7 @@ class _Transfer(BucketFiller):
         _log.warning(text, self._version, error)
         self.is_over = True
         self._member.leave()
+        # The store may be gone too. Readers then run into their timeout.
         with contextlib.suppress(RuntimeError):
             self._member.store.set(f"{self._version}/group", _NULL)
             self.announce(None)
@@ -269,9 +271,11 @@ def read_broadcast(
             bucket = torch.empty(nbytes, dtype=torch.uint8, device=member.device)
             member.broadcast(bucket)
             yield from pieces_of(bucket, [Piece.of(piece) for piece in pieces])
+            # Frees the device memory before the next bucket is allocated.
             del bucket
         is_complete = True
     finally:
+        # The other members may be in another collective, so the group cannot be used any more.
         if not is_complete:
             member.leave()
 
@@ -298,6 +302,7 @@ class _Member:
         """
         if group == self.group:
             return
+        # A process group of NCCL holds device memory until it is aborted.
         self.leave()
         made: list[Any] = []
         # In a thread, because NCCL has no timeout while it connects. A hanging thread is abandoned.
@@ -370,6 +375,7 @@ def _store(address: tuple[str, int], timeout_seconds: float, listening: int | No
     """Return the store of rank 0, given its listening socket, or a reader's connection to that store."""
     c10d: Any = dist
     timeout = timedelta(seconds=timeout_seconds)
+    # The listening socket was created by the caller, so the store cannot lose its port to another process.
     is_master = listening is not None
     return c10d.TCPStore(*address, None, is_master, timeout, wait_for_workers=False, master_listen_fd=listening)
 

@@ -82,6 +82,7 @@ class WeightServer(VersionServer):
                 connection, _ = self._listening.accept()
             except OSError:
                 return  # `close` has shut the socket down
+            # Finished threads are dropped, so that the list does not grow with every version.
             self._transfers = [transfer for transfer in self._transfers if transfer.is_alive()]
             transfer = threading.Thread(target=self._transfer, args=(connection,), daemon=True)
             self._transfers.append(transfer)

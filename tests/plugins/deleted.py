@@ -19,7 +19,7 @@ PROGRAMS = ("__main__", "_child")
 
 
 def modules() -> list[str]:
-    """Return the names of all modules of the tree, without programs and without modules that import vLLM, which is slow."""
+    """Return the names of all modules, without programs and without modules that import vLLM, which is slow."""
     files = [path for layer in LAYERS for path in sorted(Path(layer).rglob("*.py"))]
     names = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in files]
     return [name for name in names if not name.endswith(PROGRAMS) and not name.startswith("plugins.vllm.")]
