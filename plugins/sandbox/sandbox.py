@@ -156,8 +156,8 @@ async def run_now(
         settings = {
             "parent": os.getpid(),
             "isolate": is_isolated,
-            "trees": [],
-            "filter": "",
+            "trees": _trees() if is_isolated else [],
+            "filter": call_filter(platform.machine()).hex() if is_isolated else "",
             "program": text.fileno(),
             "status": status.writing.fileno(),
             "keep": list(inherited),
@@ -167,8 +167,7 @@ async def run_now(
             # -I ignores the user's environment variables and site packages.
             "command": [sys.executable, "-I", *(arguments or [f"{home}/main.py"])],
         }
-        if is_isolated:
-            settings |= {"trees": _trees(), "filter": call_filter(platform.machine()).hex()}
+
         code = await run_program(
             [sys.executable, "-I", "-S", CHILD, json.dumps(settings)],
             limits.timeout_s,
@@ -189,15 +188,14 @@ async def run_now(
     is_late = code is None and not flood.done() and (until is None or not until.done())
     # Without a status the program was ended from here, or it has killed its process group.
     code, used_s = (int(how[0]), float(how[1])) if how else (-signal.SIGKILL, 0.0)
-    reason = ""
     if flood.done():
         reason = f"ended: it wrote more than {limits.file_bytes} bytes of output"
     elif is_late:
         reason = f"ended: it took more than {limits.timeout_s:g} s"
     elif code == -signal.SIGXCPU or (code == -signal.SIGKILL and used_s >= limits.cpu_s):
         reason = f"ended: it took more than {limits.cpu_s} s of CPU time"
-    elif code < 0:
-        reason = f"ended by {signal.Signals(-code).name}"
+    else:
+        reason = f"ended by {signal.Signals(-code).name}" if code < 0 else ""
     return SandboxResult(stdout, stderr, code, reason, is_isolated)
 
 

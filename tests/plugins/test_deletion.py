@@ -57,7 +57,7 @@ def run_in(tree: Path, *words: str, text: str = "") -> subprocess.CompletedProce
     return subprocess.run(command, cwd=tree, env=env, input=text, capture_output=True, text=True, timeout=900)
 
 
-def own_options(folder: Path) -> dict[str, list[str]]:
+def user_options(folder: Path) -> dict[str, list[str]]:
     """Return options by recipe for a model and data of the user, which are written into the folder."""
     model = write_policy(folder / "policy")
     rows = [{"input": f"{n} + 1 =", "label": str(n + 1)} for n in range(64)]
@@ -77,17 +77,17 @@ def own_options(folder: Path) -> dict[str, list[str]]:
 
 def check_deleted(plugin: str, folder: Path) -> Path:
     """Check a tree without the plug-in, and return it."""
-    options = own_options(folder)
-    plans = {recipe: [recipe, *options] for recipe, options in options.items()}
+    options_by_recipe = user_options(folder)
+    plans = {recipe: [recipe, *options] for recipe, options in options_by_recipe.items()}
     if plugin in NAMED_BY:
         recipe, *options = NAMED_BY[plugin]
-        plans["named"] = [recipe, *options[recipe], *options]
+        plans["named"] = [recipe, *options_by_recipe[recipe], *options]
     tree = tree_without(plugin, folder / "tree")
     done = run_in(tree, str(Path(__file__).with_name("deleted.py")), text=json.dumps({"plans": plans}))
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert result["faults"] == []
-    assert {recipe: result["plans"][recipe] for recipe in options if result["plans"][recipe][0]} == {}
+    assert {recipe: result["plans"][recipe] for recipe in options_by_recipe if result["plans"][recipe][0]} == {}
     if plugin in NAMED_BY:
         code, error = result["plans"]["named"]
         assert (code, error.count("\n")) == (2, 1), error
@@ -111,7 +111,7 @@ def test_a_tree_without_the_plugin_imports_plans_and_runs(plugin: str, tmp_path:
     tree = check_deleted(plugin, tmp_path)
     options = [f"run_dir={tmp_path}/run", "max_steps=2", "evaluation.path=null"]
     if plugin == "demo":
-        options = [*own_options(tmp_path)["grpo"], "max_steps=2"]
+        options = [*user_options(tmp_path)["grpo"], "max_steps=2"]
     done = run_in(tree, "-m", "recipes.grpo.main", *options)
     assert done.returncode == 0, done.stderr
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) >= 2

@@ -276,7 +276,7 @@ def test_a_damaged_rollout_file_is_skipped_and_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("summary", "told"),
+    ("summary", "expected"),
     [
         ({"recipe": "dpo", "status": "failed", "error": "boom"}, "dpo failed after step 2 of 9 in 30 s."),
         ({"recipe": "dpo", "status": "running", "attempts": 2, "resumed_from": 1},

@@ -66,11 +66,11 @@ def wandb_records(run_dir: Path, attempts: int = 1) -> list[list[Any]]:
     """Return the records of every attempt, oldest first. Waits for them, because a process of W&B writes them."""
     deadline = time.monotonic() + 300
     while True:
-        attempts = [list(stored_records(path)) for path in run_dir.glob("wandb/offline-run-*/run-*.wandb")]
-        done = [any(record.WhichOneof("record_type") == "exit" for record in records) for records in attempts]
+        stored = [list(stored_records(path)) for path in run_dir.glob("wandb/offline-run-*/run-*.wandb")]
+        done = [any(record.WhichOneof("record_type") == "exit" for record in records) for records in stored]
         if done == [True] * attempts:
-            return sorted(attempts, key=lambda records: first_run(records).start_time.ToNanoseconds())
-        assert time.monotonic() < deadline, f"{len(attempts)} attempts, ended: {done}"
+            return sorted(stored, key=lambda records: first_run(records).start_time.ToNanoseconds())
+        assert time.monotonic() < deadline, f"{len(stored)} attempts, ended: {done}"
         time.sleep(0.05)
 
 
