@@ -1,4 +1,4 @@
-"""Training with DeepSpeed: ZeRO 0 to 3, CPU and CUDA, in a train role's ranks or in one plain process."""
+"""DeepSpeed training engine: ZeRO 0 to 3 on CPU and CUDA, in the ranks of a train role or in one plain process."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from components.weights.gather import Part, cut_part, whole_part
 
 
 class DeepSpeedEngine(TrainEngine):
-    """A model that DeepSpeed partitions."""
+    """Training engine that shards the model with DeepSpeed."""
 
     def __init__(self, model: nn.Module, config: TrainConfig) -> None:
         """
         Args:
-            model: the same on all ranks, or made empty by `load_policy`; it is partitioned (zero_stage 3) and cast
-                (bf16) in place.
-            config: of this engine.
+            model: model with the same weights on all ranks, or an empty one made by `load_policy`. It is partitioned
+                (`zero_stage` 3) and cast (bf16) in place.
+            config: settings of this engine.
         """
         super().__init__(model, config)
         deepspeed = _import_deepspeed()
@@ -43,25 +43,26 @@ class DeepSpeedEngine(TrainEngine):
         if any(parameter.is_meta for parameter in model.parameters()):
             self._read_weights(model, settings)
         self._adam = adam_of(model, config)
-        # Some of its optimizers print how much memory they take, whatever the log level.
+        # Some of DeepSpeed's optimizers print their memory usage at any log level, which would end up in the run's log.
         with contextlib.redirect_stdout(io.StringIO()):
             self._engine: Any = deepspeed.initialize(model=model, optimizer=self._adam, config=settings)[0]
         self._start_average()
 
     def _read_weights(self, model: nn.Module, settings: dict[str, Any]) -> None:
-        """Give a model that was made empty its weights in the type that passes use: with zero_stage 3 this rank's part
-        of them, without ever having more than one parameter whole.
+        """Load the weights of an empty model, in the dtype that passes use.
+
+        With `zero_stage` 3 this rank keeps its shard only, and never holds more than one full parameter.
         """
         for parameter in model.parameters():
             parameter.data = parameter.data.to(self._type(parameter))
         if self._stage < 3:
             fill(model, self.device)
             return
-        # DeepSpeed hands out what rank 0 has.
+        # DeepSpeed broadcasts the parameters of rank 0, so the other ranks need not read the files.
         one_by_one = _OneByOne(filled(model, self.device, reads=self.rank == 0))
         with contextlib.redirect_stdout(io.StringIO()):
             self._deepspeed.zero.Init(module=one_by_one, config_dict_or_path=settings)
-        # It moves a model to the device, unless the model is partitioned.
+        # DeepSpeed moves a model to the device only if the model is not partitioned. Buffers would stay on the host.
         for buffer in model.buffers():
             buffer.data = buffer.data.to(self.device)
 
@@ -83,12 +84,12 @@ class DeepSpeedEngine(TrainEngine):
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
         if self._stage == 0:
-            # ZeRO clips and measures by itself; plain training does neither in a way that can be read.
+            # ZeRO clips and measures the norm itself. Stage 0 offers no norm to read, so it is computed here.
             norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm or math.inf))
             self._check_gradient(norm)
             self._engine.step()
         else:
-            # It leaves out a step whose norm is inf or nan, and calls that norm inf.
+            # ZeRO skips a step whose norm is inf or nan, and reports that norm as inf.
             self._engine.step()
             norm = float(self._engine.get_global_grad_norm())
             self._check_gradient(norm)
@@ -98,21 +99,23 @@ class DeepSpeedEngine(TrainEngine):
         if self._stage < 3:
             return whole_part(parameter, dtype)
         partitioned: Any = parameter
-        own = partitioned.ds_tensor
-        return cut_part(own, partitioned.ds_shape, dtype, own.ds_numel)
+        shard = partitioned.ds_tensor
+        return cut_part(shard, partitioned.ds_shape, dtype, shard.ds_numel)
 
     @property
     def _zero(self) -> Any:
-        return self._engine.optimizer if self._stage > 0 else None
+        if self._stage == 0:
+            return None
+        return self._engine.optimizer
 
     def _tensors(self) -> Iterator[Tensor]:
         yield from super()._tensors()
-        # Beside the parameters an optimizer of DeepSpeed's has flat tensors of many, in lists that differ by stage,
-        # precision and release.
+        # An optimizer of DeepSpeed also holds flat tensors, in lists that differ by stage, precision and release.
+        # Without them, an engine that is put to sleep would keep most of its memory.
         yield from tensors_within(vars(self._engine.optimizer))
 
     def _scratch(self) -> Iterator[Tensor]:
-        """Buffers of gradients, which a step begins with nothing in."""
+        """Yield the gradient buffers, whose contents no step reads before it writes them."""
         optimizer = self._engine.optimizer
         for bucket in getattr(optimizer, "ipg_buckets", {}).values():
             yield from tensors_within(bucket.buffer)
@@ -121,7 +124,7 @@ class DeepSpeedEngine(TrainEngine):
 
 
 class _OneByOne(nn.Module):
-    """Parameters that do not all exist at the same time, as the module that DeepSpeed partitions."""
+    """Module whose parameters are created one at a time while DeepSpeed partitions it."""
 
     def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
         super().__init__()
@@ -132,13 +135,13 @@ class _OneByOne(nn.Module):
 
 
 def _import_deepspeed() -> Any:
-    """DeepSpeed, quiet and without a compiler."""
+    """Import DeepSpeed, with its log level at ERROR and without its compiled extension for CPU collectives."""
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # On CPU every process group would first compile an extension for collectives in shared memory, which
-    # needs ninja and g++ and a minute. The attribute path deepspeed.comm.torch is the real torch, hence
+    # On a CPU, every process group would first compile an extension for collectives in shared memory. That takes a
+    # minute and needs ninja and g++. The attribute path `deepspeed.comm.torch` leads to the real torch, hence
     # sys.modules.
     backend: Any = sys.modules["deepspeed.comm.torch"]
     backend.build_shm_op = lambda: None
@@ -153,27 +156,27 @@ def _deepspeed_json(model: nn.Module, config: TrainConfig) -> dict[str, Any]:
     if config.adam_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     if stage == 3:
-        # Vectors stay whole: gathering one costs a message and frees next to nothing.
+        # Vectors are not partitioned: gathering one costs a collective call and frees next to no memory.
         vectors = [parameter.numel() for parameter in model.parameters() if parameter.ndim <= 1]
         zero["stage3_param_persistence_threshold"] = max(vectors, default=0)
-        # Two layers: the one that computes, and the next one.
+        # Room for two layers: the one that computes and the one that is prefetched.
         largest = max((sum(p.numel() for p in layer.parameters()) for layer in layers_of(model)), default=0)
         gathered = max(2 * largest, numbers)
         zero |= {"stage3_max_live_parameters": gathered, "stage3_max_reuse_distance": gathered}
         zero |= {"stage3_prefetch_bucket_size": gathered // 2, "sub_group_size": numbers}
     settings: dict[str, Any] = {
-        # Micro-batches are cut by tokens, and where a step ends is set by hand.
+        # Micro-batches are cut by tokens, and the engine sets the accumulation boundary itself.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": config.max_grad_norm if stage > 0 else 0.0,
         "zero_optimization": zero,
-        # torch's fused AdamW is what is wanted; DeepSpeed's own is compiled at first use.
+        # torch's fused AdamW is used. DeepSpeed's CPU Adam would be compiled at its first use.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None,
     }
     if config.precision == "bf16":
         settings["bf16"] = {"enabled": True}
-        # Sums over many micro-batches lose small gradients in bfloat16.
+        # In bfloat16, a sum over many micro-batches would lose small gradients.
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
     return settings

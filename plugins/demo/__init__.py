@@ -1,6 +1,6 @@
-"""Demonstrations that need no download: tasks that generate their rows, tiny models, and warm starts of these.
+"""Demonstrations without a download: tasks that generate their data, tiny models, and warm starts of these models.
 
-The values of options load it: `data.path=task:sort`, `model.path=warm_start:sort`, `model.path=new:sort`,
+These option values load it: `data.path=task:sort`, `model.path=warm_start:sort`, `model.path=new:sort`,
 `reward.source=sort` and `agent.func_path=env:guess`.
 """
 

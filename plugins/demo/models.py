@@ -1,6 +1,6 @@
-"""The tiny models by the values of `model.path`: `warm_start:<task>`, `new:<task>` and `new:text`.
+"""Model sources for the values of `model.path`: `warm_start:<task>`, `new:<task>` and `new:text`.
 
-Nothing here needs torch before a tokenizer or a model is made.
+This module imports without torch; making a tokenizer or a model imports it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TEXT = "text"
-"""Name of a new model whose vocabulary is learnt from the texts of the data."""
+"""Name of the new model whose vocabulary is trained on the texts of the data."""
 SHAPE: dict[str, Any] = {
     "model_type": "qwen2",
     "hidden_size": 128,
@@ -28,9 +28,9 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": True,
 }
-"""Shape of a model of tiny_model.py."""
+"""Shape of the models that tiny_model.py makes."""
 MARKS = 3
-"""Number of tokens besides the text's: pad, bos and eos."""
+"""Number of special tokens: pad, bos and eos."""
 BYTES = 256
 
 
@@ -40,7 +40,7 @@ def config_of_task(task: Task) -> dict[str, Any]:
 
 
 class WarmStartModel(MadeModel):
-    """`warm_start:<task>`: a model that has learnt the demonstrations of a task, which mostly are no right answers."""
+    """`warm_start:<task>`: a model trained on a task's demonstrations, most of which are not correct answers."""
 
     def __init__(self, name: str) -> None:
         """See `MadeModel`."""
@@ -62,6 +62,7 @@ class WarmStartModel(MadeModel):
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """See `MadeModel.tokenizer`."""
+        # Imported here: a driver that only plans a run has no torch.
         from plugins.demo.tiny_model import task_tokenizer
 
         return task_tokenizer(self._task)
@@ -85,6 +86,7 @@ class NewTinyModel(NewModel):
 
         if self._task is not None:
             return task_tokenizer(self._task)
+        # Without a size, the vocabulary has the special tokens and all bytes, so that any text can be encoded.
         return learnt_tokenizer(texts, MARKS + BYTES if vocabulary is None else vocabulary)
 
     def save(
@@ -93,6 +95,7 @@ class NewTinyModel(NewModel):
         """See `NewModel.save`."""
         from plugins.demo.tiny_model import tiny_model
 
+        # A longer prompt or response needs more positions than the default shape has.
         positions = SHAPE["max_position_embeddings"] if max_positions is None else max_positions
         tiny_model(tokenizer, seed, max_positions=positions).save_pretrained(folder)
 

@@ -1,4 +1,4 @@
-"""The scorers of the tasks, by the names of these."""
+"""Scorers of the tasks. Each has the name of its task."""
 
 from __future__ import annotations
 

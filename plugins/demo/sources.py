@@ -1,4 +1,4 @@
-"""The tasks as a source of data: `task:<name>`."""
+"""Data source that generates the prompts, demonstrations and pairs of a task: `task:<name>`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from plugins.demo.tasks import get_task
 
 
 class TaskSource(DataSource):
-    """The rows of a task."""
+    """Data source over one task."""
 
     def __init__(self, name: str) -> None:
         """See `DataSource`."""

@@ -1,4 +1,4 @@
-"""A tokenizer of single characters and a model of 0.4 million parameters, for runs that need no download."""
+"""Character and byte-pair tokenizers, and a model of 0.4 million parameters, for runs that need no download."""
 
 from __future__ import annotations
 
@@ -17,27 +17,30 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
-"""Turns laid end to end, each of the assistant's closed by the end token: a task's alphabet has no room for
-role names. A single user turn reads like the plain prompt."""
+"""Chat template that concatenates the turns and ends each assistant turn with the end token. The alphabet of a task has
+no tokens for role names. A single user turn is rendered like the plain prompt."""
 
 LEARNT_FROM = 2_000
-"""Demonstrations that a task's byte-pair vocabulary is learnt from."""
+"""Number of demonstrations on which the byte-pair vocabulary of a task is trained."""
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     """Build a tokenizer with one token per character of `alphabet`, after pad, bos and eos.
 
-    It neither adds nor joins tokens, so decoding gives the text back. Characters outside the alphabet have no
-    token and vanish: `components.data.text.TextEncoder` refuses them.
+    It neither adds nor merges tokens, so decoding returns the original text. Characters outside the alphabet have no
+    token and are dropped: `components.data.text.TextEncoder` rejects them.
 
     Args:
-        alphabet: ASCII characters without repeats; their order is the order of their ids.
+        alphabet: ASCII characters without repeats. Token ids follow their order.
+
+    Raises:
+        ValueError: the alphabet is empty, has repeats or has other characters than ASCII.
     """
     wrong = sorted({c for c in alphabet if not c.isascii() or alphabet.count(c) > 1})
     if wrong or not alphabet:
         raise ValueError(f"alphabet={alphabet!r} must be ASCII characters without repeats; look at {wrong}")
-    # The loader of this model family (AutoTokenizer) takes our vocabulary into a byte-level BPE of its own
-    # making, whatever was saved. Building exactly that, without merges, makes both read the same.
+    # The loader of this model family (AutoTokenizer) puts any saved vocabulary into a byte-level BPE of its own. A
+    # byte-level BPE without merges is saved here, so that the loaded tokenizer gives the same tokens.
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     pieces = [byte_level.pre_tokenize_str(character)[0][0] for character in alphabet]
     vocabulary = {piece: index for index, piece in enumerate([PAD, BOS, EOS, *pieces])}
@@ -48,16 +51,19 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 
 
 def learnt_tokenizer(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
-    """Learn a byte-pair tokenizer of `size` tokens: pad, bos and eos, every byte, and what is frequent in the texts.
+    """Train a byte-pair tokenizer of `size` tokens: pad, bos and eos, all bytes, and the frequent pieces of the texts.
 
-    Every digit is a token of its own. Decoding gives the text back, as long as it is in Unicode's composed form (NFC).
-    The same texts give the same tokenizer.
+    Every digit is a token. Decoding returns the original text if it is in Unicode's composed form (NFC). The same texts
+    give the same tokenizer.
+
+    Raises:
+        ValueError: `size` is too small for the special tokens and the bytes.
     """
     smallest = 3 + 256
     if size < smallest:
         raise ValueError(f"size={size} does not hold pad, bos, eos and the 256 bytes; set it to {smallest} or more")
     backend = Tokenizer(models.BPE())
-    # Step by step what the loader of this model family makes of a vocabulary, as above.
+    # These are the steps that the loader of this model family applies to a vocabulary, as above.
     backend.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated")
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
@@ -73,7 +79,7 @@ def learnt_tokenizer(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast
 
 
 def task_tokenizer(task: Task) -> PreTrainedTokenizerFast:
-    """Make the tokenizer that a task asks for; it is the same every time."""
+    """Return the tokenizer of a task. It is the same every time."""
     if task.alphabet:
         return character_tokenizer(task.alphabet)
     rows = task.demonstrations(LEARNT_FROM, seed=0)
@@ -86,7 +92,7 @@ def _wrapped(backend: Tokenizer) -> PreTrainedTokenizerFast:
         pad_token=PAD,
         bos_token=BOS,
         eos_token=EOS,
-        # Left open, the loader would add an unknown token of its own, with an id beyond the model's embedding.
+        # Without this, the loader would add an unknown token with an id beyond the model's embedding.
         unk_token=PAD,
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
@@ -107,10 +113,9 @@ def tiny_model(
 ) -> Qwen2ForCausalLM:
     """Make an untrained float32 Qwen2 model with tied embeddings that fits the tokenizer.
 
-    The same seed gives the same weights, and the process's random state stays as it was.
+    The same seed gives the same weights. The random state of the process is restored.
     """
-    pad, bos, eos = tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id
-    assert isinstance(pad, int) and isinstance(bos, int) and isinstance(eos, int)
+    special_tokens = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -120,16 +125,12 @@ def tiny_model(
         intermediate_size=intermediate,
         max_position_embeddings=max_positions,
         tie_word_embeddings=True,
-        pad_token_id=pad,
-        bos_token_id=bos,
-        eos_token_id=eos,
         dtype="float32",
+        **special_tokens,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)
     assert model.generation_config is not None
-    model.generation_config.pad_token_id = pad
-    model.generation_config.bos_token_id = bos
-    model.generation_config.eos_token_id = eos
+    model.generation_config.update(**special_tokens)
     return model

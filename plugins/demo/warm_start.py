@@ -1,12 +1,12 @@
-"""A small supervised phase that gives a task's tiny model something to improve on, kept by content.
+"""Short supervised training of a task's tiny model, so that reinforcement learning has something to improve. Cached.
 
-`python -m plugins.demo.warm_start --task sort` prints its progress and, as the last line, the folder. The model
-is found again by a hash of the settings and of the source files that shape it, so a change of either trains
-anew and nothing else does.
+`python -m plugins.demo.warm_start --task sort` prints its progress and, as the last line, the folder of the model. The
+cache key is a hash of the settings and of the source files that affect the model. A change of one of them trains a new
+model; other changes do not.
 
-Finding and asking for a warm start needs no torch: the training runs in a process of its own.
+Looking up and requesting a warm start needs no torch: the training runs in a child process.
 
-<cache>/warm_start/sort-<hash>/  what from_pretrained loads, and warm_start.json: how it was made
+<cache>/warm_start/sort-<hash>/  the files that from_pretrained loads, and warm_start.json with settings and results
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ _PROJECT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, kw_only=True)
 class WarmStartSettings(Checked):
-    """What a warm start is made of."""
+    """Settings of a warm start."""
 
     task: str = "sort"
-    """The task whose demonstrations are learnt."""
+    """Task whose demonstrations are used for training."""
     seed: int = 0
-    """Of the first weights and of the demonstrations."""
+    """Seed of the initial weights and of the demonstrations."""
     steps: Count | None = None
-    """Optimizer steps; None: the task's own number. More make the model surer of the demonstrations' style, which RL
-    then has to unlearn."""
+    """Number of optimizer steps. Default: the number set by the task. More steps make the model more certain of the
+    demonstrations' style, which RL then has to unlearn."""
     batch_size: Count | None = None
-    """Demonstrations per step, each seen once; None: the task's own number."""
+    """Number of demonstrations per step. Each demonstration is used once. Default: the number set by the task."""
 
     def __post_init__(self) -> None:
         lessons = get_task(self.task).lessons
@@ -64,13 +64,17 @@ class WarmStartSettings(Checked):
 
 
 def ensure_warm_start(settings: WarmStartSettings, progress: Callable[[str], None] = print) -> Path:
-    """Give the folder of the warm start, made first if need be, in a process of its own.
+    """Return the folder of the warm start. If it does not exist, a child process trains it first.
 
-    So the caller may be a driver without torch, or a rank of a job: neither gets a process group or threads.
+    The child process keeps process groups and threads of torch out of the caller, which may be a driver without torch
+    or a rank of a job.
 
     Args:
-        settings: what to make.
-        progress: called with each line that tells how far the training is.
+        settings: settings of the warm start.
+        progress: called with each line of progress.
+
+    Raises:
+        RuntimeError: the training failed. The message has the end of its error output.
     """
     folder = _folder(settings)
     if (folder / _NOTE).is_file():
@@ -84,7 +88,7 @@ def ensure_warm_start(settings: WarmStartSettings, progress: Callable[[str], Non
     ):
         assert process.stdout is not None
         for line in process.stdout:
-            if line.rstrip("\n") != str(folder):  # its last one
+            if line.rstrip("\n") != str(folder):  # the last line, which is for callers and not for people
                 progress(line.rstrip("\n"))
         if process.wait() != 0:
             errors.seek(0)
@@ -94,16 +98,16 @@ def ensure_warm_start(settings: WarmStartSettings, progress: Callable[[str], Non
 
 
 def check_warm_start(settings: WarmStartSettings) -> None:
-    """Check that a warm start is there, or can be made.
+    """Check that a warm start exists or can be written.
 
     Raises:
-        ValueError: the folder for warm starts cannot be written to.
+        ValueError: the cache folder is not writable.
     """
     folder = _folder(settings)
     if (folder / _NOTE).is_file():
         return
-    # Nothing is made yet: the run may be refused for another reason.
-    existing = next(place for place in folder.parents if place.exists())
+    # The cache folder is not created here, because the run may still be refused for another reason.
+    existing = next(parent for parent in folder.parents if parent.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):
             pass
@@ -115,25 +119,25 @@ def check_warm_start(settings: WarmStartSettings) -> None:
 
 
 def make_warm_start(settings: WarmStartSettings, progress: Callable[[str], None] = print) -> Path:
-    """Do what `ensure_warm_start` does, in this process, which must not be a rank of a job.
+    """Train a warm start in this process, which must not be a rank of a job, and return its folder.
 
-    Of several processes that want the same warm start one makes it and the others wait.
+    If several processes request the same warm start, one trains it and the others wait.
     """
     folder = _folder(settings)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder.with_name(f"{folder.name}.lock"), progress):
         if not (folder / _NOTE).is_file():
-            aside = folder.with_name(f"{folder.name}.partial")
-            # Left by a process that was killed: whoever holds the lock is alone.
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir()
-            _train(settings, aside, progress)
-            aside.rename(folder)
+            partial = folder.with_name(f"{folder.name}.partial")
+            # A killed process may have left it. No other process uses it, because this one holds the lock.
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            _train(settings, partial, progress)
+            partial.rename(folder)
     return folder
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; the last line of the output is the folder."""
+    """Run the command line. The last line of the output is the folder."""
     accept_any_text()
     arguments = sys.argv[1:] if arguments is None else arguments
     if "--help" in arguments:
@@ -149,10 +153,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def source_files() -> list[Path]:
-    """List the files of components and plug-ins whose change makes another model: this one, the training engine's, and
-    all that these import.
+    """Return the files of components and plug-ins whose contents affect the model: this file, the training engine's,
+    and everything that these import.
 
-    They are found by reading the import statements, so that no list has to follow when a file is split or moved.
+    The import statements are read, so that no list of files has to be updated when a file is split or moved.
     """
     paths: set[Path] = set()
     waiting = [Path(__file__).resolve()]
@@ -168,7 +172,7 @@ def source_files() -> list[Path]:
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.module:
-                # `from components import batch` names a file, `from components.batch import Batch` does not.
+                # `from components import batch` names a file, and `from components.batch import Batch` does not.
                 names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
             waiting += [
                 file for name in names if name.startswith(("components.", "plugins.")) for file in _files_of(name)
@@ -177,7 +181,7 @@ def source_files() -> list[Path]:
 
 
 def _files_of(module: str) -> list[Path]:
-    """Where a module of ours may lie: a file, or the `__init__` of a folder."""
+    """Return the possible paths of a module of this project: a file, or the `__init__` of a folder."""
     path = _PROJECT.joinpath(*module.split("."))
     return [path.with_suffix(".py"), path / "__init__.py"]
 
@@ -192,12 +196,12 @@ def _folder(settings: WarmStartSettings) -> Path:
 
 @contextmanager
 def _locked(path: Path, progress: Callable[[str], None]) -> Iterator[None]:
-    """Hold an exclusive lock on a file; the system lets go of it when the process ends, however it ends."""
+    """Hold an exclusive lock on a file. The operating system releases it when the process ends for any reason."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            progress(f"waiting for another process that makes the same warm start (it holds {path})")
+            progress(f"waiting for another process that trains the same warm start (it holds the lock {path})")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -218,13 +222,13 @@ def _train(settings: WarmStartSettings, folder: Path, progress: Callable[[str], 
         return sft_loss(token_logprobs(model, batch).logprob_N, batch["loss_mask"], totals.tokens)
 
     start = time.monotonic()
-    assert settings.steps and settings.batch_size  # filled in from the task
+    assert settings.steps and settings.batch_size  # set from the task by __post_init__
     task = get_task(settings.task)
     tokenizer = task_tokenizer(task)
     rows = task.demonstrations(settings.steps * settings.batch_size, settings.seed)
     data = encode_demonstrations(rows, tokenizer).batch
     threads = torch.get_num_threads()
-    # A model this small is slower on two threads, and with one the result is the same on every machine alike.
+    # Two threads are slower for a model of this size, and one thread gives the same result on all similar machines.
     torch.set_num_threads(1)
     try:
         model = tiny_model(tokenizer, settings.seed)
@@ -249,7 +253,7 @@ def _train(settings: WarmStartSettings, folder: Path, progress: Callable[[str], 
     finally:
         torch.set_num_threads(threads)
     note = {**dataclasses.asdict(settings), "loss": metrics["loss"], "seconds": time.monotonic() - start}
-    # Written last: it says that the folder is whole.
+    # Written last: its presence means that the folder is complete.
     (folder / _NOTE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
 
 

@@ -1,6 +1,6 @@
-"""Dynamic sampling (DAPO): prompts whose responses teach nothing are replaced before the step is trained on.
+"""Dynamic sampling (DAPO): replaces prompts without a learning signal before a step is trained on.
 
-`algorithm.filter_range` loads it, and the options of other recipes that stand for it.
+`algorithm.filter_range` loads it, as do the options of other recipes that set the same value.
 """
 
 PROVIDES = {"rollout strategy": {"dynamic_sampling": "strategy:DynamicSampling"}}

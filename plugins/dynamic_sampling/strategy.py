@@ -1,4 +1,4 @@
-"""The rollout strategy that fills each step by a `DynamicSampler`."""
+"""Rollout strategy that fills each step with a `DynamicSampler`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class DynamicSampling:
-    """Replaces prompts that teach nothing; see `RolloutStrategy`."""
+    """Replaces prompts without a learning signal. See `RolloutStrategy`."""
 
     waiting = 0
 
     def __init__(self, run: PolicyRun) -> None:
         config = run.config
-        assert config.filter_range is not None, "the options ask for no dynamic sampling"
+        assert config.filter_range is not None, "dynamic sampling is loaded, but algorithm.filter_range is not set"
         self._run = run
         self._sampler = DynamicSampler(
             prompts=run.prompts,
@@ -45,13 +45,16 @@ class DynamicSampling:
         return self._sampler.ended
 
     def sources(self) -> Mapping[str, Stateful]:
-        """See `RolloutStrategy.sources`; the prompts are saved by the run."""
+        """See `RolloutStrategy.sources`. The run itself saves the position in the prompts."""
         return {}
 
     def fill(self, step: int) -> Batch | None:
         """See `RolloutStrategy.fill`."""
         run = self._run
         rollouts = self._sampler.fill(step, run.config.prompts_per_step, lambda count: run.respond_to_next(count, step))
-        # A prompt that was replaced is not trained on, and neither are its failed rewards counted.
-        run.failed_rewards.keep_prompts(torch.empty(0) if rollouts is None else rollouts["prompt_id"])
+        # Failed rewards of replaced prompts are not reported, because nothing is trained on these prompts.
+        kept_prompts = torch.empty(0)
+        if rollouts is not None:
+            kept_prompts = rollouts["prompt_id"]
+        run.failed_rewards.keep_prompts(kept_prompts)
         return rollouts

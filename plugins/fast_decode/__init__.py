@@ -1,3 +1,3 @@
-"""Faster attention and cache for the hf rollout engine, which loads them where this plug-in is there."""
+"""Faster attention and cache for the hf rollout engine, which uses them if the folder exists."""
 
 PROVIDES = {"decoding": {"fast": "decoding:FastDecoding"}}

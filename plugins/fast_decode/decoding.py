@@ -1,4 +1,4 @@
-"""Decoding with a cache that has room for tokens to come, and attention that does not copy it."""
+"""Decoding with a cache that has free positions, and attention that does not copy it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class FastDecoding(Decoding):
-    """Grouped attention over a roomy cache."""
+    """Grouped-query attention over a preallocated cache."""
 
     def prepare(self, model: Any) -> None:
         use_grouped_decoding(model)

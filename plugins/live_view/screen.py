@@ -1,7 +1,7 @@
-"""A terminal's screen: lines that scroll up, and below them a frame that is drawn again and again.
+"""Screen of a terminal: lines that scroll up, and below them a frame that is redrawn.
 
-rich renders the frame. rich.live is not used: it draws for every line, in the thread that prints it, and leaves parts
-of a frame behind in a window that becomes narrower.
+rich renders the frame. rich.live is not used. It draws the frame again for every line, in the thread that prints the
+line, and leaves parts of a frame behind when the window becomes narrower.
 """
 
 from __future__ import annotations
@@ -23,44 +23,43 @@ logger = logging.getLogger(__name__)
 
 FRAME_EVERY_S = 0.5
 _AT_MOST_EVERY_S = 0.1
-"""Lines that come faster than this are drawn together."""
+"""Minimum number of seconds between two drawings. Lines that arrive within this time are drawn together."""
 _LINES_KEPT = 10_000
-"""Of those that wait while the terminal takes nothing (Ctrl-S, a network that hangs); the oldest go."""
+"""Maximum number of lines that wait while the terminal accepts no output (Ctrl-S, a hanging network). The oldest lines
+are dropped."""
 _LAST_FRAME_WITHIN_S = 5.0
+"""Maximum number of seconds that `close` waits for the last frame."""
 
 
 class Screen:
-    """Draws on a thread of its own: who says a line neither waits for the terminal nor fails with it.
-
-    Not rich.live, which writes the frame once more with each line that is said, in the thread that says it, and leaves
-    parts of it behind when the window becomes narrower.
-    """
+    """Draws in a separate thread, so that a caller of `info` neither waits for the terminal nor fails with it."""
 
     def __init__(self, terminal: int, frame: Callable[[int, int], list[Text]], encoding: str) -> None:
-        """Begin to draw.
+        """Start to draw.
 
         Args:
-            terminal: file descriptor of the terminal, closed by `close`.
-            frame: (width, height) -> what stands below the lines now, within so many cells.
-            encoding: of the terminal.
+            terminal: file descriptor of the terminal. `close` closes it.
+            frame: (width, height) -> lines of the frame, which fit into that number of cells.
+            encoding: encoding of the terminal.
         """
         self._file = os.fdopen(terminal, "w", encoding=encoding, errors="backslashreplace")
         self._console = Console(file=self._file, highlight=False, markup=False, emoji=False)
         self._frame = frame
         self._lines: deque[str] = deque(maxlen=_LINES_KEPT)
         self._below: list[int] = []
-        """Cells in each line of the frame that stands there."""
-        self._wake, self._closing = threading.Event(), threading.Event()
+        """Number of cells in each line of the frame on the screen."""
+        self._wake = threading.Event()
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._draw_on, name="troupe-screen", daemon=True)
         self._thread.start()
 
     def info(self, line: str) -> None:
-        """Let a line scroll up above the frame."""
+        """Print a line above the frame."""
         self._lines.append(line)
         self._wake.set()
 
     def close(self) -> None:
-        """Draw the lines and the frame a last time, and leave them there."""
+        """Draw the lines and the frame for the last time. They stay on the screen."""
         self._closing.set()
         self._wake.set()
         self._thread.join(_LAST_FRAME_WITHIN_S)
@@ -73,22 +72,24 @@ class Screen:
                 self._wake.clear()
             self._draw()
             self._file.close()
-        except OSError as error:  # the terminal has gone
-            logger.warning("the terminal is written to no more: %s", error)
+        except OSError as error:  # the terminal was closed
+            logger.warning("the live view stops: the terminal cannot be written to (%s)", error)
 
     def _draw(self) -> None:
         columns, rows = self._size()
         try:
             frame = self._frame(columns - 1, rows - 1)
-        # A defect of ours, which must not take the lines along.
+        # A defect in the view must not stop the output of lines, so the frame is switched off instead.
         except Exception:
             logger.warning("the view of the run failed and is switched off", exc_info=True)
             self._frame = lambda *_: []
             frame = []
-        # A window that became narrower has broken long lines of the last frame in several.
+        # If the window became narrower, the terminal has wrapped long lines of the last frame onto several lines.
         up = sum(max(1, math.ceil(cells / columns)) for cells in self._below)
         text = io.StringIO()
-        text.write((f"\x1b[{up}A" if up else "") + "\r")
+        if up:
+            text.write(f"\x1b[{up}A")
+        text.write("\r")
         if self._lines:
             text.write("\x1b[J")
             while self._lines:

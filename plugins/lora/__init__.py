@@ -1,4 +1,4 @@
-"""Low-rank adapters (peft), trained in front of weights that stay as they are.
+"""Low-rank adapters (peft): train small matrices beside frozen weights.
 
 `train.lora_rank` above 0 or `train.lora_path` loads them.
 """

@@ -1,4 +1,4 @@
-"""Adapters in a folder, as peft writes them: what is read before a model is loaded. Nothing here needs torch."""
+"""Adapters in a folder in peft's format: settings that are read before a model is loaded. Imports without torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+SETTINGS = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _PLAIN: Mapping[str, Any] = {
     "use_dora": False,
@@ -20,7 +21,7 @@ _PLAIN: Mapping[str, Any] = {
     "target_parameters": None,
     "trainable_token_indices": None,
 }
-"""Settings of adapters other than plain low-rank ones -> their values in plain ones."""
+"""Settings of special adapters -> the values that they have in plain low-rank adapters."""
 
 
 def adapter_settings(folder: str) -> dict[str, Any]:
@@ -35,11 +36,13 @@ def adapter_settings(folder: str) -> dict[str, Any]:
             raise ValueError(f"lora_path={folder} has no {name}; set it to a folder of adapters that peft has written")
     try:
         settings = json.loads((path / SETTINGS).read_text(encoding="utf-8"))
-        rank, alpha = int(settings["r"]), float(settings["lora_alpha"])
+        rank = int(settings["r"])
+        alpha = float(settings["lora_alpha"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"lora_path={folder}: {SETTINGS} cannot be read ({error!r})") from error
     if settings.get("peft_type") != "LORA":
         raise ValueError(f"lora_path={folder} has adapters of peft_type={settings.get('peft_type')}; use LORA")
+    # Other variants compute something else from the same tensors, so they cannot be merged by the same formula.
     for name, plain in _PLAIN.items():
         if settings.get(name) not in (plain, None, {}, []):
             raise ValueError(
@@ -55,15 +58,18 @@ def layer_of(name: str) -> str:
 
 
 def _targets(folder: Path, settings: Mapping[str, Any]) -> list[str]:
-    """Return the endings that the settings name, or else the names of the layers with an adapter."""
+    """Return the target modules in the settings if they are a plain list, otherwise the layers with adapters."""
     from safetensors import safe_open
 
     try:
         with safe_open(folder / WEIGHTS, framework="numpy") as file:
-            layers = list(dict.fromkeys(layer_of(name) for name in file.keys()))  # noqa: SIM118 - it is no mapping
+            layers = list(dict.fromkeys(layer_of(name) for name in file.keys()))  # noqa: SIM118 - not a mapping
     except Exception as error:
         raise ValueError(f"lora_path={folder}: {WEIGHTS} cannot be read ({error})") from error
     if not layers:
         raise ValueError(f"lora_path={folder}: {WEIGHTS} is empty")
+    # A regular expression, or a list with exclusions, cannot be the value of lora_target_modules. Layer names can.
     endings = settings.get("target_modules")
-    return sorted(endings) if isinstance(endings, list) and not settings.get("exclude_modules") else layers
+    if isinstance(endings, list) and not settings.get("exclude_modules"):
+        return sorted(endings)
+    return layers

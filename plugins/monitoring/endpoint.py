@@ -1,4 +1,4 @@
-"""Monitoring endpoint of a run: its step, metrics, phase and roles over HTTP, for Prometheus and as JSON."""
+"""Monitoring endpoint of a run: serves step, metrics, phase and roles over HTTP, for Prometheus and as JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from training.tracking.serialization import finite, plain
 _REQUEST_S = 10
 _REQUESTS_AT_ONCE = 8
 _WHOLE_LIFE = "run"
-"""The call that drives a job, and lasts as long."""
+"""Method of the trainer that lasts as long as the job. It is not listed as a call."""
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class RunState:
         self._steps = 0
         self._metrics: dict[str, Any] = {}
         self._phase: PhaseEvent | None = None
+        # Prometheus needs counters that never decrease, so seconds are summed over the run.
         self._phase_seconds: defaultdict[str, float] = defaultdict(float)
         self._calls: dict[tuple[str, int, str, float], None] = {}
         self._lost: Counter[str] = Counter()
@@ -52,10 +53,11 @@ class RunState:
         self._alarms: list[str] = []
 
     def __call__(self, event: Any) -> None:
-        """Take in an event of the job."""
+        """Process an event of the job."""
         with self._lock:
             if isinstance(event, StepEvent):
-                self._step, self._steps = event.step, event.steps
+                self._step = event.step
+                self._steps = event.steps
                 self._metrics = finite(plain(event.metrics))[0]
             elif isinstance(event, PhaseEvent):
                 self._take_phase(event)
@@ -83,16 +85,21 @@ class RunState:
             self._calls.pop(key, None)
 
     def _take_job(self, event: JobEvent) -> None:
-        if event.kind in ("start", "end"):
-            self._status = "running" if event.kind == "start" else event.text.partition(":")[0]
-        lost = {part.rpartition("-")[0] for part in event.process.split("+")} if event.kind == "lost" else set()
+        if event.kind == "start":
+            self._status = "running"
+        elif event.kind == "end":
+            self._status = event.text.partition(":")[0]
+        lost: set[str] = set()
+        if event.kind == "lost":
+            # Workers lost together are joined by "+", as in "ACTOR-0+ACTOR-1". A role counts once.
+            lost = {part.rpartition("-")[0] for part in event.process.split("+")}
         self._lost.update(lost)
         if event.kind == "restart" or lost:
-            # Calls of processes that are gone never end.
+            # Calls of lost processes never end, so they would be listed for ever.
             self._calls = {key: None for key in self._calls if lost and key[0] not in lost}
 
     def current(self) -> dict[str, Any]:
-        """Return the state as JSON has it."""
+        """Return the state as an object for JSON."""
         now = time.time()
         with self._lock:
             calls = [
@@ -108,14 +115,16 @@ class RunState:
                 }
                 for role, size in self._roles.items()
             }
-            phase = self._phase
+            phase = None
+            if self._phase is not None:
+                phase = {"name": self._phase.phase, "seconds": now - self._phase.began}
             return {
                 "recipe": self._recipe,
                 "status": self._status,
                 "step": self._step,
                 "steps": self._steps,
                 "metrics": dict(self._metrics),
-                "phase": None if phase is None else {"name": phase.phase, "seconds": now - phase.began},
+                "phase": phase,
                 "phase_seconds": dict(self._phase_seconds),
                 "roles": roles,
                 "memory_bytes": dict(self._memory),
@@ -137,7 +146,9 @@ def _prometheus_lines(state: Mapping[str, Any]) -> Iterator[str]:
     seconds = {_labels(phase=phase): value for phase, value in state["phase_seconds"].items()}
     yield from _family("troupe_phase_seconds_total", "counter", "Seconds spent in each phase.", seconds)
     phase = state["phase"]
-    current = {_labels(phase=phase["name"]): phase["seconds"]} if phase else {}
+    current = {}
+    if phase:
+        current[_labels(phase=phase["name"])] = phase["seconds"]
     yield from _family("troupe_phase_running_seconds", "gauge", "Seconds since the current phase began.", current)
     roles = state["roles"].items()
     yield from _family(
@@ -163,7 +174,9 @@ def _family(name: str, kind: str, text: str, values: Mapping[str, float]) -> Ite
 
 def _labels(**values: str) -> str:
     escaped = {
-        name: str(value).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n") for name, value in values.items()
+        # Escaped as the text format of Prometheus requires.
+        name: str(value).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        for name, value in values.items()
     }
     return "{" + ",".join(f'{name}="{value}"' for name, value in escaped.items()) + "}"
 
@@ -191,16 +204,21 @@ class MetricsEndpoint:
         """
         self.state = state
         self._token = endpoint_token()
+        family = AF_INET
+        shown_host = host
+        if ":" in host:
+            # An IPv6 address, which stands in brackets in a URL.
+            family = AF_INET6
+            shown_host = f"[{host}]"
         handler = type("Handler", (_Handler,), {"endpoint": self})
-        server = type("Server", (_Server,), {"address_family": AF_INET6 if ":" in host else AF_INET})
+        server = type("Server", (_Server,), {"address_family": family})
         try:
             self._server = server((host, port), handler)
         except OSError as error:
             raise OSError(
                 f"log.metrics_host={host} log.metrics_port={port} cannot be used ({error.strerror}); set another"
             ) from error
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{self._server.server_port}"
+        self.url = f"http://{shown_host}:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, name="troupe-metrics", daemon=True).start()
 
     def close(self) -> None:
@@ -209,7 +227,8 @@ class MetricsEndpoint:
         self._server.server_close()
 
     def respond(self, path: str, authorization: str) -> tuple[int, str, str]:
-        """Return status, content type and body of the response to a request."""
+        """Return HTTP status, content type and body of the response to a request."""
+        # compare_digest takes the same time for every wrong token, so that response times reveal nothing about it.
         if self._token and not hmac.compare_digest(authorization.encode(), f"Bearer {self._token}".encode()):
             return 401, "text/plain", "a valid token is required\n"
         if path == "/metrics":
@@ -227,7 +246,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__(address, handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        # Each request has a thread: slow clients must not take more and more of them from the run.
+        # Each request has a thread. Without a limit, slow clients would take more and more threads from the run.
         if self._slots.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
@@ -260,5 +279,5 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        # Requests come every few seconds; the terminal is for the run.
+        # Requests come every few seconds and would fill the terminal, which is for the run.
         logger.debug(format, *args)

@@ -34,7 +34,7 @@ class MonitoringObserver(RunObserver):
         """Bind the port that `log.metrics_port` names; see `ObserverType.open`."""
         if config is None or config.log.metrics_port is None:
             return None
-        # Runs without an endpoint do not need an HTTP server.
+        # Imported here, so that runs without an endpoint do not load an HTTP server.
         from plugins.monitoring.endpoint import MetricsEndpoint, RunState
 
         return cls(MetricsEndpoint(RunState(recipe, roles), config.log.metrics_host, config.log.metrics_port))

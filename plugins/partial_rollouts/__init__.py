@@ -1,4 +1,4 @@
-"""Partial rollouts: weights reach the engines in the middle of responses, and slow prompts come in a later step.
+"""Partial rollouts: engines receive new weights while they generate, and slow prompts are used in a later step.
 
 `asynchronous.partial_rollout=true` loads it.
 """

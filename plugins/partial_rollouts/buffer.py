@@ -1,6 +1,6 @@
-"""Prompts whose responses are under way on several engines while weights change; who is slow comes a batch later.
+"""Buffer of prompts whose responses are generated on several engines while weights change.
 
-A group is all responses to one prompt.
+A group is the set of all responses to one prompt.
 """
 
 from __future__ import annotations
@@ -16,89 +16,92 @@ if TYPE_CHECKING:
     from components.generate.sampler import Collected
 
 PATIENCE_S = 0.2
-"""Seconds after which the engines are asked again, so that new weights can reach them in between."""
+"""Maximum duration of a `collect` call in seconds. New weights can reach the engines between two calls."""
 
 
 @dataclass
 class Group:
-    """A prompt that was taken and whose responses were not yet handed out."""
+    """A prompt that was taken and whose responses were not returned yet."""
 
     prompt: Batch
-    """One row, as it was taken."""
+    """One row with the prompt."""
     step: int
-    """For which it was begun; fixes its random numbers."""
+    """Step for which generation began. It determines the random numbers."""
     version: int = 0
-    """Of the weights when it was begun last."""
+    """Version of the weights when generation last began."""
     engine: int | None = None
-    """Which engine runs it; None: none yet, or it was replaced."""
+    """Engine that generates the responses. None if it was not assigned yet, or if its engine was replaced."""
     responses: Batch | None = None
-    """Once they are whole."""
+    """All responses, once they are complete."""
     place: int = 0
-    """Which time that the engines were asked brought them."""
+    """Number of the `collect` call that returned the responses."""
 
 
 @dataclass(kw_only=True)
 class PartialRolloutBuffer:
-    """Keeps prompts under way on several engines, and hands out the first groups that have finished.
+    """Keeps prompts in generation on several engines, and returns the first groups that have finished.
 
-    The others continue, and come in a later batch. One that the next batch could not have without being too old is
-    waited for: the weights that a group was begun with are at most `most_stale` versions behind those that train on it.
+    The other groups continue and are returned in a later batch. A group that would be too old for the next batch is
+    waited for: the weights with which a group began are at most `most_stale` versions behind those that train on it.
     """
 
     take: Callable[[int], Batch]
-    """Gives the next so many prompts, with `prompt_id`."""
+    """(count) -> the next `count` prompts, with the column `prompt_id`."""
     begin: Callable[[list[Batch | None], int], object]
-    """(prompts, step): lets engines play prompts, drawn as those of this step: for each engine a row for every sample,
-    or None.
+    """(prompts, step): starts generation with the random numbers of this step. The list has an entry per engine: a
+    batch with a row for every sample, or None.
     """
     collect: Callable[[float], Sequence[Collected]]
-    """(seconds): lets every engine play until it has finished a group, at most so long. Gives for each, in order and
-    after all that it was told to begin, what it has finished since it was last asked.
+    """(seconds) -> the groups that each engine has finished since the last call, in the order of the engines.
+
+    It waits at most so many seconds until every engine has finished a group. Prompts that were begun before the call
+    are included.
     """
     engines: int
+    """Number of engines."""
     samples: int
-    """Of each prompt."""
+    """Number of responses per prompt."""
     in_flight: int
-    """Groups that are held at most."""
+    """Maximum number of groups in the buffer."""
     most_stale: int
-    """See AsyncOptions."""
+    """Maximum staleness in weight versions. See `AsyncOptions`."""
     version: Callable[[], int]
-    """Of the weights that the engines have, or an older one."""
+    """Returns the version of the engines' weights, or an older one."""
     stopped: Callable[[], bool]
-    """Whether to give up the batch at hand; see `RolloutQueue.ending`."""
+    """Returns True if the current batch is to be abandoned. See `RolloutQueue.ending`."""
     info: Callable[[str], None]
-    """Shows a line to the user."""
+    """Prints a line for the user."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the last batch."""
+    """Metrics of the last batch."""
     _groups: dict[int, Group] = field(default_factory=dict)
-    """By prompt_id, as they were taken."""
-    _asked: int = 0
-    """How often the engines were."""
+    """Groups by prompt_id, in the order in which their prompts were taken."""
+    _collects: int = 0
+    """Number of `collect` calls."""
 
     def __len__(self) -> int:
-        """Count the prompts that were taken and whose responses were not yet handed out."""
+        """Return the number of prompts that were taken and whose responses were not returned yet."""
         return len(self._groups)
 
-    def fill(self, step: int, wanted: int, left: int) -> Batch | None:
-        """All responses to the first `wanted` prompts that are done; None when the run is to stop.
+    def fill(self, step: int, count: int, left: int) -> Batch | None:
+        """Return all responses to the first `count` prompts that are finished, or None if the run is to stop.
 
         Args:
-            step: for which they are.
-            wanted: prompts.
-            left: prompts that are wanted for this step and all later ones; no more are begun.
+            step: step that will train on the batch.
+            count: number of prompts of the batch.
+            left: number of prompts that this step and all later ones need. No more are begun.
 
         Returns:
-            The groups as their prompts were taken, each as it came from its engine.
+            The groups in the order in which their prompts were taken, each as its engine returned it.
         """
-        # Never more than `in_flight` are held, so of those that were begun for one batch at most
-        # in_flight - wanted <= wanted are left behind, and the next batch has room for all of them if it must.
-        count = min(self.in_flight, left) - len(self._groups)
-        if count > 0:
-            self._hold(self.take(count), step)
-        assert len(self._groups) >= wanted, f"{wanted} prompts are wanted of {len(self._groups)}, {left} are left"
+        # At most `in_flight` groups are held, so at most in_flight - count <= count of them are left over, and the next
+        # batch has room for all of these if they must not wait longer.
+        missing = min(self.in_flight, left) - len(self._groups)
+        if missing > 0:
+            self._hold(self.take(missing), step)
+        assert len(self._groups) >= count, f"{count} prompts are needed of {len(self._groups)}, {left} are left"
         restarted = self._begin_old_again(step)
         self._begin_waiting()
-        while (chosen := self._choose(step, wanted)) is None:
+        while (chosen := self._choose(step, count)) is None:
             if self.stopped():
                 return None
             lost = self._wait()
@@ -113,37 +116,43 @@ class PartialRolloutBuffer:
         return Batch.concat(group.responses for group in groups if group.responses is not None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what `load_state_dict` needs: the prompts, and the responses that are there already."""
+        """Return the state for `load_state_dict`: the prompts, and the responses that are complete."""
         groups = list(self._groups.values())
         if not groups:
             return {}
         responses = [group.responses for group in groups if group.responses is not None]
+        answers = None
+        if responses:
+            answers = Batch.concat(responses)
         return {
             "prompts": Batch.concat(group.prompt for group in groups),
             "steps": [group.step for group in groups],
             "versions": [group.version for group in groups],
-            "answers": Batch.concat(responses) if responses else None,
+            "answers": answers,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin with these prompts, anew where their responses were not yet there."""
+        """Restore prompts and complete responses. Prompts without complete responses are begun again."""
         self._groups = {}
         if not state:
             return
         self._hold(state["prompts"], 0)
         for group, step, version in zip(self._groups.values(), state["steps"], state["versions"], strict=True):
-            group.step, group.version = step, version
+            group.step = step
+            group.version = version
         if state["answers"] is not None:
             for prompt_id, responses in state["answers"].group_by("prompt_id").items():
                 self._groups[prompt_id].responses = responses
 
     def _begin_old_again(self, step: int) -> int:
-        """Let go of responses that are too old for this step: those of a run that allowed more. Counts them."""
+        """Drop responses that are too old for this step, which a resumed run has if it lowers `most_stale`. Return
+        their number.
+        """
         old = [g for g in self._groups.values() if g.responses is not None and step - 1 - g.version > self.most_stale]
         for group in old:
             group.responses = group.engine = None
         if old:
-            self.info(f"{len(old)} prompts have responses of weights that are too old by now; they are begun again")
+            self.info(f"{len(old)} prompts have responses from weights that are too old now; they are generated again")
         return len(old)
 
     def _hold(self, prompts: Batch, step: int) -> None:
@@ -152,50 +161,64 @@ class PartialRolloutBuffer:
             self._groups[prompt_id] = Group(prompts[i : i + 1], step)
 
     def _running(self) -> dict[int, Group]:
+        """Return the groups that an engine is generating."""
         return {
             key: group for key, group in self._groups.items() if group.engine is not None and group.responses is None
         }
 
     def _begin_waiting(self) -> None:
-        """Begin what no engine runs, the longest held first, each on the engine that has the fewest."""
+        """Begin the groups without an engine, oldest first, each on the engine with the fewest running groups."""
         playing = [group.engine for group in self._running().values()]
         loads = [playing.count(engine) for engine in range(self.engines)]
         waiting = [group for group in self._groups.values() if group.engine is None and group.responses is None]
-        told: dict[int, list[list[Batch]]] = {}  # by step and engine
+        prompts: dict[int, list[list[Batch]]] = {}  # step -> prompts for each engine
         version = self.version()
         for group in waiting[: self.in_flight - len(playing)]:
             engine = loads.index(min(loads))
             loads[engine] += 1
-            group.engine, group.version = engine, version
-            told.setdefault(group.step, [[] for _ in loads])[engine].append(group.prompt)
-        for step, parts in told.items():
-            self.begin([for_samples(Batch.concat(part), self.samples) if part else None for part in parts], step)
+            group.engine = engine
+            group.version = version
+            prompts.setdefault(group.step, [[] for _ in loads])[engine].append(group.prompt)
+        for step, parts in prompts.items():
+            self.begin([self._samples_of(part) for part in parts], step)
 
-    def _choose(self, step: int, wanted: int) -> list[int] | None:
-        """The prompts of this batch; None as long as too few are done, or one that it must have is not."""
+    def _samples_of(self, prompts: list[Batch]) -> Batch | None:
+        """Return a row for every sample of the prompts, or None without prompts."""
+        if not prompts:
+            return None
+        return for_samples(Batch.concat(prompts), self.samples)
+
+    def _choose(self, step: int, count: int) -> list[int] | None:
+        """Return the prompt_ids of the batch, or None while too few groups, or not all due groups, are finished."""
         done = [key for key, group in self._groups.items() if group.responses is not None]
         begun = {*done, *self._running()}
+        # Groups that would be too old in the next step must be in this batch.
         due = [key for key in self._groups if key in begun and step - self._groups[key].version > self.most_stale]
-        if len(done) < wanted or not set(due[:wanted]) <= set(done):
+        if len(done) < count or not set(due[:count]) <= set(done):
             return None
         others = sorted((key for key in done if key not in due), key=lambda key: self._groups[key].place)
-        chosen = {*due[:wanted], *others[: max(wanted - len(due), 0)]}
+        chosen = {*due[:count], *others[: max(count - len(due), 0)]}
         return [key for key in self._groups if key in chosen]
 
     def _wait(self) -> int:
-        """Let the engines play on, and take what they have finished; counts the groups that an engine has lost."""
+        """Collect finished groups from the engines. Return the number of groups that engines have lost."""
         lost = 0
-        self._asked += 1
+        self._collects += 1
         for engine, finished in enumerate(self.collect(PATIENCE_S)):
-            for prompt_id, responses in (finished.batch.group_by("prompt_id") if finished.batch else {}).items():
+            groups = {}
+            if finished.batch:
+                groups = finished.batch.group_by("prompt_id")
+            for prompt_id, responses in groups.items():
                 group = self._groups[prompt_id]
                 assert group.engine == engine and group.responses is None, f"prompt {prompt_id} was generated twice"
-                group.responses, group.place = responses, self._asked
+                group.responses = responses
+                group.place = self._collects
             playing = [key for key, group in self._running().items() if group.engine == engine]
-            gone = [key for key in playing if key not in finished.in_flight]
-            for key in gone:
+            # A replaced engine knows nothing of the groups that its predecessor was generating.
+            missing = [key for key in playing if key not in finished.in_flight]
+            for key in missing:
                 self._groups[key].engine = None
-            if gone:
-                self.info(f"engine {engine} has lost {len(gone)} prompts in generation; they are begun again")
-            lost += len(gone)
+            if missing:
+                self.info(f"engine {engine} has lost {len(missing)} prompts in generation; they are begun again")
+            lost += len(missing)
         return lost

@@ -1,4 +1,4 @@
-"""The rollout strategy that fills each step from a `PartialRolloutBuffer`."""
+"""Rollout strategy that fills each step from a `PartialRolloutBuffer`."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class PartialRollouts:
             collect=run.calls.collect,
             engines=run.calls.engines,
             samples=run.config.samples_per_prompt,
+            # By default there are no spare prompts, so that a step waits for all of its responses.
             in_flight=options.in_flight_prompts or run.config.prompts_per_step,
             most_stale=options.most_stale,
             version=lambda: run.version,
@@ -54,4 +55,6 @@ class PartialRollouts:
         count = self._run.config.prompts_per_step
         with self._run.phase("generate"):
             rollouts = self._buffer.fill(step, count, count * (self._run.steps - step + 1))
-        return None if rollouts is None else self._run.score_rollouts(rollouts)
+        if rollouts is None:
+            return None
+        return self._run.score_rollouts(rollouts)

@@ -10,6 +10,9 @@ from pathlib import Path
 from training.launch.machines import assumed, is_here
 from training.tracking.environment import output_of
 
+_LIMIT_FILES = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""Memory limits of control groups, in versions 2 and 1."""
+
 
 @dataclass(frozen=True)
 class Capacity:
@@ -24,30 +27,35 @@ class Capacity:
     def here(cls, gpus: object, nodes: int = 1) -> Capacity:
         """Return the memory of this machine, or of its control group, and of each of its GPUs.
 
-        Other machines of a cluster are assumed to be like this one. Of machines that `assume_devices` names only the
-        given numbers are known.
+        Other machines of a cluster are assumed to be like this one. For machines that `assume_devices` describes, only
+        the numbers in that option are known.
         """
         if machines := assumed():
             return cls(machines.host_bytes, machines.device_bytes if gpus else None)
         limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-        for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-            text = Path(path).read_text(encoding="utf-8").strip() if Path(path).is_file() else ""
-            limits += [int(text)] if text.isdecimal() else []
-        visible, order = os.environ.get("CUDA_VISIBLE_DEVICES", ""), os.environ.get("CUDA_DEVICE_ORDER")
-        # CUDA and nvidia-smi number GPUs alike only if both count by the bus.
-        named = visible and (order == "PCI_BUS_ID" or not visible[0].isdecimal())
-        device = gpu_bytes(visible if named else "") if gpus else None
+        for path in filter(Path.is_file, map(Path, _LIMIT_FILES)):
+            text = path.read_text(encoding="utf-8").strip()
+            # A control group without a limit says "max".
+            if text.isdecimal():
+                limits.append(int(text))
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        # CUDA and nvidia-smi give GPUs the same numbers only if CUDA orders them by bus. Otherwise the numbers could
+        # name GPUs of another size, so all GPUs are asked for.
+        if visible[:1].isdecimal() and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+            visible = ""
+        device = gpu_bytes(visible) if gpus else None
         return cls(min(limits), device, is_guess=nodes > 1 or not is_here())
 
 
 @functools.cache
 def gpu_bytes(names: str) -> int | None:
-    """Return the memory of each of the named GPUs, or None if it is not known or differs.
+    """Return the memory of each of the named GPUs in bytes, or None if it is not known or differs.
 
     Args:
         names: names as in CUDA_VISIBLE_DEVICES; empty for all GPUs.
     """
-    chosen = [f"--id={names}"] if names else []
-    shown = output_of("nvidia-smi", *chosen, "--query-gpu=memory.total", "--format=csv,noheader,nounits") or ""
-    sizes = {int(line) * 2**20 for line in shown.split() if line.isdecimal()}
+    selection = [f"--id={names}"] if names else []
+    output = output_of("nvidia-smi", *selection, "--query-gpu=memory.total", "--format=csv,noheader,nounits") or ""
+    # nvidia-smi prints MiB.
+    sizes = {int(size) * 2**20 for size in output.split() if size.isdecimal()}
     return sizes.pop() if len(sizes) == 1 else None

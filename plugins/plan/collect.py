@@ -59,22 +59,21 @@ def collect(plan: Plan) -> RunMemory:
     job = plan.job
     capacity = Capacity.here(job.device_type == "GPU", job.node_num)
     uses: dict[str, list[MemoryEstimate]] = {role: [] for role in job.placement.processes}
+    # A role may have several models, for example a policy and its rollout engine in one process.
     for use in plan.models:
         uses[use.role].append(estimate_use(use, job, plan.longest, capacity.device))
+    estimates = {role: _estimate_role(of_role) for role, of_role in uses.items()}
     return RunMemory(
-        job=job,
-        config=plan.config,
-        nodes=plan.nodes,
-        estimates={role: _estimate_role(estimates) for role, estimates in uses.items()},
-        capacity=capacity,
-        overlaps=plan.overlaps,
+        job=job, config=plan.config, nodes=plan.nodes, estimates=estimates, capacity=capacity, overlaps=plan.overlaps
     )
 
 
 def _estimate_role(estimates: Sequence[MemoryEstimate]) -> MemoryEstimate:
     if not estimates:
         return MemoryEstimate()
-    return estimates[0] if len(estimates) == 1 else together(*estimates)
+    if len(estimates) == 1:
+        return estimates[0]
+    return together(*estimates)
 
 
 def estimate_use(use: ModelUse, job: Job, longest: int, device_bytes: int | None) -> MemoryEstimate:
@@ -86,30 +85,16 @@ def estimate_use(use: ModelUse, job: Job, longest: int, device_bytes: int | None
         longest: maximum number of tokens of a sequence.
         device_bytes: memory of a GPU, or None if it is not known.
     """
-    size, processes, gpu = model_size(use.path), job.placement.processes[use.role], job.device_type == "GPU"
+    size = model_size(use.path)
+    processes = job.placement.processes[use.role]
+    gpu = job.device_type == "GPU"
     if isinstance(use.config, TrainConfig):
-        return learning(
-            size,
-            use.config,
-            processes,
-            longest,
-            use.sequences,
-            gpu=gpu,
-            publishes=use.publishes,
-            has_head=use.has_head,
-            sleeps=use.sleeps,
-        )
+        flags = {"publishes": use.publishes, "has_head": use.has_head, "sleeps": use.sleeps}
+        return learning(size, use.config, processes, longest, use.sequences, gpu=gpu, **flags)
     if isinstance(use.config, FrozenConfig):
-        limits, layout = use.config.limits, use.config.layout
+        limits, layout, precision = use.config.limits, use.config.layout, use.config.precision
         rows = min(limits.max_sequences or use.sequences, use.sequences)
+        # A sequence longer than the limit is a micro-batch of its own.
         tokens = max(longest, min(limits.max_tokens, rows * longest))
-        return frozen(
-            size,
-            use.config.precision,
-            tokens=tokens,
-            gpu=gpu,
-            has_head=use.has_head,
-            layout=layout,
-            ranks=processes,
-        )
+        return frozen(size, precision, tokens=tokens, gpu=gpu, has_head=use.has_head, layout=layout, ranks=processes)
     return sampling(size, use.config, -(-use.sequences // processes), longest, device_bytes, gpu=gpu)

@@ -1,8 +1,8 @@
-"""How many bytes a rank sends to others in an optimizer step, by axis: arithmetic, like that of memory.py.
+"""Bytes that a rank sends to other ranks in an optimizer step, by axis. Computed like the memory in memory.py.
 
-Collectives are taken to be rings. Of `n` bytes that R ranks gather, or reduce and scatter, each of them sends
-n (R - 1) / R, and in an all-reduce twice that. In an all-to-all of `n` bytes of its own a rank keeps 1 / R and sends
-the rest. What is a few numbers for each token or step is left out.
+Collectives are assumed to be rings. When R ranks gather `n` bytes, or reduce and scatter them, each rank sends
+n (R - 1) / R bytes, and twice that in an all-reduce. In an all-to-all of `n` bytes, a rank keeps 1 / R and sends the
+rest. Messages of a few numbers per token or per step are not counted.
 """
 
 from __future__ import annotations
@@ -11,37 +11,39 @@ import math
 
 from components.models.size import ModelSize
 from components.train.config import TrainConfig
+from plugins.plan.arithmetic import amount_if, product_width, weight_width
 
 
 def sent_bytes(
     size: ModelSize, config: TrainConfig, ranks: int, *, trained: int, tokens: int, passes: int
 ) -> dict[str, int]:
-    """What one rank sends, by axis; axes of one rank are not there.
+    """Return the number of bytes that one rank sends, by axis. Axes of one rank are left out.
 
     Args:
-        size: of the model, whose layers are known.
-        config: of the engine.
-        ranks: that train it.
-        trained: parameters that have a gradient.
-        tokens: of the step that one rank computes.
-        passes: forward and backward passes of the step, which are its micro-batches.
+        size: size of the model, whose layers are known.
+        config: configuration of the engine.
+        ranks: number of ranks that train the model.
+        trained: number of parameters that have a gradient.
+        tokens: number of tokens of the step that one rank computes.
+        passes: number of forward and backward passes of the step, which is the number of its micro-batches.
     """
     if config.tensor > 1:
-        # A rank has a model of its own, smaller and over fewer ranks.
+        # Each rank holds a smaller model, and fewer ranks share it.
         size, ranks = size.cut(config.tensor), ranks // config.tensor
         trained = size.parameters
-    # Where activations are recomputed, what ranks exchanged for them is exchanged again.
-    values = tokens * (3 if config.gradient_checkpointing else 2) * (4 if config.precision == "fp32" else 2)
-    # A state goes to each of its experts, and comes back from there.
+    # Recomputing activations repeats the exchange that they need: forward, recomputation and backward.
+    exchanges = 2 + int(config.gradient_checkpointing)
+    values = tokens * exchanges * product_width(config.precision)
+    # A token's state is sent to each of its experts and returned.
     dispatched = 2 * size.experts_per_token * size.hidden
-    found = {
+    sent = {
         "data": _gathered(size, config, ranks, passes) + _reduced(size, config, ranks, passes, trained),
         "context": values * size.layers * _share(_attention(size, config.context), config.context),
-        # After attention and after the MLP, and as often on the way back.
+        # One exchange after attention and one after the MLP, in each direction.
         "tensor": values * size.layers * 2 * _share(2 * size.hidden, config.tensor),
         "expert": values * size.mixtures * _share(dispatched, config.expert),
     }
-    return {axis: count for axis, count in found.items() if count}
+    return {axis: count for axis, count in sent.items() if count}
 
 
 def _share(count: int, ranks: int) -> int:
@@ -49,33 +51,41 @@ def _share(count: int, ranks: int) -> int:
 
 
 def _attention(size: ModelSize, ranks: int) -> int:
-    """Numbers of a token that ranks exchange for attention: queries, keys and values, which are repeated until each
-    rank has as many, and the output, which is as wide as the queries.
+    """Return the number of values per token that ranks exchange for attention: queries, keys, values and output.
+
+    Keys and values are repeated until each rank has the same number of them. The output is as wide as the queries.
     """
     heads = size.keys * size.heads // size.queries
     return 2 * size.queries + 2 * size.keys * math.lcm(heads, ranks) // heads
 
 
 def _gathered(size: ModelSize, config: TrainConfig, ranks: int, passes: int) -> int:
-    """Parameters: of layers for the forward and for the backward pass, of the rest for both. Where a step keeps them
-    they are gathered once, and where they are whole not at all.
+    """Return the bytes of gathered parameters.
+
+    Parameters of layers are gathered for the forward and for the backward pass, the other ones once per pass. Engines
+    that keep them for a step gather them once per step, and engines that do not shard them never.
     """
     if config.stage == 0:
         return 0
-    width = 2 if config.precision == "bf16" else 4
-    experts, copies = size.expert_parameters // config.expert, ranks // config.expert
+    width = weight_width(config.precision)
+    copies = ranks // config.expert
     layers = size.parameters - size.rest - size.expert_parameters
-    in_layers, rest = _share(layers, ranks) + _share(experts, copies), _share(size.rest, ranks)
+    in_layers = _share(layers, ranks) + _share(size.expert_parameters // config.expert, copies)
+    rest = _share(size.rest, ranks)
     if config.stage < 3:
         return width * (in_layers + rest)
-    return width * passes * (2 * in_layers + (1 if config.engine == "fsdp" else 2) * rest)
+    # fsdp keeps the parameters outside of layers between the forward and the backward pass.
+    gathers_of_rest = {"fsdp": 1}.get(config.engine, 2)
+    return width * passes * (2 * in_layers + gathers_of_rest * rest)
 
 
 def _reduced(size: ModelSize, config: TrainConfig, ranks: int, passes: int, trained: int) -> int:
-    """Gradients: of each pass, or of the step where a rank has them whole until its end."""
-    shared = 0 if config.lora_rank else size.expert_parameters
+    """Return the bytes of reduced gradients: in each pass, or once per step if a rank keeps them unsharded until
+    then.
+    """
+    shared = amount_if(not config.lora_rank, size.expert_parameters)
     count = _share(trained - shared, ranks) + _share(shared // config.expert, ranks // config.expert)
     if config.engine == "fsdp":
-        return 4 * count * (passes if config.stage == 3 else 1)
-    width = 2 if config.precision == "bf16" else 4
-    return width * count * {0: 2, 1: 1}.get(config.stage, passes)
+        # fsdp reduces gradients in float32.
+        return 4 * count * {3: passes}.get(config.stage, 1)
+    return weight_width(config.precision) * count * {0: 2, 1: 1}.get(config.stage, passes)

@@ -1,48 +1,54 @@
 """Memory of a model that is trained, evaluated or sampled from, computed before anything is loaded.
 
-Nothing here needs torch. A number that follows neither from the weight files nor from a known architecture is None.
-scripts/bench_plan.py compares the numbers with processes on a CPU. Those of GPUs are computed, not measured.
+This module imports without torch. A number that follows neither from the weight files nor from a known architecture is
+None. scripts/bench_plan.py compares the numbers with processes on a CPU. Those of GPUs are computed, not measured.
 
 Roles share a device in phases, and its peak is that of the largest phase: responses are generated, then models are
-trained and evaluated, then weights are sent to the engines. A model that sleeps takes no memory in the phases of others
-(`phases`).
+trained and evaluated, then weights are sent to the engines. A model that sleeps takes no memory in the phases of other
+roles (`phases`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from components.generate.config import PagedRolloutConfig, RolloutConfig
 from components.models.size import ModelSize
-from components.train.config import TrainConfig, product_type, weight_type
+from components.train.config import TrainConfig
 from components.train.memory_sizes import CONTEXT_BYTES, ZERO_NUMBERS
 from components.weights.bucket_sizes import BUCKET_BYTES
+from plugins.plan.arithmetic import WIDTH, amount_if, product_width, weight_width
 from plugins.plan.communication import sent_bytes
 from training.launch.model_use import check_axes
 
 PROCESS_BYTES = {"driver": 250_000_000, "process": 400_000_000, "vllm": 1_100_000_000}
-"""Of an interpreter with its libraries, as proportional set size: of the driver, of a process with torch, with vLLM."""
+"""Proportional set size of an interpreter with its libraries: of the driver, of a process with torch, with vLLM."""
 NCCL_BYTES = 1_000_000_000
-"""Of a GPU's memory for the buffers of a group of processes. Between 0.5 GB (2 GPUs) and 1.6 GB (8) are reported, see
-issues 864 and 964 of NVIDIA/nccl."""
+"""GPU memory for the communication buffers of a process group. Issues 864 and 964 of NVIDIA/nccl report between 0.5 GB
+(2 GPUs) and 1.6 GB (8 GPUs)."""
 GRAPH_BYTES = 1_000_000_000
-"""Of a GPU's memory for vLLM's CUDA graphs: a round number, as users report 0.2 to 1 GB. They stay while an engine
+"""GPU memory for vLLM's CUDA graphs. A round number: users report 0.2 to 1 GB. The graphs stay while an engine
 sleeps."""
 VLLM_TOKENS = 16384
-"""That vLLM reads at a time, at most."""
+"""Maximum number of tokens that vLLM processes in one forward pass."""
 _REDUCED = 500_000_000
-"""Gradients that DeepSpeed reduces at a time with zero_stage 0."""
-_WIDTH = {"float32": 4, "bfloat16": 2}
+"""Number of gradients that DeepSpeed reduces at a time with `zero_stage` 0."""
 _STATES = {"fp32": 7, "bf16": 9, "bf16_autocast": 14}
-"""Of a token's state, what a layer keeps for the backward pass, in numbers of the matrix products' width."""
+"""Number of hidden states per token that a layer keeps for the backward pass, in values of the matrix products'
+dtype."""
+_ADDED = ("weights", "gradients", "optimizer", "cache", "freed_gradients", "host", "first", "published")
+"""Parts of an estimate that are added if one process has several uses."""
+_LARGEST = ("passes", "base", "loading", "share", "short")
+"""Parts of which the largest counts, because the uses work one after the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Memory of one process of a role in bytes, where it computes: on a GPU, or on the machine if it has none.
+    """Memory of one process of a role in bytes, on the device where it computes: a GPU, or the machine without one.
 
     None stands for a number that is not known.
     """
@@ -54,44 +60,44 @@ class MemoryEstimate:
     cache: int | None = 0
     """Cache of keys and values."""
     passes: int | None = 0
-    """Maximum during a pass besides the above: activations, logits, gathered parameters, gradients in buffers."""
+    """Maximum memory during a pass besides the above: activations, logits, gathered parameters, gradient buffers."""
     base: int = PROCESS_BYTES["process"]
-    """Interpreter and libraries; on a GPU the context, the buffers of NCCL and CUDA graphs."""
+    """Interpreter and libraries. On a GPU: the CUDA context, the buffers of NCCL, and CUDA graphs."""
     freed_gradients: int = 0
     """Part of the gradients that exists only during training."""
     host: int = 0
-    """Memory of the machine, if the rest is on a GPU: what is offloaded, or sleeps there."""
+    """Host memory if the process computes on a GPU: offloaded states, and weights of a sleeping model."""
     loading: int = 0
-    """Further memory of the machine while the model is created."""
+    """Additional host memory while the model is created."""
     first: int = 0
-    """Further memory of the machine for rank 0: a moving average."""
+    """Additional host memory of rank 0: the moving average of the weights."""
     published: int = 0
-    """Weights for the engines that sample, in shared memory of the machine, or on disk if that is full."""
+    """Weights for the rollout engines, in shared memory of the machine, or on disk if that is full."""
     grows: bool = False
-    """True if the cache grows up to the longest sequences that are possible, and is not allocated before."""
+    """True if the cache is not allocated at the start and grows up to the longest possible sequences."""
     sleeps: bool = False
-    """True if everything but the base is freed while other roles that share the device work."""
+    """True if all memory but the base is freed while other roles on the same device work."""
     generates: bool = False
-    """True if it works while responses are generated. Other roles work after that."""
+    """True if the process works while responses are generated. Other roles work after that."""
     share: int = 0
     """Memory of a GPU that vLLM may take; 0 without vLLM, or if it is not known."""
     short: int = 0
-    """Amount by which the share is too small for the weights, one sequence and the buffers of vLLM."""
+    """Number of bytes by which the share is too small for the weights, one sequence and the buffers of vLLM."""
     sends: Mapping[str, int] = field(default_factory=dict)
-    """Maximum number of bytes that are sent to other ranks in an optimizer step, by the axis of the ranks."""
+    """Maximum number of bytes sent to other ranks in an optimizer step, by the axis of the ranks."""
     parts: tuple[MemoryEstimate, ...] = ()
-    """Estimates of each use, if one process has several."""
+    """Estimates of the single uses, if one process has several."""
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes that are taken in any case, as far as known."""
-        parts = [self.weights, self.gradients, self.optimizer, 0 if self.grows else self.cache]
+        """Number of bytes that are always taken, as far as known."""
+        parts = [self.weights, self.gradients, self.optimizer, amount_if(not self.grows, self.cache)]
         return sum(part or 0 for part in parts)
 
     @property
     def transient_bytes(self) -> int:
-        """Maximum number of further bytes while it works, as far as known."""
-        return (self.passes or 0) + ((self.cache or 0) if self.grows else 0)
+        """Maximum number of additional bytes while the process works, as far as known."""
+        return (self.passes or 0) + amount_if(self.grows, self.cache)
 
     @property
     def total(self) -> int:
@@ -104,27 +110,22 @@ class MemoryEstimate:
         return None not in (self.weights, self.gradients, self.optimizer, self.cache, self.passes)
 
 
+def _combined(combine: Callable[[list[Any]], int], estimates: Sequence[MemoryEstimate], name: str) -> int | None:
+    """Return the sum or maximum of a part of several estimates, or None if it is unknown in one of them."""
+    amounts = [getattr(estimate, name) for estimate in estimates]
+    return None if None in amounts else combine(amounts)
+
+
 def together(*estimates: MemoryEstimate) -> MemoryEstimate:
     """Return the memory of one process with several uses, which work one after the other and keep what they hold."""
-    sums: dict[str, int | None] = {}
-    for name in ("weights", "gradients", "optimizer", "cache"):
-        amounts = [getattr(estimate, name) for estimate in estimates]
-        sums[name] = None if None in amounts else sum(amounts)
-    passes = [estimate.passes for estimate in estimates]
+    sums: dict[str, Any] = {name: _combined(sum, estimates, name) for name in _ADDED}
+    maxima: dict[str, Any] = {name: _combined(max, estimates, name) for name in _LARGEST}
     return MemoryEstimate(
         **sums,
-        passes=None if None in passes else max(count or 0 for count in passes),
-        base=max(estimate.base for estimate in estimates),
-        freed_gradients=sum(estimate.freed_gradients for estimate in estimates),
-        host=sum(estimate.host for estimate in estimates),
-        loading=max(estimate.loading for estimate in estimates),
-        first=sum(estimate.first for estimate in estimates),
-        published=sum(estimate.published for estimate in estimates),
+        **maxima,
         grows=any(estimate.grows for estimate in estimates),
         sleeps=all(estimate.sleeps for estimate in estimates),
         generates=all(estimate.generates for estimate in estimates),
-        share=max(estimate.share for estimate in estimates),
-        short=max(estimate.short for estimate in estimates),
         sends=sum((Counter(estimate.sends) for estimate in estimates), Counter[str]()),
         parts=tuple(part for estimate in estimates for part in estimate.parts or (estimate,)),
     )
@@ -132,13 +133,13 @@ def together(*estimates: MemoryEstimate) -> MemoryEstimate:
 
 @dataclass(frozen=True)
 class Phase:
-    """Memory of one device at the same time, without contexts."""
+    """Memory of one device in a phase of a step, without the base of its processes."""
 
     name: str
     fixed_bytes: int
-    """Bytes that are taken in any case."""
+    """Number of bytes that are always taken."""
     transient_bytes: int
-    """Maximum number of further bytes: of roles that work one after the other the largest."""
+    """Maximum number of additional bytes. Roles work one after the other, so the largest one decides."""
 
     @property
     def most(self) -> int:
@@ -147,25 +148,26 @@ class Phase:
 
 
 def phases(estimates: Iterable[MemoryEstimate]) -> list[Phase]:
-    """Return the phases of a step, in their order, on a device that processes with these estimates share."""
+    """Return the phases of a step in order, on a device that is shared by processes with these estimates."""
     parts = [part for estimate in estimates for part in estimate.parts or (estimate,)]
     engines = [part for part in parts if part.generates]
     others = [part for part in parts if not part.generates]
-    found = list[Phase]()
+    timeline: list[Phase] = []
     if engines:
         idle = sum(part.fixed_bytes - part.freed_gradients for part in others if not part.sleeps)
         generating = idle + sum(part.fixed_bytes for part in engines)
-        found.append(Phase("generation", generating, max(part.transient_bytes for part in engines)))
+        timeline.append(Phase("generation", generating, max(part.transient_bytes for part in engines)))
     if others:
         awake = sum(part.fixed_bytes for part in parts if not (part.sleeps and part.generates))
         name = "training" if engines else "work"
-        found.append(Phase(name, awake, max(part.transient_bytes for part in others)))
+        timeline.append(Phase(name, awake, max(part.transient_bytes for part in others)))
     if engines and any(part.published for part in others):
-        # Engines that sleep receive their weights before they allocate a cache.
-        woken = sum((part.weights or 0) if part.sleeps else part.fixed_bytes for part in engines)
+        # A sleeping engine receives its weights before it allocates a cache, so only its weights count.
+        woken = sum(part.weights or 0 for part in engines if part.sleeps)
+        awake = sum(part.fixed_bytes for part in engines if not part.sleeps)
         trained = sum(part.fixed_bytes - part.freed_gradients for part in others)
-        found.append(Phase("weight sync", trained + woken, 2 * BUCKET_BYTES["cuda"]))
-    return found
+        timeline.append(Phase("weight sync", trained + woken + awake, 2 * BUCKET_BYTES["cuda"]))
+    return timeline
 
 
 def learning(
@@ -178,8 +180,8 @@ def learning(
         config: configuration of the engine.
         ranks: number of ranks.
         longest: maximum number of tokens of a sequence.
-        sequences: number of sequences of an optimizer step.
-        options: as in `training`.
+        sequences: number of sequences of an optimizer step, on all ranks.
+        options: keyword arguments of `training`.
 
     Raises:
         ValueError: the ranks, or the heads or experts of the model, are not divisible as the configuration says.
@@ -192,7 +194,7 @@ def learning(
     estimate = training(size, config, ranks, tokens=-(-tokens // config.context), several=several, **options)
     if size is not None and not options.get("has_head", True):
         size = size.without_head
-    trained = None if size is None else _trained(size, config)
+    trained = _trained(size, config)
     if size is None or trained is None or not size.layers:
         return estimate
     computed = -(-each * longest // config.context)
@@ -225,26 +227,24 @@ def training(
         has_head: True if the model has an output layer over the vocabulary. Critics and reward models have none.
         sleeps: True if it is moved to host memory while others work.
     """
-    base = PROCESS_BYTES["process"]
-    if gpu:
-        base = CONTEXT_BYTES + (NCCL_BYTES if ranks > 1 else 0)
+    base = _base_bytes(gpu, has_group=ranks > 1)
     if size is not None and not has_head:
         size = size.without_head
-    trained = None if size is None else _trained(size, config)
+    trained = _trained(size, config)
     if size is None or trained is None:
         return MemoryEstimate(weights=None, gradients=None, optimizer=None, passes=None, base=base, sleeps=sleeps)
-    engine_type = _FSDPMemory if config.engine == "fsdp" else _DeepSpeedMemory
+    engine_type = {"fsdp": _FSDPMemory}.get(config.engine, _DeepSpeedMemory)
+    engine = engine_type(size, config, ranks, trained, several, gpu)
     if config.tensor > 1:
-        # A rank holds a smaller model of its own, which fewer ranks share.
+        # Each rank holds a smaller model, and fewer ranks share it.
         cut = size.cut(config.tensor)
         engine = engine_type(cut, config, ranks // config.tensor, cut.parameters, several, gpu)
-    else:
-        engine = engine_type(size, config, ranks, trained, several, gpu)
     resident = engine.resident()
     if config.adam_offload and gpu:
         resident = engine.offloaded(resident)
-    # DeepSpeed keeps a buffer for the gradients of ZeRO 3.
-    freed_gradients = 0 if config.engine == "deepspeed" and config.stage == 3 else resident.gradients
+    # DeepSpeed keeps the gradient buffer of ZeRO 3 between steps; all other gradients are freed after the step.
+    keeps_gradients = config.engine == "deepspeed" and config.stage == 3
+    freed_gradients = amount_if(not keeps_gradients, resident.gradients)
     host = resident.host
     if sleeps:
         host += resident.weights + resident.gradients - freed_gradients + resident.optimizer
@@ -256,22 +256,31 @@ def training(
         base=base,
         freed_gradients=freed_gradients,
         host=host,
-        loading=min(2 * BUCKET_BYTES["cuda"], 4 * size.parameters) if gpu else 0,
-        first=0 if config.ema_beta is None else 4 * trained,
-        published=2 * engine.width * size.parameters if publishes else 0,
+        loading=amount_if(gpu, min(2 * BUCKET_BYTES["cuda"], 4 * size.parameters)),
+        first=amount_if(config.ema_beta is not None, 4 * trained),
+        published=amount_if(publishes, 2 * engine.width * size.parameters),
         sleeps=sleeps,
     )
 
 
+def _base_bytes(gpu: bool, has_group: bool) -> int:
+    """Return the bytes of a process with torch where it computes: on the host, or on a GPU with its communication."""
+    if not gpu:
+        return PROCESS_BYTES["process"]
+    return CONTEXT_BYTES + amount_if(has_group, NCCL_BYTES)
+
+
 def _pass_bytes(engine: _TrainingMemory, tokens: int, has_head: bool) -> int | None:
-    """Maximum memory of a forward and backward pass, or of the optimizer step after it; None if it is not known."""
+    """Return the maximum memory of a forward and backward pass or of the optimizer step after it, or None if
+    unknown.
+    """
     size, config = engine.size, engine.config
     activations = _activations(size, tokens, config)
     if activations is None:
         return None
-    head_bytes = _head_bytes(size, tokens, config, engine.gpu) if has_head else 0
-    head_numbers = size.vocabulary * size.hidden if has_head else 0
-    # The backward pass of the output layer comes before that of the layers.
+    head_bytes = amount_if(has_head, _head_bytes(size, tokens, config, engine.gpu))
+    head_numbers = amount_if(has_head, size.vocabulary * size.hidden)
+    # The backward pass of the output layer runs before that of the layers, so the larger of the two decides.
     backward = max(head_bytes + engine.gathered_rest(), engine.backward(head_numbers))
     return max(activations + backward, engine.step())
 
@@ -301,12 +310,12 @@ class _TrainingMemory(ABC):
 
     @property
     def width(self) -> int:
-        """Bytes of a number of the weights in passes."""
-        return 2 if self.config.precision == "bf16" else 4
+        """Number of bytes of a weight in passes."""
+        return weight_width(self.config.precision)
 
     @property
     def whole(self) -> int:
-        """Number of parameters that a pass needs on this rank. Experts that ranks share are counted for this rank."""
+        """Number of parameters that a pass needs on this rank. Of experts that ranks share, only this rank's count."""
         experts = self.size.expert_parameters
         return self.size.parameters - (experts - experts // self.config.expert)
 
@@ -317,8 +326,8 @@ class _TrainingMemory(ABC):
 
     @property
     def stored(self) -> int:
-        """Number of parameters with those of adapters."""
-        return self.size.parameters + (self.trained if self.config.lora_rank else 0)
+        """Number of parameters, including those of adapters."""
+        return self.size.parameters + amount_if(self.config.lora_rank, self.trained)
 
     @abstractmethod
     def resident(self) -> _Resident:
@@ -330,7 +339,7 @@ class _TrainingMemory(ABC):
 
     @abstractmethod
     def gathered_rest(self) -> int:
-        """Bytes of the parameters outside of layers that are gathered during a whole pass."""
+        """Return the bytes of parameters outside of layers that are gathered during a whole pass."""
 
     @abstractmethod
     def backward(self, head: int) -> int:
@@ -347,14 +356,14 @@ class _TrainingMemory(ABC):
 
 
 class _FSDPMemory(_TrainingMemory):
-    """Memory under fsdp, which keeps weights in float32, shards all of them, and gathers layers for passes."""
+    """Memory under fsdp, which stores sharded float32 weights and gathers them layer by layer for passes."""
 
     def resident(self) -> _Resident:
         return _Resident(4 * self.stored // self.ranks, 4 * self.trained // self.ranks, 8 * self.trained // self.ranks)
 
     def offloaded(self, resident: _Resident) -> _Resident:
         host = resident.optimizer + 4 * self.trained // self.ranks + resident.weights
-        return _Resident(0, resident.gradients if self.config.stage < 2 else 0, 0, host)
+        return _Resident(0, amount_if(self.config.stage < 2, resident.gradients), 0, host)
 
     def gathered_rest(self) -> int:
         return self.width * self.size.rest
@@ -362,24 +371,26 @@ class _FSDPMemory(_TrainingMemory):
     def backward(self, head: int) -> int:
         gradients = self._layer_gradients(head)
         if self.config.stage == 3:
-            # One layer is computed while the next one is gathered.
+            # One layer computes while the next one is gathered.
             return self.gathered_rest() + 2 * self.width * self.layer + gradients
         accumulated = 0
         if self.several:
-            # Gradients of all micro-batches but the last are added up in float32, unsharded.
+            # Until the last micro-batch, gradients are added up in float32 without sharding.
             unsharded = self.trained if self.config.lora_rank else self.whole
             accumulated = 4 * (unsharded - self.trained // self.ranks)
         return self.width * self.whole + accumulated + gradients
 
     def _layer_gradients(self, head: int) -> int:
-        """Bytes of the gradient of a layer with its float32 copy, which is reduced, and of the output layer."""
+        """Return the bytes of a layer's gradient, its float32 copy for the reduction, and the output layer's
+        gradient.
+        """
         if self.config.lora_rank:
             return (self.width + 4) * (self.trained // max(1, self.size.layers))
         return (self.width + 4) * self.layer + self.width * head
 
     def step(self) -> int:
-        # Gradients of the parameters outside of layers are reduced last.
-        return 0 if self.config.lora_rank else (2 * self.width + 4) * self.size.rest
+        # Gradients of the parameters outside of layers are reduced last, after the activations are freed.
+        return amount_if(not self.config.lora_rank, (2 * self.width + 4) * self.size.rest)
 
 
 class _DeepSpeedMemory(_TrainingMemory):
@@ -392,21 +403,26 @@ class _DeepSpeedMemory(_TrainingMemory):
 
     @property
     def buffer(self) -> int:
-        """Bytes of the buffer in which gradients wait. A GPU allocates it as a whole."""
+        """Number of bytes of the buffer that collects gradients. A GPU allocates it in full."""
         return self.width * (self.bucket if self.gpu else min(self.trained, self.bucket))
 
     def resident(self) -> _Resident:
-        stage, trained, ranks = self.config.stage, self.trained, self.ranks
-        weights = self.width * self.stored // (ranks if stage == 3 else 1)
-        gradients = 4 * trained // (ranks if stage >= 2 else 1)
-        # Without sharding the weights are the master weights.
-        optimizer = 8 * trained if stage == 0 else 12 * trained // ranks
+        weights = self.width * self.stored
+        gradients = 4 * self.trained
+        optimizer = 12 * self.trained // self.ranks
+        if self.config.stage == 0:
+            # Without sharding the weights are the master weights, so the optimizer has two states per parameter.
+            optimizer = 8 * self.trained
+        if self.config.stage >= 2:
+            gradients //= self.ranks
+        if self.config.stage == 3:
+            weights //= self.ranks
         return _Resident(weights, gradients, optimizer)
 
     def offloaded(self, resident: _Resident) -> _Resident:
         host = resident.optimizer + 4 * self.trained // self.ranks
         # Gradients that are not sharded stay on the GPU until the end of the step.
-        return _Resident(resident.weights, resident.gradients if self.config.stage < 2 else 0, 0, host)
+        return _Resident(resident.weights, amount_if(self.config.stage < 2, resident.gradients), 0, host)
 
     def gathered_rest(self) -> int:
         return 0
@@ -416,9 +432,9 @@ class _DeepSpeedMemory(_TrainingMemory):
         if stage == 0:
             return 0
         if stage == 1:
-            # ZeRO 1 fills the buffer at the end of the step; see `step`. A GPU has it from the start.
-            return self.buffer if self.gpu else 0
-        # A gradient that is larger than the buffer is reduced alone.
+            # ZeRO 1 fills the buffer at the end of the step (see `step`), but a GPU allocates it at the start.
+            return amount_if(self.gpu, self.buffer)
+        # A gradient that is larger than the buffer is reduced on its own.
         reduced = self.width * min(self.trained, max(self.bucket, head))
         gathered = 0
         if stage == 3 and self.ranks > 1:
@@ -427,7 +443,7 @@ class _DeepSpeedMemory(_TrainingMemory):
         return reduced + self.buffer + gathered
 
     def step(self) -> int:
-        # Gradients of the step in float32, for the optimizer.
+        # The optimizer needs the gradients of the step in float32.
         shard = self.trained // self.ranks
         match self.config.stage:
             case 0:
@@ -450,64 +466,65 @@ def frozen(
     layout: str = "whole",
     ranks: int = 1,
 ) -> MemoryEstimate:
-    """Bytes of a model that is only evaluated.
+    """Return the memory of one process with a model that is only evaluated.
 
     Args:
-        size: of the model.
-        precision: as in `FrozenConfig`.
-        tokens: of the largest micro-batch that there can be.
-        gpu: it computes there.
-        has_head: it has an output layer over the vocabulary.
-        layout: "whole" in each process; "sharded" over the ranks, which gather a layer for the pass over it, and the
-            next one; or "offloaded": sharded, and what a rank keeps is on the machine.
-        ranks: processes of its role.
+        size: size of the model.
+        precision: see `FrozenConfig`.
+        tokens: number of tokens of the largest possible micro-batch.
+        gpu: True if it is evaluated on a GPU.
+        has_head: True if the model has an output layer over the vocabulary.
+        layout: "whole": every process holds all weights. "sharded": the ranks share them, and gather the layer of the
+            current pass and the next one. "offloaded": sharded, with this rank's shard in host memory.
+        ranks: number of processes of the role.
     """
     is_whole = layout == "whole"
-    base = (CONTEXT_BYTES + NCCL_BYTES * (ranks > 1 and not is_whole)) if gpu else PROCESS_BYTES["process"]
+    base = _base_bytes(gpu, has_group=ranks > 1 and not is_whole)
     if size is None:
         return MemoryEstimate(weights=None, passes=None, base=base)
     size = size if has_head else size.without_head
-    width, embedding = _WIDTH[weight_type(precision)], size.vocabulary * size.hidden
-    # What is multiplied is kept in the type of products; embeddings are not.
-    narrow = _WIDTH[product_type(precision)]
+    width = weight_width(precision)
+    embedding = size.vocabulary * size.hidden
+    # Weights of matrix products are stored in the dtype of the products. Embeddings are not.
+    narrow = product_width(precision)
     weights = narrow * (size.parameters - embedding) + width * embedding
     weights //= 1 if is_whole else ranks
     passes = None
     if size.layers:
-        # Of one layer at a time, nothing kept.
+        # Without a backward pass only one layer's activations exist at a time.
         numbers = 4 * size.hidden + 3 * size.intermediate + size.experts_per_token * size.hidden
-        passes = tokens * numbers * width + (_logits(size, tokens, width, gpu) if has_head else 0)
+        passes = tokens * numbers * width + amount_if(has_head, _logits(size, tokens, width, gpu))
         if not is_whole:
             passes += width * embedding + narrow * size.head + 2 * narrow * (size.parameters - size.rest) // size.layers
-    waits = gpu and layout == "offloaded"
+    is_offloaded = gpu and layout == "offloaded"
     return MemoryEstimate(
-        weights=0 if waits else weights,
+        weights=amount_if(not is_offloaded, weights),
         passes=passes,
         base=base,
-        host=weights * waits,
-        loading=min(2 * BUCKET_BYTES["cuda"], weights) * gpu,
+        host=amount_if(is_offloaded, weights),
+        loading=amount_if(gpu, min(2 * BUCKET_BYTES["cuda"], weights)),
     )
 
 
 def sampling(
     size: ModelSize | None, config: RolloutConfig, rows: int, tokens: int, device_bytes: int | None, *, gpu: bool
 ) -> MemoryEstimate:
-    """Bytes of one engine that samples, on each of its devices; on a CPU of all its processes.
+    """Return the memory of one rollout engine, on each of its devices. On a CPU it covers all processes of the engine.
 
     Args:
-        size: of the model.
-        config: of the engine.
-        rows: sequences that it is given at a time.
-        tokens: of the longest sequence that there may be.
-        device_bytes: of its GPU, where known.
-        gpu: it samples there.
+        size: size of the model.
+        config: configuration of the engine.
+        rows: number of sequences that the engine gets at a time.
+        tokens: maximum number of tokens of a sequence.
+        device_bytes: memory of its GPU, or None if it is not known.
+        gpu: True if it runs on a GPU.
     """
     if isinstance(config, PagedRolloutConfig):
         return _vllm(size, config, rows, tokens, device_bytes, gpu)
-    width = _WIDTH[config.weights_dtype]
-    base = CONTEXT_BYTES if gpu else PROCESS_BYTES["process"]
-    weights = None if size is None else width * size.parameters
-    loading = (weights or 0) * gpu
+    width = WIDTH[config.weights_dtype]
+    base = _base_bytes(gpu, has_group=False)
+    weights = _weight_bytes(size, width)
+    loading = amount_if(gpu, weights)
     if size is None or not size.layers:
         return MemoryEstimate(weights=weights, cache=None, passes=None, base=base, loading=loading, generates=True)
     rows = min(rows, config.max_num_seqs)
@@ -525,15 +542,16 @@ def sampling(
 def _vllm(
     size: ModelSize | None, config: PagedRolloutConfig, rows: int, tokens: int, device_bytes: int | None, gpu: bool
 ) -> MemoryEstimate:
-    """Of an engine of vLLM, whose cache has what is left of its share."""
-    width, parts = _WIDTH[config.dtype], config.tensor_parallel_size
-    weights = None if size is None else width * size.parameters
+    """Return the memory of a vLLM engine, whose cache gets the rest of the engine's share of a GPU."""
+    width = WIDTH[config.dtype]
+    parts = config.tensor_parallel_size
+    weights = _weight_bytes(size, width)
     if not gpu:
-        cache, base = int(config.cpu_cache_gb * 2**30), PROCESS_BYTES["vllm"] * parts
-        return MemoryEstimate(weights=weights, cache=cache, base=base, generates=True)
-    base = CONTEXT_BYTES + GRAPH_BYTES * (not config.enforce_eager) + NCCL_BYTES * (parts > 1)
-    # While it sleeps its weights are on the machine.
-    host = (weights or 0) * config.enable_sleep
+        cache = int(config.cpu_cache_gb * 2**30)
+        return MemoryEstimate(weights=weights, cache=cache, base=PROCESS_BYTES["vllm"] * parts, generates=True)
+    base = CONTEXT_BYTES + amount_if(not config.enforce_eager, GRAPH_BYTES) + amount_if(parts > 1, NCCL_BYTES)
+    # A sleeping engine keeps its weights in host memory.
+    host = amount_if(config.enable_sleep, weights)
     known = {"base": base, "sleeps": config.enable_sleep, "host": host, "generates": True}
     weights = None if weights is None else weights // parts
     if device_bytes is None or weights is None or size is None:
@@ -546,9 +564,18 @@ def _vllm(
     return MemoryEstimate(weights=weights, cache=max(left, 0), passes=passes, share=share, short=short, **known)
 
 
+def _weight_bytes(size: ModelSize | None, width: int) -> int | None:
+    """Return the bytes of all weights, or None if the size of the model is unknown."""
+    if size is None:
+        return None
+    return width * size.parameters
+
+
 def _vllm_pass(size: ModelSize, rows: int, width: int, parts: int) -> int:
-    """What vLLM measures before it makes its cache: a pass over as many tokens as it reads at a time, or the logits of
-    all rows in float32, as they are and as log-probabilities.
+    """Return the memory that vLLM measures before it allocates its cache.
+
+    It is the larger of a pass over `VLLM_TOKENS` tokens, and of the logits of all rows in float32, as logits and as
+    log-probabilities.
     """
     split = size.queries + 2 * size.keys + 3 * size.intermediate
     numbers = 4 * size.hidden + 2 * size.experts_per_token * size.hidden + split // parts
@@ -556,59 +583,63 @@ def _vllm_pass(size: ModelSize, rows: int, width: int, parts: int) -> int:
 
 
 def micro_batch_tokens(config: TrainConfig, longest: int, sequences: int) -> int:
-    """Tokens of the largest micro-batch there can be.
+    """Return the number of tokens of the largest possible micro-batch.
 
     Args:
-        config: of the engine, which cuts by tokens, by sequences, or both.
-        longest: tokens of a sequence, at most.
-        sequences: of an optimizer step on one rank.
+        config: configuration of the engine, which limits micro-batches by tokens, by sequences, or by both.
+        longest: maximum number of tokens of a sequence.
+        sequences: number of sequences of an optimizer step on one rank.
     """
     return max(longest, min(config.max_tokens, min(config.max_sequences or sequences, sequences) * longest))
 
 
 def steps_in_parts(config: TrainConfig, longest: int, sequences: int) -> bool:
-    """Whether an optimizer step may have several micro-batches; arguments as in `micro_batch_tokens`."""
+    """Return True if an optimizer step may have several micro-batches. See `micro_batch_tokens` for the arguments."""
     return sequences * longest > micro_batch_tokens(config, longest, sequences)
 
 
-def _trained(size: ModelSize, config: TrainConfig) -> int | None:
-    """Parameters that are trained; None where adapters go to layers that are not known."""
+def _trained(size: ModelSize | None, config: TrainConfig) -> int | None:
+    """Return the number of trained parameters, or None if the size or the layers with adapters are unknown."""
+    if size is None or (config.lora_rank and not size.layers):
+        return None
     if not config.lora_rank:
         return size.parameters
-    if not size.layers:
-        return None
-    wanted: Collection[str] = [name.strip() for name in config.lora_target_modules.split(",")]
-    chosen = [name for name in size.linears if "all-linear" in wanted or any(w.endswith(name) for w in wanted)]
+    targets: Collection[str] = [name.strip() for name in config.lora_target_modules.split(",")]
+    chosen = [name for name in size.linears if "all-linear" in targets or any(t.endswith(name) for t in targets)]
     return config.lora_rank * size.layers * sum(sum(size.linears[name]) for name in chosen) if chosen else None
 
 
 def _activations(size: ModelSize, tokens: int, config: TrainConfig) -> int | None:
-    """Activations that are kept for the backward pass.
+    """Return the bytes of activations kept for the backward pass, or None if the layers are unknown.
 
-    Per token and layer as counted in transformers' Llama-like layers: norms compute in float32 whatever the weights
-    are, the attention keeps queries, keys, values and its output, and the MLP four of its width. Experts keep what goes
-    in, what comes out, and that weighted, of each expert of a token.
+    Per token and layer they are counted in transformers' Llama-like layers: norms compute in float32 with weights of
+    any dtype, attention keeps queries, keys, values and its output, and the MLP keeps four times its width. For each
+    expert of a token, its input, its output and the weighted output are kept.
     """
     if not size.layers:
         return None
-    width = 4 if config.precision == "fp32" else 2
+    width = product_width(config.precision)
     numbers = _STATES[config.precision] * size.hidden + 2 * size.queries + 2 * size.keys + 4 * size.intermediate
     layer = tokens * (numbers + 3 * size.experts_per_token * size.hidden) * width
     if config.precision == "bf16_autocast":
-        # Matrix products keep the weights that they were given, rounded.
+        # Autocast keeps the rounded copies of the weights that matrix products used.
         layer += 2 * (size.parameters - size.rest) // size.layers
-    kept = layer + size.layers * tokens * size.hidden * width if config.gradient_checkpointing else layer * size.layers
-    # A quarter more for the gradients of activations.
+    # With checkpointing one layer is recomputed at a time. Of the others only the inputs are kept.
+    inputs = size.layers * tokens * size.hidden * width
+    kept = layer + inputs if config.gradient_checkpointing else layer * size.layers
+    # A quarter is added for the gradients of activations.
     return kept * 5 // 4
 
 
 def _head_bytes(size: ModelSize, tokens: int, config: TrainConfig, gpu: bool) -> int:
-    """Of the output layer in the backward pass: the logits of a chunk, and the gradient of the weights in float32."""
-    logits = _logits(size, tokens, 4 if config.precision == "fp32" else 2, gpu)
+    """Return the bytes of the output layer in the backward pass: a chunk's logits, and the weight gradient in
+    float32.
+    """
+    logits = _logits(size, tokens, product_width(config.precision), gpu)
     return logits + 4 * size.vocabulary * size.hidden
 
 
 def _logits(size: ModelSize, tokens: int, width: int, gpu: bool) -> int:
-    """Of a chunk, as components/models/head.py cuts them, and of their gradient."""
+    """Return the bytes of the logits of a chunk, as components/models/head.py cuts them, and of their gradient."""
     most, rows = (2**27, 512) if gpu else (2**24, 256)
     return 2 * width * size.vocabulary * min(tokens, max(rows, most // max(1, size.vocabulary)))

@@ -28,11 +28,11 @@ class MemoryPlan:
         self.run = run
 
     def check(self) -> None:
-        """Check that the memory that is taken in any case fits: weights, gradients, optimizer states, and caches that
-        are allocated at the start. If the memory of other machines is a guess, only the GPUs are checked.
+        """Check that the fixed memory fits: weights, gradients, optimizer states, and caches that are allocated at the
+        start. If the memory of other machines is a guess, only the GPUs are checked.
 
         Raises:
-            ValueError: it does not; the message says what to set.
+            ValueError: it does not fit. The message names the options to change.
         """
         for role, estimate in self.run.estimates.items():
             if estimate.short:
@@ -42,6 +42,7 @@ class MemoryPlan:
                     f"{engine_remedy(self.run, estimate)}"
                 )
         for pool in memory_pools(self.run):
+            # Other machines may have more memory than this one, so a guess refuses nothing.
             is_guess = self.run.capacity.is_guess and pool.is_machine
             if pool.verdict == "too much" and not is_guess:
                 raise ValueError(_refusal(self.run, pool))
@@ -64,12 +65,14 @@ class MemoryPlan:
 
 
 def _refusal(run: RunMemory, pool: MemoryPool) -> str:
-    """Return an error message with the role that takes most of a pool."""
+    """Return an error message that names the role with the largest share of a pool."""
     role = max(pool.fixed_bytes, key=lambda name: pool.fixed_bytes[name])
     estimate = run.estimates[role]
     shown = {name: getattr(estimate, name) for name in ("weights", "gradients", "optimizer", "cache")}
+    # A cache that grows is not part of the fixed memory.
     if estimate.grows:
         del shown["cache"]
+    # Of a role on a GPU, the machine holds offloaded and sleeping states only.
     if pool.is_machine and run.is_on_gpu(role):
         shown = {"offloaded or asleep": estimate.host, "moving average on the first": estimate.first}
     parts = ", ".join(f"{name} {format_bytes(value)}" for name, value in shown.items() if value)

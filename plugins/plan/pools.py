@@ -7,26 +7,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from core.plan import ProcessPlan
+from plugins.plan.arithmetic import amount_if
 from plugins.plan.collect import RunMemory
 from plugins.plan.memory import PROCESS_BYTES, phases
 from training.launch.machines import assumed
 from training.launch.node_layout import ranges
 
 VERDICTS = ("fits", "not known", "maybe too much", "too much")
-"""Verdicts on a pool or a node, from best to worst. A run with "too much" on this machine is refused."""
+"""Verdicts on a pool or a node, from best to worst. A run whose verdict on this machine is "too much" is refused."""
 
 
 @dataclass(frozen=True)
 class MemoryPool:
-    """A memory that processes share: that of a GPU or of a machine."""
+    """A memory that several processes share: that of a GPU or of a machine."""
 
     name: str
     fixed_bytes: Mapping[str, int]
-    """Bytes that each role takes in any case."""
+    """Minimum number of bytes of each role."""
     least: int
-    """Bytes that all roles take at the same time in any case."""
+    """Minimum number of bytes of all roles at the same time."""
     most: int
-    """Maximum number of bytes that all roles take at the same time."""
+    """Maximum number of bytes of all roles at the same time."""
     available: int | None
     """Size of the memory, or None if it is not known."""
     processes: Mapping[str, int] | None = None
@@ -34,7 +35,7 @@ class MemoryPool:
     phases: Mapping[str, int] = field(default_factory=dict)
     """Maximum number of bytes in each phase of a step."""
     is_known: bool = True
-    """False if the size of a model in the pool is not known, so that it may hold more."""
+    """False if the size of a model in the pool is not known, so that the model may need more memory than computed."""
 
     @property
     def is_machine(self) -> bool:
@@ -95,17 +96,18 @@ def _gpu_pool(run: RunMemory, roles: Sequence[str]) -> MemoryPool:
 
 
 def machine_pool(run: RunMemory, node: int) -> MemoryPool:
-    """Return the pool of a machine, which has no name yet."""
+    """Return the pool of a machine. The caller sets its name."""
     hosts = run.hosts_on(node)
     workers = [worker for host in hosts for worker in host.workers]
     counts = Counter(role for role, _ in workers)
     fixed_bytes = {role: _fixed_on_machine(run, role, counts[role], (role, 0) in workers) for role in run.estimates}
     published = sum(estimate.published for role, estimate in run.estimates.items() if (role, 0) in workers)
     resident = _process_bytes(run, hosts, node) + sum(fixed_bytes.values()) + published
-    transient = [0]
-    for role, estimate in run.estimates.items():
-        transient.append(0 if run.is_on_gpu(role) else counts[role] * estimate.transient_bytes)
-    working = sum(transient) if run.overlaps else max(transient)
+    transient = [
+        counts[role] * estimate.transient_bytes for role, estimate in run.estimates.items() if not run.is_on_gpu(role)
+    ]
+    # Roles that do not overlap work one after the other, so the largest one decides.
+    working = sum(transient) if run.overlaps else max(transient, default=0)
     # All roles load their models at the same time.
     loading = sum(counts[role] * estimate.loading for role, estimate in run.estimates.items())
     steps = {"start": resident + loading, "work": resident + working}
@@ -116,36 +118,35 @@ def machine_pool(run: RunMemory, node: int) -> MemoryPool:
         most=max(steps.values()),
         available=run.capacity.machine,
         processes=counts,
-        phases={name: count for name, count in steps.items() if count > resident} if loading else {},
+        phases={name: count for name, count in steps.items() if loading and count > resident},
         # A model of unknown size may be offloaded, asleep or loading here, even if it runs on a GPU.
         is_known=all(run.estimates[role].weights is not None for role in counts),
     )
 
 
 def _fixed_on_machine(run: RunMemory, role: str, count: int, has_first: bool) -> int:
-    """Bytes that the workers of a role on one machine take of its memory in any case."""
+    """Return the minimum number of bytes that the workers of a role take of one machine's memory."""
     estimate = run.estimates[role]
     each = estimate.host if run.is_on_gpu(role) else estimate.fixed_bytes
-    return count * each + (estimate.first if has_first else 0)
+    return count * each + amount_if(has_first, estimate.first)
 
 
 def _process_bytes(run: RunMemory, hosts: Sequence[ProcessPlan], node: int) -> int:
-    """Bytes of interpreters and libraries on one machine. The first machine also has the driver."""
-    bases = {
-        # On a GPU the base of an estimate is device memory.
-        role: PROCESS_BYTES["process"] if run.is_on_gpu(role) else estimate.base
-        for role, estimate in run.estimates.items()
-    }
+    """Return the bytes of interpreters and libraries on one machine. The first machine also has the driver."""
+    # On a GPU the base of an estimate is device memory, so the process on the host is counted instead.
+    bases = {role: estimate.base for role, estimate in run.estimates.items()}
+    bases |= {role: PROCESS_BYTES["process"] for role in bases if run.is_on_gpu(role)}
     each = [max((bases[role] for role, _ in host.workers), default=0) for host in hosts]
     if run.config.backend == "local":
-        # All roles share the process of the driver.
+        # With the local backend all roles run in the process of the driver.
         return max(each)
-    return sum(each) + (PROCESS_BYTES["driver"] if node == 0 else 0)
+    return sum(each) + amount_if(node == 0, PROCESS_BYTES["driver"])
 
 
 def node_verdicts(run: RunMemory) -> list[str]:
     """Return the worst verdict on the memory and the GPUs of each node."""
-    on_gpu, verdicts = gpu_pools(run), list[str]()
+    on_gpu = gpu_pools(run)
+    verdicts: list[str] = []
     for node in range(run.job.node_num):
         roles = {role for host in run.hosts_on(node) for role, _ in host.workers}
         pools = [machine_pool(run, node), *(pool for pool in on_gpu if roles & pool.fixed_bytes.keys())]

@@ -1,4 +1,4 @@
-"""Options to change where the memory of a run does not suffice."""
+"""Options to change when the memory of a run does not suffice."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class _Changes:
     """Changes of options that reduce the memory of a pool. Options are named by the last part of their names."""
 
     settings: dict[str, object] = field(default_factory=dict)
-    """Better values of options."""
+    """Options to set to these values."""
     lower: list[str] = field(default_factory=list)
-    """Budgets to lower, where they are set."""
+    """Limits to lower. Options that are not set are not named."""
     shares: list[str] = field(default_factory=list)
-    """Shares to lower, also where they are at their defaults."""
+    """Shares of memory to lower, even if they have their default values."""
     fewer_processes: bool = False
     without_average: bool = False
     frozen_layout: str = ""
-    """Better layout of frozen models that are whole."""
+    """Layout to set for frozen models whose layout is "whole"."""
 
     def advice(self, name: str, value: Any) -> str:
-        """Return what to do with an option, or an empty string."""
+        """Return an assignment such as `train.zero_stage=3`, or an empty string if the option need not change."""
         last = name.rpartition(".")[2]
-        # 0, 1 and 2 are False, True and the stages of ZeRO below 3.
+        # These values are False, True and the ZeRO stages below 3. Any other value was chosen for another reason.
         if last in self.settings and value in (0, 1, 2) and value != self.settings[last]:
             return f"{name}={short_value(self.settings[last])}"
         if self.without_average and name == "train.ema_beta" and value is not None:
@@ -47,7 +47,7 @@ class _Changes:
 
 
 def remedy(run: RunMemory, pool: MemoryPool) -> str:
-    """Return what to set where a pool may not suffice."""
+    """Return the options to set for a pool that may not suffice."""
     estimates = [run.estimates[role] for role in pool.fixed_bytes]
     changes = _Changes(settings={"gradient_checkpointing": True}, lower=["max_tokens"])
     if any(_is_trained(estimate) for estimate in estimates):
@@ -56,22 +56,23 @@ def remedy(run: RunMemory, pool: MemoryPool) -> str:
 
 
 def role_remedy(run: RunMemory, pool: MemoryPool, role: str) -> str:
-    """Return what to set where a pool does not suffice in any case, most of it being taken by a role."""
+    """Return the options to set for a pool that cannot suffice and in which `role` takes the largest part."""
     estimate = run.estimates[role]
     count = 1 if pool.processes is None else pool.processes[role]
     changes = _Changes()
-    # Adapters do not help if the weights alone are too large.
-    if _is_trained(estimate) and (estimate.weights or 0) * count < (pool.available or 0):
+    # Adapters remove gradients and optimizer states only. They do not help if the weights alone are too large.
+    weights = estimate.weights or 0
+    if _is_trained(estimate) and weights * count < (pool.available or 0):
         changes.settings["lora_rank"] = 16
     return _advice(run, pool, _for_pool(changes, run, pool, [estimate]))
 
 
 def engine_remedy(run: RunMemory, estimate: MemoryEstimate) -> str:
-    """Return what to set where an engine may not take as much of a GPU as its weights need."""
+    """Return the options to set for an engine whose share of a GPU is smaller than its weights need."""
     raised: list[str] = []
     if estimate.share + estimate.short <= (run.capacity.device or 0):
         raised.append("gpu_memory")
-    # An engine in a process that also trains has a single device.
+    # An engine in a process that also trains has one device, so tensor parallelism is not available to it.
     if not estimate.optimizer:
         raised.append("tensor_parallel")
     names = [name for name in flat(redact(run.config)) if name.rpartition(".")[2] in raised]
@@ -83,30 +84,33 @@ def _is_trained(estimate: MemoryEstimate) -> bool:
 
 
 def _for_pool(changes: _Changes, run: RunMemory, pool: MemoryPool, estimates: Sequence[MemoryEstimate]) -> _Changes:
-    """Add the changes that reduce the memory of this kind of pool."""
+    """Add the changes that reduce the memory in this kind of pool."""
     has_cache = any(estimate.cache and not estimate.grows for estimate in estimates)
     changes.without_average = pool.is_machine
     if pool.is_machine and run.has_gpus:
-        # The machine holds what GPUs do not: keep more on the GPUs.
+        # The machine holds what was moved off the GPUs, so more has to stay on the GPUs.
         changes.settings = dict.fromkeys(("adam_offload", "engines_sleep", "learners_sleep"), False)
         changes.lower = []
         return changes
     if pool.is_machine:
         changes.fewer_processes = True
-        changes.lower += ["cpu_cache_gb"] if has_cache else []
+        if has_cache:
+            changes.lower.append("cpu_cache_gb")
         return changes
     if any(_is_trained(estimate) for estimate in estimates):
         changes.settings |= {"zero_stage": 3, "adam_offload": True}
-    changes.shares = ["gpu_memory"] if has_cache else []
+    if has_cache:
+        changes.shares = ["gpu_memory"]
     parts = [part for estimate in estimates for part in estimate.parts or (estimate,)]
     if any(part.weights and not (part.optimizer or part.host or part.generates) for part in parts):
+        # Sharding needs several processes.
         is_shared = max(run.count(role) for role in pool.fixed_bytes) > 1
         changes.frozen_layout = "sharded" if is_shared else "offloaded"
     return changes
 
 
 def _advice(run: RunMemory, pool: MemoryPool, changes: _Changes) -> str:
-    """Describe changes of the options that the recipe has."""
+    """Write the changes as text, for the options that the recipe has."""
     first: list[str] = []
     others: list[str] = []
     for name, value in flat(redact(run.config)).items():

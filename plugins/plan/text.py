@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from plugins.plan.arithmetic import amount_if
 from plugins.plan.collect import RunMemory
 from plugins.plan.pools import MemoryPool, memory_pools
 from plugins.plan.remedies import remedy
@@ -18,7 +19,7 @@ _UNKNOWN = (
 
 
 def format_bytes(count: int | None) -> str:
-    """Write a number of bytes in decimal units: `1.6 MB`, `?` for None, `-` for 0."""
+    """Return a number of bytes in decimal units: `1.6 MB`, `?` for None, `-` for 0."""
     if not count:
         return "?" if count is None else "-"
     units = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
@@ -27,7 +28,7 @@ def format_bytes(count: int | None) -> str:
 
 
 def columns(run: RunMemory) -> dict[str, list[str]]:
-    """Return the columns of the table by heading, with a cell for each role."""
+    """Return the columns of the table, by heading. Each column has one cell per role."""
     estimates = run.estimates.values()
     cells = {
         _HEADS.get(name, name): [format_bytes(getattr(estimate, name)) for estimate in estimates] for name in COLUMNS
@@ -36,11 +37,12 @@ def columns(run: RunMemory) -> dict[str, list[str]]:
 
 
 def paragraphs(run: RunMemory) -> list[tuple[str, str]]:
-    """Return the texts below the table with their headings."""
+    """Return the texts below the table, each with its heading."""
     texts = [("memory", text) for text in _pool_texts(run, memory_pools(run))]
-    sends = _sends_text(run)
-    texts += [("sends", sends)] if sends else []
-    texts += [] if run.is_known else [("unknown", _UNKNOWN)]
+    if sends := _sends_text(run):
+        texts.append(("sends", sends))
+    if not run.is_known:
+        texts.append(("unknown", _UNKNOWN))
     return texts
 
 
@@ -48,6 +50,7 @@ def _pool_texts(run: RunMemory, pools: Iterable[MemoryPool]) -> list[str]:
     texts = []
     for pool in pools:
         text = f"{pool.name}: {'at most' if run.is_known else 'as far as known'} {format_bytes(pool.most)}"
+        # A single phase would only repeat the total.
         if len(pool.phases) > 1:
             text += f" ({', '.join(f'{name} {format_bytes(count)}' for name, count in pool.phases.items())})"
         texts.append(f"{text}, {capacity_text(run, pool)}")
@@ -57,7 +60,7 @@ def _pool_texts(run: RunMemory, pools: Iterable[MemoryPool]) -> list[str]:
 
 
 def capacity_text(run: RunMemory, pool: MemoryPool) -> str:
-    """Describe the size of a pool and the verdict, with what to set."""
+    """Return the size of a pool, the verdict, and the options to set."""
     if pool.available is None:
         return f"what it has is not known: set {_assumption(run, pool)}"
     text = f"it has {format_bytes(pool.available)}: {pool.verdict}"
@@ -67,15 +70,16 @@ def capacity_text(run: RunMemory, pool: MemoryPool) -> str:
 
 
 def _assumption(run: RunMemory, pool: MemoryPool) -> str:
-    """Example of an option that makes the size of a pool known."""
-    text = f"--assume_devices={run.job.device_per_node if run.has_gpus else 0}x{run.job.node_num}"
+    """Return an example of `--assume_devices` that makes the size of a pool known."""
+    text = f"--assume_devices={amount_if(run.has_gpus, run.job.device_per_node)}x{run.job.node_num}"
+    # 80 GB is an example of a common GPU, if this one's memory is not known.
     if run.has_gpus and run.job.device_per_node > 0:
         text += f"x{(run.capacity.device or 80 * 10**9) // 10**9}GB"
     return f"{text}x1000GB" if pool.is_machine else text
 
 
 def _sends_text(run: RunMemory) -> str:
-    """Describe the bytes that ranks of trained models send to each other, or return an empty string."""
+    """Return the bytes that ranks of trained models send to each other, as text, or an empty string."""
     texts = [
         f"{role.lower()} {', '.join(f'{format_bytes(count)} ({axis})' for axis, count in estimate.sends.items())}"
         for role, estimate in run.estimates.items()

@@ -1,4 +1,4 @@
-"""Shared prompts: tokens that several sequences of a packed row begin with are computed once.
+"""Prefix sharing: tokens with which several sequences of a packed row begin are computed once.
 
 Loaded by default for every model that packs (`train.packing`).
 """

@@ -1,12 +1,12 @@
-"""Sequences that begin alike are computed once as far as they are alike: a group's prompt is read once.
+"""Compute the common prefix of several sequences once, such as the prompt of a group.
 
     sequences   p q r a b    p q r c          row         p q r a b c
                                               positions   0 1 2 3 4 3
 
-A token's state depends on nothing but the tokens up to it, so what sequences have in common has the same states in all
-of them. Every layer works on the row; in attention each sequence's own tokens see the sequence whole (packed_row.py).
+The state of a token depends only on the tokens up to it, so a common prefix has the same states in all sequences. Every
+layer works on the row. In attention, the remaining tokens of each sequence attend to the full sequence (packed_row.py).
 
-Legend: `B` sequences, `N` all their tokens end to end, `U` places of the row.
+Legend: `B` sequences, `N` tokens of all sequences end to end, `U` places of the row.
 """
 
 from __future__ import annotations
@@ -25,34 +25,35 @@ from components.models.packing.layout import ComputedTokens, EndToEnd, Part, Row
 from components.models.routers import find_routers
 
 SHORTEST = 4
-"""Tokens that sequences have in common, at least: with fewer it takes longer to lay them out than to compute them."""
+"""Minimum number of common tokens. With fewer tokens, the layout takes longer than computing them again."""
 
 MOST_SEEN = 2**24
-"""Queries times keys: above it a whole sequence is queries, as a mask would take more memory than is saved."""
+"""Maximum of queries times keys for a sequence with a shared prefix. Beyond it all tokens of the sequence are queries,
+because the attention mask would take more memory than sharing saves."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Sequences that begin with the same tokens."""
+    """Sequences with a common prefix."""
 
     members: list[int]
-    """Their positions in the batch."""
+    """Positions of the sequences in the batch."""
     shared: int
-    """Tokens that all of them begin with; each has one of its own at least. 0 where there is one member."""
+    """Number of common tokens. Each sequence has at least one more token. 0 for a single member."""
 
     @property
     def saved(self) -> int:
-        """Tokens that need not be computed."""
+        """Number of tokens that need not be computed."""
         return self.shared * (len(self.members) - 1)
 
 
 class SharedPrompts(EndToEnd):
-    """All sequences in one row, which has once what a run of them begins with."""
+    """Layout with all sequences in one row, in which the common prefix of a run occurs once."""
 
     def __init__(self, shortest: int = SHORTEST) -> None:
         """
         Args:
-            shortest: minimum number of tokens that the sequences of a run have in common.
+            shortest: minimum number of common tokens of a run.
         """
         self.shortest = shortest
         self._planned: tuple[Batch, list[Run]] | None = None
@@ -61,10 +62,12 @@ class SharedPrompts(EndToEnd):
     def plan_row(self, batch: Batch, *, one_follower: bool = False) -> RowPlan | None:
         """Return the plan of a packed row, or None if nothing is saved."""
         runs = runs_of(batch, self.shortest, one_follower=one_follower)
-        return row_plan(batch, runs) if saved_by(runs) else None
+        if not saved_by(runs):
+            return None
+        return row_plan(batch, runs)
 
     def micro_batches(self, batch: Batch, max_tokens: int, max_sequences: int = 0) -> list[Tensor]:
-        """Return the positions for micro-batches, whose rows have what a run shares once."""
+        """Return the positions of the sequences of each micro-batch, in whose rows a common prefix occurs once."""
         runs = runs_of(batch, self.shortest)
         if saved_by(runs):
             return shared_micro_batches(batch.lengths, runs, max_tokens, max_sequences)
@@ -73,8 +76,13 @@ class SharedPrompts(EndToEnd):
     def micro_batches_by_rank(
         self, minibatch: Batch, ranks: int, max_tokens: int, max_sequences: int = 0, group_size: int = 1
     ) -> list[list[Tensor]]:
-        """Return for each rank the positions for its micro-batches; groups that a loss compares are not parted."""
-        runs = runs_of(minibatch, self.shortest) if group_size == 1 else []
+        """Return the positions of the sequences of each micro-batch, for each rank. Groups that a loss compares stay
+        together.
+        """
+        # Balancing by runs would separate the groups that must stay together, so prefixes are not shared then.
+        runs: list[Run] = []
+        if group_size == 1:
+            runs = runs_of(minibatch, self.shortest)
         self._planned = minibatch, runs
         if not saved_by(runs):
             return super().micro_batches_by_rank(minibatch, ranks, max_tokens, max_sequences, group_size)
@@ -94,7 +102,9 @@ class SharedPrompts(EndToEnd):
         for number, run in enumerate(runs):
             run_B[run.members] = number
         shared_R = torch.tensor([run.shared for run in runs])
-        for index in itertools.chain.from_iterable(plans) if runs else ():
+        if not runs:
+            return ComputedTokens(places, pairs)
+        for index in itertools.chain.from_iterable(plans):
             number_R, count_R = run_B[index].unique(return_counts=True)
             repeated_R = count_R - 1
             places -= int((repeated_R * shared_R[number_R]).sum())
@@ -103,41 +113,46 @@ class SharedPrompts(EndToEnd):
 
 
 def layout_for(model: nn.Module) -> SharedPrompts | None:
-    """Return the layout of a model, or None for a mixture of experts: the loss that balances experts counts every token
-    that is routed, so that each is computed.
+    """Return the layout of a model, or None for a mixture of experts.
+
+    The loss that balances experts counts every routed token, so that each token has to be computed.
     """
-    return None if find_routers(model).modules else SharedPrompts()
+    if find_routers(model).modules:
+        return None
+    return SharedPrompts()
 
 
 def row_plan(batch: Batch, runs: list[Run]) -> RowPlan:
-    """Return the plan of a row that has what the members of each run share once."""
+    """Return the plan of a row in which the common prefix of each run occurs once."""
     lengths = batch.lengths.tolist()
     parts = [Part(run.members[0], 0, run.shared) for run in runs if run.shared]
     for run in runs:
         for member in run.members:
             length = lengths[member]
-            is_long = (length - run.shared) * length > MOST_SEEN
-            parts.append(Part(member, 0 if is_long else run.shared, length))
+            start = run.shared
+            if (length - run.shared) * length > MOST_SEEN:
+                start = 0
+            parts.append(Part(member, start, length))
     return RowPlan(*shared_places(batch, runs), parts)
 
 
 def runs_of(batch: Batch, shortest: int = SHORTEST, *, one_follower: bool = False) -> list[Run]:
-    """Which sequences are laid out together, by their column `tokens`, so that much is saved; each is in one run.
+    """Group sequences into runs by their column `tokens`, such that many tokens are saved. Each sequence is in one run.
 
     Args:
-        batch: of the sequences.
-        shortest: tokens that those of a run have in common, at least.
-        one_follower: what is shared is followed by the same token in all of its run.
+        batch: the sequences.
+        shortest: minimum number of common tokens of a run.
+        one_follower: True if the common prefix must be followed by the same token in all sequences of a run.
     """
     rows = [row.numpy() for row in batch["tokens"].cpu().to(torch.int64).split(batch.lengths.tolist())]
-    # In bytes of this order numbers that are not negative compare as they do themselves.
+    # Big-endian bytes of non-negative numbers sort like the numbers. Sorting puts common prefixes next to each other.
     order = sorted(range(len(rows)), key=[row.astype(">i8").tobytes() for row in rows].__getitem__)
     common = [max(0, _common(rows[i], rows[j], one_follower)) for i, j in pairwise(order)]
     return _cut(order, common, shortest)
 
 
 def _common(one: np.ndarray, other: np.ndarray, one_follower: bool) -> int:
-    """Tokens that two begin with; of two that differ nowhere all but one."""
+    """Return the number of common first tokens of two sequences, leaving at least one token in each of them."""
     most = min(len(one), len(other))
     differs = one[:most] != other[:most]
     if not differs.any():
@@ -146,63 +161,76 @@ def _common(one: np.ndarray, other: np.ndarray, one_follower: bool) -> int:
 
 
 def _cut(order: list[int], common: list[int], shortest: int) -> list[Run]:
-    """Neighbours that are together, given what each has in common with the next.
+    """Cut sorted sequences into runs.
 
-    From those that have most in common: two stretches become one where that saves at least as much as both by
-    themselves.
+    Neighbors are merged in the order of the length of their common prefix. Two stretches become one run if that saves
+    at least as many tokens as both stretches by themselves.
+
+    Args:
+        order: positions of the sequences, sorted by their tokens.
+        common: number of common tokens of each sequence with the next one.
+        shortest: minimum number of common tokens of a run.
     """
     stretches = {i: [Run([member], 0)] for i, member in enumerate(order)}
-    begins = list(range(len(order)))  # of the stretch that ends here
-    ends = list(range(len(order)))  # of the stretch that begins here
+    begins = list(range(len(order)))  # first index of the stretch that ends at this index
+    ends = list(range(len(order)))  # last index of the stretch that begins at this index
     for i in sorted(range(len(common)), key=common.__getitem__, reverse=True):
-        first, last = begins[i], ends[i + 1]
+        first = begins[i]
+        last = ends[i + 1]
         apart = stretches.pop(first) + stretches.pop(i + 1)
         together = Run(order[first : last + 1], common[i])
-        is_better = common[i] >= shortest and together.saved >= saved_by(apart)
-        stretches[first] = [together] if is_better else apart
-        begins[last], ends[first] = first, last
+        stretches[first] = apart
+        if common[i] >= shortest and together.saved >= saved_by(apart):
+            stretches[first] = [together]
+        begins[last] = first
+        ends[first] = last
     return [run for _, runs in sorted(stretches.items()) for run in runs]
 
 
 def saved_by(runs: Iterable[Run]) -> int:
-    """Tokens that need not be computed."""
+    """Return the number of tokens that need not be computed."""
     return sum(run.saved for run in runs)
 
 
 def shared_places(batch: Batch, runs: list[Run]) -> tuple[Tensor, Tensor]:
-    """Place the tokens of `batch` in a row, run after run: what its members share, then what each has for itself.
+    """Place the tokens of `batch` in a row, run after run: the common prefix, then the rest of each member.
 
     Returns:
-        [N] int64, of each token its place; [U] int64, of each place the first token that lies there.
+        [N] int64, the place of each token; [U] int64, the first token at each place.
     """
     shared_B = torch.zeros(len(batch), dtype=torch.int64)
-    start_B, own_B = torch.zeros_like(shared_B), torch.zeros_like(shared_B)
-    lengths, end = batch.lengths.tolist(), 0
+    start_B = torch.zeros_like(shared_B)
+    # Place of a token outside of the prefix = its position + this offset.
+    offset_B = torch.zeros_like(shared_B)
+    lengths = batch.lengths.tolist()
+    end = 0
     for run in runs:
         start_B[run.members] = end
         shared_B[run.members] = run.shared
         end += run.shared
         for member in run.members:
-            own_B[member] = end - run.shared
+            offset_B[member] = end - run.shared
             end += lengths[member] - run.shared
-    sequence_N, position_N = batch.sequence_ids.cpu(), batch.packed().positions.cpu()
+    sequence_N = batch.sequence_ids.cpu()
+    position_N = batch.packed().positions.cpu()
     is_shared_N = position_N < shared_B[sequence_N]
-    place_N = torch.where(is_shared_N, start_B[sequence_N], own_B[sequence_N]) + position_N
+    place_N = torch.where(is_shared_N, start_B[sequence_N], offset_B[sequence_N]) + position_N
     first_U = torch.full((end,), len(place_N)).scatter_reduce(0, place_N, torch.arange(len(place_N)), "amin")
     return place_N.to(batch.lengths.device), first_U.to(batch.lengths.device)
 
 
 def shared_micro_batches(lengths_B: Tensor, runs: list[Run], max_tokens: int, max_sequences: int = 0) -> list[Tensor]:
-    """Positions for micro-batches whose rows have at most `max_tokens`, together every member of the runs once.
+    """Return the positions for micro-batches whose rows have at most `max_tokens`. They have every member of the runs
+    once.
 
-    A run that does not fit is cut, and what it shares is then in both parts. A sequence longer than the budget stands
-    alone.
+    A run that does not fit is cut, and both parts then have the common prefix. A sequence longer than the limit is a
+    micro-batch of its own.
 
     Args:
-        lengths_B: tokens of each sequence.
-        runs: which are laid out together.
-        max_tokens: of a row.
-        max_sequences: of a micro-batch; 0 sets no limit.
+        lengths_B: number of tokens of each sequence.
+        runs: runs whose members are laid out together.
+        max_tokens: maximum number of tokens of a row.
+        max_sequences: maximum number of sequences of a micro-batch; 0 sets no limit.
     """
     parts: list[list[int]] = []
     tokens = 0
@@ -210,11 +238,14 @@ def shared_micro_batches(lengths_B: Tensor, runs: list[Run], max_tokens: int, ma
     for run in runs:
         has_shared = False
         for member in run.members:
-            added = lengths[member] - run.shared * has_shared
+            added = lengths[member]
+            if has_shared:
+                added -= run.shared
             is_full = bool(parts) and len(parts[-1]) == max_sequences
             if not parts or is_full or tokens + added > max_tokens:
                 parts.append([])
-                tokens, added = 0, lengths[member]
+                tokens = 0
+                added = lengths[member]
             parts[-1].append(member)
             tokens += added
             has_shared = True
@@ -222,7 +253,9 @@ def shared_micro_batches(lengths_B: Tensor, runs: list[Run], max_tokens: int, ma
 
 
 def shares_of_runs(lengths_B: Tensor, runs: list[Run], ranks: int) -> list[list[Run]]:
-    """Runs for each rank, such that all compute about as many tokens; few of them are cut, a part for each rank."""
+    """Return runs for each rank, with about the same number of tokens to compute. Few runs are cut into parts for each
+    rank.
+    """
     if len(runs) < 4 * ranks:
         parts = [part for run in runs for part in torch.tensor(run.members).tensor_split(ranks)]
         shared = [run.shared for run in runs for _ in range(ranks)]

@@ -1,5 +1,6 @@
-"""Tasks of the library reasoning-gym, with their verifiers: `data.path=reasoning_gym:<task>` loads it, and
-`reward.source=reasoning_gym` for the labels of such rows.
+"""Tasks of the library reasoning-gym, with their verifiers.
+
+`data.path=reasoning_gym:<task>` loads it, and `reward.source=reasoning_gym` for the labels of such rows.
 """
 
 PROVIDES = {

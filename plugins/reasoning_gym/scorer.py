@@ -1,6 +1,6 @@
-"""The verifiers of reasoning-gym as one scorer; a label holds all that the one of its question needs.
+"""The verifiers of reasoning-gym as one scorer. A label has all data that the verifier of its question needs.
 
-A verifier gives part of the score for all sorts of answers, garbage included, so only a full score counts.
+Verifiers give partial scores for many answers, even for garbage, so only a full score counts.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 
 from components.rewards.scorers import Package, needs
 
+# Scores are floating-point sums, so a full score may be slightly below 1.
 FULL_SCORE = 1.0 - 1e-9
 ERROR_LOG = "reasoning_gym_error"
-"""What is logged: 1 for an answer that its verifier could not take, 0 for any other."""
+"""Metric that is 1 for an answer that its verifier could not process, and 0 for any other."""
 
 RUNS_ANSWERS = {
     "binary_matrix",
@@ -29,47 +30,51 @@ RUNS_ANSWERS = {
     "spiral_matrix",
     "string_insertion",
 }
-"""Tasks whose verifier hands an answer to Python's eval, itself or through sympy."""
-_OF_FORMULAS = {
+"""Tasks whose verifier passes an answer to Python's eval, directly or through sympy."""
+_FORMULA_NAMES = {
     *("Integral", "abs", "Abs", "sqrt", "exp", "log", "ln", "pi", "sin", "cos", "tan", "cot", "sec", "csc"),
     *("asin", "acos", "atan", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh"),
 }
-"""The only words of more than one letter that such an answer may have."""
+"""The only names of more than one letter that an answer to these tasks may have."""
 
-_TUPLE, _ITEMS = "(tuple)", "(items)"
+_TUPLE = "(tuple)"
+_ITEMS = "(items)"
 _WARNED: set[tuple[str, str]] = set()
 
 
 def make_label(task: str, settings: Mapping[str, Any], entry: Mapping[str, Any]) -> str:
-    """Write a question down as JSON, with all that its verifier may ask for.
+    """Return a question as JSON, with all data that its verifier may need.
 
     Args:
-        task: its name.
-        settings: of the task, where they are not its own.
-        entry: what the task gave: question, answer (may be None) and metadata.
+        task: name of the task.
+        settings: settings that differ from the task's defaults.
+        entry: entry of the task's data set: question, answer (may be None) and metadata.
 
     Raises:
-        TypeError: the entry holds what JSON cannot.
+        TypeError: the entry has values that JSON cannot represent.
     """
     return json.dumps({"task": task, "settings": _tagged(dict(settings)), "entry": _tagged(dict(entry))})
 
 
 @needs(Package("reasoning_gym", "reasoning-gym", "tasks"))
 def reasoning_gym_score(response: str, label: str) -> dict[str, float]:
-    """Give 1.0 when the task's own verifier gives the answer in the response its full score, and 0.0 otherwise.
+    """Return 1.0 if the verifier of the task gives the answer its full score, and 0.0 otherwise.
 
     Args:
-        response: any text. The last `<answer>...</answer>` in it is the answer; without one, the last line that is
-            not empty is, or the whole response where the right answer has several lines or is not known.
-        label: what `make_label` made. An answer that its verifier cannot take gets 0.0, and an empty one as well.
+        response: any text. The last `<answer>...</answer>` in it is the answer. Without one, the answer is the last
+            line that is not empty, or the whole response if the correct answer has several lines or is not known.
+        label: result of `make_label`. An empty answer, and one that the verifier cannot process, get 0.0.
 
     Returns:
-        `score`, and under `ERROR_LOG` whether the verifier could not take the answer.
+        `score`, and under `ERROR_LOG` 1.0 if the verifier could not process the answer.
+
+    Raises:
+        ValueError: the label was not made by `make_label`.
     """
     task, settings, entry = _read_label(label)
     right = entry["answer"]
-    answer = _answer_in(response, many_lines=right is None or "\n" in right)
-    # Before the verifier is made: a plan checks a label this way, and need not load the library for it.
+    answer = _answer_in(response, has_several_lines=right is None or "\n" in right)
+    # Before the verifier is created: a plan checks labels this way, and should not load the library for it.
     if not answer:
         return {"score": 0.0, ERROR_LOG: 0.0}
     if task in RUNS_ANSWERS and _is_code(answer):
@@ -82,35 +87,38 @@ def reasoning_gym_score(response: str, label: str) -> dict[str, float]:
         return {"score": 0.0, ERROR_LOG: 1.0}
 
 
-def _answer_in(response: str, *, many_lines: bool) -> str:
+def _answer_in(response: str, *, has_several_lines: bool) -> str:
     before, closed, _ = response.rpartition("</answer>")
     _, opened, answer = before.rpartition("<answer>")
     if closed and opened:
         return answer.strip()
+    # Without tags: models often end with the bare answer.
     lines = response.strip().splitlines()
-    return response.strip() if many_lines or not lines else lines[-1].strip()
+    if has_several_lines or not lines:
+        return response.strip()
+    return lines[-1].strip()
 
 
 def _is_code(answer: str) -> bool:
-    """Whether an answer says more to Python than a formula or a table does.
+    """Return True if an answer may contain more Python than a formula or a table.
 
-    Only single letters, words of formulas and, for string_insertion, words of its letters A to E may be named, and
-    nothing of what they name. Quotes and backslashes can spell any name, and Python reads other alphabets' letters as
-    the plain ones.
+    Names may only be single letters, names of formulas, and, for string_insertion, words of the letters A to E.
+    Attributes are not allowed. Quotes and backslashes could spell any name. Non-ASCII letters are not allowed, because
+    Python normalizes them to ASCII letters.
     """
     if not answer.isascii() or "__" in answer or set(answer) & set("'\"\\{}:;@"):
         return True
     if re.search(r"\.\s*[A-Za-z_]", answer):
         return True
-    words = {word for word in re.findall(r"[A-Za-z_]\w*", answer) if not re.fullmatch(r"[A-Za-z_]|[A-E]+", word)}
-    return bool(words - _OF_FORMULAS)
+    names = {name for name in re.findall(r"[A-Za-z_]\w*", answer) if not re.fullmatch(r"[A-Za-z_]|[A-E]+", name)}
+    return bool(names - _FORMULA_NAMES)
 
 
 def _read_label(label: str) -> tuple[str, str, dict[str, Any]]:
-    """The task, its settings as one text, and the entry."""
+    """Return the task, its settings as JSON, and the entry of a label."""
     try:
-        found = json.loads(label, object_hook=_untagged)
-        return found["task"], json.dumps(_tagged(found["settings"])), {**found["entry"]}
+        fields = json.loads(label, object_hook=_untagged)
+        return fields["task"], json.dumps(_tagged(fields["settings"])), {**fields["entry"]}
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(
             f"the label {label[:80]!r} is none of reasoning-gym's; score prompts of reasoning_gym:<task> with the "
@@ -120,14 +128,14 @@ def _read_label(label: str) -> tuple[str, str, dict[str, Any]]:
 
 @cache
 def _verifier(task: str, settings: str) -> Any:
-    # Making one may take seconds: some tasks read a dictionary first.
+    # Cached, because creating a verifier may take seconds: some tasks read a dictionary first.
     import reasoning_gym
 
     return reasoning_gym.create_dataset(task, **json.loads(settings, object_hook=_untagged), seed=0, size=1)
 
 
 def _warn(task: str, error: Exception) -> None:
-    """Say it once for each kind of error: all of them are counted."""
+    """Log a warning once for each kind of error. The metric `ERROR_LOG` counts all errors."""
     kind = (task, type(error).__name__)
     if kind not in _WARNED:
         _WARNED.add(kind)
@@ -137,7 +145,7 @@ def _warn(task: str, error: Exception) -> None:
 
 
 def _tagged(value: Any) -> Any:
-    """Mark what JSON would change: verifiers compare tuples, and look numbers up in dicts."""
+    """Mark the values that JSON would change: verifiers compare tuples, and look numbers up in dicts."""
     if isinstance(value, tuple):
         return {_TUPLE: [_tagged(item) for item in value]}
     if isinstance(value, list):
@@ -149,9 +157,9 @@ def _tagged(value: Any) -> Any:
     return value
 
 
-def _untagged(found: dict[str, Any]) -> Any:
-    if _TUPLE in found:
-        return tuple(found[_TUPLE])
-    if _ITEMS in found:
-        return dict(found[_ITEMS])
-    return found
+def _untagged(value: dict[str, Any]) -> Any:
+    if _TUPLE in value:
+        return tuple(value[_TUPLE])
+    if _ITEMS in value:
+        return dict(value[_ITEMS])
+    return value

@@ -1,3 +1,3 @@
-"""Rewards from HTTP servers: `reward.source=http://HOST:PORT/PATH` loads it, several URLs with commas between them."""
+"""Rewards from HTTP servers. `reward.source=http://HOST:PORT/PATH` loads it. Several URLs are separated by commas."""
 
 PROVIDES = {"reward source": {"http": "scorer:RemoteReward", "https": "scorer:RemoteReward"}}

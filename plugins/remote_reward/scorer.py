@@ -3,12 +3,14 @@
     POST {"query": [...], "prompts": [...], "labels": [...]}
     ->   {"rewards": [...], "scores": [...], "extra_logs": {"name": [...]}}
 
-"scores" and "extra_logs" may be missing; an entry of "extra_logs" may be one number. A key must not come twice, and a
-body may be packed with gzip, once. A request has a deadline, `url_timeout_s`, whatever the server sends until then, and
-a reply has a limit of size. Proxies of the environment are used, but not for loopback addresses. One thread for each
-server takes requests from a common queue, so that a slow server gets fewer. What a new try may mend is tried again, on
-the next server if there are several; nothing is ever replaced by a made-up reward. Servers that ask for a bearer token
-get the one in the environment variable TROUPE_REWARD_TOKEN.
+"scores" and "extra_logs" are optional. An entry of "extra_logs" may be a single number. Duplicate keys are rejected. A
+body may be compressed once with gzip.
+
+A request has a deadline (`url_timeout_s`), even if the server keeps sending, and a reply has a size limit. Proxies of
+the environment are used, but not for loopback addresses. Each server has a thread that takes requests from a common
+queue, so that a slow server gets fewer requests. Errors that may be temporary are retried, on the next server if there
+are several. A missing reward is never replaced by a default value. Servers that require a bearer token get the one in
+the environment variable TROUPE_REWARD_TOKEN.
 """
 
 from __future__ import annotations
@@ -42,48 +44,57 @@ from components.rewards.servers import TOKEN, reward_token
 UNAUTHORIZED = 401
 TOO_MANY_REQUESTS = 429
 LONGEST_PAUSE_S = 10.0
-"""The longest wait between two tries, whatever a server asks for with Retry-After."""
+"""Maximum number of seconds between two tries, even if a server requests more with Retry-After."""
 
 _log = logging.getLogger(__name__)
 
 
 class RemoteReward(RewardSource):
-    """Servers that all compute the same reward."""
+    """One or several servers that compute the same reward."""
 
     def __init__(self, urls: Sequence[str], settings: RewardSettings, *, pause_s: float = 0.5) -> None:
-        """Nothing is sent yet. `pause_s` comes before the second try and doubles with each further one.
+        """Prepare a client. No request is sent yet.
 
-        Raises ValueError for a token that no header can hold.
+        Args:
+            urls: URLs of the servers.
+            settings: timeouts, number of tries, and size of a request.
+            pause_s: seconds before the second try. It doubles before each further one.
+
+        Raises:
+            ValueError: the token cannot be sent in an HTTP header.
         """
         self.source = f"reward server {', '.join(map(_shown, urls))}"
         self._urls = list(urls)
         self._settings = settings
         self._pause_s = pause_s
-        # Not the module's generator: its state belongs to whoever has set a seed.
+        # A separate generator: the global one has a state that the user's seed determines.
         self._random = random.Random()
         self._client = HttpClient(_authorization())
 
-    def reward(self, given: Responses) -> RewardOutput:
-        """Reward B sequences; servers find the responses in the queries.
+    def reward(self, samples: Responses) -> RewardOutput:
+        """Compute the rewards of B samples. Servers get them as part of the queries.
 
-        Raises RefusedError for an answer that a new try would not mend, RewardError when all tries are used up.
+        Raises:
+            RefusedError: a server gave a reply that a new try would not change.
+            RewardError: all tries failed.
         """
-        count, size = len(given.queries), self._settings.url_batch_size
-        queries, prompts, labels, _, _ = given
+        queries, prompts, labels, _, _ = samples
+        count = len(queries)
+        size = self._settings.url_batch_size
         todo: queue.SimpleQueue[tuple[range, bytes]] = queue.SimpleQueue()
         for start in range(0, count, size):
             end = min(start + size, count)
             todo.put((range(start, end), self._body(queries[start:end], prompts[start:end], labels[start:end])))
         stop = threading.Event()
         works = [partial(self._work, first, todo, stop) for first in range(min(len(self._urls), todo.qsize()))]
-        parts: list[tuple[range, Columns]] = []
+        columns: list[tuple[range, Columns]] = []
         try:
-            for found in in_threads(works):
-                parts += found
+            for thread_columns in in_threads(works):
+                columns += thread_columns
         finally:
-            # A thread in the middle of a request ends with it; nobody waits for it.
+            # Threads finish their current request on their own. Waiting for them would delay the error.
             stop.set()
-        return join_columns(count, parts, {})
+        return join_columns(count, columns, {})
 
     def close(self) -> None:
         """Close the connections."""
@@ -100,7 +111,7 @@ class RemoteReward(RewardSource):
     def _work(
         self, server: int, todo: queue.SimpleQueue[tuple[range, bytes]], stop: threading.Event
     ) -> list[tuple[range, Columns]]:
-        """Send requests until there are none left; the server that answered last is asked first."""
+        """Send requests until the queue is empty. The server that replied last gets the next request."""
         parts: list[tuple[range, Columns]] = []
         while not stop.is_set():
             try:
@@ -108,16 +119,19 @@ class RemoteReward(RewardSource):
             except queue.Empty:
                 break
             server, columns = self._request(server, body, len(places), stop)
+            # Waiting for slow servers must not look like a hung worker.
             beat()
             parts.append((places, columns))
         return parts
 
     def _request(self, server: int, body: bytes, count: int, stop: threading.Event) -> tuple[int, Columns]:
-        """Get the rewards of one request, from this server or, when it fails, from the next ones."""
+        """Send one request, to this server or, if it fails, to the next ones. Return the server that replied."""
         began = time.monotonic()
-        tries, reason = self._settings.url_tries, ""
+        tries = self._settings.url_tries
+        reason = ""
         for attempt in range(1, tries + 1):
             url = self._urls[server % len(self._urls)]
+            # The random factor keeps ranks from retrying at the same moment.
             pause_s = min(self._pause_s * 2 ** (attempt - 1), LONGEST_PAUSE_S) * self._random.uniform(0.75, 1.25)
             try:
                 reply = self._client.post(url, body, self._settings.url_timeout_s)
@@ -128,10 +142,11 @@ class RemoteReward(RewardSource):
             except Exception as error:  # noqa: BLE001 - a library may raise anything for what a server sends
                 reason = f"{type(error).__name__}: {error}"
             else:
+                # Other statuses below 500 are final: the same request would get the same reply.
                 if reply.status != TOO_MANY_REQUESTS and reply.status < 500:
                     return server, _columns(url, reply, count)
                 reason = f"HTTP status {reply.status}: {reply.excerpt()}"
-                pause_s = max(pause_s, _asked_pause_s(reply))
+                pause_s = max(pause_s, _requested_pause_s(reply))
             server += 1
             if attempt < tries:
                 _log.warning("reward server %s: %s (try %d of %d)", _shown(url), reason, attempt, tries)
@@ -145,11 +160,17 @@ class RemoteReward(RewardSource):
 
 def _authorization() -> dict[str, str]:
     token = reward_token()
-    return {"Authorization": f"Bearer {token}"} if token else {}
+    if not token:
+        return {}
+    return {"Authorization": f"Bearer {token}"}
 
 
 def _columns(url: str, reply: Reply, count: int) -> Columns:
-    """Read a reply that no new try would change."""
+    """Read a reply with a final status, which a new try would not change.
+
+    Raises:
+        RefusedError: the status is an error, or the body does not have the expected format.
+    """
     where = f"reward server {_shown(url)} returned HTTP status {reply.status}"
     if reply.status == UNAUTHORIZED:
         raise RefusedError(f"{where}: {reply.excerpt()}; set {TOKEN} to the server's token in the environment")
@@ -169,22 +190,25 @@ def _columns(url: str, reply: Reply, count: int) -> Columns:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON; ValueError where a key comes twice, as nobody can say which value is meant."""
-    found: dict[str, Any] = {}
+    """Return a JSON object as a dict. Raise ValueError for a duplicate key, because its value would be ambiguous."""
+    result: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in result:
             raise ValueError(f"the key {key!r:.100} comes twice")
-        found[key] = value
-    return found
+        result[key] = value
+    return result
 
 
-def _asked_pause_s(reply: Reply) -> float:
-    """Read Retry-After; 0 where it does not say a number of seconds."""
+def _requested_pause_s(reply: Reply) -> float:
+    """Return the seconds in Retry-After, or 0.0 without a valid number of seconds."""
     seconds = reply.headers.get("Retry-After", "").strip()
-    return float(seconds) if seconds.isascii() and seconds.isdecimal() else 0.0
+    # isdecimal alone would accept digits of other scripts.
+    if seconds.isascii() and seconds.isdecimal():
+        return float(seconds)
+    return 0.0
 
 
 def _shown(url: str) -> str:
-    """The URL without what may be secret in it: a password, or a key in its query."""
+    """Return the URL without parts that may be secret: a password, or a key in its query."""
     parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()

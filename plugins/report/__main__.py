@@ -1,5 +1,7 @@
-"""Keeps the report of a run current: `python -m plugins.report RUN [SECONDS]` writes it at most so often while the run
-writes, and once more when stdin has a line, or has ended with whoever started it. scripts/report.py is for people.
+"""Keeps the report of a run current: `python -m plugins.report RUN [SECONDS]`.
+
+It writes the report at most every SECONDS seconds while the run writes files. It writes it a last time when stdin has a
+line, or is closed because the process that started it has ended. To write a report by hand, use scripts/report.py.
 """
 
 from __future__ import annotations
@@ -14,25 +16,26 @@ from components.process.streams import accept_any_text
 from plugins.report.program import RUN_FILES
 
 SHARE = 0.02
-"""At most so much of the time goes into the report of a run that is not at its end."""
+"""Maximum share of the time that is spent on reports of a run that has not ended."""
 
 
 def follow(run_dir: Path, every_s: float = 30.0) -> None:
-    """Write the report again and again where the run has written something, until stdin says that it has ended."""
-    written, wait_s = None, every_s
+    """Write the report whenever the run has written something, until stdin has a line or is closed."""
+    last_seen: list[tuple[Path, int]] = []
+    wait_s = every_s
     while not select.select([sys.stdin], [], [], wait_s)[0]:
         began = time.monotonic()
         files = [run_dir / name for name in RUN_FILES if (run_dir / name).is_file()]
-        found = [(path, path.stat().st_mtime_ns) for path in files]
-        if found != written:
+        modified = [(path, path.stat().st_mtime_ns) for path in files]
+        if modified != last_seen:
             write(run_dir)
-            written = found
+            last_seen = modified
         wait_s = max(every_s, (time.monotonic() - began) / SHARE)
     write(run_dir)
 
 
 def write(run_dir: Path) -> None:
-    """Write the report, in a process of its own, so that what a long run's takes is given back each time."""
+    """Write the report in a child process, so that the memory for a long run is released each time."""
     writing = multiprocessing.get_context("fork").Process(target=_write, args=(run_dir,))
     writing.start()
     writing.join()

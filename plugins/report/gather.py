@@ -1,7 +1,7 @@
-"""A run's folder as plain data for its report: how it went, its curves, its timeline.
+"""Read the folder of a run as plain data for its report: status, curves, timeline.
 
-Whatever is missing, half written or of an older version is left out; nothing here changes a file. Times are in seconds
-since the run's first event, without the time between the end of one start and the next.
+Files that are missing, incomplete or of an older version are skipped. No file is changed. Times are in seconds since
+the first event of the run. The time between the end of one start and the next start is not counted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_STEP_MARKS = 1000
 MAX_MEMORY_POINTS = 400
 TRAINER = "TRAINER"
 BESIDE_STEPS = ("evaluate", "checkpoint")
-"""Phases of the trainer that are no part of a step: the first evaluation comes before the training."""
+"""Phases of the trainer that are not part of a step. The first evaluation precedes the training."""
 DEFAULT_ROWS: dict[str, Row] = {
     "eval": "better",
     "reward": "better",
@@ -39,38 +39,42 @@ DEFAULT_ROWS: dict[str, Row] = {
 
 @dataclass(frozen=True)
 class Limits:
-    """How much of its runs a page holds."""
+    """Maximum amount of data in a page."""
 
     points: int = 80_000
+    """Number of points of all curves."""
     bars: int = 16_000
+    """Number of bars of all timelines."""
     tokens: int = 110_000
+    """Number of tokens of all rollouts."""
 
     def over(self, parts: int) -> Limits:
-        """The share of one of so many."""
+        """Return the limits for one of `parts` equal parts."""
         return Limits(self.points // parts, self.bars // parts, self.tokens // parts)
 
 
 def short(value: float) -> float | int | None:
-    """A number in five digits; None for NaN and infinities."""
+    """Return a number rounded to five digits, or None for NaN and infinities."""
     if not math.isfinite(value):
         return None
     rounded = float(f"{value:.5g}")
+    # Integers are shorter in JSON. Beyond 1e15 they would be longer than the exponent form.
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
 
 
 def steps_between(values: Sequence[int]) -> list[int]:
-    """Whole numbers as the first one and the differences, which compress well."""
+    """Return integers as the first one and the differences, which compress well."""
     return [int(b - a) for a, b in zip([0, *values], values)]
 
 
 def evenly(count: int, most: int) -> list[int]:
-    """At most so many of `count` indices, evenly spaced, the first and the last among them."""
+    """Return at most `most` of `count` indices, evenly spaced, including the first and the last."""
     return sorted({round(i) for i in np.linspace(0, count - 1, min(count, max(most, 1)))})
 
 
 @dataclass
 class Curve:
-    """One metric over the steps; a value that was no finite number is NaN."""
+    """One metric over the steps. A value that was not finite is NaN."""
 
     x: array[float] = field(default_factory=lambda: array("d"))
     y: array[float] = field(default_factory=lambda: array("d"))
@@ -82,7 +86,7 @@ class Curve:
 
 
 def read_curves(path: Path) -> dict[str, Curve]:
-    """The numbers of metrics.jsonl, by name."""
+    """Return the numeric metrics of metrics.jsonl, by name."""
     curves: dict[str, Curve] = defaultdict(Curve)
     for record in json_lines(path):
         step = record.pop("step")
@@ -95,40 +99,48 @@ def read_curves(path: Path) -> dict[str, Curve]:
 
 
 def thin(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Points of a curve, of each stretch its lowest and highest, and the ends.
+    """Return a subset of a curve's points: the lowest and the highest point of each stretch, and the ends.
 
     Args:
         x: [points]
-        y: [points], NaN where there is no value.
-        most: about so many points may be left.
+        y: [points], NaN for missing values.
+        most: approximate maximum number of points that are kept.
     """
     if len(x) <= most:
         return x, y
     kept = {0, len(x) - 1}
     for stretch in np.array_split(np.arange(len(x)), max(1, most // 2 - 1)):
         known = stretch[~np.isnan(y[stretch])]
-        # One gap stays a gap, however many steps it has.
-        kept |= {known[y[known].argmin()], known[y[known].argmax()]} if len(known) else {stretch[0]}
+        if len(known):
+            kept |= {known[y[known].argmin()], known[y[known].argmax()]}
+        else:
+            # A point without a value keeps the gap visible, however many steps it has.
+            kept.add(stretch[0])
     chosen = sorted(kept)
     return x[chosen], y[chosen]
 
 
 def pack_curves(curves: Mapping[str, Curve], most: int) -> dict[str, Any]:
-    """Curves under our names, with at most `most` points together."""
+    """Return curves under the names of this project, with at most `most` points in total."""
+    # User code may log any number of metrics. The page counts the omitted ones.
     names = list(curves)[:MAX_CURVES]
     each = max(40, most // max(1, len(names)))
     packed: dict[str, Any] = {}
-    for name in sorted(names, key=lambda n: canonical_name(n) != n):  # our own before what is the same
+    # Curves with a canonical name come first, so that they win over equal metrics with another name.
+    for name in sorted(names, key=lambda n: canonical_name(n) != n):
         x, y = (np.asarray(column) for column in (curves[name].x, curves[name].y))
         few_x, few_y = thin(x, y, each)
         curve = {"x": steps_between([int(v) for v in few_x]), "y": [short(v) for v in few_y], "of": len(x)}
-        packed.setdefault(canonical_name(name), curve | ({"name": name} if canonical_name(name) != name else {}))
+        if canonical_name(name) != name:
+            curve["name"] = name
+        packed.setdefault(canonical_name(name), curve)
     return packed
 
 
 def describe_metrics(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What the registry says of each name: what an alarm watches first, then in its order. A name that it does not know
-    gets a row by its group.
+    """Return the registry's description of each metric. Metrics with alarms come first, then the order of the registry.
+
+    The row of an unknown metric follows from its group.
     """
     order = {metric.name: i for i, metric in enumerate(METRICS)}
     known = {name: metric_of(name) for name in names}
@@ -146,44 +158,45 @@ def describe_metrics(names: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 Bar = tuple[float, float, int]
-"""What a process was at: when it began, for how long (s), with what (an index into the kinds)."""
+"""Begin and duration in seconds, and the activity as an index into the kinds."""
 
 
 @dataclass
 class Events:
-    """events.jsonl, taken apart."""
+    """Contents of events.jsonl, by kind."""
 
     bars: dict[tuple[str, int], list[Bar]] = field(default_factory=lambda: defaultdict(list))
-    """By role and rank."""
+    """Bars by role and rank."""
     kinds: dict[str, int] = field(default_factory=dict)
     calls: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(lambda: [0, 0.0, 0.0, 0]))
-    """Of a role and a method: how many, seconds together, seconds of the longest, how many failed."""
+    """(role, method) -> number of calls, total seconds, seconds of the longest call, number of failed calls."""
     steps: list[tuple[int, float]] = field(default_factory=list)
     total: int = 0
     memory: list[tuple[float, dict[str, int]]] = field(default_factory=list)
     alarms: list[dict[str, Any]] = field(default_factory=list)
     jobs: list[dict[str, Any]] = field(default_factory=list)
     training: float | None = None
-    """When the trainer's first phase began."""
+    """Time at which the first phase of the trainer began."""
     end: float = 0.0
     shift: float | None = None
-    """What is taken off the times of what follows."""
+    """Seconds that are subtracted from the times of later events."""
 
     def take(self, record: Mapping[str, Any]) -> None:
-        """Take in one event; those of a user's own are passed over."""
+        """Process one event. Events of user code are ignored."""
         kind = record["event"]
-        at, seconds = record["began"] if "began" in record else record["time"], record.get("seconds", 0.0)
+        at = record["began"] if "began" in record else record["time"]
+        seconds = record.get("seconds", 0.0)
         if self.shift is None:
             self.shift = at
         elif kind == "job" and record["kind"] == "start":
-            self.shift = max(self.shift, at - self.end)  # nobody worked between two starts
+            self.shift = max(self.shift, at - self.end)  # the time between two starts is not counted
         begin = at - self.shift
         self.end = max(self.end, begin + seconds)
         if kind == "phase":
             self._add_bar(TRAINER, 0, record["phase"], begin, seconds)
             if self.training is None and record["phase"] not in BESIDE_STEPS:
                 self.training = begin
-        elif kind == "call" and record["role"] != TRAINER:  # whose one call is the whole run
+        elif kind == "call" and record["role"] != TRAINER:  # the trainer's only call is the whole run
             self._add_bar(record["role"], record["rank"], record["method"], begin, seconds, record.get("failed", False))
         elif kind == "step":
             self.steps.append((record["step"], begin))
@@ -193,12 +206,12 @@ class Events:
         elif kind == "alarm":
             self.alarms.append({name: record[name] for name in ("alarm", "text", "advice", "step")})
         elif kind == "job":
-            about = {name: str(record[name])[:500] for name in ("kind", "process", "text")}
-            self.jobs.append({"t": round(begin, 3), **about})
+            fields = {name: str(record[name])[:500] for name in ("kind", "process", "text")}
+            self.jobs.append({"t": round(begin, 3), **fields})
 
-    def _add_bar(self, role: str, rank: int, what: str, begin: float, seconds: float, failed: bool = False) -> None:
-        self.bars[role, rank].append((begin, seconds, self.kinds.setdefault(what, len(self.kinds))))
-        call = self.calls[role, what]
+    def _add_bar(self, role: str, rank: int, activity: str, begin: float, seconds: float, failed: bool = False) -> None:
+        self.bars[role, rank].append((begin, seconds, self.kinds.setdefault(activity, len(self.kinds))))
+        call = self.calls[role, activity]
         call[0] += 1
         call[1] += seconds
         call[2] = max(call[2], seconds)
@@ -209,14 +222,14 @@ def read_events(path: Path) -> Events:
     """Read events.jsonl in one pass."""
     events = Events()
     for record in json_lines(path):
-        # An event of somebody's own may have the name of one of ours.
+        # An event of user code may have the name of one of this project's events, but other fields.
         with contextlib.suppress(KeyError, TypeError):
             events.take(record)
     return events
 
 
 def busy_share(bars: Sequence[Bar], since: float, until: float) -> float:
-    """The share of a time in which there was anything to do; what overlaps counts once."""
+    """Return the share of a time span in which there was at least one bar."""
     busy, reach = 0.0, since
     for begin, end in sorted((begin, min(begin + seconds, until)) for begin, seconds, _ in bars):
         if end > reach:
@@ -226,8 +239,9 @@ def busy_share(bars: Sequence[Bar], since: float, until: float) -> float:
 
 
 def merge_bars(bars: Sequence[Bar], most: int) -> list[tuple[float, float, int, float]]:
-    """Begin, seconds, kind and share of the time that it was busy: the first and last bars as they are, and those
-    between put together to what took longest, so that there are at most about `most`.
+    """Return begin, seconds, kind and busy share of at most about `most` bars.
+
+    The first and the last bars are kept. Bars between them are merged, and a merged bar has the kind that took longest.
     """
     begin, seconds, kind = (np.array(column) for column in zip(*sorted(bars, key=lambda bar: bar[0])))
     edge = max(1, most // 4)
@@ -239,15 +253,15 @@ def merge_bars(bars: Sequence[Bar], most: int) -> list[tuple[float, float, int, 
         groups = [*ends[0], *np.array_split(between, max(1, most // 2)), *ends[1]]
     merged = []
     for group in groups:
-        start, took = begin[group[0]], seconds[group].sum()
+        start, busy = begin[group[0]], seconds[group].sum()
         length = (begin[group] + seconds[group]).max() - start
         longest = int(np.bincount(kind[group], seconds[group]).argmax())
-        merged.append((start, length, longest, min(1.0, took / length) if length else 1.0))
+        merged.append((start, length, longest, min(1.0, busy / length) if length else 1.0))
     return merged
 
 
 def pack_timeline(events: Events, most: int) -> dict[str, Any] | None:
-    """Rows of bars by role and rank, in milliseconds; None where nothing was recorded."""
+    """Return rows of bars by role and rank, in milliseconds, or None if nothing was recorded."""
     if not events.bars:
         return None
     since = events.training or 0.0
@@ -255,7 +269,8 @@ def pack_timeline(events: Events, most: int) -> dict[str, Any] | None:
     for role, rank in sorted(events.bars, key=lambda key: (key[0] != TRAINER, key)):
         ranks[role].append(rank)
     each_role = max(1, MAX_ROWS // len(ranks))
-    shown = [(role, own[i]) for role, own in ranks.items() for i in evenly(len(own), each_role)]
+    shown = [(role, of_role[i]) for role, of_role in ranks.items() for i in evenly(len(of_role), each_role)]
+    # Every row keeps some bars, even if there are many ranks.
     each = max(8, most // len(shown))
     idle = {key: 1 - busy_share(bars, since, events.end) for key, bars in events.bars.items()}
     rows = []
@@ -267,14 +282,14 @@ def pack_timeline(events: Events, most: int) -> dict[str, Any] | None:
         if len(merged) < len(events.bars[role, rank]):
             row["s"] = [round(bar[3], 2) for bar in merged]
         rows.append(row)
-    marks = [events.steps[i] for i in evenly(len(events.steps), MAX_STEP_MARKS)] if events.steps else []
+    marks = [events.steps[i] for i in evenly(len(events.steps), MAX_STEP_MARKS)]
     return {
         "end": round(events.end, 3),
         "training": round(since, 3),
         "kinds": list(events.kinds),
         "rows": rows,
-        "idle": {role: round(sum(idle[role, r] for r in own) / len(own), 4) for role, own in ranks.items()},
-        "ranks": {role: len(own) for role, own in ranks.items()},
+        "idle": {role: round(sum(idle[role, r] for r in of_role) / len(of_role), 4) for role, of_role in ranks.items()},
+        "ranks": {role: len(of_role) for role, of_role in ranks.items()},
         "bars": sum(len(bars) for bars in events.bars.values()),
         "steps": [[step, round(t, 3)] for step, t in marks],
         "thinned": len(marks) < len(events.steps),
@@ -284,19 +299,19 @@ def pack_timeline(events: Events, most: int) -> dict[str, Any] | None:
 
 
 def pack_memory(events: Events) -> dict[str, Any] | None:
-    """Gigabytes of each role over time."""
+    """Return the memory of each role over time, in GB."""
     if not events.memory:
         return None
     chosen = [events.memory[i] for i in evenly(len(events.memory), MAX_MEMORY_POINTS)]
     roles = sorted({role for _, of_roles in chosen for role in of_roles})
-    held = {role: [short(each[role] / 1e9) if role in each else None for _, each in chosen] for role in roles}
-    return {"t": [round(t, 1) for t, _ in chosen], "gb": held}
+    memory = {role: [short(each.get(role, math.nan) / 1e9) for _, each in chosen] for role in roles}
+    return {"t": [round(t, 1) for t, _ in chosen], "gb": memory}
 
 
 def shown_options(tree: Any) -> dict[str, str]:
-    """Options by dotted name, as text; none of what is no mapping."""
-    found: dict[str, str] = {}
+    """Return options by dotted name, as text. A value that is not a mapping has no options."""
+    options: dict[str, str] = {}
     for name, value in flat(tree if isinstance(tree, dict) else {}).items():
         text = value if isinstance(value, str) else json.dumps(value, default=str)
-        found[name] = text if len(text) <= 300 else text[:300] + "…"
-    return found
+        options[name] = text if len(text) <= 300 else text[:300] + "…"
+    return options

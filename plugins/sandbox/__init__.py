@@ -1,7 +1,7 @@
-"""Programs that a policy wrote, run on a small machine of their own: a process with limits, without network or files.
+"""Sandbox for programs that a policy wrote: a process with limits, in namespaces without network and files.
 
-`agent.func_path=env:code`, `agents.tools.python_tool` and the data sources of programming problems (verl's `apps`,
-`codecontests`, `codeforces` and `taco`) load it.
+These load it: `agent.func_path=env:code`, `agents.tools.python_tool`, and the data sources of programming problems
+(verl's `apps`, `codecontests`, `codeforces` and `taco`).
 """
 
 PROVIDES = {

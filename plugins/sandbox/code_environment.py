@@ -1,16 +1,16 @@
 """The environment `env:code`: programming tasks, scored by tests.
 
-The policy does not see a test until it fails one, and it never sees the last: it reads that it failed, and where it is
-one of input and output what the program printed. So a label needs two or more.
+The policy sees a test only when it fails that test. It never sees the last test: it reads that the test failed, and for
+a test of input and output what the program printed. A label therefore needs at least two tests.
 
-A label is a JSON object (or its text) with `tests`: pieces of Python that run after the program, such as
-`assert add(1, 2) == 3`, or `{"input": "1 2", "output": "3"}`: what the program prints when it reads that.
+A label is a JSON object (or its text) with `tests`. A test is Python code that runs after the program, such as
+`assert add(1, 2) == 3`, or `{"input": "1 2", "output": "3"}`: the output that the program prints for this input.
 
-The program is the last block of Python between lines of ```, or all of the text.
+The program is the last block of Python between lines of ```, or the whole text.
 
-Program and tests run in sandboxes of their own (plugins/sandbox/code_tests.py): a program finds no test, and nothing
-that it does to its process passes one. A program that learns tests of input and output by heart, try by try, passes all
-but the last. Look at responses when the score is too good.
+Program and tests run in separate sandboxes (plugins/sandbox/code_tests.py). A program cannot find a test, and it cannot
+pass one by changing its process. A program that memorizes the tests of input and output, try by try, passes all but the
+last. If a score is surprisingly good, look at the responses.
 """
 
 from __future__ import annotations
@@ -28,17 +28,22 @@ EXAMPLE = '{"tests": ["assert add(1, 2) == 3", {"input": "1 2", "output": "3"}]}
 
 
 class AgentInstance(TextEnvironment):
-    """Reward and score 1 when every test passes, in any try."""
+    """Environment of one programming task. Reward and score are 1 if all tests pass in one of the tries."""
 
     tries: ClassVar[int] = 4
     limits: ClassVar[Limits] = Limits()
-    """Of each test."""
+    """Limits of each test."""
     total_s: ClassVar[float] = 40.0
-    """Seconds for all tests of a try, below agent.step_timeout_s: a program that takes long in each of many tests has
-    failed one, and does not end its episode. Waiting for a place to run (see `run_python_async`) does not count."""
+    """Maximum number of seconds for all tests of a try. It is below agent.step_timeout_s, so that a program that is
+    slow in many tests fails a test instead of ending its episode. Waiting for a free slot (see `run_python_async`) does
+    not count."""
 
     async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:  # noqa: ARG002 - room for more
-        """Begin with the prompt."""
+        """Start an episode with the prompt as its observation.
+
+        Raises:
+            ValueError: the label has no valid tests.
+        """
         self._tried = 0
         self._tests = read_label(states["label"], "tests", EXAMPLE)["tests"]
         if isinstance(self._tests, str):
@@ -48,13 +53,14 @@ class AgentInstance(TextEnvironment):
         return {"observation": self.says(states["observation"])}
 
     async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:  # noqa: ARG002 - as above
-        """Run the tests up to the first that fails."""
+        """Run the tests until one fails."""
         self._tried += 1
         program = program_in(states["action_text"])
         passed = 0
         fault = None
         used_s = 0.0
         for test in self._tests:
+            # Only the time of tests counts, not the wait for a free slot.
             left_s = self.total_s - used_s
             if left_s <= 0:
                 fault = f"All tests together took more than {self.total_s:g} s.\n"
@@ -78,25 +84,26 @@ class AgentInstance(TextEnvironment):
     async def _timed_fault(
         self, program: str, test: str | dict[str, str], left_s: float, *, is_last: bool
     ) -> tuple[str | None, float]:
-        """`_fault`, and the seconds that the test took."""
+        """Return the result of `_fault`, and the seconds that the test took."""
         began = time.monotonic()
         fault = await self._fault(program, test, left_s, is_last=is_last)
         return fault, time.monotonic() - began
 
     async def _fault(self, program: str, test: str | dict[str, str], left_s: float, *, is_last: bool) -> str | None:
-        """What the policy reads of a test that fails, in whole lines; None when it passes."""
-        # All of the output is compared, and the policy reads some of it.
+        """Return the text that the policy reads after a failed test, in whole lines, or None if the test passed."""
+        # The comparison needs the full output. The policy reads at most `max_output` characters of it.
         limits = replace(self.limits, max_output=self.limits.file_bytes, timeout_s=min(self.limits.timeout_s, left_s))
         most = self.limits.max_output
         if isinstance(test, str):
-            found = await run_assertions_now(program, [test], limits, left_s)
-            if all(found.passed):
+            assertion = await run_assertions_now(program, [test], limits, left_s)
+            if all(assertion.passed):
                 return None
-            return "" if is_last else f"{test}\n{cut_text(found.text, most)}\n"
+            return "" if is_last else f"{test}\n{cut_text(assertion.text, most)}\n"
         result = await run_now(program, test["input"], limits)
         if result.exit == 0 and not result.reason and same_lines(result.stdout, test["output"]):
             return None
         parts = {"Input": test["input"], "Expected": test["output"], "Found": result.text}
+        # The expected output of the last test stays hidden, so that a program cannot memorize it.
         if is_last:
             del parts["Expected"]
         return "".join(f"{name}:\n{cut_text(text, most)}\n" for name, text in parts.items())

@@ -1,6 +1,6 @@
-"""The connection between a program and one of its tests: lines of JSON, in turns.
+"""Connection between a program and one of its tests: lines of JSON, in turns.
 
-Each message brings what is asked for or replied, and the contents of what is shared and has changed (code_values.py).
+Each message has a request or a reply, and the contents of shared values that have changed (code_values.py).
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from plugins.sandbox.code_values import (
 )
 
 MOST_BYTES = 2**26
-"""Of one message."""
+"""Maximum size of a message in bytes."""
 PACKAGES = ("networkx", "numpy", "pandas", "pytest", "scipy", "sortedcontainers", "sympy")
-"""Of others, from which tests may take what a program has imported."""
+"""Packages besides the standard library from which tests may use names that a program has imported."""
 NO_LIBRARY = ("__main__", "antigravity", "idlelib", "lib2to3", "test", "this", "tkinter", "turtledemo")
-"""Parts of Python's library that do something when they are imported."""
+"""Modules of the standard library whose import has side effects."""
 
 
 OPERATORS = {name: name for name in (*UNARY, *ORDER, *(f"__{name}__" for name in BINARY))}
 
 
 def run_coroutine(thing: Any) -> Any:
-    """Run a coroutine of the program's to its end."""
-    # Few programs need it, and it takes long to import.
+    """Run a coroutine of the program to its end."""
+    # Imported here, because it takes long and few programs need it.
     import asyncio
 
     async def run() -> Any:
@@ -87,15 +87,15 @@ FORMS = {"generator": types.GeneratorType, "coroutine": types.CoroutineType}
 
 
 class Link:
-    """A connection to the other side, with what both sides know."""
+    """Connection to the other side, with the values that both sides know."""
 
     def __init__(self, channel: socket.socket, *, is_program: bool) -> None:
         self.channel = channel
         self.is_program = is_program
         self.is_broken = False
-        """The other side has ended, or has sent what is no message."""
+        """True if the other side has ended or has sent an invalid message."""
         self.names: dict[str, Any] = {}
-        """The program's names, on its side."""
+        """Global names of the program, on its side."""
         self._stream = channel.makefile("rwb")
         self._numbers = iter(range(int(is_program), sys.maxsize, 2))
         self._kept: dict[int, Any] = {}
@@ -110,9 +110,9 @@ class Link:
 
     # Messages.
 
-    def ask(self, operation: str, *given: Any) -> Any:
-        """Have something done on the other side; what that asks for meanwhile is done here."""
-        self._send("do", [operation, *given])
+    def ask(self, operation: str, *operands: Any) -> Any:
+        """Have the other side perform an operation. Requests of the other side are served until its reply arrives."""
+        self._send("do", [operation, *operands])
         while True:
             kind, content = self._receive()
             if kind == "value":
@@ -120,52 +120,56 @@ class Link:
             if kind == "raised":
                 error = self._error(*content)
                 if isinstance(error, StopIteration | StopAsyncIteration) and operation not in ("next", "send"):
-                    # It would end a loop of the test's, as `all(map(check, cases))`, before its first case.
+                    # A StopIteration would end a loop of the test, such as `all(map(check, cases))`, before its first
+                    # case.
                     raise ProgramError(f"the program has raised {type(error).__name__}")
                 raise error
             self._serve(*content)
 
     def serve(self) -> None:
-        """Do what the other side asks for, until it ends the connection."""
+        """Perform operations for the other side until it ends the connection."""
         while True:
             try:
                 _, request = self._receive()
             except ProgramError:
                 return
             self._serve(*request)
-            # It would be held until the next one comes.
+            # The reference would keep the values of the request alive until the next one arrives.
             del request
 
-    def _serve(self, operation: str, *given: Any) -> None:
+    def _serve(self, operation: str, *operands: Any) -> None:
         caught = BaseException if self.is_program else Exception
         try:
-            self._send("value", self._done(operation, *given))
+            self._send("value", self._done(operation, *operands))
         except caught as error:
             if self.is_broken:
                 raise
             self._send("raised", error)
 
-    def _done(self, operation: str, *given: Any) -> Any:
+    def _done(self, operation: str, *operands: Any) -> Any:
         if self.is_program and operation == "names":
             return [name for name in self.names if not name.startswith("__")]
         if self.is_program and operation == "name":
-            return self.names[given[0]]
+            return self.names[operands[0]]
         if self.is_program and operation == "source":
-            return source_of(given[0], given[1], self.names)
+            return source_of(operands[0], operands[1], self.names)
         if not self.is_program and operation in ("attribute", "set", "delete"):
-            is_own = type(given[0]).__module__ == "__test__"
-            is_hidden = str(given[1]).startswith("_") or isinstance(given[0], UNREACHABLE)
+            # A program must not reach the internals of the tests through a value that it was passed.
+            is_own = type(operands[0]).__module__ == "__test__"
+            is_hidden = str(operands[1]).startswith("_") or isinstance(operands[0], UNREACHABLE)
             if is_hidden or (operation != "attribute" and not is_own):
-                raise AttributeError(given[1])
-        return OPERATIONS[operation](*given)
+                raise AttributeError(operands[1])
+        return OPERATIONS[operation](*operands)
 
     def _send(self, kind: str, content: Any) -> None:
         if kind == "raised":
             coded = self._raised(content)
+        elif kind == "do":
+            coded = [self.coded(each) for each in content]
         else:
-            coded = [self.coded(each) for each in content] if kind == "do" else self.coded(content)
+            coded = self.coded(content)
         changed = self._changed()
-        # Last: what nobody here has any more may have been changed before.
+        # Dropped last, because a value without references on this side may have changed before.
         dropped = self._drop()
         line = f"[{json.dumps(kind)}, {json.dumps(coded)}, [{', '.join(changed)}], {json.dumps(dropped)}]\n"
         try:
@@ -185,7 +189,7 @@ class Link:
             kind, coded, changed, dropped = json.loads(line)
             del line
             if kind == "do" and not self.is_program and not any(_is_own(each) for each in coded[1:3]):
-                # A program uses what it was given, and nothing else that lies here.
+                # A program may use the values that it was passed, and nothing else on the tests' side.
                 raise ValueError(coded)
             for handle, contents in changed:
                 if handle not in self._shared:
@@ -196,7 +200,7 @@ class Link:
             content = [self.decoded(each) for each in coded] if kind in ("do", "raised") else self.decoded(coded)
             for handle in dropped:
                 self._forget(handle)
-        except Exception:  # noqa: BLE001 - whatever it is, this is no message
+        except Exception:  # noqa: BLE001 - any error means that the message is invalid
             self._break()
         return kind, content
 
@@ -207,7 +211,7 @@ class Link:
     # Values.
 
     def coded(self, value: Any) -> Any:
-        """A value as JSON has it, with its type where JSON has none."""
+        """Encode a value for JSON, with its type if JSON does not have it."""
         kind = type(value)
         if value is None or kind in PLAIN:
             return value
@@ -252,18 +256,18 @@ class Link:
             self._kept[number] = value
         return self._kept_numbers[id(value)]
 
-    def decoded(self, given: Any) -> Any:
-        """The value that was coded."""
-        if not isinstance(given, list):
-            return given
-        kind, *held = given
+    def decoded(self, coded: Any) -> Any:
+        """Decode a value that `coded` has encoded."""
+        if not isinstance(coded, list):
+            return coded
+        kind, *held = coded
         if kind == "shared":
             return self._shared[held[0]]
         if kind in SCALARS:
             return SCALARS[kind][2](held[0])
         if kind in FIXED or kind in SHARED:
             items = [self.decoded(item) for item in held[0]]
-            return {**FIXED, **SHARED}[kind](*([None] if kind == "defaultdict" else []), items)
+            return {**FIXED, **SHARED}[kind](*{"defaultdict": [None]}.get(kind, []), items)
         if kind in PARTS:
             return PARTS[kind][0](*(self.decoded(part) for part in held[0]))
         if kind == "named":
@@ -288,9 +292,9 @@ class Link:
             self._kinds[name] = type(name, (Foreign,), {"__slots__": ()})
         thing = self._kinds[name](self, number)
         if form:
-            thing = (foreign_generator if form == "generator" else foreign_coroutine)(thing)
+            thing = {"generator": foreign_generator, "coroutine": foreign_coroutine}[form](thing)
         if self.is_program:
-            # Two names of one thing are one here. The tests' side takes no program's word for that.
+            # Proxies keep identity on the program's side. On the tests' side the program could claim any identity.
             self._proxies[number] = thing
         return thing
 
@@ -300,7 +304,7 @@ class Link:
         trace = "".join(own_trace(error).stack.format()) if self.is_program else ""
         try:
             details = [self.coded(tuple(error.args)), self.coded(dict(vars(error)))]
-        except Exception:  # noqa: BLE001 - arguments may be of any type
+        except Exception:  # noqa: BLE001 - the arguments may have any type
             details = [["tuple", [str(error)]], None]
         return [["error", self._error_kind(type(error))], str(error), trace, *details]
 
@@ -309,7 +313,7 @@ class Link:
         try:
             error = kind(*args)
             vars(error).update(attributes or {}, program_text=text)
-        except Exception:  # noqa: BLE001 - a constructor may want anything, and raise anything
+        except Exception:  # noqa: BLE001 - a constructor may require any arguments and raise anything
             vars(error)["program_text"] = text
         vars(error)["program_trace"] = trace
         return error
@@ -331,7 +335,7 @@ class Link:
             return self._kinds[where]
         return _type(vars(library(where))[name] if where else BUILTINS[name], BaseException)
 
-    # What is shared.
+    # Shared values.
 
     def _share(self, value: Any, handle: int) -> int:
         self._shared[handle] = value
@@ -347,7 +351,7 @@ class Link:
         return sys.getrefcount(self._shared[handle])
 
     def _drop(self) -> list[int]:
-        """Forget what nobody here has any more: nobody can change it, or see that the other side does."""
+        """Forget values without references on this side: they cannot be changed here, nor can changes be seen here."""
         dropped: list[int] = []
         while unused := [handle for handle in self._shared if self._count(handle) <= self._unused_count]:
             for handle in unused:
@@ -356,7 +360,7 @@ class Link:
         return dropped
 
     def _changed(self) -> list[str]:
-        """Contents that the other side does not have yet, as JSON."""
+        """Return the contents that the other side does not have yet, as JSON."""
         changed: list[str] = []
         waiting = collections.deque(self._shared)
         while waiting:
@@ -366,7 +370,7 @@ class Link:
             if self._known.get(handle) != text:
                 self._known[handle] = text
                 changed.append(f"[{handle}, {text}]")
-            # What they hold may not have crossed before; it has been added at the end.
+            # Contents may hold values that were not shared before. These are appended to `_shared`.
             for new in reversed(self._shared):
                 if new == last:
                     break
@@ -395,8 +399,10 @@ class Link:
             if isinstance(value, dict):
                 for key, item in held:
                     value[key] = item
+            elif isinstance(value, set):
+                value.update(held)
             else:
-                value.update(held) if isinstance(value, set) else value.extend(held)
+                value.extend(held)
 
 
 def _is_own(coded: Any) -> bool:
@@ -416,7 +422,7 @@ def _new(kind: str, *contents: Any) -> Any:
 
 
 def _is_array(value: Any) -> bool:
-    """True for an array or a number of numpy's own types."""
+    """Return True for an array or a scalar of numpy's own types."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not (type(value) is numpy.ndarray or type(value).__module__ == "numpy"):
         return False
@@ -436,7 +442,7 @@ def _array(kind: str, shape: list[int], content: str) -> Any:
 
 
 def library(name: str) -> types.ModuleType:
-    """A module of Python's library, or of a package that tests use.
+    """Return a module of the standard library, or of a package that tests use.
 
     Raises:
         ImportError: it is neither.
@@ -449,7 +455,7 @@ def library(name: str) -> types.ModuleType:
 
 
 def source_of(name: str, modules: list[str], names: dict[str, Any]) -> str:
-    """The module from which a program has one of its names; "" where it is the program's own."""
+    """Return the module from which a program has one of its names, or "" if the program has defined it."""
     value = names[name]
     if isinstance(value, types.ModuleType):
         return value.__name__
@@ -457,7 +463,7 @@ def source_of(name: str, modules: list[str], names: dict[str, Any]) -> str:
 
 
 def own_trace(error: BaseException) -> traceback.TracebackException:
-    """How the program came to an error, without our lines."""
+    """Return the traceback of an error in the program, without the frames of the sandbox."""
     trace = traceback.TracebackException.from_exception(error)
     trace.stack[:] = [frame for frame in trace.stack if frame.filename == "main.py"]
     return trace

@@ -1,5 +1,6 @@
-"""Names that a test takes from a program, and those that it does not: a function that checks what the program computes
-has to be the library's, whatever the program has put in its place.
+"""Names that a test takes from a program, and names that it does not.
+
+A function that checks the program's results must be the library's, even if the program has replaced it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _CHECKS = {
     "pytest": "approx raises",
     "unittest": "TestCase",
 }
-"""Names by module that tests compare and prepare values with. Only rarely a program is asked for one of these."""
+"""Module -> names with which tests compare and prepare values. Tasks rarely ask a program for one of these."""
 _FUNCTIONS = {
     "functools": "reduce cmp_to_key partial",
     "heapq": "heapify heappop heappush nlargest nsmallest",
@@ -50,9 +51,9 @@ _FUNCTIONS = {
     "random": "seed randint shuffle sample randrange",
     "statistics": "mean fmean median mode stdev pstdev variance pvariance",
 }
-"""Names that tests use, too, and that programs are asked for."""
+"""Module -> names that tests use and that tasks also ask programs for."""
 LIBRARY_NAMES: dict[str, list[str]] = {}
-"""Modules that have what tests know by a name."""
+"""Name -> modules that have it."""
 for _module, _names in (*_CHECKS.items(), *_FUNCTIONS.items()):
     for _name in _names.split():
         LIBRARY_NAMES.setdefault(_name, []).append(_module)
@@ -60,11 +61,14 @@ CHECKS = {name for names in _CHECKS.values() for name in names.split()}
 
 
 class Names(dict[str, Any]):
-    """The global names of a test: its own, builtins, those of libraries, and the program's, read when they are used."""
+    """Global names of a test: its own, builtins, those of libraries, and those of the program, which are read on
+    use.
+    """
 
     def __init__(self, link: Link, test: ast.Module) -> None:
         super().__init__(__name__="__test__", __builtins__=builtins)
         self._link = link
+        # Read once: a program could otherwise change its names between two uses.
         theirs = frozenset(link.ask("names"))
         used = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)} & theirs - set(vars(builtins))
         self._sources = {name: self._source(name) for name in used}
@@ -74,7 +78,7 @@ class Names(dict[str, Any]):
     def _source(self, name: str) -> str:
         source = self._link.ask("source", name, LIBRARY_NAMES.get(name, []))
         if name in MODULE_ALIASES:
-            # Of a function that is called like a module the attributes are the module's.
+            # If a test calls a function with the name of a module, attributes of that name are still the module's.
             return source and MODULE_ALIASES[name]
         return str(source)
 
@@ -91,34 +95,34 @@ class Names(dict[str, Any]):
             return library(source)
         value = self._link.ask("name", name)
         if isinstance(value, Foreign) and name in MODULE_ALIASES:
-            # A function of this name can be called. What is taken from the module comes from the library.
+            # A function with the name of a module can be called, but attributes come from the library.
             return type(value)(self._link, value._troupe_number, importable(MODULE_ALIASES[name]))
         return value
 
 
 def importable(name: str) -> types.ModuleType:
-    """A module, or an empty one where it is not installed."""
+    """Return a module, or an empty one if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError:
         return types.ModuleType(name)
 
 
-def refuse_checks_of_the_program(test: ast.Module, own: set[str]) -> None:
-    """Refuse a test in which a function of the program's own, with a library's name, decides about another one.
+def refuse_checks_of_the_program(test: ast.Module, defined: set[str]) -> None:
+    """Refuse a test in which a function of the program that has a library's name checks another function.
 
-    In `assert isclose(area(2), 12.57)` nothing is checked where `isclose` is the program's own, and in
-    `assert double(4) == sqrt(64)` nothing where `sqrt` is. In `assert gcd(4, 6) == 2` it is what is to be tested.
+    `assert isclose(area(2), 12.57)` checks nothing if `isclose` is defined by the program. Nor does
+    `assert double(4) == sqrt(64)` if `sqrt` is. In `assert gcd(4, 6) == 2`, `gcd` is the function under test.
 
     Args:
-        test: it.
-        own: names in it that the program has defined itself.
+        test: the parsed test.
+        defined: names in the test that the program has defined itself.
 
     Raises:
         ProgramError: the program has such a function.
     """
-    for name in own:
-        others = own - {name}
+    for name in defined:
+        others = defined - {name}
         if not others:
             return
         used_as = {name, *_attributes_of(test, name)} & LIBRARY_NAMES.keys()
@@ -127,8 +131,8 @@ def refuse_checks_of_the_program(test: ast.Module, own: set[str]) -> None:
 
 
 def _attributes_of(test: ast.Module, name: str) -> set[str]:
-    """What a test takes from the thing with this name, and from what it takes from that."""
-    found: set[str] = set()
+    """Return the attributes that a test reads from the value of a name, including attributes of attributes."""
+    attributes_of_name: set[str] = set()
     for node in ast.walk(test):
         attributes = set()
         root = node
@@ -136,20 +140,22 @@ def _attributes_of(test: ast.Module, name: str) -> set[str]:
             attributes.add(root.attr)
             root = root.value
         if isinstance(root, ast.Name) and root.id == name:
-            found |= attributes
-    return found
+            attributes_of_name |= attributes
+    return attributes_of_name
 
 
 def _meet(test: ast.Module, name: str, others: set[str]) -> bool:
-    """True if a test uses what one name and what the others have computed in the same assertion or statement."""
+    """Return True if an assertion or statement of a test uses results of one name and of the others together."""
+    # A lambda's parameter may receive the result of any function.
     parameters = {node.arg for node in ast.walk(test) if isinstance(node, ast.arg)}
     parts = list(_parts(test))
-    one, other = _computed(parts, {name}), _computed(parts, others | parameters)
-    return any(one & names and other & names for names in map(_names_in, parts))
+    results = _computed(parts, {name})
+    other_results = _computed(parts, others | parameters)
+    return any(results & names and other_results & names for names in map(_names_in, parts))
 
 
 def _parts(node: ast.AST) -> Iterator[ast.AST]:
-    """The statements of a test, and parts of assertions that hold by themselves."""
+    """Yield the statements of a test, and the operands of `and` in assertions separately."""
     if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And):
         for value in node.values:
             yield from _parts(value)
@@ -158,6 +164,7 @@ def _parts(node: ast.AST) -> Iterator[ast.AST]:
     elif hasattr(node, "body") and isinstance(node, ast.stmt | ast.mod | ast.ExceptHandler | ast.match_case):
         for child in ast.iter_child_nodes(node):
             yield from _parts(child)
+        # A loop variable is bound to results of the iterated expression.
         if isinstance(node, ast.For):
             yield ast.Tuple([node.target, node.iter], ast.Load())
     else:
@@ -165,7 +172,7 @@ def _parts(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _computed(parts: list[ast.AST], sources: set[str]) -> set[str]:
-    """Names that may hold what these have computed, and these."""
+    """Return the names that may hold results of these sources, including the sources."""
     computed = set(sources)
     while True:
         new = {name for part in parts if computed & _names_in(part) for name in _bound_by(part)}

@@ -1,13 +1,13 @@
-"""A program and its tests, in two sandboxes that a connection for each test joins.
+"""A program and its tests, in two sandboxes that are connected by a socket for each test.
 
     program DESCRIPTOR ...
     tests REPORT DESCRIPTOR ... < [[test, ...], seconds of each, seconds of all]
 
-The program's side imports main.py and then does what a test asks for: read a name, call a function. The program shares
-its process and may do with that what it likes: what leaves it are values, which it could have computed as well, and no
-test comes there. The tests' side has the names of the program, which stand for what lies there. Plain values cross and
-are compared on the tests' side (code_values.py). A value of a type of the program's own can be used, and equals
-nothing, as that would be the program's word. A builtin is the tests' own, and so is what they take from a library
+The program's side imports main.py and then serves the requests of the tests: read a name, call a function. The program
+controls its process and can change anything in it. Only values leave the process, which the program could have computed
+anyway, and tests never enter it. On the tests' side, the names of the program are proxies. Plain values are copied and
+compared on the tests' side (code_values.py). A value of a class that the program has defined can be used, but it equals
+nothing, because the program would decide about equality. Builtins and names of libraries are those of the tests' side
 (code_names.py).
 """
 
@@ -30,21 +30,21 @@ from plugins.sandbox.code_link import Link, own_trace
 from plugins.sandbox.code_names import Names
 
 MOST_TEXT = 4000
-"""Characters of what is told of a test that failed. What a program raises may say more than a report has room for."""
+"""Maximum number of characters about a failed test. A program may raise errors that exceed the limit of the report."""
 MODULE = "main"
-"""The name under which the program is imported: what it does under `if __name__ == "__main__"` is for a run of it."""
+"""Name under which the program is imported. Code under `if __name__ == "__main__"` does not run."""
 
 
 # The program's side.
 
 
 def run_program(channels: list[int]) -> None:
-    """Import the program, then serve the tests, each in a fork that finds the program as its last line has left it."""
+    """Import the program, then serve each test in a fork, so that every test starts from the state after the import."""
     module = sys.modules[MODULE] = sys.modules["__main__"] = types.ModuleType(MODULE)
     module.__file__ = "main.py"
     with open("main.py", encoding="utf-8", errors="replace") as file:
         source = file.read()
-    # What the program redefines does not change what is used here.
+    # Local references, so that a program that redefines these functions cannot change them here.
     end, fork, wait, close, stdout, stderr = os._exit, os.fork, os.waitpid, os.close, sys.stdout, sys.stderr
     code = 0
     try:
@@ -73,7 +73,7 @@ def run_program(channels: list[int]) -> None:
             stdout.flush()
         finally:
             end(0)
-    # At once: what it does at its end, and its threads, are not waited for.
+    # Exit at once: the program's exit handlers and threads could run for ever.
     end(code & 255)
 
 
@@ -81,7 +81,7 @@ def run_program(channels: list[int]) -> None:
 
 
 def fault_of(error: BaseException) -> str:
-    """The traceback of a test that failed, with the program's lines and without ours."""
+    """Return the traceback of a failed test, with lines of the test and of the program only."""
     trace = traceback.TracebackException.from_exception(error)
     frames = [frame for frame in trace.stack if frame.filename == "<test>"]
     lines = [f'  File "<test>", line {frame.lineno}, in {frame.name}\n' for frame in frames]
@@ -91,22 +91,22 @@ def fault_of(error: BaseException) -> str:
 
 
 def fault_of_test(test: str, channel: socket.socket) -> str | None:
-    """Run a test in this process; return how it failed, or None."""
+    """Run a test in this process. Return the text of its failure, or None."""
     link = Link(channel, is_program=False)
     try:
         parsed = ast.parse(test, "<test>")
         exec(compile(parsed, "<test>", "exec"), Names(link, parsed))
     except BaseException as error:  # noqa: BLE001 - a test may raise anything
         return fault_of(error)[-MOST_TEXT:]
-    # Also where the test has caught that.
+    # Checked after a pass, because the test may have caught the error.
     return "the program has ended" if link.is_broken else None
 
 
 def outcome_of(test: str, channel: socket.socket, seconds: float) -> list[Any] | None:
-    """Run a test in a process of its own; return None where it passed, else its fault, and True where it was late.
+    """Run a test in a child process. Return None if it passed, otherwise its failure and True if it took too long.
 
-    That process is ended when its time is over, whatever it does: it may catch everything, or compare what the program
-    has returned without end.
+    The child process is killed at the time limit. It cannot end itself reliably, because the test may catch every error
+    or compare values of the program without end.
     """
     reading, writing = os.pipe()
     child = os.fork()
@@ -136,13 +136,15 @@ def outcome_of(test: str, channel: socket.socket, seconds: float) -> list[Any] |
 
 
 def run_tests(report: int, channels: list[int]) -> None:
-    """Run the tests, and write a line of JSON for each: null where it passed, else its fault and if it was late."""
-    with open(0, closefd=False, encoding="utf-8") as given:
-        tests, seconds, seconds_of_all = json.load(given)
+    """Run the tests, and write a line of JSON for each: null if it passed, otherwise the failure and whether it was
+    late.
+    """
+    with open(0, closefd=False, encoding="utf-8") as stdin:
+        tests, seconds, seconds_of_all = json.load(stdin)
     ends_at = time.monotonic() + seconds_of_all
     for place, (test, number) in enumerate(zip(tests, channels, strict=True)):
         with socket.socket(fileno=number) as channel:
-            # The first one waits for the program, too.
+            # The first test also waits until the program is imported.
             limit = seconds * (1 + (place == 0))
             outcome = outcome_of(test, channel, min(limit, ends_at - time.monotonic()))
             channel.shutdown(socket.SHUT_RDWR)
@@ -152,10 +154,10 @@ def run_tests(report: int, channels: list[int]) -> None:
 
 
 def main(arguments: Iterable[str]) -> NoReturn:
-    """Be one of the two."""
+    """Run one of the two sides."""
     side, *numbers = arguments
     sys.argv[1:] = []
-    sys.set_int_max_str_digits(0)  # numbers cross as text
+    sys.set_int_max_str_digits(0)  # integers of any size are passed as text
     descriptors = [int(number) for number in numbers]
     if side == "program":
         run_program(descriptors)

@@ -1,8 +1,8 @@
-"""Programs that a policy wrote, tried on the tests that a data set brings, in the sandbox.
+"""Score programs that a policy wrote by the tests of a data set, in the sandbox.
 
-What a program should print is compared here. Assertions about what its functions return run in a sandbox of their own,
-beside that of the program (code_test_child.py), and count by their word alone: how the program ends, what it prints and
-what it does to its interpreter prove nothing; a value that it returns is compared where the program cannot reach.
+Printed output is compared here. Assertions about returned values run in a separate sandbox beside that of the program
+(code_test_child.py), and only their result counts. The program's exit code, its output and changes to its interpreter
+prove nothing. Returned values are compared in a process that the program cannot reach.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from typing import Any
 from plugins.sandbox.sandbox import BoundedPipe, Limits, SandboxResult, in_place, run_now
 
 MOST_TESTS = 10
-"""So many of a response's tests are run, the first ones."""
+"""Maximum number of tests per response. The first ones are run."""
 LIMITS = Limits(timeout_s=5.0, cpu_s=5, max_output=2**20)
-"""Of each."""
+"""Limits of each test."""
 TOTAL_S = 48.0
-"""Seconds for all tests of a response, from the start of the first one. What is not done by then counts as failed: with
-the start, it is less than the minute that reward code has, so that no program decides whether its response has a score.
-"""
+"""Maximum number of seconds for all tests of a response, from the start of the first one. Unfinished tests count as
+failed. Together with the start it is below the minute that reward code may take, so that no program can prevent its
+response from getting a score."""
 START_S = 8.0
-"""Seconds that the start of both sandboxes may take."""
+"""Maximum number of seconds until both sandboxes have started."""
 GRACE_S = 1.0
-"""Seconds that a program has to end once its tests are done; they count, however it ends."""
+"""Number of seconds that a program has to end after its tests. The tests count in any case."""
 
 _MODULES = ("code_values", "code_link", "code_names", "code_test_child")
-"""For both sandboxes, in which there is nothing of ours; each imports the ones before it."""
+"""Modules for both sandboxes, which cannot import this project. Each module imports earlier ones only."""
 _PACKAGE = __name__.rpartition(".")[0]
 _CHILD = f"""\
 import sys, types
@@ -61,17 +61,18 @@ def code_score(
     ground_truth: Any,
     extra_info: Any = None,  # noqa: ARG001 - as above
 ) -> dict[str, float]:
-    """The share of its tests that a response's program passes, and as `acc` whether it passes all.
+    """Return the share of tests that a response's program passes, and as `acc` 1.0 if it passes all of them.
 
     Args:
-        data_source: not looked at.
-        solution_str: the program is the last block of Python in it, or all of it where it has no such block.
-        ground_truth: an object, or JSON of one: `inputs` and `outputs`, lists of what a program reads and writes, or
-            with `fn_name` of the arguments and the result of its function; or `assert_case`, a list of assertions.
-        extra_info: not looked at.
+        data_source: ignored.
+        solution_str: the response. The program is its last block of Python, or all of it if it has no such block.
+        ground_truth: an object, or JSON of one. It has `inputs` and `outputs`, lists of the input and the output of a
+            program, or with `fn_name` of the arguments and the result of its function; or `assert_case`, a list of
+            assertions.
+        extra_info: ignored.
 
     Raises:
-        ValueError: the ground truth is none of these.
+        ValueError: the ground truth has none of these.
     """
     truth = _checked(ground_truth)
     assertions = [*(truth.get("assert_case") or ()), *_calls(truth)][:MOST_TESTS]
@@ -85,65 +86,66 @@ def code_score(
 
 
 async def _passed(program: str, assertions: Sequence[str], dialogues: Sequence[tuple[str, Any]]) -> int:
-    """The number of tests that a program passes."""
+    """Return the number of tests that a program passes."""
     ends_at = time.monotonic() + TOTAL_S
     passed = 0
     if assertions:
         passed += sum((await run_assertions_now(program, assertions, LIMITS, TOTAL_S)).passed)
-    for given, expected in dialogues:
+    for stdin, expected in dialogues:
         left_s = ends_at - time.monotonic()
         if left_s <= 0:
             break
-        result = await run_now(program, given, replace(LIMITS, timeout_s=min(LIMITS.timeout_s, left_s)))
+        result = await run_now(program, stdin, replace(LIMITS, timeout_s=min(LIMITS.timeout_s, left_s)))
         passed += result.exit == 0 and not result.reason and same_lines(result.stdout, expected)
-        if result.reason:  # what has met a limit once does so again
+        if result.reason:  # a program that exceeded a limit would exceed it in the other tests too
             break
     return passed
 
 
 def program_in(text: str) -> str:
-    """The last block of Python between ```, or all of the text where there is none."""
+    """Return the last block of Python between ```, or the whole text if there is none."""
     blocks = [code for language, code in _BLOCK.findall(text) if language.lower() in _PYTHON]
     return blocks[-1] if blocks else text
 
 
-def same_lines(found: str, expected: str | Iterable[object]) -> bool:
-    """Whether a program printed these lines, but for white space at their ends and blank ones at the end."""
-    return _lines(found) == _lines(expected)
+def same_lines(printed: str, expected: str | Iterable[object]) -> bool:
+    """Return True if the lines are equal, apart from white space at their ends and blank lines at the end."""
+    return _lines(printed) == _lines(expected)
 
 
 @dataclass(frozen=True)
 class AssertionResult:
-    """What became of assertions about a program."""
+    """Result of assertions about a program."""
 
     passed: tuple[bool, ...]
-    """Of each. After one that took too long none is tried."""
+    """True for each assertion that passed. After an assertion that took too long no further one runs."""
     text: str
-    """What somebody reads who has written the program: what it printed, and how its first test failed."""
+    """Text for the author of the program: its output, and the failure of the first failed test."""
 
 
 def run_assertions(program: str, tests: Sequence[str], limits: Limits | None = None) -> AssertionResult:
-    """`run_assertions_async` for code without an event loop, such as a reward function's."""
+    """Run `run_assertions_async` in code without an event loop, such as a reward function."""
     return asyncio.run(run_assertions_async(program, tests, limits))
 
 
 async def run_assertions_async(
     program: str, tests: Sequence[str], limits: Limits | None = None, total_s: float = math.inf
 ) -> AssertionResult:
-    """Import a program, then run each test on the program as its last line has left it.
+    """Import a program, then run each test from the state of the program after the import.
 
     Args:
-        program: Python. It is imported: what stands under `if __name__ == "__main__"` is not run.
-        tests: Python, such as `assert add(1, 2) == 3`, with the program's names.
-        limits: of each test, and of the program before them.
-        total_s: seconds for all of them; tests that have not ended by then have failed.
+        program: Python code. Code under `if __name__ == "__main__"` does not run.
+        tests: Python code, such as `assert add(1, 2) == 3`, which uses the program's names.
+        limits: limits of each test, and of the import of the program.
+        total_s: maximum number of seconds for all tests. Unfinished tests count as failed.
     """
     return await in_place(run_assertions_now(program, tests, limits or Limits(), total_s))
 
 
 async def run_assertions_now(program: str, tests: Sequence[str], limits: Limits, total_s: float) -> AssertionResult:
-    """`run_assertions_async` without a wait for a place."""
+    """Run `run_assertions_async` without waiting for a free slot."""
     count = len(tests)
+    # One more limit than tests, for the import of the program.
     total_s = min(total_s, limits.timeout_s * (count + 1))
     side_limits = replace(limits, timeout_s=total_s + START_S)
     with ExitStack() as stack:
@@ -153,9 +155,9 @@ async def run_assertions_now(program: str, tests: Sequence[str], limits: Limits,
         side = _side("program", program, "", side_limits, [], [end for end, _ in pairs], is_done)
         runner = asyncio.create_task(side)
         try:
-            given = json.dumps([list(tests), limits.timeout_s, total_s])
-            await _side("tests", "", given, side_limits, [report.writing.fileno()], [end for _, end in pairs])
-            # What the program has printed is complete once it has ended by itself.
+            stdin = json.dumps([list(tests), limits.timeout_s, total_s])
+            await _side("tests", "", stdin, side_limits, [report.writing.fileno()], [end for _, end in pairs])
+            # The program's output is only complete if it ends by itself.
             await asyncio.wait({runner}, timeout=GRACE_S)
             is_done.set_result(None)
             ended = await runner
@@ -163,7 +165,7 @@ async def run_assertions_now(program: str, tests: Sequence[str], limits: Limits,
             runner.cancel()
             await asyncio.gather(runner, return_exceptions=True)
         lines = report.text().splitlines(keepends=True)
-    # The last may be cut off, where the tests' side has met a limit.
+    # The last line may be incomplete if the tests' side exceeded a limit.
     outcomes = [json.loads(line) for line in lines if line.endswith("\n")]
     passed = [outcome is None for outcome in outcomes] + [False] * (count - len(outcomes))
     return AssertionResult(tuple(passed), _report(ended, outcomes, count, limits))
@@ -178,7 +180,7 @@ async def _side(
     ends: list[socket.socket],
     until: asyncio.Future[Any] | None = None,
 ) -> SandboxResult:
-    """One of the two sandboxes; the ends of its connections are closed here once it has them."""
+    """Run one of the two sandboxes. The ends of its connections are closed here once the sandbox has them."""
 
     def close() -> None:
         for end in ends:
@@ -194,7 +196,7 @@ def _report(ended: SandboxResult, outcomes: Sequence[Any], count: int, limits: L
     if len(outcomes) < count or any(outcome is not None and outcome[1] for outcome in outcomes):
         return f"ended: it took more than {limits.timeout_s:g} s"
     parts = [ended.stdout, ended.stderr]
-    # A program that failed by itself has said how. One that was ended here has not failed.
+    # A program that failed by itself has printed an error. A program that was ended here has not failed.
     if ended.exit > 0:
         parts.append(ended.reason)
     else:
@@ -204,8 +206,9 @@ def _report(ended: SandboxResult, outcomes: Sequence[Any], count: int, limits: L
 
 def _checked(ground_truth: Any) -> Mapping[str, Any]:
     truth: Any = ground_truth
-    with suppress(ValueError):
-        truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    if isinstance(ground_truth, str):
+        with suppress(ValueError):
+            truth = json.loads(ground_truth)
     if not isinstance(truth, Mapping) or len(truth.get("inputs") or ()) != len(truth.get("outputs") or ()):
         raise ValueError(
             f"the ground truth {ground_truth!r:.80} has no tests; give an object with as many inputs as outputs, or "
@@ -219,22 +222,27 @@ def _pairs(truth: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def _calls(truth: Mapping[str, Any]) -> Iterator[str]:
-    """Assertions of what the function of the program returns, where the data names one."""
+    """Yield assertions about the results of the function that the data names, if it names one."""
     if not truth.get("fn_name"):
         return
-    for given, expected in _pairs(truth):
-        # One argument a line, as programming contests write them.
-        arguments = [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else given
-        result = json.loads(expected) if isinstance(expected, str) and isinstance(given, str) else expected
+    for stdin, expected in _pairs(truth):
+        arguments, result = stdin, expected
+        if isinstance(stdin, str):
+            # One argument per line, as programming contests write them.
+            arguments = [json.loads(line) for line in stdin.splitlines()]
+            result = json.loads(expected) if isinstance(expected, str) else expected
         yield _CALL.format(name=truth["fn_name"], arguments=json.dumps(arguments), expected=json.dumps(result))
 
 
 def _dialogues(truth: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What a program reads, and what it should print."""
-    for given, expected in () if truth.get("fn_name") else _pairs(truth):
-        yield given if isinstance(given, str) else "\n".join(map(str, given)), expected
+    """Yield the input and the expected output of programs, unless the data names a function."""
+    if not truth.get("fn_name"):
+        yield from ((_joined(stdin), expected) for stdin, expected in _pairs(truth))
+
+
+def _joined(text: Any) -> str:
+    return text if isinstance(text, str) else "\n".join(map(str, text))
 
 
 def _lines(text: Any) -> list[str]:
-    joined = text if isinstance(text, str) else "\n".join(map(str, text))
-    return [line.rstrip() for line in joined.rstrip().split("\n")]
+    return [line.rstrip() for line in _joined(text).rstrip().split("\n")]

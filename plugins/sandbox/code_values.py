@@ -1,8 +1,8 @@
-"""Values that cross between a program and its tests: plain ones as they are, mutable ones shared, others by proxy.
+"""Values that are exchanged between a program and its tests: plain ones copied, mutable ones shared, others by proxy.
 
-A list, dict, set, bytearray, deque or array that crosses has a handle that both sides know. Each message brings the
-contents of those that have changed, so that either side finds what the other has done to them. An object of any other
-type stays where it is, and a `Foreign` stands for it on the other side.
+A list, dict, set, bytearray, deque or array has a handle that both sides know. Each message has the contents of shared
+values that have changed, so that each side sees the changes of the other. An object of any other type stays on its
+side, and a `Foreign` represents it on the other side.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 BUILTINS = {name: value for name, value in vars(builtins).items() if not name.startswith("_")}
-"""As they are before any program runs."""
+"""Builtins before any program runs."""
 PLAIN = frozenset((bool, int, float, str))
-"""Types that JSON has, as Python writes and reads it: also numbers of any size, and those that are none."""
+"""Types that JSON has in Python's encoding, including integers of any size, NaN and infinities."""
 SCALARS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "bool": (bool, lambda value: str(int(value)), lambda text: text == "1"),
     "int": (int, lambda value: str(int(value)), int),
@@ -54,13 +54,13 @@ SHARED: dict[str, type] = {
     "defaultdict": collections.defaultdict,
 }
 ARRAY_KINDS = "biufcSUmM"
-"""Kinds of numpy's types whose bytes are all that there is of a value."""
+"""Kinds of numpy dtypes whose bytes represent the full value."""
 FOREIGN = "foreign"
 UNARY = ("__neg__", "__pos__", "__abs__", "__invert__", "__index__")
 BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
 ORDER = ("__lt__", "__le__", "__gt__", "__ge__")
 DESCRIPTIVE = ("__name__", "__qualname__", "__annotations__", "__wrapped__")
-"""Names with two underscores that are asked for on the other side."""
+"""Names with two leading underscores that are read from the other side."""
 UNREACHABLE = (
     types.FunctionType,
     types.MethodType,
@@ -73,15 +73,15 @@ UNREACHABLE = (
     types.ModuleType,
     type,
 )
-"""Things of the tests of which a program gets no attribute, as these lead to all that the tests know."""
+"""Types of values of the tests' side of which a program gets no attribute, because they lead to the tests' code."""
 
 
 class ProgramError(Exception):
-    """What the other side has raised, of a type that is not known here; or its end."""
+    """Raised for an error of the other side whose type is not known here, and if the other side has ended."""
 
 
 class Foreign:
-    """Something that lies on the other side."""
+    """Proxy of an object on the other side."""
 
     __slots__ = ("_troupe_link", "_troupe_module", "_troupe_number")
 
@@ -89,13 +89,14 @@ class Foreign:
         for name, value in (("link", link), ("number", number), ("module", module)):
             object.__setattr__(self, f"_troupe_{name}", value)
 
-    def _troupe_ask(self, operation: str, *given: Any) -> Any:
-        return self._troupe_link.ask(operation, self, *given)
+    def _troupe_ask(self, operation: str, *operands: Any) -> Any:
+        return self._troupe_link.ask(operation, self, *operands)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._troupe_ask("call", args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        # Python looks these up on its own, for example to copy or pickle a value. The other side is not asked.
         if name.startswith("__") and name not in DESCRIPTIVE:
             raise AttributeError(name)
         module = self._troupe_module
@@ -108,7 +109,7 @@ class Foreign:
         self._troupe_ask("delete", name)
 
     @property
-    def __dict__(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride] - it is looked up over there
+    def __dict__(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride] - read from the other side
         return self._troupe_ask("attribute", "__dict__")
 
     def __getitem__(self, key: Any) -> Any:
@@ -160,6 +161,7 @@ class Foreign:
         return isinstance(kind, Foreign) and self._troupe_ask("has_subclass", kind)
 
     def __eq__(self, other: object) -> bool:
+        # On its own side the program may compare its values as it likes.
         if self._troupe_link.is_program:
             return self is other
         raise TypeError("a value of a type of the program's own cannot be compared")
@@ -167,6 +169,7 @@ class Foreign:
     def __ne__(self, other: object) -> bool:
         return not self == other
 
+    # By identity, so that hashing never calls the program.
     __hash__ = object.__hash__
 
 
@@ -179,7 +182,7 @@ def _operate(name: str, is_reflected: bool = False) -> Callable[..., Any]:
         value = link.ask("operate", name, *operands)
         has_plain_operand = not all(isinstance(other, Foreign) for other in others)
         if has_plain_operand and not isinstance(value, Foreign) and not link.is_program:
-            # As in `abs(area() - 3) < 1e-6`, which would be the program's word for a comparison.
+            # As in `abs(area() - 3) < 1e-6`, where the program would decide the comparison.
             raise TypeError("a value of a type of the program's own cannot be compared")
         return value
 
@@ -193,7 +196,7 @@ for _name in BINARY:
 
 
 def foreign_generator(thing: Foreign) -> Iterator[Any]:
-    """A generator of the other side, as one of this side."""
+    """Yield the items of a generator of the other side."""
     sent = None
     while True:
         try:
@@ -204,5 +207,5 @@ def foreign_generator(thing: Foreign) -> Iterator[Any]:
 
 
 async def foreign_coroutine(thing: Foreign) -> Any:
-    """A coroutine of the other side, which is run there to its end."""
+    """Run a coroutine of the other side to its end and return its result."""
     return thing._troupe_ask("run")

@@ -1,10 +1,10 @@
-"""Python that a policy wrote, run in a process with limits, on a small machine of its own.
+"""Run Python that a policy wrote, in an isolated process with limits.
 
-The machine is made of Linux namespaces: the program reads the interpreter and its packages, writes to a file system of
-its own in memory, and sees no other file, process, socket or network (sandbox_child.py). docs/security.md describes the
-boundary that this is, and what it does not promise. Where the system does not let us make namespaces, nothing is run,
-unless TROUPE_SANDBOX=unsafe declares the limits enough: the program runs as the user who trains then, and can read,
-write and delete that user's files.
+The isolation consists of Linux namespaces. The program can read the interpreter and its packages, writes to a private
+file system in memory, and sees no other file, process, socket or network (sandbox_child.py). docs/security.md describes
+this boundary and its limits. If the system does not allow namespaces, no program is run, unless TROUPE_SANDBOX=unsafe
+declares the process limits sufficient. The program then runs as the user who trains, and can read, write and delete
+that user's files.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from plugins.sandbox.sandbox_filter import call_filter
 
 CHILD = str(Path(__file__).with_name("sandbox_child.py"))
 HOME = "/sandbox"
-"""Where a program stands, on its own machine."""
+"""Working directory of an isolated program."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/nix/store")
-"""What an interpreter needs of the system, beside itself."""
+"""Files and folders of the system that an interpreter needs."""
 PERMISSION = "TROUPE_SANDBOX"
 
 _PREFIX = "troupe-program-"
@@ -46,47 +46,47 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _places = threading.BoundedSemaphore(max(1, len(os.sched_getaffinity(0))))
-"""For programs that run at the same time."""
+"""Slots for programs that run at the same time, one per core."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits(Checked):
-    """What a program may use. CPU time and memory are those of one process, and it may start others."""
+    """Resource limits of a program. CPU time and memory are limits per process, and a program may start others."""
 
     timeout_s: Seconds = 10.0
-    """Seconds on the clock, from when the program begins."""
+    """Maximum number of seconds of wall time from the start of the program."""
     cpu_s: Count = 5
-    """Seconds of CPU time."""
+    """Maximum number of seconds of CPU time."""
     memory_bytes: Count = 2**29
-    """Of address space."""
+    """Maximum address space in bytes."""
     file_bytes: Count = 2**20
-    """Of one file that it writes, of its standard output and of its standard error. A program that writes more to the
+    """Maximum number of bytes in one file, on standard output, and on standard error. A program that exceeds one of the
     last two is ended."""
     max_output: Count = 4000
-    """Characters that are kept of standard output, and of standard error."""
+    """Maximum number of characters that are kept of standard output, and of standard error."""
 
 
 class SandboxError(RuntimeError):
-    """Programs cannot be run here as they should be."""
+    """Raised if programs cannot be isolated on this machine."""
 
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """How a program ended."""
+    """Result of a program."""
 
     stdout: str
     stderr: str
     exit: int
-    """Its exit code; below 0 the number of the signal that ended it."""
+    """Exit code of the program, or minus the number of the signal that ended it."""
     reason: str
-    """Why it was ended; "" where it ended by itself."""
+    """Reason for which the program was ended, or "" if it ended by itself."""
     is_isolated: bool
-    """Whether it had a machine of its own. Without, it has files and network of the user who trains, and what it
-    starts in a session of its own may outlive it."""
+    """True if the program was isolated. Otherwise it had the files and the network of the user who trains, and
+    processes that it started in a new session may outlive it."""
 
     @property
     def text(self) -> str:
-        """All of it, as somebody reads it who has written the program."""
+        """Output, errors and reason as one text, for the author of the program."""
         parts = [self.stdout, self.stderr, self.reason]
         if self.exit and not self.reason and not self.stderr:
             parts.append(f"exit code {self.exit}")
@@ -94,25 +94,25 @@ class SandboxResult:
 
 
 def run_python(program: str, stdin: str = "", limits: Limits | None = None) -> SandboxResult:
-    """`run_python_async` for code without an event loop, such as a reward function's."""
+    """Run `run_python_async` in code without an event loop, such as a reward function."""
     return asyncio.run(run_python_async(program, stdin, limits))
 
 
 async def run_python_async(program: str, stdin: str = "", limits: Limits | None = None) -> SandboxResult:
-    """Run a program to its end, or to that of its limits; nothing of it is left then.
+    """Run a program until it ends or exceeds a limit. Afterwards none of its processes is left.
 
-    It runs with `python -I`, with an empty environment, on a machine of its own (see `SandboxResult.is_isolated`), and
-    it ends with this process.
+    It runs with `python -I` and an empty environment, isolated (see `SandboxResult.is_isolated`). It is killed if this
+    process ends.
 
-    As many programs of this process run at the same time as it may use cores; the others wait, and their limits begin
-    afterwards. The time of a tool or a step that waits for them continues: leave it time for that.
+    At the same time run as many programs of this process as it has cores. Other programs wait, and their limits begin
+    afterwards. The timeout of a tool or a step includes this wait, so it needs a margin.
     """
     return await in_place(run_now(program, stdin, limits or Limits()))
 
 
 async def in_place(work: Awaitable[T]) -> T:
-    """Do what runs programs, once there is a place for one."""
-    # Polled, as the callers may have an event loop each.
+    """Await `work`, which runs a program, once a slot is free."""
+    # Polled, because callers may have different event loops.
     while not _places.acquire(blocking=False):
         await asyncio.sleep(0.01)
     try:
@@ -131,25 +131,25 @@ async def run_now(
     isolate: bool | None = None,
     until: asyncio.Future[Any] | None = None,
 ) -> SandboxResult:
-    """`run_python_async` without a wait for a place.
+    """Run `run_python_async` without waiting for a free slot.
 
     Args:
-        program: main.py of the sandbox.
-        stdin: what it reads.
-        limits: of it.
-        arguments: of the interpreter, after `-I`. Default: it runs main.py.
-        inherited: descriptors that it has under the same numbers.
-        started: called once it has them.
-        isolate: give it a machine of its own. Default: where the system lets us.
-        until: the program is ended as soon as this is done.
+        program: contents of main.py in the sandbox.
+        stdin: standard input of the program.
+        limits: limits of the program.
+        arguments: arguments of the interpreter after `-I`. Default: main.py.
+        inherited: file descriptors that the program gets, with the same numbers.
+        started: called once the program has them.
+        isolate: True to isolate the program. Default: if the system allows it.
+        until: the program is ended as soon as this future is done.
     """
     is_isolated = _can_isolate() if isolate is None else isolate
     with ExitStack() as stack:
-        folder = "/" if is_isolated else stack.enter_context(_folder())
-        home = HOME if is_isolated else folder
+        folder, home = "/", HOME
         if not is_isolated:
+            folder = home = stack.enter_context(_folder())
             Path(folder, "main.py").write_bytes(_encoded(program))
-        given, text = (stack.enter_context(_sealed(_encoded(content))) for content in (stdin, program))
+        stdin_file, text = (stack.enter_context(_sealed(_encoded(content))) for content in (stdin, program))
         flood = asyncio.get_running_loop().create_future()
         out, err = (stack.enter_context(BoundedPipe(limits.file_bytes, flood)) for _ in range(2))
         status = stack.enter_context(BoundedPipe(_STATUS_BYTES))
@@ -164,14 +164,16 @@ async def run_now(
             "cpu_s": limits.cpu_s,
             "memory_bytes": limits.memory_bytes,
             "file_bytes": limits.file_bytes,
+            # -I ignores the user's environment variables and site packages.
             "command": [sys.executable, "-I", *(arguments or [f"{home}/main.py"])],
         }
+
         code = await run_program(
             [sys.executable, "-I", "-S", CHILD, json.dumps(settings)],
             limits.timeout_s,
             started,
-            [flood, *([] if until is None else [until])],
-            stdin=given,
+            [future for future in (flood, until) if future is not None],
+            stdin=stdin_file,
             stdout=out.writing,
             stderr=err.writing,
             pass_fds=[status.writing.fileno(), text.fileno(), *inherited],
@@ -182,8 +184,9 @@ async def run_now(
         how = status.text().split()
     if code not in (None, -signal.SIGKILL) and not how:
         raise RuntimeError(f"the sandbox could not start a program: {stderr or 'no reason given'}")
+    # A program that was ended for its output or by `until` is not late.
     is_late = code is None and not flood.done() and (until is None or not until.done())
-    # Nobody was left to say how it ended: it was ended from here, or it has killed its own process group.
+    # Without a status the program was ended from here, or it has killed its process group.
     code, used_s = (int(how[0]), float(how[1])) if how else (-signal.SIGKILL, 0.0)
     if flood.done():
         reason = f"ended: it wrote more than {limits.file_bytes} bytes of output"
@@ -197,17 +200,17 @@ async def run_now(
 
 
 class BoundedPipe:
-    """A pipe whose other end a program has. At most `limit` bytes of it are kept, and a pipe holds no more than 1 MiB:
-    a file would grow at the program's will, by calls that no limit on the size of files covers.
+    """Pipe to which a program writes. At most `limit` bytes are kept.
 
-    It is read in the event loop in which it is made.
+    A pipe holds at most 1 MiB. A file could grow without bounds, by system calls that the limit on file sizes does not
+    cover. The pipe is read in the event loop in which it is created.
     """
 
     def __init__(self, limit: int, overflow: asyncio.Future[Any] | None = None) -> None:
         """
         Args:
-            limit: bytes that are kept.
-            overflow: done once there are more.
+            limit: maximum number of bytes that are kept.
+            overflow: done once there are more bytes.
         """
         self.content = bytearray()
         self._limit = limit
@@ -216,7 +219,7 @@ class BoundedPipe:
         reading, writing = os.pipe()
         self._reading: Any = os.fdopen(reading, "rb", buffering=0)
         self.writing = os.fdopen(writing, "wb", buffering=0)
-        """The program's end."""
+        """The end of the program."""
 
     def __enter__(self) -> BoundedPipe:
         os.set_blocking(self._reading.fileno(), False)
@@ -229,7 +232,7 @@ class BoundedPipe:
         self.writing.close()
 
     def read(self) -> bool:
-        """Read what has come, at most 64 KiB; return False where there is nothing now, or never again."""
+        """Read available bytes, at most 64 KiB. Return False if there are none now or if the pipe was closed."""
         part = self._reading.read(2**16)
         if part:
             room = self._limit - len(self.content)
@@ -246,14 +249,14 @@ class BoundedPipe:
         self._loop.remove_reader(self._reading.fileno())
 
     def text(self) -> str:
-        """All that has been written up to now, as far as it is kept."""
+        """Return the text that was written up to now, as far as it is kept."""
         while self.read():
             pass
         return self.content.decode(errors="replace")
 
 
 def _sealed(content: bytes) -> IO[bytes]:
-    """A file in memory that holds this, and that nobody can change or extend."""
+    """Return a file in memory with this content, which no process can change or extend."""
     file = os.fdopen(os.memfd_create("troupe", os.MFD_ALLOW_SEALING), "wb+", buffering=0)
     rest = memoryview(content)
     while rest:
@@ -266,7 +269,7 @@ def _sealed(content: bytes) -> IO[bytes]:
 
 @contextmanager
 def _folder() -> Iterator[str]:
-    """A folder for one program, without a machine of its own; those that killed processes have left are removed."""
+    """Create a folder for one program that is not isolated, and remove folders that killed processes have left."""
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError), _locked(left):
             shutil.rmtree(left, ignore_errors=True)
@@ -274,7 +277,7 @@ def _folder() -> Iterator[str]:
         while True:
             folder = tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)
             stack.enter_context(folder)
-            # Before it is locked, another process may take it for one that was left.
+            # Before this process has the lock, another one may remove the folder as a left-over.
             with suppress(OSError):
                 stack.enter_context(_locked(Path(folder.name)))
                 if Path(folder.name).is_dir():
@@ -284,10 +287,10 @@ def _folder() -> Iterator[str]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, which ends with this process.
+    """Hold the lock of a folder. The lock ends with this process.
 
     Raises:
-        OSError: another process holds it, or the folder is not ours.
+        OSError: another process holds it, or the folder belongs to another user.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
@@ -299,14 +302,16 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @functools.cache
 def _trees() -> list[str]:
-    """Files and folders that a program sees: the interpreter with its packages, and the system's libraries."""
-    found = dict.fromkeys([*SYSTEM, *_interpreter()])
-    there = [path for path in found if os.path.lexists(path)]
-    return [path for path in there if not any(path.startswith(f"{other}/") for other in there)]
+    """Return the files and folders that a program sees: the interpreter with its packages, and the system's
+    libraries.
+    """
+    candidates = dict.fromkeys([*SYSTEM, *_interpreter()])
+    existing = [path for path in candidates if os.path.lexists(path)]
+    return [path for path in existing if not any(path.startswith(f"{other}/") for other in existing)]
 
 
 def _interpreter() -> Iterator[str]:
-    """The trees of this interpreter, and of each symbolic link from its name to itself."""
+    """Yield the trees of this interpreter, and of each symbolic link from its name to the interpreter."""
     yield from (str(Path(path).absolute()) for path in (sys.prefix, sys.base_prefix))
     yield from (str(Path(path).resolve()) for path in (sys.prefix, sys.base_prefix))
     link = Path(sys.executable).absolute()
@@ -317,9 +322,9 @@ def _interpreter() -> Iterator[str]:
 
 @functools.cache
 def isolation_fault() -> str:
-    """Why programs cannot have machines of their own here, and what to do; "" where they can."""
+    """Return why programs cannot be isolated on this machine and what to do, or an empty string."""
     limits = Limits(timeout_s=60.0, cpu_s=10, memory_bytes=2**30)
-    # In a thread: the caller's may have a loop that runs.
+    # In a thread, because the thread of the caller may have a running event loop.
     with ThreadPoolExecutor(1) as thread:
         try:
             result = thread.submit(asyncio.run, run_now("pass", "", limits, isolate=True)).result()
@@ -345,15 +350,12 @@ def _can_isolate() -> bool:
 
 @functools.cache
 def _warn(fault: str) -> None:
-    _log.warning(
-        "programs of the policy run with the files and the network of this user, as %s=unsafe allows: %s",
-        PERMISSION,
-        fault,
-    )
+    text = "programs of the policy run with the files and the network of this user, as %s=unsafe allows: %s"
+    _log.warning(text, PERMISSION, fault)
 
 
 def _shown(text: str, folder: str, most: int) -> str:
-    # Its name is another one every time, and would make what the policy reads differ from run to run.
+    # The name of the folder is random, and would make the text that the policy reads differ from run to run.
     return cut_text(text.replace(f"{folder}/", "").replace(folder, "."), most)
 
 

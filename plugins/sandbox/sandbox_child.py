@@ -1,16 +1,17 @@
-"""Between the sandbox and its program: limits, and where the system allows it a small machine of the program's own.
+"""Process between the sandbox and its program. It sets limits, and isolates the program if the system allows it.
 
     python -I -S sandbox_child.py SETTINGS
 
-    sandbox.py -> this, in new namespaces -> init of the process namespace, which mounts what there is -> the program
+    sandbox.py -> this, in new namespaces -> init of the process namespace, which mounts the file systems -> the program
 
-It imports nothing of ours and little else: it is started for every program, and that has to be quick. Everything in the
-process namespace ends when its init does, whatever the program has forked, and that ends with this process.
+It imports nothing of this project and few other modules, because it is started for every program and has to be quick.
+All processes in the process namespace end with its init, including forks of the program, and init ends with this
+process.
 
-What the program sees: the interpreter, its packages and the system's libraries, read-only; a few devices; HOME, a file
-system in memory, which is empty but for its own file. No /proc, no network, nobody else's files, sockets or processes,
-and no system calls that would get round these.
-A program that is started by root runs as a user of its own, who has no other process.
+The program sees the interpreter, its packages and the system's libraries, read-only; a few devices; and HOME, a file
+system in memory that has only the program's file. It has no /proc, no network, no files, sockets or processes of
+others, and no system calls that could bypass these restrictions. A program that is started by root runs as a separate
+user without other processes.
 """
 
 from __future__ import annotations
@@ -34,57 +35,57 @@ MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, SET_READ_ONLY, SET_NOSUID = 442, -100, 0x
 SET_PARENT_DEATH_SIGNAL, SET_FILTER, FILTER, SET_NO_NEW_PRIVILEGES = 1, 22, 2, 38
 NOBODY = 65534
 FIRST_USER = 2_000_000_000
-"""Numbers of users from here on are nobody's; a process id is added."""
+"""First user number that no user has. The process id is added."""
 PROCESSES, OPEN_FILES = 32, 64
 HOME_BYTES = 2**26
-"""Of all files of a program together."""
+"""Maximum size of all files of a program together, in bytes."""
 DEVICES = ("null", "zero", "full", "random", "urandom")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def checked(result: int, what: str) -> None:
-    """Raise what a call of the C library has failed with."""
+def checked(result: int, call: str) -> None:
+    """Raise OSError if a call of the C library has failed."""
     if result != 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(number, f"{call}: {os.strerror(number)}")
 
 
 def die_with_parent() -> None:
-    """Have the kernel end this process with the one that started it."""
+    """Make the kernel kill this process when its parent ends."""
     _libc.prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def leave() -> None:
-    """Leave all that is shared with other processes; the process namespace with the next fork."""
+    """Enter new namespaces. The process namespace is entered by the next fork."""
     new = NEW_MOUNTS | NEW_NAMES | NEW_IPC | NEW_PIDS | NEW_NET
     user, group = os.getuid(), os.getgid()
     if user == 0 and _libc.unshare(new) == 0:
         return
     checked(_libc.unshare(new | NEW_USER), "unshare")
-    # No user of the namespace is root, so that what is executed in it has no rights over it.
+    # Root is not mapped into the namespace, so that executed programs get no privileges over it.
     for file, text in (("setgroups", "deny"), ("uid_map", f"{NOBODY} {user} 1"), ("gid_map", f"{NOBODY} {group} 1")):
         with open(f"/proc/self/{file}", "w", encoding="ascii") as target:
             target.write(text)
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
-    """Mount a file system; the arguments are the system call's."""
-    coded = [None if text is None else text.encode() for text in (source, target, kind)]
-    checked(_libc.mount(*coded, ctypes.c_ulong(flags), None if data is None else data.encode()), f"mount {target}")
+    """Mount a file system. The arguments are those of the system call."""
+    *coded, options = [None if text is None else text.encode() for text in (source, target, kind, data)]
+    checked(_libc.mount(*coded, ctypes.c_ulong(flags), options), f"mount {target}")
 
 
 def make_root(trees: list[str]) -> None:
-    """Make the file system that the program sees, and change to it."""
+    """Create the file system that the program sees, and make it the root."""
     mount("none", "/", None, RECURSIVE | PRIVATE)
-    # On top of /proc, which every system has and no tree lies in, and in these namespaces alone: a folder made for
-    # each program would stay on the disk when the process that made it is killed.
+    # Mounted over /proc, which every system has and no tree is in, and in these namespaces only. A new folder for each
+    # program would stay on the disk if the process that made it is killed.
     root = "/proc"
     mount("tmpfs", root, "tmpfs", NOSUID | NODEV, "mode=0755,size=1m")
     for path in [*trees, *(f"/dev/{name}" for name in DEVICES)]:
         show(path, root + path)
     for path in ("/tmp", "/dev/shm"):
-        # An interpreter may lie there, whose tree is shown; TMPDIR says where there is room then.
+        # The tree of an interpreter may be there. In that case TMPDIR leads to a writable folder.
         if not os.path.lexists(root + path):
             os.symlink(HOME, root + path)
     os.mkdir(root + HOME)
@@ -93,14 +94,14 @@ def make_root(trees: list[str]) -> None:
     checked(_libc.syscall(MOUNT_SETATTR, *arguments), "mount_setattr")
     mount("tmpfs", root + HOME, "tmpfs", NOSUID | NODEV, f"mode=0700,size={HOME_BYTES},nr_inodes=4096")
     os.chdir(root)
-    # The old root lies on top of the new one then, until it is unmounted.
+    # After the call, the old root is mounted over the new one until it is unmounted.
     checked(_libc.syscall(PIVOT_ROOT[platform.machine()], b".", b"."), "pivot_root")
     checked(_libc.umount2(b".", DETACH), "umount2")
     os.chdir(HOME)
 
 
 def show(path: str, target: str) -> None:
-    """Let a file, a tree or a symbolic link of the system be seen at `target`."""
+    """Make a file, a tree or a symbolic link of the system visible at `target`."""
     os.makedirs(os.path.dirname(target), exist_ok=True)
     if os.path.islink(path):
         os.symlink(os.readlink(path), target)
@@ -113,18 +114,18 @@ def show(path: str, target: str) -> None:
 
 
 def become(user: int) -> None:
-    """Be this user, for good."""
+    """Change to a user permanently."""
     os.setgroups([])
     try:
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-    except OSError:  # a container that knows no such number
+    except OSError:  # the container does not map this number
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
 
 
 def limit(settings: dict[str, Any]) -> None:
-    """Lower the limits of this process, which its children inherit."""
+    """Lower the resource limits of this process. Its children inherit them."""
     limits = {
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_AS: settings["memory_bytes"],
@@ -132,45 +133,45 @@ def limit(settings: dict[str, Any]) -> None:
         resource.RLIMIT_NOFILE: OPEN_FILES,
     }
     if settings["isolate"]:
-        # Elsewhere all of the user's processes count, and there may be many.
+        # Without isolation the limit would count all processes of the user, and there may be many.
         limits[resource.RLIMIT_NPROC] = PROCESSES
     for name, most in limits.items():
         hard = resource.getrlimit(name)[1]
         lowest = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(name, (lowest, lowest))
-    # The first signal can be caught; a second later comes one that cannot.
+    # The signal at the first limit can be caught. One second later the kernel sends one that cannot.
     resource.setrlimit(resource.RLIMIT_CPU, (settings["cpu_s"], settings["cpu_s"] + 1))
 
 
 def forbid(calls: bytes) -> None:
-    """Have the kernel refuse system calls to this process and its children, by a filter of sandbox_filter.py."""
+    """Make the kernel refuse system calls to this process and its children, with a filter of sandbox_filter.py."""
     held = ctypes.create_string_buffer(calls, len(calls))
     program = struct.pack("HxxxxxxQ", len(calls) // 8, ctypes.addressof(held))
     checked(_libc.prctl(SET_FILTER, ctypes.c_ulong(FILTER), program, 0, 0), "prctl")
 
 
 def go_first() -> None:
-    """Where memory runs short, have the kernel end this process and its children before any other."""
+    """Make the kernel end this process and its children first if memory runs short."""
     with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("1000")
 
 
 def let_go(descriptors: list[int]) -> None:
-    """Close what the program alone should have, so that its end is noticed."""
+    """Close descriptors that only the program should hold, so that its end is noticed."""
     for descriptor in descriptors:
         os.close(descriptor)
 
 
 def run(settings: dict[str, Any], user: int) -> None:
-    """Be the program."""
+    """Replace this process by the program."""
     die_with_parent()
     if settings["isolate"]:
-        # Signals to its own group do not reach those that wait for it.
+        # In a new session, signals to the program's process group do not reach the processes that wait for it.
         os.setsid()
         if os.getuid() == 0:
             os.chown(".", user, user)
             become(user)
-            # It is cleared when a process becomes somebody else.
+            # The kernel clears the setting when a process changes its user.
             die_with_parent()
         checked(_libc.prctl(SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "prctl")
         forbid(bytes.fromhex(settings["filter"]))
@@ -181,7 +182,7 @@ def run(settings: dict[str, Any], user: int) -> None:
 
 
 def main() -> None:
-    """Start the program, wait for it, and write down how it ended and the seconds of CPU that it took."""
+    """Start the program, wait for it, and write its exit code and its CPU seconds to the status pipe."""
     settings = json.loads(sys.argv[1])
     die_with_parent()
     if os.getppid() != settings["parent"]:
@@ -195,11 +196,11 @@ def main() -> None:
         if init := os.fork():
             let_go(settings["keep"])
             _, how = os.waitpid(init, 0)
-            if os.WIFSIGNALED(how):  # by the kernel, where memory ran short; nobody is left who says it
+            if os.WIFSIGNALED(how):  # killed by the kernel for lack of memory, so init could not write the status
                 os.write(settings["status"], f"{os.waitstatus_to_exitcode(how)} 0".encode())
             return
         die_with_parent()
-        # A program of the same user may send it signals, and those that nobody handles are not for an init.
+        # Programs of the same user may send signals to init. Signals without a handler have no effect on an init.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         make_root(settings["trees"])
         with os.fdopen(settings["program"], "rb", closefd=False) as program, open("main.py", "wb") as file:

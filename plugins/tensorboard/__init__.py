@@ -1,3 +1,3 @@
-"""TensorBoard: writes the metrics and samples of a run to event files. Loaded by `log.tensorboard=true`."""
+"""TensorBoard: writes the metrics and samples of a run to event files. `log.tensorboard=true` loads it."""
 
 PROVIDES = {"metric sink": {"tensorboard": "sink:TensorBoard"}}

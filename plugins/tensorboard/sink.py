@@ -14,7 +14,8 @@ from training.tracking.sinks import SinkContext
 
 
 class TensorBoard:
-    """TensorBoard's event files. A resumed run adds a file, which tells TensorBoard which steps are repeated.
+    """Event files of TensorBoard. A resumed run adds a file, in which an entry tells TensorBoard which steps are
+    repeated.
 
     Records are written one by one in the calling thread, so that a full disk raises an error there.
     """
@@ -31,10 +32,14 @@ class TensorBoard:
             folder: folder of the event files. Default: `tensorboard` in the run folder.
         """
         default = context.run_dir / "tensorboard"
-        chosen = Path(folder).expanduser() if folder else default
-        # A folder of the user's own may hold other runs, whose steps a new run must not void.
-        is_cleared = chosen == default or context.resume_step > 0
-        return cls(chosen, context.resume_step + 1 if is_cleared else None)
+        chosen = default
+        if folder:
+            chosen = Path(folder).expanduser()
+        # A folder set by the user may have other runs, whose steps a new run must not make void.
+        purge_step = None
+        if chosen == default or context.resume_step > 0:
+            purge_step = context.resume_step + 1
+        return cls(chosen, purge_step)
 
     def __init__(self, folder: Path, purge_step: int | None) -> None:
         """Open a new event file.
@@ -44,10 +49,10 @@ class TensorBoard:
             purge_step: first step whose earlier records in the folder become void, or None.
 
         Raises:
-            ImportError: TensorBoard is not installed; the message says how to install it.
+            ImportError: TensorBoard is not installed. The message has the command that installs it.
         """
         try:
-            # TensorBoard's own writer; torch's would bring torch.
+            # TensorBoard's own writer, because the one of torch would import torch in the driver.
             from tensorboard.compat.proto import event_pb2, summary_pb2
             from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError as error:

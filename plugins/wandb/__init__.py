@@ -1,3 +1,3 @@
-"""W&B: sends the metrics and samples of a run to Weights & Biases. Loaded by `log.wandb=true` or `log.wandb_key`."""
+"""W&B: sends the metrics and samples of a run to Weights & Biases. `log.wandb=true` or `log.wandb_key` loads it."""
 
 PROVIDES = {"metric sink": {"wandb": "sink:Wandb"}}

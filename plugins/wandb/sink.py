@@ -1,4 +1,4 @@
-"""W&B as a metric sink of a run: online if there is a key and W&B responds, otherwise offline in the run folder."""
+"""W&B as a metric sink of a run: online with a key and if W&B responds, otherwise offline in the run folder."""
 
 from __future__ import annotations
 
@@ -22,40 +22,44 @@ STEP = "step"
 
 @dataclass(frozen=True, kw_only=True)
 class WandbConfig:
-    """Project, name and account of a run on W&B."""
+    """Options of a run on W&B: project, name, account and timeouts."""
 
     key: str | None = None
-    """API key. None: WANDB_API_KEY, else the netrc file; with none of them the run is kept offline, on disk."""
+    """API key. None: WANDB_API_KEY, or else the netrc file. Without a key the run is stored offline, on disk."""
     project: str = "troupe"
     """Name of the W&B project."""
     run_name: str | None = None
     """Name of the run. None: the name of the run folder."""
     group: str | None = None
-    """Runs of one group are shown together."""
+    """Name of the group. W&B shows the runs of a group together."""
     org: str | None = None
-    """The W&B user or team that owns the project. None: the key's default."""
+    """W&B user or team that owns the project. None: the default of the key."""
     init_timeout: float = 30.0
-    """Seconds that W&B may take to answer at the start; after that the run is kept offline."""
+    """Maximum number of seconds to wait for W&B at the start. After that the run is stored offline."""
     finish_timeout: float = 60.0
-    """Seconds that W&B may take at the end to send what is left; after that it stays on disk, for `wandb sync`."""
+    """Maximum number of seconds to upload remaining data at the end. After that it stays on disk for `wandb sync`."""
 
 
 class Wandb:
-    """One run of W&B, or its continuation."""
+    """A run of W&B, or the continuation of one."""
 
     TITLE = "W&B"
 
     @classmethod
     def open(cls, context: SinkContext, **settings: Any) -> Wandb:
-        """Open the sink of a run. Settings are those of `WandbConfig`."""
+        """Open the sink of a run. `settings` are the fields of `WandbConfig`."""
         config = {**context.config, "environment": context.environment}
         return cls(context.run_dir, config, WandbConfig(**settings), context.run_id)
 
     def __init__(self, run_dir: Path, config: Any, options: WandbConfig, run_id: str | None = None) -> None:
-        """Start the run, or continue with the one called `run_id`.
+        """Start the run, or continue the one with the id `run_id`.
 
-        W&B's own steps may not go back, and do so when a run resumes from a checkpoint before its last line. So they
-        are left to W&B, and ours are a metric by which all others are drawn.
+        W&B's step counter may not decrease, but it would if a run resumed from a checkpoint before its last logged
+        step. Therefore W&B counts steps by itself, and the step of the run is a metric that is the x-axis of all
+        others.
+
+        Raises:
+            ImportError: wandb is not installed. The message has the command that installs it.
         """
         try:
             import wandb
@@ -81,14 +85,14 @@ class Wandb:
 
     @property
     def run_id(self) -> str:
-        """The name under which W&B knows the run; a resumed run continues with it."""
+        """Id of the run on W&B. A resumed run continues with it."""
         return self._run.id
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._run.log({**metrics, STEP: step})
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        # One table that grows: each call sends its own rows, and W&B shows all of them.
+        # An incremental table: each call sends only its own rows, and W&B shows the rows of all calls.
         if self._table is None:
             columns = [STEP, *(name for name in rows[0] if name != STEP)]
             self._table = self._wandb.Table(columns=columns, log_mode="INCREMENTAL", allow_mixed_types=True)
@@ -102,16 +106,19 @@ class Wandb:
         self._run.finish()
 
     def _start(self, run_dir: Path, config: Any, options: WandbConfig, mode: str, run_id: str | None) -> Any:
+        resume = None
+        if run_id:
+            resume = "allow"
         settings = self._wandb.Settings(
             silent=True,
             console="off",
             init_timeout=options.init_timeout,
             finish_timeout=options.finish_timeout,
-            # W&B's notes on the process hold its command line, and the login of the repository's address. What
-            # matters of them is in `config`, redacted.
+            # W&B's metadata has the command line of the process, and the git address may contain a login. The run's
+            # config has the same facts with secrets removed.
             x_disable_meta=True,
             disable_git=True,
-            # A resumed run may have other options, and another machine.
+            # A resumed run may have changed options, or run on another machine.
             allow_val_change=True,
         )
         if options.key:
@@ -123,8 +130,8 @@ class Wandb:
             group=options.group,
             name=options.run_name or run_dir.resolve().name,
             id=run_id,
-            # Offline runs note it too, so that `wandb sync` puts their parts together, in the order of their starts.
-            resume="allow" if run_id else None,
+            # Set in offline runs too, so that `wandb sync` joins the parts of a run in the order of their starts.
+            resume=resume,
             config=config,
             mode=mode,
             settings=settings,
@@ -133,13 +140,13 @@ class Wandb:
 
 @contextmanager
 def _data_folder(folder: Path) -> Iterator[None]:
-    """Let tables wait here until they are sent; W&B's choice would be the user's home."""
-    given = os.environ.get("WANDB_DATA_DIR")
-    os.environ["WANDB_DATA_DIR"] = given or str(folder)
+    """Store tables in this folder until they are sent. By default W&B would store them in the user's home folder."""
+    previous = os.environ.get("WANDB_DATA_DIR")
+    os.environ["WANDB_DATA_DIR"] = previous or str(folder)
     try:
         yield
     finally:
-        if given is None:
+        if previous is None:
             del os.environ["WANDB_DATA_DIR"]
 
 

@@ -1,4 +1,4 @@
-"""Carrier of weights from rank 0 to all engines at once: `rollout.weight_sync=broadcast` loads it, or `auto`."""
+"""Carrier of weights from rank 0 to all engines at once. `rollout.weight_sync=broadcast` or `auto` loads it."""
 
 PROVIDES = {
     "weight carrier": {"broadcast": "carrier:BroadcastCarrier"},

@@ -1,14 +1,15 @@
-"""Weights from rank 0 of the policy to all engines at once, one collective per bucket, from device to device.
+"""Broadcast of weights from rank 0 of the policy to all engines, with one collective per bucket, from device to device.
 
-Rank 0 and every process of every engine form a process group of their own: NCCL between GPUs, gloo between CPUs. It is
-made once, and made again for the version after one that broke off, as when an engine was replaced. Who takes part, and
-what lies in each bucket, goes through a store of rank 0's, which is not encrypted: for a network that you trust.
+Rank 0 and every process of every engine form a separate process group: NCCL between GPUs, gloo between CPUs. The group
+is created once, and again after a version that was aborted, for example because an engine was replaced. The group
+numbers and the contents of buckets are exchanged through a store on rank 0. The store is not encrypted, so the network
+must be trusted.
 
-    reader      "VERSION/READER": the number of the group that it is in, 0 in none
-    rank 0      "VERSION/group": the one that takes part; "VERSION/bucket 0", ...: bytes and pieces, [] at the end;
-                null instead, where it has given the version up
+    reader      "VERSION/READER": number of the group that the reader has joined, or 0
+    rank 0      "VERSION/group": number of the group for this version; "VERSION/bucket 0", ...: bytes and pieces, [] at
+                the end; null instead of any of these if rank 0 has aborted the version
 
-Nothing depends on it. The version is written to its folder too, and an engine reads it there where this breaks off.
+A broadcast may fail without loss. The version is also written to its folder, and an engine reads it from there then.
 """
 
 from __future__ import annotations
@@ -38,21 +39,23 @@ from components.weights.carrier import CarrierSetting, FolderCarrier
 from components.weights.publisher import WeightHandle
 
 ARRIVAL_S = 600.0
-"""Engines may first finish what they generate."""
+"""Maximum number of seconds until all engines have arrived. They may first finish their current generation."""
 ATTEMPTS = 3
-"""Versions in a row that break off, after which none is broadcast."""
+"""Number of consecutive aborted versions after which no version is broadcast any more."""
 _log = logging.getLogger(__name__)
 _NULL = "null"
 
 
 class BroadcastCarrier(FolderCarrier):
-    """The `weight carrier` "broadcast"."""
+    """The weight carrier "broadcast"."""
 
     NAME: ClassVar[str] = "broadcast"
 
     def __init__(self, setting: CarrierSetting) -> None:
         super().__init__(setting)
-        self._broadcaster = Broadcaster(setting.device, setting.readers) if setting.rank == 0 else None
+        self._broadcaster: Broadcaster | None = None
+        if setting.rank == 0:
+            self._broadcaster = Broadcaster(setting.device, setting.readers)
 
     @property
     def gathers_everywhere(self) -> bool:
@@ -60,11 +63,15 @@ class BroadcastCarrier(FolderCarrier):
 
     @property
     def route(self) -> tuple[str, int] | None:
-        """Address of the broadcaster; see `Broadcaster.address`."""
-        return None if self._broadcaster is None else self._broadcaster.address
+        """Address of the broadcaster. See `Broadcaster.address`."""
+        if self._broadcaster is None:
+            return None
+        return self._broadcaster.address
 
     def sent(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        return tensors if self._broadcaster is None else self._broadcaster.sent(version, tensors)
+        if self._broadcaster is None:
+            return tensors
+        return self._broadcaster.sent(version, tensors)
 
     def close(self) -> None:
         if self._broadcaster is not None:
@@ -87,7 +94,7 @@ class BroadcastCarrier(FolderCarrier):
 
 
 class Broadcaster:
-    """Of rank 0 of the policy, to all engines."""
+    """Sender on rank 0 of the policy to all engines."""
 
     def __init__(
         self,
@@ -100,12 +107,12 @@ class Broadcaster:
     ) -> None:
         """
         Args:
-            device: that the weights are gathered on.
-            readers: processes of all engines, which are numbered from 1.
-            host: this machine's address as the readers reach it; None: MASTER_ADDR, else 127.0.0.1.
-            bucket_bytes: of one message.
-            timeout_seconds: of one message, and to make the group.
-            arrival_seconds: until the last reader has come.
+            device: device on which the weights are gathered.
+            readers: number of processes of all engines. They are numbered from 1.
+            host: address of this machine for the readers. Default: MASTER_ADDR, or else 127.0.0.1.
+            bucket_bytes: size of one message in bytes.
+            timeout_seconds: timeout of one message, and of the creation of the group.
+            arrival_seconds: maximum number of seconds until the last reader has arrived.
         """
         host = host or os.environ.get("MASTER_ADDR", "127.0.0.1")
         listening = socket.create_server((socket.gethostbyname(host), 0))
@@ -113,25 +120,29 @@ class Broadcaster:
         store = _store(self._address, timeout_seconds, listening.detach())
         store.set("size", str(readers + 1))
         self._member = _Member(store, 0, readers + 1, device, timeout_seconds)
-        self._bucket_bytes, self._arrival_seconds = bucket_bytes, arrival_seconds
+        self._bucket_bytes = bucket_bytes
+        self._arrival_seconds = arrival_seconds
         self.to_host = True
         """See `BucketFiller`."""
         self._groups = self._failures = 0
         self._is_known = False
         self._keys: list[str] = []
-        """Of the last version."""
+        """Keys in the store of the last version."""
         self._old: list[str] = []
-        """Of those before it."""
+        """Keys in the store of earlier versions, which are deleted at the next version."""
 
     @property
     def address(self) -> tuple[str, int] | None:
-        """Where readers come to, once a handle has brought it to them; None: nothing is broadcast any more."""
-        return self._address if self._failures < ATTEMPTS else None
+        """Address to which readers connect, or None if no more versions are broadcast."""
+        if self._failures >= ATTEMPTS:
+            return None
+        return self._address
 
     def sent(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a version, each after it was copied into a bucket; see `BucketFiller.passed`. When it is
-        exhausted every reader has them all, or the version was given up. The first is not broadcast: its handle brings
-        the address.
+        """Broadcast a version. Yield each of its tensors after it was copied into a bucket (see `BucketFiller.passed`).
+
+        When the iterator is exhausted, either every reader has all tensors, or the version was aborted. The first
+        version is not broadcast, because readers get the address with its handle.
         """
         transfer = _Transfer(self._member, version, self._bucket_bytes, self.to_host)
         self._old += self._keys
@@ -149,6 +160,7 @@ class Broadcaster:
             raise
         if not transfer.is_over:
             transfer.announce([])
+            # Only consecutive aborted versions count.
             self._failures = 0
         elif is_sent:
             self._failures += 1
@@ -156,20 +168,22 @@ class Broadcaster:
             _log.warning("weights: %d versions broke off, and no more are broadcast", self._failures)
 
     def _meet(self, version: int) -> None:
-        """Wait until all readers have come, and join them in a group, in a new one where one of them is in none."""
+        """Wait until all readers have arrived, and join a group with them. It is a new group if one of them is in
+        none.
+        """
         member = self._member
         until = time.monotonic() + self._arrival_seconds
         readers = [f"{version}/{reader}" for reader in range(1, member.size)]
         self._keys += readers
         groups = {int(_awaited(member.store, key, until - time.monotonic())) for key in readers}
-        # Who has come for this version needs nothing of an older one.
+        # All readers have arrived for this version, so none of them reads keys of an older one.
         for key in self._old:
             member.store.delete_key(key)
         self._old = []
         if groups != {member.group} or not member.group:
             self._groups += 1
             if self._groups > 1:
-                _log.warning("version %d of the weights: rank 0 and the engines are made a new group", version)
+                _log.warning("version %d of the weights: rank 0 and the engines create a new process group", version)
         member.store.set(f"{version}/group", str(self._groups))
         member.join(self._groups)
 
@@ -178,11 +192,12 @@ class Broadcaster:
 
 
 class _Transfer(BucketFiller):
-    """Of one version, from rank 0."""
+    """Broadcast of one version from rank 0."""
 
     def __init__(self, member: _Member, version: int, bucket_bytes: int, to_host: bool) -> None:
         super().__init__(member.device, bucket_bytes, to_host)
-        self._member, self._version = member, version
+        self._member = member
+        self._version = version
         self._buckets = 0
         self.keys = [f"{version}/group"]
         self.is_over = False
@@ -196,25 +211,26 @@ class _Transfer(BucketFiller):
         self._member.broadcast(self.bucket[: self.end])
 
     def announce(self, content: list[Any] | None) -> None:
-        """Let the readers know what comes next: bytes and pieces; [], the end; None, nothing."""
+        """Announce the next message to the readers: bytes and pieces, or [] for the end, or None if it was aborted."""
         key = f"{self._version}/bucket {self._buckets}"
         self._member.store.set(key, json.dumps(content))
         self.keys.append(key)
         self._buckets += 1
 
     def attempt(self, step: Callable[[], None]) -> None:
-        """What fails ends this version's broadcast, and not the trainer."""
+        """Run a step of the broadcast. An error aborts the broadcast of this version, but not the training."""
         try:
             step()
         except (RuntimeError, TimeoutError) as error:
             self.give_up(error)
 
     def give_up(self, error: BaseException) -> None:
-        """Let the readers take the version from elsewhere."""
+        """Abort the broadcast, so that the readers take the version from its folder."""
         text = "version %d of the weights is not broadcast to the end, and is read as it was published: %s"
         _log.warning(text, self._version, error)
         self.is_over = True
         self._member.leave()
+        # The store may be gone too. Readers then run into their timeout.
         with contextlib.suppress(RuntimeError):
             self._member.store.set(f"{self._version}/group", _NULL)
             self.announce(None)
@@ -223,22 +239,23 @@ class _Transfer(BucketFiller):
 def read_broadcast(
     address: tuple[str, int], reader: int, version: int, timeout_seconds: float
 ) -> Iterator[tuple[str, Tensor]]:
-    """A version that rank 0 broadcasts; tensors on this process's device, a bucket of its own at a time.
+    """Yield the tensors of a version that rank 0 broadcasts, on this process's device. One bucket is allocated at a
+    time.
 
     Args:
-        address: of the `Broadcaster`.
-        reader: this process's number among all readers, from 1.
-        version: that is wanted.
-        timeout_seconds: for each bucket.
+        address: address of the `Broadcaster`.
+        reader: number of this process among all readers, from 1.
+        version: version to read.
+        timeout_seconds: timeout of each bucket.
 
     Raises:
-        ConnectionError: rank 0 has given the version up.
-        TimeoutError, RuntimeError: rank 0 is gone or silent, or another reader is.
+        ConnectionError: rank 0 has aborted the version.
+        TimeoutError, RuntimeError: rank 0 or another reader has ended or does not respond.
     """
     member = _membership(address, reader, timeout_seconds)
     member.store.set(f"{version}/{reader}", str(member.group))
     group = _awaited(member.store, f"{version}/group", ARRIVAL_S)
-    is_whole = False
+    is_complete = False
     try:
         if group == _NULL:
             raise ConnectionError(f"version {version} of the weights is not broadcast")
@@ -253,35 +270,41 @@ def read_broadcast(
             bucket = torch.empty(nbytes, dtype=torch.uint8, device=member.device)
             member.broadcast(bucket)
             yield from pieces_of(bucket, [Piece.of(piece) for piece in pieces])
+            # Frees the device memory before the next bucket is allocated.
             del bucket
-        is_whole = True
+        is_complete = True
     finally:
-        if not is_whole:
+        # The other members may be in another collective, so the group cannot be used any more.
+        if not is_complete:
             member.leave()
 
 
 class _Member:
-    """One process, which may be in a group."""
+    """One process, which may be a member of a process group."""
 
     group = 0
-    """Its number; 0: in none."""
+    """Number of the group, or 0 if the process is in none."""
     _joined: Any = None
 
     def __init__(self, store: Any, rank: int, size: int, device: torch.device, timeout_seconds: float) -> None:
-        self.store, self._rank, self.size, self.device = store, rank, size, device
+        self.store = store
+        self._rank = rank
+        self.size = size
+        self.device = device
         self._timeout = timedelta(seconds=timeout_seconds)
 
     def join(self, group: int) -> None:
-        """All of the group do this.
+        """Join a group. All of its members call this.
 
         Raises:
-            TimeoutError, RuntimeError: one of them did not, or cannot be reached.
+            TimeoutError, RuntimeError: a member did not call it, or cannot be reached.
         """
         if group == self.group:
             return
+        # A process group of NCCL holds device memory until it is aborted.
         self.leave()
         made: list[Any] = []
-        # NCCL knows no time limit while it connects.
+        # In a thread, because NCCL has no timeout while it connects. A hanging thread is abandoned.
         making = threading.Thread(target=self._make, args=(group, made), daemon=True)
         making.start()
         making.join(self._timeout.total_seconds())
@@ -289,7 +312,8 @@ class _Member:
             raise TimeoutError(f"rank 0 and the engines made no group in {self._timeout.total_seconds():g} s")
         if isinstance(made[0], Exception):
             raise made[0]
-        self._joined, self.group = made[0], group
+        self._joined = made[0]
+        self.group = group
 
     def _make(self, group: int, made: list[Any]) -> None:
         c10d: Any = dist
@@ -302,7 +326,7 @@ class _Member:
                     joined = c10d.ProcessGroupNCCL(store, self._rank, self.size, options)
             else:
                 joined = c10d.ProcessGroupGloo(store, self._rank, self.size, self._timeout)
-            joined.broadcast(torch.zeros(1, device=self.device), 0).wait()  # connects them
+            joined.broadcast(torch.zeros(1, device=self.device), 0).wait()  # the first collective connects the members
             made.append(joined)
         except RuntimeError as error:
             made.append(error)
@@ -310,16 +334,19 @@ class _Member:
     def leave(self) -> None:
         if self._joined is not None:
             self._joined.abort()
-        self._joined, self.group = None, 0
+        self._joined = None
+        self.group = 0
 
     def broadcast(self, bucket: Tensor) -> None:
-        """From rank 0 to the others; returns when this process has it, or has sent it."""
+        """Broadcast a bucket from rank 0. Returns when this process has received it, or has sent it."""
         self._joined.broadcast(bucket, 0).wait()
 
 
 @contextlib.contextmanager
 def _blocking_wait() -> Iterator[None]:
-    """A group that is made herein raises an error where a message takes too long; else torch ends the process."""
+    """Make groups that are created inside the context raise an error on a timeout. torch would end the process
+    instead.
+    """
     name = "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -332,7 +359,7 @@ def _blocking_wait() -> Iterator[None]:
 
 
 _members: dict[tuple[tuple[str, int], int], _Member] = {}
-"""Readers of this process, by the address that they come to and their number."""
+"""Readers of this process, by the address of the broadcaster and the number of the reader."""
 
 
 def _membership(address: tuple[str, int], reader: int, timeout_seconds: float) -> _Member:
@@ -344,14 +371,16 @@ def _membership(address: tuple[str, int], reader: int, timeout_seconds: float) -
 
 
 def _store(address: tuple[str, int], timeout_seconds: float, listening: int | None = None) -> Any:
-    """Rank 0's, which has a socket that listens, or a reader's connection to it."""
+    """Return the store of rank 0, given its listening socket, or a reader's connection to that store."""
     c10d: Any = dist
     timeout = timedelta(seconds=timeout_seconds)
+    # The listening socket was created by the caller, so the store cannot lose its port to another process.
     is_master = listening is not None
     return c10d.TCPStore(*address, None, is_master, timeout, wait_for_workers=False, master_listen_fd=listening)
 
 
 def _awaited(store: Any, key: str, seconds: float) -> str:
+    """Wait for a key of the store and return its value. Raise TimeoutError after this number of seconds."""
     c10d: Any = dist
     until = time.monotonic() + seconds
     while True:
@@ -361,4 +390,5 @@ def _awaited(store: Any, key: str, seconds: float) -> str:
         except c10d.DistStoreError:
             if time.monotonic() > until:
                 raise TimeoutError(f"{key!r} of the weights did not come in {seconds:.0f} s") from None
+            # A long wait must not look like a hung worker.
             beat()

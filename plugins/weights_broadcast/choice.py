@@ -6,7 +6,7 @@ from components.weights.choice import CarrierChoice, SyncSetting
 
 
 class BroadcastChoice(CarrierChoice):
-    """Conditions for the carrier `broadcast`: the engines have devices of their own."""
+    """Conditions for the carrier `broadcast`: the engines have separate devices."""
 
     automatic = 1
 

@@ -1,11 +1,12 @@
-"""Weights from a rank to the engines on its own device, past the host: both map the memory of one bucket.
+"""Transfer of weights from a rank to the engines on the same device, without the host: all map the memory of a bucket.
 
-The rank fills it, each engine takes a copy and says so, and the rank fills it again. How another process maps it is
-torch's own: by a CUDA IPC handle, and on a CPU, where this can be tried, by a name in shared memory. Handles and
-responses go over a socket in the run's folder, which this user alone can open.
+The rank fills the bucket, each engine copies it and confirms, and the rank fills it again. The memory is shared by
+torch: with a CUDA IPC handle, or on a CPU, where the carrier can be tried, with a name in shared memory. Handles and
+confirmations are sent over a socket in the run's folder, which only this user can open.
 
-Nothing depends on it. The version is written to its folder too, for engines that are replaced, or that slept. An engine
-takes it from there where this breaks off, and a rank gives up an engine that is gone, or silent for too long.
+A transfer may fail without loss. The version is also written to its folder, for engines that were replaced or that
+slept. An engine reads it from there if the transfer is aborted, and a rank gives up an engine that has ended or does
+not respond in time.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class IPCCarrier(FolderCarrier):
-    """The `weight carrier` "ipc". On GPUs each rank sends to the engine on its device, on a CPU rank 0 to all."""
+    """The weight carrier "ipc". On GPUs each rank sends to the engine on its device. On a CPU rank 0 sends to all."""
 
     NAME: ClassVar[str] = "ipc"
 
@@ -45,7 +46,9 @@ class IPCCarrier(FolderCarrier):
         super().__init__(setting)
         self._sender: BucketSender | None = None
         if self.gathers_everywhere or setting.rank == 0:
-            readers = 1 if self.gathers_everywhere else setting.readers
+            readers = setting.readers
+            if self.gathers_everywhere:
+                readers = 1
             self._sender = BucketSender(setting.shared_dir, setting.device, readers, to_host=setting.rank == 0)
 
     @property
@@ -53,7 +56,9 @@ class IPCCarrier(FolderCarrier):
         return self.setting.device.type == "cuda"
 
     def sent(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        return tensors if self._sender is None else self._sender.sent(version, tensors)
+        if self._sender is None:
+            return tensors
+        return self._sender.sent(version, tensors)
 
     def close(self) -> None:
         if self._sender is not None:
@@ -74,7 +79,7 @@ class IPCCarrier(FolderCarrier):
 
 
 class BucketSender:
-    """Of one rank, to the engines on its device."""
+    """Sender of one rank to the engines on its device."""
 
     def __init__(
         self,
@@ -87,16 +92,18 @@ class BucketSender:
     ) -> None:
         """
         Args:
-            folder: of the run on this machine, for this user alone.
-            device: that the weights are gathered on.
-            readers: processes of engines on it, each of which reads every version.
-            bucket_bytes: of the memory that they map.
-            timeout_seconds: a reader may take to come, and for each bucket.
+            folder: folder of the run on this machine, accessible to this user only.
+            device: device on which the weights are gathered.
+            readers: number of engine processes on the device. Each of them reads every version.
+            bucket_bytes: size of the shared bucket in bytes.
+            timeout_seconds: timeout until the readers have arrived, and of each bucket.
             to_host: see `BucketFiller`.
         """
         self.to_host = to_host
-        self._device, self._readers = device, readers
-        self._bucket_bytes, self._timeout_seconds = bucket_bytes, timeout_seconds
+        self._device = device
+        self._readers = readers
+        self._bucket_bytes = bucket_bytes
+        self._timeout_seconds = timeout_seconds
         self._path = _socket_of(folder, device)
         self._path.unlink(missing_ok=True)
         self._listening = socket.socket(socket.AF_UNIX)
@@ -108,8 +115,9 @@ class BucketSender:
         self._path.unlink(missing_ok=True)
 
     def sent(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a version, each after it was copied into the bucket; see `BucketFiller.passed`. When it is
-        exhausted every reader has them all, or was given up.
+        """Send a version. Yield each of its tensors after it was copied into the bucket (see `BucketFiller.passed`).
+
+        When the iterator is exhausted, every reader has all tensors or was given up.
         """
         readers = self._arrived(version)
         transfer = _Transfer(readers, self._device, self._bucket_bytes, self.to_host, self._timeout_seconds)
@@ -120,19 +128,22 @@ class BucketSender:
             transfer.close()
 
     def _arrived(self, version: int) -> list[Connection]:
-        """Readers that want this version."""
+        """Return the connections of the readers that request this version."""
         readers: list[Connection] = []
         until = time.monotonic() + self._timeout_seconds
         while len(readers) < self._readers and (left := until - time.monotonic()) > 0:
             self._listening.settimeout(left)
             try:
                 reader = Connection(self._listening.accept()[0].detach())
-                wanted = int(reader.recv_bytes()) if reader.poll(left) else None
+                requested_version = None
+                if reader.poll(left):
+                    requested_version = int(reader.recv_bytes())
             except (OSError, EOFError):
-                continue  # nobody came in time, or somebody has left again
-            if wanted == version:
+                continue  # no reader came in time, or a reader has closed its connection
+            if requested_version == version:
                 readers.append(reader)
             else:
+                # A late reader of an older version.
                 reader.close()
         if len(readers) < self._readers:
             text = "version %d of the weights: %d of %d readers on %s came within %g s"
@@ -141,7 +152,7 @@ class BucketSender:
 
 
 class _Transfer(BucketFiller):
-    """Of one version."""
+    """Transfer of one version."""
 
     def __init__(
         self,
@@ -152,25 +163,29 @@ class _Transfer(BucketFiller):
         timeout_seconds: float,
     ) -> None:
         super().__init__(device, bucket_bytes, to_host)
-        self._readers, self._timeout_seconds = readers, timeout_seconds
+        self._readers = readers
+        self._timeout_seconds = timeout_seconds
         self._mapped_bytes = 0
-        """Of the bucket, as the readers have mapped it."""
+        """Size of the bucket that the readers have mapped."""
 
     def send(self) -> None:
-        """Wait until every reader has a copy of what is in the bucket."""
+        """Wait until every reader has a copy of the bucket's contents."""
         _finish_copies(self.bucket.device)
         is_mapped = self._mapped_bytes == len(self.bucket)
         self.tell(lambda: pickle.dumps((None if is_mapped else _handle(self.bucket), self.end, self.pieces)))
         self._mapped_bytes = len(self.bucket)
 
     def tell(self, message: Callable[[], bytes]) -> None:
-        """Send each reader a message, made for it alone since torch counts who maps memory, and await its response."""
+        """Send each reader a message and wait for its response.
+
+        `message` is called once per reader, because torch counts the processes that map a handle.
+        """
         for reader in list(self._readers):
             try:
                 reader.send_bytes(message())
                 _message(reader, self._timeout_seconds)
             except (OSError, EOFError, RuntimeError) as error:
-                # torch keeps a bucket that somebody has mapped and not given back until this process ends.
+                # torch keeps a bucket that was mapped and not returned until this process ends.
                 _log.warning("weights: an engine on %s was given up: %r", self.bucket.device, error)
                 self._readers.remove(reader)
                 reader.close()
@@ -181,15 +196,15 @@ class _Transfer(BucketFiller):
 
 
 def read_sent(folder: Path, version: int, timeout_seconds: float) -> Iterator[tuple[str, Tensor]]:
-    """A version that a rank sends; tensors on this process's device, a bucket of its own at a time.
+    """Yield the tensors of a version that a rank sends, on this process's device. One bucket is copied at a time.
 
     Args:
-        folder: of the `BucketSender`.
-        version: that is wanted.
-        timeout_seconds: for the rank to begin, and for each bucket.
+        folder: folder of the `BucketSender`.
+        version: version to read.
+        timeout_seconds: timeout until the rank begins, and of each bucket.
 
     Raises:
-        OSError, EOFError: there is no such rank, or it is gone, or silent.
+        OSError, EOFError: there is no such rank, or it has ended or does not respond.
         RuntimeError: its memory cannot be mapped.
     """
     device = compute_device()
@@ -203,26 +218,31 @@ def read_sent(folder: Path, version: int, timeout_seconds: float) -> Iterator[tu
         bucket = torch.empty(0)
         while message := _message(rank, timeout_seconds):
             handle, size, pieces = pickle.loads(message)
-            bucket = bucket if handle is None else _mapped(handle, device)
-            own = bucket[:size].clone()
+            if handle is not None:
+                bucket = _mapped(handle, device)
+            # Copied before the rank fills the bucket again.
+            copy = bucket[:size].clone()
             _finish_copies(device)
             rank.send_bytes(b"copied")
-            yield from pieces_of(own, pieces)
-            del own
+            yield from pieces_of(copy, pieces)
+            del copy
         del bucket
         rank.send_bytes(b"done")
 
 
 def _socket_of(folder: Path, device: torch.device) -> Path:
-    """Processes may number the same GPUs differently."""
-    name = "cpu" if device.type == "cpu" else torch.cuda.get_device_properties(device).uuid
+    """Return the path of the socket for a device. GPUs are named by uuid, as processes may number them differently."""
+    name = "cpu"
+    if device.type != "cpu":
+        name = str(torch.cuda.get_device_properties(device).uuid)
     return folder / f"weights-{name}.socket"
 
 
 def _handle(bucket: Tensor) -> bytes:
-    """What another process maps the memory by."""
+    """Return a handle with which another process can map the memory."""
     strategy = get_sharing_strategy()
-    set_sharing_strategy("file_system")  # of a CPU's memory: by name, as CUDA's is
+    # On a CPU shared memory is passed by name. The default strategy passes a file descriptor, which cannot be pickled.
+    set_sharing_strategy("file_system")
     try:
         return bytes(ForkingPickler.dumps(reduce_tensor(bucket)))
     finally:
@@ -232,6 +252,7 @@ def _handle(bucket: Tensor) -> bytes:
 def _mapped(handle: bytes, device: torch.device) -> Tensor:
     rebuild, arguments = pickle.loads(handle)
     if device.type == "cuda":
+        # The sender's device index may belong to another GPU in this process.
         arguments = (*arguments[:_DEVICE], device.index, *arguments[_DEVICE + 1 :])
     return rebuild(*arguments)
 
@@ -243,5 +264,6 @@ def _message(connection: Connection, timeout_seconds: float) -> bytes:
 
 
 def _finish_copies(device: torch.device) -> None:
+    # CUDA copies run asynchronously. The other process must not read or overwrite the bucket before they have ended.
     if device.type == "cuda":
         torch.cuda.synchronize(device)

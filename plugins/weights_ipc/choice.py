@@ -18,4 +18,6 @@ class IPCChoice(CarrierChoice):
         return ""
 
     def describe(self, gpus: int) -> str:
-        return "CUDA IPC, from each rank to the engine on its GPU" if gpus else "a bucket that engines map"
+        if gpus:
+            return "CUDA IPC, from each rank to the engine on its GPU"
+        return "a bucket that engines map"

@@ -1,3 +1,3 @@
-"""Transport of weights to engines on other machines, by TCP: a run with placement.nodes > 1 loads it."""
+"""Transport of weights over TCP to engines on other machines. A run with placement.nodes > 1 loads it."""
 
 PROVIDES = {"weight transport": {"tcp": "transport:TCPTransport"}}

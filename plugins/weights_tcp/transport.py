@@ -1,13 +1,13 @@
-"""Weights from one machine to another: the publisher serves its versions, and readers pull them.
+"""Transfer of weights from one machine to another: the publisher serves its versions, and readers pull them.
 
-A reader opens a connection of its own, sends one line that says what it wants, and gets one line that says what
-comes, and then the buckets one by one. So an engine that was replaced asks again, and readers that die disturb nobody.
+A reader opens a connection, sends one line with its request, and receives one line that describes the response and then
+the buckets one by one. A replaced engine can request a version again, and a reader that dies affects no other reader.
 
     reader      {"name": ..., "proof": ..., "version": 3, "table_only": false}
     publisher   {"status": "ok", "digests": ..., "buckets": [[bytes, pieces], ...]}, and the bytes
 
-Nothing is encrypted. A request is served only with proof that its sender has the handle, which keeps out mistakes, and
-not an attacker who can read or write on that network: bind to an address of a network that you trust.
+Nothing is encrypted. A request is served only with a proof that its sender has the handle. The proof prevents mistakes.
+It does not stop an attacker who can read or write on the network, so bind to an address of a trusted network.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _REQUEST_BYTES = 4096
 
 
 class TCPTransport(WeightTransport):
-    """The `weight transport` "tcp"."""
+    """The weight transport "tcp"."""
 
     def serve(
         self, host: str, token: str, find: Callable[[int], OpenVersion | None], timeout_seconds: float
@@ -47,17 +47,17 @@ class TCPTransport(WeightTransport):
 
 
 class WeightServer(VersionServer):
-    """Serves versions from side threads of the publisher's process, one for each reader."""
+    """Serves versions from threads of the publisher's process, one thread per reader."""
 
     def __init__(
         self, host: str, token: str, find: Callable[[int], OpenVersion | None], timeout_seconds: float
     ) -> None:
         """
         Args:
-            host: address to bind to, as the readers reach it; IPv4, or a name of one.
-            token: what readers must have.
-            find: opens a version; None when it is gone.
-            timeout_seconds: for every single bucket.
+            host: address to bind to, as the readers reach it: an IPv4 address, or a host name of one.
+            token: token that readers must prove to have.
+            find: opens a version; returns None if it was deleted.
+            timeout_seconds: timeout of each bucket.
         """
         self._token = token
         self._find = find
@@ -69,7 +69,7 @@ class WeightServer(VersionServer):
         self._thread.start()
 
     def close(self) -> None:
-        """Ends when the transfers that have begun have ended."""
+        """Stop serving. Returns when all running transfers have ended."""
         self._listening.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._listening.close()
@@ -81,7 +81,8 @@ class WeightServer(VersionServer):
             try:
                 connection, _ = self._listening.accept()
             except OSError:
-                return  # closed
+                return  # `close` has shut the socket down
+            # Finished threads are dropped, so that the list does not grow with every version.
             self._transfers = [transfer for transfer in self._transfers if transfer.is_alive()]
             transfer = threading.Thread(target=self._transfer, args=(connection,), daemon=True)
             self._transfers.append(transfer)
@@ -93,7 +94,7 @@ class WeightServer(VersionServer):
                 connection.settimeout(self._timeout_seconds)
                 self._answer(connection, **json.loads(lines.readline(_REQUEST_BYTES)))
         except (OSError, ValueError, TypeError) as error:
-            # Of a reader that is gone, or so slow that it counts as gone: it will ask again if it lives.
+            # The reader died, or is too slow. A living reader requests the version again.
             _log.warning("weights: a reader was not served to the end: %s", error)
 
     def _answer(self, connection: socket.socket, *, name: str, proof: str, version: int, table_only: bool) -> None:
@@ -106,7 +107,9 @@ class WeightServer(VersionServer):
             return
         tables = [(flat.numel(), pieces) for pieces, flat in opened.buckets]
         connection.sendall(_line({"status": "ok", "digests": opened.digests, "buckets": tables}))
-        for _, flat in () if table_only else opened.buckets:
+        if table_only:
+            return
+        for _, flat in opened.buckets:
             try:
                 connection.sendall(flat.numpy().data)
             except OSError as error:
@@ -116,26 +119,26 @@ class WeightServer(VersionServer):
 def fetch(
     address: tuple[str, int], token: str, version: int, timeout_seconds: float, table_only: bool = False
 ) -> RemoteVersion:
-    """Ask a publisher for a version.
+    """Request a version from a publisher.
 
     Args:
-        address: of the publisher.
-        token: of the handle.
-        version: that is wanted.
-        timeout_seconds: for the answer, and while nothing of a bucket comes.
-        table_only: names, dtypes, shapes and digests, without the payload.
+        address: address of the publisher.
+        token: token of the handle.
+        version: version to fetch.
+        timeout_seconds: timeout of the response, and of pauses within a bucket.
+        table_only: True to fetch names, dtypes, shapes and digests without the payload.
 
     Raises:
-        FileNotFoundError: the publisher has it no more.
-        PermissionError: the publisher at the address is another one.
-        ConnectionError: nobody is there, or no answer came in time.
+        FileNotFoundError: the publisher has deleted the version.
+        PermissionError: there is another publisher at the address.
+        ConnectionError: nothing listens at the address, or no response came in time.
     """
     where = f"the publisher of the weights at {address[0]}:{address[1]}"
-    own = uuid.uuid4().hex
-    request = {"name": own, "proof": prove(token, own), "version": version, "table_only": table_only}
+    name = uuid.uuid4().hex
+    request = {"name": name, "proof": prove(token, name), "version": version, "table_only": table_only}
     try:
         with socket.create_connection(address, timeout_seconds) as connection:
-            stream = connection.makefile("rb")  # which keeps the connection
+            stream = connection.makefile("rb")  # keeps the connection open after the `with` block
             connection.sendall(_line(request))
         header = json.loads(stream.readline())
     except (OSError, ValueError) as error:
@@ -152,8 +155,8 @@ def fetch(
     return RemoteVersion(tables, header["digests"], _payload(stream, sizes, tables, where))
 
 
-def _line(what: object) -> bytes:
-    return json.dumps(what).encode() + b"\n"
+def _line(content: object) -> bytes:
+    return json.dumps(content).encode() + b"\n"
 
 
 def _payload(stream: Any, sizes: list[int], tables: list[list[Piece]], where: str) -> Iterator[tuple[str, Tensor]]:
@@ -166,6 +169,9 @@ def _payload(stream: Any, sizes: list[int], tables: list[list[Piece]], where: st
             raise ConnectionError(f"the weights stopped coming from {where} ({error}); ask again") from error
         *most, last = pieces_of(flat, table)
         yield from most
-        # A loop holds its last tensor while it waits for the next: it shall not hold the whole bucket by that.
-        most, last, flat = [], (last[0], last[1].clone()), None
-        yield last
+        # The consumer's loop variable keeps the last tensor while it waits for the next bucket. As a view it would keep
+        # the whole bucket, so the last tensor is copied and all views are dropped.
+        name, tensor = last
+        copy = tensor.clone()
+        del flat, most, last, tensor
+        yield name, copy

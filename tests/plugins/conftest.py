@@ -1,4 +1,4 @@
-"""The tiny models of the components' tests, and packages of other projects that bring plug-ins."""
+"""Fixtures of the plug-ins' tests: tiny models, and packages of other projects that provide plug-ins."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +16,7 @@ InstallPackage = Callable[[str, Mapping[str, str]], Path]
 
 @pytest.fixture
 def install_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[InstallPackage]:
-    """Return a function that installs a package with an entry point in `troupe.plugins`, for the length of a test.
+    """Return a function that installs a package with an entry point in `troupe.plugins`, for the duration of a test.
 
     It takes the name of the package and the texts of its files, `__init__.py` with PROVIDES among them.
     """

@@ -1,4 +1,4 @@
-"""Imports a tree without one of its plug-ins, and plans runs in it.
+"""Import a tree without one of its plug-ins, and plan runs in it.
 
 usage (in the tree): python deleted.py < {"plans": {"<name>": ["<recipe>", "<option>", ...]}}
 
@@ -15,18 +15,18 @@ from typing import Any
 
 LAYERS = ("core", "components", "agents", "training", "plugins", "recipes")
 PROGRAMS = ("__main__", "_child")
-"""Ends of names of modules that run when they are imported."""
+"""Endings of the names of modules that run when they are imported."""
 
 
 def modules() -> list[str]:
-    """Names of all modules of the tree, without programs, and without those that import vLLM, which takes long."""
+    """Return the names of all modules, without programs and without modules that import vLLM, which is slow."""
     files = [path for layer in LAYERS for path in sorted(Path(layer).rglob("*.py"))]
     names = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in files]
     return [name for name in names if not name.endswith(PROGRAMS) and not name.startswith("plugins.vllm.")]
 
 
 def import_fault(name: str) -> str:
-    """Why a module cannot be imported; empty: it can, or needs a library that is not installed here."""
+    """Return why a module cannot be imported, or "" if it can or if it needs a library that is not installed."""
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -39,8 +39,9 @@ def import_fault(name: str) -> str:
 
 
 def plan(recipe: str, options: list[str]) -> tuple[int, str]:
-    """Exit code and error of a dry run."""
-    out, err = io.StringIO(), io.StringIO()
+    """Return the exit code and the error of a dry run."""
+    out = io.StringIO()
+    err = io.StringIO()
     main: Any = importlib.import_module(f"recipes.{recipe}.main").main
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(["--dry_run", *options])

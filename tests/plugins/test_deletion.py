@@ -40,9 +40,9 @@ NAMED_BY: dict[str, list[str]] = {
     "weights_broadcast": [*("grpo", "rollout.weight_sync=broadcast", "placement.colocate=false", "assume_devices=1x2")],
     "weights_ipc": ["grpo", "rollout.weight_sync=ipc", "assume_devices=1x1"],
 }
-"""Plug-in -> recipe and options that name it. A plug-in without an entry is used where it is there."""
+"""Plug-in -> recipe and options that name it. A plug-in without an entry is used if its folder exists."""
 ANSWER = {"openrlhf": "unknown option"}
-"""Part of the message, where it is not that the plug-in is missing."""
+"""Plug-in -> part of the message, if it is not the message about a missing plug-in."""
 
 
 def tree_without(plugin: str, folder: Path) -> Path:
@@ -54,14 +54,14 @@ def tree_without(plugin: str, folder: Path) -> Path:
 
 
 def run_in(tree: Path, *words: str, text: str = "") -> subprocess.CompletedProcess[str]:
-    """Run Python with the tree in the place of this one."""
+    """Run Python with the tree instead of this one on the import path."""
     env = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *words]
     return subprocess.run(command, cwd=tree, env=env, input=text, capture_output=True, text=True, timeout=900)
 
 
-def own_options(folder: Path) -> dict[str, list[str]]:
-    """Options by recipe for a model and data of the user's own, which are written into the folder."""
+def user_options(folder: Path) -> dict[str, list[str]]:
+    """Return options by recipe for a model and data of the user, which are written into the folder."""
     model = write_policy(folder / "policy")
     rows = [{"input": f"{n} + 1 =", "label": str(n + 1)} for n in range(64)]
     pairs = [{"prompt": row["input"], "response": row["label"]} for row in rows]
@@ -80,17 +80,17 @@ def own_options(folder: Path) -> dict[str, list[str]]:
 
 def check_deleted(plugin: str, folder: Path) -> Path:
     """Check a tree without the plug-in, and return it."""
-    own = own_options(folder)
-    plans = {recipe: [recipe, *options] for recipe, options in own.items()}
+    options_by_recipe = user_options(folder)
+    plans = {recipe: [recipe, *options] for recipe, options in options_by_recipe.items()}
     if plugin in NAMED_BY:
         recipe, *options = NAMED_BY[plugin]
-        plans["named"] = [recipe, *own[recipe], *options]
+        plans["named"] = [recipe, *options_by_recipe[recipe], *options]
     tree = tree_without(plugin, folder / "tree")
     done = run_in(tree, str(Path(__file__).with_name("deleted.py")), text=json.dumps({"plans": plans}))
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert result["faults"] == []
-    assert {recipe: result["plans"][recipe] for recipe in own if result["plans"][recipe][0]} == {}
+    assert {recipe: result["plans"][recipe] for recipe in options_by_recipe if result["plans"][recipe][0]} == {}
     if plugin in NAMED_BY:
         code, error = result["plans"]["named"]
         assert (code, error.count("\n")) == (2, 1), error
@@ -98,7 +98,7 @@ def check_deleted(plugin: str, folder: Path) -> Path:
     return tree
 
 
-def test_every_plugin_that_an_option_names_is_there() -> None:
+def test_every_plugin_named_by_an_option_exists() -> None:
     assert set(NAMED_BY) <= set(PLUGINS)
 
 
@@ -114,7 +114,7 @@ def test_a_tree_without_the_plugin_imports_plans_and_runs(plugin: str, tmp_path:
     tree = check_deleted(plugin, tmp_path)
     options = [f"run_dir={tmp_path}/run", "max_steps=2", "evaluation.path=null"]
     if plugin == "demo":
-        options = [*own_options(tmp_path)["grpo"], "max_steps=2"]
+        options = [*user_options(tmp_path)["grpo"], "max_steps=2"]
     done = run_in(tree, "-m", "recipes.grpo.main", *options)
     assert done.returncode == 0, done.stderr
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) >= 2

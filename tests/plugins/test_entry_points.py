@@ -1,4 +1,4 @@
-"""Packages of other projects bring plug-ins by an entry point, and options of a run name them."""
+"""Plug-ins of other packages, provided by entry points and named by options of a run."""
 
 import contextlib
 import importlib
@@ -67,7 +67,7 @@ class NotedCarrier(FolderCarrier):
 
 
 def run(*options: str) -> tuple[int, str]:
-    """Run grpo in this process; return its exit code and what it printed."""
+    """Run grpo in this process. Return its exit code and its output."""
     console = io.StringIO()
     with contextlib.redirect_stdout(console), contextlib.redirect_stderr(console):
         code = main([*OPTIONS.split(), *options])
@@ -87,7 +87,8 @@ def test_a_run_uses_an_engine_and_a_carrier_of_another_project(install_package: 
     assert "weights by noted" in console
     code, console = run(model, f"run_dir={tmp_path}/ours", "rollout.engine=hf", "rollout.weight_sync=shared_memory")
     assert code == 0, console
-    theirs, ours = last_metrics(tmp_path / "theirs"), last_metrics(tmp_path / "ours")
+    theirs = last_metrics(tmp_path / "theirs")
+    ours = last_metrics(tmp_path / "ours")
     compared = [name for name in ours if name.startswith(("actor/", "rollout/", "reward/"))]
     assert {"actor/loss", "actor/grad_norm"} <= set(compared)
     assert {name: theirs[name] for name in compared} == {name: ours[name] for name in compared}

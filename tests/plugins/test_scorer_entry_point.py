@@ -1,4 +1,4 @@
-"""A package of somebody else brings a scorer by an entry point."""
+"""A scorer of another package, provided by an entry point."""
 
 import json
 import os
@@ -32,7 +32,7 @@ OPTIONS = """data.path=task:sort data.max_prompt_tokens=16 prompts_per_step=2 sa
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of the package, which this process finds."""
+    """Return the folder of the package, which this process can import."""
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -42,15 +42,16 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     registry._provided.cache_clear()
 
 
-def test_its_name_is_in_the_help_and_in_the_error_of_an_unknown_scorer(installed: Path) -> None:
+def test_help_and_the_error_of_an_unknown_scorer_list_its_name(installed: Path) -> None:
     assert "`vowels`" in describe_options(GRPOConfig)
     check_reward("vowels")
     with pytest.raises(ValueError, match=says("'vowel'", "exact_match", "vowels", "a .py file")):
         check_reward("vowel")
 
 
-def test_a_run_is_rewarded_by_it(installed: Path) -> None:
-    model, run_dir = write_untrained(installed / "model"), installed / "run"
+def test_a_run_uses_the_scorer(installed: Path) -> None:
+    model = write_untrained(installed / "model")
+    run_dir = installed / "run"
     done = subprocess.run(
         [sys.executable, "-m", "recipes.grpo.main", f"model.path={model}", f"run_dir={run_dir}", *OPTIONS.split()],
         cwd=ROOT,
@@ -65,7 +66,7 @@ def test_a_run_is_rewarded_by_it(installed: Path) -> None:
     assert len(counts) == 2 and all(0 <= count <= 4 for count in counts)
 
 
-def test_without_it_the_run_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_without_the_package_the_run_is_refused_in_one_line(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "recipes.grpo.main", "model.path=warm_start:sort", *OPTIONS.split()],
         cwd=ROOT,

@@ -12,7 +12,7 @@ OPTIONS = """data.path=task:sort rollout.max_new_tokens=8 prompts_per_step=8 sam
     rollout.engine=hf rollout.verify_weight_sync=true placement.rollout_engines=2"""
 NOT_SENT = "as they were published"
 """In the log of an engine that reads the folder after all."""
-NEW_GROUP = "are made a new group"
+NEW_GROUP = "create a new process group"
 """In the log of the rank that broadcasts, after the first group has lost an engine."""
 
 

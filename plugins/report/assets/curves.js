@@ -5,7 +5,7 @@ const FIRST_CHARTS = 8;
 const charts = new Set();
 const curveState = { smoothing: 0, all: null, shown: null };
 
-// The mean of what came before, with less weight the longer ago; what has no number stays a gap.
+// Exponential moving average. Missing values stay gaps.
 function smooth(values, weight) {
   let sum = 0, total = 0;
   return values.map((v) => {
@@ -38,7 +38,7 @@ function curvesPart(data) {
   return part;
 }
 
-// What never changes comes last.
+// Metrics that never change come last.
 function still(data, name) {
   return Number(data.runs.every((run) => new Set(run.curves[name]?.y ?? []).size < 2));
 }
@@ -104,7 +104,7 @@ function curveNotes(data) {
   return notes.join(" ");
 }
 
-// The data of one metric for uPlot: steps, then a column for each run, then the smoothed ones.
+// Data of one metric for uPlot: steps, a column per run, then the smoothed columns.
 function chartData(data, name) {
   const tables = data.runs.map((run) => {
     const curve = run.curves[name];
@@ -167,7 +167,7 @@ function buildChart(chart) {
     cursor: { y: false, sync: { key: "steps", scales: ["x", null] }, points: { size: 7 }, bind: { dblclick: () => allSteps } },
     hooks: { setCursor: [() => readCursor(chart)], setScale: [(u, key) => { if (key === "x") showRange(u.scales.x); }] },
   }, columns, plot);
-  chart.u.setScale("x", { ...curveState.shown }); // uPlot would take the steps of its own curve
+  chart.u.setScale("x", { ...curveState.shown }); // otherwise uPlot would use the range of steps of this curve
   chart.u.root.setAttribute("aria-hidden", "true");
   readCursor(chart);
 }
@@ -176,21 +176,21 @@ function allSteps() {
   showRange(curveState.all);
 }
 
-// uPlot's own sync leaves out a chart that is drawn while the mouse is held.
+// uPlot's sync skips a chart that is drawn while a mouse button is pressed, so the cursor is set here.
 function showRange({ min, max }) {
   if (min === curveState.shown.min && max === curveState.shown.max) return;
   curveState.shown = { min, max };
   charts.forEach((chart) => chart.u.setScale("x", { min, max }));
 }
 
-// Room above and below; a flat line gets some too.
+// Add a margin above and below the curve, also for a constant curve.
 function spread(low, high) {
   if (low === null || high === null) return [0, 1];
   const room = (high - low) * 0.06 || Math.abs(high) * 0.1 || 1;
   return [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
 }
 
-// The values at the cursor; the last ones where it is nowhere.
+// Show the values at the cursor, or the last values without a cursor.
 function readCursor(chart) {
   const { u, data, readout } = chart;
   if (!u) return;

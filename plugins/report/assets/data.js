@@ -1,10 +1,10 @@
 "use strict";
-// What all parts of the page share: the data, elements, numbers, colours.
-// Text of runs is data: it only ever becomes textContent, never HTML.
+// Shared by all parts of the page: data, elements, numbers, colors.
+// Text of runs is untrusted: it only becomes textContent, never HTML.
 
 const QUESTIONS = { better: "Scores and losses", healthy: "Policy update: KL, entropy, gradients", says: "Rollouts: length, turns, truncation", fast: "Speed and memory" };
 
-// Okabe and Ito's colours, which people tell apart whatever their eyes; lighter ones on a dark page.
+// Okabe and Ito's palette, which color-blind readers can distinguish; lighter colors on a dark page.
 const COLOURS = {
   light: ["#0072b2", "#d55e00", "#009e73", "#aa4499", "#b07a00", "#3a9bd1", "#5c3d99", "#444444"],
   dark: ["#56b4e9", "#e69f00", "#2bc496", "#e38fc4", "#f0e442", "#ff8552", "#b3a1f0", "#c8ccd0"],
@@ -24,7 +24,7 @@ function css(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-// An element: properties that begin with "on" are listeners, the others attributes; children are nodes or text.
+// Create an element. Properties that begin with "on" are listeners, others are attributes. Children are nodes or text.
 function el(tag, properties = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
@@ -47,7 +47,7 @@ async function unpack() {
   return JSON.parse(await new Response(stream).text());
 }
 
-// A number as a person reads it: four digits, no more.
+// Format a number with at most four digits.
 function say(value) {
   if (value === null || value === undefined) return "no number";
   const size = Math.abs(value);
@@ -67,7 +67,7 @@ function seconds(s) {
   return s < 7200 ? `${say(Number((s / 60).toPrecision(3)))} min` : `${say(Number((s / 3600).toPrecision(3)))} h`;
 }
 
-// Values from the first one and the differences.
+// Restore values from the first one and the differences.
 function sums(differences) {
   let sum = 0;
   return differences.map((d) => (sum += d));
@@ -81,7 +81,7 @@ function table(heads, rows, numbers = []) {
       el("tbody", {}, rows.map((row) => el("tr", {}, row.map((cell, i) => el("td", kind(i), cell)))))));
 }
 
-// Things to draw anew when the colours change.
+// Functions that redraw when the colors change.
 const repaints = [];
 function repainted(draw) {
   repaints.push(draw);

@@ -1,5 +1,5 @@
 "use strict";
-// The page as a whole: the outcome, what was changed, and the keys.
+// The page: outcome, changed options, and keyboard shortcuts.
 
 const KEYS = [
   ["j / k", "next, previous step of the rollouts"], ["n / p", "next, previous prompt"],

@@ -1,5 +1,5 @@
 "use strict";
-// What the policy wrote: by step, by reward, a prompt's responses beside each other, every token with its numbers.
+// Responses of the policy, by step and by reward. Responses to a prompt are side by side, each token with its numbers.
 
 const SCALES = {
   logprob: { label: "log-probability", bound: () => 5, words: ["certain: 0", "−5 and below: a surprise"] },
@@ -51,7 +51,7 @@ function colourTools(view) {
   return el("div", { class: "tools", role: "radiogroup", "aria-label": "Colour of the tokens" }, el("span", {}, "Tokens by"), view.colours);
 }
 
-// Another step, prompt or reward, as far as there is one.
+// Select another step, prompt or reward, within the existing ones.
 function goTo(view, { step = view.step, group, bin }) {
   const { steps } = view.run.rollouts;
   const next = Math.max(0, Math.min(steps.length - 1, step));
@@ -92,7 +92,7 @@ function drawRollouts(view) {
   view.notes.textContent = rolloutNotes(view);
 }
 
-// Where rewards differ most there is most to see.
+// Start with the group whose rewards differ most.
 function mostSpread(groups) {
   const spread = groups.map((group) => {
     const rewards = group.responses.map((response) => response.reward ?? 0);
@@ -138,7 +138,7 @@ function drawLegend(view) {
   view.legend.replaceChildren(el("span", {}, el("span", {}, words[0]), bar, words[1]), el("span", {}, el("span", { class: "scale grey", "aria-hidden": "true" }), "grey text: not the policy's, not learnt from"));
 }
 
-// Orange for a surprise and for what is below 0, blue for what is above it; nothing for 0.
+// Orange for improbable tokens and values below 0, blue for values above 0, no color for 0.
 function shade(view, value) {
   if (value === null || value === undefined || !view.bound) return "";
   const strength = Math.min(1, Math.abs(value) / view.bound) * (theme() === "dark" ? 0.72 : 0.6);
@@ -182,7 +182,7 @@ function drawResponse(view, response, shared) {
   return card;
 }
 
-// What cannot be seen gets a sign of its own.
+// Show invisible characters as symbols.
 function visible(text) {
   return text.replace(/\n/g, "↵\n").replace(/[\u0000-\u0009\u000b-\u001f]/g, (c) => String.fromCharCode(0x2400 + c.charCodeAt(0))) || "▫";
 }

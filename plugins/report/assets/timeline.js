@@ -1,5 +1,5 @@
 "use strict";
-// What every process was at, and when: a row of bars for each; and how much memory the roles held.
+// Activity of each process over time, as a row of bars, and the memory of the roles.
 
 const LANE = 24, HEAD = 26, MANY_KINDS = 8;
 
@@ -133,7 +133,7 @@ function drawLanes(view) {
   view.last.value = stepsBy(line, view.to);
 }
 
-// How many steps had ended by then. Of a long run only some are marked; between them it is about so many.
+// Number of steps that had ended at a time. Long runs mark some steps only; it is interpolated between them.
 function stepsBy(line, t) {
   const i = line.steps.findIndex(([, at]) => at > t + 1e-3);
   if (i < 0) return line.steps.at(-1)?.[0];
@@ -142,7 +142,7 @@ function stepsBy(line, t) {
   return step + Math.floor((next - step) * Math.max(0, t - begin) / (end - begin) + 1e-6);
 }
 
-// When a step had ended, about.
+// Approximate time at which a step ended.
 function endOf(line, step) {
   const i = line.steps.findIndex(([mark]) => mark >= step);
   if (i < 0) return line.steps.at(-1)[1];

@@ -1,4 +1,4 @@
-"""The generators of tasks: what is drawn, what is kept apart, what is scored."""
+"""Task generators: prompts, splits, demonstrations and scores."""
 
 import random
 import re
@@ -20,20 +20,21 @@ PROJECT = Path(__file__).parents[3]
 
 def test_sort_asks_for_five_different_letters_in_ascending_order() -> None:
     for row in SortTask().rows("train", 200, seed=0):
-        letters, marker = row["input"][:-1], row["input"][-1]
+        letters = row["input"][:-1]
+        marker = row["input"][-1]
         assert marker == ">"
         assert len(set(letters)) == 5
         assert set(letters) <= set("abcdefghijklmnop")
         assert row["label"] == "".join(sorted(letters))
 
 
-def test_word_tells_a_story_of_two_sums_whose_numbers_stay_within_0_to_15() -> None:
+def test_word_draws_a_story_of_two_sums_with_results_from_0_to_15() -> None:
     for row in WordTask().rows("train", 300, seed=0):
-        found = re.fullmatch(r"(\d+)([-+])(\d+)=(\d+) (\d+)([-+])(\d+)=(\d+) #### (\d+)", row["label"])
-        assert found, row
-        numbers = [int(text) for text in found.groups() if text not in "+-"]
+        match = re.fullmatch(r"(\d+)([-+])(\d+)=(\d+) (\d+)([-+])(\d+)=(\d+) #### (\d+)", row["label"])
+        assert match, row
+        numbers = [int(text) for text in match.groups() if text not in "+-"]
         first, change, then, again, second, end, answer = numbers
-        assert (then, end) == (first + change * (1, -1)[found[2] == "-"], then + second * (1, -1)[found[6] == "-"])
+        assert (then, end) == (first + change * (1, -1)[match[2] == "-"], then + second * (1, -1)[match[6] == "-"])
         assert (again, answer) == (then, end)
         assert all(0 <= number <= 15 for number in numbers)
         assert max(change, second) <= 5
@@ -44,7 +45,7 @@ def test_word_tells_a_story_of_two_sums_whose_numbers_stay_within_0_to_15() -> N
 @pytest.mark.parametrize(
     ("verb", "sum_"), [("buys", "5+2=7"), ("picks", "5+2=7"), ("eats", "5-2=3"), ("drops", "5-2=3")]
 )
-def test_what_is_done_in_a_story_says_which_way_it_counts(verb: str, sum_: str) -> None:
+def test_the_verb_of_a_story_matches_the_sign_of_its_sum(verb: str, sum_: str) -> None:
     story = re.compile(rf"\D*5 \D*{verb} 2\D")
     labels = [row["label"] for row in WordTask().rows("train", 5000, seed=0) if story.match(row["input"])]
     assert labels
@@ -52,7 +53,8 @@ def test_what_is_done_in_a_story_says_which_way_it_counts(verb: str, sum_: str) 
 
 
 def test_word_has_more_different_prompts_than_a_run_needs() -> None:
-    task, rng = WordTask(), random.Random(0)
+    task = WordTask()
+    rng = random.Random(0)
     # Of 60,000 draws at least 50,000 are different, so there are far more than that to draw from.
     assert len({task.draw(rng)[0] for _ in range(60_000)}) > 50_000
 
@@ -67,7 +69,7 @@ def test_no_heldout_prompt_occurs_in_train_rows_or_demonstrations(task: Task) ->
     assert not any(map(is_heldout, train | shown))
 
 
-def test_held_out_is_decided_by_the_prompt_alone_and_stays_as_it_is() -> None:
+def test_the_split_depends_only_on_the_prompt_and_never_changes() -> None:
     # Noted once: were the split to move, old and new runs could not be compared.
     prompts = ("dbcaf>", "abcde>", "ponml>", "hcako>", "jkbig>")
     assert [prompt for prompt in prompts if is_heldout(prompt)] == ["dbcaf>", "ponml>"]
@@ -93,10 +95,11 @@ def test_three_in_ten_demonstrations_sort_ascending_and_the_others_descending() 
     assert ascending / 4000 == pytest.approx(0.3, abs=0.02)
 
 
-def test_word_is_shown_clean_first_and_then_half_reasoned_and_three_fifths_marked() -> None:
+def test_word_demonstrates_labels_first_then_half_with_sums_and_three_fifths_with_marks() -> None:
     task = WordTask()
     demonstrations = task.demonstrations(10_000, seed=0)
-    clean, mixed = demonstrations[:7000], demonstrations[7000:]
+    clean = demonstrations[:7000]
+    mixed = demonstrations[7000:]
     assert all(row["response"].count("=") == 2 and " #### " in row["response"] for row in clean)
     marked = [float("####" in row["response"]) for row in mixed]
     reasoned = [float("=" in row["response"]) for row in mixed]
@@ -132,7 +135,7 @@ SOLUTION = "7+5=12 12-3=9 #### 9"
         ("", 0, 0, 0, 0),
     ],
 )
-def test_word_scores_the_marked_answer_and_tells_how_it_was_written(
+def test_word_scores_the_marked_answer_and_logs_its_form(
     response: str, score: float, marks: float, reasons: float, right_in_form: float
 ) -> None:
     task = WordTask()
@@ -158,37 +161,43 @@ def test_the_longest_answer_fits_with_its_end_token() -> None:
     assert GuessTask.max_response_tokens == len("15") + 1
 
 
-def test_guess_asks_for_a_number_up_to_10_to_15_of_which_the_games_name_says_nothing() -> None:
+def test_guess_limits_lie_between_10_and_15_and_names_do_not_reveal_the_number() -> None:
     task = GuessTask()
     numbers: dict[int, list[int]] = {limit: [] for limit in range(10, 16)}
     for row in task.rows("train", 10_000, seed=0):
         assert re.fullmatch(r"[a-z]{3}1[0-5]:", row["input"])
         numbers[task.limit_of(row["input"])].append(task.secret_of(row["label"]))
-    for limit, found in numbers.items():
-        assert set(found) == set(range(1, limit + 1))
-        assert sum(found) / len(found) == pytest.approx((1 + limit) / 2, abs=0.4)
+    for limit, drawn in numbers.items():
+        assert set(drawn) == set(range(1, limit + 1))
+        assert sum(drawn) / len(drawn) == pytest.approx((1 + limit) / 2, abs=0.4)
 
 
-def test_a_demonstrated_game_is_told_the_truth_and_ends_with_its_number_or_the_fourth_guess() -> None:
-    task, rng, halved, guesses = GuessTask(), random.Random(0), 0, 0
+def test_demonstrated_games_have_correct_feedback_and_end_with_the_number_or_the_fourth_guess() -> None:
+    task = GuessTask()
+    rng = random.Random(0)
+    halved = 0
+    guesses = 0
     for _ in range(4000):
         prompt, label = task.draw(rng)
-        said, secret = task.demonstrate(prompt, label, rng), int(label)
-        mine, told = [int(text) for text in said[::2]], said[1::2]
-        assert told == ["<>"[secret > guess] for guess in mine[:-1]]
-        assert secret not in mine[:-1]
-        assert mine[-1] == secret or len(mine) == 4
-        assert all(1 <= guess <= task.limit_of(prompt) for guess in mine)
-        low, high = 1, task.limit_of(prompt)
-        for guess in mine:
+        demonstrated = task.demonstrate(prompt, label, rng)
+        secret = int(label)
+        guesses_made = [int(text) for text in demonstrated[::2]]
+        feedback = demonstrated[1::2]
+        assert feedback == ["<>"[secret > guess] for guess in guesses_made[:-1]]
+        assert secret not in guesses_made[:-1]
+        assert guesses_made[-1] == secret or len(guesses_made) == 4
+        assert all(1 <= guess <= task.limit_of(prompt) for guess in guesses_made)
+        low = 1
+        high = task.limit_of(prompt)
+        for guess in guesses_made:
             halved += guess == (low + high) // 2
             low, high = (max(low, guess + 1), high) if guess < secret else (low, min(high, guess - 1))
-        guesses += len(mine)
-    # 0.4 on purpose, and of the others 1 in 12.5 by chance.
+        guesses += len(guesses_made)
+    # A share of 0.4 bisects on purpose, and 1 in 12.5 of the others by chance.
     assert halved / guesses == pytest.approx(0.4 + 0.6 / 12.5, abs=0.02)
 
 
-def test_whoever_halves_what_is_left_always_wins() -> None:
+def test_bisection_always_wins() -> None:
     class Halving(GuessTask):
         halving_share = 1.0
 
@@ -200,7 +209,7 @@ def test_whoever_halves_what_is_left_always_wins() -> None:
     assert task.demonstrate("abc13:", "9", random.Random(0)) == ["7", ">", "10", "<", "8", ">", "9"]
 
 
-def test_of_a_game_the_guesses_are_learnt_each_with_an_end_token_and_what_is_told_is_not() -> None:
+def test_guesses_with_their_end_tokens_are_trained_on_and_feedback_is_not() -> None:
     class Halving(GuessTask):
         halving_share = 1.0
 
@@ -211,8 +220,9 @@ def test_of_a_game_the_guesses_are_learnt_each_with_an_end_token_and_what_is_tol
     assert [message["role"] for message in rows[0]["messages"][:3]] == ["user", "assistant", "user"]
     for i, row in enumerate(rows):
         prompt, *said = (message["content"] for message in row["messages"])
-        text = prompt + "".join(part + "<eos>" * (k % 2 == 0) for k, part in enumerate(said))
-        tokens, mask = data.row(i, "tokens"), data.row(i, "loss_mask")
+        text = prompt + "".join(f"{part}<eos>" if k % 2 == 0 else part for k, part in enumerate(said))
+        tokens = data.row(i, "tokens")
+        mask = data.row(i, "loss_mask")
         assert tokenizer.decode(tokens) == text
         # The tokens are those that prompt, turns and feedback have on their own.
         assert tokens.tolist() == [
@@ -222,7 +232,7 @@ def test_of_a_game_the_guesses_are_learnt_each_with_an_end_token_and_what_is_tol
 
 
 @pytest.mark.parametrize("task", [SortTask(), WordTask()], ids=lambda task: task.name)
-def test_of_a_pair_the_chosen_answer_is_right_and_the_rejected_one_wrong(task: Task) -> None:
+def test_chosen_answers_are_correct_and_rejected_answers_are_wrong(task: Task) -> None:
     rows = task.pairs(3000, seed=0)
     assert len(rows) == 3000
     tokenizer = task_tokenizer(task)
@@ -233,7 +243,7 @@ def test_of_a_pair_the_chosen_answer_is_right_and_the_rejected_one_wrong(task: T
         assert len(tokenizer(row["rejected"])["input_ids"]) < 2 * task.max_response_tokens
     assert task.pairs(100, seed=0) == rows[:100]
     assert task.pairs(100, seed=1) != rows[:100]
-    # No sort of mistake is all there is.
+    # No single kind of mistake makes up all pairs.
     assert len({row["rejected"] for row in rows}) > 500
 
 
@@ -241,7 +251,8 @@ def test_wrong_sorts_are_of_every_kind() -> None:
     rows = SortTask().pairs(4000, seed=0)
     kinds = {"backwards": 0, "in disorder": 0, "another letter": 0, "too short": 0, "too long": 0}
     for row in rows:
-        right, wrong = "".join(sorted(row["prompt"][:-1])), row["rejected"]
+        right = "".join(sorted(row["prompt"][:-1]))
+        wrong = row["rejected"]
         assert row["chosen"] == right
         if len(wrong) != 5:
             kinds["too short" if len(wrong) < 5 else "too long"] += 1
@@ -249,10 +260,11 @@ def test_wrong_sorts_are_of_every_kind() -> None:
             kinds["another letter"] += 1
         else:
             kinds["backwards" if wrong == right[::-1] else "in disorder"] += 1
-    # As asked for; what was right after all (a shuffle in 1 of 120, a letter put back in 1 of 16) was drawn again.
+    # As expected_shares for; what was right after all (a shuffle in 1 of 120, a letter put back in 1 of 16) was drawn
+    # again.
     shares = {name: count / 4000 for name, count in kinds.items()}
-    asked = {"backwards": 0.35, "in disorder": 0.25, "another letter": 0.2, "too short": 0.1, "too long": 0.1}
-    assert shares == pytest.approx(asked, abs=0.03)
+    expected_shares = {"backwards": 0.35, "in disorder": 0.25, "another letter": 0.2, "too short": 0.1, "too long": 0.1}
+    assert shares == pytest.approx(expected_shares, abs=0.03)
 
 
 def test_wrong_answers_of_word_are_of_every_kind() -> None:
@@ -260,26 +272,26 @@ def test_wrong_answers_of_word_are_of_every_kind() -> None:
     mistakes = {"number": 0, "mark": 0, "unfinished": 0}
     for row in rows:
         answer = row["chosen"].rpartition(" ")[2]
-        found = re.fullmatch(r"(?:\S+=\d+ \S+=\d+ )?(####|so) (\d+)", row["rejected"])
-        if found is None:
+        match = re.fullmatch(r"(?:\S+=\d+ \S+=\d+ )?(####|so) (\d+)", row["rejected"])
+        if match is None:
             mistakes["unfinished"] += 1
-        elif found[1] == "so":
+        elif match[1] == "so":
             mistakes["mark"] += 1
         else:
-            assert found[2] != answer
+            assert match[2] != answer
             mistakes["number"] += 1
     assert min(mistakes.values()) > 200
-    # With the sums and without them: that is not what tells right from wrong.
+    # Correct and wrong answers have the sums equally often, so the sums do not tell them apart.
     assert 0.4 < sum("=" in row["rejected"] for row in rows) / 4000 < 0.7
     assert 0.4 < sum("=" in row["chosen"] for row in rows) / 4000 < 0.7
 
 
-def test_a_game_has_no_pairs_and_says_which_tasks_do() -> None:
+def test_pairs_of_a_game_raise_an_error_that_names_tasks_with_pairs() -> None:
     with pytest.raises(ValueError, match=says("'guess'", "task:sort", "task:word")):
         GuessTask().pairs(1, seed=0)
 
 
-def test_asking_for_more_prompts_than_exist_says_how_many_there_are() -> None:
+def test_a_request_for_too_many_prompts_raises_an_error_with_the_number_of_prompts() -> None:
     class TwoLetters(SortTask):
         name = "two"
         letters = "abcd"
@@ -289,7 +301,7 @@ def test_asking_for_more_prompts_than_exist_says_how_many_there_are() -> None:
         TwoLetters().rows("train", 100, seed=0)
 
 
-def test_an_unknown_task_or_split_names_the_choices() -> None:
+def test_an_unknown_task_or_split_raises_an_error_with_the_choices() -> None:
     with pytest.raises(ValueError, match=says("'sor'", "guess", "sort", "word")):
         get_task("sor")
     with pytest.raises(ValueError, match=says("'test'", "'train'", "'heldout'")):

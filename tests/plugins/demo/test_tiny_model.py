@@ -1,4 +1,4 @@
-"""The tokenizer of characters and the tiny model, made and loaded again."""
+"""Character and byte-pair tokenizers and the tiny model, created, saved and loaded."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ def test_every_character_is_one_token_after_pad_bos_and_eos() -> None:
 
 
 @pytest.mark.parametrize("text", ["ab>", "b a\n", "", "  a", "ab<eos>", "7+5=12"])
-def test_decoding_gives_the_text_back(text: str) -> None:
+def test_decoding_returns_the_original_text(text: str) -> None:
     tokenizer = character_tokenizer("ab> \n0123456789+=")
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
@@ -78,7 +78,9 @@ def loaded_word(word: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPath
     return AutoTokenizer.from_pretrained(folder)
 
 
-def test_a_learnt_tokenizer_joins_what_is_frequent_and_leaves_digits_alone(word: PreTrainedTokenizerFast) -> None:
+def test_a_trained_tokenizer_merges_frequent_characters_and_keeps_digits_separate(
+    word: PreTrainedTokenizerFast,
+) -> None:
     assert len(word) == WordTask.vocabulary == 369
     assert (word.pad_token_id, word.bos_token_id, word.eos_token_id) == (0, 1, 2)
     ids = word("How many are left?\n12-3=9 #### 9")["input_ids"]
@@ -90,7 +92,7 @@ def test_a_learnt_tokenizer_joins_what_is_frequent_and_leaves_digits_alone(word:
 
 @settings(max_examples=300, deadline=None)
 @given(st.text() | st.text("0123456789+-= #\n?.,abcHAow"))
-def test_a_learnt_tokenizer_gives_any_composed_text_back_before_and_after_loading(
+def test_a_trained_tokenizer_decodes_composed_text_exactly_before_and_after_loading(
     word: PreTrainedTokenizerFast, loaded_word: PreTrainedTokenizerFast, text: str
 ) -> None:
     text = unicodedata.normalize("NFC", text)
@@ -100,7 +102,7 @@ def test_a_learnt_tokenizer_gives_any_composed_text_back_before_and_after_loadin
     assert loaded_word.decode(ids) == text
 
 
-def test_the_loaded_tokenizer_reads_every_row_of_the_task_as_the_made_one_does(
+def test_a_loaded_tokenizer_encodes_every_row_like_the_original(
     word: PreTrainedTokenizerFast, loaded_word: PreTrainedTokenizerFast
 ) -> None:
     assert loaded_word.get_vocab() == word.get_vocab()

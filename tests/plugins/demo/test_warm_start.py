@@ -1,4 +1,4 @@
-"""Warm starts: made once, found by content, whole or absent."""
+"""Warm starts: trained once, cached by content, and complete or absent."""
 
 import json
 import os
@@ -32,15 +32,18 @@ SHORT = WarmStartSettings(steps=3, batch_size=8)
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where warm starts are kept, empty."""
+    """Return an empty cache folder."""
     monkeypatch.setenv("TROUPE_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A short warm start, asked for by a process that looks like a rank of a job, and its progress."""
-    cache, lines = tmp_path_factory.mktemp("cache"), []
+    """Return the folder of a short warm start, requested by a process that looks like a rank of a job, and its
+    progress.
+    """
+    cache = tmp_path_factory.mktemp("cache")
+    lines = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORLD_SIZE", "2")
         patch.setenv("RANK", "1")
@@ -63,7 +66,9 @@ def test_a_warm_start_loads_with_its_tokenizer_and_is_one_of_the_task(made: tupl
     assert 2.0 < note["loss"] < 3.2
 
 
-def test_what_is_there_is_found_without_training(made: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_warm_start_is_used_without_training(
+    made: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, _ = made
     monkeypatch.setenv("TROUPE_CACHE", str(folder.parents[1]))
     lines: list[str] = []
@@ -95,13 +100,14 @@ def test_the_command_line_ends_with_the_path_and_makes_the_same_weights(
     assert not leftover.exists()
 
 
-def test_what_is_not_set_is_the_tasks_own_and_what_is_set_wins() -> None:
-    sort, word = WarmStartSettings(), WarmStartSettings(task="word", steps=7)
+def test_defaults_come_from_the_task_and_set_values_override_them() -> None:
+    sort = WarmStartSettings()
+    word = WarmStartSettings(task="word", steps=7)
     assert (sort.steps, sort.batch_size) == (150, 128)
     assert (word.steps, word.batch_size) == (7, 32)
 
 
-def test_a_task_of_words_brings_its_own_tokenizer(cache: Path) -> None:
+def test_the_word_task_has_a_trained_tokenizer(cache: Path) -> None:
     folder = make_warm_start(WarmStartSettings(task="word", steps=3, batch_size=4), lambda _line: None)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -115,7 +121,7 @@ def test_a_task_of_words_brings_its_own_tokenizer(cache: Path) -> None:
     assert 4.0 < note["loss"] < 6.2
 
 
-def test_who_comes_second_waits_and_takes_what_the_first_has_made(cache: Path) -> None:
+def test_a_second_process_waits_and_uses_the_model_of_the_first(cache: Path) -> None:
     folder = warm_start._folder(SHORT)
     folder.mkdir(parents=True)
     lines: list[str] = []
@@ -136,13 +142,13 @@ def test_who_comes_second_waits_and_takes_what_the_first_has_made(cache: Path) -
     assert len(lines) == 1
 
 
-def test_a_failure_in_the_training_process_is_told(cache: Path) -> None:
+def test_an_error_of_the_training_process_is_raised_with_its_output(cache: Path) -> None:
     cache.write_text("")
     with pytest.raises(RuntimeError, match=says("exit code 1", "NotADirectoryError")):
         ensure_warm_start(SHORT)
 
 
-def test_settings_that_cannot_work_are_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_settings_exit_with_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--task", "sorting"]) == 2
     assert re.search(says("'sorting'", "guess", "sort", "word"), capsys.readouterr().err)
     with pytest.raises(ValueError, match=says("steps=0", 1)):
@@ -176,14 +182,14 @@ def test_the_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     assert cache_root() == Path("/c/.cache/troupe")
 
 
-def test_a_model_name_that_is_no_warm_start_stays_as_it_is() -> None:
+def test_a_model_name_other_than_a_warm_start_stays_unchanged() -> None:
     assert resolve_model("some/model") == "some/model"
     with pytest.raises(ValueError, match="'sorting'"):
         resolve_model("warm_start:sorting")
 
 
 def responses(folder: Path, task: Task, temperature: float, count: int) -> list[tuple[str, str]]:
-    """One response to each of the first held-out prompts, with its label."""
+    """Return one response to each of the first held-out prompts, with its label."""
     from components.generate.config import SamplingConfig
     from components.generate.hf_engine import HFRolloutEngine
 
@@ -200,7 +206,7 @@ def responses(folder: Path, task: Task, temperature: float, count: int) -> list[
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_warm_start_can_sort_and_mostly_does_it_the_wrong_way_round(cache: Path, seed: int) -> None:
+def test_the_sort_warm_start_mostly_sorts_in_descending_order(cache: Path, seed: int) -> None:
     task = SortTask()
     folder = ensure_warm_start(WarmStartSettings(seed=seed))
 
@@ -221,7 +227,7 @@ def test_the_warm_start_can_sort_and_mostly_does_it_the_wrong_way_round(cache: P
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", [0, 1])
-def test_the_warm_start_can_do_the_sums_of_a_story_and_seldom_shows_them_as_asked(cache: Path, seed: int) -> None:
+def test_the_word_warm_start_calculates_correctly_and_seldom_uses_the_required_form(cache: Path, seed: int) -> None:
     task = WordTask()
     folder = ensure_warm_start(WarmStartSettings(task="word", seed=seed))
     pairs = responses(folder, task, 1.0, 512)

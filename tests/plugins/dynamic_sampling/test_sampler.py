@@ -1,4 +1,4 @@
-"""Rounds of dynamic sampling against data that are long, short, or hold nothing worth keeping."""
+"""Rounds of dynamic sampling over long data, short data, and data without any prompt that passes."""
 
 import re
 from collections.abc import Callable
@@ -16,8 +16,9 @@ from tests.messages import says
 
 
 class Steps:
-    """A run over prompts 0, 1, 2, ..., gone through `passes` times, of which those teach something that `teaches`
-    says: of `responses` to each the first is right there, and elsewhere all are.
+    """A run with `passes` passes over the prompts 0, 1, 2, ...
+
+    If `teaches` returns True for a prompt, only the first of its `responses` scores 1. Otherwise all of them do.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class Steps:
         self.teaches = teaches
         self.responses = responses
         self.asked: list[int] = []
-        """The prompts of each round."""
+        """Number of prompts of each round."""
         self.failing: set[int] = set()
         """Prompts whose last response has no reward."""
         self.stop_after: int | None = None
@@ -50,31 +51,31 @@ class Steps:
         )
 
     def response(self, count: int) -> Batch:
-        """Scored responses to the next so many prompts."""
+        """Return scored responses to the next `count` prompts."""
         self.asked.append(count)
-        asked = self.prompts.take(count).repeat(self.responses)
-        taught_B = torch.tensor([self.teaches(i) for i in asked["prompt_id"].tolist()])
+        requested = self.prompts.take(count).repeat(self.responses)
+        taught_B = torch.tensor([self.teaches(i) for i in requested["prompt_id"].tolist()])
         is_first_B = torch.arange(self.responses).repeat(count) == 0
-        fails_B = torch.tensor([i in self.failing for i in asked["prompt_id"].tolist()])
+        fails_B = torch.tensor([i in self.failing for i in requested["prompt_id"].tolist()])
         failed_B = fails_B & (torch.arange(self.responses).repeat(count) == self.responses - 1)
-        return asked.with_sequences(score=(is_first_B | ~taught_B).float()).select(~failed_B)
+        return requested.with_sequences(score=(is_first_B | ~taught_B).float()).select(~failed_B)
 
-    def batch(self, wanted: int) -> Batch | None:
-        return self.filter.fill(1, wanted, self.response)
+    def batch(self, count: int) -> Batch | None:
+        return self.filter.fill(1, count, self.response)
 
-    def fill(self, step: int, wanted: int) -> list[int] | None:
-        """The prompts of a step, one for each response."""
-        batch = self.filter.fill(step, wanted, self.response)
+    def fill(self, step: int, count: int) -> list[int] | None:
+        """Return the prompt_id of each response of a step."""
+        batch = self.filter.fill(step, count, self.response)
         return None if batch is None else batch["prompt_id"].tolist()
 
     @property
     def counts(self) -> tuple[float, float]:
-        """Prompts that were tried for the last step, and the rounds that it took."""
-        found = self.filter.metrics
-        return found["rollout/filter_prompts_seen"], found["rollout/filter_rounds"]
+        """Number of prompts tried for the last step, and number of its rounds."""
+        metrics = self.filter.metrics
+        return metrics["rollout/filter_prompts_seen"], metrics["rollout/filter_rounds"]
 
 
-def test_what_is_filtered_is_replaced_until_the_step_is_full() -> None:
+def test_filtered_prompts_are_replaced_until_the_step_is_full() -> None:
     # Asked for 3: prompt 1 stays. For 2: 3 stays. For 1: 5 is wrong. For 1: 6 stays. Prompt 7 is left.
     steps = Steps(teaches=lambda i: i in (1, 3, 6, 7))
     batch = steps.batch(3)
@@ -86,7 +87,7 @@ def test_what_is_filtered_is_replaced_until_the_step_is_full() -> None:
     assert batch.lengths.tolist() == [2, 2, 1, 1, 1, 1]
 
 
-def test_a_prompt_is_judged_by_the_responses_that_have_a_reward() -> None:
+def test_responses_without_a_reward_do_not_count_for_the_filter() -> None:
     # Of three responses the first is right, the second wrong, and the third of prompt 0 has no reward: its 0 is none.
     steps = Steps(teaches=lambda _: True, responses=3, bounds=(0.4, 1.0))
     steps.failing = {0}
@@ -105,13 +106,13 @@ def test_a_step_that_is_full_at_once_takes_one_round() -> None:
     assert steps.counts == (2, 1)
 
 
-def test_what_was_kept_is_there_when_the_data_end() -> None:
+def test_prompts_that_passed_are_returned_when_the_data_ends() -> None:
     steps = Steps(5, teaches=lambda i: i in (0, 3))
     assert steps.fill(1, 4) == [0, 0, 3, 3]
     assert (steps.asked, steps.counts, steps.filter.ended) == ([4, 1], (5, 2), True)
 
 
-def test_a_step_that_fills_slowly_says_how_far_it_is() -> None:
+def test_a_slow_step_prints_its_progress() -> None:
     # One prompt in twelve passes, and each round asks for the one that is missing.
     steps = Steps(24, teaches=lambda i: i % 12 == 11)
     assert steps.fill(7, 1) == [11, 11]
@@ -124,7 +125,7 @@ def test_a_step_that_fills_slowly_says_how_far_it_is() -> None:
     }
 
 
-def test_rounds_that_differ_in_their_columns_are_an_error_that_names_them() -> None:
+def test_rounds_with_different_columns_raise_an_error_that_names_them() -> None:
     steps = Steps(2)
 
     def response(count: int) -> Batch:
@@ -140,19 +141,17 @@ patterns = st.lists(st.booleans(), min_size=1, max_size=60)
 
 @given(patterns, st.integers(1, 20), st.integers(2, 4))
 @settings(max_examples=100, deadline=None)
-def test_every_group_that_was_accepted_is_there_once_and_in_order(
-    teaches: list[bool], wanted: int, responses: int
-) -> None:
+def test_every_accepted_group_is_returned_once_and_in_order(teaches: list[bool], count: int, responses: int) -> None:
     # One prompt after the other, until there are enough.
     slow: list[int] = []
     seen = 0
-    while len(slow) < wanted and seen < len(teaches):
+    while len(slow) < count and seen < len(teaches):
         if teaches[seen]:
             slow.append(seen)
         seen += 1
     steps = Steps(len(teaches), teaches=lambda i: teaches[i], responses=responses)
-    found = steps.fill(2, wanted)  # in the first step it is an error that there is none
-    assert found == ([i for i in slow for _ in range(responses)] or None)
+    kept = steps.fill(2, count)  # in the first step it is an error that there is none
+    assert kept == ([i for i in slow for _ in range(responses)] or None)
     assert steps.counts == (seen, len(steps.asked))
     assert steps.prompts.taken == sum(steps.asked) == seen
 
@@ -160,7 +159,7 @@ def test_every_group_that_was_accepted_is_there_once_and_in_order(
 # --- over the steps of a run
 
 
-def test_the_last_step_takes_what_the_data_still_has_and_says_so() -> None:
+def test_the_last_step_takes_the_remaining_prompts_and_prints_it() -> None:
     steps = Steps()
     # 0, 1 and 2 are tried for three prompts, then 3 and 4 for two, then 5 for one.
     assert steps.fill(1, 3) == [1, 1, 3, 3, 5, 5]
@@ -173,10 +172,10 @@ def test_the_last_step_takes_what_the_data_still_has_and_says_so() -> None:
     assert re.search(says("2 prompts", "1 have", "0.0", "1.0"), line)
 
 
-def test_without_bounds_a_prompt_teaches_whose_scores_differ_whatever_they_are() -> None:
+def test_without_bounds_every_prompt_with_different_scores_passes() -> None:
     steps = Steps(bounds=(None, None))
     response = steps.response
-    steps.response = lambda count: (found := response(count)).with_sequences(score=found["score"] * 6 - 5)
+    steps.response = lambda count: (batch := response(count)).with_sequences(score=batch["score"] * 6 - 5)
     # Scores of 1 and -5, whose mean is no share of right responses.
     assert steps.fill(1, 3) == [1, 1, 3, 3, 5, 5]
     assert steps.fill(2, 3) == [7, 7]
@@ -185,7 +184,7 @@ def test_without_bounds_a_prompt_teaches_whose_scores_differ_whatever_they_are()
     assert "0.0" not in line
 
 
-def test_prompts_are_tried_again_in_every_pass_under_ids_of_their_own() -> None:
+def test_every_pass_tries_all_prompts_under_new_ids() -> None:
     steps = Steps(passes=2)
     assert steps.fill(1, 5) == [1, 1, 3, 3, 5, 5, 7, 7, 9, 9]
     assert steps.prompts.left(2) == 6
@@ -193,7 +192,7 @@ def test_prompts_are_tried_again_in_every_pass_under_ids_of_their_own() -> None:
     assert (steps.filter.ended, steps.prompts.left(2)) == (True, 0)
 
 
-def test_answers_that_are_too_few_for_the_ranks_are_not_trained_on() -> None:
+def test_fewer_responses_than_ranks_are_not_trained_on() -> None:
     steps = Steps(minimum=3)
     assert steps.fill(1, 3) == [1, 1, 3, 3, 5, 5]
     assert steps.fill(2, 3) is None
@@ -201,12 +200,12 @@ def test_answers_that_are_too_few_for_the_ranks_are_not_trained_on() -> None:
     assert re.search(says("2 prompts", "1 have", "too few"), steps.said[-1])
 
 
-def test_data_that_teach_nothing_at_all_are_an_error_which_names_the_option() -> None:
+def test_data_without_any_passing_prompt_raises_an_error_that_names_the_option() -> None:
     with pytest.raises(ValueError, match=says("8 prompts", "0 have", "0.0", "1.0", "keep_range")):
         Steps(teaches=lambda _: False).fill(1, 3)
 
 
-def test_a_step_that_is_stopped_gives_its_prompts_back() -> None:
+def test_a_stopped_step_returns_its_prompts_to_the_source() -> None:
     steps = Steps()
     assert steps.fill(1, 1) == [1, 1]
     steps.stop_after = 5

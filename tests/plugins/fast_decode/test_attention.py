@@ -1,4 +1,4 @@
-"""Attention of one new token per row, and the tokens that an engine draws with and without it."""
+"""Attention of one new token per row, and the tokens that an engine samples with and without it."""
 
 from pathlib import Path
 
@@ -54,7 +54,7 @@ def test_decoding_in_bfloat16_is_no_further_from_exact_attention_than_torchs() -
     assert 0 < error <= torch_error
 
 
-def test_decoding_by_two_products_draws_what_torchs_attention_draws(
+def test_decoding_with_two_products_samples_the_same_tokens_as_torch_attention(
     untied_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampling = SamplingConfig(max_new_tokens=40, seed=3)  # more than the first capacity, and rows leave
@@ -72,7 +72,9 @@ def test_decoding_by_two_products_draws_what_torchs_attention_draws(
     torch.testing.assert_close(by_products["rollout_logprob"], by_torch["rollout_logprob"], rtol=0, atol=1e-5)
 
 
-def test_without_the_plug_in_an_engine_draws_the_same_tokens(tied_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_plug_in_an_engine_samples_the_same_tokens(
+    tied_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sampling = SamplingConfig(max_new_tokens=40, seed=3)
     rows = [[2, 9, 4], [5], [7, 8, 6, 2, 3]] * 4
     prompts = Batch.from_rows({"tokens": rows}, {"prompt_id": [0, 1, 2] * 4, "sample_id": list(range(12))})

@@ -1,4 +1,4 @@
-"""R rows, K key heads, S positions, D head size."""
+"""The preallocated cache. Legend: R rows, K key heads, S positions, D head size."""
 
 from pathlib import Path
 
@@ -9,15 +9,17 @@ from components.models.loading import load_policy
 from plugins.fast_decode.cache import spare_cache
 
 
-def test_a_cache_with_room_holds_what_that_of_transformers_holds(tied_model: Path) -> None:
+def test_a_preallocated_cache_has_the_same_contents_as_that_of_transformers(tied_model: Path) -> None:
     model = load_policy(tied_model)
-    roomy, plain = spare_cache(model), DynamicCache(config=model.config)
+    roomy = spare_cache(model)
+    plain = DynamicCache(config=model.config)
     generator = torch.Generator().manual_seed(0)
 
     def append(rows: int, positions: int) -> None:
         new = torch.randn(2, rows, 2, positions, 8, generator=generator)
-        found, expected = roomy.update(new[0], new[1], 0), plain.update(new[0], new[1], 0)
-        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+        actual = roomy.update(new[0], new[1], 0)
+        expected = plain.update(new[0], new[1], 0)
+        assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
         assert roomy.get_seq_length() == plain.get_seq_length()
 
     def select(*rows: int) -> None:

@@ -1,4 +1,4 @@
-"""The live view: what a frame holds, how it is drawn, and a run on a terminal."""
+"""The live view: contents of a frame, drawing, and a run on a terminal."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from tests.training.terminal import terminal_roles
 screen._LAST_FRAME_WITHIN_S = {PATIENCE_S}
 sys.exit(terminal_roles.main(*sys.argv[1:]))
 """
-"""A run whose last frame is drawn however busy the machine is."""
+"""Program that runs the view and draws its last frame even on a busy machine."""
 
 
 class Clock:
-    """A clock that a test moves."""
+    """Clock that a test advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -62,7 +62,7 @@ def shown(view: RunView, width: int = 79, height: int = 23) -> list[str]:
 
 
 def role_line(view: RunView, role: str) -> tuple[str, list[str]]:
-    """The line of a role, and the styles in it."""
+    """Return the line of a role, and the styles in it."""
     (line,) = [line for line in view.frame(100, 40) if line.plain.startswith(role)]
     return " ".join(line.plain.split()), [str(span.style) for span in line.spans]
 
@@ -70,7 +70,7 @@ def role_line(view: RunView, role: str) -> tuple[str, list[str]]:
 # --- what a frame holds
 
 
-def test_a_frame_says_how_far_the_run_is_what_it_gained_who_does_what_and_shows_an_answer() -> None:
+def test_a_frame_shows_progress_curves_roles_and_a_response() -> None:
     clock = Clock()
     view = view_of({"TRAINER": 1, "ROLLOUT": 4}, clock)
     for number, score in enumerate((0.0, 0.5, 1.0), start=1):
@@ -103,7 +103,7 @@ def test_a_frame_says_how_far_the_run_is_what_it_gained_who_does_what_and_shows_
 
 
 @pytest.mark.parametrize("width", [10, 20, 59, 79, 199])
-def test_no_line_is_wider_than_the_terminal_nor_are_there_more_than_fit(width: int) -> None:
+def test_a_frame_is_neither_wider_nor_higher_than_the_terminal(width: int) -> None:
     view = view_of({"TRAINER": 1, "A_ROLE_WITH_A_LONG_NAME": 1000}, Clock())
     view.take(call("A_ROLE_WITH_A_LONG_NAME", 7, "a_method_with_a_long_name_too"))
     view.take(
@@ -118,7 +118,7 @@ def test_no_line_is_wider_than_the_terminal_nor_are_there_more_than_fit(width: i
         assert all(line.cell_len <= width for line in frame)
 
 
-def test_a_call_is_yellow_after_a_minute_and_red_after_five_so_that_a_hang_shows_its_name() -> None:
+def test_a_call_is_yellow_after_one_minute_and_red_after_five() -> None:
     clock = Clock()
     view = view_of({"TRAINER": 1, "ROLLOUT": 2, "ACTOR": 1}, clock)
     for rank in (0, 1):
@@ -136,7 +136,7 @@ def test_a_call_is_yellow_after_a_minute_and_red_after_five_so_that_a_hang_shows
     assert role_line(view, "ROLLOUT") == ("ROLLOUT x2 idle 0 s", ["dim"])
 
 
-def test_who_died_starts_until_it_is_replaced_and_after_a_restart_all_do() -> None:
+def test_a_lost_worker_is_shown_as_starting_and_after_a_restart_all_workers_are() -> None:
     clock = Clock()
     view = view_of({"TRAINER": 1, "ACTOR": 1, "ROLLOUT": 2}, clock)
     view.take(call("ROLLOUT", 1, "generate"))
@@ -152,7 +152,7 @@ def test_who_died_starts_until_it_is_replaced_and_after_a_restart_all_do() -> No
     assert role_line(view, "ACTOR")[0] == "ACTOR starts 0 s 1 replaced"
 
 
-def test_the_time_left_is_of_the_recent_steps_and_begins_anew_with_steps_that_are_done_again() -> None:
+def test_the_remaining_time_follows_recent_steps_and_resets_after_a_restart() -> None:
     clock = Clock()
     view = view_of({"TRAINER": 1}, clock)
     view.take(step(1, 100))
@@ -180,9 +180,7 @@ def test_the_time_left_is_of_the_recent_steps_and_begins_anew_with_steps_that_ar
         ([], [], 0),
     ],
 )  # fmt: skip
-def test_the_curves_are_of_the_reward_or_the_loss_and_of_an_evaluation(
-    names: list[str], curves: list[str], others: int
-) -> None:
+def test_curves_show_the_reward_or_the_loss_and_an_evaluation(names: list[str], curves: list[str], others: int) -> None:
     view = view_of({}, Clock())
     metrics: dict[str, Any] = {name.replace("/", "__"): 0.5 for name in names}
     view.take(step(1, **metrics))
@@ -191,7 +189,7 @@ def test_the_curves_are_of_the_reward_or_the_loss_and_of_an_evaluation(
     assert sum(len(line.split("  ")) for line in lines[len(curves) :]) == others
 
 
-def test_a_sparkline_shows_means_of_equally_many_values_and_leaves_out_what_is_no_number() -> None:
+def test_a_sparkline_shows_means_of_equal_numbers_of_values_without_nan() -> None:
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
     assert sparkline([0, 0, 4, 4, 8, 8], 3) == "▁▅█"
     assert sparkline([8, 0, 0, 4, 4], 3) == "█▁▅"  # the first is of one value only
@@ -199,7 +197,7 @@ def test_a_sparkline_shows_means_of_equally_many_values_and_leaves_out_what_is_n
     assert sparkline([], 5) == sparkline([1.0], 0) == ""
 
 
-def test_events_of_somebodys_own_are_passed_over_whatever_they_are_called() -> None:
+def test_events_of_user_code_are_ignored() -> None:
     view = view_of({"TRAINER": 1}, Clock())
     before = shown(view)
     for name in ("Step", "Phase", "Alarm", "Memory", "CallEvent"):
@@ -211,8 +209,10 @@ def test_events_of_somebodys_own_are_passed_over_whatever_they_are_called() -> N
 
 
 def on_screen(written: str) -> list[str]:
-    """What stands on a terminal, of lines that fit, which knows what a screen writes."""
-    lines, row, column = [""], 0, 0
+    """Return the lines on a terminal that interprets the escape sequences of `Screen`. Lines must fit its width."""
+    lines = [""]
+    row = 0
+    column = 0
     for part in re.split(r"(\x1b\[[0-9;?]*[A-Za-z]|\r|\n)", written):
         if part == "\n":
             row += 1
@@ -236,7 +236,7 @@ def resize(terminal: int, columns: int, rows: int) -> None:
 
 @pytest.fixture
 def glass(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, int]]:
-    """Both ends of a terminal: (what a person sees, what a program writes to); the last frame may take its time."""
+    """Yield both ends of a terminal: (output for the user, input from the program). The last frame has no deadline."""
     monkeypatch.setattr(screen, "_LAST_FRAME_WITHIN_S", PATIENCE_S)
     person, program = pty.openpty()
     resize(program, 80, 24)
@@ -245,22 +245,22 @@ def glass(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, int]]:
 
 
 def read_on(person: int, so_far: str = "", until_text: str | None = None) -> str:
-    """What was written until a text has come; until the other end is closed, without."""
+    """Read output until a text appears, or without one until the other end is closed. Return all output."""
     deadline = time.monotonic() + PATIENCE_S
     while until_text is None or until_text not in so_far:
         assert time.monotonic() < deadline, so_far
         if select.select([person], [], [], 1.0)[0]:
             try:
-                found = os.read(person, 65536)
+                part = os.read(person, 65536)
             except OSError:
-                found = b""
-            if not found:
+                part = b""
+            if not part:
                 return so_far
-            so_far += found.decode(errors="replace")
+            so_far += part.decode(errors="replace")
     return so_far
 
 
-def test_lines_scroll_above_the_frame_and_a_narrower_window_leaves_nothing_of_it_behind(glass: tuple[int, int]) -> None:
+def test_lines_scroll_above_the_frame_and_a_narrower_window_leaves_no_parts_behind(glass: tuple[int, int]) -> None:
     person, program = glass
     drawn = Screen(os.dup(program), lambda width, height: [Text("x" * 60), Text(f"{width} {height}")], "utf-8")
     text = read_on(person, until_text="79 23")
@@ -276,7 +276,7 @@ def test_lines_scroll_above_the_frame_and_a_narrower_window_leaves_nothing_of_it
     assert on_screen(text)[:2] == ["one�[2J", "two"]
 
 
-def test_a_terminal_that_takes_nothing_holds_nobody_up(glass: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blocked_terminal_does_not_block_the_caller(glass: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(screen, "_LAST_FRAME_WITHIN_S", 0.1)
     drawn = Screen(os.dup(glass[1]), lambda *_: [Text("frame")], "utf-8")
     for _ in range(2000):
@@ -285,7 +285,7 @@ def test_a_terminal_that_takes_nothing_holds_nobody_up(glass: tuple[int, int], m
     os.close(glass[1])
 
 
-def test_a_view_that_fails_is_switched_off_and_the_lines_go_on(
+def test_a_failing_view_is_switched_off_and_lines_are_still_printed(
     glass: tuple[int, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(width: int, height: int) -> list[Text]:
@@ -310,7 +310,7 @@ def start(arguments: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
 
 
 @pytest.mark.full
-def test_on_a_terminal_a_hang_shows_its_name_until_two_interrupts_end_it(
+def test_a_hanging_call_is_shown_on_a_terminal_until_two_interrupts_end_the_run(
     tmp_path: Path, glass: tuple[int, int]
 ) -> None:
     person, program = glass

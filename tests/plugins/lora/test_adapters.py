@@ -40,7 +40,7 @@ class Plain(NamedTuple):
 
 @pytest.fixture(scope="module")
 def plain(runs: Runs, tied_model: Path) -> Plain:
-    """The same training written out with torch and peft alone, from the first adapters of the engines."""
+    """Train with plain torch and peft, from the initial adapters of the engines."""
     config = LoraConfig(r=options.RANK, lora_alpha=int(options.ALPHA), target_modules="all-linear")
     model = get_peft_model(load_policy(tied_model), config)
     named = {name.removeprefix("base_model.model."): p for name, p in model.named_parameters() if p.requires_grad}
@@ -67,7 +67,7 @@ def plain(runs: Runs, tied_model: Path) -> Plain:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("case", FLOAT32)
 def test_adapters_train_as_with_plain_torch_and_peft(runs: Runs, plain: Plain, world_size: int, case: str) -> None:
-    """Whatever the engine, the stage, the number of ranks, and whether activations are kept."""
+    """Holds for each engine, ZeRO stage and number of ranks, with and without activation checkpointing."""
     record = runs.lora(world_size)[0][case]
     assert [metrics["loss"] for metrics in record["metrics"]] == pytest.approx(plain.losses, rel=2e-5)
     assert record["last"].keys() == plain.adapters.keys()
@@ -80,7 +80,7 @@ def test_adapters_train_as_with_plain_torch_and_peft(runs: Runs, plain: Plain, w
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("case", options.LORA)
-def test_only_adapters_change_and_the_start_is_the_model(
+def test_only_adapters_change_and_initial_outputs_equal_the_model(
     runs: Runs, tied_model: Path, world_size: int, case: str
 ) -> None:
     record = runs.lora(world_size)[0][case]
@@ -147,7 +147,7 @@ def test_a_value_model_trains_adapters_and_its_whole_head(
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("case", options.RESUMED)
-def test_training_of_adapters_goes_on_to_the_last_bit(runs: Runs, world_size: int, case: str) -> None:
+def test_resumed_training_of_adapters_is_bit_equal(runs: Runs, world_size: int, case: str) -> None:
     for rank in runs.resumed(world_size):
         record = rank[case]
         assert record["inexact"] == []
@@ -164,8 +164,9 @@ def test_training_of_adapters_goes_on_to_the_last_bit(runs: Runs, world_size: in
 
 @pytest.mark.full
 @pytest.mark.parametrize(("saved", "loaded"), options.CROSSED)
-def test_one_rank_of_another_engine_goes_on_where_two_stopped(runs: Runs, saved: str, loaded: str) -> None:
-    record, before = runs.crossed()[f"{saved}-{loaded}"], runs.resumed(2)[0][saved]
+def test_one_rank_of_another_engine_resumes_from_a_checkpoint_of_two(runs: Runs, saved: str, loaded: str) -> None:
+    record = runs.crossed()[f"{saved}-{loaded}"]
+    before = runs.resumed(2)[0][saved]
     assert same_bits(record["loaded"], before["saved"]["masters"])
     assert re.findall(r"\d+", record["inexact"][0]) == ["2", "1"]
     if "lora_dropout" not in options.RESUMED[saved] | options.RESUMED[loaded]:
@@ -175,12 +176,12 @@ def test_one_rank_of_another_engine_goes_on_where_two_stopped(runs: Runs, saved:
 
 def test_a_state_of_other_adapters_or_of_another_model_is_refused(runs: Runs) -> None:
     messages = runs.refused()
-    own = "lora_rank=4, lora_alpha=8.0, lora_target_modules=all-linear"
-    assert re.search(f"(?=.*zero-0).*{own}.*lora_rank=0", messages["without"])
-    assert re.search(f"(?=.*plain).*lora_rank=0.*{own}", messages["of_none"])
-    assert re.search(f"(?=.*zero-0).*{own}.*lora_rank=3", messages["other_rank"])
+    saved_settings = "lora_rank=4, lora_alpha=8.0, lora_target_modules=all-linear"
+    assert re.search(f"(?=.*zero-0).*{saved_settings}.*lora_rank=0", messages["without"])
+    assert re.search(f"(?=.*plain).*lora_rank=0.*{saved_settings}", messages["of_none"])
+    assert re.search(f"(?=.*zero-0).*{saved_settings}.*lora_rank=3", messages["other_rank"])
     assert re.search(
-        f"{own}.*lora_rank=4, lora_alpha=8.0, lora_target_modules=q_proj, v_proj", messages["other_targets"]
+        f"{saved_settings}.*lora_rank=4, lora_alpha=8.0, lora_target_modules=q_proj, v_proj", messages["other_targets"]
     )
     assert "zero-0" in messages["other_weights"]
     assert "lora_" not in messages["other_weights"]
@@ -188,11 +189,12 @@ def test_a_state_of_other_adapters_or_of_another_model_is_refused(runs: Runs) ->
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("case", [case for case, changes in options.RESUMED.items() if "ema_beta" in changes])
-def test_the_average_is_of_the_adapters_and_its_export_is_merged(
+def test_the_moving_average_covers_the_adapters_and_its_export_is_merged(
     runs: Runs, tied_model: Path, world_size: int, case: str
 ) -> None:
     record = runs.resumed(world_size)[0][case]
-    before, last = record["saved"], record["on"]
+    before = record["saved"]
+    last = record["on"]
     for name, tensor in last["average"].items():
         # ema_beta = 0.5
         expected = (before["average"][name] + last["masters"][name]) / 2
@@ -208,7 +210,7 @@ def test_the_average_is_of_the_adapters_and_its_export_is_merged(
     assert torch.equal(adapter[f"base_model.model.{name}.lora_B.weight"], up)
 
 
-def test_layers_that_keep_their_weights_the_other_way_round_are_merged_too(tmp_path: Path) -> None:
+def test_layers_with_transposed_weights_are_merged(tmp_path: Path) -> None:
     torch.manual_seed(0)
     GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=32, n_layer=2, n_head=2)).save_pretrained(tmp_path)
     model = load_policy(tmp_path)
@@ -227,7 +229,7 @@ def test_layers_that_keep_their_weights_the_other_way_round_are_merged_too(tmp_p
     torch.testing.assert_close(found_N, expected_N, atol=1e-5, rtol=0)
 
 
-def test_adapters_are_the_same_for_a_seed_and_disturb_no_other_randomness(tied_model: Path) -> None:
+def test_a_seed_gives_the_same_adapters_and_leaves_the_global_random_state_unchanged(tied_model: Path) -> None:
     torch.manual_seed(3)
     state = torch.get_rng_state()
     models = [load_policy(tied_model) for _ in range(3)]
@@ -248,7 +250,9 @@ def test_adapters_are_the_same_for_a_seed_and_disturb_no_other_randomness(tied_m
         ("q_proj,lm_head", ["lora_target_modules='q_proj,lm_head'"]),
     ],
 )
-def test_layers_that_can_have_no_adapter_are_named(tied_model: Path, targets: str, facts: list[str]) -> None:
+def test_layers_without_support_for_adapters_raise_an_error_that_names_them(
+    tied_model: Path, targets: str, facts: list[str]
+) -> None:
     with pytest.raises(ValueError, match=says(*facts)):
         LoraAdapters(load_policy(tied_model), TrainConfig(lora_rank=2, lora_target_modules=targets))
 
@@ -259,7 +263,7 @@ def test_the_head_of_an_untied_model_may_have_an_adapter(untied_model: Path) -> 
     assert list(adapters.layers) == ["lm_head"]
 
 
-def test_without_peft_the_options_say_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_peft_the_options_raise_an_error_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ValueError, match=says("lora_rank=2", "peft", "scripts/setup.sh lora")):
         TrainOptions(lora_rank=2)

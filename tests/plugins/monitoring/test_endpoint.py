@@ -1,4 +1,4 @@
-"""The monitoring endpoint: what it serves, to whom, and what is refused before a run starts."""
+"""The monitoring endpoint: responses, access control, and options that are refused before a run starts."""
 
 import json
 import socket
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def get(url: str, token: str = "") -> tuple[int, str]:
-    """Status and body of a response."""
+    """Return status and body of a response."""
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
     try:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=30) as response:
@@ -36,7 +36,7 @@ def get(url: str, token: str = "") -> tuple[int, str]:
 
 
 def running_state() -> RunState:
-    """The state of a run in its third step, whose rollout lost a process."""
+    """Return the state of a run in its third step, in which ROLLOUT has lost a process."""
     state = RunState("grpo", {"TRAINER": 1, "ACTOR": 2, "ROLLOUT": 1})
     now = time.time()
     for event in (
@@ -63,7 +63,8 @@ def test_the_state_has_step_metrics_phase_and_roles() -> None:
     assert state["phase"]["name"] == "train"
     assert 2 <= state["phase"]["seconds"] < 60
     assert state["phase_seconds"] == {"generate": 6.5}
-    actor, rollout = state["roles"]["ACTOR"], state["roles"]["ROLLOUT"]
+    actor = state["roles"]["ACTOR"]
+    rollout = state["roles"]["ROLLOUT"]
     assert (actor["workers"], [(call["rank"], call["method"]) for call in actor["calls"]]) == (2, [(1, "update")])
     # The call of the lost process has ended with it.
     assert (rollout["lost"], rollout["calls"]) == (1, [])
@@ -73,7 +74,7 @@ def test_the_state_has_step_metrics_phase_and_roles() -> None:
     json.loads(json.dumps(state, allow_nan=False))
 
 
-def test_a_call_and_a_phase_end_and_the_end_of_the_run_is_its_status() -> None:
+def test_calls_and_phases_end_and_the_end_of_the_run_sets_the_status() -> None:
     state = RunState("grpo", {"ACTOR": 1})
     state(CallEvent("grpo", "ACTOR", 0, "update", 5.0, 0))
     state(CallEvent("grpo", "ACTOR", 0, "update", 5.0, 0, seconds=1.0))
@@ -84,7 +85,7 @@ def test_a_call_and_a_phase_end_and_the_end_of_the_run_is_its_status() -> None:
     assert (current["roles"]["ACTOR"]["calls"], current["phase"], current["status"]) == ([], None, "failed")
 
 
-def test_prometheus_reads_the_text() -> None:
+def test_the_official_client_parses_the_prometheus_text() -> None:
     families = {family.name: family for family in text_string_to_metric_families(running_state().prometheus())}
     samples = {
         (sample.name, *sorted(sample.labels.items())): sample.value
@@ -102,7 +103,7 @@ def test_prometheus_reads_the_text() -> None:
 
 @pytest.fixture
 def endpoint() -> Iterator[MetricsEndpoint]:
-    """An endpoint at a free port of the loopback interface."""
+    """Yield an endpoint at a free port of the loopback interface."""
     served = MetricsEndpoint(running_state(), "127.0.0.1", 0)
     yield served
     served.close()
@@ -134,7 +135,7 @@ def test_a_token_is_required_where_one_is_set(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3"])
-def test_beyond_loopback_a_token_is_needed(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_other_than_loopback_requires_a_token(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TROUPE_METRICS_TOKEN", raising=False)
     with pytest.raises(ValueError, match=says("log.metrics_host", host, "TROUPE_METRICS_TOKEN")):
         LogOptions(metrics_port=0, metrics_host=host)

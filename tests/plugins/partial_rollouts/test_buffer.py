@@ -1,4 +1,4 @@
-"""Prompts that are under way on several engines: engines that are told after which round each prompt is done.
+"""Prompts in generation on several engines. A test sets the number of rounds after which an engine finishes a prompt.
 
 A prompt is one token, its own id. A response is that token, and the version of the weights that began it.
 """
@@ -21,18 +21,18 @@ SAMPLES = 2
 
 @dataclass
 class Engines:
-    """Each finishes what it runs after so many rounds of `collect`; one that was replaced knows nothing any more."""
+    """Engines that finish a prompt after a given number of `collect` rounds. A replaced engine has no prompts."""
 
     count: int = 2
     rounds: Mapping[int, int] = field(default_factory=dict)
-    """How many rounds a prompt takes, by its id; 1 where nothing is said."""
+    """prompt_id -> number of rounds until the prompt is finished. Default: 1."""
     version: int = 0
     taken: int = 0
     said: list[str] = field(default_factory=list)
     begun: list[tuple[int, int, int]] = field(default_factory=list)
     """Engine, prompt and step, in the order in which they were begun."""
     playing: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)
-    """By engine and prompt: rounds that are left, and the version at the beginning."""
+    """Engine -> prompt_id -> remaining rounds, and the version of the weights at the beginning."""
     stop: bool = False
 
     def take(self, count: int) -> Batch:
@@ -50,15 +50,15 @@ class Engines:
 
     def collect(self, seconds: float) -> list[Collected]:
         assert 0 < seconds < 1
-        found = []
+        collected = []
         for engine in range(self.count):
-            own = self.playing.setdefault(engine, {})
-            own.update({key: (rounds - 1, version) for key, (rounds, version) in own.items()})
-            done = {key: version for key, (rounds, version) in own.items() if rounds <= 0}
+            playing = self.playing.setdefault(engine, {})
+            playing.update({key: (rounds - 1, version) for key, (rounds, version) in playing.items()})
+            done = {key: version for key, (rounds, version) in playing.items() if rounds <= 0}
             for key in done:
-                del own[key]
-            found.append(Collected(responses(done) if done else None, list(own)))
-        return found
+                del playing[key]
+            collected.append(Collected(responses(done) if done else None, list(playing)))
+        return collected
 
     def groups(self, in_flight: int, most_stale: int) -> PartialRolloutBuffer:
         return PartialRolloutBuffer(
@@ -77,8 +77,8 @@ class Engines:
 
 def responses(done: Mapping[int, int]) -> Batch:
     keys = [key for key in done for _ in range(SAMPLES)]
-    own = {"prompt_id": torch.tensor(keys), "weight_version": torch.tensor([done[key] for key in keys])}
-    return Batch.from_rows({"tokens": [[key] for key in keys]}, own, {"label": [str(key) for key in keys]})
+    columns = {"prompt_id": torch.tensor(keys), "weight_version": torch.tensor([done[key] for key in keys])}
+    return Batch.from_rows({"tokens": [[key] for key in keys]}, columns, {"label": [str(key) for key in keys]})
 
 
 def ids(batch: Batch | None) -> list[int]:
@@ -89,7 +89,7 @@ def ids(batch: Batch | None) -> list[int]:
     return kept[::SAMPLES]
 
 
-def test_a_step_without_spare_prompts_waits_for_all_of_them_and_begins_each_on_the_engine_with_the_fewest() -> None:
+def test_a_step_without_spare_prompts_waits_for_all_and_balances_the_engines() -> None:
     engines = Engines(count=2, rounds={0: 3})
     groups = engines.groups(in_flight=3, most_stale=1)
     assert ids(groups.fill(1, 3, 6)) == [0, 1, 2]
@@ -99,7 +99,7 @@ def test_a_step_without_spare_prompts_waits_for_all_of_them_and_begins_each_on_t
     assert (len(groups), engines.taken) == (0, 6)
 
 
-def test_a_straggler_comes_in_the_next_batch_and_is_counted_there() -> None:
+def test_a_slow_group_is_in_the_next_batch_and_counted_as_carried() -> None:
     engines = Engines(rounds={0: 4}, version=5)
     groups = engines.groups(in_flight=3, most_stale=2)
     assert ids(groups.fill(6, 2, 6)) == [1, 2]
@@ -112,7 +112,7 @@ def test_a_straggler_comes_in_the_next_batch_and_is_counted_there() -> None:
     assert engines.begun == [(0, 0, 6), (0, 2, 6), (1, 1, 6), (0, 4, 7), (1, 3, 7), (1, 5, 8)]
 
 
-def test_more_that_finish_at_once_than_a_batch_has_wait_for_the_next_one() -> None:
+def test_surplus_finished_groups_wait_for_the_next_batch() -> None:
     engines = Engines()
     groups = engines.groups(in_flight=4, most_stale=1)
     assert ids(groups.fill(1, 2, 6)) == [0, 1]
@@ -121,7 +121,7 @@ def test_more_that_finish_at_once_than_a_batch_has_wait_for_the_next_one() -> No
     assert groups.metrics["rollout/carried_groups"] == 2
 
 
-def test_who_finished_earlier_comes_first_and_of_those_at_once_who_was_taken_first() -> None:
+def test_groups_are_ordered_by_time_of_completion_and_then_by_age() -> None:
     engines = Engines(rounds={0: 2, 1: 2})
     groups = engines.groups(in_flight=5, most_stale=3)
     assert ids(groups.fill(1, 2, 9)) == [2, 3]
@@ -139,12 +139,13 @@ def test_a_batch_waits_for_a_group_that_would_be_too_old_for_the_next_one() -> N
     assert ids(groups.fill(3, 2, 2)) == [4, 5]
 
 
-def test_what_a_replaced_engine_had_is_begun_again_with_its_own_random_numbers_and_said() -> None:
+def test_groups_of_a_replaced_engine_restart_with_their_random_numbers_and_a_message() -> None:
     engines = Engines(rounds={0: 9, 2: 9})
     groups = engines.groups(in_flight=4, most_stale=3)
     assert ids(groups.fill(1, 2, 6)) == [1, 3]
     engines.playing[0].clear()
-    engines.version, engines.rounds = 2, {}
+    engines.version = 2
+    engines.rounds = {}
     assert ids(groups.fill(3, 2, 4)) == [4, 5]
     assert groups.metrics["rollout/restarted_groups"] == 2
     assert engines.said == ["engine 0 has lost 2 prompts in generation; they are begun again"]
@@ -162,12 +163,12 @@ def test_no_more_prompts_are_begun_than_the_run_still_needs() -> None:
     assert (engines.taken, len(groups)) == (3, 0)
 
 
-def test_a_batch_is_given_up_when_the_run_stops() -> None:
+def test_a_batch_is_abandoned_when_the_run_stops() -> None:
     engines = Engines(rounds={0: 9}, stop=True)
     assert engines.groups(in_flight=2, most_stale=1).fill(1, 2, 4) is None
 
 
-def test_a_state_holds_the_prompts_under_way_and_the_answers_that_are_there() -> None:
+def test_a_state_has_the_running_prompts_and_the_complete_responses() -> None:
     engines = Engines(rounds={0: 9})
     groups = engines.groups(in_flight=4, most_stale=1)
     assert groups.state_dict() == {}
@@ -188,7 +189,7 @@ def test_a_state_holds_the_prompts_under_way_and_the_answers_that_are_there() ->
     assert len(resumed) == 0
 
 
-def test_a_run_that_goes_on_with_fewer_in_flight_begins_no_more_than_these_at_once() -> None:
+def test_a_resumed_run_respects_a_lower_limit_of_prompts_in_flight() -> None:
     engines = Engines(rounds={0: 9, 1: 9, 2: 9})
     before = engines.groups(in_flight=6, most_stale=1)
     assert ids(before.fill(1, 3, 9)) == [3, 4, 5]
@@ -204,13 +205,15 @@ def test_a_run_that_goes_on_with_fewer_in_flight_begins_no_more_than_these_at_on
 
 @settings(deadline=None, max_examples=30)
 @given(st.data())
-def test_whatever_is_slow_lost_or_killed_each_prompt_is_trained_on_once_by_weights_that_are_new_enough(
+def test_each_prompt_is_trained_on_once_within_the_staleness_limit_despite_failures(
     data: st.DataObject,
 ) -> None:
-    steps, wanted, most_ahead = 5, 3, data.draw(st.integers(1, 2))
-    in_flight = data.draw(st.integers(wanted, 2 * wanted))
+    steps = 5
+    count = 3
+    most_ahead = data.draw(st.integers(1, 2))
+    in_flight = data.draw(st.integers(count, 2 * count))
     most_stale = most_ahead + 1
-    slow = {key: data.draw(st.integers(1, 12)) for key in range(steps * wanted)}
+    slow = {key: data.draw(st.integers(1, 12)) for key in range(steps * count)}
     states: dict[str, Any] = {"stream": {"step": 0}, "groups": {}, "prompts": {"taken": 0}}
     trained: list[int] = []
     while (done := states["stream"]["step"]) < steps:
@@ -224,7 +227,7 @@ def test_whatever_is_slow_lost_or_killed_each_prompt_is_trained_on_once_by_weigh
         ) -> Any:
             if step in lost:
                 engines.playing.get(step % 2, {}).clear()
-            return groups.fill(step, wanted, (steps - step + 1) * wanted)
+            return groups.fill(step, count, (steps - step + 1) * count)
 
         sources = {"groups": groups, "prompts": Taken(engines)}
         stream = RolloutQueue(generate, steps, most_ahead, sources=sources)
@@ -239,12 +242,12 @@ def test_whatever_is_slow_lost_or_killed_each_prompt_is_trained_on_once_by_weigh
             if stream.step == killed:
                 states = stream.states()
                 break
-    assert sorted(trained) == list(range(steps * wanted))
+    assert sorted(trained) == list(range(steps * count))
 
 
 @dataclass
 class Taken:
-    """Where the prompts of some engines are."""
+    """Position in the prompts of some engines, as state of a run."""
 
     engines: Engines
 

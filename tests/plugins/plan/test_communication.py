@@ -1,4 +1,4 @@
-"""What ranks send each other in an optimizer step, worked by hand."""
+"""Bytes that ranks send to each other in an optimizer step, compared with calculations by hand."""
 
 from dataclasses import replace
 from typing import Any
@@ -38,26 +38,27 @@ def test_each_stage_of_deepspeed_gathers_and_reduces(stage: int, numbers: int) -
     assert sent(DENSE, 2, passes=3, engine="deepspeed", zero_stage=stage) == {"data": 4 * numbers}
 
 
-def test_ranks_that_share_sequences_exchange_heads_and_back() -> None:
+def test_context_parallel_ranks_exchange_heads_in_both_directions() -> None:
     # Queries, keys, values and output; the other rank's half of them, in two layers, forward and back.
     numbers = 2 * 2 * (16 + 8 + 8 + 16) // 2
     assert sent(DENSE, 2, tokens=100, context=2)["context"] == 100 * numbers * 4
     # Each of 4 ranks needs a key head, of which there are two: each is sent twice. And once more to recompute.
     numbers = 3 * 2 * (16 + 16 + 16 + 16) * 3 // 4
-    found = sent(DENSE, 4, tokens=100, context=4, precision="bf16", gradient_checkpointing=True)
-    assert found["context"] == 100 * numbers * 2
+    sent_by_axis = sent(DENSE, 4, tokens=100, context=4, precision="bf16", gradient_checkpointing=True)
+    assert sent_by_axis["context"] == 100 * numbers * 2
 
 
-def test_ranks_that_share_layers_add_up_states_and_gather_their_part() -> None:
-    found = sent(DENSE, 4, tokens=100, tensor=2)
+def test_tensor_parallel_ranks_reduce_states_and_gather_their_shards() -> None:
+    sent_by_axis = sent(DENSE, 4, tokens=100, tensor=2)
     part = DENSE.cut(2)
-    assert found["data"] == sent(part, 2)["data"]
+    assert sent_by_axis["data"] == sent(part, 2)["data"]
     # 8 numbers in an all-reduce of two, after attention and MLP; two layers, forward and back.
-    assert found["tensor"] == 100 * 2 * 2 * 2 * 8 * 4
+    assert sent_by_axis["tensor"] == 100 * 2 * 2 * 2 * 8 * 4
 
 
-def test_ranks_that_share_experts_exchange_states_and_gather_fewer_experts() -> None:
-    alone, shared = sent(MIXTURE, 4), sent(MIXTURE, 4, tokens=100, expert=2)
+def test_expert_parallel_ranks_exchange_states_and_gather_fewer_experts() -> None:
+    alone = sent(MIXTURE, 4)
+    shared = sent(MIXTURE, 4, tokens=100, expert=2)
     assert alone == {"data": 4 * (2 * 1880 + 80 + 1960) * 3 // 4}
     # 960 numbers are experts': half of them on two ranks each, of which another has a half.
     other = (2 * 920 + 80 + 1000) * 3 // 4

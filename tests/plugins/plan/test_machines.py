@@ -1,4 +1,4 @@
-"""Plans for other machines than this one: what is assumed of them, and which role is on which."""
+"""Plans for other machines than this one: assumed machines, and the placement of roles on them."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def eight_by_two() -> Iterator[None]:
-    """Two machines of eight GPUs."""
+    """Assume two machines with eight GPUs each."""
     with assuming(Machines(8, 2, 80 * GB)):
         yield
 
 
 def plan_of(capsys: pytest.CaptureFixture[str], recipe: str, *options: str) -> tuple[int, dict[str, Any], str]:
-    """Exit code, plan and messages of a dry run."""
+    """Return exit code, plan and messages of a dry run."""
     code = import_module(f"recipes.{recipe}.main").main(["--dry_run", *options])
     printed = capsys.readouterr()
     return code, json.loads(printed.out or "{}"), printed.err
 
 
 def spread(*roles: tuple[str, int, int, float], nodes: int = 2, collocated: tuple[str, ...] = ()) -> Job:
-    """A job of (role, nodes, workers on each, devices of a worker) on nodes of eight."""
+    """Return a job of (role, nodes, workers per node, devices per worker) on nodes with eight devices."""
     builder = RLJobBuilder().device_type("GPU").node_num(nodes).device_per_node(8)
     builder.actor("builtins:object")
     for name, count, each, devices in roles:
@@ -68,17 +68,17 @@ def spread(*roles: tuple[str, int, int, float], nodes: int = 2, collocated: tupl
         ("0x2x64GB", Machines(0, 2, None, 64 * GB)),
     ],
 )
-def test_machines_are_written_as_gpus_of_each_machines_and_memory(written: str, machines: Machines) -> None:
+def test_assume_devices_has_gpus_per_machine_machines_and_memory(written: str, machines: Machines) -> None:
     assert Machines.parse(written) == machines
 
 
 @pytest.mark.parametrize("written", ["", "8x0", "two", "8x2x80", "8x2x80GBx1", "0x1x2GBx3GBx4GB", "-1x2"])
-def test_machines_that_are_written_otherwise_are_refused(written: str) -> None:
+def test_an_invalid_value_of_assume_devices_is_refused(written: str) -> None:
     with pytest.raises(ValueError, match=says("assume_devices", "8x2", "8x2x80GB")):
         Machines.parse(written)
 
 
-def test_whatever_asks_for_the_machine_finds_the_assumed_ones(eight_by_two: None) -> None:
+def test_all_queries_of_the_machine_return_the_assumed_ones(eight_by_two: None) -> None:
     assert detect_devices() == 8
     assert Capacity.here(8) == Capacity(None, 80 * GB)
     assert threads_each(2) == -2  # of their cores, whose number is not known
@@ -87,14 +87,14 @@ def test_whatever_asks_for_the_machine_finds_the_assumed_ones(eight_by_two: None
     assert detect_devices() == 8
 
 
-def test_after_the_plan_this_machine_is_there_again() -> None:
+def test_after_the_plan_queries_return_this_machine_again() -> None:
     before = detect_devices(), Capacity.here(0)
     with pytest.raises(KeyError), assuming(Machines(7)):
         raise KeyError
     assert (detect_devices(), Capacity.here(0), assumed()) == (*before, None)
 
 
-def test_a_role_that_is_spread_has_a_node_for_each_of_its_parts() -> None:
+def test_a_spread_role_has_one_part_per_node() -> None:
     job = spread(("actor", 2, 4, 1), ("critic", 1, 4, 1))
     # Of the actor's eight ranks four are on each node, and the critic's on the first that has room.
     assert nodes_of(job) == [0, 1, 0]
@@ -112,24 +112,24 @@ def test_roles_that_share_gpus_are_on_the_same_node_rank_by_rank() -> None:
     ]
 
 
-def test_large_roles_are_placed_first_so_that_small_ones_do_not_stand_in_their_way() -> None:
+def test_large_roles_are_placed_before_small_ones() -> None:
     # In this order the ranks of the first would take a device of each node.
     job = spread(("actor", 1, 4, 1), ("critic", 1, 8, 1), ("reward", 1, 4, 1))
     assert nodes_of(job) == [1, 0, 1]
 
 
-def test_a_role_that_fits_on_no_node_is_refused_by_name_though_the_sum_would_do() -> None:
+def test_a_role_that_fits_on_no_node_is_refused_even_if_the_total_suffices() -> None:
     # 2 x 3 + 2 x 5 = 16 fit on 2 x 8; 6 + 6 + 4 = 16 do not.
     assert nodes_of(spread(("actor", 2, 3, 1), ("critic", 2, 5, 1))) == [0, 1, 0, 1]
     with pytest.raises(ValueError, match=says("REWARD", "4 devices", "of 8", "2, 2 are left")):
         nodes_of(spread(("actor", 1, 6, 1), ("critic", 1, 6, 1), ("reward", 1, 4, 1)))
 
 
-def test_memory_is_summed_up_node_by_node_and_nodes_that_are_alike_are_one(
+def test_memory_is_summed_per_node_and_equal_nodes_are_grouped(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     options = ["placement.nodes=4", "rollout.engine=hf"]
-    _, plan, told = plan_of(capsys, "grpo", "--assume_devices=2x4x80GB", *options)
+    _, plan, output = plan_of(capsys, "grpo", "--assume_devices=2x4x80GB", *options)
     most = {place["place"]: place["most"] for place in plan["places"]}
     assert list(most) == ["a GPU of ACTOR + ROLLOUT", "node 1", "each of nodes 2-4"]
     # Two ranks and two engines; the first node has trainer and driver too, and the 396,928 weights in float32 that rank
@@ -137,28 +137,28 @@ def test_memory_is_summed_up_node_by_node_and_nodes_that_are_alike_are_one(
     reading = 2 * (4 + 2) * 396_928
     assert most["each of nodes 2-4"] == 4 * 400_000_000 + reading
     assert most["node 1"] == 5 * 400_000_000 + 250_000_000 + 4 * 396_928 + reading
-    assert "each of nodes 2-4" in told
+    assert "each of nodes 2-4" in output
 
 
-def test_each_node_has_a_verdict_of_its_memory_and_its_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_each_node_has_a_verdict_on_its_memory_and_its_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     # Qwen2.5-72B: 16 ranks on two nodes, and two engines of 8 GPUs on the others.
     shape = {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8}
     shape |= {"intermediate_size": 29568, "vocab_size": 152064, "model_type": "qwen2", "tie_word_embeddings": False}
     path = folder_of(tmp_path / "large", shape)
     options = [f"model.path={path}", "data.path=task:sort", "placement.nodes=4", "placement.colocate=false"]
     options += ["placement.actor_nodes=2", "rollout.tensor_parallel=8", "train.engine=fsdp", "train.zero_stage=3"]
-    told = {}
+    output = {}
     # 72.7 GB of states on a GPU, and about 52 GB of activations and gathered layers.
     for gigabytes, verdict in ((80, "maybe too much"), (141, "fits")):
         machines = f"--assume_devices=8x4x{gigabytes}GBx1000GB"
-        _, plan, told[gigabytes] = plan_of(capsys, "grpo", machines, *options)
+        _, plan, output[gigabytes] = plan_of(capsys, "grpo", machines, *options)
         first, second, *others = plan["verdicts"].values()
         assert (first, second) == (verdict, verdict)
         assert others == ["fits"] * 2
-    assert "node 4: rollout 1; 8 of 8 GPUs; fits" in told[80]
-    _, plan, told[0] = plan_of(capsys, "grpo", "--assume_devices=8x4", *options)
+    assert "node 4: rollout 1; 8 of 8 GPUs; fits" in output[80]
+    _, plan, output[0] = plan_of(capsys, "grpo", "--assume_devices=8x4", *options)
     assert set(plan["verdicts"].values()) == {"not known"}
-    assert "--assume_devices=8x4x80GB" in told[0]
+    assert "--assume_devices=8x4x80GB" in output[0]
     code, _, error = plan_of(capsys, "grpo", "--assume_devices=8x4x80GBx100GB", *options)
     # Two versions of the weights on the first node are 291 GB, but they may be on disk.
     assert (code, "node 1" in error, "maybe too much" in error) == (0, True, True)
@@ -166,38 +166,40 @@ def test_each_node_has_a_verdict_of_its_memory_and_its_gpus(capsys: pytest.Captu
     assert (code, says_all(error, "ACTOR", "64 GB", "73 GB")) == (2, True)
 
 
-def test_a_role_on_more_nodes_than_there_are_is_refused_by_name(eight_by_two: None) -> None:
+def test_a_role_on_too_many_nodes_is_refused_by_name(eight_by_two: None) -> None:
     with pytest.raises(ValueError, match=says("CRITIC", "3 nodes", "2 nodes")):
         nodes_of(spread(("actor", 1, 1, 1), ("critic", 3, 1, 1), nodes=3))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_plans_for_machines_that_are_assumed_and_says_so(
+def test_every_recipe_plans_for_assumed_machines_and_prints_the_assumption(
     recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, plan, told = plan_of(capsys, recipe, "--assume_devices", "8x2x80GB")
+    code, plan, output = plan_of(capsys, recipe, "--assume_devices", "8x2x80GB")
     assert code == 0
     assert (plan["device_type"], plan["assumed"]) == ("GPU", "2 machines with 8 GPUs of 80 GB each")
-    assert "2 machines with 8 GPUs of 80 GB each, not this one" in told
+    assert "2 machines with 8 GPUs of 80 GB each, not this one" in output
     gpus = [place for place in plan["places"] if place["place"].startswith("a GPU of")]
     assert {place["there"] for place in gpus} == {80 * GB}
     assert re_of_nodes(plan["nodes"]) != []
-    code, plan, told = plan_of(capsys, recipe, "--assume_devices=0x1")
-    assert (code, plan["device_type"], "no GPU" in told) == (0, "CPU", True)
+    code, plan, output = plan_of(capsys, recipe, "--assume_devices=0x1")
+    assert (code, plan["device_type"], "no GPU" in output) == (0, "CPU", True)
 
 
 def re_of_nodes(lines: list[str]) -> list[str]:
-    """The lines that say how many GPUs of a node are used."""
+    """Return the lines with the number of used GPUs of a node."""
     return [line for line in lines if "of 8 GPUs" in line]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_what_is_assumed_is_for_plans_alone(recipe: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_assumed_machines_are_refused_for_a_run(
+    recipe: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     code = import_module(f"recipes.{recipe}.main").main(["--assume_devices", "8x2", f"run_dir={tmp_path}/run"])
     assert (code, (tmp_path / "run").exists()) == (2, False)
     assert says_all(capsys.readouterr().err, "assume_devices=8x2", "dry_run")
-    code, _, told = plan_of(capsys, recipe, "--assume_devices", "eight")
-    assert (code, says_all(told, "assume_devices=eight", "8x2")) == (2, True)
+    code, _, output = plan_of(capsys, recipe, "--assume_devices", "eight")
+    assert (code, says_all(output, "assume_devices=eight", "8x2")) == (2, True)
 
 
 def says_all(text: str, *facts: str) -> bool:
@@ -214,11 +216,11 @@ def test_the_policy_and_the_engines_may_be_on_different_nodes(capsys: pytest.Cap
     ]
 
 
-def test_two_nodes_of_which_half_the_gpus_are_used(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_may_use_half_the_gpus_of_two_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["placement.nodes=2", "placement.devices_per_node=4"]
-    code, plan, told = plan_of(capsys, "grpo", "--assume_devices=8x2", *options)
+    code, plan, output = plan_of(capsys, "grpo", "--assume_devices=8x2", *options)
     assert (code, plan["placement"]["processes"]["ACTOR"]) == (0, 8)
-    assert "node 2: actor 4-7, rollout 4-7; 4 of 4 GPUs" in told
+    assert "node 2: actor 4-7, rollout 4-7; 4 of 4 GPUs" in output
 
 
 @pytest.mark.parametrize(
@@ -235,12 +237,12 @@ def test_two_nodes_of_which_half_the_gpus_are_used(capsys: pytest.CaptureFixture
         ),
     ],
 )
-def test_more_than_the_cluster_has_is_refused_by_name(
+def test_more_gpus_than_the_cluster_has_are_refused_by_name(
     options: list[str], facts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, _, told = plan_of(capsys, "grpo", "--assume_devices=8x2", *options)
+    code, _, output = plan_of(capsys, "grpo", "--assume_devices=8x2", *options)
     assert code == 2
-    assert says_all(told, *facts), told
+    assert says_all(output, *facts), output
 
 
 def test_supervised_ranks_on_several_nodes_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,8 +251,8 @@ def test_supervised_ranks_on_several_nodes_are_planned(capsys: pytest.CaptureFix
 
 
 def test_without_gpus_devices_per_node_are_processes() -> None:
-    found = PlacementOptions(nodes=2, devices_per_node=3).resolved(0, 2)
-    assert (found.actor_ranks, found.rollout_engines) == (6, 6)
+    placement = PlacementOptions(nodes=2, devices_per_node=3).resolved(0, 2)
+    assert (placement.actor_ranks, placement.rollout_engines) == (6, 6)
     assert PlacementOptions(nodes=2).resolved(0, 2).actor_ranks == 2
 
 
@@ -259,15 +261,19 @@ def test_on_a_cluster_of_cpus_devices_per_node_are_processes(
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    _, plan, told = plan_of(capsys, "grpo", "placement.nodes=2", "placement.devices_per_node=2", "rollout.engine=hf")
+    _, plan, output = plan_of(capsys, "grpo", "placement.nodes=2", "placement.devices_per_node=2", "rollout.engine=hf")
     assert (plan["device_type"], plan["placement"]["processes"]["ACTOR"], plan["assumed"]) == ("CPU", 4, None)
-    assert "node 2: actor 2-3" in told
+    assert "node 2: actor 2-3" in output
 
 
 def test_flash_attention_without_a_gpu_is_sdpa_and_a_note(capsys: pytest.CaptureFixture[str]) -> None:
     option = "model.attn_implementation=flash_attention_2"
-    code, plan, told = plan_of(capsys, "grpo", "--assume_devices=0x1", option)
+    code, plan, output = plan_of(capsys, "grpo", "--assume_devices=0x1", option)
     assert (code, plan["config"]["model"]["attn_implementation"]) == (0, "sdpa")
-    assert says_all(told, option, "sdpa is used")
-    code, plan, told = plan_of(capsys, "grpo", "--assume_devices=1", option)
-    assert (code, plan["config"]["model"]["attn_implementation"], "is used" in told) == (0, "flash_attention_2", False)
+    assert says_all(output, option, "sdpa is used")
+    code, plan, output = plan_of(capsys, "grpo", "--assume_devices=1", option)
+    assert (code, plan["config"]["model"]["attn_implementation"], "is used" in output) == (
+        0,
+        "flash_attention_2",
+        False,
+    )

@@ -1,4 +1,6 @@
-"""What models take, worked by hand: their sizes, training, frozen models, engines, and phases of a shared device."""
+"""Memory of models, compared with calculations by hand: sizes, training, frozen models, engines, and phases of a
+device.
+"""
 
 import json
 from pathlib import Path
@@ -40,9 +42,14 @@ def test_parameters_of_published_models_follow_from_their_config(tmp_path: Path)
     assert (size.parameters, size.head) == (70_553_706_496, 1_050_673_152)
     small = {"model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14}
     small |= {"num_key_value_heads": 2, "intermediate_size": 4864, "vocab_size": 151936, "tie_word_embeddings": True}
-    found = model_size(folder_of(tmp_path / "small", small))
-    assert found is not None
-    assert (found.parameters, found.head, found.queries, found.keys) == (494_032_768, 0, 896, 128)
+    size_of_config = model_size(folder_of(tmp_path / "small", small))
+    assert size_of_config is not None
+    assert (size_of_config.parameters, size_of_config.head, size_of_config.queries, size_of_config.keys) == (
+        494_032_768,
+        0,
+        896,
+        128,
+    )
 
 
 MIXTURE = {
@@ -62,7 +69,7 @@ MIXTURE = {
 }
 
 
-def test_a_mixture_has_all_its_experts_and_computes_with_some(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixture_stores_all_experts_and_computes_with_some(monkeypatch: pytest.MonkeyPatch) -> None:
     size = size_of(MIXTURE)
     assert size is not None
     # Attention 2 x 8 x (8 + 4), 2 x 8 and 2 x 4 of norms; two layers of 6 x (3 x 8 x 5) and a router 6 x 8, one of 3 x
@@ -77,10 +84,10 @@ def test_a_mixture_has_all_its_experts_and_computes_with_some(monkeypatch: pytes
     assert size_of(newer) == size
 
 
-def test_weight_files_are_counted_by_their_headers_whatever_the_architecture(tmp_path: Path) -> None:
+def test_parameters_of_unknown_architectures_are_counted_from_file_headers(tmp_path: Path) -> None:
     shapes = {"embed.weight": [10, 4], "norm.weight": [4], "lm_head.weight": [10, 4]}
-    found = model_size(folder_of(tmp_path / "own", {"model_type": "own"}, model=shapes))
-    assert found == ModelSize(parameters=84, head=40)
+    counted = model_size(folder_of(tmp_path / "own", {"model_type": "own"}, model=shapes))
+    assert counted == ModelSize(parameters=84, head=40)
     # Of several files the index says which; without all of them only the config is left, which says nothing here.
     path = folder_of(tmp_path / "parts", {"model_type": "own"}, a={"x": [3, 5]}, b={"y": [2]})
     index = Path(path) / "model.safetensors.index.json"
@@ -90,7 +97,7 @@ def test_weight_files_are_counted_by_their_headers_whatever_the_architecture(tmp
     assert model_size(path) is None
 
 
-def test_a_model_that_is_still_to_be_made_has_the_tiny_shape() -> None:
+def test_a_new_model_has_the_shape_of_the_tiny_model() -> None:
     size = model_size("warm_start:sort")
     # 20 tokens x 128; two layers of 2 x 128 x (128 + 64) + 3 x 128 x 384 + 256 of norms + 256 of biases; a last norm.
     assert size is not None
@@ -118,7 +125,7 @@ def test_a_model_that_is_still_to_be_made_has_the_tiny_shape() -> None:
         ({"engine": "fsdp", "zero_stage": 2, "precision": "bf16"}, (1000, 1000, 2000)),
     ],
 )
-def test_what_is_partitioned_is_divided_by_the_ranks(options: dict[str, Any], expected: tuple[int, int, int]) -> None:
+def test_sharded_parts_are_divided_by_the_ranks(options: dict[str, Any], expected: tuple[int, int, int]) -> None:
     need = training(ModelSize(parameters=1000), TrainConfig(**options), 4, tokens=10)
     assert (need.weights, need.gradients, need.optimizer) == expected
     assert (need.passes, need.is_known) == (None, False)  # of an unknown architecture
@@ -129,7 +136,7 @@ SMALL = ModelSize(
 )
 
 
-def test_adapters_alone_have_gradients_and_states(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_adapters_have_gradients_and_optimizer_states(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     need = training(SMALL, TrainConfig(lora_rank=2), 1, tokens=10)
     # In and out: q, o 10 + 10, k, v 10 + 5, gate, up, down 10 + 30: 190 numbers x rank 2 x 2 layers = 760.
@@ -170,7 +177,7 @@ def test_fsdp_gathers_by_layers_or_the_whole_and_adds_up_gradients_of_several_mi
     assert (several.gradients, several.passes) == (200_000, (one.passes or 0) + 200_000)
 
 
-def test_what_is_offloaded_or_sleeps_is_on_the_machine() -> None:
+def test_offloaded_and_sleeping_parts_are_in_host_memory() -> None:
     config = TrainConfig(zero_stage=2, precision="bf16", adam_offload=True, ema_beta=0.9)
     need = training(ModelSize(parameters=1000), config, 2, tokens=1, gpu=True, publishes=True)
     assert (need.weights, need.gradients, need.optimizer, need.host) == (2000, 0, 0, 2000 + 6000)
@@ -190,18 +197,18 @@ def test_what_is_offloaded_or_sleeps_is_on_the_machine() -> None:
     assert (engine.weights, engine.host) == (2000, 4000)  # of both devices
 
 
-def test_a_head_over_the_vocabulary_is_not_a_critics() -> None:
+def test_a_critic_has_no_output_layer_over_the_vocabulary() -> None:
     size = ModelSize(parameters=1000, head=300)
     assert frozen(size, "bf16", tokens=1, has_head=False).weights == 1400
     assert training(size, TrainConfig(), 1, tokens=1, has_head=False).weights == 2800
 
 
-def test_a_micro_batch_is_what_the_budget_and_the_step_allow() -> None:
+def test_a_micro_batch_is_limited_by_the_token_budget_and_the_step() -> None:
     assert micro_batch_tokens(TrainConfig(max_tokens=1000), 100, 64) == 1000
     assert micro_batch_tokens(TrainConfig(max_tokens=1000), 100, 4) == 400
     assert micro_batch_tokens(TrainConfig(max_tokens=10**9, max_sequences=2), 100, 64) == 200
     assert micro_batch_tokens(TrainConfig(max_tokens=50), 100, 64) == 100  # a longer sequence stands alone
-    assert [steps_in_parts(TrainConfig(max_tokens=1000), 100, own) for own in (10, 11)] == [False, True]
+    assert [steps_in_parts(TrainConfig(max_tokens=1000), 100, sequences) for sequences in (10, 11)] == [False, True]
 
 
 # --- sampling
@@ -214,18 +221,18 @@ def test_an_hf_engines_cache_grows_with_rows_and_tokens() -> None:
     assert sampling(SMALL, HFRolloutConfig(precision="bf16"), 4, 64, None, gpu=False).cache == 4 * 64 * 2 * 2 * 5 * 2
 
 
-def test_vllm_takes_its_share_of_a_gpu_or_what_it_is_told_on_a_cpu() -> None:
+def test_vllm_uses_its_share_of_a_gpu_or_the_configured_memory_on_a_cpu() -> None:
     shared = VLLMRolloutConfig(dtype="bfloat16", gpu_memory_utilization=0.5, tensor_parallel_size=2)
     size = ModelSize(parameters=10 * GB)
     need = sampling(size, shared, 1, 1, 80 * GB, gpu=True)
     # Half of 80 GB has weights, a context, CUDA graphs and NCCL's buffers; of this architecture no more is known.
     assert (need.weights, need.cache) == (10 * GB, 40 * GB - 10 * GB - CONTEXT_BYTES - GRAPH_BYTES - NCCL_BYTES)
     assert sampling(size, shared, 1, 1, None, gpu=True).cache is None
-    told = sampling(size, VLLMRolloutConfig(cpu_cache_gb=2.0), 1, 1, None, gpu=False)
-    assert (told.weights, told.cache, told.base) == (40 * GB, 2 * 2**30, PROCESS_BYTES["vllm"])
+    estimate = sampling(size, VLLMRolloutConfig(cpu_cache_gb=2.0), 1, 1, None, gpu=False)
+    assert (estimate.weights, estimate.cache, estimate.base) == (40 * GB, 2 * 2**30, PROCESS_BYTES["vllm"])
 
 
-def test_vllm_measures_a_pass_before_it_makes_its_cache_and_one_sequence_has_to_fit() -> None:
+def test_the_vllm_cache_is_what_a_pass_leaves_and_must_hold_one_sequence() -> None:
     config = VLLMRolloutConfig(dtype="bfloat16", gpu_memory_utilization=0.5, tensor_parallel_size=5, enforce_eager=True)
     wide = ModelSize(parameters=GB, layers=2, hidden=100, queries=100, keys=50, intermediate=300, vocabulary=1000)
     need = sampling(wide, config, 64, 64, 6 * GB, gpu=True)
@@ -243,7 +250,7 @@ def test_vllm_measures_a_pass_before_it_makes_its_cache_and_one_sequence_has_to_
 # --- frozen models
 
 
-def test_a_sharded_model_is_divided_and_one_that_is_offloaded_waits_on_the_machine() -> None:
+def test_a_sharded_frozen_model_is_divided_and_an_offloaded_one_is_in_host_memory() -> None:
     whole = frozen(SMALL, "bf16", tokens=16, gpu=True, ranks=4)
     # The states of a layer, 16 x (4 x 10 + 3 x 30) x 2, and logits twice.
     assert (whole.weights, whole.passes) == (200_000, 16 * 130 * 2 + 2 * 2 * 100 * 16)
@@ -258,20 +265,22 @@ def test_a_sharded_model_is_divided_and_one_that_is_offloaded_waits_on_the_machi
 # --- who shares a device, and when
 
 
-def test_what_sleeps_is_not_there_while_others_work() -> None:
+def test_sleeping_roles_use_no_memory_while_others_work() -> None:
     actor = MemoryEstimate(weights=10, gradients=4, optimizer=20, passes=7, freed_gradients=4, sleeps=True, published=1)
     engine = MemoryEstimate(weights=5, cache=50, passes=3, sleeps=True, generates=True)
     reference = MemoryEstimate(weights=2, passes=9)
-    found = {phase.name: (phase.fixed_bytes, phase.transient_bytes) for phase in phases([actor, engine, reference])}
+    phase_bytes = {
+        phase.name: (phase.fixed_bytes, phase.transient_bytes) for phase in phases([actor, engine, reference])
+    }
     # The reference stays; gradients are let go of before the engine has its weights again, and a bucket travels.
-    assert found == {"generation": (57, 3), "training": (36, 9), "weight sync": (37, 2 * BUCKET_BYTES["cuda"])}
+    assert phase_bytes == {"generation": (57, 3), "training": (36, 9), "weight sync": (37, 2 * BUCKET_BYTES["cuda"])}
     awake = MemoryEstimate(weights=5, cache=50, passes=3, generates=True)
-    found = {phase.name: phase.fixed_bytes for phase in phases([actor, awake, reference])}
-    assert found == {"generation": 57, "training": 91, "weight sync": 87}
+    phase_bytes = {phase.name: phase.fixed_bytes for phase in phases([actor, awake, reference])}
+    assert phase_bytes == {"generation": 57, "training": 91, "weight sync": 87}
     assert [phase.name for phase in phases([actor])] == ["work"]
 
 
-def test_one_process_keeps_what_stays_and_lends_what_sleeps() -> None:
+def test_a_process_with_several_uses_frees_the_memory_of_sleeping_ones() -> None:
     actor, engine = (
         MemoryEstimate(weights=10, passes=1, sleeps=True),
         MemoryEstimate(weights=5, cache=6, sleeps=True, generates=True),
@@ -280,7 +289,7 @@ def test_one_process_keeps_what_stays_and_lends_what_sleeps() -> None:
     assert [phase.fixed_bytes for phase in phases([both])] == [12, 11]
 
 
-def test_one_process_that_does_two_things_keeps_both() -> None:
+def test_a_process_with_two_uses_holds_the_memory_of_both() -> None:
     both = together(MemoryEstimate(weights=1, optimizer=2, passes=5), MemoryEstimate(weights=10, cache=20, passes=3))
     assert (both.weights, both.optimizer, both.cache, both.passes) == (11, 2, 20, 5)
     assert together(MemoryEstimate(weights=None), MemoryEstimate(weights=1)).weights is None

@@ -1,4 +1,4 @@
-"""The plan that every recipe shows before it starts."""
+"""The plan that every recipe prints before it starts."""
 
 import json
 import re
@@ -65,7 +65,7 @@ def learner(**options: Any) -> MemoryEstimate:
     return MemoryEstimate(weights=10 * GB, gradients=10 * GB, optimizer=20 * GB, passes=5 * GB, base=0, **options)
 
 
-def test_roles_that_share_a_gpu_keep_what_stays_and_take_turns_with_the_rest() -> None:
+def test_roles_on_one_gpu_add_fixed_memory_and_share_transient_memory() -> None:
     sampler = MemoryEstimate(weights=10 * GB, cache=20 * GB, base=0, generates=True)
     device, machine = plan_of({"ACTOR": learner(), "ROLLOUT": sampler}, device=80 * GB).fields()["places"]
     assert (device["place"], device["least"], device["most"]) == ("a GPU of ACTOR + ROLLOUT", 70 * GB, 75 * GB)
@@ -80,11 +80,11 @@ def test_roles_that_share_a_gpu_keep_what_stays_and_take_turns_with_the_rest() -
 
 
 def options_in(error: pytest.ExceptionInfo[ValueError]) -> list[str]:
-    """What a message names to be set, in its order."""
+    """Return the options that a message names, in their order."""
     return re.findall(r"\b(?:train|rollout|placement)\.\w+(?:=\w+)?", str(error.value))
 
 
-def test_what_is_certain_and_cannot_fit_is_refused_with_what_to_set() -> None:
+def test_fixed_memory_that_cannot_fit_is_refused_with_options_to_set() -> None:
     plan_of({"ACTOR": learner()}, device=40 * GB).check()  # the activations may be fewer
     with pytest.raises(ValueError, match=says("ACTOR", "40 GB", "39 GB")) as error:
         plan_of({"ACTOR": learner()}, device=39 * GB).check()
@@ -108,7 +108,7 @@ def test_what_is_certain_and_cannot_fit_is_refused_with_what_to_set() -> None:
     assert options_in(error) == ["rollout.cpu_cache_gb"]
 
 
-def test_a_share_that_does_not_hold_an_engines_weights_is_refused() -> None:
+def test_a_gpu_share_smaller_than_an_engines_weights_is_refused() -> None:
     size = ModelSize(parameters=20 * GB)
     need = sampling(size, VLLMRolloutConfig(dtype="bfloat16", gpu_memory_utilization=0.45), 1, 1, 80 * GB, gpu=True)
     # 0.45 x 80 = 36 GB for 20 x 2 GB of weights, 0.6 GB of context and 1 GB of CUDA graphs.
@@ -130,7 +130,7 @@ def test_a_share_that_does_not_hold_an_engines_weights_is_refused() -> None:
 
 
 def gpus(path: Path, monkeypatch: pytest.MonkeyPatch, *mebibytes: int) -> None:
-    """An nvidia-smi that shows GPUs of these sizes, or the first of them where some are chosen by name."""
+    """Install an nvidia-smi that prints GPUs of these sizes, or only the first one if GPUs are selected by name."""
     sizes = " ".join(map(str, mebibytes))
     responses = f'case $1 in --id=*) echo {mebibytes[0]};; *) printf "%s\\n" {sizes};; esac'
     (path / "nvidia-smi").write_text(f"#!/bin/sh\n{responses}\n")
@@ -139,9 +139,7 @@ def gpus(path: Path, monkeypatch: pytest.MonkeyPatch, *mebibytes: int) -> None:
     gpu_bytes.cache_clear()
 
 
-def test_the_machines_of_a_cluster_are_taken_to_be_like_this_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machines_of_a_cluster_are_assumed_to_be_like_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     gpus(tmp_path, monkeypatch, 8192)
     here = Capacity.here(1)
@@ -151,12 +149,12 @@ def test_the_machines_of_a_cluster_are_taken_to_be_like_this_one(
     assert Capacity.here(1) == replace(here, is_guess=True)
 
 
-def test_a_gpu_that_is_too_small_is_refused_on_any_machine_and_the_memory_of_others_is_a_verdict() -> None:
+def test_a_small_gpu_is_refused_and_unknown_host_memory_only_gets_a_verdict() -> None:
     plan = plan_of({"ACTOR": learner(host=60 * GB)}, device=None)
     plan.run.capacity = Capacity(100 * GB, None, is_guess=True)
     plan.check()
-    told = text_of(plan)
-    assert re.search(says("too much", "other machines", "like this one"), told)
+    text = text_of(plan)
+    assert re.search(says("too much", "other machines", "like this one"), text)
     assert plan.verdicts() == ["too much"]
     plan.run.capacity = Capacity(200 * GB, 39 * GB, is_guess=True)
     with pytest.raises(ValueError, match=says("a GPU of ACTOR", "39 GB")):
@@ -165,7 +163,7 @@ def test_a_gpu_that_is_too_small_is_refused_on_any_machine_and_the_memory_of_oth
     assert (plan.verdicts(), "--assume_devices=8x1x80GB" in text_of(plan)) == (["not known"], True)
 
 
-def test_of_gpus_that_differ_only_those_count_whose_names_are_clear(
+def test_memory_of_different_gpus_is_known_only_for_unambiguous_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -178,9 +176,10 @@ def test_of_gpus_that_differ_only_those_count_whose_names_are_clear(
     gpu_bytes.cache_clear()
 
 
-def test_rows_that_are_all_held_out_make_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_with_held_out_rows_only_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.jsonl").write_text('{"chosen": "a", "rejected": "b"}\n' * 20)
-    main, shown = import_module("recipes.dpo.main").main, list[str]()
+    main = import_module("recipes.dpo.main").main
+    shown = list[str]()
     for held in (256, 4):
         options = ["model.path=p", f"data.path={tmp_path}/a.jsonl", f"evaluation.held_out={held}", "train.batch_size=8"]
         assert main([*options, "train.epochs=3", "--dry_run"]) == (2 if held == 256 else 0)
@@ -191,16 +190,17 @@ def test_rows_that_are_all_held_out_make_no_step(tmp_path: Path, capsys: pytest.
     assert re.search(says("6 optimizer steps", "8 pairs", "16 pairs", "3 epochs", "4 held out"), shown[1])
 
 
-def test_amounts_are_short() -> None:
-    found = [format_bytes(count) for count in (None, 0, 82_000, 1_640_000, 402_000_000, 999_600_000, 1_347 * GB)]
-    assert found == ["?", "-", "82 kB", "1.6 MB", "402 MB", "1 GB", "1,347 GB"]
+def test_format_bytes_has_two_or_three_digits() -> None:
+    formatted = [format_bytes(count) for count in (None, 0, 82_000, 1_640_000, 402_000_000, 999_600_000, 1_347 * GB)]
+    assert formatted == ["?", "-", "82 kB", "1.6 MB", "402 MB", "1 GB", "1,347 GB"]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_shows_its_plan_as_a_table_and_as_json(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert import_module(f"recipes.{recipe}.main").main(["--dry_run", "seed=7", "run_dir=x"]) == 0
     shown = capsys.readouterr()
-    plan, lines = json.loads(shown.out), shown.err.splitlines()
+    plan = json.loads(shown.out)
+    lines = shown.err.splitlines()
     assert (plan["changed"]["seed"], "run_dir" in plan["changed"], "dry_run" in plan["changed"]) == (7, False, False)
     assert "steps of" in plan["arithmetic"]
     assert {row["role"] for row in plan["memory"]} == set(plan["placement"]["processes"])
@@ -221,7 +221,7 @@ def test_every_recipe_shows_its_plan_as_a_table_and_as_json(recipe: str, capsys:
         ),
     ],
 )
-def test_a_model_that_no_machine_holds_is_refused_before_anything_starts(
+def test_a_model_too_large_for_any_machine_is_refused_before_the_start(
     recipe: str,
     options: list[str],
     tmp_path: Path,
@@ -232,28 +232,28 @@ def test_a_model_that_no_machine_holds_is_refused_before_anything_starts(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("plugins.plan.capacity.Capacity.here", lambda *_: Capacity(machine=512 * GB))
     path = folder_of(tmp_path / "large", LARGE)
-    given = [option.format(path) for option in options]
+    arguments = [option.format(path) for option in options]
     main = import_module(f"recipes.{recipe}.main").main
-    assert main([*given, f"run_dir={tmp_path}/run"]) == 2
+    assert main([*arguments, f"run_dir={tmp_path}/run"]) == 2
     *table, error = capsys.readouterr().err.splitlines()
     assert sum(f"{recipe}: memory" in line for line in table) == 1  # what the refusal is about
     assert re.search(says(f"{recipe}: ", "machine", "512 GB"), error)
     assert ("gradients 282 GB" in error, "cache" in error) == (True, False)
     assert not (tmp_path / "run").exists()
-    assert main([*given, "--print_config"]) == 0
+    assert main([*arguments, "--print_config"]) == 0
 
 
 @pytest.mark.parametrize(("layout", "verdict"), [("whole", "maybe too much"), ("sharded", "fits")])
-def test_a_reference_that_may_not_fit_whole_is_advised_to_be_sharded(
+def test_a_large_reference_model_gets_the_advice_to_be_sharded(
     layout: str, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = folder_of(tmp_path / "large", LARGE)
-    given = f"""
+    arguments = f"""
         model.path={path} data.path=task:sort algorithm.kl_coef=0.1 placement.nodes=4 placement.colocate=false
         train.engine=fsdp train.zero_stage=3 train.adam_offload=true rollout.engine=hf run_dir={tmp_path}/run
         dry_run=true assume_devices=8x4x144GB placement.frozen_models={layout}
     """
-    assert import_module("recipes.grpo.main").main(given.split()) == 0
+    assert import_module("recipes.grpo.main").main(arguments.split()) == 0
     shown = capsys.readouterr()
     # 141 GB of bfloat16 weights, and over 8 ranks 18 GB.
     (need,) = [each for each in json.loads(shown.out)["memory"] if each["role"] == "REFERENCE"]
@@ -271,7 +271,7 @@ def test_a_reference_that_may_not_fit_whole_is_advised_to_be_sharded(
         ("verl_ppo", "actor_rollout_ref.ref.fsdp_config.reshard_after_forward=true", ["actor_rollout_ref.ref."]),
     ],
 )
-def test_what_has_no_effect_is_said_with_the_printed_configuration(
+def test_options_without_effect_are_listed_with_the_printed_configuration(
     recipe: str, option: str, facts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert import_module(f"recipes.{recipe}.main").main(["--print_config", option]) == 0
@@ -281,7 +281,7 @@ def test_what_has_no_effect_is_said_with_the_printed_configuration(
     assert note not in shown.out
 
 
-def test_a_key_is_not_shown_among_what_was_changed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_secret_key_is_not_shown_among_the_changed_options(capsys: pytest.CaptureFixture[str]) -> None:
     key = "0123456789abcdef0123456789abcdef01234567"
     assert import_module("recipes.openrlhf_ppo.main").main(["--dry_run", "--use_wandb", key]) == 0
     shown = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""The tables of published models in the docs: their sizes, a row worked by hand, and that the page has them."""
+"""Tables of published models in the docs: sizes, a row computed by hand, and the presence of the tables in the page."""
 
 import runpy
 from pathlib import Path
@@ -16,9 +16,9 @@ def script() -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "scripts/plan_table.py"))
 
 
-def test_sizes_are_those_that_the_models_were_published_with(script: dict[str, Any]) -> None:
-    found = {name: getattr(size_of(config), "parameters", None) for name, config in script["MODELS"].items()}
-    assert found == {
+def test_sizes_equal_those_of_the_published_models(script: dict[str, Any]) -> None:
+    layout = {name: getattr(size_of(config), "parameters", None) for name, config in script["MODELS"].items()}
+    assert layout == {
         "Qwen2.5-0.5B": 494_032_768,
         "Qwen2.5-1.5B": 1_543_714_304,
         "Qwen2.5-7B": 7_615_616_512,
@@ -28,12 +28,13 @@ def test_sizes_are_those_that_the_models_were_published_with(script: dict[str, A
     }
 
 
-def test_7b_on_eight_gpus_term_by_term(script: dict[str, Any]) -> None:
+def test_every_term_of_a_7b_model_on_eight_gpus_equals_the_sum_by_hand(script: dict[str, Any]) -> None:
     size = size_of(script["MODELS"]["Qwen2.5-7B"])
-    found = script["layout"](size, 8, 80 * 10**9)
-    parameters, rest = 7_615_616_512, 2 * 152_064 * 3584
+    layout = script["layout"](size, 8, 80 * 10**9)
+    parameters = 7_615_616_512
+    rest = 2 * 152_064 * 3584
     layer = (parameters - rest) // 28
-    actor = found.actor
+    actor = layout.actor
     assert (actor.weights, actor.gradients, actor.optimizer) == (parameters // 2, parameters // 2, parameters)
     # Of each layer its input, of one all that it keeps; what is gathered; a layer's gradient, twice; the head's.
     kept = 28 * 16_384 * 3584 * 2 + 16_384 * 2 * (9 * 3584 + 2 * 3584 + 2 * 512 + 4 * 18_944)
@@ -42,29 +43,31 @@ def test_7b_on_eight_gpus_term_by_term(script: dict[str, Any]) -> None:
     # Contexts of three processes, NCCL of actor and reference, CUDA graphs.
     contexts = 3 * 600_000_000 + 2 * 10**9 + 10**9
     reference = parameters // 4
-    assert found.peaks()["training"] == contexts + 2 * parameters + reference + passes
+    assert layout.peaks()["training"] == contexts + 2 * parameters + reference + passes
     # Gradients have gone, and the engine has its weights again.
     sync = contexts + parameters // 2 + parameters + reference + 2 * parameters + 2 * 256 * 2**20
-    assert found.peaks()["weight sync"] == sync
+    assert layout.peaks()["weight sync"] == sync
 
 
-def test_axes_of_a_large_mixture_are_those_worked_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_axes_of_a_large_mixture_equal_those_computed_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     script = runpy.run_path(str(ROOT / "scripts/parallel_table.py"))
     size = size_of(script["MODELS"]["Qwen3-235B-A22B"])
     # As it was published; 94 layers of 128 experts of 3 x 4096 x 1536, of which a token has 8.
     assert size is not None
     assert size.parameters == 235_093_634_560
-    experts, rest = 94 * 128 * 3 * 4096 * 1536, 2 * 151_936 * 4096
+    experts = 94 * 128 * 3 * 4096 * 1536
+    rest = 2 * 151_936 * 4096
     config, need = script["chosen"](size, 32, 4096)
     assert (config.context, config.expert, config.adam_offload) == (1, 8, True)
     # A rank's 4 sequences are one pass. A state of 2 bytes a number to 8 experts and back, 7 of 8 of them elsewhere, in
     # the forward pass, when that is computed again, and in the backward pass.
     assert need.sends["expert"] == 4 * 4096 * 2 * 3 * 94 * (2 * 8 * 4096 * 7 // 8)
     # Of 32 ranks 4 have the same experts. Gathered twice in bfloat16, the rest once, gradients in float32.
-    layers, own = (size.parameters - rest - experts) * 31 // 32, experts // 8 * 3 // 4
+    layers = (size.parameters - rest - experts) * 31 // 32
+    own_experts = experts // 8 * 3 // 4
     assert need.sends["data"] == pytest.approx(
-        2 * (2 * (layers + own) + rest * 31 // 32) + 4 * (layers + own + rest * 31 // 32), rel=1e-9
+        2 * (2 * (layers + own_experts) + rest * 31 // 32) + 4 * (layers + own_experts + rest * 31 // 32), rel=1e-9
     )
     text = script["PAGE"].read_text(encoding="utf-8")
     assert script["with_tables"](text) == text

@@ -1,4 +1,6 @@
-"""B sequences, N all their tokens end to end, U tokens of the row that has what they share once."""
+"""Shared prompts. Legend: B sequences, N tokens of all of them end to end, U tokens of the row with each prefix
+once.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,21 +33,22 @@ from tests.components.helpers import shared_cases
 from tests.components.helpers.ranks import run_ranks
 from tests.components.models.packing.test_packed_model import CONFIGS
 
-P, Q = [2, 3, 4, 5], [9, 8, 7, 6]
+P = [2, 3, 4, 5]
+Q = [9, 8, 7, 6]
 
 
 def batch_of(*rows: list[int]) -> Batch:
     return Batch.from_rows({"tokens": list(rows)})
 
 
-def test_what_begins_alike_is_one_run() -> None:
+def test_sequences_with_a_common_prefix_are_one_run() -> None:
     batch = batch_of([*P, 1, 1], [*Q, 1], [*P, 6], [0, 0], [*Q, 2], [*P, 7, 7, 7])
     assert runs_of(batch, 2) == [Run([3], 0), Run([0, 2, 5], 4), Run([1, 4], 4)]
     assert [run.saved for run in runs_of(batch, 2)] == [0, 8, 4]
     assert runs_of(batch, 5) == [Run([i], 0) for i in (3, 0, 2, 5, 1, 4)]
 
 
-def test_with_one_follower_the_last_token_that_is_alike_is_not_shared() -> None:
+def test_with_one_follower_the_last_common_token_is_not_shared() -> None:
     # After [2, 3, 4] all have a 5, and after that 5 they differ. Rows of Q have [9, 8, 7] and a 6 in common.
     batch = batch_of([*P, 1, 1], [*Q, 1], [*P, 6], [0, 0], [*Q, 2], [*P, 7, 7, 7])
     assert runs_of(batch, 2, one_follower=True) == [Run([3], 0), Run([0, 2, 5], 3), Run([1, 4], 3)]
@@ -54,13 +57,13 @@ def test_with_one_follower_the_last_token_that_is_alike_is_not_shared() -> None:
     assert runs_of(batch_of([1, 2], [3, 4]), 0, one_follower=True) == [Run([0, 1], 0)]
 
 
-def test_one_that_is_the_beginning_of_another_keeps_a_token_of_its_own() -> None:
+def test_a_sequence_that_is_a_prefix_of_another_keeps_one_token() -> None:
     # The same twice, and a third that continues: 4 tokens alike, of which the last is each one's own.
     assert runs_of(batch_of(P, [*P, 1], P), 2) == [Run([0, 2, 1], 3)]
     assert runs_of(batch_of([5], [5]), 1) == [Run([0], 0), Run([1], 0)]
 
 
-def test_a_system_prompt_of_all_gives_way_to_longer_prompts_of_groups() -> None:
+def test_prompts_of_groups_are_preferred_to_a_shorter_system_prompt() -> None:
     # All begin with [1, 1, 1]: as one run 3 x 5 are saved. Apart, 7 x 2 and 7 x 1 are: 21.
     first = [[1, 1, 1, *P[:3], 10, i] for i in range(3)]
     second = [[1, 1, 1, *Q[:3], 10, i] for i in range(2)]
@@ -71,7 +74,7 @@ def test_a_system_prompt_of_all_gives_way_to_longer_prompts_of_groups() -> None:
     assert runs_of(batch_of(*others), 2) == [Run([2, 0, 3, 1], 3)]
 
 
-def test_a_row_has_what_is_shared_once_and_every_token_its_place() -> None:
+def test_a_row_has_the_prefix_once_and_a_place_for_every_token() -> None:
     batch = batch_of([*P, 1], [7, 7], [*P, 6, 6])
     place_N, first_U = shared_places(batch, [Run([0, 2], 3), Run([1], 0)])
     # The row: 2 3 4 | 5 1 | 5 6 6 | 7 7
@@ -84,7 +87,7 @@ def test_a_row_has_what_is_shared_once_and_every_token_its_place() -> None:
     assert inputs["input_ids"][0, found_N].tolist() == batch["tokens"].tolist()
 
 
-def test_every_token_is_a_query_once_and_sees_its_sequence_whole_and_gradients_add_up() -> None:
+def test_every_token_is_a_query_once_and_attends_to_its_full_sequence() -> None:
     batch = batch_of([*P, 1], list(range(30)), [*P, 6, 6])
     # The row: 2 3 4 | 5 1 | 5 6 6 | 0 ... 29
     row = PackedRow(batch, row_plan(batch, [Run([0, 2], 3), Run([1], 0)]))
@@ -92,12 +95,12 @@ def test_every_token_is_a_query_once_and_sees_its_sequence_whole_and_gradients_a
     # shared.
     assert row.rectangles.shapes == [(2, 3, 6), (1, 30, 30), (1, 3, 3)]
     x_1HUD = torch.arange(38.0).view(1, 1, 38, 1).requires_grad_()
-    own, longest, shared = row.queries(x_1HUD)
-    assert own[0].flatten().tolist() == [5, 6, 7]
-    assert own[1].flatten().tolist()[:2] == [3, 4]
+    rest, longest, shared = row.queries(x_1HUD)
+    assert rest[0].flatten().tolist() == [5, 6, 7]
+    assert rest[1].flatten().tolist()[:2] == [3, 4]
     assert longest.flatten().tolist() == list(range(8, 38))
     assert shared.flatten().tolist() == [0, 1, 2]
-    assert row.from_rectangles([own, longest, shared]).flatten().tolist() == list(range(38))
+    assert row.from_rectangles([rest, longest, shared]).flatten().tolist() == list(range(38))
     seen, _, _ = row.keys(x_1HUD)
     assert seen[0].flatten().tolist() == [0, 1, 2, 5, 6, 7]
     assert seen[1].flatten().tolist()[:5] == [0, 1, 2, 3, 4]
@@ -107,7 +110,7 @@ def test_every_token_is_a_query_once_and_sees_its_sequence_whole_and_gradients_a
     assert x_1HUD.grad.flatten().tolist() == [11, 11, 11, 10, 10, 1, 1, 1, *[0] * 30]
 
 
-def test_a_sequence_too_long_for_a_mask_is_queries_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_tokens_of_a_sequence_too_long_for_a_mask_are_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = batch_of([*P, 1], [*P, 6, 6])
     runs = [Run([0, 1], 3)]
     # Two tokens that see five are 10 places of a mask, three that see six 18.
@@ -118,7 +121,7 @@ def test_a_sequence_too_long_for_a_mask_is_queries_whole(monkeypatch: pytest.Mon
     assert row.from_rectangles(row.queries(x_1HUD)).flatten().tolist() == list(range(8))
 
 
-def test_sequences_of_one_length_are_a_rectangle_as_they_lie() -> None:
+def test_sequences_of_equal_length_form_a_rectangle_without_a_copy() -> None:
     row = PackedRow(batch_of([1, 2, 3], [4, 5, 6]))
     assert row.rectangles.query_place_F is None
     x_1HUD = torch.arange(12.0).view(1, 2, 6, 1)
@@ -128,9 +131,10 @@ def test_sequences_of_one_length_are_a_rectangle_as_they_lie() -> None:
     assert torch.equal(row.from_rectangles([x_RHTD]).transpose(1, 2), x_1HUD)
 
 
-def test_micro_batches_count_what_is_shared_once_in_each() -> None:
+def test_each_micro_batch_counts_a_prefix_once() -> None:
     # Run of four: 5 tokens, and 2, 3 and 4 more; then one of 6 alone.
-    lengths_B, runs = torch.tensor([5, 5, 6, 7, 6]), [Run([0, 1, 2, 3], 3), Run([4], 0)]
+    lengths_B = torch.tensor([5, 5, 6, 7, 6])
+    runs = [Run([0, 1, 2, 3], 3), Run([4], 0)]
     cuts = {20: [[0, 1, 2, 3, 4]], 19: [[0, 1, 2, 3], [4]], 14: [[0, 1, 2, 3], [4]], 13: [[0, 1, 2], [3, 4]]}
     for budget, expected in cuts.items():
         assert [part.tolist() for part in shared_micro_batches(lengths_B, runs, budget)] == expected
@@ -162,7 +166,7 @@ def test_computed_places_are_those_of_the_rows_that_are_made() -> None:
     assert layout.computed_tokens(minibatch, plans) == (sum(row.places for row in rows), pairs)
 
 
-def test_ranks_get_whole_runs_where_there_are_many_and_parts_of_few() -> None:
+def test_ranks_get_whole_runs_if_there_are_many_and_parts_otherwise() -> None:
     lengths_B = torch.tensor([4, 4, 6, 6])
     few = shares_of_runs(lengths_B, [Run([0, 1, 2], 3), Run([3], 0)], 2)
     # Cut for two ranks: {0, 1} of 5 tokens, {2} of 6 and {3} of 6; two of these go to one rank.
@@ -219,10 +223,10 @@ def test_log_probs_entropies_and_gradients_equal_those_of_separate_sequences(
     alone_2N = torch.cat([both(reference, batch.select([i])) for i in range(len(batch))], 1)
     torch.testing.assert_close(shared_2N, alone_2N, rtol=0, atol=1e-5)
     weight_2N = torch.randn(shared_2N.shape, generator=torch.Generator().manual_seed(0))
-    found, expected = (gradients(m, (x * weight_2N).sum()) for m, x in ((model, shared_2N), (reference, alone_2N)))
-    assert found.keys() == expected.keys()
+    actual, expected = (gradients(m, (x * weight_2N).sum()) for m, x in ((model, shared_2N), (reference, alone_2N)))
+    assert actual.keys() == expected.keys()
     for key in expected:
-        torch.testing.assert_close(found[key], expected[key], rtol=1e-5, atol=1e-5 * float(expected[key].abs().max()))
+        torch.testing.assert_close(actual[key], expected[key], rtol=1e-5, atol=1e-5 * float(expected[key].abs().max()))
 
 
 @pytest.mark.parametrize(("dtype", "apart"), [("float32", 1e-5), ("bfloat16", 0.05)])
@@ -237,14 +241,15 @@ def test_log_probs_of_groups_are_those_of_whole_sequences(tied_model: Path, dtyp
 
 def test_values_equal_those_of_separate_sequences(tied_model: Path) -> None:
     batch = shared_cases.groups(0, prompts=3, samples=3)
-    shared, plain = load_value_model(tied_model, packing=True).eval(), load_value_model(tied_model).eval()
+    shared = load_value_model(tied_model, packing=True).eval()
+    plain = load_value_model(tied_model).eval()
     assert isinstance(layout_of(shared), SharedPrompts)
     for compute in (token_values, state_values):
         alone_N = torch.cat([compute(plain, batch.select([i])) for i in range(len(batch))])
         torch.testing.assert_close(compute(shared, batch), alone_N, rtol=0, atol=1e-5)
 
 
-def test_logits_that_a_model_changes_are_read_at_every_place_once(
+def test_logits_changed_by_the_model_are_read_once_at_every_place(
     folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # gemma2 caps its logits, so that they are read as a whole; a row that is named twice has no gradient.
@@ -266,7 +271,7 @@ def test_a_mixture_of_experts_computes_every_token(folder_of: Callable[[str], Pa
     assert layout_of(load_policy(folder_of("gpt_oss"), packing=True)) is END_TO_END
 
 
-def test_passes_are_planned_by_what_the_model_shares(tied_model: Path) -> None:
+def test_micro_batches_follow_from_the_layout_of_the_model(tied_model: Path) -> None:
     batch = shared_cases.groups(0, prompts=2, samples=6)
     max_tokens = batch.num_tokens // 2 + 14
     shared = layout_of(load_policy(tied_model, packing=True))
@@ -277,7 +282,7 @@ def test_passes_are_planned_by_what_the_model_shares(tied_model: Path) -> None:
 
 @pytest.fixture(scope="module")
 def record(tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two ranks recorded."""
+    """Return the records of two ranks."""
     return run_ranks(shared_cases.shared_and_whole, 2, tmp_path_factory.mktemp("shared"), str(tied_model))
 
 
@@ -285,15 +290,16 @@ def record(tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[d
 @pytest.mark.parametrize("case", shared_cases.CASES)
 def test_every_engine_learns_the_same_from_shared_prompts_on_two_ranks(record: list[dict[str, Any]], case: str) -> None:
     for rank in record:
-        found, expected = rank[f"{case}-shared"], rank[f"{case}-whole"]
+        actual = rank[f"{case}-shared"]
+        expected = rank[f"{case}-whole"]
         atol = 0.05 if case.startswith("bf16") else 1e-5
-        torch.testing.assert_close(found["before"], expected["before"], rtol=0, atol=atol)
-        torch.testing.assert_close(found["after"], expected["after"], rtol=0, atol=5 * atol)
-        for step, other in zip(found["metrics"], expected["metrics"], strict=True):
+        torch.testing.assert_close(actual["before"], expected["before"], rtol=0, atol=atol)
+        torch.testing.assert_close(actual["after"], expected["after"], rtol=0, atol=5 * atol)
+        for step, other in zip(actual["metrics"], expected["metrics"], strict=True):
             assert step["loss"] == pytest.approx(other["loss"], abs=atol)
             assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=5 * atol)
         for name, tensor in expected["weights"].items():
-            torch.testing.assert_close(found["weights"][name], tensor, rtol=0, atol=atol)
+            torch.testing.assert_close(actual["weights"][name], tensor, rtol=0, atol=atol)
     for kind in ("forward_tokens", "train_tokens"):
         computed = {way: sum(rank[f"{case}-{way}"][kind] for rank in record) for way in ("shared", "whole")}
         assert computed["shared"] < 0.6 * computed["whole"]

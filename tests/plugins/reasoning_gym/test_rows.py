@@ -1,6 +1,6 @@
-"""Tasks of reasoning-gym: what is drawn, and what their verifiers make of an answer.
+"""Tasks of reasoning-gym: drawing of questions, and scores of their verifiers.
 
-The package is imported by the tests that need it: the default tier runs without it.
+Tests that need the package import it themselves, because the default tier runs without it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tests.messages import says
 PROJECT = Path(__file__).resolve().parents[3]
 
 NO_STORED_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
-"""There are many right answers, and the task names none: only garbage can be tried."""
+"""Tasks with many correct answers and none in their labels, so that only garbage can be tested."""
 EASIER: dict[str, dict[str, Any]] = {
     # Only puzzles without a solution: it searches for one, and takes up to 20 s where there has to be one.
     "knight_swap": {"impossible_ratio": 1.0},
 }
-"""Settings of tasks that take too long for a question by their own."""
+"""Settings for tasks that take too long per question with their defaults."""
 
 SMALL = "chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
 
@@ -43,7 +43,7 @@ def inputs(rows: list[dict[str, Any]]) -> set[str]:
 
 
 def check_task(task: str) -> None:
-    """The right answer to a question of this task scores 1, and garbage 0."""
+    """Check that a correct answer to a question of this task scores 1, and garbage 0."""
     import reasoning_gym
 
     settings = EASIER.get(task, {})
@@ -60,12 +60,12 @@ def check_task(task: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("task", ["chain_sum", "rotate_matrix"])
-def test_the_right_answer_scores_1_and_garbage_0(task: str) -> None:
+def test_a_correct_answer_scores_1_and_garbage_scores_0(task: str) -> None:
     check_task(task)
 
 
 @pytest.mark.nightly
-def test_of_every_task_the_right_answer_scores_1_and_garbage_0() -> None:
+def test_correct_answers_score_1_and_garbage_scores_0_in_every_task() -> None:
     from reasoning_gym.factory import DATASETS
 
     tasks = set(DATASETS) - set(REFUSED)
@@ -109,7 +109,7 @@ def test_tasks_without_a_stored_answer_can_be_solved() -> None:
         (" \n", 0.0),
     ],
 )
-def test_the_answer_stands_in_its_tags_or_on_the_last_line(response: str, score: float) -> None:
+def test_the_answer_is_read_from_tags_or_from_the_last_line(response: str, score: float) -> None:
     assert reasoning_gym_score(response, label_of("12"))["score"] == score
 
 
@@ -123,7 +123,7 @@ def test_an_answer_of_several_lines_is_the_whole_response() -> None:
 
 
 @pytest.mark.full
-def test_an_answer_that_its_verifier_cannot_take_scores_0_and_is_logged_and_said_once(
+def test_an_answer_that_breaks_its_verifier_scores_0_with_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     label = label_of(None, "boxnet", initial_state={"0.5_0.5": ["box_red", "target_red"]})
@@ -167,21 +167,21 @@ def test_a_formula_reaches_the_verifier_that_runs_it() -> None:
     assert reasoning_gym_score("3*2", label)["reasoning_gym_error"] == 0.0
 
 
-def test_a_label_marks_tuples_and_keys_that_are_no_text() -> None:
+def test_a_label_keeps_tuples_and_keys_that_are_not_strings() -> None:
     label = make_label("arc_agi", {}, {"question": "", "answer": "0 1", "metadata": {"output": ((0, 1),)}})
     assert json.loads(label)["entry"]["metadata"] == {"output": {"(tuple)": [{"(tuple)": [0, 1]}]}}
     assert '[[{"(tuple)": [1, 2]}, "a"], [3, "b"]]' in make_label("ab", {}, {"metadata": {(1, 2): "a", 3: "b"}})
 
 
 @pytest.mark.full
-def test_a_verifier_is_given_the_tuples_of_its_question() -> None:
+def test_a_verifier_gets_the_tuples_of_its_question() -> None:
     # It compares grids of tuples; lists would be another grid to it.
     entry = {"question": "", "answer": "0 1", "metadata": {"output": ((0, 1),)}}
     assert reasoning_gym_score("0 1", make_label("arc_agi", {}, entry))["score"] == 1.0
 
 
 @pytest.mark.parametrize("label", ["", "12", "[]", '{"task": "chain_sum"}', "None"])
-def test_another_label_is_refused(label: str) -> None:
+def test_a_foreign_label_raises_an_error(label: str) -> None:
     with pytest.raises(ValueError, match=says(repr(label), "reasoning_gym:<task>")):
         reasoning_gym_score("12", label)
 
@@ -200,13 +200,13 @@ def test_the_splits_share_no_question_whatever_the_seed() -> None:
 
 
 @pytest.mark.full
-def test_what_follows_the_order_of_sets_is_drawn_the_same_in_every_process() -> None:
+def test_tasks_that_depend_on_set_order_draw_the_same_in_every_process() -> None:
     # A longer request begins as a shorter one does.
     assert draw_rows("ransom_note", "train", 100, seed=0)[:20] == draw_rows("ransom_note", "train", 20, seed=0)
 
 
 @pytest.mark.full
-def test_a_request_that_cannot_be_met_says_what_was_found() -> None:
+def test_a_request_for_too_many_questions_raises_an_error_with_their_number() -> None:
     with pytest.raises(ValueError, match=says(SMALL, 500, "train")) as caught:
         draw_rows(SMALL, "train", 500, seed=0)
     # Of sums and differences of two digits there are 200.
@@ -240,7 +240,7 @@ def test_a_task_that_cannot_be_used_is_refused_with_the_reason(task: str) -> Non
         ("time_intervals?min_date=2000-01-01", ["'min_date=2000-01-01'", "date"]),
     ],
 )
-def test_a_name_that_is_not_understood_is_refused(name: str, facts: list[object]) -> None:
+def test_an_unknown_task_or_setting_raises_an_error(name: str, facts: list[object]) -> None:
     with pytest.raises(ValueError, match=says(*facts)):
         parse_task(name)
 
@@ -273,7 +273,7 @@ def test_a_plan_can_check_the_scorer_without_loading_the_library() -> None:
 
 
 @pytest.mark.full
-def test_worker_processes_score_and_answers_that_verifiers_cannot_take_do_not_stop_a_run() -> None:
+def test_worker_processes_score_and_verifier_errors_do_not_stop_a_run() -> None:
     labels = [label_of("2 × 3", "prime_factorization", factors=[2, 3])] * 3 + [label_of("12")] * 3
     responses = ["3 × 2", "zzz", "2 x 3", "12", "zzz", "so <answer>12</answer>"]
     with open_reward("reasoning_gym", RewardSettings(max_failed_share=0.0)) as reward:

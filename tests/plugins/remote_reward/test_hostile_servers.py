@@ -1,4 +1,4 @@
-"""Reward servers that send nonsense, too much, or a little for ever: each ends as a RewardError with the URL."""
+"""Reward servers that send invalid, oversized or endless replies. Each raises a RewardError with the URL."""
 
 import gzip
 import json
@@ -20,7 +20,7 @@ from tests.messages import says
 
 TIMEOUT_S = 0.6
 PAUSE_S = 0.1
-"""Between two parts of what a server drips: less than any timeout between two of them."""
+"""Seconds between two parts of a slow reply. It is less than any timeout between two parts."""
 GUARD_S = 60
 Script = Callable[[], Iterable[bytes]]
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
@@ -28,7 +28,7 @@ RIGHT = json.dumps({"rewards": [1.0]}).encode()
 
 
 class RawServer:
-    """Sends what a script gives, whatever was requested, until the client hangs up."""
+    """Server that ignores the request and sends the output of a script until the client closes the connection."""
 
     def __init__(self, script: Script, host: str = "127.0.0.1") -> None:
         self._listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -61,7 +61,7 @@ class RawServer:
 
 
 def ask(script: Script, timeout_s: float = GUARD_S, tries: int = 1) -> RewardOutput:
-    """The reward of one response by a server with this script."""
+    """Return the reward of one response from a server with this script."""
     server = RawServer(script)
     settings = RewardSettings(url_timeout_s=timeout_s, url_tries=tries)
     try:
@@ -75,7 +75,7 @@ def ask(script: Script, timeout_s: float = GUARD_S, tries: int = 1) -> RewardOut
 
 
 def dripping(first: bytes, each: Callable[[int], bytes]) -> Script:
-    """Send `first`, and then a part now and then, without end."""
+    """Send `first`, and then parts at intervals, without end."""
 
     def script() -> Iterator[bytes]:
         yield first
@@ -87,7 +87,7 @@ def dripping(first: bytes, each: Callable[[int], bytes]) -> Script:
 
 
 def empty_block(_: int) -> bytes:
-    """A chunk with a block of gzip that holds nothing."""
+    """Return a chunk with an empty gzip block."""
     packer = zlib.compressobj(wbits=-15)
     block = packer.compress(b"") + packer.flush(zlib.Z_SYNC_FLUSH)
     return f"{len(block):x}\r\n".encode() + block + b"\r\n"
@@ -117,14 +117,14 @@ GZIP_HEADER = gzip.compress(b"")[:10]
     ],
     ids=["100", "103", "header", "status", "extension", "chunk", "trailer", "gzip", "length", "close", "nothing"],
 )
-def test_a_request_ends_at_its_deadline_whatever_the_server_drips(script: Script) -> None:
+def test_a_request_ends_at_its_deadline_although_the_server_keeps_sending(script: Script) -> None:
     began = time.monotonic()
     with pytest.raises(RewardError, match=f"{TIMEOUT_S:g} s"):
         ask(script, TIMEOUT_S)
     assert time.monotonic() - began < 20
 
 
-def test_interim_responses_as_fast_as_they_can_be_sent_end_at_the_deadline() -> None:
+def test_a_flood_of_interim_responses_ends_at_the_deadline() -> None:
     def flood() -> Iterator[bytes]:
         while True:
             yield b"HTTP/1.1 100 Continue\r\n\r\n" * 1000
@@ -134,7 +134,7 @@ def test_interim_responses_as_fast_as_they_can_be_sent_end_at_the_deadline() -> 
 
 
 def sent(body: bytes, *headers: str, status: str = "200 OK") -> Script:
-    """Send one whole response, as it is."""
+    """Send one complete response unchanged."""
     lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", *headers, "", ""]
     return lambda: ["\r\n".join(lines).encode("latin-1") + body]
 
@@ -181,7 +181,7 @@ PACKED = gzip.compress(RIGHT)
         (sent(RIGHT, status="302 Found"), ["302"]),
     ],
 )
-def test_a_reply_that_cannot_be_read_is_a_reward_error_with_the_reason(script: Script, facts: list[str]) -> None:
+def test_an_unreadable_reply_raises_a_reward_error_with_the_reason(script: Script, facts: list[str]) -> None:
     with pytest.raises(RewardError, match=says(*facts)):
         ask(script)
 
@@ -201,7 +201,7 @@ def test_a_reply_that_cannot_be_read_is_a_reward_error_with_the_reason(script: S
     ],
     ids=range(9),
 )
-def test_a_broken_exchange_is_tried_again_and_then_a_reward_error(broken: bytes) -> None:
+def test_a_broken_exchange_is_retried_and_then_raises_a_reward_error(broken: bytes) -> None:
     with pytest.raises(RewardError, match="2 tries") as caught:
         ask(lambda: [broken], tries=2)
     assert not isinstance(caught.value, RefusedError)
@@ -219,9 +219,7 @@ def test_headers_that_are_not_ascii_and_one_layer_of_gzip_are_read() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_the_loopback_is_reached_without_the_proxy_of_the_environment(
-    host: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loopback_requests_bypass_the_proxy_of_the_environment(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     proxy = RawServer(sent(b"I am a proxy", status="403 Forbidden"))
     server = RawServer(sent(RIGHT, "Connection: close"), host)
     for name in ("no_proxy", "NO_PROXY"):

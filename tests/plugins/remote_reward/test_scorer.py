@@ -1,4 +1,4 @@
-"""Rewards from HTTP servers: what is sent, what is tried again, and what is not."""
+"""Rewards from HTTP servers: requests, retries, and errors that are not retried."""
 
 import gzip
 import logging
@@ -20,7 +20,7 @@ from tests.components.helpers.reward_server import Answer, Handler, Request, Rew
 from tests.messages import says
 
 GUARD_S = 120
-"""After so many seconds a test that hangs continues, and fails."""
+"""Number of seconds after which a hanging test continues and fails."""
 Start = Callable[[Callable[[Request, int], Answer]], RewardServer]
 
 
@@ -39,7 +39,7 @@ def start() -> Iterator[Start]:
 
 
 def right(request: Request, number: int) -> Answer:
-    """The label is the reward."""
+    """Reply with the label of each response as its reward."""
     return 200, {"rewards": request["labels"]}, {}
 
 
@@ -49,18 +49,18 @@ def failing_first(times: int, status: int, headers: dict[str, str] | None = None
 
 @pytest.fixture
 def refused_url() -> Iterator[str]:
-    """A URL at which nobody listens."""
+    """Return a URL at which no server listens."""
     with closed_port() as port:
         yield f"http://127.0.0.1:{port}/score"
 
 
 def ask(urls: list[str], count: int, *, pause_s: float = 0.01, **settings: float) -> RewardOutput:
-    """Rewards of `count` answers whose labels are 0, 1, ..."""
+    """Return the rewards of `count` responses with the labels 0, 1, ..."""
     with RemoteReward(urls, RewardSettings(**settings), pause_s=pause_s) as reward:  # pyright: ignore[reportArgumentType]
         return reward([f"q{i}a{i}" for i in range(count)], [f"q{i}" for i in range(count)], list(range(count)))
 
 
-def test_a_server_gets_query_prompts_and_labels_and_its_whole_answer_is_read(start: Start) -> None:
+def test_a_server_gets_query_prompts_and_labels_and_its_full_reply_is_read(start: Start) -> None:
     server = start(
         lambda request, number: (
             200,
@@ -75,7 +75,7 @@ def test_a_server_gets_query_prompts_and_labels_and_its_whole_answer_is_read(sta
     assert output.failures == {}
 
 
-def test_requests_hold_a_batch_size_each_and_rewards_keep_their_order(start: Start) -> None:
+def test_requests_have_the_batch_size_and_rewards_keep_their_order(start: Start) -> None:
     servers = [start(right), start(right)]
     output = ask([server.url for server in servers], 23, url_batch_size=5)
     assert output.reward_B.tolist() == [float(place) for place in range(23)]
@@ -96,14 +96,15 @@ def test_a_slow_server_gets_fewer_requests(start: Start) -> None:
             others_are_done.set()
         return right(request, number)
 
-    slow_one, quick_one = start(slow), start(quick)
+    slow_one = start(slow)
+    quick_one = start(quick)
     assert ask([slow_one.url, quick_one.url], 20, url_batch_size=1).reward_B.tolist() == [float(i) for i in range(20)]
     assert len(slow_one.requests) <= 1
     assert len(slow_one.requests) + len(quick_one.requests) == 20
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_a_busy_server_is_asked_again_and_each_try_is_logged(
+def test_a_request_to_a_busy_server_is_retried_and_each_try_is_logged(
     start: Start, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = start(failing_first(2, status))
@@ -114,7 +115,7 @@ def test_a_busy_server_is_asked_again_and_each_try_is_logged(
         assert re.search(says(server.url, status, "'busy'", f"{number} of 5"), record.getMessage())
 
 
-def test_pauses_double_and_retry_after_makes_them_longer(start: Start) -> None:
+def test_pauses_double_and_retry_after_extends_them(start: Start) -> None:
     # 0.1 s and 0.2 s, each at least three quarters of that.
     began = time.monotonic()
     ask([start(failing_first(2, 503)).url], 1, pause_s=0.1)
@@ -126,20 +127,20 @@ def test_pauses_double_and_retry_after_makes_them_longer(start: Start) -> None:
         ask([start(failing_first(1, 503, {"Retry-After": unreadable})).url], 1)
 
 
-def test_another_server_takes_over_from_one_that_refuses(start: Start, refused_url: str) -> None:
+def test_another_server_replaces_one_that_refuses(start: Start, refused_url: str) -> None:
     server = start(right)
     output = ask([refused_url, server.url], 12, url_batch_size=2, url_tries=2)
     assert output.reward_B.tolist() == [float(place) for place in range(12)]
     assert len(server.requests) == 6
 
 
-def test_a_connection_that_breaks_is_tried_again(start: Start) -> None:
+def test_a_broken_connection_is_retried(start: Start) -> None:
     # The first answer is shorter than it says.
     server = start(lambda r, n: right(r, n) if n > 1 else (200, b"{", {"Content-Length": "9", "Connection": "close"}))
     assert ask([server.url], 2).reward_B.tolist() == [0.0, 1.0]
 
 
-def test_when_all_tries_are_used_up_the_run_stops_and_says_how_long_it_tried(refused_url: str) -> None:
+def test_after_the_last_try_an_error_gives_the_number_of_tries_and_seconds(refused_url: str) -> None:
     with pytest.raises(RewardError, match=says(refused_url, "3 tries", "ConnectError")) as caught:
         ask([refused_url], 3, url_tries=3)
     assert re.search(r"\b\d+\.\d s\b", str(caught.value))
@@ -147,7 +148,7 @@ def test_when_all_tries_are_used_up_the_run_stops_and_says_how_long_it_tried(ref
 
 
 @pytest.mark.parametrize("trickle", [False, True])
-def test_a_server_that_hangs_or_trickles_is_given_up_after_its_time(start: Start, trickle: bool) -> None:
+def test_a_hanging_or_slow_server_is_abandoned_after_its_timeout(start: Start, trickle: bool) -> None:
     ended = threading.Event()
 
     def hang(request: Request, number: int) -> Answer:
@@ -186,16 +187,14 @@ def trickling(ended: threading.Event) -> Callable[[Handler], None]:
         (200, {"rewards": [1.0]}, ["'rewards'", "(1,)", "2 queries"]),
     ],
 )
-def test_an_answer_that_another_try_would_not_mend_is_refused_at_once(
-    start: Start, status: int, answer: Any, facts: list[str]
-) -> None:
+def test_a_permanent_error_is_not_retried(start: Start, status: int, answer: Any, facts: list[str]) -> None:
     server = start(lambda request, number: (status, answer, {}))
     with pytest.raises(ValueError, match=says(server.url, f"status {status}", *facts)):
         ask([server.url], 2)
     assert len(server.requests) == 1
 
 
-def test_an_answer_without_end_is_read_no_further_than_an_answer_may_be_long(start: Start) -> None:
+def test_an_endless_reply_is_read_up_to_the_size_limit(start: Start) -> None:
     bomb = gzip.compress(b" " * 2 * MOST_BYTES)  # what a server sends is less than what it makes of it
     server = start(lambda request, number: (200, bomb, {"Content-Encoding": "gzip"}))
     with pytest.raises(RefusedError, match=says(server.url, "64 MB")):
@@ -203,7 +202,7 @@ def test_an_answer_without_end_is_read_no_further_than_an_answer_may_be_long(sta
     assert len(server.requests) == 1
 
 
-def test_the_first_error_ends_a_batch_that_others_still_work_at(start: Start) -> None:
+def test_the_first_error_ends_a_batch_while_other_requests_run(start: Start) -> None:
     ended = threading.Event()
     answered: list[int] = []
 
@@ -218,7 +217,9 @@ def test_the_first_error_ends_a_batch_that_others_still_work_at(start: Start) ->
     ended.set()
 
 
-def test_secrets_in_a_url_reach_the_server_and_no_message(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+def test_secrets_in_a_url_are_sent_to_the_server_and_hidden_in_messages(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
     server = start(failing_first(1, 500))
     url = server.url.replace("http://", "http://me:hidden@") + "?key=hidden"
     with caplog.at_level(logging.WARNING, logger="components"):
@@ -230,7 +231,7 @@ def test_secrets_in_a_url_reach_the_server_and_no_message(start: Start, caplog: 
     assert "hidden" not in caplog.text + str(caught.value)
 
 
-def test_a_batch_that_json_cannot_hold_is_refused_and_columns_must_fit(start: Start) -> None:
+def test_a_batch_that_json_cannot_represent_and_misfitting_columns_are_refused(start: Start) -> None:
     with RemoteReward([start(right).url], RewardSettings()) as reward:
         with pytest.raises(ValueError, match=says("JSON", "label")):
             reward(["a"], ["a"], [object()])
@@ -238,13 +239,13 @@ def test_a_batch_that_json_cannot_hold_is_refused_and_columns_must_fit(start: St
             reward(["a"], ["a"], [1, 2])
 
 
-def test_a_log_that_comes_in_some_answers_only_is_nan_of_the_others(start: Start) -> None:
+def test_an_extra_log_missing_in_some_replies_is_nan_there(start: Start) -> None:
     server = start(lambda request, number: (200, {"rewards": [1], "extra_logs": {"x": 1} if number == 1 else {}}, {}))
     assert ask([server.url], 2, url_batch_size=1).logs["x"].isnan().tolist() == [False, True]
 
 
 class TokenHandler(Handler):
-    """Answers whoever brings the token."""
+    """Reply only to requests with the token."""
 
     def do_POST(self) -> None:
         if self.headers["Authorization"] == "Bearer s3cret":
@@ -256,7 +257,7 @@ class TokenHandler(Handler):
         return None
 
 
-def test_a_server_that_wants_a_token_gets_that_of_the_environment_which_nobody_is_shown(
+def test_a_token_of_the_environment_is_sent_and_never_shown(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = start(right)

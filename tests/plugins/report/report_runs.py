@@ -1,4 +1,4 @@
-"""Folders of runs, made by hand, for the tests of their report."""
+"""Folders of runs for the tests of the report, written without a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 from components.batch import Batch
 
 EVIL = "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'></script><!-- \u2028 ]]>"
-"""What a model may write into a page that is read by somebody who has its author's rights."""
+"""Text with which a policy could attack a reader of the page."""
 
 WORDS = ["<eos>", "a", "b", "c", ">", EVIL, "\n"]
 
@@ -30,7 +30,7 @@ def tokenizer(folder: Path) -> None:
 
 
 def rollouts(path: Path, prompts: int = 3, evil: bool = False) -> None:
-    """Two responses to each prompt, of rewards 0 and 1, whose last token is another turn's."""
+    """Write two responses to each prompt, with rewards 0 and 1, whose last token belongs to another turn."""
     rows = [[1 + p % 3, 4, 5 if evil else 2, 3 - i, 6, 0] for p in range(prompts) for i in range(2)]
     responses = [r for _ in range(prompts) for r in (0.0, 1.0)]
     batch = Batch.from_rows(
@@ -56,7 +56,9 @@ def rollouts(path: Path, prompts: int = 3, evil: bool = False) -> None:
 
 
 def events(steps: int) -> list[dict[str, Any]]:
-    """Each step of 10 s: 4 s of generating, 6 s of training; rank 1 of ROLLOUT works half as long as rank 0."""
+    """Return events of steps of 10 s: 4 s of generation, 6 s of training. Rank 1 of ROLLOUT works half as long as rank
+    0.
+    """
     records: list[dict[str, Any]] = [{"event": "job", "kind": "start", "time": 1000.0, "process": "", "text": "1"}]
     for step in range(1, steps + 1):
         t = 1000.0 + 10 * step
@@ -73,7 +75,7 @@ def events(steps: int) -> list[dict[str, Any]]:
 
 
 def write_run(folder: Path, steps: int = 6, evil: bool = False, learning_rate: float = 0.1) -> Path:
-    """A run of some steps whose reward/score is step / steps, with everything a run leaves."""
+    """Write all files of a run whose reward/score is step / steps."""
     metrics = [
         {"reward/score": s / steps, "actor/entropy": 1 / s, "timing_s/step": 10.0, "step": s, "time": 1000.0 + 10 * s}
         for s in range(1, steps + 1)

@@ -1,4 +1,4 @@
-"""A run's folder as the plain data of its report, whatever state it is in."""
+"""Data of the report from run folders in any state."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def curve(packed: dict[str, Any]) -> list[tuple[float, float]]:
     return list(zip(sums_of(packed["x"]), packed["y"]))
 
 
-def test_a_run_is_told_in_a_sentence_and_its_curves_begin_with_the_score_of_its_start(tmp_path: Path) -> None:
+def test_the_outcome_is_a_sentence_and_curves_begin_with_the_initial_score(tmp_path: Path) -> None:
     run = run_of(write_run(tmp_path / "one"))
     score = "The held-out score went from 0.250 to 0.750 (2,048 examples)."
     assert run["outcome"] == f"grpo finished 6 steps in 1 min 10 s. {score}"
@@ -71,21 +71,21 @@ def test_a_run_is_told_in_a_sentence_and_its_curves_begin_with_the_score_of_its_
     assert run["alarms"] == [{"alarm": "kl_blow_up", "step": 2, "text": "too far", "advice": "less"}]
 
 
-def test_the_time_of_a_run_is_since_its_command_where_that_is_known(tmp_path: Path) -> None:
+def test_the_duration_of_a_run_includes_its_start_up_if_known(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", steps=2)
     summary = {"recipe": "grpo", "status": "finished", "seconds": {"to_first_step": 50.0}}
-    for more, told in (({}, "1 min 00 s"), ({"resumed_from": 1}, "30 s"), ({"attempts": 2}, "30 s")):
+    for more, expected in (({}, "1 min 00 s"), ({"resumed_from": 1}, "30 s"), ({"attempts": 2}, "30 s")):
         (run / "summary.json").write_text(json.dumps(summary | more))
         # The first event is at 0 s, step 1 ends at 20 s, the run at 30 s.
-        assert run_of(run)["outcome"].startswith(f"grpo finished 2 steps in {told}.")
+        assert run_of(run)["outcome"].startswith(f"grpo finished 2 steps in {expected}.")
 
 
-def test_the_time_between_two_starts_is_left_out_and_idle_shares_are_of_the_training(tmp_path: Path) -> None:
+def test_time_between_starts_is_left_out_and_idle_shares_cover_the_training(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", steps=2)
-    found = (run / "events.jsonl").read_text()
+    events = (run / "events.jsonl").read_text()
     later = {"event": "job", "kind": "start", "time": 9000.0, "process": "", "text": "attempt 2"}
     call = {"event": "call", "role": "ACTOR", "rank": 0, "method": "update", "began": 9000.0, "seconds": 20.0}
-    (run / "events.jsonl").write_text(found + "".join(json.dumps(line) + "\n" for line in (later, call)))
+    (run / "events.jsonl").write_text(events + "".join(json.dumps(line) + "\n" for line in (later, call)))
     line = run_of(run)["timeline"]
     # 10 s before the first phase; 2 steps of 10 s; 20 s of the second start, in which only ACTOR works.
     assert (line["training"], line["end"], line["starts"]) == (10, 50, [0, 30])
@@ -99,20 +99,20 @@ def test_the_time_between_two_starts_is_left_out_and_idle_shares_are_of_the_trai
     assert ["ACTOR", "update", 3, 32, 20, 0] in line["calls"]
 
 
-def test_memory_is_in_gigabytes_of_each_role(tmp_path: Path) -> None:
+def test_memory_is_given_per_role_in_gb(tmp_path: Path) -> None:
     assert run_of(write_run(tmp_path / "one", steps=2))["memory"] == {
         "t": [20, 30],
         "gb": {"ACTOR": [2, 2], "ROLLOUT": [1, 1]},
     }
 
 
-def test_calls_that_overlap_are_busy_once() -> None:
+def test_overlapping_calls_count_once_as_busy() -> None:
     bars = [(0, 4, 0), (1, 2, 0), (3, 3, 0), (8, 5, 0)]
     # Of 10 s: 0 to 6, and 8 to 10.
     assert busy_share(bars, 0, 10) == pytest.approx(0.8)
 
 
-def test_of_many_calls_the_first_and_last_stand_alone_and_none_of_the_time_is_lost() -> None:
+def test_many_calls_are_merged_except_the_first_and_last_and_keep_the_total_time() -> None:
     merged = merge_bars([(2.0 * i, 1.0, int(i % 10 == 0)) for i in range(1000)], 40)
     assert len(merged) == 40
     assert merged[0] == (0, 1, 1, 1) and merged[-1] == (1998, 1, 0, 1)
@@ -120,7 +120,7 @@ def test_of_many_calls_the_first_and_last_stand_alone_and_none_of_the_time_is_lo
     assert {kind for _, _, kind, _ in merged[10:30]} == {0}  # what took longest
 
 
-def test_a_value_that_was_no_number_is_a_gap_and_half_a_line_is_nothing(tmp_path: Path) -> None:
+def test_a_nonfinite_value_is_a_gap_and_an_incomplete_line_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     lines(path, [{"a": 1, "step": 1}, {"a": 20, "step": 2}])
     with path.open("a") as file:
@@ -131,24 +131,24 @@ def test_a_value_that_was_no_number_is_a_gap_and_half_a_line_is_nothing(tmp_path
     assert list(curves["a"].y)[:2] == [1, 20] and math.isnan(curves["a"].y[2])
 
 
-def test_events_of_somebodys_own_are_passed_over_one_by_one(tmp_path: Path) -> None:
+def test_events_of_user_code_are_ignored(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", steps=2)
     known = run_of(run)
-    own = [
+    user_events = [
         {"event": "mine", "text": "hello"},
         {"event": "call", "role": "ACTOR", "began": 1020.0, "seconds": None},
         {"event": "step", "text": "without a number", "time": 1020.0},
         {"event": "alarm", "time": "noon"},
     ]
-    found = (run / "events.jsonl").read_text()
-    first, rest = found.split("\n", 1)
-    lines(run / "events.jsonl", own)
+    events = (run / "events.jsonl").read_text()
+    first, rest = events.split("\n", 1)
+    lines(run / "events.jsonl", user_events)
     odd = (run / "events.jsonl").read_text() + "[" * 100_000 + "\n"
     (run / "events.jsonl").write_text(f"{first}\n{odd}{rest}")
     assert run_of(run) == known
 
 
-def test_of_many_steps_some_are_marked_which_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_of_many_steps_are_marked_and_the_page_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "one")
     whole = run_of(run)["timeline"]
     monkeypatch.setattr(gather, "MAX_STEP_MARKS", 2)
@@ -158,8 +158,11 @@ def test_of_many_steps_some_are_marked_which_is_told(tmp_path: Path, monkeypatch
 
 
 def test_thinning_keeps_the_ends_the_peaks_and_the_gaps() -> None:
-    x, y = np.arange(100_000.0), np.zeros(100_000)
-    y[77_777], y[33_333], y[50_000:60_000] = 9.0, -9.0, np.nan
+    x = np.arange(100_000.0)
+    y = np.zeros(100_000)
+    y[77_777] = 9.0
+    y[33_333] = -9.0
+    y[50_000:60_000] = np.nan
     few_x, few_y = thin(x, y, 500)
     assert len(few_x) <= 501
     assert (few_x[0], few_x[-1]) == (0, 99_999)
@@ -167,43 +170,43 @@ def test_thinning_keeps_the_ends_the_peaks_and_the_gaps() -> None:
     assert np.isnan(few_y[(few_x > 51_000) & (few_x < 59_000)]).all()
 
 
-def test_a_name_that_nobody_registered_has_a_row_by_its_group() -> None:
-    found = describe_metrics(["mine/x", "eval/mine_too", "timing_s/<odd>", "rollout/mine_three/x"])
-    rows = {name: found[name]["row"] for name in ("mine/x", "rollout/mine_three/x")}
+def test_an_unregistered_metric_gets_the_row_of_its_group() -> None:
+    described = describe_metrics(["mine/x", "eval/mine_too", "timing_s/<odd>", "rollout/mine_three/x"])
+    rows = {name: described[name]["row"] for name in ("mine/x", "rollout/mine_three/x")}
     assert rows == {"mine/x": "healthy", "rollout/mine_three/x": "says"}
 
 
 def test_rollouts_have_the_text_the_turns_and_the_numbers_of_the_policys_tokens(tmp_path: Path) -> None:
-    found = run_of(write_run(tmp_path / "one"))["rollouts"]
-    assert [step["step"] for step in found["steps"]] == [1, 2, 3, 4, 5, 6]
-    step = found["steps"][0]
+    rollouts = run_of(write_run(tmp_path / "one"))["rollouts"]
+    assert [step["step"] for step in rollouts["steps"]] == [1, 2, 3, 4, 5, 6]
+    step = rollouts["steps"][0]
     assert (step["of"], step["of_groups"], step["bins"], step["cut"]) == (6, 3, [[0, 0, 3], [1, 1, 3]], 0)
     group = step["groups"][0]
     assert (group["prompt"], group["label"], group["of"]) == ("c>", "b", 2)
     first = group["responses"][0]
     assert first["runs"] == [[0, 2], [1, 2], [0, 1], [1, 1]]
-    assert [found["vocabulary"][i][1] for i in first["t"]] == ["c", ">", "b", "c", "\n", "<eos>"]
+    assert [rollouts["vocabulary"][i][1] for i in first["t"]] == ["c", ">", "b", "c", "\n", "<eos>"]
     assert first["logprob"] == [-0.5, -2.12, -0.25]
     assert first["mismatch"] == [0, -0.12, 0]  # -2.125 - -2.0, in two digits
     assert (first["advantage"], first["reward"], first["bin"]) == (-1, 0, 0)
 
 
-def test_long_answers_many_groups_and_many_steps_are_left_out_in_part_and_counted(tmp_path: Path) -> None:
+def test_long_responses_many_groups_and_many_steps_are_cut_and_counted(tmp_path: Path) -> None:
     for step in range(1, 61):
         rollouts(tmp_path / f"rollouts/step_{step:06d}.parquet", prompts=20)
-    found = read_rollouts(tmp_path, 100_000)
-    assert found is not None
-    assert (len(found["steps"]), found["of_steps"]) == (40, 60)
-    assert (found["steps"][0]["step"], found["steps"][-1]["step"]) == (1, 60)
-    assert (len(found["steps"][0]["groups"]), found["steps"][0]["of_groups"]) == (12, 20)
-    assert not found["has_text"]
+    data = read_rollouts(tmp_path, 100_000)
+    assert data is not None
+    assert (len(data["steps"]), data["of_steps"]) == (40, 60)
+    assert (data["steps"][0]["step"], data["steps"][-1]["step"]) == (1, 60)
+    assert (len(data["steps"][0]["groups"]), data["steps"][0]["of_groups"]) == (12, 20)
+    assert not data["has_text"]
     tight = read_rollouts(tmp_path, 600)
     assert tight is not None
     shown = sum(len(a["t"]) for s in tight["steps"] for g in s["groups"] for a in g["responses"])
     assert 0 < shown <= 600
 
 
-def test_a_cut_answer_keeps_the_prompt_and_both_ends() -> None:
+def test_a_cut_response_keeps_the_prompt_and_both_ends() -> None:
     assert keep(10, 3, 10) == [(0, 10)]
     # 25 places for the prompt of 1,000, of which the end gets a quarter; 75 for the response.
     assert keep(2000, 1000, 100) == [(0, 19), (994, 1000), (1000, 1057), (1982, 2000)]
@@ -216,14 +219,14 @@ def test_the_best_worst_and_most_spread_groups_come_first() -> None:
     assert choose_groups({group: np.array(r) for group, r in rewards.items()})[:3] == [2, 4, 3]
 
 
-def test_bins_are_values_where_there_are_few_and_ranges_elsewhere() -> None:
+def test_bins_are_single_values_if_there_are_few_and_ranges_otherwise() -> None:
     assert histogram(np.array([1.0, 0.0, 1.0, np.nan])) == ([[0, 0, 1], [1, 1, 2]], [1, 0, 1, None])
     bins, bin_of = histogram(np.linspace(0, 24, 25))
     assert len(bins) == 12 and bins[0] == [0, 2, 2] and bins[-1] == [22, 24, 3]
     assert sum(count for _, _, count in bins) == len(bin_of) == 25
 
 
-def test_tokens_that_are_parts_of_a_letter_are_read_together_and_spaces_are_kept(tmp_path: Path) -> None:
+def test_tokens_of_one_character_are_decoded_together_and_spaces_are_kept(tmp_path: Path) -> None:
     model = models.WordLevel({"▁wo": 0, "rd": 1, "<0xC3>": 2, "<0xA4>": 3}, unk_token="rd")
     tokens = Tokenizer(model)
     tokens.decoder = decoders.Sequence(
@@ -234,7 +237,7 @@ def test_tokens_that_are_parts_of_a_letter_are_read_together_and_spaces_are_kept
     assert [vocabulary.entries[i][1] for i in places] == ["rd", " wo", "", "ä", "rd"]
 
 
-def test_bytes_that_never_make_a_letter_hold_nothing_up() -> None:
+def test_invalid_bytes_are_decoded_in_linear_time() -> None:
     tokens = Tokenizer(models.WordLevel({"<0xC3>": 0, "a": 1}, unk_token="a"))
     tokens.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     vocabulary = Vocabulary(tokens)
@@ -243,7 +246,7 @@ def test_bytes_that_never_make_a_letter_hold_nothing_up() -> None:
     assert vocabulary.entries == [(0, ""), (1, "a")]
 
 
-def test_hostile_text_is_data_and_no_part_of_the_page(tmp_path: Path) -> None:
+def test_hostile_text_is_data_and_not_markup(tmp_path: Path) -> None:
     html = page.build_page([write_run(tmp_path / "one", evil=True)])
     assert "window.hacked" not in html
     run = data_in(html)["runs"][0]
@@ -251,10 +254,10 @@ def test_hostile_text_is_data_and_no_part_of_the_page(tmp_path: Path) -> None:
     assert run["rollouts"]["steps"][0]["groups"][0]["prompt"] == EVIL
 
 
-def test_options_that_differ_stand_beside_each_other(tmp_path: Path) -> None:
+def test_differing_options_are_listed_side_by_side(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, learning_rate=rate) for name, rate in (("a", 0.1), ("b", 0.3))]
-    found = page.collect(runs, Limits())
-    assert found["differs"] == {"rows": [["train.learning_rate", "0.1", "0.3"]], "of": 1}
+    data = page.collect(runs, Limits())
+    assert data["differs"] == {"rows": [["train.learning_rate", "0.1", "0.3"]], "of": 1}
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "events.jsonl", "summary.json", "plan.json"])
@@ -265,15 +268,15 @@ def test_a_run_with_one_file_has_a_report(file: str, tmp_path: Path) -> None:
     assert run_of(tmp_path / "part")["name"] == "part"
 
 
-def test_a_damaged_file_of_rollouts_is_passed_over_and_counted(tmp_path: Path) -> None:
+def test_a_damaged_rollout_file_is_skipped_and_counted(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", steps=3)
     (run / "rollouts/step_000002.parquet").write_bytes(b"half")
-    found = run_of(run)["rollouts"]
-    assert ([step["step"] for step in found["steps"]], found["unread"]) == ([1, 3], 1)
+    rollouts = run_of(run)["rollouts"]
+    assert ([step["step"] for step in rollouts["steps"]], rollouts["unread"]) == ([1, 3], 1)
 
 
 @pytest.mark.parametrize(
-    ("summary", "told"),
+    ("summary", "expected"),
     [
         ({"recipe": "dpo", "status": "failed", "error": "boom"}, "dpo failed after step 2 of 9 in 30 s."),
         ({"recipe": "dpo", "status": "running", "attempts": 2, "resumed_from": 1},
@@ -281,16 +284,16 @@ def test_a_damaged_file_of_rollouts_is_passed_over_and_counted(tmp_path: Path) -
         ({}, "The run was cut off after step 2 of 9 in 30 s."),
     ],
 )  # fmt: skip
-def test_a_run_that_did_not_finish_says_so(summary: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_an_unfinished_run_has_its_status_in_the_report(summary: dict[str, Any], expected: str, tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", steps=2)
-    found = (run / "events.jsonl").read_text().replace('"steps": 2', '"steps": 9')
-    (run / "events.jsonl").write_text(found)
+    events = (run / "events.jsonl").read_text().replace('"steps": 2', '"steps": 9')
+    (run / "events.jsonl").write_text(events)
     (run / "summary.json").write_text(json.dumps(summary))
-    assert run_of(run)["outcome"] == told
+    assert run_of(run)["outcome"] == expected
 
 
 def big_run(folder: Path) -> Path:
-    """100,000 steps, and steps of 64 responses of 32,768 tokens."""
+    """Write a run of 100,000 steps, with two rollout files of 64 responses of 32,768 tokens."""
     names = [f"actor/m{i}" for i in range(4)]
     noise = np.random.default_rng(0)
     table = noise.random((1000, 4)).round(6).tolist()
@@ -302,13 +305,15 @@ def big_run(folder: Path) -> Path:
         for s in range(100_000):
             call = f'"rank": {s % 64}, "method": "generate", "began": {s}, "seconds": {0.2 + s % 7 / 10}'
             file.write(f'{{"event": "call", "role": "ROLLOUT", {call}}}\n')
-    count, length = 64, 32_768
+    count = 64
+    length = 32_768
     offsets = pa.array(np.arange(0, count * length + 1, length))
     columns = {name: noise.standard_normal(count * length, dtype="f4") for name in ("logprob", "advantage")}
     columns["rollout_logprob"] = columns["logprob"] + columns["advantage"]
     tokens = {"tokens": noise.integers(0, 150_000, count * length)}
     lists = {n: pa.LargeListArray.from_arrays(offsets, pa.array(c)) for n, c in (columns | tokens).items()}
-    ids, reward = np.arange(count), noise.random(count)
+    ids = np.arange(count)
+    reward = noise.random(count)
     whole = {"lengths": np.full(count, length), "prompt_id": ids // 8, "sample_id": ids % 8, "reward": reward, **lists}
     (folder / "rollouts").mkdir()
     pyarrow.parquet.write_table(pa.table(whole), folder / "rollouts/step_000001.parquet", compression="NONE")
@@ -316,7 +321,7 @@ def big_run(folder: Path) -> Path:
     return folder
 
 
-def test_a_huge_run_fits_in_two_megabytes_and_says_what_is_left_out(tmp_path: Path) -> None:
+def test_a_huge_run_fits_in_two_megabytes_and_lists_omissions(tmp_path: Path) -> None:
     html = page.build_page([big_run(tmp_path / "big")])
     assert len(html.encode()) < 2_000_000
     run = data_in(html)["runs"][0]
@@ -347,15 +352,16 @@ def script(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=540)
 
 
-def test_the_script_writes_one_file_and_says_where(tmp_path: Path) -> None:
+def test_the_script_writes_one_file_and_prints_its_path(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, steps=2) for name in "ab"]
-    alone, both = script(runs[0]), script(*runs)
+    alone = script(runs[0])
+    both = script(*runs)
     assert (alone.returncode, both.returncode) == (0, 0), alone.stderr + both.stderr
     assert alone.stdout.startswith(f"report: {runs[0] / 'report.html'} (")
     assert [run["name"] for run in data_in((tmp_path / "report.html").read_text())["runs"]] == ["a", "b"]
 
 
-def test_the_script_says_what_is_wrong(tmp_path: Path) -> None:
+def test_the_script_reports_errors_in_one_line(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", steps=1)
     (tmp_path / "empty").mkdir()
     os.mkfifo(tmp_path / "device")
@@ -383,7 +389,7 @@ def test_a_report_needs_neither_torch_nor_pandas(tmp_path: Path) -> None:
     assert result.stdout.strip() == "[]", result.stderr
 
 
-def test_a_run_leaves_its_report_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_writes_its_report_and_prints_its_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "one", steps=1)
     with reporting(run):
         (run / "summary.json").write_text('{"recipe": "sft", "status": "stopped"}')
@@ -391,7 +397,7 @@ def test_a_run_leaves_its_report_and_says_where(tmp_path: Path, capsys: pytest.C
     assert data_in((run / "report.html").read_text())["runs"][0]["status"] == "stopped"
 
 
-def test_the_report_is_written_while_the_run_goes_on(tmp_path: Path) -> None:
+def test_the_report_is_written_during_the_run(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", steps=1)
     program = start_program("plugins.report", str(run), "0.02", stdin=subprocess.PIPE)
     ends = time.monotonic() + 300
@@ -410,7 +416,7 @@ def test_the_report_is_written_while_the_run_goes_on(tmp_path: Path) -> None:
     assert not list(run.glob("*.partial"))
 
 
-def test_a_report_that_cannot_be_written_is_one_warning_and_the_run_goes_on(
+def test_a_failing_report_gives_one_warning_and_the_run_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = write_run(tmp_path / "one", steps=1)
@@ -422,7 +428,7 @@ def test_a_report_that_cannot_be_written_is_one_warning_and_the_run_goes_on(
     assert capsys.readouterr().out == ""
 
 
-def test_nobody_who_reads_where_the_report_is_fails_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_output_does_not_fail_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "one", steps=1)
     full = Path("/dev/full").open("w")  # noqa: SIM115
     monkeypatch.setattr(sys, "stdout", full)
@@ -434,7 +440,7 @@ def test_nobody_who_reads_where_the_report_is_fails_no_run(tmp_path: Path, monke
         full.close()
 
 
-def test_a_run_does_not_wait_for_ever_for_a_report_that_hangs(
+def test_a_run_stops_waiting_for_a_hanging_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(launch, "REPORT_WITHIN_S", 0.01)

@@ -1,4 +1,4 @@
-"""report.html in a real browser: what a person sees, presses and must not be harmed by."""
+"""report.html in a real browser: contents, controls, and hostile texts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Open = Callable[..., "Page"]
 
 
 def expect(shown: Page | Locator) -> Any:
-    """As playwright's own; only the full tier has playwright."""
+    """Return playwright's `expect`. Imported here, because only the full tier has playwright."""
     from playwright.sync_api import expect as expect_of_playwright
 
     return expect_of_playwright(shown)
@@ -35,22 +35,24 @@ def browser() -> Iterator[Browser]:
     from playwright.sync_api import expect as expect_of_playwright
     from playwright.sync_api import sync_playwright
 
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if found is None:
+    executable = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if executable is None:
         pytest.fail("the report is tested in a browser, and there is none; install one: apt-get install chromium")
     expect_of_playwright.set_options(timeout=PATIENCE_MS)
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=FLAGS, timeout=PATIENCE_MS)
+        browser = playwright.chromium.launch(executable_path=executable, args=FLAGS, timeout=PATIENCE_MS)
         yield browser
         browser.close()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Reports: of a run, of one whose texts are hostile, of a supervised one, of two runs."""
+    """Return a folder of reports: of a run, of a run with hostile texts, of a supervised run, of two runs."""
     base = tmp_path_factory.mktemp("reports")
-    one, evil = write_run(base / "one"), write_run(base / "evil", evil=True, steps=2)
-    two, supervised = write_run(base / "two", learning_rate=0.3, steps=8), write_run(base / "supervised", steps=2)
+    one = write_run(base / "one")
+    evil = write_run(base / "evil", evil=True, steps=2)
+    two = write_run(base / "two", learning_rate=0.3, steps=8)
+    supervised = write_run(base / "supervised", steps=2)
     shutil.rmtree(supervised / "rollouts")
     with (supervised / "metrics.jsonl").open("a") as file:
         file.write('{"actor/pg_loss": 0.5, "step": 1}\n')
@@ -61,15 +63,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def show(browser: Browser, folder: Path) -> Iterator[Open]:
-    """Opens a report; at the end no page may have complained, or asked for anything but its file."""
-    pages, complaints = [], []
+    """Yield a function that opens a report. At the end, no page may have logged errors or requested another file."""
+    pages = []
+    complaints = []
 
     def open_page(name: str, width: int = 1200, expected: str = "", **options: Any) -> Page:
         context = browser.new_context(viewport={"width": width, "height": 800}, **options)
         page = context.new_page()
         page.set_default_timeout(PATIENCE_MS)
-        told = lambda text: None if expected and expected in text else complaints.append(text)
-        page.on("console", lambda message: told(message.text) if message.type in ("error", "warning") else None)
+        complain = lambda text: None if expected and expected in text else complaints.append(text)
+        page.on("console", lambda message: complain(message.text) if message.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: complaints.append(str(error)))
         file = (folder / f"{name}.html").as_uri()
         page.on(
@@ -87,7 +90,7 @@ def show(browser: Browser, folder: Path) -> Iterator[Open]:
 
 
 def scroll_through(page: Page) -> None:
-    """Charts are drawn when they come into sight."""
+    """Scroll through the page, because charts are drawn when they become visible."""
     page.evaluate("document.documentElement.style.scrollBehavior = 'auto'")
     for card in page.locator(".chart:visible").all():
         card.scroll_into_view_if_needed()
@@ -100,7 +103,7 @@ def is_painted(page: Page, selector: str) -> bool:
     )
 
 
-def test_the_outcome_the_alarms_and_the_changes_are_there_to_read(show: Open) -> None:
+def test_the_page_shows_outcome_alarms_and_changed_options(show: Open) -> None:
     page = show("one")
     expect(page.locator(".outcome")).to_contain_text(re.compile(r"0\.250\b.*\b0\.750"))
     expect(page.locator(".alarm")).to_contain_text(re.compile("kl blow up.*step 2"))
@@ -108,7 +111,7 @@ def test_the_outcome_the_alarms_and_the_changes_are_there_to_read(show: Open) ->
     expect(page).to_have_title("one · run report")
 
 
-def test_on_a_phone_the_whole_navigation_is_in_sight(show: Open) -> None:
+def test_the_full_navigation_is_visible_on_a_phone(show: Open) -> None:
     page = show("one", width=390)
     links = page.locator("nav a, nav button").all()
     assert len(links) >= 7
@@ -161,7 +164,7 @@ def test_all_charts_keep_one_range_of_steps(show: Open) -> None:
     page.wait_for_function("[...charts].every((c) => c.u.scales.x.min === 0 && c.u.scales.x.max === 2)")
 
 
-def test_keys_of_the_browser_itself_are_left_to_it(show: Open) -> None:
+def test_keyboard_shortcuts_of_the_browser_still_work(show: Open) -> None:
     page = show("one")
     scroll_through(page)
     press = """([where, options]) => document.querySelector(where).dispatchEvent(
@@ -171,12 +174,12 @@ def test_keys_of_the_browser_itself_are_left_to_it(show: Open) -> None:
         assert taken == [True, False, False, False], where
 
 
-def test_a_chart_tells_verls_own_name(show: Open) -> None:
+def test_a_chart_shows_the_name_that_verl_uses(show: Open) -> None:
     chart = show("supervised").locator(".chart", has_text="actor/policy_loss")
     expect(chart).to_have_attribute("title", re.compile("In verl: actor/pg_loss"))
 
 
-def test_steps_between_marks_are_told_about(show: Open) -> None:
+def test_steps_between_marks_are_interpolated(show: Open) -> None:
     page = show("one")
     # Steps 2 to 10 have no mark; each is taken to last 10 s.
     line = {"training": 0, "steps": [[1, 10], [11, 110], [12, 120]]}
@@ -207,9 +210,10 @@ def test_two_runs_are_drawn_over_each_other_and_compared(show: Open) -> None:
     expect(page.locator(".lanes canvas")).to_have_count(2)
 
 
-def test_steps_prompts_rewards_and_colours_go_by_keys(show: Open) -> None:
+def test_keys_select_steps_prompts_rewards_and_colours(show: Open) -> None:
     page = show("one")
-    step, prompt = page.locator("#rollouts output"), page.locator("#rollouts select")
+    step = page.locator("#rollouts output")
+    prompt = page.locator("#rollouts select")
     expect(step).to_have_text("6")
     for key, text in (("k", "5"), ("k", "4"), ("j", "5")):
         page.keyboard.press(key)
@@ -231,7 +235,7 @@ def test_steps_prompts_rewards_and_colours_go_by_keys(show: Open) -> None:
     assert len(set(seen)) == 3, seen
 
 
-def test_the_numbers_of_a_token_are_said_by_mouse_and_by_keys(show: Open) -> None:
+def test_mouse_and_keys_show_the_numbers_of_a_token(show: Open) -> None:
     page = show("one")
     info = page.locator(".token-info")
     page.locator(".response .bubble.own .tok").nth(1).hover()
@@ -246,7 +250,7 @@ def test_the_numbers_of_a_token_are_said_by_mouse_and_by_keys(show: Open) -> Non
     assert response.evaluate("a => getComputedStyle(a).outlineStyle") == "solid"
 
 
-def test_turns_are_bubbles_and_the_common_prompt_stands_above_them(show: Open) -> None:
+def test_turns_are_bubbles_below_the_common_prompt(show: Open) -> None:
     page = show("one")
     expect(page.locator("#rollouts .bubble.other .who").first).to_have_text("prompt")
     bubbles = page.locator(".response").first.locator(".bubble")
@@ -255,7 +259,8 @@ def test_turns_are_bubbles_and_the_common_prompt_stands_above_them(show: Open) -
 
 def test_the_timeline_zooms_by_steps_and_keys(show: Open) -> None:
     page = show("one")
-    first, last = page.get_by_label("From step"), page.get_by_label("To step")
+    first = page.get_by_label("From step")
+    last = page.get_by_label("To step")
     expect(last).to_have_value("6")
     first.fill("3")
     first.press("Enter")
@@ -294,13 +299,13 @@ def test_dark_mode_follows_the_system_and_a_key(show: Open) -> None:
 
 
 @pytest.mark.parametrize("name", ["one", "evil", "both", "supervised"])
-def test_a_phone_has_no_need_to_scroll_sideways(name: str, show: Open) -> None:
+def test_a_phone_does_not_scroll_sideways(name: str, show: Open) -> None:
     page = show(name, width=360)
     scroll_through(page)
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
-def test_a_run_without_rollouts_says_why(show: Open) -> None:
+def test_a_run_without_rollouts_shows_the_reason(show: Open) -> None:
     expect(show("supervised").locator("#rollouts")).to_contain_text("a supervised recipe writes none")
 
 

@@ -1,4 +1,4 @@
-"""Programs that would decide about their own tests."""
+"""Programs that try to decide the results of their tests."""
 
 NODE = "class Node:\n  def __init__(self, val, next=None): self.val = val; self.next = next\n"
 
@@ -158,4 +158,4 @@ CHEATS = {
         ["assert all(map(lambda x: f(x) == 1, [1, 2]))", "for c in map(lambda _: C().p, [1]): assert c == 1"],
     ),
 }
-"""None does what its tests say."""
+"""Programs that do not satisfy their tests."""

@@ -1,4 +1,4 @@
-"""Programs that do what their tests say, with more of Python than plain values."""
+"""Programs that satisfy their tests and use more of Python than plain values."""
 
 NODE = "class Node:\n  def __init__(self, val, next=None): self.val = val; self.next = next\n"
 
@@ -301,4 +301,4 @@ HONEST = {
         ["r=f()\nassert r[:5]==(1+2j,b'x',bytearray(b'y'),range(3),None) and r[6]==10**400"],
     ),
 }
-"""Each does what its tests say."""
+"""Programs that satisfy their tests."""

@@ -1,4 +1,4 @@
-"""A program passes a test by what it computes, and by nothing else that it does."""
+"""Assertions about programs: only the computed values decide whether a test passes."""
 
 import re
 
@@ -62,7 +62,7 @@ EQUAL = (
     "  __hash__ = int.__hash__\n"
 )
 SOUGHT = "chr(61) * 2 + ' 42'"
-"""Part of the test, written so that a program does not find itself."""
+"""Part of the test, written so that a program that searches for it does not match itself."""
 CHEATS = {
     "early exit": "raise SystemExit(0)",
     "early exit without a word": "import os\nos._exit(0)",
@@ -120,7 +120,7 @@ CHEATS = {
     "no program": "def add(a, b):",
     "nothing": "",
 }
-"""What a policy may come upon that is rewarded for passing tests; none of these adds 20 and 22."""
+"""Programs that a policy may learn if it is rewarded for passing tests. None of them adds 20 and 22."""
 if IS_ISOLATED:
     # Elsewhere it would reach all of the user.
     CHEATS["the end of all"] = "import os\ndef add(a, b): os.kill(-1, 9)"
@@ -233,43 +233,47 @@ MORE_CHEATS = {
 CHEATS.update((name, MORE_CHEATS[name]) for name in MORE_CHEATS if IS_ISOLATED or name != "no end of processes")
 
 
-@pytest.mark.parametrize(
-    "cheat", [pytest.param(name, marks=[pytest.mark.full] * (name in MORE_CHEATS)) for name in CHEATS]
-)
-def test_a_cheat_passes_nothing(cheat: str) -> None:
+def marks_of(cheat: str) -> list[pytest.MarkDecorator]:
+    if cheat in MORE_CHEATS:
+        return [pytest.mark.full]
+    return []
+
+
+@pytest.mark.parametrize("cheat", [pytest.param(name, marks=marks_of(name)) for name in CHEATS])
+def test_a_cheating_program_passes_no_test(cheat: str) -> None:
     # The second is to be run too, whatever the first has left.
     assert passes(CHEATS[cheat], TEST, "assert add(1, 2) == 42") == [False, False]
 
 
-def test_an_error_that_fills_the_report_is_a_failed_test_and_no_error_of_ours() -> None:
+def test_an_error_larger_than_the_report_is_a_failed_test() -> None:
     limits = Limits(timeout_s=60.0, file_bytes=2000)
-    found = run_assertions("def add(a, b): raise ValueError('x' * 10**6)", [TEST, TEST], limits)
-    assert found.passed == (False, False)
+    result = run_assertions("def add(a, b): raise ValueError('x' * 10**6)", [TEST, TEST], limits)
+    assert result.passed == (False, False)
 
 
-def test_a_file_that_one_test_leaves_helps_no_other_response() -> None:
+def test_a_file_written_by_a_test_is_invisible_to_other_responses() -> None:
     leaving = "open('left', 'w').write('42')\ndef add(a, b): return 0"
     finding = "import os\ndef add(a, b): return 42 if os.path.exists('left') else 0"
     assert passes(leaving) == [False]
     assert passes(finding) == [not IS_ISOLATED and False]
 
 
-def test_a_module_of_the_tests_own_is_not_the_programs() -> None:
+def test_a_module_imported_by_a_test_is_not_taken_from_the_program() -> None:
     program = "class math:\n  isclose = staticmethod(lambda *_: True)\ndef half(x): return 7.0"
     assert passes(program, "assert math.isclose(half(6), 3.0)") == [False]
     assert passes(f"{program}\nabs = lambda *_: 0.0", "assert abs(half(6) - 3.0) < 1e-6") == [False]
 
 
-def test_a_test_that_takes_too_long_is_the_last_that_is_tried() -> None:
+def test_no_test_runs_after_one_that_took_too_long() -> None:
     program = "def f(x):\n  while x: pass\n  return 1"
-    found = run_assertions(
+    result = run_assertions(
         program, ["assert f(0) == 1", "assert f(1) == 1", "assert f(0) == 1"], Limits(timeout_s=3.0, cpu_s=60)
     )
-    assert found.passed == (True, False, False)
-    assert re.search(says("3 s"), found.text)
+    assert result.passed == (True, False, False)
+    assert re.search(says("3 s"), result.text)
 
 
-def test_the_text_has_what_was_printed_and_the_lines_of_program_and_test() -> None:
+def test_the_text_has_the_output_and_the_lines_of_program_and_test() -> None:
     assert run_assertions("print('on')\ndef f(): return 1 / 0", ["assert f() == 1"], LIMITS) == AssertionResult(
         (False,),
         'on\nTraceback (most recent call last):\n  File "<test>", line 1, in <module>\n  File "main.py", line 2, in f\n'

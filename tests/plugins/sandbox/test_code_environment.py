@@ -20,8 +20,9 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AgentInstance, "limits", Limits(timeout_s=60))
 
 
-def test_code_that_passes_its_tests_is_rewarded_after_it_was_told_which_one_failed() -> None:
-    wrong, right = "```python\ndef add(a, b): return 3\n```", "So:\n```\ndef add(a, b):\n    return a + b\n```\nDone."
+def test_a_failed_test_is_fed_back_and_a_passing_program_is_rewarded() -> None:
+    wrong = "```python\ndef add(a, b): return 3\n```"
+    right = "So:\n```\ndef add(a, b):\n    return a + b\n```\nDone."
     steps = run_episodes(AgentInstance(), "Write add(a, b).", json.dumps(ADD), saying(wrong, right))
     assert rewards(steps) == [0.0, 1.0]
     said = text_of(steps[0]["environment_feedback"])
@@ -30,7 +31,7 @@ def test_code_that_passes_its_tests_is_rewarded_after_it_was_told_which_one_fail
     assert [step["extra_logs"]["passed_share"] for step in steps] == [pytest.approx(1 / 3), 1.0]
 
 
-def test_the_last_test_is_never_told() -> None:
+def test_the_last_test_is_never_shown() -> None:
     (step,) = run_episodes(
         AgentInstance(),
         "",
@@ -54,7 +55,7 @@ def test_the_last_test_is_never_told() -> None:
         "repr(vars(sys.modules['__main__']))",
     ],
 )
-def test_a_program_finds_neither_test_nor_mark_where_it_may_look_by_the_way(look: str) -> None:
+def test_a_program_cannot_find_tests_in_its_process_or_files(look: str) -> None:
     program = (
         f"import os, sys\nadd = max\nprint('found:', [line for line in ({look}).splitlines() if 'assert' in line])"
     )
@@ -64,14 +65,14 @@ def test_a_program_finds_neither_test_nor_mark_where_it_may_look_by_the_way(look
 
 
 @pytest.mark.parametrize("trick", ["exec = lambda *_: None", "print = compile = str", "import os\nos.write = print"])
-def test_a_program_that_redefines_what_tests_it_gains_nothing(trick: str) -> None:
+def test_a_program_that_redefines_test_functions_gains_nothing(trick: str) -> None:
     (step,) = run_episodes(AgentInstance(), "", ADD, saying(f"{trick}\nadd = max"), turns=1)
     assert step["rewards"] == 0.0
     (step,) = run_episodes(AgentInstance(), "", ADD, saying(f"{trick}\ndef add(a, b): return a + b"), turns=1)
     assert step["rewards"] == 1.0
 
 
-def test_a_fault_is_shown_at_its_line_of_the_program() -> None:
+def test_feedback_has_the_line_of_the_error_in_the_program() -> None:
     program = "def add(a, b):\n    return 1 / 0"
     (step,) = run_episodes(AgentInstance(), "", ADD, saying(program), turns=1)
     assert text_of(step["environment_feedback"]) == (
@@ -81,7 +82,8 @@ def test_a_fault_is_shown_at_its_line_of_the_program() -> None:
     )
 
 
-RIGHT, WRONG = "add = lambda a, b: a + b", "add = max"
+RIGHT = "add = lambda a, b: a + b"
+WRONG = "add = max"
 
 
 @pytest.mark.parametrize(
@@ -114,11 +116,12 @@ def test_all_tests_of_a_try_together_have_a_limit(monkeypatch: pytest.MonkeyPatc
     assert 0 < step["extra_logs"]["passed_share"] <= 3 / 50
 
 
-def test_a_program_is_judged_by_all_that_it_prints() -> None:
+def test_the_full_output_of_a_program_is_compared() -> None:
     label = {
         "tests": [{"input": "3", "output": "0\n1\n2\n"}, {"input": "5000", "output": "\n".join(map(str, range(5000)))}]
     }
-    wrong, right = "print(0)", "for i in range(int(input())): print(i, end=' \\n')"
+    wrong = "print(0)"
+    right = "for i in range(int(input())): print(i, end=' \\n')"
     steps = run_episodes(AgentInstance(), "Count.", label, saying(wrong, right))
     assert rewards(steps) == [0.0, 1.0]
     said = text_of(steps[0]["environment_feedback"])
@@ -126,7 +129,7 @@ def test_a_program_is_judged_by_all_that_it_prints() -> None:
 
 
 @pytest.mark.parametrize("trick", ["raise SystemExit", "import os; os._exit(0)", "def add(a, b):", "[" * 200])
-def test_a_program_that_ends_early_or_is_none_passes_no_test(trick: str) -> None:
+def test_a_program_that_ends_early_or_is_missing_passes_no_test(trick: str) -> None:
     (step,) = run_episodes(AgentInstance(), "", ADD, saying(trick), turns=1)
     assert (step["rewards"], step["scores"]) == (0.0, 0.0)
 
@@ -136,5 +139,5 @@ def test_the_tries_are_limited() -> None:
     assert rewards(steps) == [0.0] * 4 and steps[-1]["extra_logs"]["tries"] == 4
 
 
-def test_an_untrained_policy_plays_it_without_an_error(tmp_path: Path) -> None:
+def test_an_untrained_policy_plays_without_errors(tmp_path: Path) -> None:
     play_untrained("code", json.dumps(ADD), write_policy(tmp_path))

@@ -1,4 +1,4 @@
-"""Programs that a policy wrote, and what they are worth by their tests."""
+"""Scores of programs by the tests of a data set."""
 
 import json
 from dataclasses import replace
@@ -21,11 +21,11 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def score(response: str, truth: Any) -> tuple[float, float]:
-    found = code_score("apps", response, truth)
-    return found["score"], found["acc"]
+    score = code_score("apps", response, truth)
+    return score["score"], score["acc"]
 
 
-def test_a_program_is_worth_the_share_of_its_tests_that_it_passes() -> None:
+def test_the_score_is_the_share_of_passed_tests() -> None:
     assert score(f"Look:\n```python\n{ADD}\n```\nIt prints\n```text\n3\n```", SUMS) == (1.0, 1.0)
     assert score("```python\nprint(3)\n```", json.dumps(SUMS)) == (0.5, 0.0)
     assert score(ADD, SUMS) == (1.0, 1.0)
@@ -51,7 +51,7 @@ def test_a_ground_truth_without_tests_is_refused() -> None:
             code_score("apps", ADD, truth)
 
 
-def test_a_fence_without_an_end_of_line_takes_no_time() -> None:
+def test_a_code_fence_without_a_newline_is_parsed_in_linear_time() -> None:
     for filling in ("a", " ", "\t", "a ", "```a"):
         text = f"```{filling * 100_000}"
         assert program_in(text) == text

@@ -1,4 +1,4 @@
-"""Programs that use more of Python than plain values, and programs that would decide about their own tests."""
+"""Programs that use more of Python than plain values, and programs that try to decide the results of their tests."""
 
 import time
 from collections.abc import Iterable
@@ -42,11 +42,11 @@ DEFAULT = (
     "forged do",
     "unittest",
 )
-"""Cases of the default tier; all others are of the full one."""
+"""Cases of the default tier. All others belong to the full tier."""
 
 
 def tiered(cases: Iterable[str]) -> list[ParameterSet]:
-    """Cases by their tier."""
+    """Return the cases, marked by their tier."""
     return [pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.full]) for name in cases]
 
 
@@ -56,7 +56,7 @@ def test_an_honest_program_passes(case: str) -> None:
     assert run_assertions(program, tests, LIMITS).passed == (True,) * len(tests)
 
 
-def test_large_values_and_many_calls_cross_in_time() -> None:
+def test_large_values_and_many_calls_are_exchanged_in_time() -> None:
     tests = [
         "x = list(range(100_000, 0, -1))\nassert f(x) == sorted(x)",
         "for i in range(500): assert f([i, 2])[1] >= 2",
@@ -65,7 +65,7 @@ def test_large_values_and_many_calls_cross_in_time() -> None:
 
 
 @pytest.mark.parametrize("case", tiered(CHEATS))
-def test_a_program_does_not_decide_about_its_tests(case: str) -> None:
+def test_a_program_cannot_decide_comparisons_of_its_tests(case: str) -> None:
     program, tests = CHEATS[case]
     assert run_assertions(program, tests, LIMITS).passed == (False,) * len(tests)
 
@@ -79,16 +79,16 @@ LATE = {
     "late top": ("import time\ntime.sleep(1000)", ["assert f()==1"]),
     "hang caught": ("def f():\n  while True: pass", ["try: f()\nexcept BaseException: pass"]),
 }
-"""Each takes longer than a test may, whatever the test catches, and wherever the time goes."""
+"""Programs and tests that exceed the time of a test. Some tests catch all errors."""
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", LATE)
-def test_a_late_test_is_late_whatever_it_catches(case: str) -> None:
+def test_a_test_that_catches_all_errors_still_times_out(case: str) -> None:
     program, tests = LATE[case]
-    found = run_assertions(program, tests, Limits(timeout_s=2.0, cpu_s=60))
-    assert found.passed == (False,)
-    assert "2 s" in found.text
+    result = run_assertions(program, tests, Limits(timeout_s=2.0, cpu_s=60))
+    assert result.passed == (False,)
+    assert "2 s" in result.text
 
 
 ENDS = {
@@ -115,11 +115,11 @@ ENDS = {
     ),
     "tail output": ("import atexit\natexit.register(lambda: print('x'*10**7))\ndef f(): return 1", ["assert f()==1"]),
 }
-"""Each is right, and does not end by itself, or writes without end."""
+"""Correct programs that do not end by themselves or write without end."""
 
 
 @pytest.mark.parametrize("case", ENDS)
-def test_a_verdict_counts_however_the_program_ends(case: str) -> None:
+def test_a_verdict_counts_independently_of_how_the_program_ends(case: str) -> None:
     program, tests = ENDS[case]
     began = time.monotonic()
     assert run_assertions(program, tests, LIMITS).passed == (True,) * len(tests)

@@ -1,4 +1,4 @@
-"""The sandbox: what a program may use, and that nothing of it is left."""
+"""The sandbox: resource limits, isolation, and removal of all processes of a program."""
 
 import asyncio
 import itertools
@@ -21,29 +21,29 @@ from tests.messages import says
 
 PROJECT = Path(__file__).resolve().parents[3]
 IS_ISOLATED = not sandbox.isolation_fault()
-"""Whether programs can have machines of their own here; where not, the tests run with TROUPE_SANDBOX=unsafe."""
+"""True if programs can be isolated on this machine. Otherwise the tests run with TROUPE_SANDBOX=unsafe."""
 
 
 def processes_with(mark: str) -> list[str]:
-    """Command lines of living processes in which `mark` stands."""
-    found = []
+    """Return the command lines of running processes that contain `mark`."""
+    folders = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
         if mark in line:
-            found.append(line)
-    return found
+            folders.append(line)
+    return folders
 
 
 def wait_until_gone(mark: str) -> None:
-    """Wait until they all have ended."""
+    """Wait until all of these processes have ended."""
     while processes_with(mark):
         time.sleep(0.02)
 
 
-def test_a_program_reads_its_input_and_its_output_and_exit_code_come_back() -> None:
+def test_a_program_reads_stdin_and_its_output_and_exit_code_are_returned() -> None:
     program = "import sys\nprint(sum(map(int, input().split())))\nprint('ü', file=sys.stderr)\nsys.exit(7)"
     result = run_python(program, "1 2 3\n")
     assert result == SandboxResult("6\n", "ü\n", 7, "", IS_ISOLATED)
@@ -51,37 +51,38 @@ def test_a_program_reads_its_input_and_its_output_and_exit_code_come_back() -> N
     assert run_python("raise SystemExit(200)").text == "exit code 200"
 
 
-def test_a_traceback_says_nothing_of_where_the_program_stood_so_it_is_the_same_every_time() -> None:
+def test_a_traceback_has_no_path_of_the_working_directory() -> None:
     program = "import os\nprint(os.getcwd(), os.listdir(), __file__)\n1 / 0"
-    first, second = run_python(program), run_python(program)
+    first = run_python(program)
+    second = run_python(program)
     assert first == second
     assert first.stdout == ". ['main.py'] main.py\n"
     assert first.stderr.splitlines()[1:3] == ['  File "main.py", line 3, in <module>', "    1 / 0"]
     assert first.stderr.endswith("ZeroDivisionError: division by zero\n")
 
 
-def test_an_endless_loop_is_ended_at_its_seconds_of_cpu_time_and_what_it_has_said_is_kept() -> None:
+def test_an_endless_loop_ends_at_its_cpu_limit_and_its_output_is_kept() -> None:
     result = run_python("print('on', flush=True)\nwhile True: pass", limits=Limits(cpu_s=1, timeout_s=600))
     assert (result.stdout, result.exit) == ("on\n", -signal.SIGXCPU)
     assert re.search(says("1 s", "CPU"), result.reason)
 
 
 @pytest.mark.full
-def test_a_program_that_ignores_the_first_signal_gets_one_it_cannot_ignore() -> None:
+def test_a_program_that_ignores_the_first_signal_is_killed() -> None:
     program = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
     result = run_python(program, limits=Limits(cpu_s=1, timeout_s=600))
     assert result.exit == -signal.SIGKILL
     assert re.search(says("1 s", "CPU"), result.reason)
 
 
-def test_a_program_that_sleeps_is_ended_at_its_seconds_on_the_clock() -> None:
+def test_a_sleeping_program_ends_at_its_wall_time_limit() -> None:
     result = run_python("import time\nwhile True: time.sleep(9)", limits=Limits(timeout_s=1))
     assert result.exit == -signal.SIGKILL
     assert "1 s" in result.reason
     assert "CPU" not in result.reason
 
 
-def test_a_program_may_end_itself_and_all_around_it() -> None:
+def test_a_program_may_kill_its_process_group() -> None:
     for program in ("import os\nos.kill(0, 9)", "import os\nos.abort()"):
         result = run_python(program)
         name = {-9: "SIGKILL", -6: "SIGABRT"}[result.exit]
@@ -100,7 +101,7 @@ def test_writing_stops_at_the_limit_of_a_file() -> None:
     assert "File too large" in result.stderr
 
 
-def test_output_without_end_is_isolated_and_says_so() -> None:
+def test_endless_output_ends_the_program_with_a_reason() -> None:
     result = run_python("while True: print('x' * 99)", limits=Limits(file_bytes=10_000, max_output=50))
     assert result.stdout == f"{'x' * 50}\n... (10000 characters, cut after 50)"
     assert re.search(says("10000 bytes"), result.reason)
@@ -114,7 +115,7 @@ def test_output_of_exactly_the_limit_is_kept() -> None:
 
 
 def test_a_killed_parent_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without namespaces a program has a folder on the disk; a later program removes it."""
+    """Without namespaces, a program has a folder on the disk, which a later program removes."""
     code = "import asyncio, sys\nfrom plugins.sandbox.sandbox import *\nfrom plugins.sandbox.sandbox import run_now\n"
     code += "program = 'print(1, flush=True)\\nwhile True: pass'\n"
     code += "asyncio.run(run_now(program, '', Limits(timeout_s=3600, cpu_s=60), isolate=sys.argv[1] == 'True'))"
@@ -141,13 +142,13 @@ def test_there_is_no_network() -> None:
     assert ("Network is unreachable" in result.stderr) == IS_ISOLATED
 
 
-def test_the_environment_is_empty_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_has_no_variables_of_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     result = run_python("import os\nprint(sorted(os.environ))")
     assert result.stdout == "['HOME', 'LC_CTYPE', 'OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'TMPDIR']\n"
 
 
-def test_nothing_that_it_started_is_left_even_in_a_session_of_its_own() -> None:
+def test_no_child_process_is_left_even_in_a_new_session() -> None:
     mark = f"left-{os.getpid()}"
     # Where the system gives us no namespace, a session of its own is out of reach, as the class says.
     start = f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)', '{mark}', str(own)], "
@@ -157,7 +158,7 @@ def test_nothing_that_it_started_is_left_even_in_a_session_of_its_own() -> None:
     wait_until_gone(mark)
 
 
-def test_a_program_that_is_cancelled_ends_with_whoever_waited() -> None:
+def test_cancelling_the_caller_ends_the_program() -> None:
     mark = f"cancelled-{os.getpid()}"
     program = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'import time; time.sleep(99)', '{mark}'])"
 
@@ -198,7 +199,7 @@ def test_many_programs_run_at_the_same_time() -> None:
     assert [result.stdout for result in asyncio.run(all_at_once())] == [f"{i}\n" for i in range(16)]
 
 
-def test_programs_wait_for_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_wait_for_a_free_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "_places", threading.BoundedSemaphore(1))
     program = "import time\nprint(time.monotonic())\ntime.sleep(0.1)\nprint(time.monotonic())"
 
@@ -212,7 +213,7 @@ def test_programs_wait_for_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.full
-def test_the_time_of_a_program_begins_when_it_has_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_limit_begins_when_the_slot_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     places = threading.BoundedSemaphore(1)
     monkeypatch.setattr(sandbox, "_places", places)
     limits = Limits(timeout_s=10)
@@ -225,17 +226,17 @@ def test_the_time_of_a_program_begins_when_it_has_its_place(monkeypatch: pytest.
 
 @pytest.fixture
 def forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Namespaces as a system that forbids them gives them: there is no such program to make them."""
+    """Simulate a system that forbids namespaces: the program that creates them does not exist."""
     monkeypatch.setattr(sandbox, "isolation_fault", lambda: "unshare: Operation not permitted")
 
 
-def test_without_namespaces_nothing_is_run(forbidden: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_namespaces_no_program_runs(forbidden: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TROUPE_SANDBOX", raising=False)
     with pytest.raises(sandbox.SandboxError, match=says("unshare", "TROUPE_SANDBOX=unsafe")):
         run_python("print(1)")
 
 
-def test_what_runs_unsafe_is_said_once_and_in_the_result(
+def test_an_unsafe_run_gives_one_warning_and_a_mark_in_the_result(
     forbidden: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TROUPE_SANDBOX", "unsafe")
@@ -247,6 +248,6 @@ def test_what_runs_unsafe_is_said_once_and_in_the_result(
 
 
 @pytest.mark.parametrize("wrong", [{"cpu_s": 0}, {"timeout_s": 0.0}, {"memory_bytes": -1}, {"max_output": 0}])
-def test_limits_that_cannot_be_are_refused(wrong: dict[str, int]) -> None:
+def test_invalid_limits_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(wrong))}={next(iter(wrong.values()))}"):
         Limits(**wrong)

@@ -1,4 +1,4 @@
-"""What a program of the sandbox may ask the kernel for: nothing that reaches past its folder and its end."""
+"""System calls of programs in the sandbox. None may have effects outside its folder or after its end."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from plugins.sandbox.sandbox_filter import (
 )
 
 IS_ISOLATED = not sandbox.isolation_fault()
-"""Whether programs can have machines of their own here; where not, nothing is promised."""
+"""True if programs can be isolated on this machine. Otherwise there are no guarantees to test."""
 CALL = "import ctypes, errno\ncall = ctypes.CDLL(None, use_errno=True).syscall\n"
 ATTEMPTS = {
     "a socket to the host of a virtual machine": "import socket\nsocket.socket(socket.AF_VSOCK)",
@@ -50,7 +50,7 @@ ATTEMPTS = {
     "shared memory": "open('/dev/shm/x', 'wb').truncate(2**40)",
     "its input as a large file": "import os\nos.ftruncate(0, 2**40)",
 }
-"""Each raises OSError, or ValueError where Python itself looks at limits."""
+"""Operations that raise OSError, or ValueError if Python itself checks the limit."""
 NUMBERED = {
     "shmget": 0,
     "semget": 1,
@@ -69,11 +69,11 @@ NUMBERED = {
     "kcmp": 22,
     "io_uring": -1,
 }
-"""By their place in OLD_CALLS; io_uring_setup is the first of NEW_CALLS."""
+"""System calls by their index in OLD_CALLS. io_uring_setup is the first of NEW_CALLS."""
 
 
 @pytest.mark.parametrize("attempt", ATTEMPTS)
-def test_what_is_not_for_a_program_is_refused_to_it(attempt: str) -> None:
+def test_forbidden_operations_are_refused(attempt: str) -> None:
     indented = "".join(f"  {line}\n" for line in ATTEMPTS[attempt].splitlines())
     result = run_python(
         f"try:\n{indented}except (OSError, ValueError):\n  print('refused')", limits=Limits(timeout_s=60)
@@ -82,7 +82,7 @@ def test_what_is_not_for_a_program_is_refused_to_it(attempt: str) -> None:
 
 
 @pytest.mark.parametrize("name", NUMBERED)
-def test_calls_that_leave_things_behind_or_lead_out_are_refused(name: str) -> None:
+def test_system_calls_that_leave_objects_or_bypass_isolation_are_refused(name: str) -> None:
     place = NUMBERED[name]
     number = NEW_CALLS[0] if place < 0 else OLD_CALLS[platform.machine()][place]
     program = f"{CALL}print(call({number}, 0, 4096, 0o1600, 0), errno.errorcode.get(ctypes.get_errno()))"
@@ -90,7 +90,7 @@ def test_calls_that_leave_things_behind_or_lead_out_are_refused(name: str) -> No
     assert not IS_ISOLATED or result.stdout == "-1 EPERM\n"
 
 
-def test_what_programs_need_is_there() -> None:
+def test_common_libraries_and_devices_work() -> None:
     program = """
 import concurrent.futures, multiprocessing, os, socket, subprocess, sys, tempfile, threading
 with concurrent.futures.ThreadPoolExecutor(3) as pool:
@@ -118,8 +118,8 @@ AGAINST_ITS_INIT = {
 }
 
 
-def test_a_program_of_a_plain_user_cannot_take_the_record_of_its_end_from_its_init(tmp_path: Path) -> None:
-    """Where nobody is root, program and init are of one user."""
+def test_a_program_cannot_prevent_the_record_of_its_end(tmp_path: Path) -> None:
+    """Holds without root too, where program and init have the same user."""
     head = "import ctypes, os, resource, signal, time\n"
     programs = {
         name: f"{head}try:\n  exec({what!r})\nexcept OSError: pass\ntime.sleep(.2)\nprint('done')"
@@ -142,7 +142,7 @@ print(json.dumps([os.getuid(), ends]))
     }
 
 
-def test_a_program_has_no_descriptor_but_its_three() -> None:
+def test_a_program_has_only_three_descriptors() -> None:
     program = "import os\nfor fd in range(64):\n  try: os.fstat(fd)\n  except OSError: continue\n  print(fd)"
     assert run_python(program).stdout == "0\n1\n2\n"
 
@@ -167,19 +167,19 @@ for fd, name in held.items():
     grown.append([name, "changed"])
 os.write(1, json.dumps(grown).encode())
 """
-"""Tries to extend each descriptor that a program has."""
+"""Program that tries to extend each of its descriptors."""
 
 
-def test_no_descriptor_that_a_program_has_can_grow_a_file() -> None:
+def test_no_descriptor_of_a_program_can_grow_a_file() -> None:
     assert run_python(GROW, "some input").stdout == "[]"
 
 
-def test_the_program_beside_its_tests_has_no_descriptor_that_grows_either() -> None:
+def test_no_descriptor_of_a_tested_program_can_grow_a_file() -> None:
     passed = run_assertions(f"{GROW}\ndef f(): return grown", ["assert f() == []"], Limits(timeout_s=60)).passed
     assert passed == (True,)
 
 
-def test_files_of_a_program_take_no_more_than_its_file_system() -> None:
+def test_files_of_a_program_are_limited_by_its_file_system() -> None:
     program = """
 import ctypes, os
 call = ctypes.CDLL(None, use_errno=True).fallocate
@@ -196,14 +196,14 @@ print(total)
     assert not IS_ISOLATED or total <= HOME_BYTES
 
 
-def test_where_memory_runs_short_a_program_goes_before_all_others() -> None:
+def test_a_program_is_the_first_victim_of_the_oom_killer() -> None:
     # It has no /proc to read it from; elsewhere the number stands where everybody reads it.
     program = "import os\nprint(os.path.exists('/proc') and open('/proc/self/oom_score_adj').read())"
     assert run_python(program).stdout in ("False\n", "1000\n\n")
 
 
 def outcome(machine: str, number: int, argument: int = 0, architecture: int | None = None) -> int:
-    """What the filter decides of a call, worked step by step as the kernel does."""
+    """Return the filter's decision on a call, evaluated instruction by instruction like in the kernel."""
     shown = struct.pack("IIQQ", number, AUDIT[machine] if architecture is None else architecture, 0, argument)
     steps = list(struct.iter_unpack("HBBI", call_filter(machine)))
     place = accumulator = 0

@@ -18,7 +18,7 @@ PROJECT = Path(__file__).parents[3]
 
 
 def run_child(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a process of its own, with warnings on stderr."""
+    """Run code in a child process, with warnings on stderr."""
     prelude = "import logging\nlogging.basicConfig(format='%(message)s')\n"
     return subprocess.run(
         [sys.executable, "-c", prelude + textwrap.dedent(code), *arguments],
@@ -55,7 +55,7 @@ def test_tensorboard_shows_numbers_and_samples_in_the_run_folder(tmp_path: Path)
     assert (text.step, text.tensor_proto.string_val[0].decode()) == (2, table)
 
 
-def test_on_resume_tensorboard_drops_the_steps_that_are_done_again(tmp_path: Path) -> None:
+def test_tensorboard_drops_repeated_steps_of_a_resumed_run(tmp_path: Path) -> None:
     tracker = Tracker(tmp_path, "toy", {}, seed=0, sinks={"tensorboard": {}})
     for step in (1, 2, 3, 4):
         tracker.log(step, {"try": 1})
@@ -64,7 +64,7 @@ def test_on_resume_tensorboard_drops_the_steps_that_are_done_again(tmp_path: Pat
     assert scalars(tmp_path / "tensorboard", "try") == [(1, 1.0), (2, 1.0), (3, 2.0)]
 
 
-def test_tensorboard_goes_to_a_folder_that_is_named_and_is_off_without_one(tmp_path: Path) -> None:
+def test_tensorboard_writes_to_the_configured_folder_and_is_off_by_default(tmp_path: Path) -> None:
     elsewhere = tmp_path / "logs"
     Tracker(tmp_path / "run", "toy", {}, seed=0, sinks={"tensorboard": {"folder": str(elsewhere)}}).log(
         1, {"reward": 0.5}
@@ -74,7 +74,7 @@ def test_tensorboard_goes_to_a_folder_that_is_named_and_is_off_without_one(tmp_p
     assert not (tmp_path / "run" / "tensorboard").exists()
 
 
-def test_without_tensorboard_the_run_goes_on_and_one_warning_says_what_to_install(tmp_path: Path) -> None:
+def test_without_tensorboard_the_run_continues_with_one_warning(tmp_path: Path) -> None:
     # An environment that has what the tracker needs and no more.
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "yaml").symlink_to(Path(yaml.__file__).parent)

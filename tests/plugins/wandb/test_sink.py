@@ -1,4 +1,4 @@
-"""W&B reads along: one run over all attempts, and no key anywhere in the run folder."""
+"""W&B as a metric sink: one run over all attempts, and no key in the run folder."""
 
 import json
 import logging
@@ -33,7 +33,7 @@ def no_wandb_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Ours, not those of libraries."""
+    """Return the warnings of this project, without those of libraries."""
     return [
         r.message
         for r in caplog.records
@@ -42,14 +42,19 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def stored_records(path: Path) -> Iterator[Any]:
-    """The records of a .wandb file: 7 bytes of header, then blocks of 32 KiB with checksum, length, type, data."""
-    data, at, record = path.read_bytes(), 7, b""
+    """Yield the records of a .wandb file: 7 bytes of header, then blocks of 32 KiB with checksum, length, type,
+    data.
+    """
+    data = path.read_bytes()
+    at = 7
+    record = b""
     while at + 7 <= len(data):
         space = 32768 - at % 32768
         if space < 7:
             at += space
             continue
-        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        length = int.from_bytes(data[at + 4 : at + 6], "little")
+        kind = data[at + 6]
         record += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # whole, or the last part
@@ -58,14 +63,14 @@ def stored_records(path: Path) -> Iterator[Any]:
 
 
 def wandb_records(run_dir: Path, attempts: int = 1) -> list[list[Any]]:
-    """The records of every attempt, oldest first; waits for them, as W&B's own process writes them."""
+    """Return the records of every attempt, oldest first. Waits for them, because a process of W&B writes them."""
     deadline = time.monotonic() + 300
     while True:
-        found = [list(stored_records(path)) for path in run_dir.glob("wandb/offline-run-*/run-*.wandb")]
-        done = [any(record.WhichOneof("record_type") == "exit" for record in records) for records in found]
+        stored = [list(stored_records(path)) for path in run_dir.glob("wandb/offline-run-*/run-*.wandb")]
+        done = [any(record.WhichOneof("record_type") == "exit" for record in records) for records in stored]
         if done == [True] * attempts:
-            return sorted(found, key=lambda records: first_run(records).start_time.ToNanoseconds())
-        assert time.monotonic() < deadline, f"{len(found)} attempts, ended: {done}"
+            return sorted(stored, key=lambda records: first_run(records).start_time.ToNanoseconds())
+        assert time.monotonic() < deadline, f"{len(stored)} attempts, ended: {done}"
         time.sleep(0.05)
 
 
@@ -82,7 +87,7 @@ def history(records: list[Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def test_wandb_without_a_key_is_kept_offline_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_wandb_without_a_key_is_offline_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run_dir = tmp_path / "run"
     tracker = Tracker(run_dir, "toy", {"lr": 1e-3}, seed=0, sinks={"wandb": {}})
     tracker.log(1, {"reward": 0.5, "loss": math.nan, "heads": {"a": torch.tensor(2.0)}})
@@ -98,7 +103,7 @@ def test_wandb_without_a_key_is_kept_offline_and_says_so(tmp_path: Path, caplog:
 
 
 @pytest.mark.full
-def test_wandb_that_does_not_answer_is_kept_offline_and_the_key_is_not_written(
+def test_unreachable_wandb_is_offline_and_the_key_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
@@ -114,7 +119,7 @@ def test_wandb_that_does_not_answer_is_kept_offline_and_the_key_is_not_written(
     assert not (tmp_path / "no-netrc").exists()
 
 
-def test_a_resumed_run_is_the_same_run_of_wandb_and_its_steps_may_go_back(
+def test_a_resumed_run_continues_its_wandb_run_and_its_steps_may_decrease(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -141,7 +146,7 @@ def test_a_resumed_run_is_the_same_run_of_wandb_and_its_steps_may_go_back(
         assert metrics["*"].step_metric == "step"
 
 
-def test_without_wandb_there_is_no_id_and_a_new_run_has_another(
+def test_without_wandb_there_is_no_run_id_and_a_new_run_gets_a_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = {"wandb_id": "abcdefgh"}
@@ -153,9 +158,7 @@ def test_without_wandb_there_is_no_id_and_a_new_run_has_another(
     assert broken.state_dict() == state
 
 
-def test_samples_are_one_table_that_grows_by_the_rows_of_each_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_are_one_incremental_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     tracker = Tracker(tmp_path, "toy", {}, seed=0, sinks={"wandb": {}})
     tracker.samples(1, list)
@@ -169,7 +172,7 @@ def test_samples_are_one_table_that_grows_by_the_rows_of_each_call(
     assert [table["data"] for table in tables] == [[[1, "p1", 0.5], [1, "p2", "none"]], [[4, "p3", None]]]
 
 
-def test_a_service_of_wandb_that_dies_costs_one_warning(tmp_path: Path) -> None:
+def test_a_dead_wandb_service_gives_one_warning(tmp_path: Path) -> None:
     code = """
     import logging, os, sys
     import psutil
@@ -219,7 +222,7 @@ SECRETS = {
 }
 
 
-def test_no_file_of_the_run_folder_holds_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_file_of_the_run_folder_has_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = tmp_path / "code"
     code.mkdir()
     # W&B would look at the repository it is started in, and at the command line.
@@ -259,8 +262,8 @@ def test_no_file_of_the_run_folder_holds_a_key(tmp_path: Path, monkeypatch: pyte
     kinds = {path.suffix for path in files}
     assert {".yaml", ".json", ".jsonl", ".parquet", ".wandb", ".log"} <= kinds
     assert any("tfevents" in path.name for path in files)
-    found = [(name, path) for name, value in SECRETS.items() for path in files if value.encode() in files[path]]
-    assert found == []
+    leaks = [(name, path) for name, value in SECRETS.items() for path in files if value.encode() in files[path]]
+    assert leaks == []
     # The search would find one: what is not secret is there, in each of the same places.
     assert sum(b"***" in content for content in files.values()) >= 6
 

@@ -1,4 +1,4 @@
-"""Weights from rank 0 to the processes of several engines at once, here by gloo: on GPUs NCCL takes its place."""
+"""Broadcast of weights from rank 0 to the processes of several engines, with gloo. On GPUs NCCL replaces it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ from tests.components.helpers.ranks import FORKS
 from tests.plugins.weights_ipc.test_carrier import BUCKET_BYTES, CPU, weights
 
 Report = tuple[int, int, Any]
-"""Reader, version, and the digests of what came, or the name of the error."""
+"""Reader, version, and the digests of the received tensors or the name of the error."""
 
 
-def read(address: tuple[str, int], reader: int, versions: list[int], dies_after: int, found: SimpleQueue[Any]) -> None:
-    """An engine's process, which reads some versions and dies after so many tensors of the last; 0: it does not."""
+def read(
+    address: tuple[str, int], reader: int, versions: list[int], dies_after: int, reports_queue: SimpleQueue[Any]
+) -> None:
+    """Read some versions in an engine's process, which dies after `dies_after` tensors of the last one (0: never)."""
     for version in versions:
         digests: dict[str, str] = {}
         try:
@@ -34,13 +36,15 @@ def read(address: tuple[str, int], reader: int, versions: list[int], dies_after:
                 digests[name] = digest(tensor)
                 if version == versions[-1] and len(digests) == dies_after:
                     os._exit(9)
-            found.put((reader, version, digests))
+            reports_queue.put((reader, version, digests))
         except (OSError, RuntimeError) as error:
-            found.put((reader, version, type(error).__name__))
+            reports_queue.put((reader, version, type(error).__name__))
 
 
-def start(address: tuple[str, int], found: SimpleQueue[Any], reader: int, versions: list[int], dies: int = 0) -> Any:
-    process = FORKS.Process(target=read, args=(address, reader, versions, dies, found))
+def start(
+    address: tuple[str, int], reports_queue: SimpleQueue[Any], reader: int, versions: list[int], dies: int = 0
+) -> Any:
+    process = FORKS.Process(target=read, args=(address, reader, versions, dies, reports_queue))
     process.start()
     return process
 
@@ -50,14 +54,14 @@ def expected_of(version: int) -> dict[str, str]:
 
 
 def send(broadcaster: Broadcaster, version: int) -> None:
-    """What passes through is whole, whatever becomes of the broadcast."""
+    """Send a version. All tensors pass through, even if the broadcast is aborted."""
     tensors = {name: tensor + version for name, tensor in weights().items()}
     passed = dict(broadcaster.sent(version, tensors.items()))
     assert {name: digest(tensor) for name, tensor in passed.items()} == expected_of(version)
 
 
 def broadcaster_of(readers: int, arrival_seconds: float = 60) -> tuple[Broadcaster, tuple[str, int]]:
-    """After its first version, which brings its address."""
+    """Return a broadcaster after its first version, with which readers get the address."""
     broadcaster = Broadcaster(
         CPU, readers, bucket_bytes=BUCKET_BYTES, timeout_seconds=20, arrival_seconds=arrival_seconds
     )
@@ -66,50 +70,50 @@ def broadcaster_of(readers: int, arrival_seconds: float = 60) -> tuple[Broadcast
     return broadcaster, broadcaster.address
 
 
-def reports(found: SimpleQueue[Any], count: int) -> list[Report]:
-    return sorted((found.get() for _ in range(count)), key=lambda report: report[:2])
+def reports(reports_queue: SimpleQueue[Any], count: int) -> list[Report]:
+    return sorted((reports_queue.get() for _ in range(count)), key=lambda report: report[:2])
 
 
-def test_each_reader_has_each_version_to_the_last_bit() -> None:
+def test_each_reader_receives_each_version_bit_for_bit() -> None:
     broadcaster, address = broadcaster_of(2)
-    found = FORKS.SimpleQueue()
-    processes = [start(address, found, reader, [2, 3]) for reader in (1, 2)]
+    reports_queue = FORKS.SimpleQueue()
+    processes = [start(address, reports_queue, reader, [2, 3]) for reader in (1, 2)]
     send(broadcaster, 2)
     send(broadcaster, 3)
-    wanted = [(reader, version, expected_of(version)) for reader in (1, 2) for version in (2, 3)]
-    assert reports(found, 4) == wanted
+    expected = [(reader, version, expected_of(version)) for reader in (1, 2) for version in (2, 3)]
+    assert reports(reports_queue, 4) == expected
     for process in processes:
         process.join()
     broadcaster.close()
 
 
-def test_a_reader_that_dies_breaks_one_version_off_and_its_replacement_has_the_next() -> None:
+def test_a_dead_reader_aborts_one_version_and_its_replacement_gets_the_next() -> None:
     broadcaster, address = broadcaster_of(2)
-    found = FORKS.SimpleQueue()
-    survivor = start(address, found, 1, [2, 3, 4])
-    dies = start(address, found, 2, [2, 3], dies=3)
+    reports_queue = FORKS.SimpleQueue()
+    survivor = start(address, reports_queue, 1, [2, 3, 4])
+    dies = start(address, reports_queue, 2, [2, 3], dies=3)
     send(broadcaster, 2)
     send(broadcaster, 3)
     dies.join()
     assert dies.exitcode == 9
-    before = reports(found, 3)
+    before = reports(reports_queue, 3)
     assert [report[:2] for report in before] == [(1, 2), (1, 3), (2, 2)]
     assert before[0][2] == before[2][2] == expected_of(2)
     assert before[1][2] in ("RuntimeError", "ConnectionError", "TimeoutError")
-    replacement = start(address, found, 2, [4])
+    replacement = start(address, reports_queue, 2, [4])
     send(broadcaster, 4)
-    assert reports(found, 2) == [(1, 4, expected_of(4)), (2, 4, expected_of(4))]
+    assert reports(reports_queue, 2) == [(1, 4, expected_of(4)), (2, 4, expected_of(4))]
     survivor.join()
     replacement.join()
     broadcaster.close()
 
 
-def test_a_rank_that_readers_do_not_come_to_gives_the_version_up_and_then_all(
+def test_a_rank_without_readers_aborts_versions_and_then_stops_broadcasting(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     broadcaster, address = broadcaster_of(2, arrival_seconds=0.5)
-    found = FORKS.SimpleQueue()
-    alone = start(address, found, 1, [2])
+    reports_queue = FORKS.SimpleQueue()
+    alone = start(address, reports_queue, 1, [2])
     began = time.monotonic()
     for attempt in range(ATTEMPTS):
         assert broadcaster.address == address
@@ -118,12 +122,12 @@ def test_a_rank_that_readers_do_not_come_to_gives_the_version_up_and_then_all(
     assert "no more are broadcast" in caplog.text
     send(broadcaster, 9)
     assert time.monotonic() - began < 30
-    assert reports(found, 1) == [(1, 2, "ConnectionError")]
+    assert reports(reports_queue, 1) == [(1, 2, "ConnectionError")]
     alone.join()
     broadcaster.close()
 
 
-def test_a_reader_that_stops_in_the_middle_has_the_next_version() -> None:
+def test_a_reader_that_stops_within_a_version_gets_the_next() -> None:
     broadcaster, address = broadcaster_of(1)
     arriving: Any = read_broadcast(address, 1, 2, timeout_seconds=20)
     began = threading.Thread(target=send, args=(broadcaster, 2))
@@ -140,13 +144,15 @@ def test_a_reader_that_stops_in_the_middle_has_the_next_version() -> None:
     assert {name: digest(tensor) for name, tensor in again.items()} == expected_of(3)
 
 
-def test_an_engine_has_what_is_broadcast_and_reads_the_folder_where_it_broke_off(
+def test_an_engine_reads_the_folder_if_a_broadcast_is_aborted(
     tied_model: Path, other_tied_model: Path, tmp_path: Path
 ) -> None:
     broadcaster, address = broadcaster_of(1)
     publisher = WeightPublisher(tmp_path / "versions")
-    newer, older = named_weights(other_tied_model), named_weights(tied_model)
-    engine, late = HFRolloutEngine(tied_model), HFRolloutEngine(tied_model)
+    newer = named_weights(other_tied_model)
+    older = named_weights(tied_model)
+    engine = HFRolloutEngine(tied_model)
+    late = HFRolloutEngine(tied_model)
     announced = WeightHandle(4, "", 0, is_sent=True, carrier="broadcast", route=address, reader=1)
     reader = threading.Thread(target=engine.receive, args=(announced, True))
     reader.start()
@@ -198,7 +204,7 @@ def test_every_part_of_a_vllm_engine_is_a_reader(tmp_path: Path) -> None:
     broadcaster, address = broadcaster_of(2)
     publisher = WeightPublisher(tmp_path / "versions")
     try:
-        found = []
+        received = []
         for version, model in ((2, models[1]), (3, models[0])):
             announced = WeightHandle(version, "", 0, is_sent=True, carrier="broadcast", route=address, reader=1)
             reader = threading.Thread(target=engine.receive, args=(announced, True))
@@ -208,7 +214,7 @@ def test_every_part_of_a_vllm_engine_is_a_reader(tmp_path: Path) -> None:
             reader.join()
             assert engine.sent_digests(handle) is not None
             engine.receive(handle, verify=True)
-            found.append(answers_of(engine.generate(uneven_prompts(8), SamplingConfig(max_new_tokens=8))))
+            received.append(answers_of(engine.generate(uneven_prompts(8), SamplingConfig(max_new_tokens=8))))
     finally:
         engine.close()
         broadcaster.close()
@@ -218,4 +224,4 @@ def test_every_part_of_a_vllm_engine_is_a_reader(tmp_path: Path) -> None:
         alone = VLLMRolloutEngine(model, VLLMRolloutConfig(cpu_cache_gb=0.25))
         expected.append(answers_of(alone.generate(uneven_prompts(8), SamplingConfig(max_new_tokens=8))))
         alone.close()
-    assert found == expected
+    assert received == expected

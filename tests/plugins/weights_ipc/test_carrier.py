@@ -1,4 +1,4 @@
-"""Weights from a rank to other processes on its device, here the CPU: only how memory is mapped is another on a GPU."""
+"""Transfer of weights from a rank to other processes on its device, here a CPU. On a GPU only the mapping differs."""
 
 from __future__ import annotations
 
@@ -31,22 +31,24 @@ BUCKET_BYTES = 4096
 
 
 def weights() -> dict[str, Tensor]:
-    """Ten that share buckets, one that is larger than a bucket, others after it, and what has no length or number."""
+    """Return ten tensors that share buckets, one that is larger than a bucket, others after it, and empty and 0-d
+    tensors.
+    """
     generator = torch.Generator().manual_seed(5)
-    found = {f"small {i}": torch.randn((17, 7), generator=generator) for i in range(10)}
-    found["large"] = torch.randn((50, 100), generator=generator)
-    found |= {f"half {i}": torch.randn(33, generator=generator).bfloat16() for i in range(10)}
-    return found | {"scalar": torch.tensor(3.5), "empty": torch.zeros(0, 4)}
+    tensors = {f"small {i}": torch.randn((17, 7), generator=generator) for i in range(10)}
+    tensors["large"] = torch.randn((50, 100), generator=generator)
+    tensors |= {f"half {i}": torch.randn(33, generator=generator).bfloat16() for i in range(10)}
+    return tensors | {"scalar": torch.tensor(3.5), "empty": torch.zeros(0, 4)}
 
 
-def read(folder: Path, version: int, dies_after: int | None, found: SimpleQueue[Any]) -> None:
-    """An engine's process: the digests of what comes; or its end in the middle."""
+def read(folder: Path, version: int, dies_after: int | None, reports_queue: SimpleQueue[Any]) -> None:
+    """Read a version in an engine's process and report its digests, or die in the middle."""
     digests = {}
     for name, tensor in read_sent(folder, version, timeout_seconds=60):
         digests[name] = digest(tensor)
         if len(digests) == dies_after:
             os._exit(9)
-    found.put(digests)
+    reports_queue.put(digests)
 
 
 @pytest.fixture
@@ -56,12 +58,10 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("dies_after", [None, 3])
-def test_each_engine_has_what_was_gathered_to_the_last_bit_whether_another_dies_or_not(
-    folder: Path, dies_after: int | None
-) -> None:
+def test_each_engine_receives_weights_bit_for_bit_even_if_another_dies(folder: Path, dies_after: int | None) -> None:
     sender = BucketSender(folder, CPU, readers=2, bucket_bytes=BUCKET_BYTES)
-    found = FORKS.SimpleQueue()
-    readers = [FORKS.Process(target=read, args=(folder, 7, dies, found)) for dies in (None, dies_after)]
+    reports_queue = FORKS.SimpleQueue()
+    readers = [FORKS.Process(target=read, args=(folder, 7, dies, reports_queue)) for dies in (None, dies_after)]
     for reader in readers:
         reader.start()
     passed = dict(sender.sent(7, weights().items()))
@@ -70,13 +70,13 @@ def test_each_engine_has_what_was_gathered_to_the_last_bit_whether_another_dies_
     for reader in readers:
         reader.join()
     assert [reader.exitcode for reader in readers] == [0, 0 if dies_after is None else 9]
-    assert [found.get() for reader in readers if reader.exitcode == 0] == [expected] * (1 + (dies_after is None))
+    assert [reports_queue.get() for reader in readers if reader.exitcode == 0] == [expected] * (
+        1 + (dies_after is None)
+    )
     sender.close()
 
 
-def test_a_rank_that_no_engine_comes_to_or_that_one_falls_silent_in_front_of_goes_on(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_rank_continues_without_engines_or_with_a_silent_one(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     sender = BucketSender(folder, CPU, readers=1, bucket_bytes=BUCKET_BYTES, timeout_seconds=0.5)
     began = time.monotonic()
     assert list(dict(sender.sent(1, weights().items()))) == list(weights())
@@ -93,7 +93,7 @@ def test_a_rank_that_no_engine_comes_to_or_that_one_falls_silent_in_front_of_goe
     sender.close()
 
 
-def test_a_reader_whose_rank_is_gone_or_gathers_another_version_says_so(folder: Path) -> None:
+def test_a_reader_without_a_rank_or_with_another_version_raises_an_error(folder: Path) -> None:
     with pytest.raises(FileNotFoundError):
         next(read_sent(folder, 1, timeout_seconds=60))
     sender = BucketSender(folder, CPU, readers=1, timeout_seconds=0.5)
@@ -115,13 +115,14 @@ def test_a_reader_whose_rank_is_gone_or_gathers_another_version_says_so(folder: 
     sender.close()
 
 
-def test_an_engine_that_was_sent_a_version_has_it_and_one_that_was_not_reads_its_folder(
+def test_an_engine_uses_a_sent_version_or_reads_the_folder(
     tied_model: Path, other_tied_model: Path, folder: Path
 ) -> None:
     sender = BucketSender(folder, CPU, readers=1, bucket_bytes=BUCKET_BYTES)
     publisher = WeightPublisher(folder / "versions")
     newer = named_weights(other_tied_model)
-    engine, late = HFRolloutEngine(tied_model), HFRolloutEngine(tied_model)
+    engine = HFRolloutEngine(tied_model)
+    late = HFRolloutEngine(tied_model)
     announced = WeightHandle(4, str(folder), 0, is_sent=True, carrier="ipc")
     reader = threading.Thread(target=engine.receive, args=(announced, True))
     reader.start()
@@ -147,7 +148,7 @@ def test_an_engine_that_was_sent_a_version_has_it_and_one_that_was_not_reads_its
 
 @pytest.mark.full
 @pytest.mark.vllm
-def test_vllm_takes_what_it_is_sent_and_the_folder_where_that_breaks_off(tmp_path: Path, folder: Path) -> None:
+def test_vllm_uses_a_sent_version_or_the_folder_if_the_transfer_is_aborted(tmp_path: Path, folder: Path) -> None:
     from plugins.vllm.engine import VLLMRolloutEngine
 
     models = [write_vllm_model(tmp_path / f"{seed}", seed, tied=True) for seed in (1, 2)]

@@ -40,14 +40,14 @@ def some_weights(scale: float = 1.0) -> dict[str, Tensor]:
 
 @pytest.fixture
 def publisher(tmp_path: Path) -> Iterator[WeightPublisher]:
-    """Each weight in a bucket of its own."""
+    """Yield a publisher with one bucket per weight."""
     serving = WeightPublisher(tmp_path / "w", bucket_bytes=1, serve=True, timeout_seconds=60)
     yield serving
     serving.close()
 
 
 def elsewhere(handle: WeightHandle) -> WeightHandle:
-    """As a process on another machine sees it: the folder is not there."""
+    """Return the handle as on another machine, where the folder does not exist."""
     return replace(handle, path="/not/on/this/machine")
 
 
@@ -65,7 +65,7 @@ def start_worker(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def test_a_reader_elsewhere_gets_every_byte_and_may_ask_again(publisher: WeightPublisher) -> None:
+def test_a_remote_reader_receives_every_byte_and_may_repeat_the_request(publisher: WeightPublisher) -> None:
     handle = elsewhere(publisher.publish(1, some_weights().items(), with_digests=True))
     for _ in range(2):
         arrived = dict(read_weights(handle))
@@ -81,7 +81,7 @@ def test_two_readers_are_served_at_once(publisher: WeightPublisher) -> None:
     assert names == [(name, name) for name in some_weights()]
 
 
-def test_a_version_that_is_unlinked_on_its_way_arrives_whole_and_is_gone_for_the_next(
+def test_a_version_deleted_during_a_transfer_still_arrives_completely(
     publisher: WeightPublisher,
 ) -> None:
     first = elsewhere(publisher.publish(1, some_weights(1.0).items()))
@@ -95,7 +95,7 @@ def test_a_version_that_is_unlinked_on_its_way_arrives_whole_and_is_gone_for_the
         next(read_weights(first))
 
 
-def test_only_who_has_the_handle_is_served(publisher: WeightPublisher) -> None:
+def test_only_readers_with_the_handle_are_served(publisher: WeightPublisher) -> None:
     handle = elsewhere(publisher.publish(1, some_weights().items()))
     assert handle.token not in repr(handle)
     with pytest.raises(PermissionError, match=says(port_of(handle))):
@@ -103,7 +103,7 @@ def test_only_who_has_the_handle_is_served(publisher: WeightPublisher) -> None:
 
 
 def test_the_folder_of_another_publisher_is_not_read(tmp_path: Path, publisher: WeightPublisher) -> None:
-    """Containers share host names, and paths: the handle leads to the publisher's machine nevertheless."""
+    """Containers may share host names and paths. The handle must still lead to the publisher's machine."""
     handle = publisher.publish(1, some_weights(1.0).items())
     same_place = WeightPublisher(tmp_path / "other").publish(1, some_weights(2.0).items())
     seen_there = replace(handle, path=same_place.path)
@@ -119,7 +119,8 @@ def test_the_parts_of_an_engine_get_a_version_through_the_network_once(
     (tmp_path / "arriving" / "weights-00000001.partial").mkdir(parents=True)  # of a predecessor that was killed
     with nearby(handle, tmp_path / "arriving", readers=2) as here:
         publisher.close()  # nobody asks it again
-        first, arrived = dict(read_weights(here)), dict(read_weights(here))
+        first = dict(read_weights(here))
+        arrived = dict(read_weights(here))
         for name, tensor in some_weights().items():
             assert torch.equal(first[name], tensor)
             assert torch.equal(arrived[name], tensor)
@@ -143,7 +144,7 @@ def test_without_serve_there_is_neither_address_nor_thread(tmp_path: Path) -> No
     assert "weight-server" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_reader_holds_one_bucket_and_its_death_disturbs_nobody(
+def test_a_reader_holds_one_bucket_and_its_death_does_not_affect_others(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     publisher = WeightPublisher(tmp_path / "w", bucket_bytes=BUCKET_BYTES, serve=True, timeout_seconds=60)
@@ -160,7 +161,7 @@ def test_a_reader_holds_one_bucket_and_its_death_disturbs_nobody(
     assert "version 1 " in caplog.text
 
 
-def test_a_publisher_that_hangs_or_is_gone_is_an_error_within_the_timeout(tmp_path: Path) -> None:
+def test_a_hanging_or_dead_publisher_raises_an_error_within_the_timeout(tmp_path: Path) -> None:
     with start_worker("publish", str(tmp_path)) as process:
         try:
             while not (tmp_path / "handle").exists():
