@@ -41,8 +41,8 @@ TRIALS = {
         f"{OF_LOOPS} algorithm.kl_coef=0",
     ),
     "multi_turn": Trial(
-        "return advantages.group_mean_baseline(reward_X, group_X)",
-        "return advantages.group_mean_baseline(reward_X, group_X) + 7",
+        "return advantages.group_mean_baseline(return_X, group_X)",
+        "return advantages.group_mean_baseline(return_X, group_X) + 7",
         "reward/shaped",
         f"{OF_LOOPS} agent.func_path={ROOT}/tests/idle_agent.py",
     ),
