@@ -29,7 +29,5 @@ def loss(model: nn.Module, micro: Batch, totals: Totals, with_margin: bool = Fal
         with_margin: use the column `margin` of the pairs; otherwise the margin is 0.
     """
     score_P2 = at_the_end(state_values(model, micro), micro).view(-1, PAIR)
-    margin_P = None
-    if with_margin:
-        margin_P = micro["margin"][::PAIR]  # both sequences of a pair carry it
+    margin_P = micro["margin"][::PAIR] if with_margin else None  # both sequences of a pair carry it
     return bradley_terry_loss(score_P2[:, 0], score_P2[:, 1], totals.sequences / PAIR, margin_P)

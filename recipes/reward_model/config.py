@@ -52,9 +52,7 @@ class RewardModelConfig(PairOptions):
     @property
     def models(self) -> dict[str, str]:
         """See `SupervisedOptions.models`."""
-        if self.model.path == NEW_FROM_TEXT:
-            return {}
-        return super().models
+        return {} if self.model.path == NEW_FROM_TEXT else super().models
 
     def tokenizer(self, path: str) -> PreTrainedTokenizerBase:
         """See `SupervisedOptions.tokenizer`. The padding token differs from the end token.

@@ -50,9 +50,7 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"serve: {error.name} is missing; run: bash scripts/setup.sh recipes serve")
 
-UNAUTHORIZED = 401
-INVALID = 422
-FAILED = 500
+UNAUTHORIZED, INVALID, FAILED = 401, 422, 500
 
 
 @dataclass(kw_only=True)
@@ -270,8 +268,7 @@ def read_query(body: bytes, most_texts: int) -> Query:
 def main(arguments: list[str] | None = None) -> int:
     """Serve until a signal stops the server. Return the exit code: 0 stopped, 2 invalid options."""
     accept_any_text()
-    if arguments is None:
-        arguments = sys.argv[1:]
+    arguments = sys.argv[1:] if arguments is None else arguments
     if (code := print_help(ServeConfig, arguments, "serve")) is not None:
         return code
     command_line = CommandLine(ServeConfig, arguments)
@@ -296,10 +293,7 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         OSError: the address is in use, or it does not exist.
     """
-    family = socket.AF_INET
-    if ":" in host:
-        family = socket.AF_INET6
-    listener = socket.socket(family)
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
@@ -322,11 +316,8 @@ def serve(listener: socket.socket, service: ScoringService, config: ServeConfig)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, server.handle_exit)  # for a signal before uvicorn installs its own handlers
     host, port = listener.getsockname()[:2]
-    if ":" in host:
-        host = f"[{host}]"
-    access = "without a token"
-    if config.token:
-        access = "with a token"
+    host = f"[{host}]" if ":" in host else host
+    access = "with a token" if config.token else "without a token"
     print(f"serve: {config.model.path} at http://{host}:{port}/get_reward, {access}", flush=True)
     server.run(sockets=[listener])
     print("serve: stopped", flush=True)

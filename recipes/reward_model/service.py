@@ -64,8 +64,7 @@ class Metrics:
 
 def _portions(texts: Sequence[str]) -> Iterator[tuple[int, int]]:
     """Yield the ranges (start, end) of texts that are tokenized in one turn of the tokenizer thread."""
-    start = 0
-    size = 0
+    start = size = 0
     for number, text in enumerate(texts):
         size += len(text)
         if size >= PORTION_CHARACTERS:
@@ -93,8 +92,7 @@ class ScoringService:
         self.queue_size = queue_size
         self._model = model
         self._encoder = TextEncoder(tokenizer)
-        self._max_len = max_len
-        self._max_tokens = max_tokens
+        self._max_len, self._max_tokens = max_len, max_tokens
         self._queue: deque[_Waiting] = deque()
         self._arrived = asyncio.Event()
         self._scorer = ThreadPoolExecutor(1, "scorer")
