@@ -200,9 +200,9 @@ def test_prove_runs_the_recipe_for_each_seed_and_once_without_learning(project: 
 @pytest.mark.parametrize(
     ("ends", "control_end", "failed"),
     [
-        ({"seed-1": 0.72, "seed-2": 0.75, "seed-3": 0.75}, 0.2, [("mean score", "0.740", 0.75)]),
+        ({"seed-1": 0.72, "seed-2": 0.75, "seed-3": 0.75}, 0.2, [("mean final score", "0.740", 0.75)]),
         ({"seed-1": 0.71, "seed-2": 0.9, "seed-3": 0.9}, 0.2, [("lowest", "0.710", 0.72)]),
-        ({"seed-1": 0.59}, 0.2, [("mean score", "0.590", 0.75), ("lowest", "0.590", 0.72), ("mean rise", "0.390")]),
+        ({"seed-1": 0.59}, 0.2, [("mean final score", "0.590", 0.75), ("lowest", "0.590", 0.72), ("mean improvement", "0.390")]),
         ({"seed-1": 0.8}, 0.203, [("learning rate 0", "+0.0030")]),
     ],
 )
