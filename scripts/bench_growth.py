@@ -114,16 +114,16 @@ def measure(case: Case, model: Path, folder: Path) -> list[dict[str, float]]:
         }
         command = [sys.executable, "-m", "recipes.grpo.main", *(f"{name}={value}" for name, value in options.items())]
         metrics = Path(run_dir) / "metrics.jsonl"
-        found = watched(command, 1, metrics, folder / "run.log", lambda: trainer_seconds(Path(run_dir)))
-    return [row for row in found if row["step"] and "trainer" in row]
+        steps = watched(command, 1, metrics, folder / "run.log", lambda: trainer_seconds(Path(run_dir)))
+    return [row for row in steps if row["step"] and "trainer" in row]
 
 
 def trainer_seconds(run_dir: Path) -> dict[str, float]:
     """CPU seconds of the trainer's process; nothing when it has ended."""
-    found = re.search(r": process (\d+) on ", (run_dir / "logs" / "trainer-0.log").read_text(encoding="utf-8"))
-    assert found is not None
+    started_line = re.search(r": process (\d+) on ", (run_dir / "logs" / "trainer-0.log").read_text(encoding="utf-8"))
+    assert started_line is not None
     try:
-        fields = Path(f"/proc/{found[1]}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        fields = Path(f"/proc/{started_line[1]}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return {}
     return {"trainer": sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")}
