@@ -282,8 +282,7 @@ def slurm_script(options: argparse.Namespace, run_dir: Path) -> str:
     """
     if re.search(r"[\s%]", str(run_dir)):
         raise Refused(
-            f"run_dir={run_dir}: Slurm writes its log there, and accepts no blanks or % in the path; set another
-            run_dir"
+            f"run_dir={run_dir}: Slurm writes its log there, and accepts no blanks or % in a path; set another run_dir"
         )
     named = {name: getattr(options, name) for name in ("time", "partition", "account", "qos")}
     named |= {"cpus-per-task": options.cpus_per_node, "gpus-per-node": options.gpus_per_node or None}
