@@ -24,10 +24,10 @@ def results(stages: dict[str, Any]) -> str:
         parts.append(
             f"\n**Stage {name}**: {stage['what']}. {stage['device']}, {stage['day']}, {stage['seconds']:.0f} s.\n"
         )
-        parts.append("\n| check | measured | asked | verdict |\n|---|---|---|---|\n")
+        parts.append("\n| check | measured | required | verdict |\n|---|---|---|---|\n")
         for row in stage["rows"]:
             # A bar would end the cell of the table.
-            cells = (row[cell].replace("|", "/") for cell in ("check", "measured", "asked", "verdict"))
+            cells = (row[cell].replace("|", "/") for cell in ("check", "measured", "required", "verdict"))
             parts.append("| " + " | ".join(cells) + " |\n")
     return "".join(parts)
 
