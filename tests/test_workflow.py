@@ -21,16 +21,16 @@ PROJECT = tomllib.loads(text_of("pyproject.toml"))["project"]
 
 
 def commands_of(job: str) -> list[str]:
-    """What the job runs, step by step."""
+    """Return the commands of the steps of a job."""
     return [step["run"] for step in JOBS[job]["steps"] if "run" in step]
 
 
 def pythons_of(job: str) -> list[str]:
     """The versions that the job sets up."""
-    (asked,) = [
+    (version,) = [
         step["with"]["python-version"] for step in JOBS[job]["steps"] if "python-version" in step.get("with", {})
     ]
-    return JOBS[job]["strategy"]["matrix"]["python"] if asked == "${{ matrix.python }}" else [asked]
+    return JOBS[job]["strategy"]["matrix"]["python"] if version == "${{ matrix.python }}" else [version]
 
 
 def supported() -> list[str]:
