@@ -109,10 +109,7 @@ def plain_actors(count: int) -> Iterator[list[Any]]:
 @contextlib.contextmanager
 def both_sides(count: int, plain: bool = True) -> Iterator[tuple[RoleGroup[Any], list[Any]]]:
     """Yield a role group of `count` workers and a list of as many plain actors, or none without `plain`."""
-    plain_count = 0
-    if plain:
-        plain_count = count
-    with light_job(count).running("bench"), plain_actors(plain_count) as actors:
+    with light_job(count).running("bench"), plain_actors(count if plain else 0) as actors:
         yield RoleGroup("light"), actors
 
 

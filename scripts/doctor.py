@@ -54,9 +54,7 @@ class Probes:
     """Runs of doctor_probe.py in the project's Python, each once, in parallel."""
 
     def __init__(self, pool: ThreadPoolExecutor, with_ray: bool) -> None:
-        names = ["packages", "torch", "choice"]
-        if with_ray:
-            names.append("ray")
+        names = ("packages", "torch", "choice", "ray") if with_ray else ("packages", "torch", "choice")
         self._futures = {name: pool.submit(probe, name) for name in names}
 
     def result(self, name: str) -> dict[str, Any] | None:
@@ -72,16 +70,12 @@ def finding(name: str, text: str, state: str = OK, fix: str = "") -> Finding:
 
 def checked(is_fine: bool, name: str, text: str, fix: str, state: str = WRONG) -> Finding:
     """Return a finding that is OK, or has `state` and `fix` if it is not fine."""
-    if is_fine:
-        return finding(name, text)
-    return finding(name, text, state, fix)
+    return finding(name, text) if is_fine else finding(name, text, state, fix)
 
 
 def read_or(path: Path, default: str) -> str:
     """Return the text of a file without surrounding white space, or `default` if there is no such file."""
-    if not path.is_file():
-        return default
-    return path.read_text().strip()
+    return path.read_text().strip() if path.is_file() else default
 
 
 def run(*command: str, limit: float = LIMIT_S, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -104,9 +98,7 @@ def the_python() -> str:
     if override:
         return shutil.which(override) or ""
     python = VENV / "bin" / "python"
-    if not python.exists():
-        return ""
-    return str(python)
+    return str(python) if python.exists() else ""
 
 
 def probe(name: str) -> dict[str, Any]:
@@ -205,9 +197,7 @@ def packages(probes: Probes) -> list[Finding]:
         pin = pins.get(name, "")
         # Without the local part: 2.13.0+cpu satisfies 2.13.0.
         has_pinned_version = not pin or version.split("+")[0] == pin.split("+")[0]
-        text = version
-        if not has_pinned_version:
-            text += f", but constraints.txt has {pin}"
+        text = version if has_pinned_version else f"{version}, but constraints.txt has {pin}"
         text += limits_text([text for text in installed["demands"].get(name, []) if not text.startswith("troupe ")])
         lines.append(checked(has_pinned_version, name, text, f"{SETUP} (installs {name}=={pin})", NOTE))
     for unmet in installed["unmet"]:
@@ -216,9 +206,7 @@ def packages(probes: Probes) -> list[Finding]:
             lines.append(finding(name, f"is not installed; {unmet['owner']} requires it, but text models do not", NOTE))
             continue
         text = f"{unmet['owner']} needs {unmet['needs']}; installed: {unmet['has'] or 'none'}"
-        wish = name
-        if name in pins:
-            wish += f"=={pins[name]}"
+        wish = f"{name}=={pins[name]}" if name in pins else name
         lines.append(finding(name, text, WRONG, f"{the_python()} -m pip install -c constraints.txt '{wish}'"))
     lines += [finding("broken", text, WRONG, "remove that folder, then " + SETUP) for text in installed["broken"]]
     return lines + shadows(installed["names"])
@@ -228,10 +216,8 @@ def limits_text(demands: list[str]) -> str:
     """Return the first three version limits of other packages, in parentheses."""
     if not demands:
         return ""
-    text = "; ".join(demands[:3])
-    if len(demands) > 3:
-        text += ", ..."
-    return f" ({text})"
+    more = ", ..." if len(demands) > 3 else ""
+    return f" ({'; '.join(demands[:3])}{more})"
 
 
 def shadows(names: list[dict[str, str]]) -> list[Finding]:
@@ -363,9 +349,7 @@ def disk(_: Probes) -> list[Finding]:
         if soft == resource.RLIM_INFINITY:
             lines.append(finding(name, "no limit"))
             continue
-        new_limit = LEAST_LIMIT
-        if hard >= 0:
-            new_limit = min(hard, 65536)
+        new_limit = min(hard, 65536) if hard >= 0 else LEAST_LIMIT
         lines.append(checked(soft >= LEAST_LIMIT, name, f"up to {soft}", f"ulimit -{flag} {new_limit}"))
     return lines
 
@@ -381,9 +365,7 @@ def ray(probes: Probes) -> list[Finding]:
             finding("a run", "starts its own Ray on this machine, and stops it at the end (RAY_ADDRESS is not set)")
         )
     else:
-        host_port = re.sub(r"^\w+://", "", address)
-        if address == "auto":
-            host_port = local
+        host_port = local if address == "auto" else re.sub(r"^\w+://", "", address)
         text = f"uses the cluster at RAY_ADDRESS={address}"
         if answers(host_port):
             lines.append(finding("a run", text))
@@ -427,10 +409,7 @@ def tools(_: Probes) -> list[Finding]:
     lines.append(finding("model hub", hub))
     netrc = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
     key = bool(os.environ.get("WANDB_API_KEY")) or (netrc.is_file() and "api.wandb.ai" in netrc.read_text())
-    wandb = "no key: its runs are offline and stay in the run folders"
-    if key:
-        wandb = "a key is set"
-    lines.append(finding("W&B", wandb))
+    lines.append(finding("W&B", "a key is set" if key else "no key: its runs are offline and stay in the run folders"))
     return lines
 
 
@@ -444,12 +423,8 @@ def used(probes: Probes) -> list[Finding]:
         why += f" ({SETUP} vllm installs vLLM)"
     elif not choice["gpus"]:
         why += f"; vllm for models from {choice['large'] / 1e6:.0f} MB on"
-    training = "fsdp (train.engine=fsdp; DeepSpeed is not installed)"
-    if choice["deepspeed"]:
-        training = "deepspeed"
-    devices_text = "the CPU: no GPU was found"
-    if choice["gpus"]:
-        devices_text = f"{choice['gpus']} GPUs"
+    training = "deepspeed" if choice["deepspeed"] else "fsdp (train.engine=fsdp; DeepSpeed is not installed)"
+    devices_text = f"{choice['gpus']} GPUs" if choice["gpus"] else "the CPU: no GPU was found"
     return [
         finding("devices", devices_text),
         finding("generation", f"{engine}, {why}"),
@@ -506,10 +481,7 @@ def page_text(pages: dict[str, list[Finding]], width: int) -> str:
             if each["mend"]:
                 rows.append(f"{indent}-> {each['mend']}")
     wrong = [each for lines in pages.values() for each in lines if each["state"] == WRONG]
-    summary = "Nothing is wrong."
-    if wrong:
-        summary = f"Wrong ({len(wrong)}):"
-    rows.append(f"\n{summary}")
+    rows.append(f"\nWrong ({len(wrong)}):" if wrong else "\nNothing is wrong.")
     rows += [f"  {each['name']}: {each['mend'] or each['text']}" for each in wrong]
     return "\n".join(rows).lstrip("\n")
 
@@ -525,9 +497,8 @@ def main() -> int:
         getattr(stream, "reconfigure", lambda **_: None)(errors="backslashreplace")
     pages = examined(options.ray)
     is_well = not any(each["state"] == WRONG for lines in pages.values() for each in lines)
-    text = page_text(pages, max(60, min(120, shutil.get_terminal_size().columns)))
-    if options.json:
-        text = json.dumps({"well": is_well, "sections": pages}, indent=2)
+    width = max(60, min(120, shutil.get_terminal_size().columns))
+    text = json.dumps({"well": is_well, "sections": pages}, indent=2) if options.json else page_text(pages, width)
     try:
         print(text, flush=True)
     except OSError as error:
