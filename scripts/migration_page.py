@@ -271,9 +271,8 @@ def from_verl() -> str:
 
     def grouped(part: Mapping[str, Refused]) -> list[tuple[str, str]]:
         """Return (keys, reason) per run of neighbours with the same reason. Keys without a reason are left out."""
-        reasoned = [(name, reason(entry)) for name, entry in part.items() if entry.why]
-        rows = groupby(reasoned, key=lambda item: item[1])
-        return [(names([name for name, _ in group]), text) for text, group in rows]
+        rows = groupby(part.items(), key=lambda item: bool(item[1].why) and reason(item[1]))
+        return [(names([name for name, _ in group]), text) for text, group in rows if text]
 
     lines = [
         FROM_VERL,
