@@ -225,8 +225,10 @@ PAIR_VALUES: dict[str, Callable[[float, float], float]] = {
 def test_optimal_transport_compares_sorted_log_ratios(copy: Copy) -> None:
     from recipes.dpo.config import DPOConfig, DPOOptions
 
-    algorithm = DPOOptions(beta=BETA)
-    config = DPOConfig(model=ModelOptions(path="policy"), data=PairDataOptions(path="pairs.jsonl"), algorithm=algorithm)
+    dpo_options = DPOOptions(beta=BETA)
+    config = DPOConfig(
+        model=ModelOptions(path="policy"), data=PairDataOptions(path="pairs.jsonl"), algorithm=dpo_options
+    )
     logprob_B = torch.tensor([x for pair in PAIRS for x in pair])
     batch = Batch.from_rows({"tokens": [[4]] * 4}, {"reference_logprob": torch.tensor([0.0, 0.0, 2.0, 0.0])})
     diff = DIFFS["Losses of the log-ratios"]
@@ -238,8 +240,10 @@ def test_optimal_transport_compares_sorted_log_ratios(copy: Copy) -> None:
 def test_optimal_transport_without_pairs_sorts_both(copy: Copy) -> None:
     from recipes.dpo.config import DPOConfig, DPOOptions
 
-    algorithm = DPOOptions(beta=BETA)
-    config = DPOConfig(model=ModelOptions(path="policy"), data=PairDataOptions(path="pairs.jsonl"), algorithm=algorithm)
+    dpo_options = DPOOptions(beta=BETA)
+    config = DPOConfig(
+        model=ModelOptions(path="policy"), data=PairDataOptions(path="pairs.jsonl"), algorithm=dpo_options
+    )
     logprob_B = torch.tensor([x for pair in PAIRS for x in pair])
     batch = Batch.from_rows({"tokens": [[4]] * 4}, {"reference_logprob": torch.zeros(4)})
     algorithm = copy("dpo", DIFFS["Losses of the log-ratios"], SLIC, PAIR_LOSSES["aot_unpaired"])
@@ -253,8 +257,10 @@ def test_losses_of_pairs(copy: Copy, name: str) -> None:
     from recipes.dpo.config import DPOConfig, DPOOptions
 
     algorithm = copy("dpo", DIFFS["Losses of the log-ratios"], SLIC, PAIR_LOSSES[name])
-    algorithm = DPOOptions(beta=BETA, label_smoothing=E)
-    config = DPOConfig(model=ModelOptions(path="policy"), data=PairDataOptions(path="pairs.jsonl"), algorithm=algorithm)
+    dpo_options = DPOOptions(beta=BETA, label_smoothing=E)
+    config = DPOConfig(
+        model=ModelOptions(path="policy"), data=PairDataOptions(path="pairs.jsonl"), algorithm=dpo_options
+    )
     logprob_B = torch.tensor([x for pair in PAIRS for x in pair], requires_grad=True)
     batch = Batch.from_rows({"tokens": [[4]] * 4}, {"reference_logprob": torch.zeros(4)})
     output = algorithm.preference_loss(logprob_B, batch, 2, config)
