@@ -1,13 +1,13 @@
-"""How busy the slots of an engine are kept, while many episodes of several turns are run.
+"""Measure the utilisation of an engine's slots while many multi-turn episodes run.
 
-    python scripts/bench_agents.py                    2,000 episodes of 4 turns, 64 at a time, 20 ms an answer
-    python scripts/bench_agents.py --wait 0.005       each step of the environment waits for 5 ms, too
+    python scripts/bench_agents.py                    2,000 episodes of 4 turns, 64 at a time, 20 ms per response
+    python scripts/bench_agents.py --wait 0.005       each environment step also waits for 5 ms
     python scripts/bench_agents.py --runs-in process --episodes 500
 
-The runner, its executor and the environments are those of a run; only the engine is not: it draws nothing, and gives
-each answer after the same time. Were nothing else to take time, episodes * turns * (answer + wait) / slots would; the
-share is this ideal over the time it took. In turns with it, as many tasks as there are slots only sleep as often and as
-long: what that loses is asyncio's and the machine's.
+The runner, its executor and the environments are those of a run. Only the engine is replaced: it samples nothing, and
+returns the same response after a fixed time. The ideal time is episodes * turns * (answer + wait) / slots; the printed
+share is the ideal time divided by the measured one. For comparison, as many tasks as slots only sleep as often and as
+long. Their loss is that of asyncio and the machine.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ from components.generate.config import SamplingConfig  # noqa: E402
 from components.weights.publisher import WeightHandle  # noqa: E402
 from plugins.demo.tiny_model import character_tokenizer  # noqa: E402
 
-PROMPT, ANSWER, FEEDBACK = "play", "a move to make", "and one in return"
+PROMPT = "play"
+ANSWER = "a move to make"
+FEEDBACK = "and one in return"
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is run."""
+    """Number and durations of the episodes."""
 
     episodes: int
     turns: int = 4
@@ -53,11 +55,12 @@ class Load:
 
     @property
     def ideal_s(self) -> float:
+        """Seconds if only the engine and the waits took time."""
         return self.episodes * self.turns * (self.answer_s + self.wait_s) / self.slots
 
 
 class TimedRequest(Request):
-    """An answer that is there after a while."""
+    """A request whose response is available after a fixed time."""
 
     def __init__(self, tokens: list[int], seconds: float) -> None:
         self._drawn = Generation(tokens, [-1.0] * len(tokens), [0] * len(tokens), "stop")
@@ -76,11 +79,12 @@ class TimedRequest(Request):
 
 
 class TimedEngine(AsyncEngine):
-    """Gives the same answer to everybody, in the same time."""
+    """An engine that returns the same response to every request after the same time."""
 
     def __init__(self, tokens: list[int], seconds: float) -> None:
         super().__init__()
-        self._tokens, self._seconds = tokens, seconds
+        self._tokens = tokens
+        self._seconds = seconds
 
     def submit(
         self, tokens: Sequence[int], sampling: SamplingConfig, *, prompt_id: int = 0, sample_id: int = 0
@@ -129,7 +133,7 @@ class AgentInstance(AgentInstanceBase):
 
 
 def run_episodes(load: Load) -> float:
-    """Play all episodes; returns how many seconds it took."""
+    """Run all episodes. Return the seconds that they took."""
     tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz ")
     prompt, answer = (tokenizer.encode(text, add_special_tokens=False) for text in (PROMPT, ANSWER))
     end = tokenizer.convert_tokens_to_ids(str(tokenizer.eos_token))
@@ -145,8 +149,10 @@ def run_episodes(load: Load) -> float:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "agent.py"
         file.write_text(AGENT)
-        options = AgentOptions(func_path=str(file), runs_in=load.runs_in, max_turns=load.turns, concurrency=load.slots)
-        runner = EpisodeRunner(engine, load_agent(str(file)), options, tokenizer)
+        agent_options = AgentOptions(
+            func_path=str(file), runs_in=load.runs_in, max_turns=load.turns, concurrency=load.slots
+        )
+        runner = EpisodeRunner(engine, load_agent(str(file)), agent_options, tokenizer)
         try:
             began = time.perf_counter()
             played = runner.generate(prompts, SamplingConfig(max_new_tokens=32))
@@ -158,7 +164,7 @@ def run_episodes(load: Load) -> float:
 
 
 async def only_wait(load: Load) -> float:
-    """Sleep as the slots do, and do nothing else; returns how many seconds it took."""
+    """Sleep as the slots do, and do nothing else. Return the seconds that it took."""
 
     async def wait() -> None:
         for _ in range(load.episodes * load.turns // load.slots):
@@ -172,25 +178,26 @@ async def only_wait(load: Load) -> float:
 
 
 def main() -> None:
-    """Print a line for each round."""
+    """Print a line per round."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=2000)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--slots", type=int, default=64)
-    parser.add_argument("--answer", type=float, default=0.02, help="seconds that the engine takes for one")
-    parser.add_argument("--wait", type=float, default=0.0, help="seconds that the environment waits in each step")
+    parser.add_argument("--answer", type=float, default=0.02, help="seconds per response of the engine")
+    parser.add_argument("--wait", type=float, default=0.0, help="seconds that the environment waits per step")
     parser.add_argument("--runs-in", choices=["loop", "thread", "process"], default="loop")
     parser.add_argument("--rounds", type=int, default=3)
-    given = parser.parse_args()
-    load = Load(given.episodes, given.turns, given.slots, given.answer, given.wait, given.runs_in)
-    run_episodes(dataclasses.replace(load, episodes=given.slots))  # what is loaded once, is loaded now
-    settle()  # as a rollout process does
-    for _ in range(given.rounds):
-        cpu, seconds = time.process_time(), run_episodes(load)
-        cpu = (time.process_time() - cpu) / (load.episodes * load.turns)
+    options = parser.parse_args()
+    load = Load(options.episodes, options.turns, options.slots, options.answer, options.wait, options.runs_in)
+    run_episodes(dataclasses.replace(load, episodes=options.slots))  # a warm-up: imports and caches are not measured
+    settle()  # a rollout process does the same
+    for _ in range(options.rounds):
+        started = time.process_time()
+        seconds = run_episodes(load)
+        cpu = (time.process_time() - started) / (load.episodes * load.turns)
         print(
-            f"{seconds:.2f} s of at best {load.ideal_s:.2f} s: {load.ideal_s / seconds:.1%}; this process worked for "
-            f"{1e6 * cpu:.0f} us on each turn; only waiting: {load.ideal_s / asyncio.run(only_wait(load)):.1%}",
+            f"{seconds:.2f} s, ideal {load.ideal_s:.2f} s: {load.ideal_s / seconds:.1%}; CPU time of this process per "
+            f"turn: {1e6 * cpu:.0f} us; tasks that only wait: {load.ideal_s / asyncio.run(only_wait(load)):.1%}",
             flush=True,
         )
 

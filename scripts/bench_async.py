@@ -1,17 +1,17 @@
-"""How much faster asynchronous training is, where a world lets its policy wait, and whether it learns as much.
+"""Measure the speed-up of asynchronous training with a slow environment, and its effect on the score.
 
-    python scripts/bench_async.py           grpo on its demonstration, 2 epochs a step, 3 seeds of each kind
+    python scripts/bench_async.py           grpo on its demonstration, 2 epochs per step, 3 seeds of each kind
     python scripts/bench_async.py --wait 1.0 --steps 16 --seeds 1
 
-Sorting, as a world that takes `--wait` seconds over each answer: by default so long that generating a batch takes
-about as long as training on it. All episodes of a batch wait at the same time in either kind of run, so what is won is
-won by training meanwhile. "ideal" is (g + t) / max(g, t) of the synchronous runs: g seconds of a step are generation, t
-all the rest. Seconds are medians over steps of the wall time from one step's end to the next; the runs work one after
-the other.
+The task is sorting, in an environment that takes `--wait` seconds per response. The default makes generation about as
+long as training. All episodes of a batch wait at the same time in both kinds of runs, so that the gain comes from
+training in the meantime. "ideal" is (g + t) / max(g, t) of the synchronous runs, with g seconds of generation per step
+and t seconds of everything else. Seconds are medians of the wall time from the end of one step to the next. The runs do
+not overlap.
 
-What is drawn with older weights is weighed by TIS. Scores are those of 2,048 held-out prompts at the end. Exits 1 where
-less than 0.75 of the ideal is reached, or where the mean score of the asynchronous runs is further below the other than
-twice its standard error over the seeds.
+Responses sampled with older weights are corrected by TIS. Scores are those of 2,048 held-out prompts at the end. Exit
+code 1: the gain is below 0.75 of the ideal, or the mean score of the asynchronous runs is lower by more than twice its
+standard error over the seeds.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 BAR = 0.75
+"""Minimum share of the ideal gain."""
 HELDOUT = 2048
 SKIPPED = 3
-"""Steps at the start in which there is still something to warm up."""
+"""Number of warm-up steps, which are not measured."""
 AGENT = """
 import asyncio, os
 from agents import AgentInstanceBase
@@ -49,7 +50,7 @@ class AgentInstance(AgentInstanceBase):
 
 
 def run(folder: Path, agent: Path, steps: int, wait: float, more: list[str]) -> tuple[list[dict[str, Any]], float]:
-    """One run; the metrics of its steps, and its score at the end."""
+    """Run grpo once. Return the metrics of its steps, and its final score."""
     command = [sys.executable, "-m", "recipes.grpo.main", f"run_dir={folder}", f"agent.func_path={agent}"]
     command += ["placement.colocate=false", "train.epochs=2", f"data.max_samples={64 * steps}", *more]
     environment = os.environ | {"BENCH_WAIT_S": str(wait), "OMP_NUM_THREADS": "1"}
@@ -61,28 +62,33 @@ def run(folder: Path, agent: Path, steps: int, wait: float, more: list[str]) -> 
 
 
 def step_seconds(rows: list[dict[str, Any]]) -> list[float]:
-    """Wall time of each step but the first ones."""
+    """Return the wall time of each step after the warm-up."""
     times = [row["time"] for row in rows[SKIPPED - 1 :]]
     return [later - earlier for earlier, later in itertools.pairwise(times)]
 
 
 def loss_of_score(synchronous: list[float], asynchronous: list[float]) -> tuple[float, float]:
-    """How much lower the second mean is, and the standard error of that: over seeds, or of the held-out prompts."""
+    """Return the difference of the mean scores, and its standard error over seeds or held-out prompts, if larger."""
     lost = statistics.mean(synchronous) - statistics.mean(asynchronous)
     square = 0.0
     for scores in (synchronous, asynchronous):
-        mean, count = statistics.mean(scores), len(scores)
-        among_seeds = statistics.variance(scores) if count > 1 else 0.0
+        mean = statistics.mean(scores)
+        count = len(scores)
+        among_seeds = 0.0
+        if count > 1:
+            among_seeds = statistics.variance(scores)
+        # Few seeds underestimate the variance; that of sampling the held-out prompts is a lower bound.
         square += max(among_seeds, mean * (1 - mean) / HELDOUT) / count
     return lost, math.sqrt(square)
 
 
 def main() -> int:
+    """Run all pairs, print the table, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--wait", type=float, default=0.6, help="seconds that the environment takes for a response")
+    parser.add_argument("--wait", type=float, default=0.6, help="seconds of the environment per response")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    asked = parser.parse_args()
+    options = parser.parse_args()
     kinds = {"synchronous": [], "asynchronous": ["--async_train", "algorithm.correction=tis"]}
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     scores: dict[str, list[float]] = {kind: [] for kind in kinds}
@@ -90,10 +96,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         agent = Path(scratch) / "agent.py"
         agent.write_text(AGENT)
-        for seed in asked.seeds:
+        for seed in options.seeds:
             for kind, more in kinds.items():
                 folder = Path(scratch) / f"{kind}-{seed}"
-                rows, score = run(folder, agent, asked.steps, asked.wait, [f"seed={seed}", *more])
+                rows, score = run(folder, agent, options.steps, options.wait, [f"seed={seed}", *more])
                 print(f"{kind}, seed {seed}: score {score:.3f}", flush=True)
                 seconds[kind] += step_seconds(rows)
                 scores[kind].append(score)
@@ -111,7 +117,7 @@ def main() -> int:
         print(f"| {kind} | {value:.2f} | {512 / value:.0f} | {ended} | {statistics.mean(scores[kind]):.3f} |")
     lost, error = loss_of_score(scores["synchronous"], scores["asynchronous"])
     print(f"gain {gain:.2f}, {gain / ideal:.2f} of the ideal; score lower by {lost:.3f}, standard error {error:.3f}")
-    return 0 if gain / ideal >= BAR and lost <= 2 * error else 1
+    return int(gain / ideal < BAR or lost > 2 * error)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,16 @@
-"""What a Batch costs: its operations on 200,000 sequences, and its way through another process beside plain numpy.
+"""Measure the cost of a Batch: its operations on 200,000 sequences, and its transfer compared with plain numpy.
 
     python scripts/bench_batch.py                       both, about a minute
     python scripts/bench_batch.py ops                   seconds of each operation, on one thread
     python scripts/bench_batch.py crossing              64 MB to a Ray actor and back
     python scripts/bench_batch.py crossing --rounds 5   fewer rounds
 
-Each round of `crossing` sends one plain numpy array, the columns as a list of numpy arrays, and the Batch, all of as
-many bytes, in an order that changes from round to round, through the same actor; what is printed are medians, and the
-medians of the ratios within a round with their quartiles. Ray copies each array with threads of its own and waits for
-them, so that several arrays take longer than one where the cores are busy.
+Each round of `crossing` sends one numpy array, the columns as a list of numpy arrays, and the Batch through the same
+actor. All have the same number of bytes, and their order changes from round to round. It prints medians, and the
+medians of the ratios within a round with their quartiles. Ray copies each array with its own threads and waits for
+them, so that several arrays take longer than one on busy cores.
 
-`ops` prints medians of the time that passed and of the CPU's, which tells more where other processes want the same
-cores.
+`ops` prints medians of wall time and of CPU time. CPU time is more reliable on a busy machine.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-# The workers import our packages too.
+# The workers inherit this path and import the packages of the project too.
 sys.path[:0] = [str(ROOT)]
 
 from components.batch import Batch  # noqa: E402 (the project may not be installed)
@@ -45,14 +44,14 @@ MEGABYTES = 64
 
 
 class Echo:
-    """An actor that gives back what it gets."""
+    """An actor that returns its argument."""
 
     def echo(self, payload: Any) -> Any:
         return payload
 
 
 def four_columns(sequences: int) -> Batch:
-    """Sequences of 1 to some hundred tokens, 50 on average, with four token columns and the number of their prompt."""
+    """Return sequences of 1 to 500 tokens (50 on average) with four token columns and their prompt id."""
     random = torch.Generator().manual_seed(0)
     lengths = torch.empty(sequences).exponential_(1 / MEAN_LENGTH, generator=random).clamp(1, 10 * MEAN_LENGTH).long()
     size = int(lengths.sum())
@@ -69,8 +68,9 @@ def four_columns(sequences: int) -> Batch:
 
 
 def seconds(work: Callable[[], Any]) -> tuple[float, float]:
-    """How long one call takes, and of that on the CPU, without what it takes to throw its result away."""
-    began, cpu = time.perf_counter(), time.process_time()
+    """Return (wall seconds, CPU seconds) of one call, without freeing its result."""
+    began = time.perf_counter()
+    cpu = time.process_time()
     result = work()
     took = time.perf_counter() - began, time.process_time() - cpu
     del result
@@ -78,7 +78,7 @@ def seconds(work: Callable[[], Any]) -> tuple[float, float]:
 
 
 def bench_ops(rounds: int) -> None:
-    """Each operation on its own."""
+    """Print the time of each operation."""
     torch.set_num_threads(1)
     batch = four_columns(SEQUENCES)
     print(f"\n{batch}, {batch.nbytes / 1e6:.0f} MB, one thread\n\n| | seconds | of CPU |\n|---|---|---|")
@@ -98,25 +98,25 @@ def bench_ops(rounds: int) -> None:
             "`load`": lambda: Batch.load(path),
         }
         for name, work in operations.items():
-            seconds(work)  # warms it up, and for `load` there is a file by then
+            seconds(work)  # a warm-up, which also writes the file for `load`
             wall, cpu = map(statistics.median, zip(*(seconds(work) for _ in range(rounds)), strict=True))
             print(f"| {name} | {wall:.4f} | {cpu:.4f} |", flush=True)
 
 
 def ratio(times: list[float], beside: list[float]) -> str:
-    """The median of the rounds' ratios and its quartiles."""
+    """Return the median of the ratios within the rounds, with their quartiles, as text."""
     low, median, high = statistics.quantiles([mine / other for mine, other in zip(times, beside, strict=True)], n=4)
     return f"{median:.2f} ({low:.2f} .. {high:.2f})"
 
 
 def bench_crossing(rounds: int) -> None:
-    """64 MB to an actor and back."""
+    """Print the time of sending 64 MB to an actor and back."""
     import ray
 
     ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=2 * 2**30, log_to_driver=False)
-    wanted = MEGABYTES * 2**20
+    target_bytes = MEGABYTES * 2**20
     few = four_columns(10_000)
-    batch = four_columns(10_000 * wanted // few.nbytes)
+    batch = four_columns(10_000 * target_bytes // few.nbytes)
     array = np.ones(batch.nbytes, np.uint8)
     remote: Any = ray.remote(Echo)
     actor = remote.remote()
@@ -140,10 +140,10 @@ BENCHES: dict[str, Callable[[int], None]] = {"ops": bench_ops, "crossing": bench
 
 
 def main() -> None:
-    """Run what was asked for."""
+    """Run the selected benchmarks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("benches", nargs="*", choices=[*BENCHES, []], help="which; both without any")
-    parser.add_argument("--rounds", type=int, help="of each; 5 for ops and 21 for crossing without it")
+    parser.add_argument("benches", nargs="*", choices=[*BENCHES, []], help="benchmarks to run (default: both)")
+    parser.add_argument("--rounds", type=int, help="number of rounds (default: 5 for ops, 21 for crossing)")
     options = parser.parse_args()
     os.environ.update(OMP_NUM_THREADS="1", RAY_USAGE_STATS_ENABLED="0")
     print(f"{os.cpu_count()} cores, Python {sys.version.split()[0]}, torch {torch.__version__}")

@@ -1,15 +1,15 @@
-"""How the cost of a step of recipes/grpo grows with what it has to do, and the trainer's own share of it.
+"""Measure how the cost of a step of recipes/grpo grows with its size, and the trainer process's share of it.
 
-    python scripts/bench_growth.py                     everything, about half an hour on two cores
-    python scripts/bench_growth.py prompts response    some of it: prompts, samples, prompt, response, engines, ranks
+    python scripts/bench_growth.py                     all benchmarks, about half an hour on two cores
+    python scripts/bench_growth.py prompts response    some of them: prompts, samples, prompt, response, engines, ranks
 
-One thread per process, a model of 0.4 million parameters (of engines and ranks one of 5,000), fixed lengths, on Ray.
-One number grows, the others stay at 64 prompts of 16 tokens and 8 responses of 16 tokens each. Medians of the steps
-after the second.
+It runs on Ray with one thread per process, fixed lengths, and a model of 0.4 million parameters (5,000 for engines and
+ranks). One number grows. The others stay at 64 prompts of 16 tokens with 8 responses of 16 tokens each. Values are
+medians of the steps after the second.
 
-Columns: the CPU seconds of all processes of the run in a step, those of its generation and its training by the wall
-clock, what a token costs in CPU time beside the first line, and of the CPU seconds those of the process of the trainer:
-it reads prompts, computes advantages, sends batches, logs.
+Columns: CPU seconds of all processes of the run per step; wall seconds of generation and of training; CPU time per
+token relative to the first row; and the share of the trainer process, which reads prompts, computes advantages, sends
+batches and logs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench_grpo import SHARE_OF_A, watched  # which makes the project importable
+from bench_grpo import SHARE_OF_A, watched  # also makes the project importable
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from plugins.demo.tiny_model import character_tokenizer, tiny_model
@@ -37,20 +37,20 @@ STEPS = 6
 
 @dataclass(frozen=True)
 class Case:
-    """What a step has to do, and who does it."""
+    """Size of a step, and number of engines and ranks."""
 
     prompts: int = 64
     samples: int = 8
     prompt: int = 16
-    """Tokens."""
+    """Number of tokens per prompt."""
     response: int = 16
-    """Tokens."""
+    """Number of tokens per response."""
     engines: int = 1
     ranks: int = 1
 
     @property
     def tokens(self) -> int:
-        """Of all sequences."""
+        """Number of tokens of all sequences."""
         return self.prompts * self.samples * (self.prompt + self.response)
 
 
@@ -66,7 +66,7 @@ GROWING = {
 
 
 def write_model(folder: Path, is_stub: bool) -> Path:
-    """Without an end token: every response has the full length."""
+    """Write an untrained model without an end token, so that every response has the full length. Return its folder."""
     tokenizer = character_tokenizer(string.ascii_lowercase)
     model = tiny_model(tokenizer, 0)
     if is_stub:
@@ -81,17 +81,18 @@ def write_model(folder: Path, is_stub: bool) -> Path:
         model = Qwen2ForCausalLM(stub)
     model.config.max_position_embeddings = 2048
     model.generation_config.eos_token_id = None
-    path = folder / ("stub" if is_stub else "tiny")
+    path = folder / {True: "stub", False: "tiny"}[is_stub]
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
 
 
 def measure(case: Case, model: Path, folder: Path) -> list[dict[str, float]]:
-    """One run, watched."""
+    """Run grpo once. Return the metrics and CPU seconds of its steps."""
     letters = random.Random(0)
     rows = [{"input": "".join(letters.choices(string.ascii_lowercase, k=case.prompt)), "label": "a"} for _ in range(99)]
-    data, reward = folder / "prompts.jsonl", folder / "reward.py"
+    data = folder / "prompts.jsonl"
+    reward = folder / "reward.py"
     count = case.prompts * STEPS
     data.write_text("".join(json.dumps(rows[i % len(rows)]) + "\n" for i in range(count)), encoding="utf-8")
     reward.write_text(SHARE_OF_A, encoding="utf-8")
@@ -113,16 +114,16 @@ def measure(case: Case, model: Path, folder: Path) -> list[dict[str, float]]:
         }
         command = [sys.executable, "-m", "recipes.grpo.main", *(f"{name}={value}" for name, value in options.items())]
         metrics = Path(run_dir) / "metrics.jsonl"
-        found = watched(command, 1, metrics, folder / "run.log", lambda: trainer_seconds(Path(run_dir)))
-    return [row for row in found if row["step"] and "trainer" in row]
+        steps = watched(command, 1, metrics, folder / "run.log", lambda: trainer_seconds(Path(run_dir)))
+    return [row for row in steps if row["step"] and "trainer" in row]
 
 
 def trainer_seconds(run_dir: Path) -> dict[str, float]:
     """CPU seconds of the trainer's process; nothing when it has ended."""
-    found = re.search(r": process (\d+) on ", (run_dir / "logs" / "trainer-0.log").read_text(encoding="utf-8"))
-    assert found is not None
+    started_line = re.search(r": process (\d+) on ", (run_dir / "logs" / "trainer-0.log").read_text(encoding="utf-8"))
+    assert started_line is not None
     try:
-        fields = Path(f"/proc/{found[1]}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        fields = Path(f"/proc/{started_line[1]}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return {}
     return {"trainer": sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")}

@@ -1,18 +1,18 @@
-"""A step of recipes/grpo beside one of TRL's GRPOTrainer: the same model, prompts, counts and optimizer.
+"""Compare a step of recipes/grpo with one of TRL's GRPOTrainer: the same model, prompts, sizes and optimizer.
 
-    python scripts/bench_grpo.py                       everything, an hour on two cores
-    python scripts/bench_grpo.py fixed16 sort          some of it: fixed16, fixed64, natural, sort, long_prompts
+    python scripts/bench_grpo.py                       all cases, an hour on two cores
+    python scripts/bench_grpo.py fixed16 sort          some of them: fixed16, fixed64, natural, sort, long_prompts
     python scripts/bench_grpo.py --threads 1 --pairs 3
 
-64 prompts x 8 answers, one optimizer step of all of them, no KL, float32, by a model of 0.4 million parameters. Fixed
-lengths: the end token never comes. natural: it comes when it comes, from an untrained model. sort: the demonstration
-task from its warm start. long_prompts: 128 tokens before 64 of the response. A pair is one process of each side, one
-after the other, in an order that changes from pair to pair; each trains for a few steps, of which the first two are
-left out. TRL gets an environment of its own in the cache folder, which sees our torch and transformers, and whichever
-of its two sizes of micro-batch takes less CPU; we get what the recipe has.
+A step has 64 prompts x 8 responses and one optimizer step over all of them, without KL, in float32, with a model of 0.4
+million parameters. Cases: with fixed lengths there is no end token; `natural` has the lengths of an untrained model;
+`sort` is the demonstration task from its warm start; `long_prompts` has 128 tokens before 64 of the response. A pair is
+one process of each side, one after the other, in an order that changes from pair to pair. Each trains for a few steps;
+the first two are not measured. TRL gets a separate environment in the cache folder, which uses our torch and
+transformers, and the micro-batch size (of two) with the lower CPU time. Our side has the defaults of the recipe.
 
-What is printed are medians: wall seconds from step to step (so nothing is left out), of them generation, the CPU
-seconds of all processes of the run, and the median of the pairs' ratios, TRL's wall seconds over ours.
+It prints medians: wall seconds from step to step (so nothing is left out), those of generation, the CPU seconds of all
+processes of the run, and the ratio within pairs, TRL's wall seconds divided by ours.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from components.net.hub import cache_root  # noqa: E402
 from plugins.demo.tasks import get_task  # noqa: E402 (may not be installed)
 
 TRL = "1.16.0"
-PROMPTS, ANSWERS = 64, 8
+PROMPTS = 64
+ANSWERS = 8
 WARM_UP = 2
 DEVICE_BATCHES = (128, 512)
 SHARE_OF_A = """
@@ -50,7 +51,7 @@ def reward_func(queries, prompts, labels, **kwargs):
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained on."""
+    """Lengths, number of steps and model of a comparison."""
 
     title: str
     max_new_tokens: int
@@ -58,7 +59,7 @@ class Case:
     fixed_length: bool = False
     warm_start: bool = False
     prompt_tokens: int = 0
-    """0: those of the task sort."""
+    """Length of random prompts. 0: the prompts of the task sort."""
 
 
 CASES = {
@@ -72,7 +73,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Side:
-    """The medians of one process."""
+    """Medians of one process: seconds per step, and mean response length."""
 
     step_s: float
     generate_s: float
@@ -81,12 +82,12 @@ class Side:
 
 
 def prompts_of(case: Case, folder: Path) -> Path:
-    """The file with a case's prompts."""
+    """Return the file with the prompts of a case."""
     return folder / f"prompts{case.prompt_tokens}.jsonl"
 
 
 def prepare(folder: Path) -> None:
-    """Write the prompts, our reward, and the untrained model twice: with an end token, and without."""
+    """Write the prompts, our reward, and the untrained model twice: with and without an end token."""
     import random
     import string
 
@@ -96,9 +97,9 @@ def prepare(folder: Path) -> None:
     letters = random.Random(0)
     for case in CASES.values():
         length = case.prompt_tokens
-        long = [{**row, "input": "".join(letters.choices(string.ascii_lowercase, k=length))} for row in rows]
-        lines = [json.dumps(row) + "\n" for row in (long if length else rows)]
-        prompts_of(case, folder).write_text("".join(lines), encoding="utf-8")
+        inputs = ["".join(letters.choices(string.ascii_lowercase, k=length)) or row["input"] for row in rows]
+        records = [json.dumps({**row, "input": text}) + "\n" for row, text in zip(rows, inputs, strict=True)]
+        prompts_of(case, folder).write_text("".join(records), encoding="utf-8")
     (folder / "reward.py").write_text(SHARE_OF_A, encoding="utf-8")
     tokenizer = character_tokenizer(string.ascii_lowercase + string.digits + ">+")
     model = tiny_model(tokenizer, 0)
@@ -110,7 +111,7 @@ def prepare(folder: Path) -> None:
 
 
 def trl_python() -> Path:
-    """The Python of TRL's environment, made when missing. It finds what it shares with ours in ours."""
+    """Return the Python of TRL's environment, created if missing. It imports shared packages from ours."""
     import sysconfig
 
     folder = cache_root() / f"bench_trl-{TRL}"
@@ -122,8 +123,8 @@ def trl_python() -> Path:
     print(f"TRL {TRL} goes to {folder}", flush=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
     query = [str(python), "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"]
-    own = Path(subprocess.run(query, check=True, capture_output=True, text=True).stdout.strip())
-    (own / "shared.pth").write_text(ours + "\n", encoding="utf-8")
+    packages = Path(subprocess.run(query, check=True, capture_output=True, text=True).stdout.strip())
+    (packages / "shared.pth").write_text(ours + "\n", encoding="utf-8")
     install = [str(python), "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt"), f"trl=={TRL}"]
     subprocess.run(install, check=True)
     done.write_text(ours, encoding="utf-8")
@@ -133,8 +134,14 @@ def trl_python() -> Path:
 def watched(
     command: list[str], threads: int, rows_path: Path, log: Path, measure: Callable[[], dict[str, float]] = dict
 ) -> list[dict[str, float]]:
-    """Run a process to its end; returns the lines of JSON that it wrote, each with the CPU seconds used by then, and
-    with what `measure` found.
+    """Run a process. Return the JSON rows that it wrote, each with the CPU seconds used so far.
+
+    Args:
+        command: the command.
+        threads: value of OMP_NUM_THREADS.
+        rows_path: file to which it appends one JSON object per step.
+        log: file for its output.
+        measure: returns further values of a row.
     """
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     rows: list[dict[str, float]] = []
@@ -143,11 +150,14 @@ def watched(
         ended = False
         try:
             while not ended:
-                ended = process.poll() is not None  # asked first: what was written before the end is read
-                lines = rows_path.read_text(encoding="utf-8").splitlines(keepends=True) if rows_path.is_file() else []
-                new = [json.loads(line) for line in lines[len(rows) :] if line.endswith("\n")]
-                if new:  # seldom, as it takes milliseconds from those who are measured
-                    used = max(cpu_seconds(process.pid), rows[-1]["cpu"] if rows else 0.0)
+                ended = process.poll() is not None  # before the file is read, so that the last rows are not missed
+                texts: list[str] = []
+                if rows_path.is_file():
+                    texts = rows_path.read_text(encoding="utf-8").splitlines(keepends=True)
+                new = [json.loads(text) for text in texts[len(rows) :] if text.endswith("\n")]
+                if new:  # only then, because reading /proc takes milliseconds from the measured processes
+                    # At the end /proc no longer has the process; the last value is then the best one.
+                    used = max([cpu_seconds(process.pid), *(row["cpu"] for row in rows[-1:])])
                     rows += [{**row, "cpu": used, **measure()} for row in new]
                 time.sleep(0.02)
         finally:
@@ -158,26 +168,27 @@ def watched(
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of a process and all that it started, those included that have ended."""
+    """Return the CPU seconds of a process and its descendants, including those that have ended."""
     parents: dict[int, list[int]] = {}
     ticks: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it has just ended
+            continue  # the process has just ended
         parents.setdefault(int(fields[1]), []).append(int(stat.parent.name))
         ticks[int(stat.parent.name)] = sum(map(int, fields[11:15]))
-    total, waiting = 0, [pid]
-    while waiting:
-        one = waiting.pop()
-        total += ticks.get(one, 0)
-        waiting += parents.get(one, [])
+    total = 0
+    processes = [pid]
+    while processes:
+        process = processes.pop()
+        total += ticks.get(process, 0)
+        processes += parents.get(process, [])
     return total / os.sysconf("SC_CLK_TCK")
 
 
 def medians(rows: list[dict[str, float]], time_key: str, generate_key: str, length_key: str) -> Side:
-    """Of the steps after the warm-up, from the end of one step to the end of the next."""
+    """Return the medians of the steps after the warm-up, from the end of one step to the end of the next."""
     pairs = list(zip(rows[WARM_UP - 1 :], rows[WARM_UP:], strict=False))
     return Side(
         step_s=statistics.median(after[time_key] - before[time_key] for before, after in pairs),
@@ -188,14 +199,17 @@ def medians(rows: list[dict[str, float]], time_key: str, generate_key: str, leng
 
 
 def model_of(case: Case, folder: Path) -> str:
-    """The folder of the model that both sides load."""
+    """Return the folder of the model of our side."""
     if case.warm_start:
         return resolve_model("warm_start:sort")
-    return str(folder / ("fixed" if case.fixed_length else "natural"))
+    return str(folder / {True: "fixed", False: "natural"}[case.fixed_length])
 
 
 def ours(case: Case, threads: int, folder: Path, backend: str) -> Side:
-    """One run of recipes/grpo."""
+    """Run recipes/grpo once."""
+    reward = str(folder / "reward.py")
+    if case.warm_start:
+        reward = "sort"
     with tempfile.TemporaryDirectory(dir=folder) as run_dir:
         options = {
             "run_dir": run_dir,
@@ -205,7 +219,7 @@ def ours(case: Case, threads: int, folder: Path, backend: str) -> Side:
             "data.path": prompts_of(case, folder),
             "data.label_key": "label",
             "data.max_samples": PROMPTS * case.steps,
-            "reward.source": "sort" if case.warm_start else folder / "reward.py",
+            "reward.source": reward,
             "prompts_per_step": PROMPTS,
             "samples_per_prompt": ANSWERS,
             "rollout.max_new_tokens": case.max_new_tokens,
@@ -217,18 +231,23 @@ def ours(case: Case, threads: int, folder: Path, backend: str) -> Side:
 
 
 def theirs(case: Case, threads: int, folder: Path, device_batch: int, steps: int = 0) -> Side:
-    """One run of TRL."""
+    """Run TRL once."""
+    # Both models have an end token: TRL does not start without one. The setting `fixed_length` suppresses it.
+    model = str(folder / "natural")
+    reward = "share"
+    if case.warm_start:
+        model = model_of(case, folder)
+        reward = "match"
     with tempfile.TemporaryDirectory(dir=folder) as run_dir:
         settings: dict[str, Any] = {
             "folder": run_dir,
-            # With an end token either way: the fixed length is asked for, and TRL does not start without the token.
-            "model": model_of(case, folder) if case.warm_start else str(folder / "natural"),
+            "model": model,
             "prompts": str(prompts_of(case, folder)),
             "prompts_per_step": PROMPTS,
             "samples_per_prompt": ANSWERS,
             "max_new_tokens": case.max_new_tokens,
             "fixed_length": case.fixed_length,
-            "reward": "match" if case.warm_start else "share",
+            "reward": reward,
             "learning_rate": 1e-6,
             "steps": steps or case.steps,
             "device_batch": device_batch,
@@ -242,50 +261,55 @@ def theirs(case: Case, threads: int, folder: Path, device_batch: int, steps: int
 
 
 def compare(name: str, threads: int, pairs: int, folder: Path, device_batch: int, backend: str) -> None:
-    """Print one line of the table."""
+    """Print one row of the table."""
     case = CASES[name]
-    own: list[Side] = []
-    other: list[Side] = []
+    grpo: list[Side] = []
+    trl: list[Side] = []
     for index in range(pairs):
-        for side in ("trl", "ours") if index % 2 == 0 else ("ours", "trl"):
+        for side in (("trl", "ours"), ("ours", "trl"))[index % 2]:
             if side == "ours":
-                own.append(ours(case, threads, folder, backend))
+                grpo.append(ours(case, threads, folder, backend))
             else:
-                other.append(theirs(case, threads, folder, device_batch))
+                trl.append(theirs(case, threads, folder, device_batch))
 
     def middle(sides: list[Side], field: str) -> float:
         return statistics.median(getattr(side, field) for side in sides)
 
     cells = [
         f"{middle(sides, 'step_s'):.2f} ({middle(sides, 'generate_s'):.2f}) | {middle(sides, 'cpu_s'):.2f}"
-        for sides in (other, own)
+        for sides in (trl, grpo)
     ]
     ratios = [
-        [getattr(a, field) / getattr(b, field) for a, b in zip(other, own, strict=True)]
-        for field in ("step_s", "cpu_s")
+        [getattr(a, field) / getattr(b, field) for a, b in zip(trl, grpo, strict=True)] for field in ("step_s", "cpu_s")
     ]
     wall, cpu = (f"{statistics.median(each):.2f} ({min(each):.2f} .. {max(each):.2f})" for each in ratios)
-    lengths = f"{middle(other, 'length'):.1f}, {middle(own, 'length'):.1f}"
-    samples = PROMPTS * ANSWERS / middle(own, "step_s")
+    lengths = f"{middle(trl, 'length'):.1f}, {middle(grpo, 'length'):.1f}"
+    samples = PROMPTS * ANSWERS / middle(grpo, "step_s")
     print(
         f"| {case.title} | {threads} | {' | '.join(cells)} | {wall} | {cpu} | {samples:.0f} | {lengths} |", flush=True
     )
 
 
 def fastest_batch(name: str, folder: Path) -> int:
-    """Which micro-batch takes TRL less CPU, on one thread."""
+    """Return the micro-batch size with which TRL needs less CPU time on one thread."""
     taken = {size: theirs(CASES[name], 1, folder, size, steps=WARM_UP + 2).cpu_s for size in DEVICE_BATCHES}
     return min(taken, key=lambda size: taken[size])
 
 
 def main() -> None:
-    """Run what was asked for."""
+    """Run the selected cases and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", choices=[*CASES, []], help="which; all without any")
-    parser.add_argument("--threads", type=int, nargs="*", default=[1, os.cpu_count() or 1], help="of either side")
-    parser.add_argument("--pairs", type=int, default=3, help="runs of either side for each line")
-    parser.add_argument("--device_batch", type=int, help="of TRL; without it the better one of 128 and 512")
-    parser.add_argument("--backend", choices=["ray", "local"], default="ray", help="of ours; local: one process")
+    parser.add_argument("cases", nargs="*", choices=[*CASES, []], help="cases to run (default: all)")
+    parser.add_argument(
+        "--threads", type=int, nargs="*", default=[1, os.cpu_count() or 1], help="threads of both sides"
+    )
+    parser.add_argument("--pairs", type=int, default=3, help="runs of each side per row")
+    parser.add_argument(
+        "--device_batch", type=int, help="micro-batch size of TRL (default: the better one of 128 and 512)"
+    )
+    parser.add_argument(
+        "--backend", choices=["ray", "local"], default="ray", help="backend of our side; local: one process"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,10 +1,10 @@
-"""TRL's side of scripts/bench_grpo.py, run by it in an environment of TRL's own; imports nothing of ours.
+"""TRL's side of scripts/bench_grpo.py, which runs it in a separate environment. It imports nothing of this project.
 
     python scripts/bench_grpo_trl.py settings.json
 
-One process trains for a few steps and appends a line of JSON to steps.jsonl after each: when it ended, wall seconds of
-generation, mean length of the completions and mean reward. The settings say model folder, prompts,
-counts and threads; everything else is what serves speed: float32 without autocast or checkpointing, torch's fused
+One process trains for a few steps. After each step it appends a JSON object to steps.jsonl: end time, wall seconds of
+generation, mean length of the completions, and mean reward. The settings have the model folder, the prompts, the sizes
+and the number of threads. Everything else is set for speed: float32 without autocast or checkpointing, torch's fused
 AdamW, no evaluation, no files, no logging.
 """
 
@@ -23,14 +23,14 @@ from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
 
 class Clock(TrainerCallback):
-    """Writes a line after each step."""
+    """Callback that writes a JSON object after each step."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.generate_s = self.length = self.reward = 0.0
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """The time is that of the end, so that nothing falls between two steps."""
+        """Write the end time of the step, so that differences of end times include everything."""
         row = {"time": time.time(), "generate_s": self.generate_s, "length": self.length, "reward": self.reward}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
@@ -38,18 +38,19 @@ class Clock(TrainerCallback):
 
 
 def rewards(rule: str, completions: list[str], labels: list[str]) -> list[float]:
-    """Exact match, or the share of one letter."""
+    """Return the rewards: exact match, or the share of the letter a."""
     if rule == "match":
         return [float(text == label) for text, label in zip(completions, labels, strict=True)]
     return [text.count("a") / max(1, len(text)) for text in completions]
 
 
 def trainer(settings: dict[str, Any], clock: Clock) -> GRPOTrainer:
-    """Set TRL up as the settings say."""
-    lines = Path(settings["prompts"]).read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
+    """Return TRL's trainer for the settings."""
+    rows = [json.loads(text) for text in Path(settings["prompts"]).read_text(encoding="utf-8").splitlines()]
     count = settings["prompts_per_step"] * settings["samples_per_prompt"]
-    end = {"min_new_tokens": settings["max_new_tokens"]} if settings["fixed_length"] else {}
+    generation = {}
+    if settings["fixed_length"]:
+        generation["min_new_tokens"] = settings["max_new_tokens"]
     config = GRPOConfig(
         output_dir=settings["folder"],
         max_steps=settings["steps"],
@@ -57,7 +58,7 @@ def trainer(settings: dict[str, Any], clock: Clock) -> GRPOTrainer:
         gradient_accumulation_steps=count // settings["device_batch"],
         num_generations=settings["samples_per_prompt"],
         max_completion_length=settings["max_new_tokens"],
-        generation_kwargs=end,
+        generation_kwargs=generation,
         temperature=1.0,
         top_k=0,
         beta=0.0,
@@ -108,7 +109,7 @@ def trainer(settings: dict[str, Any], clock: Clock) -> GRPOTrainer:
 
 
 def main() -> None:
-    """Train as the settings say."""
+    """Train with the settings of the file in the first argument."""
     settings = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     torch.set_num_threads(settings["threads"])
     clock = Clock(Path(settings["folder"]) / "steps.jsonl")

@@ -1,14 +1,14 @@
-"""What memory a rank needs at most for a model of 400 M parameters, from loading it to exporting it, on CPUs.
+"""Measure the peak memory of a rank with a model of 400 M parameters, from loading to exporting it, on CPUs.
 
     for ranks in 2 4; do for kind in fsdp deepspeed frozen; do python scripts/bench_memory.py $kind $ranks; done; done
-    python scripts/bench_memory.py fsdp 2 --layers 2        a small model, to try the script
+    python scripts/bench_memory.py fsdp 2 --layers 2        a small model, for a trial
 
-Each rank trains two steps on a few tokens, saves its state and exports the model; /proc says what it took at most in
-each phase. "bound" is what a process takes that has imported everything and met the others, 16 bytes for each parameter
-that the rank keeps (weights, gradients and AdamW's moments in float32), and two buckets of 256 MiB. Then the state is
-loaded by an engine of half as many ranks, and everything in it by a single rank, whose digests have to be equal. A
-frozen model, sharded, evaluates the same tokens and is exported; it may take 2 bytes for each parameter. Exits 1 where
-a peak is more than 10% above the bound, or a digest differs.
+Each rank trains two steps on a few tokens, saves its state and exports the model. The peak of each phase is read from
+/proc. "bound" is the memory of a process after all imports and the rendezvous, plus 16 bytes per parameter of the rank
+(weights, gradients and AdamW's moments in float32), plus two buckets of 256 MiB. The state is then loaded by half as
+many ranks, and by a single rank; the digests must be equal. A sharded frozen model evaluates the same tokens and is
+exported; its bound has 2 bytes per parameter. Exit code 1: a peak is more than 10% above the bound, or a digest
+differs.
 """
 
 from __future__ import annotations
@@ -47,17 +47,19 @@ from components.train.opening import open_engine  # noqa: E402
 from components.train.process_group import init_process_group  # noqa: E402
 from components.weights.bucket_sizes import BUCKET_BYTES  # noqa: E402
 
-VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS = 32_000, 1024, 4096, 22
+VOCABULARY = 32_000
+HIDDEN = 1024
+INTERMEDIATE = 4096
+LAYERS = 22
 BYTES_PER_PARAMETER = {"fsdp": 16, "deepspeed": 16, "frozen": 2}
 TOKENS = 8
-"""Of each rank in a step, one micro-batch: a few, as the bound is of what a rank holds whatever it computes. Two steps,
-as AdamW's moments come at the end of the first."""
+"""Number of tokens per rank and step, in one micro-batch. It is small, because the bound has no activations."""
 BAR = 1.1
 PHASES = ("load", "forward", "step", "save_state", "save_hf", "load_state")
 
 
 def write_model(folder: Path, layers: int) -> int:
-    """Random weights in bfloat16, as models come; returns their number."""
+    """Write a model of random bfloat16 weights, as published models are. Return the number of parameters."""
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     config = Qwen2Config(
@@ -78,12 +80,13 @@ def write_model(folder: Path, layers: int) -> int:
 
 
 def memory(name: str) -> int:
-    """Bytes, by a line of /proc/self/status: VmRSS now, VmHWM at most since `forget_peak`."""
+    """Return a field of /proc/self/status in bytes: VmRSS is the current memory, VmHWM the peak since `forget_peak`."""
     text = Path("/proc/self/status").read_text()
-    return int(next(line for line in text.splitlines() if line.startswith(name)).split()[1]) * 1024
+    return int(next(field for field in text.splitlines() if field.startswith(name)).split()[1]) * 1024
 
 
 def forget_peak() -> None:
+    """Return freed memory to the system, and reset VmHWM."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
 
@@ -98,24 +101,25 @@ def engine_of(folder: Path, engine: str) -> TrainEngine:
 
 
 def rank_main(folder: Path, kind: str, work: str) -> None:
-    """One rank, which says on stderr what each phase took as soon as it is over."""
+    """Entry point of one rank. It prints the memory of each phase on stderr."""
     record = measured(folder, kind, work, lambda text: print(text, file=sys.stderr, flush=True))
     (folder / f"{work}-{dist.get_rank()}.json").write_text(json.dumps(record))
     os._exit(0)
 
 
 def measured(folder: Path, kind: str, work: str, say: Callable[[str], object] = str) -> dict[str, Any]:
-    """What this rank takes: trains and saves, or only loads what was saved; or evaluates a frozen model."""
+    """Run the phases of this rank and return its memory: train and save, load the state, or evaluate a frozen model."""
     torch.set_num_threads(1)
     init_process_group()
-    # What is imported is no part of the model.
+    # Imports before the measurement, so that their memory is not counted for the model.
     if kind == "deepspeed":
         importlib.import_module("deepspeed")
     importlib.import_module("transformers.models.qwen2.modeling_qwen2")
     import transformers.utils.logging as library
 
     library.disable_progress_bar()
-    ranks, rank = dist.get_world_size(), dist.get_rank()
+    ranks = dist.get_world_size()
+    rank = dist.get_rank()
     starts: dict[str, int] = {}
     peaks: dict[str, int] = {}
     record: dict[str, Any] = {"before": memory("VmRSS"), "starts": starts, "peaks": peaks}
@@ -139,6 +143,7 @@ def measured(folder: Path, kind: str, work: str, say: Callable[[str], object] = 
     engine: TrainEngine = phase("load", lambda: engine_of(folder / "model", kind))
     if work == "train":
         phase("forward", lambda: engine.forward(sequences(1), policy_logprobs))
+        # AdamW allocates its moments at the end of the first step, so the second one has the peak.
         phase("step", lambda: [engine.train_step(sequences(ranks), nll) for _ in range(2)])
         phase("save_state", lambda: engine.save_state(folder / "state"))
         phase("save_hf", lambda: engine.save_hf(folder / "hf"))
@@ -152,7 +157,7 @@ def sequences(count: int) -> Batch:
 
 
 def digest(engine: TrainEngine) -> str:
-    """Of everything that AdamW has, whole, in the order of the model; on rank 0."""
+    """Return a digest of the full AdamW state in the order of the model, on rank 0."""
     total = hashlib.sha256()
     state = engine._state()
     for parameter in state.parameters.values():
@@ -168,7 +173,7 @@ def numbers(tensor: Tensor) -> memoryview:
 
 
 def run(folder: Path, kind: str, ranks: int, work: str) -> list[dict[str, Any]]:
-    """What each rank measured."""
+    """Start the ranks and return the record of each."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -183,7 +188,7 @@ def run(folder: Path, kind: str, ranks: int, work: str) -> list[dict[str, Any]]:
 
 
 def rows(records: list[dict[str, Any]], kept: int) -> Iterator[tuple[str, float, float]]:
-    """(phase, the most that a rank took, its bound), in GB. `kept`: bytes of all parameters."""
+    """Yield (phase, largest peak of a rank, its bound) in GB. `kept` is the number of bytes for all parameters."""
     for name in PHASES:
         for record in records:
             record["bound"] = record["before"] + kept / len(records) + 2 * BUCKET_BYTES["cuda"]
@@ -194,30 +199,33 @@ def rows(records: list[dict[str, Any]], kept: int) -> Iterator[tuple[str, float,
 
 
 def main() -> int:
+    """Run the benchmark, print the table, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=tuple(BYTES_PER_PARAMETER))
     parser.add_argument("ranks", type=int)
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--work", choices=("train", "load"), help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.work:
-        rank_main(asked.folder, asked.kind, asked.work)
+    options = parser.parse_args()
+    if options.work:
+        rank_main(options.folder, options.kind, options.work)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        parameters = write_model(folder / "model", asked.layers)
-        print(f"{asked.kind}, {asked.ranks} ranks, {parameters / 1e6:.0f} M parameters; GB of the largest rank")
+        parameters = write_model(folder / "model", options.layers)
+        print(f"{options.kind}, {options.ranks} ranks, {parameters / 1e6:.0f} M parameters; GB of the largest rank")
         print("| phase | ranks | peak | bound | peak / bound |\n|---|---|---|---|---|")
         faults = 0
         digests = set()
-        loads = dict.fromkeys((("load", max(1, asked.ranks // 2)), ("load", 1))) if asked.kind != "frozen" else ()
-        for work, ranks in [("train", asked.ranks), *loads]:
-            records = run(folder, asked.kind, ranks, work)
+        works = [("train", options.ranks)]
+        if options.kind != "frozen":
+            works += dict.fromkeys((("load", max(1, options.ranks // 2)), ("load", 1)))
+        for work, ranks in works:
+            records = run(folder, options.kind, ranks, work)
             digests.add(records[0]["digest"])
-            for name, peak, bound in rows(records, BYTES_PER_PARAMETER[asked.kind] * parameters):
+            for name, peak, bound in rows(records, BYTES_PER_PARAMETER[options.kind] * parameters):
                 faults += peak > BAR * bound
                 print(f"| {name} | {ranks} | {peak:.2f} | {bound:.2f} | {peak / bound:.2f} |", flush=True)
-        print(f"the state is {'the same' if len(digests) == 1 else 'NOT the same'} on all numbers of ranks")
+        print(f"the state has {len(digests)} different digests on all numbers of ranks; it must be 1")
     return int(bool(faults) or len(digests) > 1)
 
 

@@ -1,13 +1,13 @@
-"""How fast the tiny model trains on sequences end to end in one row, beside the same sequences padded.
+"""Measure the speed of training the tiny model on packed sequences, compared with padded ones.
 
     python scripts/bench_packing.py                   uneven sequences, then groups of responses to a prompt
     python scripts/bench_packing.py --rounds 3
 
-Forward and backward pass of the log-probabilities on one thread, in turns. "padded" is one batch of all sequences,
-"padded, sorted" micro-batches of like lengths under a budget, as an engine cuts them without packing; "packed, whole"
-computes every sequence, "packed" what they begin with alike once. Tokens are real ones, padding left out, and seconds
-medians of CPU time; "against padded" is the ratio of the medians. Exits 1 where packing is less than 3 times as fast as
-the padded batch of uneven sequences, or less than 1.8 times with prompts of 128 tokens.
+It alternates forward and backward passes of the log-probabilities on one thread. "padded" is one batch of all
+sequences; "padded, sorted" has micro-batches of similar lengths within a token limit, as an engine without packing;
+"packed, whole" computes every sequence; "packed" computes common prefixes once. Token counts exclude padding. Seconds
+are medians of CPU time, and "against padded" is the ratio of medians. Exit code 1: packing is less than 3 times as fast
+as the padded batch of uneven sequences, or less than 1.8 times with prompts of 128 tokens.
 """
 
 from __future__ import annotations
@@ -34,19 +34,21 @@ from components.models.packing.layout import END_TO_END, set_layout  # noqa: E40
 from components.models.packing.packed_model import use_packing  # noqa: E402
 from plugins.demo.tiny_model import character_tokenizer, tiny_model  # noqa: E402
 
-SEQUENCES, MEAN, LONGEST = 32, 135, 480
+SEQUENCES = 32
+MEAN = 135
+LONGEST = 480
 BUDGET = 2048
 GROUPS = {"short prompts": (12, 16), "prompts of 128": (128, 64)}
-"""Tokens of a prompt and of each of its responses: 16 prompts with 8 of them."""
+"""Number of tokens per prompt and per response, for 16 prompts with 8 responses each."""
 BARS = {"uneven": 3.0, "prompts of 128": 1.8}
 
 
 def uneven() -> Batch:
-    """Most sequences are short and a few very long, as completions are."""
+    """Return sequences of which most are short and a few very long, like completions."""
     generator = torch.Generator().manual_seed(0)
     raw_B = torch.empty(SEQUENCES).exponential_(generator=generator)
     raw_B = (raw_B / raw_B.mean() * MEAN).clamp(8, LONGEST)
-    # Clamping took from the long ones.
+    # Clamping reduced the mean, so it is scaled once more.
     lengths_B = (raw_B * MEAN / raw_B.mean()).clamp(8, LONGEST).round().long()
     lengths_B[lengths_B.argmax()] = LONGEST
     tokens_N = torch.randint(3, 30, (int(lengths_B.sum()),), generator=generator)
@@ -54,7 +56,7 @@ def uneven() -> Batch:
 
 
 def groups(prompt: int, response: int) -> Batch:
-    """16 prompts, each with 8 responses of one length."""
+    """Return 16 prompts, each with 8 responses of the same length."""
     generator = torch.Generator().manual_seed(0)
     prompt_PT = torch.randint(3, 30, (16, prompt), generator=generator).repeat_interleave(8, 0)
     response_BT = torch.randint(3, 30, (len(prompt_PT), response), generator=generator)
@@ -68,7 +70,7 @@ def forward_and_backward(model: nn.Module, batches: list[Batch]) -> None:
 
 
 def medians(batch: Batch, rounds: int) -> dict[str, float]:
-    """CPU seconds of each way."""
+    """Return the median CPU seconds of each way."""
     tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz ")
     padded, packed, whole = (tiny_model(tokenizer, seed=0, layers=4) for _ in range(3))
     for model in (padded, packed, whole):
@@ -89,12 +91,13 @@ def medians(batch: Batch, rounds: int) -> dict[str, float]:
         for name, work in ways.items():
             start = time.process_time()
             work()
-            if i:  # the first round warms up
+            if i:  # the first round is a warm-up
                 seconds[name].append(time.process_time() - start)
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
 def main() -> int:
+    """Run the benchmark, print the table, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds
@@ -103,9 +106,11 @@ def main() -> int:
     is_slow = False
     print("| sequences | way | CPU seconds, median | tokens per second | against padded |\n|---|---|---|---|---|")
     for case, batch in cases.items():
-        median, sizes = medians(batch, rounds), f"{len(batch)} of {batch.num_tokens} tokens"
+        median = medians(batch, rounds)
+        sizes = f"{len(batch)} of {batch.num_tokens} tokens"
         for name, middle in median.items():
-            rate, ratio = batch.num_tokens / middle, median["padded"] / middle
+            rate = batch.num_tokens / middle
+            ratio = median["padded"] / middle
             print(f"| {case}, {sizes} | {name} | {middle:.3f} | {rate:,.0f} | {ratio:.2f} |")
         is_slow |= median["padded"] / median["packed"] < BARS.get(case, 0.0)
     return int(is_slow)

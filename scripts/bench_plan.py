@@ -1,12 +1,12 @@
-"""The plan's memory beside what processes take on a CPU: engines, precisions, ranks.
+"""Compare the memory estimate of the plan with the memory of processes on a CPU: engines, precisions, ranks.
 
     python scripts/bench_plan.py                  six configurations of a model of 75 M parameters
     python scripts/bench_plan.py --only 2 --phases
 
-Each rank is a process of its own, as in a run: it loads the model, evaluates log-probabilities, trains two optimizer
-steps and writes its state. Measured is the most that malloc has given out to rank 0 at any time, and what the process
-has besides, of libraries its part. The estimate is that of `--dry_run`. Exits 1 where one is off by more than 10 %. The
-last column is the process's peak in /proc: malloc keeps what is freed between what is not, and libraries count whole.
+Each rank is a process, as in a run. It loads the model, evaluates log-probabilities, trains two optimizer steps and
+writes its state. The measured value is the peak of bytes that malloc has allocated on rank 0, plus the other memory of
+the process with its share of libraries. The estimate is that of `--dry_run`. Exit code 1: an estimate is off by more
+than 10 %. The last column is the peak in /proc, which includes holes of malloc and all of the libraries.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ SHAPE: dict[str, Any] = {
     "vocab_size": 20000,
     "max_position_embeddings": 2048,
 }
-SEQUENCES, LENGTH = 8, 128
-"""Of an optimizer step, over all ranks."""
+SEQUENCES = 8
+"""Number of sequences per optimizer step, over all ranks."""
+LENGTH = 128
+"""Number of tokens per sequence."""
 CASES: list[tuple[int, dict[str, Any]]] = [
     (1, {"max_tokens": 256}),
     (2, {"zero_stage": 2, "precision": "bf16", "max_tokens": 256}),
@@ -50,29 +52,29 @@ CASES: list[tuple[int, dict[str, Any]]] = [
     (2, {"engine": "fsdp", "zero_stage": 2, "precision": "bf16", "max_tokens": 256}),
     (1, {"engine": "fsdp", "zero_stage": 3, "precision": "bf16_autocast", "max_tokens": 256}),
 ]
-"""Ranks, and what is not at its default."""
+"""(number of ranks, options that differ from the defaults)."""
 BAR = 0.1
 
 
 def config_of(options: dict[str, Any]) -> TrainConfig:
-    """The engine's configuration; packed, as there is no padding in it."""
+    """Return the configuration of the engine. It packs, because the estimate has no padding."""
     return TrainConfig(**{"engine": "deepspeed", "packing": True, "learning_rate": 1e-4, **options})
 
 
 def estimate(folder: Path, ranks: int, options: dict[str, Any]) -> int:
-    """Bytes of rank 0, as the plan has them."""
+    """Return the estimate of the plan for rank 0, in bytes."""
     config = config_of(options)
-    own = -(-SEQUENCES // ranks)
-    tokens = micro_batch_tokens(config, LENGTH, own)
+    sequences = -(-SEQUENCES // ranks)
+    tokens = micro_batch_tokens(config, LENGTH, sequences)
     size = model_size(str(folder))
-    return training(size, config, ranks, tokens=tokens, several=steps_in_parts(config, LENGTH, own)).total
+    return training(size, config, ranks, tokens=tokens, several=steps_in_parts(config, LENGTH, sequences)).total
 
 
 # --- one rank
 
 
 def work(folder: str, options: dict[str, Any], scratch: str) -> None:
-    """What a rank of a policy does in a run."""
+    """Entry point of one rank: the phases of a policy in a run."""
     import torch
 
     from components.batch import Batch
@@ -84,7 +86,8 @@ def work(folder: str, options: dict[str, Any], scratch: str) -> None:
     def loss(model: Any, micro: Batch, totals: Any) -> LossOutput:
         return LossOutput(-token_logprobs(model, micro).logprob_N.sum() / totals.tokens, {})
 
-    allocator, peaks = Allocator(), dict[str, int]()
+    allocator = Allocator()
+    peaks: dict[str, int] = {}
     phases = ["load"]
 
     def watch() -> None:
@@ -116,10 +119,10 @@ def work(folder: str, options: dict[str, Any], scratch: str) -> None:
         pass
     phases.append("end")
     time.sleep(0.01)
-    # What is not of malloc: libraries, of which a process that shares them has its part, and data of their own.
+    # Memory outside of malloc: the share of libraries (Pss), and anonymous memory of other allocators.
     other = proc_fields("smaps_rollup")["Pss_File"] + allocator.other
-    found = {"other": other, "proc": proc_fields("status")["VmHWM"]}
-    Path(scratch, f"peaks-{os.environ['RANK']}").write_text(json.dumps(found | {"peaks": peaks}))
+    record = {"other": other, "proc": proc_fields("status")["VmHWM"]}
+    Path(scratch, f"peaks-{os.environ['RANK']}").write_text(json.dumps(record | {"peaks": peaks}))
     sys.stdout.flush()
     os._exit(0)
 
@@ -128,7 +131,7 @@ MALLINFO = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks
 
 
 class Allocator:
-    """What glibc's malloc has given out in this process, and what it holds."""
+    """Statistics of glibc's malloc in this process."""
 
     class Info(ctypes.Structure):
         """glibc's `struct mallinfo2`."""
@@ -139,37 +142,35 @@ class Allocator:
         self._mallinfo = ctypes.CDLL(None).mallinfo2
         self._mallinfo.restype = self.Info
         self.other = max(0, proc_fields("status")["RssAnon"] - self._mallinfo().arena)
-        """Bytes of the process that are not malloc's."""
+        """Anonymous memory of the process outside of malloc, in bytes."""
 
     def in_use(self) -> int:
-        """Bytes that somebody has asked for and not given back. Of blocks of a GiB or more, which are DeepSpeed's
-        buffers, what has been written to.
-        """
-        found = self._mallinfo()
-        if not found.hblkhd:
-            return found.uordblks
-        written = proc_fields("status")["RssAnon"] - found.arena - self.other
-        return found.uordblks + min(found.hblkhd, max(0, written))
+        """Return the allocated bytes. Of mapped blocks (a GiB or more, as DeepSpeed has) only written pages count."""
+        info = self._mallinfo()
+        if not info.hblkhd:
+            return info.uordblks
+        written = proc_fields("status")["RssAnon"] - info.arena - self.other
+        return info.uordblks + min(info.hblkhd, max(0, written))
 
 
 def proc_fields(name: str) -> dict[str, int]:
-    """Bytes by their names, of a file of /proc/self."""
-    lines = Path("/proc/self", name).read_text(encoding="utf-8").splitlines()
-    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")}
+    """Return name -> bytes of a file of /proc/self."""
+    fields = Path("/proc/self", name).read_text(encoding="utf-8").splitlines()
+    return {field.split(":")[0]: int(field.split()[1]) * 1024 for field in fields if field.endswith(" kB")}
 
 
 def measure(folder: Path, ranks: int, options: dict[str, Any]) -> dict[str, Any]:
-    """What rank 0 has taken: `peaks` of what malloc has given out by phase, `other` memory, and `proc`'s peak."""
+    """Run the ranks. Return the record of rank 0: `peaks` of malloc by phase, `other` memory, and the peak in /proc."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as scratch:
         processes = []
         for rank in range(ranks):
-            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+            rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+            variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
             command = [sys.executable, __file__, "--rank", json.dumps([str(folder), options, scratch])]
-            processes.append(subprocess.Popen(command, env=os.environ | meeting | own))
+            processes.append(subprocess.Popen(command, env=os.environ | rendezvous | variables))
         codes = [process.wait() for process in processes]
         if any(codes):
             raise SystemExit(f"a rank of {options} has failed; see above")
@@ -177,7 +178,7 @@ def measure(folder: Path, ranks: int, options: dict[str, Any]) -> dict[str, Any]
 
 
 def make_model(folder: Path) -> None:
-    """A model of random weights in bfloat16, as published ones are."""
+    """Write a model of random bfloat16 weights, as published models are."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -186,13 +187,14 @@ def make_model(folder: Path) -> None:
 
 
 def main() -> int:
+    """Run the benchmark, print the table, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=int, nargs="*", default=range(len(CASES)), help="numbers of configurations")
-    parser.add_argument("--phases", action="store_true", help="the peak of each phase too")
+    parser.add_argument("--phases", action="store_true", help="also print the peak of each phase")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
-    chosen = parser.parse_args()
-    if chosen.rank:
-        work(*json.loads(chosen.rank))
+    arguments = parser.parse_args()
+    if arguments.rank:
+        work(*json.loads(arguments.rank))
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place, "model")
         make_model(folder)
@@ -202,16 +204,17 @@ def main() -> int:
         print("| engine | stage | precision | ranks | tokens | estimate | measured | ratio | with malloc's holes |")
         print("|---|---|---|---|---|---|---|---|---|")
         worst = 0.0
-        for number in chosen.only:
+        for number in arguments.only:
             ranks, options = CASES[number]
             config = config_of(options)
-            planned, measured = estimate(folder, ranks, options), measure(folder, ranks, options)
+            planned = estimate(folder, ranks, options)
+            measured = measure(folder, ranks, options)
             peak = measured["other"] + max(measured["peaks"].values())
             worst = max(worst, abs(planned / peak - 1))
             named = f"{config.engine} | {config.stage} | {config.precision} | {ranks} | {config.max_tokens}"
             amounts = f"{planned / 1e9:.2f} GB | {peak / 1e9:.2f} GB | {planned / peak:.2f}"
             print(f"| {named} | {amounts} | {measured['proc'] / 1e9:.2f} GB |", flush=True)
-            if chosen.phases:
+            if arguments.phases:
                 shown = {phase: f"{most / 1e9:.2f}" for phase, most in measured["peaks"].items()}
                 print(shown | {"other": f"{measured['other'] / 1e9:.2f}"}, flush=True)
     return int(worst > BAR)

@@ -1,11 +1,11 @@
-"""How long the maths of components/rl takes on one large batch.
+"""Measure the functions of components/rl on one large batch.
 
     python scripts/bench_rl.py                        16 million tokens, two threads
     python scripts/bench_rl.py --tokens 1000000 --threads 1 --rounds 3
 
-Sequences of uneven lengths, a tenth of their tokens written by the environment. Best and median of the rounds, in
-seconds; a loss is its forward pass with its metrics and their sums, and "backward" its gradient. A busy machine shows
-in the distance between best and median.
+The sequences have uneven lengths, and a tenth of their tokens come from the environment. It prints the minimum and the
+median of the rounds in seconds. The forward pass of a loss includes its metrics and their sums; "backward" is its
+gradient. On a busy machine the median is far above the minimum.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
 
 class Data:
-    """Random columns of a batch."""
+    """Random columns of a batch of about `tokens` tokens."""
 
     def __init__(self, tokens: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -48,7 +48,7 @@ class Data:
 
 
 def losses(data: Data) -> dict[str, Callable[[], TokenLoss]]:
-    """Each loss of a token, on the batch."""
+    """Return name -> token loss on the batch."""
     columns = (data.logprob_N, data.old_N, data.reward_N, data.mask_N)
     covariance_N = covariance_losses.covariances(data.old_N, data.reward_N, data.mask_N)
     held_N = covariance_losses.kl_cov_tokens(covariance_N, data.mask_N, share=2e-4)
@@ -71,7 +71,7 @@ def losses(data: Data) -> dict[str, Callable[[], TokenLoss]]:
 
 
 def whole_batch(data: Data) -> dict[str, Callable[[], object]]:
-    """What is computed once for a step."""
+    """Return name -> function that a step computes once."""
     of_rollout = (data.old_N, data.value_N - 3, data.mask_N, data.lengths_B)
     return {
         "gae": partial(returns.gae, data.reward_N, data.value_N, data.mask_N, data.lengths_B, gamma=1.0, lambd=0.95),
@@ -89,12 +89,12 @@ def whole_batch(data: Data) -> dict[str, Callable[[], object]]:
 
 
 def reduced(loss: Callable[[], TokenLoss], data: Data, aggregation: Aggregation) -> Tensor:
-    """The loss of the batch; its metrics are summed too."""
+    """Return the loss of the batch. Its metrics are aggregated too."""
     return reduce_loss(loss(), data.mask_N, data.lengths_B, data.totals, aggregation).loss
 
 
 def measure(action: Callable[[], object], rounds: int) -> str:
-    """Best and median of a few rounds."""
+    """Return the minimum and the median of the rounds, as text."""
     seconds = []
     for _ in range(rounds):
         began = time.perf_counter()
@@ -104,9 +104,9 @@ def measure(action: Callable[[], object], rounds: int) -> str:
 
 
 def main() -> None:
-    """Print a line for each."""
+    """Print a row per function."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=16 * 2**20, help="about so many")
+    parser.add_argument("--tokens", type=int, default=16 * 2**20, help="approximate number of tokens")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
@@ -116,8 +116,9 @@ def main() -> None:
     print(f"{'':24} {'best':>8} {'median':>8}   {'best':>8} {'median':>8} backward")
     for name, action in whole_batch(data).items():
         print(f"{name:24} {measure(action, options.rounds)}", flush=True)
+    aggregations: dict[str, Aggregation] = dict.fromkeys(BY_RESPONSE, "seq-mean-token-mean")
     for name, loss in losses(data).items():
-        forward = partial(reduced, loss, data, "seq-mean-token-mean" if name in BY_RESPONSE else "token-mean")
+        forward = partial(reduced, loss, data, aggregations.get(name, "token-mean"))
         ahead = measure(forward, options.rounds)
         graph = forward()
         behind = measure(partial(torch.autograd.grad, graph, data.logprob_N, retain_graph=True), options.rounds)

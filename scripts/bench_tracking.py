@@ -1,15 +1,15 @@
-"""What checkpoints and tracking cost a default run of openrlhf_ppo: blocks of steps with and without them, in one run.
+"""Measure the cost of checkpoints and tracking in a default run of openrlhf_ppo, with blocks of steps in one run.
 
-    python scripts/bench_tracking.py                              16 blocks of the recipe's own size
+    python scripts/bench_tracking.py                              16 blocks of the default size
     python scripts/bench_tracking.py --blocks 8 checkpoint.every=5     fewer and shorter ones
 
-After a block to warm up, every second block of `checkpoint.every` steps has all that the recipe ships: a line of
-metrics, the rollouts and the summary at each step, and a checkpoint at the block's end. The others have none of it. A
-block is timed from the end of the one before, so what is done between two steps counts too. Neighbours are compared, so
-that a machine that slows down changes both. Console lines and the calls' events are in all blocks; the time that events
-take in the driver, which is another process, is measured there.
+After a warm-up block, every second block of `checkpoint.every` steps has checkpoints and tracking as in the recipe: the
+metrics, the rollouts and the summary of each step, and a checkpoint at the end of the block. The other blocks have none
+of them. A block is timed from the end of the previous one, so that work between two steps is included. Neighbouring
+blocks are compared, so that a change of the machine's speed affects both. All blocks have console output and events of
+calls. The driver is another process, and the time of events is measured there.
 
-The run folder lies in --folder, on whose disk checkpoints are measured, and is removed at the end.
+The run folder is created in --folder, whose disk is measured, and removed at the end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# The workers import this file too, by its own name.
+# The workers import this file too, as the module bench_tracking.
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from components.batch import Batch  # noqa: E402 (the project may not be installed)
@@ -47,34 +47,34 @@ OURS = (
     *("run_dir", "resume", "data.max_samples", "data.epochs"),
     *("evaluation.every", "checkpoint.path", "checkpoint.export_path"),
 )
-"""Options of the recipe that the measurement sets itself, or that would write elsewhere."""
+"""Options that the measurement sets itself, or that would write elsewhere."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Some steps in a row, in seconds."""
+    """Durations of a block of steps, in seconds."""
 
     tracked: bool
-    """Whether it had checkpoints and tracking."""
+    """True if the block had checkpoints and tracking."""
     began: float
-    """Since the epoch."""
+    """Start time in seconds since the epoch."""
     seconds: float
     checkpoint: float
-    """Of these, in `save_when_due`."""
+    """Time in `save_when_due`, included in `seconds`."""
     tracking: float
-    """Of these, in the tracker."""
+    """Time in the tracker, included in `seconds`."""
 
 
 class SwitchedTracker(Tracker):
-    """The recipe's tracker, which can be off, and counts the seconds that it takes."""
+    """Wrapper of the recipe's tracker that can be switched off and measures its time."""
 
     def __init__(self, tracker: Tracker) -> None:
         self.tracker = tracker
         self.on = True
         self.seconds = 0.0
 
-    def log(self, step: int, metrics: Mapping[str, Any], **told: Any) -> None:
-        self._do(lambda: self.tracker.log(step, metrics, **told))
+    def log(self, step: int, metrics: Mapping[str, Any], **options: Any) -> None:
+        self._do(lambda: self.tracker.log(step, metrics, **options))
 
     def keep_tokenizer(self, tokenizer: Any) -> None:
         self._do(lambda: self.tracker.keep_tokenizer(tokenizer))
@@ -102,7 +102,7 @@ class SwitchedTracker(Tracker):
 
 
 class TimedSaves:
-    """`RunCheckpoints.save_when_due` in the blocks that have tracking, and the seconds that it takes."""
+    """`RunCheckpoints.save_when_due`, called only in blocks with tracking, with its time."""
 
     def __init__(self, save: Callable[[bool], None], tracker: SwitchedTracker) -> None:
         self._save = save
@@ -117,7 +117,7 @@ class TimedSaves:
 
 
 class BenchTrainer(PPOTrainer):
-    """Trains in blocks, and leaves what they took in the run folder. The first block is not among them."""
+    """Trainer that writes the durations of all blocks but the first into the run folder."""
 
     def fit(self) -> None:
         run = self.policy_run
@@ -128,11 +128,11 @@ class BenchTrainer(PPOTrainer):
         blocks: list[Block] = []
         all_rollouts = run.queue
 
-        def timed(*given: Any, **named: Any) -> Iterator[Batch]:
+        def timed(*arguments: Any, **named: Any) -> Iterator[Batch]:
             start = time.time()
             clock = time.perf_counter()
-            for rollouts in all_rollouts(*given, **named):
-                yield rollouts  # what follows is done once the step is over
+            for rollouts in all_rollouts(*arguments, **named):
+                yield rollouts  # continues after the step
                 if run.step % self.config.checkpoint.every == 0:
                     now = time.perf_counter()
                     blocks.append(Block(tracker.on, start, now - clock, saves.seconds, tracker.seconds))
@@ -141,7 +141,7 @@ class BenchTrainer(PPOTrainer):
                     clock = now
                     tracker.on = not tracker.on
                 if run.steps - run.step == 1:
-                    break  # the last step of a run has an evaluation, which no other has
+                    break  # only the last step of a run has an evaluation
 
         run.queue = timed
         super().fit()
@@ -150,21 +150,22 @@ class BenchTrainer(PPOTrainer):
 
 
 class TimedEvents:
-    """events.jsonl as the recipe writes it, with what each event took."""
+    """Observer that writes events.jsonl as the recipe does, and measures each write."""
 
     def __init__(self, path: Path) -> None:
         self._log = EventLog(path)
         self.took: list[tuple[float, float]] = []
-        """When, in seconds since the epoch, and how many seconds."""
+        """(time since the epoch, duration) of each event, in seconds."""
 
     def __call__(self, event: Any) -> None:
-        now, began = time.time(), time.perf_counter()
+        now = time.time()
+        began = time.perf_counter()
         self._log(event)
         self.took.append((now, time.perf_counter() - began))
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """The lower quartile, the median and the upper one; of a single value that value."""
+    """Return (lower quartile, median, upper quartile). A single value is all three."""
     if len(values) < 2:
         return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -172,27 +173,29 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def report(blocks: Sequence[Block], steps: int, events: Sequence[tuple[float, float]]) -> str:
-    """What the blocks of so many steps show. `events`: when each was written, and the seconds it took."""
+    """Return the report on blocks of `steps` steps. `events` has (time, duration) of each event."""
     lines = []
     for tracked, name in ((True, "with"), (False, "without")):
         low, middle, high = quartiles([block.seconds for block in blocks if block.tracked == tracked])
         spread = f"quartiles {low:.3f} .. {high:.3f}"
         lines.append(f"{name:8} {middle:7.3f} s a block ({spread}), {middle / steps:.4f} s a step")
-    ratios = [
-        (one.seconds / other.seconds) if one.tracked else (other.seconds / one.seconds)
-        for one, other in itertools.pairwise(blocks)
-    ]
+    ratios = []
+    for pair in itertools.pairwise(blocks):
+        tracked_block, plain_block = sorted(pair, key=lambda block: not block.tracked)
+        ratios.append(tracked_block.seconds / plain_block.seconds)
     low, middle, high = quartiles(ratios)
     lines.append(f"ratio    {middle:7.4f} (quartiles {low:.4f} .. {high:.4f}) over {len(ratios)} pairs of neighbours")
     tracked_blocks = [block for block in blocks if block.tracked]
-    total, count = sum(block.seconds for block in tracked_blocks), len(tracked_blocks)
+    total = sum(block.seconds for block in tracked_blocks)
+    count = len(tracked_blocks)
     parts = [
         ("checkpoints", sum(block.checkpoint for block in tracked_blocks), count, "each"),
         ("tracking", sum(block.tracking for block in tracked_blocks), count * steps, "a step"),
     ]
     for name, seconds, number, each in parts:
         lines.append(f"{name}: {seconds / total:.2%} of the blocks with, {1000 * seconds / number:.2f} ms {each}")
-    began, elapsed = blocks[0].began, sum(block.seconds for block in blocks)
+    began = blocks[0].began
+    elapsed = sum(block.seconds for block in blocks)
     costs = [cost for when, cost in events if began <= when <= began + elapsed]
     lines.append(
         f"events, in the driver: {sum(costs) / elapsed:.3%} of all blocks' time, {len(costs)} of "
@@ -202,10 +205,10 @@ def report(blocks: Sequence[Block], steps: int, events: Sequence[tuple[float, fl
 
 
 def measured_config(blocks: int, options: list[str], run_dir: str) -> PPOConfig:
-    """The recipe's configuration, with as many prompts as the blocks need.
+    """Return the configuration of the recipe, with the number of prompts that the blocks need.
 
     Raises:
-        ConfigError: an option is one that the measurement sets itself.
+        ConfigError: an option is set by the measurement itself.
     """
     taken = [name for name in OURS if name in CommandLine(PPOConfig, options).named]
     if taken:
@@ -215,7 +218,7 @@ def measured_config(blocks: int, options: list[str], run_dir: str) -> PPOConfig:
         raise ConfigError(
             f"checkpoint.every={config.checkpoint.every}; set the steps of a block, which ends with a checkpoint"
         )
-    # One block to warm up, and one step that is left out because it would be the last.
+    # A warm-up block, and one last step, which is not measured.
     prompts = ((blocks + 1) * config.checkpoint.every + 1) * config.prompts_per_step
     return replace(
         config,
@@ -227,7 +230,7 @@ def measured_config(blocks: int, options: list[str], run_dir: str) -> PPOConfig:
 
 
 def measure(blocks: int, options: list[str], folder: Path) -> int:
-    """Run the blocks and print what they show; returns the exit code."""
+    """Run the blocks and print the report. Return the exit code."""
     try:
         config = measured_config(blocks, options, str(folder))
         check_models(config)
@@ -242,26 +245,34 @@ def measure(blocks: int, options: list[str], folder: Path) -> int:
     if result.status != "finished":
         print(f"{result.output}\nbench_tracking: {result.status}: {result.error}", file=sys.stderr)
         return result.exit_code
-    found = [Block(**entry) for entry in json.loads((folder / BLOCKS_FILE).read_text(encoding="utf-8"))]
-    if len(found) < 2:
-        print(f"bench_tracking: the prompts are enough for {len(found)} blocks; two are needed", file=sys.stderr)
+    measured = [Block(**entry) for entry in json.loads((folder / BLOCKS_FILE).read_text(encoding="utf-8"))]
+    if len(measured) < 2:
+        print(
+            f"bench_tracking: the prompts suffice for {len(measured)} blocks, and two are needed; raise --blocks",
+            file=sys.stderr,
+        )
         return 2
-    print(f"{len(found)} blocks of {config.checkpoint.every} steps, seed {config.seed}, on {folder.parent}")
-    print(report(found, config.checkpoint.every, events.took))
+    print(f"{len(measured)} blocks of {config.checkpoint.every} steps, seed {config.seed}, on {folder.parent}")
+    print(report(measured, config.checkpoint.every, events.took))
     return 0
 
 
 def main() -> int:
-    """Read the command line; 0 measured, 1 the run failed, 2 bad input, 130 stopped."""
+    """Return the exit code: 0 measured, 1 the run failed, 2 invalid input, 130 stopped."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--blocks", type=int, default=16, help="how many, half of them with (default 16)")
-    parser.add_argument("--seed", type=int, default=42, help="of the run (default 42)")
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs", help="where the run folder lies for the time")
+    parser.add_argument(
+        "--blocks",
+        type=int,
+        default=16,
+        help="number of blocks, half of them with checkpoints and tracking (default 16)",
+    )
+    parser.add_argument("--seed", type=int, default=42, help="seed of the run (default 42)")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs", help="folder in which the run folder is created")
     known, options = parser.parse_known_args()
     if known.blocks < 2:
-        parser.error(f"--blocks {known.blocks}: give at least 2, one with and one without")
+        parser.error(f"--blocks {known.blocks}: set at least 2, one with tracking and one without")
     known.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bench_tracking-", dir=known.folder.resolve()) as run_dir:
         return measure(known.blocks, [*options, f"seed={known.seed}"], Path(run_dir))

@@ -1,14 +1,14 @@
-"""How fast weights get from one process into the tensors of another, beside a plain copy of the same bytes.
+"""Measure the transfer of weights from one process into tensors of another, compared with a plain copy.
 
     OMP_NUM_THREADS=1 python scripts/bench_weight_sync.py
     OMP_NUM_THREADS=1 python scripts/bench_weight_sync.py --ranks 2 4 --engines 1 2 --parts 1 2 --sizes 100M 1B
 
-One process publishes, the other reads into tensors that it has. All transports and the copy work one after the other,
-so that a busy machine is busy for all of them. The first versions are not counted: later ones use their memory again.
-Shares are of wall time, and of the time that the processes had on a core, which other work on the machine changes less.
+One process publishes, the other reads into existing tensors. All transports and the copy alternate, so that other load
+of the machine affects all of them. The first versions are not counted, because later ones reuse their memory. Shares
+are of wall time and of CPU time, which other load changes less.
 
-With --ranks the weights are bfloat16 and lie by rows on so many processes, which gather them over gloo while rank 0
-publishes; then every part of every engine reads at the same time, and keeps its rows.
+With --ranks the weights are bfloat16 and sharded by rows over this number of processes, which gather them over gloo
+while rank 0 publishes. Then all parts of all engines read at the same time, and each keeps its rows.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from components.weights.publisher import (
     read_weights,
 )
 
-# hidden size, layers, vocabulary
+# (hidden size, number of layers, vocabulary size)
 MODELS = {"0.8M": (128, 4, 512), "100M": (768, 11, 32_000)}
 TRANSPORTS = ("shm", "disk", "tcp")
-# Two versions' files are made, and then mapped, before all is as it stays.
+# The first two versions create their files, and the next two map them. After that nothing is allocated.
 WARM_UP = 4
 COPIED_BYTES = 2**28
-"""Of the plain copy beside a sync of ranks, whose speed is that of any size above the caches."""
+"""Size of the plain copy in a sync of ranks. It is larger than the caches, so its speed is that of any larger size."""
 Cost = tuple[float, float]
-"""Seconds that passed, and those on a core."""
+"""(wall seconds, CPU seconds)."""
 
 
 def model_weights(size: str) -> dict[str, Tensor]:
-    """Random float32 tensors of a transformer's shapes."""
+    """Return random float32 tensors with the shapes of a transformer."""
     hidden, layers, vocabulary = MODELS[size]
     shapes: dict[str, tuple[int, ...]] = {"embed": (vocabulary, hidden), "norm": (hidden,)}
     for layer in range(layers):
@@ -64,7 +64,7 @@ def model_weights(size: str) -> dict[str, Tensor]:
 
 
 def publish(orders: Connection, size: str, directories: dict[str, str]) -> None:
-    """The other process: publishes when it is told to, and answers with the handle and the seconds."""
+    """Entry point of the publishing process. It publishes a version per order, and sends the handle and the cost."""
     weights = model_weights(size)
     publishers = {
         transport: WeightPublisher(Path(place) / f"weights-{transport}", serve=transport == "tcp")
@@ -82,15 +82,16 @@ def publish(orders: Connection, size: str, directories: dict[str, str]) -> None:
         publisher.close()
 
 
-def cost(what: Callable[[], object]) -> Cost:
-    """Of this process."""
-    began, worked = time.perf_counter(), time.process_time()
-    what()
+def cost(work: Callable[[], object]) -> Cost:
+    """Return the cost of a call in this process."""
+    began = time.perf_counter()
+    worked = time.process_time()
+    work()
     return time.perf_counter() - began, time.process_time() - worked
 
 
 def together(costs: Iterable[Cost]) -> Cost:
-    """One after the other."""
+    """Return the sum of costs."""
     walls, cores = zip(*costs, strict=True)
     return sum(walls), sum(cores)
 
@@ -107,22 +108,23 @@ def read_into(targets: dict[str, Tensor], handle: WeightHandle) -> None:
 
 @dataclass
 class Times:
-    """Of each repeat."""
+    """Costs of each repeat."""
 
     copy: list[Cost] = field(default_factory=list)
     publish: dict[str, list[Cost]] = field(default_factory=lambda: {transport: [] for transport in TRANSPORTS})
     read: dict[str, list[Cost]] = field(default_factory=lambda: {transport: [] for transport in TRANSPORTS})
     first: dict[str, float] = field(default_factory=dict)
-    """The first version's, publish and read."""
+    """Seconds of publishing and reading the first version."""
 
 
 def measure(size: str, repeats: int, directories: dict[str, str]) -> Times:
     """Publish and read `repeats` times by each transport, after the warm-up."""
-    here, there = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=publish, args=(there, size, directories))
+    orders, other_side = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=publish, args=(other_side, size, directories))
     process.start()
-    source, targets = model_weights(size), model_weights(size)
-    # One tensor, and not one by one: the copy is the speed of the memory.
+    source = model_weights(size)
+    targets = model_weights(size)
+    # As one tensor, so that the copy measures the memory and not the number of calls.
     flat, flat_target = (torch.cat([tensor.view(-1) for tensor in each.values()]) for each in (source, targets))
     times = Times()
     for repeat in range(WARM_UP + repeats):
@@ -130,21 +132,21 @@ def measure(size: str, repeats: int, directories: dict[str, str]) -> Times:
         if repeat >= WARM_UP:
             times.copy.append(copy)
         for transport in TRANSPORTS:
-            here.send(transport)
-            handle, published = here.recv()
+            orders.send(transport)
+            handle, published = orders.recv()
             read = cost(lambda: read_into(targets, handle))  # noqa: B023 (called at once)
             if repeat == 0:
                 times.first[transport] = published[0] + read[0]
             if repeat >= WARM_UP:
                 times.publish[transport].append(published)
                 times.read[transport].append(read)
-    here.send(None)
+    orders.send(None)
     process.join()
     return times
 
 
 def table(size: str, times: Times) -> str:
-    """Medians, and GB/s and shares of publish and read together."""
+    """Return the table: medians, and GB/s and shares of publishing and reading together."""
     nbytes = sum(tensor.nbytes for tensor in model_weights(size).values())
     copy, copy_core = median(times.copy)
     lines = [
@@ -166,13 +168,13 @@ def table(size: str, times: Times) -> str:
 
 
 def own_memory() -> int:
-    """Bytes of this process that no other shares."""
+    """Return the memory of this process that it shares with no other, in bytes."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("RssAnon:")[2].split()[0]) * 1024
 
 
 def watched(tensors: Iterable[tuple[str, Tensor]], grown: list[int]) -> Iterable[tuple[str, Tensor]]:
-    """Note by how much the memory grows while they come."""
+    """Yield the tensors, and append the growth of the memory at each to `grown`."""
     before = own_memory()
     for item in tensors:
         grown.append(own_memory() - before)
@@ -180,12 +182,14 @@ def watched(tensors: Iterable[tuple[str, Tensor]], grown: list[int]) -> Iterable
 
 
 def rank(number: int, ranks: int, port: int, size: str, repeats: int, place: str, orders: Connection | None) -> None:
-    """A process that has its rows of every weight; rank 0 publishes when it is told to."""
+    """Entry point of one rank, which has its rows of every weight. Rank 0 publishes on each order."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,))
     weights = [distribute_tensor(torch.ones(shape).bfloat16(), mesh, [Shard(0)]) for shape in shapes(size)]
-    publisher = WeightPublisher(place) if orders is not None else None
+    publisher = None
+    if orders is not None:
+        publisher = WeightPublisher(place)
     source, target = torch.ones(2, COPIED_BYTES, dtype=torch.uint8)
     for version in range(1, 1 + WARM_UP + repeats):
         copy = cost(lambda: target.copy_(source))
@@ -206,7 +210,7 @@ def rank(number: int, ranks: int, port: int, size: str, repeats: int, place: str
 
 
 def engine_part(part: int, parts: int, size: str, orders: Connection) -> None:
-    """A process of an engine, which keeps its rows of every weight."""
+    """Entry point of one part of an engine, which keeps its rows of every weight."""
     torch.set_num_threads(1)
     targets = {str(i): torch.ones(shape).bfloat16().chunk(parts)[part].clone() for i, shape in enumerate(shapes(size))}
     nbytes = sum(target.nbytes for target in targets.values())
@@ -221,14 +225,16 @@ def engine_part(part: int, parts: int, size: str, orders: Connection) -> None:
 
 
 def sync_row(size: str, ranks: int, engines: int, parts: int, repeats: int, place: str) -> str:
-    """A line of the table of whole syncs."""
+    """Return a row of the table of complete syncs."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     processes = multiprocessing.get_context("spawn")
     to_rank_0, at_rank_0 = processes.Pipe()
-    own = [(number, ranks, port, size, repeats, place, None if number else at_rank_0) for number in range(ranks)]
-    running: list[Any] = [processes.Process(target=rank, args=each) for each in own]
+    running: list[Any] = []
+    for number in range(ranks):
+        connection = {0: at_rank_0}.get(number)
+        running.append(processes.Process(target=rank, args=(number, ranks, port, size, repeats, place, connection)))
     readers = []
     for number in range(engines * parts):
         reader, at_reader = processes.Pipe()
@@ -236,22 +242,24 @@ def sync_row(size: str, ranks: int, engines: int, parts: int, repeats: int, plac
         running.append(processes.Process(target=engine_part, args=(number % parts, parts, size, at_reader)))
     for process in running:
         process.start()
-    found, nbytes, kept = [], 0, 0
+    syncs = []
+    nbytes = kept = 0
     for _ in range(WARM_UP + repeats):
         to_rank_0.send("go")
         handle, publish, grown, copy = to_rank_0.recv()
         for reader in readers:
             reader.send(handle)
         read = [reader.recv() for reader in readers]
-        nbytes, kept = handle.nbytes, read[0][2]
-        found.append((publish, max(took for took, _, _ in read), grown, max(each for _, each, _ in read), copy))
+        nbytes = handle.nbytes
+        kept = read[0][2]
+        syncs.append((publish, max(took for took, _, _ in read), grown, max(each for _, each, _ in read), copy))
     for connection in (to_rank_0, *readers):
         connection.send(None)
     for process in running:
         process.join()
-    found = found[WARM_UP:]
-    (publish, _), (read_s, _), (copy, _) = (median([each[i] for each in found]) for i in (0, 1, 4))
-    grown = [max(each[i] for each in found) / 1e6 for i in (2, 3)]
+    syncs = syncs[WARM_UP:]
+    (publish, _), (read_s, _), (copy, _) = (median([each[i] for each in syncs]) for i in (0, 1, 4))
+    grown = [max(each[i] for each in syncs) / 1e6 for i in (2, 3)]
     moved = [nbytes * (ranks - 1) / ranks / 1e6, nbytes / 1e6, kept / 1e6]
     copied = copy * nbytes / COPIED_BYTES
     return (
@@ -261,6 +269,7 @@ def sync_row(size: str, ranks: int, engines: int, parts: int, repeats: int, plac
 
 
 def sync_table(options: argparse.Namespace, place: str) -> None:
+    """Print the table of complete syncs."""
     heads = "parameters | ranks | engines x parts | gather and publish, s | read, s | plain copy, s | to rank 0, MB"
     heads += " | to shared memory | each part keeps | rank 0 grew by, MB | a part grew by, MB"
     print(f"| {heads} |\n|{'---|' * 11}")
@@ -272,11 +281,16 @@ def sync_table(options: argparse.Namespace, place: str) -> None:
 
 
 def main() -> None:
+    """Run the benchmark and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices={*MODELS, *SIZES}, default=list(MODELS), help="parameters")
-    parser.add_argument("--ranks", type=int, nargs="+", help="processes that the weights lie on")
-    parser.add_argument("--engines", type=int, nargs="+", default=[1], help="that read, with --ranks")
-    parser.add_argument("--parts", type=int, nargs="+", default=[1], help="processes of an engine, with --ranks")
+    parser.add_argument("--ranks", type=int, nargs="+", help="numbers of processes over which the weights are sharded")
+    parser.add_argument(
+        "--engines", type=int, nargs="+", default=[1], help="numbers of engines that read, with --ranks"
+    )
+    parser.add_argument(
+        "--parts", type=int, nargs="+", default=[1], help="numbers of processes per engine, with --ranks"
+    )
     parser.add_argument("--repeats", type=int, default=11, help="counted repeats")
     parser.add_argument("--shm", default="/dev/shm", help="a folder in shared memory")
     parser.add_argument("--disk", default=tempfile.gettempdir(), help="a folder on a disk")

@@ -1,14 +1,14 @@
-"""Prove the CUDA side of the project on this machine's GPU, in four stages of at most ten minutes each.
+"""Check the CUDA side of the project on a GPU of this machine, in four stages of at most ten minutes each.
 
-    python scripts/check_gpu.py --stage a --out gpu.json     one stage; those that the file has already stay in it
-    python scripts/check_gpu.py --out gpu.json               all of them
-    python scripts/check_gpu.py --stage a --device cpu       the same code with tiny sizes, where there is no GPU
+    python scripts/check_gpu.py --stage a --out gpu.json     one stage; results of other stages in the file stay
+    python scripts/check_gpu.py --out gpu.json               all stages
+    python scripts/check_gpu.py --stage a --device cpu       the same code with tiny sizes, without a GPU
     python scripts/check_gpu.py --stage c --steps 5          runs of five steps instead of twenty
     python scripts/gpu_page.py gpu.json                      write the results into docs/gpu.md
 
-Stages a and b need torch (2.11 or newer), transformers, safetensors and numpy, on Python 3.11 or 3.12; c and d all that
-a run needs (`bash scripts/setup.sh vllm`). Nothing is downloaded: the models are random. Exit code 0: nothing failed;
-1: something did; 2: nothing could be started.
+Stages a and b need torch (2.11 or newer), transformers, safetensors and numpy, on Python 3.11 or 3.12. Stages c and d
+need the environment of a run (`bash scripts/setup.sh vllm`). Nothing is downloaded: the models have random weights.
+Exit code: 0 no check failed; 1 a check failed; 2 there is no GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 STAGE_S = 600
-FAILED, VERDICTS = "FAILED", ("ok", "FAILED", "measured", "not run")
+"""Timeout of a stage in seconds."""
+FAILED = "FAILED"
+VERDICTS = ("ok", "FAILED", "measured", "not run")
 RUNS = "check_gpu_runs.py"
 STAGES = {
     "a": ("check_gpu_engines.py", "training, packing, generation, memory, by torch alone"),
@@ -35,12 +37,12 @@ STAGES = {
     "c": (RUNS, "grpo with vLLM, its weights verified in each step, and with DeepSpeed's stages"),
     "d": (RUNS, "20 steps of grpo, openrlhf_ppo and verl_ppo, colocated and not, asynchronous and not"),
 }
-"""The program of each, and what it is about."""
+"""Stage -> (program, subject)."""
 
 
 @dataclass
 class Stage:
-    """What a stage has found."""
+    """Results of a stage."""
 
     what: str
     device: str
@@ -50,14 +52,14 @@ class Stage:
 
 
 def run_stage(name: str, device: str, only: list[str], steps: int | None) -> Stage:
-    """Run the program of a stage, as far as its time goes; each row is printed when it is there."""
+    """Run the program of a stage within its timeout. Print each row as soon as it is available."""
     program, what = STAGES[name]
     if steps is not None and program == RUNS:
         only = [*only, f"--steps={steps}"]
-    found = Stage(what, device, str(date.today()))
+    stage = Stage(what, device, str(date.today()))
     command = [sys.executable, str(HERE / program), name, device, *only]
     print(f"\nStage {name}, {STAGE_S // 60} minutes at most: {what}\n    {' '.join(command)}\n", flush=True)
-    print("| check | measured | asked | verdict |\n|---|---|---|---|", flush=True)
+    print("| check | measured | required | verdict |\n|---|---|---|---|", flush=True)
     began = time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as running:
         assert running.stdout is not None
@@ -66,52 +68,65 @@ def run_stage(name: str, device: str, only: list[str], steps: int | None) -> Sta
         try:
             for printed in running.stdout:
                 if printed.startswith("row "):
-                    found.rows.append(json.loads(printed.removeprefix("row ")))
-                    print(line(found.rows[-1]), flush=True)
+                    stage.rows.append(json.loads(printed.removeprefix("row ")))
+                    print(table_row(stage.rows[-1]), flush=True)
             running.wait()
         finally:
             guard.cancel()
-            if running.poll() is None:  # Ctrl-C comes to this process alone
+            if running.poll() is None:  # Ctrl-C reaches only this process
                 os.killpg(running.pid, signal.SIGTERM)
-    found.seconds = round(time.monotonic() - began, 1)
+    stage.seconds = round(time.monotonic() - began, 1)
     if running.returncode:
-        late = found.seconds >= STAGE_S
-        why = f"its {STAGE_S} s are over" if late else f"{program} ended with {running.returncode}"
-        row = {"check": f"stage {name}", "measured": why, "asked": "", "verdict": "not run" if late else FAILED}
-        found.rows.append(row)
-        print(line(row), flush=True)
-    return found
+        why = f"{program} ended with {running.returncode}"
+        verdict = FAILED
+        if stage.seconds >= STAGE_S:
+            why = f"stopped after {STAGE_S} s"
+            verdict = "not run"
+        row = {"check": f"stage {name}", "measured": why, "required": "", "verdict": verdict}
+        stage.rows.append(row)
+        print(table_row(row), flush=True)
+    return stage
 
 
-def line(row: dict[str, str]) -> str:
-    return "| " + " | ".join(row[cell].replace("|", "/") for cell in ("check", "measured", "asked", "verdict")) + " |"
+def table_row(row: dict[str, str]) -> str:
+    """Return a row as Markdown."""
+    return (
+        "| " + " | ".join(row[cell].replace("|", "/") for cell in ("check", "measured", "required", "verdict")) + " |"
+    )
 
 
 def device_name(device: str) -> str:
-    """As torch calls it; empty where there is none."""
+    """Return the name of the device as torch reports it, or "" if there is no GPU."""
     if device == "cpu":
         return f"CPU, {os.cpu_count()} cores"
     import torch
 
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    if not torch.cuda.is_available():
+        return ""
+    return torch.cuda.get_device_name()
 
 
 def main() -> int:
+    """Run the stages and write their results. Return the exit code."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", type=Path, help="a JSON file; what it has of other stages stays")
-    parser.add_argument("--stage", nargs="+", choices=list(STAGES), default=list(STAGES), help="these stages alone")
-    parser.add_argument("--only", nargs="+", default=[], help="these checks of the stage alone, by their names")
-    parser.add_argument("--steps", type=int, help="of each run of stages c and d")
+    parser.add_argument("--out", type=Path, help="JSON file for the results; those of other stages stay in it")
+    parser.add_argument(
+        "--stage", nargs="+", choices=list(STAGES), default=list(STAGES), help="stages to run (default: all)"
+    )
+    parser.add_argument("--only", nargs="+", default=[], help="names of the checks to run (default: all of the stage)")
+    parser.add_argument("--steps", type=int, help="number of steps of each run of stages c and d")
     options = parser.parse_args()
     device = device_name(options.device)
     if not device:
-        print("torch sees no GPU here; set --device cpu to try the code alone")
+        print("torch sees no GPU here; set --device cpu to run the code with tiny sizes")
         return 2
     print(f"On {device}; {len(options.stage) * STAGE_S // 60} minutes at most.", flush=True)
     out: Path | None = options.out
-    kept = json.loads(out.read_text(encoding="utf-8")) if out is not None and out.exists() else {}
+    kept = {}
+    if out is not None and out.exists():
+        kept = json.loads(out.read_text(encoding="utf-8"))
     verdicts: list[str] = []
     for name in options.stage:
         stage = run_stage(name, options.device, options.only, options.steps)
@@ -121,7 +136,7 @@ def main() -> int:
         if out is not None:
             out.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     print("\n" + ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in VERDICTS) + ".")
-    return 1 if FAILED in verdicts else 0
+    return int(FAILED in verdicts)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ from components.weights.publisher import WeightPublisher
 
 
 def machine(setting: Setting) -> Iterator[Row]:
-    """Say what this runs on, and make the models."""
+    """Report the machine, and create the models."""
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
     name = f"no GPU, {os.cpu_count()} CPUs"
     if setting.on_gpu:
@@ -74,7 +74,7 @@ def machine(setting: Setting) -> Iterator[Row]:
 
 
 def driver() -> str:
-    """The version of the GPU's driver, or why it is not known."""
+    """Return the version of the GPU driver, or the reason why it is unknown."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return "unknown (no nvidia-smi)"
@@ -84,7 +84,7 @@ def driver() -> str:
 
 
 def training(setting: Setting, precision: str) -> Iterator[Row]:
-    """Steps of a policy loss: the first one's loss and gradient beside plain autograd in float32."""
+    """Train with a policy loss. Compare the loss and gradient of the first step with plain autograd in float32."""
     plain, batch = setting.model(), uneven(setting)
     with torch.no_grad():
         batch = batch.with_tokens(old_logprob=logprobs(plain, batch.to(setting.device)).cpu())
@@ -96,13 +96,13 @@ def training(setting: Setting, precision: str) -> Iterator[Row]:
         setting, precision=precision, learning_rate=1e-3, max_grad_norm=0.0, max_tokens=setting.sized(1024, 128)
     )
     steps = [trained.train_step(batch, policy_loss) for _ in range(4)]
-    found = steps[0]["loss"], steps[0]["grad_norm"]
-    gap = max(abs(a / b - 1) for a, b in zip(found, expected, strict=True))
+    first = steps[0]["loss"], steps[0]["grad_norm"]
+    gap = max(abs(a / b - 1) for a, b in zip(first, expected, strict=True))
     bar = EXACT if precision == "fp32" else ROUNDED
     name = f"FSDP2 training, {precision}"
     yield inferred(
         f"{name}: first step",
-        f"loss {found[0]:.5f}, gradient {found[1]:.4f}; {gap:.1e} from autograd",
+        f"loss {first[0]:.5f}, gradient {first[1]:.4f}; {gap:.1e} from autograd",
         f"relative < {bar}",
         gap < bar,
     )
@@ -111,7 +111,7 @@ def training(setting: Setting, precision: str) -> Iterator[Row]:
 
 
 def packing(setting: Setting, precision: str) -> Iterator[Row]:
-    """Sequences end to end beside one at a time: log-probabilities, gradients, and that none sees another."""
+    """Compare packed sequences with separate ones: log-probabilities, gradients, and independence."""
     batch = uneven(setting).to(setting.device)
     packed, separate = setting.model(precision, packing=True), setting.model(precision)
     with Attentions() as attentions:
@@ -145,7 +145,7 @@ def packing(setting: Setting, precision: str) -> Iterator[Row]:
 
 
 def rounding(setting: Setting) -> Iterator[Row]:
-    """Log-probabilities in bfloat16 beside float32, of the same weights."""
+    """Compare log-probabilities in bfloat16 with float32, for the same weights."""
     batch = uneven(setting)
     exact_N = engine(setting).forward(batch, logprobs)
     for precision in ("bf16", "bf16_autocast"):
@@ -154,7 +154,7 @@ def rounding(setting: Setting) -> Iterator[Row]:
 
 
 def agreement(setting: Setting, precision: str) -> Iterator[Row]:
-    """What the hf engine says about the tokens that it drew beside what the trainer says about them."""
+    """Compare the log-probabilities of sampled tokens between the hf engine and the trainer."""
     trained = engine(setting, precision=precision, learning_rate=1e-3)
     rollout = HFRolloutEngine(setting.folder / "small", HFRolloutConfig(precision=precision))
     prompts = questions(setting, [3, 17, 9, 40] * 8)
@@ -173,7 +173,7 @@ def agreement(setting: Setting, precision: str) -> Iterator[Row]:
 
 
 def generation(setting: Setting) -> Iterator[Row]:
-    """Tokens per second of the hf engine with the large model."""
+    """Measure tokens per second of the hf engine with the large model."""
     rows, length, new = setting.sized(256, 4), setting.sized(128, 8), setting.sized(128, 8)
     precision = "bf16" if setting.on_gpu else "fp32"
     rollout = HFRolloutEngine(setting.folder / "large", HFRolloutConfig(precision=precision))
@@ -187,7 +187,7 @@ def generation(setting: Setting) -> Iterator[Row]:
 
 
 def speed(setting: Setting, length: int, checkpointing: bool) -> Iterator[Row]:
-    """Training the large model in bf16 on packed sequences of one length."""
+    """Measure the training of the large model in bf16 on packed sequences of one length."""
     if not setting.on_gpu:
         length //= 64
     tokens = setting.sized(16_384, 512)
@@ -201,7 +201,7 @@ def speed(setting: Setting, length: int, checkpointing: bool) -> Iterator[Row]:
         if setting.on_gpu:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
-    # The first step also chooses kernels and takes memory.
+    # The first step is excluded: it also selects kernels and allocates memory.
     rate = tokens / min(seconds[1:])
     computed = ComputedTokens(batch.num_tokens, int(batch.lengths.square().sum()))
     used = (training_flops(trained.model, computed) or math.nan) / min(seconds[1:])
@@ -212,7 +212,7 @@ def speed(setting: Setting, length: int, checkpointing: bool) -> Iterator[Row]:
 
 
 def vocabulary(setting: Setting) -> Iterator[Row]:
-    """Log-probabilities of a large vocabulary, which are computed in chunks, beside those of whole logits."""
+    """Compare log-probabilities of a large vocabulary, computed in chunks, with those of the full logits."""
     tokens, part = setting.sized(16_384, 64), setting.sized(1024, 16)
     policy: Any = load_policy(setting.folder / "large", dtype="float32")
     policy.to(setting.device)
@@ -229,7 +229,7 @@ def vocabulary(setting: Setting) -> Iterator[Row]:
 
 
 def asleep(setting: Setting, offload: bool) -> Iterator[Row]:
-    """A training engine that gives its memory back, and the step after it; how long the optimizer takes."""
+    """Check the sleep of a training engine and the step after it. Measure the optimizer step."""
     batch, name = uneven(setting), f"training engine, adam_offload {'on' if offload else 'off'}"
     one, other = (engine(setting, adam_offload=offload, learning_rate=1e-3) for _ in range(2))
     for each in (one, other):
@@ -252,7 +252,7 @@ def asleep(setting: Setting, offload: bool) -> Iterator[Row]:
 
 
 def utilisation(setting: Setting, flops: float) -> str:
-    """These operations per second as a share of what the device can do (MFU)."""
+    """Return operations per second, also as a share of the device's peak (MFU)."""
     peak = peak_flops(torch.cuda.get_device_name()) if setting.on_gpu else None
     share = "MFU unknown (peak unknown)" if peak is None else f"MFU {flops / peak:.1%}"
     return f"{flops / 1e12:.3g} TFLOP/s, {share}"
@@ -270,7 +270,7 @@ CHECKS: dict[str, list[Check]] = {
     "memory": [partial(memory, shape=shape) for shape in SHAPES],
     "speed": [partial(speed, length=length, checkpointing=on) for length in (2048, 8192) for on in (False, True)],
 }
-"""Each entry of a list has a process of its own. The first makes the models."""
+"""Name -> checks, each run in a separate process. The first one creates the models."""
 
 
 if __name__ == "__main__":

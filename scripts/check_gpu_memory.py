@@ -1,4 +1,4 @@
-"""The check of stage a that asks how much memory large models take to train, beside what the plan says."""
+"""Check of stage a: memory of training large models, compared with the estimate of the plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from components.train.config import TrainConfig
 from components.train.opening import open_engine
 from plugins.plan.memory import training as planned_training
 
-# The shapes of larger ones, whose memory is measured: 1.5 and 7.6 thousand million parameters.
+# Shapes of the models whose memory is measured: 1.5 and 7.6 billion parameters.
 SHAPES = {
     "1.5B": qwen2(151_936, 1536, 8960, layers=28, heads=12, spread=0.02),
     "7B": qwen2(152_064, 3584, 18_944, layers=28, heads=28, spread=0.02, key_heads=4, tied=False),
@@ -33,7 +33,7 @@ SHAPES = {
 
 
 def memory(setting: Setting, shape: str) -> Iterator[Row]:
-    """Two steps of training a large model on one sequence, and what the plan says that they take."""
+    """Train a large model for two steps on one sequence. Compare its memory with the plan."""
     folder = setting.folder / shape
     save_random(folder, SHAPES[shape] if setting.on_gpu else TINY, setting.device)
     size = model_size(str(folder))
@@ -71,15 +71,15 @@ def save_random(folder: Path, config: Qwen2Config, device: str) -> None:
 
 
 def used_memory() -> int:
-    """Bytes of the GPU that are taken beside torch's allocator; 0 without one."""
+    """Return the used bytes of the GPU outside of torch's allocator, or 0 without a GPU."""
     if not torch.cuda.is_available():
         return 0
-    free, there = torch.cuda.mem_get_info()
-    return there - free - torch.cuda.memory_reserved()
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
 
 
 def peak_bytes() -> tuple[int, int]:
-    """The most that tensors had at once, and that torch's allocator held for them."""
+    """Return the peak bytes of tensors, and of torch's allocator."""
     if not torch.cuda.is_available():
         return 0, 0
     return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()

@@ -1,4 +1,4 @@
-"""What the checks of check_gpu.py's stages a and b share: rows, models, batches, and a process for each check.
+"""Shared parts of the checks of stages a and b of check_gpu.py: rows, models, batches, and a process per check.
 
 Needs torch (2.11 or newer), transformers, safetensors and numpy; neither Ray, vLLM nor DeepSpeed. Each check runs in a
 process of its own with a time limit, so that one that fails is a row.
@@ -43,11 +43,12 @@ from components.train.fsdp_engine import FSDPEngine  # noqa: E402
 from components.train.opening import open_engine  # noqa: E402
 
 LIMIT_S = 180
+"""Timeout of a check in seconds."""
 OK, FAILED, MEASURED, NOT_RUN = "ok", "FAILED", "measured", "not run"
 EXACT = 1e-4
-"""Nats by which log-probabilities of the same weights and tokens may differ in float32."""
+"""Maximum difference of log-probabilities of the same weights and tokens in float32, in nats."""
 ROUNDED = 0.05
-"""The same in bfloat16, on average over the tokens; and the relative difference of losses and gradients."""
+"""Maximum mean difference in bfloat16, in nats; also the maximum relative difference of losses and gradients."""
 
 
 def qwen2(
@@ -60,7 +61,7 @@ def qwen2(
     key_heads: int = 2,
     tied: bool = True,
 ) -> Qwen2Config:
-    """The shape of a model. It has no end token: what is generated is as long as asked for."""
+    """Return the configuration of a model. It has no end token, so that all responses have the maximum length."""
     return Qwen2Config(
         vocab_size=vocabulary,
         hidden_size=hidden,
@@ -74,32 +75,32 @@ def qwen2(
     )
 
 
-# Results are compared on this one, whose weights are large enough that its choices are far from uniform.
+# Model for comparing results. Its weights are large enough that its distributions are far from uniform.
 SMALL = qwen2(1000, 256, 512, layers=4, heads=4, spread=0.06)
-# Both models where only the code is tried: a CPU multiplies bfloat16 slowly.
+# Both models on a CPU, where bfloat16 is slow and only the code is tested.
 TINY = qwen2(200, 64, 128, layers=2, heads=4, spread=0.12)
-# The shape of Qwen2.5-0.5B, whose speed is measured: 494 million parameters.
+# The shape of Qwen2.5-0.5B (494 million parameters), for measuring speed.
 LARGE = qwen2(151_936, 896, 4864, layers=24, heads=14, spread=0.02)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table."""
+    """A row of the table."""
 
     check: str
     measured: str
-    asked: str = ""
-    """What would do; empty where nothing is asked."""
+    required: str = ""
+    """The requirement, or "" if the value is only measured."""
     verdict: str = MEASURED
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where the checks run, and on how much."""
+    """Device and sizes of the checks."""
 
     device: str
     folder: Path
-    """Has the models; removed at the end."""
+    """Folder of the models, which is removed at the end."""
 
     @property
     def on_gpu(self) -> bool:
@@ -107,34 +108,35 @@ class Setting:
 
     @property
     def small(self) -> Qwen2Config:
-        """The configuration of the model that results are compared on."""
+        """Configuration of the model for comparing results."""
         return SMALL if self.on_gpu else TINY
 
     @property
     def large(self) -> Qwen2Config:
-        """Of the model whose speed is measured."""
+        """Configuration of the model for measuring speed."""
         return LARGE if self.on_gpu else TINY
 
     def sized(self, on_gpu: int, on_cpu: int) -> int:
-        """A size of a check, smaller where only the code is tried."""
+        """Return the size of a check for the device."""
         return on_gpu if self.on_gpu else on_cpu
 
     def model(self, precision: str = "fp32", packing: bool = False) -> nn.Module:
-        """The small one in this precision, on the device."""
+        """Return the small model in a precision, on the device."""
         dtype = "bfloat16" if precision == "bf16" else "float32"
         model: Any = load_policy(self.folder / "small", dtype=dtype, packing=packing)
         return model.to(self.device)
 
 
-def inferred(check: str, measured: str, asked: str, fits: bool) -> Row:
-    return Row(check, measured, asked, OK if fits else FAILED)
+def inferred(check: str, measured: str, required: str, fits: bool) -> Row:
+    """Return a row with a verdict."""
+    return Row(check, measured, required, OK if fits else FAILED)
 
 
 # --- what is computed -------------------------------------------------------------------------------------------------
 
 
 def ragged(lengths: Sequence[int], vocabulary: int) -> Batch:
-    """Random tokens, of which all but the first of a sequence are trained on, with advantages around 1."""
+    """Return sequences of random tokens with advantages around 1. All but the first token of each are trained on."""
     generator = torch.Generator().manual_seed(len(lengths))
     size = sum(lengths)
     first_B = torch.tensor([0, *lengths[:-1]]).cumsum(0)
@@ -150,13 +152,13 @@ def ragged(lengths: Sequence[int], vocabulary: int) -> Batch:
 
 
 def uneven(setting: Setting) -> Batch:
-    """For the small model: 12 sequences of 2 to 480 tokens, on a CPU an eighth of that."""
+    """Return 12 sequences of 2 to 480 tokens for the small model, on a CPU an eighth of that."""
     lengths = [2, 480, 37, 211, 3, 130, 64, 5, 300, 17, 90, 128]
     return ragged([max(2, length // setting.sized(1, 8)) for length in lengths], setting.small.vocab_size)
 
 
 def questions(setting: Setting, lengths: Sequence[int]) -> Batch:
-    """Prompts of tokens that both models have."""
+    """Return prompts of tokens that both models have."""
     ids = {"prompt_id": torch.arange(len(lengths)), "sample_id": torch.zeros(len(lengths), dtype=torch.int64)}
     return ragged(lengths, setting.small.vocab_size).only("tokens").with_sequences(**ids)
 
@@ -174,12 +176,12 @@ def policy_loss(model: nn.Module, batch: Batch, totals: Totals) -> LossOutput:
 
 
 def gradients(model: nn.Module) -> Tensor:
-    """Of all parameters, end to end."""
+    """Return the gradients of all parameters, end to end."""
     return torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
 
 
 class Attentions(TorchDispatchMode):
-    """Notes which kernels compute attention inside of it."""
+    """Context that records the names of the attention kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,9 +194,10 @@ class Attentions(TorchDispatchMode):
 
 
 def apart(check: str, precision: str, one: Tensor, other: Tensor) -> Row:
-    """How far log-probabilities differ: in fp32 none may by much, else they may not on average."""
+    """Return a row that compares log-probabilities: by the largest difference in fp32, otherwise by the mean."""
     gap_N = (one.detach().float().cpu() - other.detach().float().cpu()).abs()
-    largest, mean = float(gap_N.max()), float(gap_N.mean())
+    largest = float(gap_N.max())
+    mean = float(gap_N.mean())
     measured = f"largest difference {largest:.1e}, mean {mean:.1e} nats"
     if precision == "fp32":
         return inferred(check, measured, f"largest < {EXACT}", largest < EXACT)
@@ -202,7 +205,7 @@ def apart(check: str, precision: str, one: Tensor, other: Tensor) -> Row:
 
 
 def engine(setting: Setting, model: str = "small", checkpointing: bool = False, **options: Any) -> TrainEngine:
-    """An FSDP engine of one rank around one of the models."""
+    """Return an FSDP engine of one rank with one of the models."""
     config = TrainConfig(engine="fsdp", zero_stage=2, **options)
     policy: Any = load_policy(setting.folder / model, gradient_checkpointing=checkpointing, packing=config.packing)
     opened = open_engine(policy.to(setting.device), config)
@@ -220,7 +223,7 @@ Check = Callable[[Setting], Iterator[Row]]
 
 
 def work(check: Check, setting: Setting, connection: Connection) -> None:
-    """The process of a check: send its rows, then close."""
+    """Entry point of the process of a check. It sends its rows through the connection."""
     signal.alarm(LIMIT_S)
     try:
         for row in check(setting):
@@ -239,8 +242,8 @@ def name_of(check: Check) -> str:
 
 
 def rows_of(check: Check, setting: Setting) -> list[Row]:
-    """Run a check in a process of its own."""
-    # A CUDA process cannot be forked; where there is no CUDA, a fork saves the imports.
+    """Run a check in a separate process and return its rows."""
+    # CUDA does not work in a forked process. Without CUDA a fork saves the time of the imports.
     processes: Any = multiprocessing.get_context("spawn" if setting.on_gpu else "fork")
     ours, theirs = processes.Pipe(duplex=False)
     process = processes.Process(target=work, args=(check, setting, theirs))
@@ -256,8 +259,9 @@ def rows_of(check: Check, setting: Setting) -> list[Row]:
     process.kill()
     process.join()
     if process.exitcode != 0:
-        late = time.monotonic() - began >= LIMIT_S
-        why = f"took more than {LIMIT_S} s" if late else f"its process ended with {process.exitcode}"
+        why = f"its process ended with {process.exitcode}"
+        if time.monotonic() - began >= LIMIT_S:
+            why = f"took more than {LIMIT_S} s"
         rows.append(Row(name_of(check), why, verdict=FAILED))
     return rows
 
@@ -265,7 +269,7 @@ def rows_of(check: Check, setting: Setting) -> list[Row]:
 def main(checks: dict[str, list[Check]]) -> None:
     _, device, *only = sys.argv[1:]
     if device == "cpu":
-        # The engines take a GPU where they see one.
+        # Engines would otherwise use a GPU that they see.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with tempfile.TemporaryDirectory(prefix="check_gpu_") as folder:
         setting = Setting(device, Path(folder))

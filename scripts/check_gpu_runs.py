@@ -1,13 +1,12 @@
-"""Stages c and d of check_gpu.py: whole runs of recipes, by a random model that is built on the spot.
+"""Stages c and d of check_gpu.py: complete runs of recipes with a model of random weights.
 
     python scripts/check_gpu_runs.py c cuda              all runs of a stage
     python scripts/check_gpu_runs.py d cpu grpo          those of one recipe; few steps of a tiny model
     python scripts/check_gpu_runs.py c cuda "grpo, vllm" this one alone
     python scripts/check_gpu_runs.py d cuda --steps 5    fewer steps, where there is little time
 
-Needs what a run needs (`bash scripts/setup.sh vllm`); where vllm is not there, the hf engine generates unless a run
-names vllm. Prints a line of JSON for each row. A run that this machine has
-too few GPUs for is a row that says so.
+It needs the environment of a run (`bash scripts/setup.sh vllm`). Without vLLM the hf engine generates, unless a run
+names vllm. It prints a JSON object per row. A run that needs more GPUs than the machine has is a row that says so.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from plugins.demo.tiny_model import task_tokenizer, tiny_model  # noqa: E402
 from training.tracking.serialization import json_lines  # noqa: E402
 
 EXACT = 0.05
-"""Nats by which engine and trainer may be apart per token in bfloat16, on average."""
+"""Maximum mean difference between engine and trainer per token in bfloat16, in nats."""
 APART = "placement.colocate=false"
 ASYNC = f"{APART} asynchronous.enabled=true"
 STAGES = {
@@ -51,7 +50,7 @@ STAGES = {
         for how, options in (("colocated", ""), ("apart", APART), ("asynchronous", ASYNC))
     },
 }
-"""Names of the runs, their recipes and their options."""
+"""Stage -> name of a run -> its recipe and options."""
 MEASURED = {
     "perf/tokens_per_second": "{:,.0f} tokens/s trained on",
     "perf/throughput": "{:,.0f} tokens/s and rank",
@@ -62,18 +61,18 @@ MEASURED = {
     "timing_s/sync": "{:.2f} s for the weights",
     "timing_s/update_weights": "{:.2f} s for the weights",
 }
-"""Metrics of a step whose medians are shown, and how."""
+"""Metric -> format of its median over the steps."""
 REWARD = """
 def reward_func(queries, prompts, labels, **kwargs):
     texts = [query[len(prompt) :] for query, prompt in zip(queries, prompts, strict=True)]
     return {"rewards": [text.count("a") / max(1, len(text)) for text in texts]}
 """
-"""One that differs within a group from the first step on, so that every step has other weights."""
+"""A reward that differs within a group from the first step on, so that every step changes the weights."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of the model and of the run."""
+    """Size of the model and of the run."""
 
     model: dict[str, int]
     steps: int
@@ -102,23 +101,23 @@ def build(folder: Path, size: Size) -> None:
 
 
 def run(name: str, command: str, size: Size, model: Path, folder: Path) -> dict[str, str]:
-    """The row of one run."""
+    """Run a recipe and return its row."""
     recipe, *options = command.split()
     run_dir = folder / name.replace(", ", "-").replace(" ", "_")
     prompts = int(size.options[0].partition("=")[2])
-    given = [f"model.path={model}", f"run_dir={run_dir}", "data.path=task:sort", "data.max_prompt_tokens=16"]
-    given += [f"reward.source={folder / 'reward.py'}", f"data.max_samples={prompts * size.steps}", "data.epochs=1"]
-    given += ["evaluation.every=-1", "evaluation.max_samples=16", "rollout.verify_weight_sync=true"]
-    program = [sys.executable, "-m", f"recipes.{recipe}.main", *given, *size.options, *options]
+    settings = [f"model.path={model}", f"run_dir={run_dir}", "data.path=task:sort", "data.max_prompt_tokens=16"]
+    settings += [f"reward.source={folder / 'reward.py'}", f"data.max_samples={prompts * size.steps}", "data.epochs=1"]
+    settings += ["evaluation.every=-1", "evaluation.max_samples=16", "rollout.verify_weight_sync=true"]
+    program = [sys.executable, "-m", f"recipes.{recipe}.main", *settings, *size.options, *options]
     with gpu_memory(folder / "memory.txt") as used:
         ended = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
     if ended.returncode:
         print(ended.stdout, ended.stderr, sep="\n", file=sys.stderr, flush=True)
-        said = (ended.stderr.strip() or ended.stdout.strip()).splitlines()
-        # 2: nothing was started, as where there are too few GPUs.
+        output = (ended.stderr.strip() or ended.stdout.strip()).splitlines()
+        # Exit code 2: the run was refused before its start, for example because of too few GPUs.
         verdict = "not run" if ended.returncode == 2 else "FAILED"
-        why = f"exit code {ended.returncode}: {said[-1] if said else 'it printed nothing'}"
-        return {"check": name, "measured": why, "asked": "", "verdict": verdict}
+        why = f"exit code {ended.returncode}: {output[-1] if output else 'it printed nothing'}"
+        return {"check": name, "measured": why, "required": "", "verdict": verdict}
     steps = list(json_lines(run_dir / "metrics.jsonl"))
     measured = [f"{json.loads((run_dir / 'summary.json').read_text())['steps']} steps", *medians(steps)]
     planned = json.loads((run_dir / "plan.json").read_text(encoding="utf-8"))["places"]
@@ -127,29 +126,29 @@ def run(name: str, command: str, size: Size, model: Path, folder: Path) -> dict[
         measured.append(f"{max(used) / 1e9:.1f} GB of a GPU at most, planned {max(of_gpu) / 1e9:.1f} GB")
     gaps = [step["rollout/logprob_gap_mean"] for step in steps if "rollout/logprob_gap_mean" in step]
     fits = bool(gaps) and statistics.median(gaps) < EXACT
-    asked = f"engine and trainer less than {EXACT} nats apart"
-    return {"check": name, "measured": "; ".join(measured), "asked": asked, "verdict": "ok" if fits else "FAILED"}
+    required = f"engine and trainer less than {EXACT} nats apart"
+    return {"check": name, "measured": "; ".join(measured), "required": required, "verdict": "ok" if fits else "FAILED"}
 
 
 @contextlib.contextmanager
 def gpu_memory(noted: Path) -> Iterator[list[int]]:
-    """The list has, afterwards, the bytes of each GPU that were taken, twice a second; none where nobody can tell."""
-    found: list[int] = []
+    """Yield a list that afterwards has the used bytes of each GPU, twice per second. Empty without nvidia-smi."""
+    samples: list[int] = []
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        yield found
+        yield samples
         return
     command = [tool, "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--loop-ms=500"]
     with noted.open("w") as file, subprocess.Popen(command, stdout=file, stderr=subprocess.DEVNULL) as asking:
         try:
-            yield found
+            yield samples
         finally:
             asking.terminate()
-    found += [int(line) * 2**20 for line in noted.read_text().split() if line.isdigit()]
+    samples += [int(text) * 2**20 for text in noted.read_text().split() if text.isdigit()]
 
 
 def medians(steps: list[dict[str, float]]) -> Iterator[str]:
-    """What is shown of a run, without its first step, and the share of each phase."""
+    """Yield the medians of the metrics and the share of each phase, without the first step."""
     later = steps[1:] or steps
     shares = sorted({metric for step in later for metric in step if metric.endswith("_share") and "perf/" in metric})
     for metric, shown in {**MEASURED, **{share: "{:.0%} " + share[5:-6] for share in shares}}.items():
@@ -159,6 +158,7 @@ def medians(steps: list[dict[str, float]]) -> Iterator[str]:
 
 
 def main() -> None:
+    """Run the selected runs of a stage."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=list(STAGES))

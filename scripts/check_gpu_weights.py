@@ -1,4 +1,4 @@
-"""Stage b of check_gpu.py: weights from a trainer to an engine, by each way that they travel.
+"""Stage b of check_gpu.py: transfer of weights from a trainer to an engine with each carrier.
 
     python scripts/check_gpu_weights.py b cuda
     python scripts/check_gpu_weights.py b cpu       with tiny sizes
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from check_gpu_engines import CHECKS
-from check_gpu_parts import Row, Setting, engine, inferred, main  # which makes the project importable
+from check_gpu_parts import Row, Setting, engine, inferred, main  # also makes the project importable
 
 from components.generate.config import HFRolloutConfig
 from components.generate.hf_engine import HFRolloutEngine
@@ -31,9 +31,7 @@ from plugins.weights_ipc.carrier import BucketSender
 
 
 def carriers(setting: Setting) -> Iterator[Row]:
-    """Weights of the large model from a trainer to the hf engine, by each way that they travel; every digest is
-    compared.
-    """
+    """Transfer the weights of the large model from a trainer to the hf engine with each carrier. Verify all digests."""
     trained = engine(setting, "large", precision="bf16" if setting.on_gpu else "fp32")
     rollout = HFRolloutEngine(setting.folder / "large", HFRolloutConfig(precision=trained.config.precision))
     memory = Path("/dev/shm") / f"check-gpu-{os.getpid()}"
@@ -45,13 +43,15 @@ def carriers(setting: Setting) -> Iterator[Row]:
         place = setting.folder if carrier == "disk" else memory
         publisher = WeightPublisher(place / "weights", serve=carrier == "TCP")
         times = []
-        # The first version takes memory that later ones use again.
+        # The last of three is reported: the first version allocates memory that later ones reuse.
         for version in (10 * number + 1, 10 * number + 2, 10 * number + 3):
             began = time.perf_counter()
             handle = publisher.publish(version, trained.gathered_parameters(), with_digests=version % 10 == 1)
             published = time.perf_counter() - began
-            there = replace(handle, path="/on/another/machine") if carrier == "TCP" else handle
-            rollout.receive(there, verify=version % 10 == 1)
+            received = handle
+            if carrier == "TCP":  # a path that does not exist forces the transfer by TCP
+                received = replace(handle, path="/on/another/machine")
+            rollout.receive(received, verify=version % 10 == 1)
             if setting.on_gpu:
                 torch.cuda.synchronize()
             times.append((published, time.perf_counter() - began))
@@ -72,12 +72,14 @@ def carriers(setting: Setting) -> Iterator[Row]:
 
 
 WAYS = {"ipc": ("CUDA IPC", "a bucket of the CPU that both map"), "broadcast": ("NCCL broadcast", "gloo broadcast")}
-"""On GPUs, and on CPUs."""
+"""Carrier -> (name on GPUs, name on CPUs)."""
 
 
 def sent_past_the_host(setting: Setting, trained: TrainEngine, way: str) -> Iterator[Row]:
-    """The same weights to an engine in another process, on the same GPU or, broadcast, on the next, while they are
-    written to the folder that other engines would read.
+    """Transfer the same weights to an engine in another process without the host.
+
+    The engine is on the same GPU, or on the next one for a broadcast. The weights are also written to the folder that
+    other engines would read.
     """
     processes = multiprocessing.get_context("spawn")
     ours, theirs = processes.Pipe()
@@ -90,7 +92,7 @@ def sent_past_the_host(setting: Setting, trained: TrainEngine, way: str) -> Iter
     address = None
     if isinstance(sender, Broadcaster):
         address = sender.address
-        list(sender.sent(0, []))  # the first brings the address
+        list(sender.sent(0, []))  # the first version sends the address
     ours.send(address)
     times, taken, nbytes = [], [ours.recv()], 0
     for version in (1, 2, 3):
@@ -117,7 +119,7 @@ def sent_past_the_host(setting: Setting, trained: TrainEngine, way: str) -> Iter
 
 
 def receive_sent(setting: Setting, precision: Any, way: str, connection: Connection) -> None:
-    """The process of that engine: report whether each version has come past the host."""
+    """Entry point of the process of that engine. It reports for each version if it was received without the host."""
     if setting.on_gpu and way == "broadcast":
         torch.cuda.set_device(1)
     rollout = HFRolloutEngine(setting.folder / "large", HFRolloutConfig(precision=precision))

@@ -1,9 +1,8 @@
-"""What the site of the documentation takes from the rest of the repository: mkdocs.yml names this file as its hooks.
+"""MkDocs hooks of the documentation site (mkdocs.yml names this file).
 
-Pages are written to be read on a code host, so they link to files by their place in the repository. The READMEs of the
-recipes and the rules become pages too, and those of docs/api are filled from the docstrings by mkdocstrings. A link
-between two pages leads to the page on the site; one to any other file of the repository, which the site does not have,
-becomes the path of that file.
+Pages link to files by their path in the repository, so that the links work on a code host. The READMEs of the recipes
+and CONTRIBUTING.md become pages too. mkdocstrings fills the pages of docs/api from the docstrings. A link to another
+page is rewritten to its path on the site. A link to any other file becomes the path of that file as text.
 """
 
 import importlib
@@ -26,19 +25,19 @@ GUESTS = {"contributing.md": "CONTRIBUTING.md"} | {
     for folder in sorted(ROOT.glob("recipes/*"))
     if (folder / "README.md").is_file()
 }
-"""Pages that lie outside of docs/: their place on the site, and in the repository."""
+"""Pages outside of docs/: path on the site -> path in the repository."""
 NOTEBOOKS = {f"notebooks/{path.stem}.md": path for path in sorted(ROOT.glob("docs/notebooks/*.ipynb"))}
-"""Pages made of the notebooks: their place on the site -> the notebook."""
+"""Pages from notebooks: path on the site -> notebook."""
 OPTIONS = "<!-- options: written when the site is built -->"
-"""What the tables of options take the place of."""
+"""Placeholder of the option tables in docs/options.md."""
 DATE = re.compile(r"\w+-\d{8}-\d{6}")
-"""In the default of run_dir, which is made when a run starts."""
+"""Name and start time of a run, in the default of run_dir."""
 RECIPES = "recipes/index.md"
-"""The page made of the README's section on recipes."""
+"""Page from the section on recipes of README.md."""
 HAS_MKDOCSTRINGS = importlib.util.find_spec("mkdocstrings") is not None
 LOG = logging.getLogger("mkdocs.hooks.docs_site")
 DOCSTRINGS = {
-    # The types of decorators are those of their overloads.
+    # Decorators have their types on their overloads, which mkdocstrings would report as missing.
     "docstring_options": {"warn_missing_types": False, "warn_unknown_params": False},
     "docstring_section_style": "list",
     "docstring_style": "google",
@@ -53,29 +52,30 @@ DOCSTRINGS = {
     "show_signature_annotations": True,
     "show_source": False,
 }
-"""How docstrings are shown."""
+"""Options of mkdocstrings."""
 LINK = re.compile(
     r"^```.*?^```|`[^`]+`|(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?![a-z]+:)([^)#\s]+)(#[^)\s]*)?\)",
     re.MULTILINE | re.DOTALL,
 )
-"""Code, which is to be left alone, or a link to a file: `!` of an image, text, path and anchor."""
+"""Matches code, which is left unchanged, or a link to a file: `!` of an image, text, path and anchor."""
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Let mkdocstrings fill the pages of docs/api from the docstrings; it imports nothing and fetches nothing."""
+    """Add mkdocstrings, which fills the pages of docs/api from the docstrings without importing the code."""
     if not HAS_MKDOCSTRINGS:
-        LOG.info("the pages of docs/api name what there is, and no more: bash scripts/setup.sh docs")
+        LOG.info("mkdocstrings is missing, so the pages of docs/api only list names; run: bash scripts/setup.sh docs")
         return
     from mkdocstrings import MkdocstringsPlugin
 
     plugin = MkdocstringsPlugin()
     plugin.load_config({"handlers": {"python": {"paths": [str(ROOT)], "options": DOCSTRINGS}}}, config.config_file_path)
-    config.plugins["mkdocstrings"] = plugin  # its own on_config is run after this one
+    config.plugins["mkdocstrings"] = plugin  # MkDocs runs its on_config after this one
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are not in docs/. A copy of a recipe, which the menu does not know, is one too."""
+    """Add the pages that are not in docs/."""
     for place, source in GUESTS.items():
+        # NOT_IN_NAV: a copy of a recipe has a README too, but the menu does not list it.
         guest = File.generated(config, place, abs_src_path=str(ROOT / source), inclusion=InclusionLevel.NOT_IN_NAV)
         files.append(guest)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -87,11 +87,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def notebook_page(path: Path) -> str:
-    """Convert a notebook with its stored outputs to Markdown; pictures become data URIs."""
+    """Convert a notebook with its stored outputs to Markdown. Images become data URIs."""
     parts = []
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
-        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        if cell["cell_type"] != "markdown":
+            source = f"```python\n{source}\n```"
+        parts.append(source)
         for output in cell.get("outputs", ()):
             if "text" in output:
                 parts.append("```text\n" + "".join(output["text"]).rstrip("\n") + "\n```")
@@ -102,20 +104,22 @@ def notebook_page(path: Path) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Turn the links of a page, which are of the repository, into those of the site."""
+    """Rewrite the links of a page from paths in the repository to paths on the site."""
     place = page.file.src_uri
-    source = "README.md" if place == RECIPES else GUESTS.get(place, f"docs/{place}")
+    sources = {RECIPES: "README.md", **GUESTS}
+    source = sources.get(place, f"docs/{place}")
     if not HAS_MKDOCSTRINGS:
         markdown = re.sub(r"^::: (\S+)$", r"`\1`", markdown, flags=re.MULTILINE)
-    markdown = markdown.replace(OPTIONS, option_tables()) if place == "options.md" else markdown
-    return LINK.sub(lambda found: rewritten(found, PurePosixPath(source).parent, PurePosixPath(place).parent), markdown)
+    if place == "options.md":
+        markdown = markdown.replace(OPTIONS, option_tables())
+    return LINK.sub(lambda link: rewritten(link, PurePosixPath(source).parent, PurePosixPath(place).parent), markdown)
 
 
-def rewritten(found: re.Match[str], source: PurePosixPath, place: PurePosixPath) -> str:
-    """One link of a page that lies in `source` in the repository, and in `place` on the site."""
-    image, text, path, anchor = found.groups(default="")
+def rewritten(link: re.Match[str], source: PurePosixPath, place: PurePosixPath) -> str:
+    """Return one link of a page with the folder `source` in the repository and the folder `place` on the site."""
+    image, text, path, anchor = link.groups(default="")
     if not path:
-        return found[0]
+        return link[0]  # code
     target = os.path.normpath(source / path)
     pages = {guest: page for page, guest in GUESTS.items()} | {"README.md": RECIPES}
     pages |= {str(notebook.relative_to(ROOT)): page for page, notebook in NOTEBOOKS.items()}
@@ -124,12 +128,15 @@ def rewritten(found: re.Match[str], source: PurePosixPath, place: PurePosixPath)
     elif target.startswith("docs/"):
         on_site = target.removeprefix("docs/")
     else:
-        return text if text.strip("`") == target else f"{text} (`{target}`)"
+        # The site has no such file.
+        if text.strip("`") == target:
+            return text
+        return f"{text} (`{target}`)"
     return f"{image}[{text}]({os.path.relpath(on_site, place)}{anchor})"
 
 
 def option_tables() -> str:
-    """A table for each group of options, of all recipes' schemas."""
+    """Return a Markdown table for each group of options, over the schemas of all recipes."""
     sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "scripts")) if path not in sys.path]
     from migration_page import table
 
@@ -142,8 +149,8 @@ def option_tables() -> str:
         schema = importlib.import_module(f"recipes.{folder.name}.main").COMMAND.schema
         for option in options_of(schema):
             group = option.name.rpartition(".")[0] or "run"
-            found = groups.setdefault(group, {}).setdefault((option.name, option.kind, option.meaning), {})
-            found[folder.name] = f"`{DATE.sub('<recipe>-<time>', repr(option.default))}`"
+            defaults = groups.setdefault(group, {}).setdefault((option.name, option.kind, option.meaning), {})
+            defaults[folder.name] = f"`{DATE.sub('<recipe>-<time>', repr(option.default))}`"
     lines: list[str] = []
     for group in sorted(groups, key=lambda name: (name != "run", name)):
         rows = [
@@ -155,7 +162,9 @@ def option_tables() -> str:
 
 
 def _in_recipes(defaults: dict[str, str]) -> tuple[str, str]:
-    """An option's default, or each recipe's where they differ, and the recipes that have it."""
+    """Return (default, recipes) of an option. If the defaults differ, they are listed per recipe."""
     values = set(defaults.values())
-    default = values.pop() if len(values) == 1 else ", ".join(f"{text} ({name})" for name, text in defaults.items())
+    default = ", ".join(f"{text} ({name})" for name, text in defaults.items())
+    if len(values) == 1:
+        default = values.pop()
     return default, ", ".join(defaults)

@@ -1,7 +1,7 @@
-"""What scripts/doctor.py asks the project's own Python, in a process of its own; prints JSON.
+"""Probes that scripts/doctor.py runs with the project's Python, each in a separate process. Each prints JSON.
 
-`doctor_probe.py packages|torch|choice|ray HOME`. Whatever is broken in that Python breaks this process alone. Standard
-library only, but for what is asked about.
+Usage: `doctor_probe.py packages|torch|choice|ray HOME`. A broken package can then break only this process, and not the
+page. Only a probe itself imports more than the standard library.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ OURS = ("core", "components", "agents", "training", "plugins", "recipes")
 
 
 def plain(name: str) -> str:
-    """A distribution's name as all spell it."""
+    """Return the normalised name of a distribution (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def packages(home: Path) -> dict[str, Any]:
-    """Versions of all distributions, who demands what of whom, which demands are not met, and who has our names."""
+    """Return versions, version limits, unmet requirements, broken distributions, and name conflicts."""
     try:
         from packaging.requirements import Requirement
     except ImportError:
@@ -32,54 +32,61 @@ def packages(home: Path) -> dict[str, Any]:
     versions: dict[str, str] = {}
     broken: list[str] = []
     requires: dict[str, list[str]] = {}
-    for found in importlib.metadata.distributions():
+    for distribution in importlib.metadata.distributions():
         try:
-            name = plain(found.metadata["Name"])
-            versions.setdefault(name, found.version)
-            requires.setdefault(name, list(found.requires or ()))
+            # The first one on the path is the one that is imported.
+            name = plain(distribution.metadata["Name"])
+            versions.setdefault(name, distribution.version)
+            requires.setdefault(name, list(distribution.requires or ()))
         except Exception as error:  # noqa: BLE001 - any file of a broken package may be missing or unreadable
-            broken.append(f"{getattr(found, '_path', found)}: {error or type(error).__name__}")
+            broken.append(f"{getattr(distribution, '_path', distribution)}: {error or type(error).__name__}")
     demands: dict[str, list[str]] = {}
     unmet: list[dict[str, str]] = []
-    for owner, lines in requires.items():
-        for line in lines:
+    for owner, texts in requires.items():
+        for text in texts:
             try:
-                wish = Requirement(line)
-                if wish.marker is not None and not wish.marker.evaluate({"extra": ""}):
+                requirement = Requirement(text)
+                if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
                     continue
-                name, limits = plain(wish.name), str(wish.specifier)
-                if any(limit.operator in ("==", "<", "<=", "~=") for limit in wish.specifier):
+                name = plain(requirement.name)
+                limits = str(requirement.specifier)
+                # Lower limits are not listed: only an upper one explains why a version is not the newest.
+                if any(limit.operator in ("==", "<", "<=", "~=") for limit in requirement.specifier):
                     demands.setdefault(name, []).append(f"{owner} needs {name}{limits}")
-                has = versions.get(name)
-                if has is None or not wish.specifier.contains(has, prereleases=True):
-                    unmet.append({"owner": owner, "name": name, "needs": name + limits, "has": has or ""})
-            except Exception as error:  # noqa: BLE001 - a requirement that nobody can read
-                broken.append(f"{owner} requires {line!r}: {error}")
+                version = versions.get(name)
+                if version is None or not requirement.specifier.contains(version, prereleases=True):
+                    unmet.append({"owner": owner, "name": name, "needs": name + limits, "has": version or ""})
+            except Exception as error:  # noqa: BLE001 - a requirement that cannot be parsed
+                broken.append(f"{owner} requires {text!r}: {error}")
     return {"versions": versions, "demands": demands, "unmet": unmet, "broken": broken, "names": names(home)}
 
 
 def names(home: Path) -> list[dict[str, str]]:
-    """Other packages that bear our names, and which of the two a process gets that run.sh does not start."""
-    found = []
+    """Return packages with the name of a folder of the project, and which of the two a plain Python imports."""
+    conflicts = []
     for name in OURS:
         for folder in sys.path:
             place = Path(folder or ".") / name
-            taken = (place / "__init__.py").is_file() or place.with_suffix(".py").is_file()
-            if not taken or Path(folder or ".").resolve() == home:
+            is_package = (place / "__init__.py").is_file() or place.with_suffix(".py").is_file()
+            if not is_package or Path(folder or ".").resolve() == home:
                 continue
             spec = importlib.util.find_spec(name)
-            gets = next(iter(spec.submodule_search_locations or [spec.origin or ""])) if spec else ""
+            gets = ""
+            if spec is not None:
+                gets = next(iter(spec.submodule_search_locations or [spec.origin or ""]))
             owners = importlib.metadata.packages_distributions().get(name, [])
             owner = ", ".join(plain(owner) for owner in owners if plain(owner) != "troupe")
-            found.append({"name": name, "place": str(place), "owner": owner, "gets": gets})
-    return found
+            conflicts.append({"name": name, "place": str(place), "owner": owner, "gets": gets})
+    return conflicts
 
 
 def torch(_: Path) -> dict[str, Any]:
-    """Whether torch works, and what it sees."""
+    """Return the version of torch, its CUDA version, the GPUs it sees, and the result of a small sum."""
     import torch as module
 
-    gpus = module.cuda.device_count() if module.cuda.is_available() else 0
+    gpus = 0
+    if module.cuda.is_available():
+        gpus = module.cuda.device_count()
     return {
         "version": module.__version__,
         "cuda": module.version.cuda,
@@ -89,7 +96,7 @@ def torch(_: Path) -> dict[str, Any]:
 
 
 def choice(home: Path) -> dict[str, Any]:
-    """What a recipe would use when all is left to the machine."""
+    """Return what a recipe selects on this machine for options that are `auto`."""
     sys.path.insert(0, str(home))
     from components.generate.choice import choose_rollout_engine
     from components.models.attention import choose_attention
@@ -113,12 +120,12 @@ def choice(home: Path) -> dict[str, Any]:
 
 
 def process() -> int:
-    """The task that `ray` runs."""
+    """Return the process id. This is the task that `ray` runs."""
     return os.getpid()
 
 
 def ray(_: Path) -> dict[str, Any]:
-    """Start a local Ray, run one task, end it."""
+    """Start a local Ray, run one task, and shut it down. Return the durations in seconds."""
     import logging
     import time
 
@@ -147,8 +154,9 @@ def ray(_: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    what, where = sys.argv[1:]
-    # This script's own folder would be searched first.
+    name, folder = sys.argv[1:]
+    # Otherwise `import ray` or `import torch` could find a file beside this script.
     sys.path[:] = [entry for entry in sys.path if entry != str(Path(__file__).resolve().parent)]
-    asked = {"packages": packages, "torch": torch, "choice": choice, "ray": ray}[what]
-    print("\n" + json.dumps(asked(Path(where).resolve())))
+    probe = {"packages": packages, "torch": torch, "choice": choice, "ray": ray}[name]
+    # On a line of its own, because imports may have printed text without a line end.
+    print("\n" + json.dumps(probe(Path(folder).resolve())))

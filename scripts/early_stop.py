@@ -1,9 +1,9 @@
-"""Start a module as a program that ends with one line on Ctrl-C or SIGTERM, also while it is still importing.
+"""Run a module so that Ctrl-C or SIGTERM ends it with one line, even while it is still importing.
 
     python -P scripts/early_stop.py recipes.grpo.main [ARGUMENT ...]
 
-Importing takes seconds, and a signal that arrives meanwhile would print a traceback of whatever import it interrupted.
-`Command.run` handles signals once everything is imported.
+Imports take seconds. A signal during an import would print the traceback of that import. `Command.run` handles signals
+after all imports.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
 
     for number in SIGNALS:
         signal.signal(number, end)
-    # scripts/run_recipe.sh blocks both until here.
+    # scripts/run_recipe.sh starts Python with both blocked, so that a signal before this line is not lost.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

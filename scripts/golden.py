@@ -1,19 +1,17 @@
-"""Golden traces: stored rollouts go through the update of each recipe, and the metrics are compared with stored ones.
+"""Golden traces: replay stored rollouts through the update of each recipe, and compare the metrics with stored ones.
 
     python scripts/golden.py [--folder FOLDER] [RECIPE ...]
     python scripts/golden.py COPY --record [OPTION=VALUE ...]
 
-The first form replays the five steps of each recipe (default: all) and prints each metric that moved, old -> new, with
-the relative change. It prints nothing if nothing moved. Metrics that moved are written to <folder>/<recipe>.json: run
-it after a change that is meant to move numbers, and read what it prints. The rollouts, <recipe>.parquet, are made only
-if they are missing.
+The first form replays five steps of each recipe (default: all recipes). It prints each metric that changed, old -> new,
+with the relative change, and writes changed metrics to <folder>/<recipe>.json. Run it after a change that is meant to
+change numbers, and check the output. The rollouts, <recipe>.parquet, are generated only if they are missing.
 
-The second form makes the regression test of a copied recipe, such as recipes/my_algo: it records the metrics of five
-steps with the given options of the copy, and writes tests/recipes/test_<copy>.py, which replays them. Repeat it to
-accept new numbers. It works for copies of recipes with an `Actor` role and `add_advantages` (grpo, reinforce_pp,
-multi_turn).
+The second form creates the regression test of a copied recipe, such as recipes/my_algo. It records the metrics of five
+steps with the options of the command, and writes tests/recipes/test_<copy>.py, which replays them. Repeat it to accept
+new numbers. It works for copies of recipes with an `Actor` role and `add_advantages` (grpo, reinforce_pp, multi_turn).
 
-`B` answers, `N` all tokens end to end.
+Shape suffixes: `B` responses, `N` all tokens end to end.
 """
 
 from __future__ import annotations
@@ -27,6 +25,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +49,19 @@ from training.roles.reference import ReferenceWorker
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "tests" / "recipes" / "golden"
 STEPS, PROMPTS, SAMPLES = 5, 4, 4
-"""Steps of so many prompts with so many answers each."""
+"""Number of steps, of prompts per step, and of responses per prompt."""
 RELATIVE, ABSOLUTE = 1e-4, 1e-6
-"""What may differ. Other instruction sets and thread counts add up in another order, which the steps of the optimizer
-carry on: measured with generic kernels on two threads, 1e-5 of a metric or 1e-7. A changed formula moves per cents."""
+"""Relative and absolute tolerance of a metric.
+
+Other instruction sets and thread counts sum in another order, and the optimizer steps amplify the difference: by 1e-5
+of a metric, or 1e-7, measured with generic kernels on two threads. A changed formula changes metrics by per cents.
+"""
 
 EPS = 1e-5
-"""Of Adam: large, so that what is only rounding in a gradient is not made as large as the rest of it."""
+"""Epsilon of Adam. It is large, because Adam would otherwise amplify gradients that are only rounding errors."""
 
 SUPERVISED = "data.path=task:sort train.zero_stage=0"
-"""Options of recipes without rollouts."""
+"""Options of the recipes without rollouts."""
 
 COPY_TEST = '''"""Regression test of recipes/{recipe}: five updates on stored rollouts give the recorded metrics.
 
@@ -86,14 +88,14 @@ Exports = dict[str, Callable[..., Any]]
 
 
 class Stage(contextlib.ExitStack):
-    """Roles of a recipe in this process, one rank each, as local mode has them."""
+    """Roles of a recipe in this process, one rank each, as in local mode."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
 
     def role(self, cls: type[Any], config: Any, name: str = "") -> Exports:
-        """What can be called of a role; `name` is its role's, where that is not its class's."""
+        """Start a role and return its remote methods by name. `name` is the role, by default the name of the class."""
         identity = Identity("golden", "0", 0.0, Role(name or cls.__name__), 0, 1)
         context = WorkloadContext(identity, config, Directory(), LocalTransport(), print, self.folder)
         self.enter_context(entered(context))
@@ -106,7 +108,7 @@ class Stage(contextlib.ExitStack):
 
 
 def play_role_groups(recipe: str, options: str, stage: Stage, model: str, steps: list[Batch]) -> list[Metrics]:
-    """Replay a recipe whose trainer calls actor and reference as role groups, with these further options."""
+    """Replay a recipe whose trainer calls actor and reference through role groups, with additional `options`."""
     config = import_module(f"recipes.{recipe}.main").read_config(
         f"""run_dir={stage.folder} model.path={model} data.path=task:sort prompts_per_step={PROMPTS}
         samples_per_prompt={SAMPLES} train.mini_batch_size={PROMPTS * SAMPLES // 2} rollout.max_new_tokens=8
@@ -119,17 +121,17 @@ def play_role_groups(recipe: str, options: str, stage: Stage, model: str, steps:
     add_advantages = import_module(f"recipes.{recipe}.algorithm").add_advantages
     actor["load"](model, STEPS)
     reference["load"](model)
-    found = []
+    metrics = []
     for number, samples in enumerate(steps, 1):
         tokens = samples.only("tokens")
         views = [actor["logprobs"](tokens, temperature=1.0).per_token, reference["logprobs"](tokens).per_token]
         experience = add_advantages(samples.with_tokens(**views[0], **views[1]), config)
-        found.append(summary(experience) | actor["update"](experience, number))
-    return found
+        metrics.append(summary(experience) | actor["update"](experience, number))
+    return metrics
 
 
 def play_openrlhf_ppo(stage: Stage, model: str, steps: list[Batch]) -> list[Metrics]:
-    """PPO with a critic and a KL in the reward."""
+    """Replay openrlhf_ppo: PPO with a critic and a KL in the reward."""
     from recipes.openrlhf_ppo.algorithm import add_advantages
     from recipes.openrlhf_ppo.layout import resolved
     from recipes.openrlhf_ppo.main import read_config
@@ -151,7 +153,7 @@ def play_openrlhf_ppo(stage: Stage, model: str, steps: list[Batch]) -> list[Metr
         critic["critic_forward"],
         reference["reference_forward"],
     )
-    found = []
+    metrics = []
     for number, samples in enumerate(steps, 1):
         experience = samples
         for forward in forwards:
@@ -159,13 +161,13 @@ def play_openrlhf_ppo(stage: Stage, model: str, steps: list[Batch]) -> list[Metr
         experience = add_advantages(experience, config, config.algorithm.kl_coef)
         actor["append_experience"](experience)
         critic["append_experience"](experience)
-        learnt = {f"critic_{name}": value for name, value in critic["critic_update"](number).items()}
-        found.append(summary(experience) | learnt | actor["actor_update"](number, config.algorithm.kl_coef))
-    return found
+        critic_metrics = {f"critic_{name}": value for name, value in critic["critic_update"](number).items()}
+        metrics.append(summary(experience) | critic_metrics | actor["actor_update"](number, config.algorithm.kl_coef))
+    return metrics
 
 
 def play_verl_ppo(stage: Stage, model: str, steps: list[Batch]) -> list[Metrics]:
-    """PPO with a critic, a KL in the loss, and a correction for the engine."""
+    """Replay verl_ppo: PPO with a critic, a KL in the loss, and the correction of the engine's log-probabilities."""
     from recipes.verl_ppo.algorithm import add_advantages
     from recipes.verl_ppo.main import read_config
     from recipes.verl_ppo.roles.actor_rollout_ref import ActorRolloutRefWorker
@@ -179,7 +181,8 @@ def play_verl_ppo(stage: Stage, model: str, steps: list[Batch]) -> list[Metrics]
         algorithm.adv_estimator=gae algorithm.gamma=0.95 algorithm.lam=0.9 train.eps={EPS} critic.eps={EPS}
         algorithm.rollout_correction.rollout_is=token"""
     config = read_config(options.split())
-    policy, critic = stage.role(ActorRolloutRefWorker, config, "actor_ref"), stage.role(CriticWorker, config)
+    policy = stage.role(ActorRolloutRefWorker, config, "actor_ref")
+    critic = stage.role(CriticWorker, config)
     policy["init_model"](model, STEPS)
     critic["init_model"](model, STEPS)
     forwards = (
@@ -187,18 +190,19 @@ def play_verl_ppo(stage: Stage, model: str, steps: list[Batch]) -> list[Metrics]
         policy["compute_ref_log_prob"],
         critic["compute_values"],
     )
-    found = []
+    metrics = []
     for number, samples in enumerate(steps, 1):
         views = [forward(samples.only("tokens")).per_token for forward in forwards]
-        seen = samples.with_tokens(**{name: column for view in views for name, column in view.items()})
-        experience = add_advantages(seen, config, 0.0)
-        learnt = {f"critic_{name}": value for name, value in critic["update_critic"](experience, number).items()}
-        found.append(summary(experience) | learnt | policy["update_actor"](experience, number))
-    return found
+        columns = {name: column for view in views for name, column in view.items()}
+        experience = add_advantages(samples.with_tokens(**columns), config, 0.0)
+        updated = critic["update_critic"](experience, number)
+        critic_metrics = {f"critic_{name}": value for name, value in updated.items()}
+        metrics.append(summary(experience) | critic_metrics | policy["update_actor"](experience, number))
+    return metrics
 
 
 def play_sft(stage: Stage, model: str, steps: list[Batch]) -> list[Metrics]:
-    """An optimizer step per stored minibatch."""
+    """Replay sft: one optimizer step per stored mini-batch."""
     from recipes.sft.main import read_config
     from recipes.sft.roles.actor import Actor
 
@@ -209,11 +213,11 @@ def play_sft(stage: Stage, model: str, steps: list[Batch]) -> list[Metrics]:
 
 
 def play_reward_model(stage: Stage, model: str, steps: list[Batch]) -> list[Metrics]:
-    """An optimizer step per stored minibatch of pairs, which say by how much the one is better."""
+    """Replay reward_model: one optimizer step per stored mini-batch of pairs with margins."""
     from recipes.reward_model.main import read_config
     from recipes.reward_model.roles.reward import Reward
 
-    # At 1e-2 the scores swing, and rounding grows to 1e-4 of a margin: so much other instruction sets are apart.
+    # With 1e-2 the scores oscillate, and rounding differences between instruction sets grow to 1e-4 of a margin.
     options = (
         f"{SUPERVISED} train.learning_rate=3e-3 model.path={model} run_dir={stage.folder} algorithm.margin_loss=true"
     )
@@ -223,7 +227,7 @@ def play_reward_model(stage: Stage, model: str, steps: list[Batch]) -> list[Metr
 
 
 def play_dpo(stage: Stage, model: str, steps: list[Batch]) -> list[Metrics]:
-    """An optimizer step per stored minibatch of pairs, with all that the loss knows."""
+    """Replay dpo: one optimizer step per stored mini-batch of pairs, with all terms of the loss."""
     from recipes.dpo.main import read_config
     from recipes.dpo.roles.actor import Actor
 
@@ -231,12 +235,12 @@ def play_dpo(stage: Stage, model: str, steps: list[Batch]) -> list[Metrics]:
         algorithm.label_smoothing=0.1 algorithm.nll_loss_coef=0.2"""
     actor = stage.role(Actor, read_config(options.split()).resolved(0))
     actor["load"](model, STEPS)
-    # The reference is near the policy before its first step, not the same: ties would be decided by rounding.
+    # The reference differs from the starting policy. If both were equal, all pairs would be ties that rounding decides.
     before = [actor["logprobs"](pairs.only("tokens", "loss_mask"))["logprob"] for pairs in steps]
-    near = [logprob_B + torch.arange(len(logprob_B)).cos() for logprob_B in before]
+    references = [logprob_B + torch.arange(len(logprob_B)).cos() for logprob_B in before]
     return [
         actor["train_step"](pairs.with_sequences(reference_logprob=logprob_B))
-        for pairs, logprob_B in zip(steps, near, strict=True)
+        for pairs, logprob_B in zip(steps, references, strict=True)
     ]
 
 
@@ -244,7 +248,7 @@ Play = Callable[[Stage, str, list[Batch]], list[Metrics]]
 
 RECIPES: dict[str, Play] = {
     "dpo": play_dpo,
-    # With all that the loss knows: a KL, clip-higher, a correction, a penalty on length.
+    # With all terms of the loss: KL, clip-higher, correction, overlong penalty.
     "grpo": partial(
         play_role_groups,
         "grpo",
@@ -264,18 +268,20 @@ RECIPES: dict[str, Play] = {
 
 
 def summary(experience: Batch) -> Metrics:
-    """What the advantages come to."""
-    advantage_N, mask_N = experience["advantage"], experience["action_mask"]
-    found = {"advantage_mean": advantage_N[mask_N].mean(), "advantage_size": advantage_N[mask_N].abs().mean()}
-    return {name: float(value) for name, value in found.items()} | {
-        "shaped_reward_mean": float(experience["shaped_reward"].mean())
+    """Return the mean and mean absolute advantage, and the mean shaped reward."""
+    advantage_M = experience["advantage"][experience["action_mask"]]
+    return {
+        "advantage_mean": float(advantage_M.mean()),
+        "advantage_size": float(advantage_M.abs().mean()),
+        "shaped_reward_mean": float(experience["shaped_reward"].mean()),
     }
 
 
 def make_rollouts(recipe: str, model: str) -> Batch:
-    """Answers of the untrained model to a few prompts, and what each is worth: the share of its letters that come
-    later than the one before. For sft, demonstrations; for reward_model and dpo, pairs. All steps end to end, told
-    apart by `step`.
+    """Generate the rollouts of all steps. The column `step` [B] has the step of each.
+
+    They are responses of the untrained model to a few prompts. The reward is the share of letters that are later in the
+    alphabet than the letter before. For sft they are demonstrations, for reward_model and dpo pairs.
     """
     task = get_task("sort")
     tokenizer = task_tokenizer(task)
@@ -292,28 +298,30 @@ def make_rollouts(recipe: str, model: str) -> Batch:
     ids["sample_id"] = torch.arange(SAMPLES).repeat(len(rows))
     prompts = Batch.from_rows({"tokens": [row for row in rows for _ in range(SAMPLES)]}, per_sequence=ids)
     samples = HFRolloutEngine(model, HFRolloutConfig()).generate(prompts, SamplingConfig(max_new_tokens=8, seed=1))
-    answers = [samples.row(i, "tokens")[int(samples["prompt_length"][i]) :] for i in range(count)]
-    later = [(answer[1:] > answer[:-1]).float().sum() / max(len(answer) - 1, 1) for answer in answers]
-    return samples.with_sequences(reward=torch.stack(later), step=step_B)
+    responses = [samples.row(i, "tokens")[int(samples["prompt_length"][i]) :] for i in range(count)]
+    shares = [(tokens[1:] > tokens[:-1]).float().sum() / max(len(tokens) - 1, 1) for tokens in responses]
+    return samples.with_sequences(reward=torch.stack(shares), step=step_B)
 
 
 def played(recipe: str, folder: Path, play: Play | None = None) -> list[Metrics]:
-    """Replay the stored rollouts of a recipe and return the metrics of each step; make the rollouts if missing.
+    """Replay the stored rollouts of a recipe and return the metrics of each step. Generate the rollouts if missing.
 
     Args:
         recipe: name of the recipe, and of the files in `folder`.
         folder: holds <recipe>.parquet and <recipe>.json.
-        play: the function that replays the steps; None: the one of `RECIPES`.
+        play: function that replays the steps. None: that of `RECIPES`.
     """
     with tempfile.TemporaryDirectory() as scratch, Stage(Path(scratch)) as stage:
-        model, tokenizer = f"{scratch}/model", task_tokenizer(get_task("sort"))
+        model = f"{scratch}/model"
+        tokenizer = task_tokenizer(get_task("sort"))
         with without_progress_bars():
             tiny_model(tokenizer, 0, hidden=32, layers=1, intermediate=64).save_pretrained(model)
         tokenizer.save_pretrained(model)
         stored = folder / f"{recipe}.parquet"
         if not stored.exists():
+            # New rollouts would not match the stored metrics.
             if (folder / f"{recipe}.json").exists():
-                raise FileNotFoundError(f"{stored} is missing, and its metrics are here; take it back, or remove both")
+                raise FileNotFoundError(f"{stored} is missing, but its metrics exist; restore it, or remove both")
             make_rollouts(recipe, model).save(stored)
         rollouts = Batch.load(stored)
         steps = [rollouts.select((rollouts["step"] == step).nonzero().squeeze(1)) for step in range(STEPS)]
@@ -321,7 +329,7 @@ def played(recipe: str, folder: Path, play: Play | None = None) -> list[Metrics]
 
 
 def replay_copy(recipe: str, options: str, folder: Path) -> list[str]:
-    """Replay the recorded steps of a copied recipe; return one line for each metric that moved."""
+    """Replay the recorded steps of a copied recipe. Return one line per changed metric."""
     old = json.loads((folder / f"{recipe}.json").read_text())
     return moved(old, played(recipe, folder, partial(play_role_groups, recipe, options)))
 
@@ -331,12 +339,15 @@ def record_copy(recipe: str, options: list[str], folder: Path, tests: Path) -> P
 
     Args:
         recipe: folder in recipes/ with `roles/actor.py:Actor` and `algorithm.py:add_advantages`.
-        options: of the copy, on top of those that every trace is recorded with.
-        folder: for <recipe>.json and <recipe>.parquet.
-        tests: for test_<recipe>.py.
+        options: options of the copy, added to those of every trace.
+        folder: folder for <recipe>.json and <recipe>.parquet.
+        tests: folder for test_<recipe>.py.
 
     Returns:
         The path of the test.
+
+    Raises:
+        ValueError: the recipe lacks one of these files.
     """
     if not all((ROOT / "recipes" / recipe / name).is_file() for name in ("main.py", "algorithm.py", "roles/actor.py")):
         raise ValueError(
@@ -351,26 +362,29 @@ def record_copy(recipe: str, options: list[str], folder: Path, tests: Path) -> P
 
 
 def moved(old: list[Metrics], new: list[Metrics]) -> list[str]:
-    """One line for each metric that is not where it was."""
+    """Return one line per metric that differs by more than the tolerances, or exists on one side only."""
     lines = []
-    for step in range(max(len(old), len(new))):
-        before, after = ((trace[step] if step < len(trace) else {}) for trace in (old, new))
+    for step, (before, after) in enumerate(zip_longest(old, new, fillvalue={}), 1):
         for name in sorted(before | after):
-            was, now = before.get(name, math.nan), after.get(name, math.nan)
-            if not math.isclose(was, now, rel_tol=RELATIVE, abs_tol=ABSOLUTE):
-                change = f" ({(now - was) / abs(was):+.3%})" if was and math.isfinite(was + now) else ""
-                lines.append(f"step {step + 1} {name}: {was:.6g} -> {now:.6g}{change}")
+            was = before.get(name, math.nan)
+            now = after.get(name, math.nan)
+            if math.isclose(was, now, rel_tol=RELATIVE, abs_tol=ABSOLUTE):
+                continue
+            change = ""
+            if was and math.isfinite(was + now):
+                change = f" ({(now - was) / abs(was):+.3%})"
+            lines.append(f"step {step} {name}: {was:.6g} -> {now:.6g}{change}")
     return lines
 
 
 def main() -> None:
-    """Refresh the traces of recipes, or record that of a copy."""
+    """Update the traces of recipes, or record that of a copy."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--folder", type=Path, default=FOLDER, help="folder of the traces")
     parser.add_argument("--record", action="store_true", help="record a copied recipe and write its regression test")
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"of {', '.join(RECIPES)}; default: all")
     arguments = parser.parse_intermixed_args()
-    # Saving a model imports DeepSpeed where peft is installed, which would say that it has no accelerator.
+    # If peft is installed, saving a model imports DeepSpeed, which would print a warning about a missing accelerator.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if arguments.record:
         names = [name for name in arguments.recipes if "=" not in name]
@@ -390,7 +404,9 @@ def main() -> None:
         )
     for recipe in arguments.recipes or RECIPES:
         file = arguments.folder / f"{recipe}.json"
-        old = json.loads(file.read_text()) if file.exists() else []
+        old = []
+        if file.exists():
+            old = json.loads(file.read_text())
         new = played(recipe, arguments.folder)
         lines = moved(old, new)
         for line in lines:

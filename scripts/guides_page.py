@@ -1,14 +1,14 @@
-"""Writes docs/guides.md from the tables of tests/guides.
+"""Write docs/guides.md from the tables of tests/guides.
 
 python scripts/guides_page.py            write docs/guides.md
-python scripts/guides_page.py --check    exit 1 if it is not what would be written
+python scripts/guides_page.py --check    exit with 1 if the page is not up to date
 """
 
 import csv
 import sys
 from collections.abc import Sequence
 
-from migration_page import ROOT, current, table  # which makes the project importable
+from migration_page import ROOT, current, table  # also makes the project importable
 
 PAGE = "docs/guides.md"
 GUIDES = {
@@ -24,7 +24,7 @@ HEAD = """\
 
 <!-- Written by scripts/guides_page.py from tests/guides/*.csv: change those, not this page. -->
 
-After this page you know what of five published guides runs here as it is written. Only import lines change:
+After this page you know which items of five published guides run here unchanged. Only import lines change:
 `dlrover...` becomes `core`, `verl...` becomes `recipes.verl_ppo.ray_trainer`, `openrlhf.utils.agent` becomes `agents`.
 Each item names the test that runs it, in `tests/guides/test_<guide>.py`.
 """
@@ -56,7 +56,7 @@ def page() -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the page, or compare it with what would be written."""
+    """Write the page, or with --check compare it with the current tables. Return the exit code."""
     if "--check" not in arguments:
         (ROOT / PAGE).write_text(page(), encoding="utf-8")
     elif current(PAGE) != page():

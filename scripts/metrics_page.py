@@ -1,13 +1,13 @@
-"""Writes the page that says what every metric means, from the registry in training/tracking.
+"""Write docs/metrics.md, the meaning of every metric, from the registry in training/tracking.
 
 python scripts/metrics_page.py            write docs/metrics.md
-python scripts/metrics_page.py --check    exit 1 if it is not what would be written
+python scripts/metrics_page.py --check    exit with 1 if the page is not up to date
 """
 
 import sys
 from collections.abc import Sequence
 
-from migration_page import ROOT, current, table  # which makes the project importable
+from migration_page import ROOT, current, table  # also makes the project importable
 
 from plugins.alarms.alarms import ALARMS, NOT_A_NUMBER, advice
 from training.tracking.metrics import GROUPS, Metric
@@ -47,29 +47,31 @@ plugins/alarms/alarms.py; none of the demonstrations comes near one."""
 
 
 def meaning(metric: Metric) -> str:
-    """What stands in the last column."""
-    notes = [f"The same as `{metric.same_as}`."] if metric.same_as else []
-    notes += [f"Alarm: {metric.alarm}."] if metric.alarm else []
-    return " ".join([metric.meaning, *notes])
+    """Return the text of the column `meaning`."""
+    sentences = [metric.meaning]
+    if metric.same_as:
+        sentences.append(f"The same as `{metric.same_as}`.")
+    if metric.alarm:
+        sentences.append(f"Alarm: {metric.alarm}.")
+    return " ".join(sentences)
 
 
 def page() -> str:
-    """docs/metrics.md."""
+    """Return the text of docs/metrics.md."""
     lines = [HEAD]
     for start, metrics in GROUPS.items():
         rows = [(f"`{metric.name}`", metric.unit, metric.better, meaning(metric)) for metric in metrics]
         head = ("metric", "unit", "better", "meaning")
         lines += [f"## {start or 'Of verl'}", "", ABOUT[start], "", *table(head, rows), ""]
-    rows = [
-        (alarm.name, f"`{alarm.watches}`" if alarm in ALARMS else alarm.watches, alarm.when, advice(alarm))
-        for alarm in (*ALARMS, NOT_A_NUMBER)
-    ]
+    rows = [(alarm.name, f"`{alarm.watches}`", alarm.when, advice(alarm)) for alarm in ALARMS]
+    # NOT_A_NUMBER watches all metrics: its text is a description and not a name.
+    rows.append((NOT_A_NUMBER.name, NOT_A_NUMBER.watches, NOT_A_NUMBER.when, advice(NOT_A_NUMBER)))
     lines += [ALARM_HEAD, "", *table(("alarm", "watches", "sounds", "try"), rows)]
     return "\n".join(lines) + "\n"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the page, or see whether it is up to date."""
+    """Write the page, or with --check compare it with the current registry. Return the exit code."""
     if "--check" not in arguments:
         (ROOT / PAGE).write_text(page(), encoding="utf-8")
     elif current(PAGE) != page():

@@ -1,7 +1,7 @@
-"""Writes the pages that say what becomes of another system's command line, from the schema of the recipe that takes it.
+"""Write docs/from_openrlhf.md and docs/from_verl.md from the adapters and the schemas of the recipes.
 
 python scripts/migration_page.py            write docs/from_*.md
-python scripts/migration_page.py --check    exit 1 if one of them is not what would be written
+python scripts/migration_page.py --check    exit with 1 if a page is not up to date
 """
 
 import sys
@@ -173,42 +173,57 @@ What is different on purpose:
 
 
 def cell(text: object) -> str:
-    """A text as one cell of a table. Outside of code type a word in <> is shown, not taken for HTML."""
+    """Return a text as one cell of a Markdown table. A word in <> outside of code is escaped: it is not HTML."""
     parts = str(text).replace("|", "\\|").replace("\n", " ").split("`")
     parts[::2] = [part.replace("<", "&lt;").replace(">", "&gt;") for part in parts[::2]]
     return "`".join(parts)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """A table in Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return [f"| {' | '.join(map(cell, line))} |" for line in lines]
+    """Return the lines of a Markdown table."""
+    all_rows = [head, ["---"] * len(head), *rows]
+    return [f"| {' | '.join(map(cell, row))} |" for row in all_rows]
 
 
 def names(keys: Sequence[str]) -> str:
-    """Flags in code type."""
+    """Return flags as inline code, separated by commas."""
     return ", ".join(f"`{key}`" for key in keys)
 
 
 def shown_default(name: str, value: object, others: Mapping[str, str]) -> str:
-    """A default, and the other system's where it is another."""
-    # A default that is made when the run starts is another one every time.
-    text = "auto" if value is None and name in others else "none" if value in (None, "") else str(value)
-    text = f"{text.rpartition('/')[0]}/{text.rpartition('/')[2].partition('-')[0]}-TIME" if name == "run_dir" else text
-    return f"{text} (there: {others[name]})" if name in others else text
+    """Return the text of a default value, with that of the other system in parentheses if it differs."""
+    text = str(value)
+    if value in (None, ""):
+        text = "none"
+    if value is None and name in others:
+        text = "auto"
+    if name == "run_dir":
+        # Its default contains the start time, which would change the page on every run.
+        folder, _, run = text.rpartition("/")
+        text = f"{folder}/{run.partition('-')[0]}-TIME"
+    if name in others:
+        text += f" (there: {others[name]})"
+    return text
 
 
-def adapter_tables(schema: Any, own: TableAdapter, system: str) -> list[str]:
-    """What the table of another system says, and the options that it has no name for.
+def reason(entry: Refused) -> str:
+    """Return why a flag is refused or has no effect, with the value that is accepted."""
+    if not entry.harmless:
+        return entry.why
+    return f"{entry.why} (`{entry.harmless}` is let through)"
+
+
+def adapter_tables(schema: Any, adapter: TableAdapter, system: str) -> list[str]:
+    """Return the tables of an adapter as Markdown, and a table of the options that have no name in the other system.
 
     Args:
-        schema: of a recipe.
-        own: the table.
-        system: its name.
+        schema: options of the recipe.
+        adapter: names of the other system.
+        system: name of the other system.
     """
     options = options_of(schema)
     other: dict[str, list[str]] = {}
-    for name, target in own.options.items():
+    for name, target in adapter.options.items():
         other.setdefault(target.name, []).append(name)
     rows = [
         (f"`{o.name}`", names(other.get(o.name, [])), shown_default(o.name, o.default, {}), o.meaning) for o in options
@@ -216,54 +231,48 @@ def adapter_tables(schema: Any, own: TableAdapter, system: str) -> list[str]:
     named = [row for row, option in zip(rows, options, strict=True) if option.name in other]
     rest = [(row[0], row[2], row[3]) for row, option in zip(rows, options, strict=True) if option.name not in other]
     lines = [
-        f"## Names that stand for an option ({len(own.options)})",
+        f"## Names that stand for an option ({len(adapter.options)})",
         "",
         *table(("option", f"in {system}", "default", "what it does here"), named),
         "",
-        f"## Names from which options are computed ({len(own.computed)})",
+        f"## Names from which options are computed ({len(adapter.computed)})",
         "",
-        textwrap.fill(f"{names(list(own.computed))}.", 120, break_long_words=False, break_on_hyphens=False),
+        textwrap.fill(f"{names(list(adapter.computed))}.", 120, break_long_words=False, break_on_hyphens=False),
     ]
     for title, head, entries in (
-        ("Names without effect", "why", own.no_effect),
-        ("Names that are not taken", "why, and what to use", own.refused),
+        ("Names without effect", "why", adapter.no_effect),
+        ("Names that are not taken", "why, and what to use", adapter.refused),
     ):
         by_why: dict[str, list[str]] = {}
         for name, entry in entries.items():
-            harmless = f" (`{entry.harmless}` is let through)" if entry.harmless else ""
-            by_why.setdefault(entry.why + harmless, []).append(name)
-        found = [(names(group), why) for why, group in by_why.items()]
-        lines += ["", f"## {title} ({len(entries)})", "", *table(("names", head), found)]
+            by_why.setdefault(reason(entry), []).append(name)
+        rows = [(names(group), why) for why, group in by_why.items()]
+        lines += ["", f"## {title} ({len(entries)})", "", *table(("names", head), rows)]
     return [*lines, "", f"## All other options ({len(rest)})", "", *table(("option", "default", "what it does"), rest)]
 
 
 def from_openrlhf() -> str:
-    """docs/from_openrlhf.md."""
+    """Return the text of docs/from_openrlhf.md."""
     return "\n".join([FROM_OPENRLHF, *adapter_tables(PPOConfig, train_ppo(), "OpenRLHF")]) + "\n"
 
 
 def from_verl() -> str:
-    """docs/from_verl.md."""
+    """Return the text of docs/from_verl.md."""
     defaults = {option.name: option.default for option in options_of(VerlPPOConfig)}
     taken = [
         (
             f"`{key}`",
             f"`{target.name}`",
             shown_default(target.name, defaults[target.name], {}),
-            ", ".join(f"{there}: {here}" for there, here in target.values.items() if there != str(here)),
+            ", ".join(f"{verl}: {ours}" for verl, ours in target.values.items() if verl != str(ours)),
         )
         for key, target in VERL.options.items()
     ]
 
     def grouped(part: Mapping[str, Refused]) -> list[tuple[str, str]]:
-        """(names, why), without what is silent."""
-        rows = groupby(part.items(), key=lambda item: (item[1].why, item[1].harmless))
-        found = [(why, harmless, names([name for name, _ in group])) for (why, harmless), group in rows]
-        return [
-            (keys, why + (f" (`{harmless}` is let through)" if harmless else ""))
-            for why, harmless, keys in found
-            if why
-        ]
+        """Return (keys, reason) per run of neighbours with the same reason. Keys without a reason are left out."""
+        rows = groupby(part.items(), key=lambda item: bool(item[1].why) and reason(item[1]))
+        return [(names([name for name, _ in group]), text) for text, group in rows if text]
 
     lines = [
         FROM_VERL,
@@ -294,7 +303,7 @@ PAGES = {"docs/from_openrlhf.md": from_openrlhf, "docs/from_verl.md": from_verl}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the pages, or see whether they are up to date."""
+    """Write the pages, or with --check compare them with the current tables. Return the exit code."""
     stale = [name for name, page in PAGES.items() if "--check" in arguments and current(name) != page()]
     if stale:
         print(f"{', '.join(stale)}: not up to date; run python scripts/migration_page.py", file=sys.stderr)
@@ -307,9 +316,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def current(name: str) -> str:
-    """The page as it is; empty when it is not there."""
+    """Return the text of a page, or "" if it does not exist."""
     path = ROOT / name
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
+    if not path.is_file():
+        return ""
+    return path.read_text(encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Writes the page on which each option stands beside its names elsewhere, from plugins/option_help/synonyms.yaml.
+"""Write docs/option_names.md, the names of each option in other systems, from plugins/option_help/synonyms.yaml.
 
 python scripts/option_names_page.py            write docs/option_names.md
-python scripts/option_names_page.py --check    exit 1 if it is not what would be written
+python scripts/option_names_page.py --check    exit with 1 if the page is not up to date
 """
 
 import sys
 from collections.abc import Sequence
 
-from migration_page import ROOT, current, names, table  # which makes the project importable
+from migration_page import ROOT, current, names, table  # also makes the project importable
 
 from plugins.option_help.synonyms import synonyms
 
@@ -25,13 +25,18 @@ that is started with one of these names gives the same hint. [openrlhf_ppo](from
 
 
 def page() -> str:
-    """docs/option_names.md."""
-    found = synonyms()
+    """Return the text of docs/option_names.md."""
+    known = synonyms()
     options = [
-        (f"`{option}`", names(known), ", ".join(found.elsewhere(option)[1]) or "all")
-        for option, known in found.options.items()
+        (f"`{option}`", names(others), ", ".join(known.elsewhere(option)[1]) or "all")
+        for option, others in known.options.items()
     ]
-    advice = [(names(each.names), each.say, f"`{each.where}`" if each.where else "all") for each in found.advice]
+    advice = []
+    for hint in known.advice:
+        recipes = "all"
+        if hint.where:
+            recipes = f"`{hint.where}`"
+        advice.append((names(hint.names), hint.say, recipes))
     lines = [
         HEAD,
         "## One option",
@@ -46,7 +51,7 @@ def page() -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the page, or see whether it is up to date."""
+    """Write the page, or with --check compare it with the current table. Return the exit code."""
     if "--check" not in arguments:
         (ROOT / PAGE).write_text(page(), encoding="utf-8")
     elif current(PAGE) != page():

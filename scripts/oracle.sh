@@ -1,34 +1,34 @@
 #!/usr/bin/env bash
-# How far the recipes are from the real packages: makes these an environment of their own, and compares.
+# Compare the recipes with the real packages (TRL, OpenRLHF, verl), which are installed in a separate environment.
 #
 #   bash scripts/oracle.sh [--write] [ARGUMENT OF PYTEST ...]
 #
-# --write     write docs/differences.md of what was measured
+# --write     write the measured differences to docs/differences.md
 #
-# Others than the page's, to see whether the rows still hold:
-# ORACLE_SEED=11       what responses, rewards and masks are drawn from
-# ORACLE_SHAPE=4x4x8   prompts of a step (even), responses to each (8 or a multiple of it in all), tokens of the longest
+# Two variables compare other inputs than those of the page:
+# ORACLE_SEED=11       seed of the responses, rewards and masks
+# ORACLE_SHAPE=4x4x8   prompts per step (even) x responses per prompt (their product a multiple of 8) x maximum tokens
 #
-# The environment is ORACLE_VENV, .oracle_venv unless it is set; tests/oracle/constraints.txt has what is in it. It takes 3 GB
-# and some minutes the first time, and then as long as the comparisons, a minute. Part of no tier of scripts/test.sh: run it
-# nightly, and after a change of a formula or of an adapter.
+# The environment is in ORACLE_VENV (default .oracle_venv), with the packages of tests/oracle/constraints.txt. Creating it
+# takes 3 GB and some minutes; the comparisons take a minute. No tier of scripts/test.sh includes them: run them nightly,
+# and after a change of a formula or an adapter.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${ORACLE_VENV:-.oracle_venv}
-wanted=$(cat tests/oracle/upstream.txt tests/oracle/constraints.txt)
-if [ "$wanted" != "$(cat "$venv/ready" 2>/dev/null)" ]; then
+requirements=$(cat tests/oracle/upstream.txt tests/oracle/constraints.txt)
+if [ "$requirements" != "$(cat "$venv/ready" 2>/dev/null)" ]; then
     python3 -m venv "$venv"
     "$venv/bin/pip" install --quiet "$(grep '^torch==' constraints.txt)"
-    # Without dependencies: verl's own bounds exclude versions that these recipes have.
+    # Without dependencies, because the limits of verl exclude versions that the recipes need.
     "$venv/bin/pip" install --quiet --no-deps -r tests/oracle/upstream.txt
     "$venv/bin/pip" install --quiet -r tests/oracle/constraints.txt
-    # hydra-core asks for an older one than the recipes.
+    # Without dependencies, because hydra-core requires an older omegaconf than the recipes.
     "$venv/bin/pip" install --quiet --no-deps "$(grep '^omegaconf==' constraints.txt)"
-    echo "$wanted" >"$venv/ready"
+    echo "$requirements" >"$venv/ready"
 fi
 if [ "${1:-}" = --write ]; then
     if [ -n "${ORACLE_SEED:-}${ORACLE_SHAPE:-}" ]; then
-        echo "scripts/oracle.sh --write: the page is of the usual seed and shape; unset ORACLE_SEED and ORACLE_SHAPE" >&2
+        echo "scripts/oracle.sh --write: the page has the default seed and shape; unset ORACLE_SEED and ORACLE_SHAPE" >&2
         exit 2
     fi
     export ORACLE_WRITE=1

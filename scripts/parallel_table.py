@@ -1,7 +1,7 @@
-"""The table of docs/parallel.md: which axes published models take on 8 to 128 GPUs, and what ranks then send.
+"""Write the table of docs/parallel.md: parallel axes and traffic of published models on 8 to 128 GPUs.
 
-    python scripts/parallel_table.py            write it into the page
-    python scripts/parallel_table.py --check    exit 1 if the page has another
+    python scripts/parallel_table.py            write the table into the page
+    python scripts/parallel_table.py --check    exit with 1 if the page is not up to date
 
 The arithmetic is that of `--dry_run` (plugins/plan/memory.py and communication.py). Nothing is measured.
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
-import plan_table  # which makes the project importable
+import plan_table  # also makes the project importable
 
 from components.models.size import ModelSize, size_of
 from components.train.config import TrainConfig
@@ -32,19 +32,24 @@ LENGTHS = {"4k": 4096, "32k": 32768, "128k": 131072}
 DEVICES = (8, 32, 128)
 AXES = ("context", "tensor", "expert")
 SEQUENCES = 128
-"""Of an optimizer step."""
+"""Number of sequences per optimizer step."""
 MOST = 72 * 10**9
-"""Bytes that may be taken of the 80 GB of a GPU: a tenth is left to what the allocator cannot use."""
+"""Usable bytes of a GPU with 80 GB. A tenth is reserved for fragmentation of the allocator."""
 HOST = 2 * 10**12
-"""Bytes of a machine of 8 GPUs."""
+"""Host memory of a node with 8 GPUs, in bytes."""
 SIZES = (1, 2, 4, 8)
-"""Of an axis that stays on a machine of 8 GPUs."""
+"""Sizes of an axis within a node of 8 GPUs."""
 
 
 def choices(size: ModelSize, devices: int, longest: int) -> Iterator[tuple[TrainConfig, MemoryEstimate]]:
-    """All axes that are possible, and what a rank then takes; optimizer states on the GPU, and in host memory."""
-    tensors, experts = ((1,), SIZES) if size.experts else (SIZES, (1,))
+    """Yield each possible configuration and its memory per rank, with optimizer states on the GPU or in host memory."""
+    tensors: Sequence[int] = SIZES
+    experts: Sequence[int] = (1,)
+    if size.experts:  # a mixture of experts is sharded by experts, not by tensors
+        tensors = (1,)
+        experts = SIZES
     for context, tensor, expert, offload in product(SIZES, tensors, experts, (False, True)):
+        # Both axes split the attention heads.
         if size.heads % (context * tensor) or context * tensor > max(SIZES):
             continue
         axes = {"context": context, "tensor": tensor, "expert": expert}
@@ -53,49 +58,54 @@ def choices(size: ModelSize, devices: int, longest: int) -> Iterator[tuple[Train
 
 
 def fits(need: MemoryEstimate) -> bool:
-    """Whether a GPU and a machine can hold it."""
+    """Return True if a GPU and a node have enough memory."""
     return need.total <= MOST and 8 * need.host <= HOST
 
 
-def chosen(size: ModelSize, devices: int, longest: int) -> tuple[TrainConfig, MemoryEstimate]:
-    """Of those that fit the one that sends least, without offloading if it can; where none fits the smallest."""
-    found = list(choices(size, devices, longest))
-    fitting = [one for one in found if fits(one[1])]
+def choose(size: ModelSize, devices: int, longest: int) -> tuple[TrainConfig, MemoryEstimate]:
+    """Return the configuration that fits with the least traffic, or the smallest one if none fits.
+
+    Configurations without offloading come first.
+    """
+    candidates = list(choices(size, devices, longest))
+    fitting = [candidate for candidate in candidates if fits(candidate[1])]
     if not fitting:
-        return min(found, key=lambda one: (one[0].adam_offload, one[1].total))
-    return min(fitting, key=lambda one: (one[0].adam_offload, sum(one[1].sends.values())))
+        return min(candidates, key=lambda candidate: (candidate[0].adam_offload, candidate[1].total))
+    return min(fitting, key=lambda candidate: (candidate[0].adam_offload, sum(candidate[1].sends.values())))
 
 
 def rows() -> Iterator[Sequence[object]]:
-    """A row of each model, length and number of GPUs."""
+    """Yield a row per model, length and number of GPUs."""
     for (name, shape), (length, longest), devices in product(MODELS.items(), LENGTHS.items(), DEVICES):
         size = size_of(shape)
         assert size is not None
-        config, need = chosen(size, devices, longest)
-        verdict = "yes" if fits(need) else "no"
-        more = " + adam_offload" if config.adam_offload else ""
+        config, need = choose(size, devices, longest)
+        verdict = {True: "yes", False: "no"}[fits(need)]
+        if config.adam_offload:
+            verdict += " + adam_offload"
         axes = [config.data_ranks(devices), config.context, config.tensor, config.expert]
         sends = [plan_table.gigabytes(need.sends.get(axis, 0)) for axis in ("data", *AXES)]
-        yield name, length, devices, *axes, plan_table.gigabytes(need.total), verdict + more, *sends
+        yield name, length, devices, *axes, plan_table.gigabytes(need.total), verdict, *sends
 
 
 def tables() -> dict[str, str]:
-    """The page's table, by name."""
+    """Return name -> table of the page."""
     head = ["model", "tokens", "GPUs", "data", *AXES, "memory (GB)", "fits", "data sends (GB)"]
     return {"axes": plan_table.written([*head, *(f"{axis} sends" for axis in AXES)], rows())}
 
 
 def with_tables(text: str) -> str:
-    """The page with this table in it."""
+    """Return the text of the page with its table replaced."""
     return plan_table.filled(text, tables(), "parallel_table.py")
 
 
 def main() -> int:
+    """Write the table, or with --check compare it. Return the exit code."""
     text = PAGE.read_text(encoding="utf-8")
-    found = with_tables(text)
+    new_text = with_tables(text)
     if "--check" in sys.argv:
-        return int(found != text)
-    PAGE.write_text(found, encoding="utf-8")
+        return int(new_text != text)
+    PAGE.write_text(new_text, encoding="utf-8")
     return 0
 
 

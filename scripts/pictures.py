@@ -1,8 +1,8 @@
-"""Make the pictures of the documentation from a run of the code as it is.
+"""Create the pictures of the documentation from a run of the current code.
 
     python scripts/pictures.py [--out FOLDER] [OPTION=VALUE ...]
 
-Runs the demonstration of grpo in a terminal of 120 columns and writes to FOLDER (docs/images):
+It runs the demonstration of grpo in a terminal of 120 columns and writes to FOLDER (default docs/images):
 
     terminal.png, terminal.txt   the terminal in the middle of the run, and its text
     report.png                   the curves of report.html
@@ -31,7 +31,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parents[1]
-COLUMNS, ROWS = 120, 60
+COLUMNS = 120
+ROWS = 60
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
 COLOURS = {
     30: "#3b3f45",
@@ -55,9 +56,9 @@ if TYPE_CHECKING:
 
 
 class Screen:
-    """The text and colours on a terminal, after what a program has written to it.
+    """Text and colours of a terminal, updated by the output of a program.
 
-    It knows the codes that a run uses: cursor up, carriage return, erase to the end, colours.
+    It implements the codes that a run uses: cursor up, carriage return, erase to the end, colours.
     """
 
     def __init__(self) -> None:
@@ -69,12 +70,14 @@ class Screen:
         self._rest = ""
 
     def write(self, text: str) -> None:
-        """Take more output."""
+        """Process more output of the program."""
         text = self._rest + text
-        # An escape code may be cut in two by a read.
+        # A read may end inside an escape code. Its beginning waits for the next read.
         cut = text.rfind("\x1b")
-        self._rest = text[cut:] if cut >= 0 and not _ESCAPE.match(text, cut) else ""
-        text = text[: len(text) - len(self._rest)]
+        self._rest = ""
+        if cut >= 0 and not _ESCAPE.match(text, cut):
+            self._rest = text[cut:]
+            text = text[:cut]
         position = 0
         while position < len(text):
             code = _ESCAPE.match(text, position)
@@ -118,35 +121,37 @@ class Screen:
         if code == 2:
             return self._style + "opacity:.55;"
         colour = COLOURS.get(code, COLOURS.get(code - 60, ""))
-        return self._style + f"color:{colour};" if colour else self._style
+        if not colour:
+            return self._style
+        return self._style + f"color:{colour};"
 
     def text(self) -> str:
-        """The lines without colours."""
+        """Return the lines without colours."""
         return "\n".join("".join(c for c, _ in line).rstrip() for line in self.lines).rstrip("\n") + "\n"
 
     def page(self) -> str:
-        """The screen as a page."""
+        """Return the screen as HTML."""
         rows = ["".join(f'<span style="{s}">{html.escape(c)}</span>' for c, s in line) for line in self.lines]
         return f"{PAGE}{chr(10).join(rows)}</pre>"
 
 
 def output_of(command: list[str]) -> Iterator[str]:
-    """Run a command in a terminal and yield what it writes.
+    """Run a command in a terminal and yield its output.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: the command failed.
     """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     env = {**os.environ, "TERM": "xterm-256color", "HOME": os.environ.get("HOME", "/"), "COLUMNS": str(COLUMNS)}
-    env.pop("CI", None)  # with it a run prints lines instead of the live view
+    env.pop("CI", None)  # if it is set, a run prints lines instead of the live view
     program = subprocess.Popen(command, cwd=ROOT, env=env, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     while True:
         try:
             data = os.read(ours, 65536)
         except OSError as error:
-            # Linux reports the end of a terminal whose other side has closed as an input/output error.
+            # Linux reports EIO when the other side of the terminal has closed.
             if error.errno != errno.EIO:
                 raise
             break
@@ -159,7 +164,7 @@ def output_of(command: list[str]) -> Iterator[str]:
 
 
 def run_demonstration(run_dir: Path, options: list[str]) -> Screen:
-    """Run the demonstration of grpo; return the screen in the middle of the steps, or its first one with a step."""
+    """Run the demonstration of grpo. Return the screen in the middle of the steps, or the first one with a step."""
     screen = Screen()
     middle = Screen()
     command = ["bash", "recipes/grpo/run.sh", f"run_dir={run_dir}", *options]
@@ -175,7 +180,7 @@ def run_demonstration(run_dir: Path, options: list[str]) -> Screen:
 
 
 def take_pictures(browser: Browser, screen: Screen, report: Path, out: Path) -> None:
-    """Write the pictures."""
+    """Write the pictures of the terminal and of the report into `out`."""
     page = browser.new_page(viewport={"width": 1200, "height": 820})
     page.set_content(screen.page())
     page.locator("#screen").screenshot(path=out / "terminal.png")
@@ -184,7 +189,7 @@ def take_pictures(browser: Browser, screen: Screen, report: Path, out: Path) -> 
     page.evaluate("document.documentElement.style.scrollBehavior = 'auto'")
     for section, name in (("curves", "report"), ("rollouts", "rollouts")):
         page.evaluate(f"document.getElementById('{section}').scrollIntoView()")
-        page.wait_for_timeout(1000)  # charts are drawn when they come into sight
+        page.wait_for_timeout(1000)  # charts are drawn when they become visible
         page.screenshot(path=out / f"{name}.png")
 
 
@@ -192,7 +197,7 @@ def main() -> None:
     """Run the demonstration and write the pictures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images", help="folder of the pictures")
-    parser.add_argument("options", nargs="*", metavar="OPTION=VALUE", help="of the run")
+    parser.add_argument("options", nargs="*", metavar="OPTION=VALUE", help="options of the run")
     arguments = parser.parse_intermixed_args()
     from playwright.sync_api import sync_playwright
 
@@ -201,13 +206,13 @@ def main() -> None:
         sys.exit("pictures: no Chromium found; install one: apt-get install chromium")
     arguments.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch, sync_playwright() as playwright:
-        # A short path: the run shows it.
+        # A short name, because the run prints the path.
         run_dir = Path(scratch) / "first"
         screen = run_demonstration(run_dir, arguments.options)
-        for line in screen.lines:
-            shown = "".join(character for character, _ in line)
-            if scratch in shown:
-                line[:] = [(character, "") for character in shown.replace(scratch, "runs")]
+        for characters in screen.lines:
+            text = "".join(character for character, _ in characters)
+            if scratch in text:
+                characters[:] = [(character, "") for character in text.replace(scratch, "runs")]
         (arguments.out / "terminal.txt").write_text(screen.text(), encoding="utf-8")
         browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
         take_pictures(browser, screen, run_dir / "report.html", arguments.out)

@@ -1,9 +1,9 @@
-"""The tables of docs/large_models.md: what published models take on 1 to 32 GPUs, term by term.
+"""Write the tables of docs/large_models.md: memory of published models on 1 to 32 GPUs, term by term.
 
-    python scripts/plan_table.py            write them into the page
-    python scripts/plan_table.py --check    exit 1 if the page has others
+    python scripts/plan_table.py            write the tables into the page
+    python scripts/plan_table.py --check    exit with 1 if the page is not up to date
 
-The arithmetic is that of `--dry_run` (plugins/plan/memory.py), of one layout for all: see the page.
+The arithmetic is that of `--dry_run` (plugins/plan/memory.py), with one layout for all models; see the page.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from plugins.plan.memory import (  # noqa: E402
 from plugins.vllm.config import VLLMRolloutConfig  # noqa: E402 (may not be installed)
 
 PAGE = ROOT / "docs/large_models.md"
-BEGIN, END = "<!-- {name}: written by scripts/{script} -->", "<!-- end of {name} -->"
+BEGIN = "<!-- {name}: written by scripts/{script} -->"
+END = "<!-- end of {name} -->"
 SHAPES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
 def qwen2(*shape: int, vocabulary: int, tied: bool) -> dict[str, Any]:
-    """config.json of a model of the Qwen2.5 family."""
+    """Return the config.json of a model of the Qwen2.5 family."""
     named = dict(zip(SHAPES, shape, strict=True))
     return {"model_type": "qwen2", "vocab_size": vocabulary, "tie_word_embeddings": tied} | named
 
@@ -62,66 +63,76 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-"""Of each published config.json what decides about its size."""
+"""Model -> the entries of its published config.json that determine its size."""
 DEVICES = (1, 8, 16, 32)
 MEMORIES = (80, 141)
 PER_NODE = 8
-LONGEST, TOKENS, SEQUENCES = 5120, 16384, 512
-"""Tokens of the longest sequence and of a micro-batch, and responses of a step."""
+LONGEST = 5120
+"""Maximum number of tokens in a sequence."""
+TOKENS = 16384
+"""Number of tokens in a micro-batch."""
+SEQUENCES = 512
+"""Number of responses per step."""
 SHARE = 0.7
-"""Of a GPU's memory, what vLLM may take while the policy sleeps."""
+"""Share of the GPU memory that vLLM may use while the policy sleeps."""
 TRAIN = TrainConfig(engine="fsdp", zero_stage=3, precision="bf16", gradient_checkpointing=True, packing=True)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A policy, its engines and a reference that share all devices."""
+    """Memory of a policy, its engines and a reference model that share all devices."""
 
     devices: int
     actor: MemoryEstimate
     engine: MemoryEstimate
     reference: MemoryEstimate
     parallel: int
-    """Devices of an engine."""
+    """Number of devices per engine."""
 
     @property
     def needs(self) -> tuple[MemoryEstimate, MemoryEstimate, MemoryEstimate]:
+        """Estimates of the three roles."""
         return self.actor, self.engine, self.reference
 
     @property
     def base(self) -> int:
-        """Contexts, NCCL's buffers and CUDA graphs of all three."""
+        """Bytes of the CUDA contexts, NCCL buffers and CUDA graphs of the three roles."""
         return sum(need.base for need in self.needs)
 
     def peaks(self) -> dict[str, int]:
-        """Of a GPU in each phase."""
+        """Return phase -> peak bytes of a GPU."""
         return {phase.name: self.base + phase.most for phase in phases(self.needs)}
 
     def fits(self, device_bytes: int) -> str:
-        """A verdict."""
+        """Return "yes", or "no" with the phase or part that needs too much memory."""
         if self.engine.short:
             return "no: an engine's weights"
         over = {name: peak for name, peak in self.peaks().items() if peak > device_bytes}
-        return f"no: {max(over, key=lambda name: over[name])}" if over else "yes"
+        if not over:
+            return "yes"
+        return f"no: {max(over, key=lambda name: over[name])}"
 
     def node(self) -> int:
-        """Memory of the machine that rank 0 is on: what sleeps there, and what is there while a state is written."""
+        """Return the host memory of the node of rank 0, in bytes: sleeping roles, published weights, and loading."""
         ranks = min(PER_NODE, self.devices)
         engines = max(1, ranks // self.parallel)
         processes = sum(400_000_000 * count for count in (ranks, engines, ranks)) + 650_000_000
         asleep = ranks * self.actor.host + engines * self.engine.host
-        # Two versions of the weights are there while the engines read the newer one.
+        # `published` has two versions of the weights: engines may still read the older one.
         return processes + asleep + self.actor.published + ranks * max(self.actor.loading, self.reference.loading)
 
 
 def layout(size: ModelSize, devices: int, device_bytes: int) -> Layout:
-    """The layout of so many devices, with the least devices of an engine that hold its weights."""
-    parallel, engine = 1, _engine(size, devices, 1, device_bytes)
+    """Return the layout on a number of devices. An engine gets the fewest devices that hold its weights."""
+    parallel = 1
+    engine = _engine(size, devices, parallel, device_bytes)
     while engine.short and 2 * parallel <= min(devices, PER_NODE):
         parallel *= 2
         engine = _engine(size, devices, parallel, device_bytes)
     actor = training(size, TRAIN, devices, tokens=TOKENS, several=True, gpu=True, publishes=True, sleeps=True)
-    sharding = "sharded" if devices > 1 else "whole"
+    sharding = "whole"
+    if devices > 1:
+        sharding = "sharded"
     reference = frozen(size, "bf16", tokens=TOKENS, gpu=True, layout=sharding, ranks=devices)
     return Layout(devices, actor, engine, reference, parallel)
 
@@ -134,27 +145,30 @@ def _engine(size: ModelSize, devices: int, parallel: int, device_bytes: int) -> 
 
 
 def gigabytes(count: int | None) -> str:
-    """Of a cell: decimal, two digits, and one behind the point at most."""
+    """Return bytes as decimal gigabytes for a cell, with one decimal below 100."""
     value = (count or 0) / 1e9
-    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+    if value < 100:
+        return f"{value:.1f}"
+    return f"{value:.0f}"
 
 
 def terms() -> Iterator[Sequence[object]]:
-    """A row of each model and number of devices: what one GPU of 80 GB has of each term, and its phases."""
+    """Yield a row per model and number of devices: each term on a GPU of 80 GB, and its phases."""
     for name, config in MODELS.items():
         size = size_of(config)
         assert size is not None
         for devices in DEVICES:
-            found = layout(size, devices, 80 * 10**9)
-            actor, peaks = found.actor, found.peaks()
-            parts = (actor.weights, actor.gradients, actor.optimizer, actor.passes, found.reference.weights)
-            engine = (found.engine.weights, found.base)
-            at_peak = (peaks["training"], peaks["weight sync"], found.node())
-            yield name, devices, found.parallel, *map(gigabytes, (*parts, *engine, *at_peak))
+            plan = layout(size, devices, 80 * 10**9)
+            actor = plan.actor
+            peaks = plan.peaks()
+            parts = (actor.weights, actor.gradients, actor.optimizer, actor.passes, plan.reference.weights)
+            engine = (plan.engine.weights, plan.base)
+            at_peak = (peaks["training"], peaks["weight sync"], plan.node())
+            yield name, devices, plan.parallel, *map(gigabytes, (*parts, *engine, *at_peak))
 
 
 def verdicts() -> Iterator[Sequence[object]]:
-    """A row of each model: whether it fits, by devices and their memory."""
+    """Yield a row per model: verdicts by number of devices and their memory."""
     for name, config in MODELS.items():
         size = size_of(config)
         assert size is not None
@@ -163,13 +177,13 @@ def verdicts() -> Iterator[Sequence[object]]:
 
 
 def written(head: Sequence[str], rows: Iterator[Sequence[object]]) -> str:
-    """A table in Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    """Return a Markdown table."""
+    all_rows = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in all_rows)
 
 
 def tables() -> dict[str, str]:
-    """The page's tables, by name."""
+    """Return name -> table of the page."""
     named = [f"{devices} x {memory} GB" for memory in MEMORIES for devices in DEVICES]
     head = ["model", "GPUs", "tensor_parallel", "weights", "gradients", "optimizer", "passes", "reference"]
     head += ["engine's weights", "contexts", "training", "weight sync", "first node"]
@@ -180,25 +194,27 @@ def tables() -> dict[str, str]:
 
 
 def with_tables(text: str) -> str:
-    """The page with these tables in it."""
+    """Return the text of the page with its tables replaced."""
     return filled(text, tables(), "plan_table.py")
 
 
 def filled(text: str, named: Mapping[str, str], script: str) -> str:
-    """A page with tables of a script between the marks that have their names."""
+    """Return a page with the tables of a script inserted between the markers with their names."""
     for name, table in named.items():
-        begin, end = BEGIN.format(name=name, script=script), END.format(name=name)
+        begin = BEGIN.format(name=name, script=script)
+        end = END.format(name=name)
         before, rest = text.split(begin)
         text = f"{before}{begin}\n\n{table}\n\n{end}{rest.split(end)[1]}"
     return text
 
 
 def main() -> int:
+    """Write the tables, or with --check compare them. Return the exit code."""
     text = PAGE.read_text(encoding="utf-8")
-    found = with_tables(text)
+    new_text = with_tables(text)
     if "--check" in sys.argv:
-        return int(found != text)
-    PAGE.write_text(found, encoding="utf-8")
+        return int(new_text != text)
+    PAGE.write_text(new_text, encoding="utf-8")
     return 0
 
 

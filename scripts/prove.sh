@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Shows that the demonstration learns, and that it is the learning rate that does it:
+# Measure that the demonstration of a recipe learns, and that it does not with learning rate 0:
 #
 #   bash scripts/prove.sh [--recipe NAME] [SEED ...]
 #
-# One run of the recipe (openrlhf_ppo, grpo, reinforce_pp, multi_turn or verl_ppo; the first without --recipe) for each
-# seed (1 2 3), and one with learning rate 0 of the first seed. Ends with a table and the bars it is held to
-# (scripts/prove_table.py). The runs stay in runs/prove-<time>/, or in the folder that PROVE_DIR names. Exit code: 0 all
-# bars reached; 1 not; 2 bad input.
+# It runs the recipe (openrlhf_ppo, grpo, reinforce_pp, multi_turn or verl_ppo; default openrlhf_ppo) once per seed
+# (default 1 2 3), and once with learning rate 0 for the first seed. It then prints a table and the thresholds
+# (scripts/prove_table.py). The runs stay in runs/prove-<time>/, or in the folder PROVE_DIR. Exit code: 0 all thresholds
+# are reached; 1 not all; 2 invalid arguments.
 set -euo pipefail
 
 home="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -19,7 +19,7 @@ case "$recipe" in
     openrlhf_ppo) still=(train.learning_rate=0 critic.learning_rate=0) ;;
     grpo | reinforce_pp | multi_turn) still=(train.learning_rate=0) ;;
     verl_ppo) still=(actor_rollout_ref.actor.optim.lr=0 critic.optim.lr=0) ;;
-    *) echo "prove.sh: there is no bar for \"$recipe\"; set --recipe to openrlhf_ppo, grpo, reinforce_pp, multi_turn or verl_ppo" >&2; exit 2 ;;
+    *) echo "prove.sh: there is no threshold for \"$recipe\"; set --recipe to openrlhf_ppo, grpo, reinforce_pp, multi_turn or verl_ppo" >&2; exit 2 ;;
 esac
 seeds=("$@")
 ((${#seeds[@]})) || seeds=(1 2 3)
@@ -29,12 +29,12 @@ done
 
 runs="${PROVE_DIR:-$home/runs/prove-$(date +%Y%m%d-%H%M%S)}"
 if [[ -e "$runs" ]]; then
-    echo "prove.sh: $runs exists; name a folder that does not, so that no earlier run is taken for a new one" >&2
+    echo "prove.sh: $runs exists, and its runs would be mixed with the new ones; set PROVE_DIR to a new folder" >&2
     exit 2
 fi
 mkdir -p -- "$runs"
 
-# A run that fails shows in the table; the others are still worth having.
+# A failed run is shown in the table. It does not stop the others, whose results are still useful.
 run() {
     local name="$1"
     shift

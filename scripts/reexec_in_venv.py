@@ -1,4 +1,4 @@
-"""Lets a script that people start with any `python` run in the project's own."""
+"""Continue a script in the project's Python, whichever `python` it was started with."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ from pathlib import Path
 
 VENV = Path(__file__).resolve().parents[1] / ".venv"
 STARTED = "TROUPE_STARTED_IN"
-"""The process that has continued in another Python already. What starts a Python may hide which one it is."""
+"""Environment variable with the id of the process that has already continued in another Python.
+
+Without it a wrapper, whose sys.executable differs from the path that was started, would restart without end.
+"""
 
 
 def reexec_in_venv() -> None:
-    """Go on in the Python that TROUPE_PYTHON names, else in that of .venv, where it is there and this is another."""
-    given = os.environ.get("TROUPE_PYTHON")
-    python = shutil.which(given or str(VENV / "bin" / "python"))
-    is_this = python == sys.executable if given else Path(sys.prefix).resolve() == VENV.resolve()
-    if python and not is_this and os.environ.get(STARTED) != str(os.getpid()):
+    """Continue in the Python of TROUPE_PYTHON, or else of .venv. Do nothing if it does not exist or is this one."""
+    override = os.environ.get("TROUPE_PYTHON")
+    python = shutil.which(override or str(VENV / "bin" / "python"))
+    is_current = Path(sys.prefix).resolve() == VENV.resolve()
+    if override:
+        is_current = python == sys.executable
+    if python and not is_current and os.environ.get(STARTED) != str(os.getpid()):
         os.environ[STARTED] = str(os.getpid())
         os.execv(python, [python, *sys.argv])

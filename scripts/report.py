@@ -1,6 +1,6 @@
-"""The report of one run, or of several beside each other: `python scripts/report.py runs/a [runs/b ...] [--out FILE]`.
+"""Write the report of one or more runs: `python scripts/report.py runs/a [runs/b ...] [--out FILE]`.
 
-Reads what the runs left, also while they continue, and writes one HTML file that opens without a network.
+It reads the run folders, also of runs in progress, and writes one HTML file that needs no network.
 """
 
 from __future__ import annotations
@@ -15,29 +15,31 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # the project may 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the report; returns the exit code: 0 written, 1 the disk said no, 2 no such run."""
+    """Write the report. Return the exit code: 0 written, 1 the file cannot be written, 2 there is no such run."""
     from components.process.streams import accept_any_text
     from plugins.report.page import write_report
 
     accept_any_text()
     parser = argparse.ArgumentParser(prog="report.py", description="Write the report of runs into one HTML file.")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run, such as runs/a")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, such as runs/a")
     parser.add_argument(
         "--out",
         type=Path,
-        help="the file to write (default: report.html in the run's folder; of several, in the folder above the first)",
+        help="file to write (default: report.html in the folder of the run; of several, in the parent of the first)",
     )
-    given = parser.parse_args(arguments)
-    missing = [str(run) for run in given.runs if not run.is_dir()]
+    options = parser.parse_args(arguments)
+    missing = [str(run) for run in options.runs if not run.is_dir()]
     if missing:
         print(f"report.py: no such folder: {', '.join(missing)}; name the folders of runs", file=sys.stderr)
         return 2
-    first = given.runs[0].resolve()
-    out = given.out or (first if len(given.runs) == 1 else first.parent) / "report.html"
+    folder = options.runs[0].resolve()
+    if len(options.runs) > 1:
+        folder = folder.parent
+    out = options.out or folder / "report.html"
     if out.is_dir():
         out = out / "report.html"
     try:
-        size = write_report(given.runs, out)
+        size = write_report(options.runs, out)
     except ValueError as error:
         print(f"report.py: {error}", file=sys.stderr)
         return 2

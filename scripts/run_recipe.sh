@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# What run.sh of every recipe does once it has found the project:
+# Common part of run.sh of all recipes, which call it after they have found the project:
 #
 #   run_recipe.sh RECIPE_FOLDER [ARGUMENT ...]
 #
-# Sets the environment up when it is not ready, and runs main.py of the folder with the arguments. The current
-# folder stays what it is, so relative paths in the arguments mean what they say.
-# TROUPE_PYTHON names a Python to use as it is, in place of .venv (a container, a cluster's environment).
+# It installs missing dependencies into .venv, and runs main.py of the folder with the arguments. The current directory
+# is not changed, so that relative paths in the arguments are valid.
+# TROUPE_PYTHON is the path of a Python that is used instead of .venv, for example in a container or on a cluster.
 set -euo pipefail
 
 home="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -13,13 +13,13 @@ here="$(cd -- "$1" && pwd)"
 shift
 name="$(basename -- "$here")"
 
-# Ctrl-C or SIGTERM while the environment is looked at: one line, as from the program itself.
+# Ctrl-C or SIGTERM while the environment is checked: print one line, as the program itself does.
 trap 'printf "%s: stopped before the start\n" "$name" >&2; exit 130' INT
 trap 'printf "%s: stopped before the start\n" "$name" >&2; exit 143' TERM
 
 refuse() { printf '%s: %s\n' "$name" "$@" >&2; exit 2; }
 
-# Python imports the folder by its name.
+# The folder is a Python package, so its name must be a Python name.
 [[ "$name" =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] ||
     refuse "the folder $here is to be imported, and \"$name\" is no Python name; rename it to letters, digits and _"
 [[ -f "$here/main.py" ]] || refuse "$here has no main.py, so there is nothing to run"
@@ -27,7 +27,7 @@ refuse() { printf '%s: %s\n' "$name" "$@" >&2; exit 2; }
 python="${TROUPE_PYTHON:-}"
 if [[ -z "$python" ]]; then
     extras=(recipes)
-    # Its gpu.yaml is for runs on GPUs, where vLLM generates.
+    # A recipe with a gpu.yaml generates with vLLM on GPUs.
     if [[ -f "$here/gpu.yaml" ]] && timeout 30 nvidia-smi >/dev/null 2>&1; then
         extras+=(vllm)
     fi
@@ -46,7 +46,8 @@ module="$name"
 if [[ "$(dirname -- "$here")" -ef "$home/recipes" ]]; then
     module="recipes.$name"
 else
-    # A folder with a link to the copy alone: what lies beside it, perhaps a select.py, is not to be imported.
+    # The path gets a folder with only a link to the copy. Its real parent may have files like select.py, which would hide
+    # modules of the standard library.
     cache="${TROUPE_CACHE:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/troupe}"
     links="$cache/copies/$(printf '%s' "$here" | cksum | tr -d ' ')"
     if [[ ! "$links/$name" -ef "$here" ]] && ! { mkdir -p -- "$links" && ln -sfn -- "$here" "$links/$name"; }; then
@@ -54,7 +55,7 @@ else
     fi
     path="$links:$home"
 fi
-# A recipe elsewhere that is called as a module of Python's or of a package would be taken for it, everywhere.
+# A recipe outside of the project with the name of another module would hide that module everywhere.
 env -u PYTHONPATH TROUPE_HOME="$home" "$python" -P - "$module" "$here" <<'PY' || refuse "rename the folder $here"
 import signal
 
@@ -77,8 +78,8 @@ PY
 
 export TROUPE_HOME="$home"
 export PYTHONPATH="$path${PYTHONPATH:+:$PYTHONPATH}"
-# Signals wait until the program has a handler for them (scripts/early_stop.py).
+# Signals are blocked until the program has installed handlers for them (scripts/early_stop.py).
 hold=(env --block-signal=INT --block-signal=TERM)
 "${hold[@]}" true 2>/dev/null || hold=()
-# -P: the current folder is not searched for modules.
+# -P: do not search the current directory for modules.
 exec "${hold[@]}" "$python" -P "$home/scripts/early_stop.py" "$module.main" "$@"

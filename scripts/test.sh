@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Runs the tests, after setting up what they need.
+# Run the tests, after installing what they need.
 #
 #   bash scripts/test.sh [--full | --nightly] [ARGUMENT OF PYTEST ...]
 #
-# (none)      what a change could break: at most 8 minutes on two quiet cores; needs no compiler, browser or vLLM
-# --full      everything but what is nightly, at most 40 minutes: adds vLLM (1 GB), reasoning-gym (needs a C compiler)
+# (none)      the default tier, for every change: at most 8 minutes on two idle cores; no compiler, browser or vLLM
+# --full      all tests except the nightly ones, at most 40 minutes: adds vLLM (1 GB), reasoning-gym (needs a C compiler)
 #             and the report in a browser (needs Chromium or Chrome: apt-get install chromium)
-# --nightly   the rest: learning over seeds, all tasks, every copy of a recipe, long stalls
+# --nightly   the other tests: learning over several seeds, all tasks, every copy of a recipe, long stalls
 #
-# A tier is held to CPU seconds of all its processes, at the speed of a quiet machine (tests/cpu_budget.py), so a busy one
-# makes it late and fails nothing. With arguments (bash scripts/test.sh tests/core -k future) only a part runs, and no
-# budget counts. Two tests run side by side; -n 4 makes it four.
+# Each tier has a budget of CPU seconds for all its processes, scaled to the speed of an idle machine
+# (tests/cpu_budget.py). A busy machine makes a tier slower, but does not make it fail. With arguments
+# (bash scripts/test.sh tests/core -k future) the budget is not checked. Two tests run in parallel; -n 4 runs four.
 set -euo pipefail
 
 home="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -32,11 +32,11 @@ esac
 
 bash "$home/scripts/setup.sh" --quiet "${extras[@]}"
 cd -- "$home"
-# SIGINT lets pytest report and its clusters shut down; what does not listen is killed a minute later.
+# SIGINT lets pytest print its report and shut its clusters down. Processes that ignore it are killed a minute later.
 status=0
 timeout --foreground --signal=INT --kill-after=60 "${minutes}m" \
     .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$marks" "${options[@]}" || status=$?
 if ((status == 124 || status == 137)); then
-    echo "test.sh: not done after $minutes minutes, so the run was ended; pytest --durations=20 shows what is slow" >&2
+    echo "test.sh: stopped after $minutes minutes; pytest --durations=20 lists the slowest tests" >&2
 fi
 exit "$status"

@@ -1,4 +1,4 @@
-"""The layers of the project, their sizes and their files, held for the whole tree.
+"""Checks of the layers of the project, their sizes and their files.
 
 Each check is a function from a tree to the list of its faults, so that tests/test_architecture.py can show that
 it finds them in a tree that has them.
@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "scripts": {"core", "agents", "components", "training", "plugins", "recipes"},
     "tests": {"core", "agents", "components", "training", "plugins", "recipes", "tests"},
 }
-"""Which of our folders the files of a folder may import. A recipe reaches its own files by relative imports, and a
+"""Folder -> folders that its files may import. A recipe reaches its own files by relative imports, and a
 plug-in its own files. The registry (components/registry.py) loads plug-ins by the values of options."""
 AGENTS_IN_TRAINING = "agents.options"
 """The only module of `agents` that training imports: its options are a group of every command. The registry loads the
@@ -42,9 +42,9 @@ others."""
 LAYERS = ("core", "components", "agents", "training", "plugins", "recipes", "scripts")
 CORE_MAY_IMPORT = {"ray", "omegaconf", "pydantic"}
 ENGINE_LIBRARIES = {"deepspeed", "peft", "vllm"}
-"""Only plug-ins import these."""
+"""Libraries that only plug-ins may import."""
 TORCH_FREE_FILES = {"main.py", "config.py", "remote_call.py"}
-"""Files of a recipe that plan a job, or name its calls, before any torch is needed."""
+"""Files of a recipe that must work without torch: they plan a job or name its calls."""
 
 CEILINGS = tomllib.loads((ROOT / "tests" / "ceilings.toml").read_text(encoding="utf-8"))
 FUNCTION_LINES: int = CEILINGS["all"]["function"]
@@ -65,12 +65,12 @@ SHARED_SHARE = 0.4
 RECIPE_FILES = ("README.md", "config.py", "main.py", "trainer.py", "remote_call.py", "algorithm.py", "run.sh")
 IMPORT_CORE_S = 0.5
 THIN = {")", "(", "]", "}", "},", "),", "],", "):", "]:", "else:", "return", "pass"}
-"""Lines that say nothing by themselves."""
+"""Lines that are ignored in comparisons of recipes."""
 
 
 @dataclass(frozen=True)
 class Import:
-    """One imported name, resolved to where it stands in the tree."""
+    """An imported name, resolved to its absolute form."""
 
     name: str
     line: int
@@ -89,7 +89,7 @@ def sources(root: Path, *folders: str) -> Iterator[Path]:
 
 @functools.lru_cache(maxsize=1000)
 def syntax(text: str) -> ast.Module:
-    """The syntax tree of a file, which several checks look at."""
+    """Return the cached syntax tree of a file."""
     return ast.parse(text)
 
 
@@ -102,14 +102,14 @@ def is_type_checking(test: ast.expr) -> bool:
 
 
 def called(function: ast.expr) -> str:
-    """The last part of the name of what is called."""
+    """Return the last part of the name of a called function."""
     if isinstance(function, ast.Attribute):
         return function.attr
     return function.id if isinstance(function, ast.Name) else ""
 
 
 def names_in(node: ast.stmt | ast.expr, package: tuple[str, ...]) -> list[tuple[str, bool]]:
-    """The absolute names that one node imports, each with whether it was written relatively."""
+    """Return (absolute name, is relative) of the imports of a node."""
     if isinstance(node, ast.Import):
         return [(alias.name, False) for alias in node.names]
     if isinstance(node, ast.ImportFrom):
@@ -128,59 +128,59 @@ def names_in(node: ast.stmt | ast.expr, package: tuple[str, ...]) -> list[tuple[
 
 
 def imports_of(path: Path, root: Path) -> list[Import]:
-    """Every import of a file, wherever it stands in it."""
+    """Return all imports of a file, including those inside of functions."""
     package = path.relative_to(root).parent.parts
-    found: list[Import] = []
+    imports: list[Import] = []
 
     def visit(node: ast.AST, for_types_only: bool) -> None:
         if isinstance(node, ast.stmt | ast.expr):
-            found.extend(Import(n, node.lineno, rel, for_types_only) for n, rel in names_in(node, package))
+            imports.extend(Import(n, node.lineno, rel, for_types_only) for n, rel in names_in(node, package))
         guarded = node.body if isinstance(node, ast.If) and is_type_checking(node.test) else []
         for child in ast.iter_child_nodes(node):
             visit(child, for_types_only or child in guarded)
 
     visit(syntax(path.read_text()), False)
-    return found
+    return imports
 
 
-def import_fault(found: Import, parts: tuple[str, ...]) -> str:
-    """Why a file at `parts` may not import this; empty when it may."""
+def import_fault(imported: Import, parts: tuple[str, ...]) -> str:
+    """Return why a file at `parts` may not import a name, or "" if it may."""
     layer = parts[0]
-    if found.top == "plugins" and layer not in {"scripts", "tests"}:
-        own = list(parts[:2]) == found.name.split(".")[:2]
-        return "" if own else f"nothing imports a plug-in, but here: {found.name}"
-    if found.top == "agents" and layer == "training" and not found.name.startswith(AGENTS_IN_TRAINING):
-        return f"training loads {found.name} by components/registry.py"
-    if found.top in MAY_IMPORT:
-        if found.relative and found.top == layer and layer != "recipes":
+    if imported.top == "plugins" and layer not in {"scripts", "tests"}:
+        is_own = list(parts[:2]) == imported.name.split(".")[:2]
+        return "" if is_own else f"nothing imports a plug-in, but here: {imported.name}"
+    if imported.top == "agents" and layer == "training" and not imported.name.startswith(AGENTS_IN_TRAINING):
+        return f"training loads {imported.name} by components/registry.py"
+    if imported.top in MAY_IMPORT:
+        if imported.relative and imported.top == layer and layer != "recipes":
             return ""
-        if layer == "recipes" and found.top == "recipes":
-            own = found.relative and found.name.split(".")[1:2] == [*parts[1:2]]
-            return "" if own else f"a recipe imports only itself, and that relatively, but here: {found.name}"
-        return "" if found.top in MAY_IMPORT[layer] else f"{layer} may not import {found.name}"
-    if found.top == "":
+        if layer == "recipes" and imported.top == "recipes":
+            is_own = imported.relative and imported.name.split(".")[1:2] == [*parts[1:2]]
+            return "" if is_own else f"a recipe imports only itself, and that relatively, but here: {imported.name}"
+        return "" if imported.top in MAY_IMPORT[layer] else f"{layer} may not import {imported.name}"
+    if imported.top == "":
         return "a relative import that leaves the tree"
-    if layer == "core" and found.top not in CORE_MAY_IMPORT | sys.stdlib_module_names:
-        return f"core may not import {found.name}, only {', '.join(sorted(CORE_MAY_IMPORT))} and Python's own"
-    if layer == "components" and found.top == "ray":
+    if layer == "core" and imported.top not in CORE_MAY_IMPORT | sys.stdlib_module_names:
+        return f"core may not import {imported.name}, only {', '.join(sorted(CORE_MAY_IMPORT))} and Python's own"
+    if layer == "components" and imported.top == "ray":
         return "components work without ray"
-    if layer in {"components", "agents", "training"} and found.top in ENGINE_LIBRARIES:
-        return f"only a plug-in may import {found.top}"
+    if layer in {"components", "agents", "training"} and imported.top in ENGINE_LIBRARIES:
+        return f"only a plug-in may import {imported.top}"
     return ""
 
 
 def import_faults(root: Path) -> list[str]:
-    """Imports that do not go down."""
+    """Return imports that break the order of the layers."""
     return [
-        f"{where(path, root, found.line)}: {fault}"
+        f"{where(path, root, imported.line)}: {fault}"
         for path in sources(root, *LAYERS, "tests")
-        for found in imports_of(path, root)
-        if (fault := import_fault(found, path.relative_to(root).parts))
+        for imported in imports_of(path, root)
+        if (fault := import_fault(imported, path.relative_to(root).parts))
     ]
 
 
 def cycle_faults(root: Path) -> list[str]:
-    """The first circle of files that import each other, wherever in the files and for whatever the imports stand."""
+    """Return the first import cycle, including imports in functions and for types."""
     modules = module_files(root)
     needed = {name: needed_by(path, root, modules) - {name} for name, path in modules.items()}
     try:
@@ -191,19 +191,19 @@ def cycle_faults(root: Path) -> list[str]:
 
 
 def torch_faults(root: Path) -> list[str]:
-    """Imports of torch in the files of a recipe that run before any torch is needed."""
+    """Return imports of torch in the files of a recipe that must work without it."""
     return [
-        f"{where(path, root, found.line)}: {path.name} of a recipe works without torch"
+        f"{where(path, root, imported.line)}: {path.name} of a recipe works without torch"
         for path in sources(root, "recipes")
         if path.name in TORCH_FREE_FILES and path.parent.parent == root / "recipes"
-        for found in imports_of(path, root)
-        if found.top == "torch" and not found.for_types_only
+        for imported in imports_of(path, root)
+        if imported.top == "torch" and not imported.for_types_only
     ]
 
 
 @functools.lru_cache(maxsize=1000)
 def code_lines(text: str) -> frozenset[int]:
-    """Numbers of the lines that hold code: no blanks, no comments, no docstrings (those of fields included)."""
+    """Return the numbers of the code lines: without blanks, comments, and docstrings (also of fields)."""
     beside = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -220,7 +220,7 @@ def functions_of(text: str) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 def function_size_faults(root: Path) -> list[str]:
-    """Functions that are too long."""
+    """Return functions that exceed the ceiling."""
     faults = []
     for path in sources(root, *LAYERS, "tests"):
         lines = code_lines(path.read_text())
@@ -233,7 +233,7 @@ def function_size_faults(root: Path) -> list[str]:
 
 
 def file_size_faults(root: Path) -> list[str]:
-    """Files that are too long; schemas in a config.py may be."""
+    """Return files that exceed the ceiling. Schemas in a config.py are exempt."""
     faults = []
     for path in sources(root, *LAYERS, "tests"):
         count = len(code_lines(path.read_text()))
@@ -243,18 +243,18 @@ def file_size_faults(root: Path) -> list[str]:
 
 
 def recipes_of(root: Path) -> list[Path]:
-    """Folders of the recipes of this project, without copies that users have made."""
+    """Return the folders of the recipes of this project, without copies by users."""
     folders = (p for p in (root / "recipes").glob("*") if p.is_dir() and p.name in RECIPE_LINES)
     return sorted(p for p in folders if any(child.is_file() for child in p.iterdir()))
 
 
 def size_of(root: Path, folder: str) -> int:
-    """Number of lines of code in a folder."""
+    """Return the number of code lines of a folder."""
     return sum(len(code_lines(p.read_text())) for p in sources(root, folder) if p.name not in APART)
 
 
 def layer_size_faults(root: Path) -> list[str]:
-    """Layers and recipes that are too large."""
+    """Return layers and recipes that exceed their ceilings."""
     limits = {layer: limit for layer, limit in LAYER_LINES.items() if (root / layer).is_dir()}
     for recipe in recipes_of(root):
         limits[f"recipes/{recipe.name}"] = RECIPE_LINES[recipe.name]
@@ -263,20 +263,20 @@ def layer_size_faults(root: Path) -> list[str]:
 
 
 def module_files(root: Path) -> dict[str, Path]:
-    """Our files by the names under which they are imported."""
+    """Return module name -> file for the files of the project."""
     files = {".".join(path.relative_to(root).with_suffix("").parts): path for path in sources(root, *LAYERS)}
     return {name.removesuffix(".__init__"): path for name, path in files.items()}
 
 
 def needed_by(path: Path, root: Path, modules: dict[str, Path]) -> set[str]:
-    """The modules of ours that a file imports, wherever in it and for whatever."""
-    names = {found.name for found in imports_of(path, root)}
+    """Return the modules of the project that a file imports, including those in functions and for types."""
+    names = {imported.name for imported in imports_of(path, root)}
     # `from a.b import c` names the module a.b.c, or something that is in a.b.
     return {name if name in modules else name.rpartition(".")[0] for name in names} & modules.keys()
 
 
 def closure_of(target: str, root: Path, modules: dict[str, Path]) -> set[str]:
-    """Names of the modules of a recipe, or of one of its files, and of everything they import outside of plug-ins.
+    """Return the modules of a recipe, or of one of its files, and all modules that they import outside of plug-ins.
 
     Args:
         target: a folder, without the files that are apart, or a file, such as `recipes/grpo/single_file.py`.
@@ -302,7 +302,7 @@ def closure_of(target: str, root: Path, modules: dict[str, Path]) -> set[str]:
 
 
 def closure_faults(root: Path) -> list[str]:
-    """Recipes, and files of them, that bring too much with them."""
+    """Return recipes and files whose import closure exceeds its ceiling."""
     modules = module_files(root)
     faults = []
     for target, limit in CLOSURE_LINES.items():
@@ -315,7 +315,7 @@ def closure_faults(root: Path) -> list[str]:
 
 
 def shared_line_faults(root: Path) -> list[str]:
-    """Recipes of this project that are copies of each other."""
+    """Return pairs of recipes that share too many lines."""
     lines = {
         recipe.name: Counter(
             text
@@ -326,15 +326,15 @@ def shared_line_faults(root: Path) -> list[str]:
         for recipe in recipes_of(root)
     }
     faults = []
-    for (one, own), (other, others) in itertools.combinations(lines.items(), 2):
-        share = (own & others).total() / max((own | others).total(), 1)
+    for (one, lines_of_one), (other, lines_of_other) in itertools.combinations(lines.items(), 2):
+        share = (lines_of_one & lines_of_other).total() / max((lines_of_one | lines_of_other).total(), 1)
         if share > SHARED_SHARE:
             faults.append(f"of recipes/{one} and recipes/{other} {share:.0%} is the same, over {SHARED_SHARE:.0%}")
     return faults
 
 
 def plugin_size_faults(root: Path) -> list[str]:
-    """Plug-ins that are too large."""
+    """Return plug-ins that exceed their ceilings."""
     counts = {
         path.parent.name: size_of(root, f"plugins/{path.parent.name}") for path in root.glob("plugins/*/__init__.py")
     }
@@ -347,7 +347,7 @@ def plugin_size_faults(root: Path) -> list[str]:
 
 
 def readme_faults(root: Path) -> list[str]:
-    """Folders without a README that lists which file to open for what."""
+    """Return folders without a README."""
     folders = {path.parent for path in sources(root, "core", "components", "agents", "training", "plugins")}
     folders -= {root / "agents" / "environments"}
     missing = sorted(folder for folder in folders if not (folder / "README.md").is_file())
@@ -355,7 +355,7 @@ def readme_faults(root: Path) -> list[str]:
 
 
 def annotation_faults(root: Path) -> list[str]:
-    """Arguments and results without a type."""
+    """Return arguments and results without a type annotation."""
     faults = []
     for path in sources(root, *LAYERS, "tests"):
         for function in functions_of(path.read_text()):
@@ -371,7 +371,7 @@ def annotation_faults(root: Path) -> list[str]:
 
 
 def recipe_faults(root: Path) -> list[str]:
-    """Files and tests that a recipe lacks."""
+    """Return the files and tests that recipes lack."""
     faults = []
     for recipe in recipes_of(root):
         faults += [f"recipes/{recipe.name} has no {name}" for name in RECIPE_FILES if not (recipe / name).is_file()]
@@ -384,7 +384,7 @@ def recipe_faults(root: Path) -> list[str]:
 
 
 def run_python(code: str, *arguments: str, root: Path = ROOT) -> str:
-    """What a fresh Python prints that sees the tree and nothing else of ours."""
+    """Return the output of a new Python process with only the tree on its path."""
     command = [sys.executable, "-P", "-c", code, *arguments]
     env = {**os.environ, "PYTHONPATH": str(root)}
     result = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, timeout=500)
@@ -393,7 +393,7 @@ def run_python(code: str, *arguments: str, root: Path = ROOT) -> str:
 
 
 def heavy_import_faults(root: Path, modules: list[str], forbidden: list[str]) -> list[str]:
-    """Modules whose import brings a forbidden library with it, directly or not."""
+    """Return modules whose import loads a forbidden library, directly or indirectly."""
     code = (
         "import importlib, sys\n"
         "for module in sys.argv[1].split():\n"
@@ -407,7 +407,7 @@ def heavy_import_faults(root: Path, modules: list[str], forbidden: list[str]) ->
 
 
 def missing_library_faults(root: Path) -> list[str]:
-    """Modules of components that cannot be imported without ray, vllm and deepspeed."""
+    """Return modules of components that cannot be imported without ray, vllm and deepspeed."""
     modules = [
         ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
         for path in sources(root, "components")

@@ -8,13 +8,14 @@ from typing import Any
 
 from plugins.demo.tiny_model import learnt_tokenizer, tiny_model
 
-TURN_END, THINK = "<|im_end|>", "<think>"
+TURN_END = "<|im_end|>"
+THINK = "<think>"
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 BYTES = 259
-"""Tokens of the tokenizer before special ones are added: <pad>, <bos>, <eos> and all bytes."""
+"""Number of tokens before special ones are added: <pad>, <bos>, <eos> and all bytes."""
 START_ID, END_ID, THINK_ID = BYTES, BYTES + 1, BYTES + 2
 
 

@@ -1,4 +1,4 @@
-"""What holds for every test: one thread, one Ray that takes only our calls, no network, and a budget of CPU seconds."""
+"""Setup of all tests: one thread, one private Ray, no network, and a budget of CPU seconds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FIRST = (
     "recipes/test_reward_outage.py",
     "components/weights/test_weights_arrive.py",
 )
-"""The files that take longest, the longest first: so all processes of pytest end at about the same time."""
+"""The slowest files, the slowest first, so that all pytest processes end at about the same time."""
 
 # Before anything imports torch or ray: both read these once. Processes that a test starts inherit them.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -39,7 +39,7 @@ os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["TROUPE_CORES"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-# Ray's own choice is 15: whatever runs beside the tests would keep its workers from working.
+# The default of Ray is 15, with which other load of the machine would slow its workers down.
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - its name
 if "PYTEST_XDIST_WORKER" not in os.environ:
     # Every Ray of the session, whoever starts it, takes only calls with this token.
@@ -53,7 +53,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     if namespaces_refused():
         # What the tests run in it is theirs.
         os.environ[PERMISSION] = "unsafe"
-# Ray would start a worker for each logical CPU, wanted or not.
+# By default Ray starts a worker per logical CPU in advance.
 os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112 - Ray reads it in this spelling
 os.environ["HF_HUB_OFFLINE"] = "1"
 # This checkout, also in processes that start elsewhere and where another one is installed.
@@ -61,7 +61,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS.parent), os.e
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what this system does not allow, and put the longest files first."""
+    """Deselect tests that this system does not support, and run the slowest files first."""
     out = [item for item in items if item.get_closest_marker("namespaces")]
     if out and namespaces_refused():
         config.hook.pytest_deselected(items=out)
@@ -75,7 +75,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say what was left out: who runs the full tier is to know that it was not all."""
+    """Report deselected tests: a full tier without them is not complete."""
     is_full = "not full" not in str(config.getoption("markexpr"))
     if is_full and (reason := namespaces_refused()):
         terminalreporter.section("left out: tests of several machines", yellow=True)
@@ -84,7 +84,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(scope="session")
 def ray_address() -> Iterator[str]:
-    """The one local Ray of a session, for every test that may share it: a process has one, and a start costs 5 s.
+    """Address of the local Ray that all tests of a process share: a start takes 5 s.
 
     It has more logical CPUs than the machine has cores: most of what the tests start waits most of the time.
     """
@@ -107,4 +107,4 @@ def ray_address() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def ray_cluster(ray_address: str) -> None:
-    """The same, for tests that need no address."""
+    """The shared local Ray, for tests that need no address."""

@@ -1,4 +1,4 @@
-"""What a suite may cost: CPU seconds of all its processes, so that a busy machine fails nothing.
+"""Budget of a test suite in CPU seconds of all its processes, so that a busy machine causes no failure.
 
 Beside others that share its cores and caches a core does less in a second, so the seconds are those of a core of
 reference speed: a piece of work is timed all along, and where it takes twice as long two seconds count as one.
@@ -17,22 +17,22 @@ import pytest
 SAMPLE_EVERY_S = 0.5
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 REFERENCE_S = 0.0014
-"""What `sample_speed` takes on the core that the budgets were set on, while two tests run."""
+"""CPU seconds of `sample_speed` on the reference core of the budgets, while two tests run."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add what scripts/test.sh says of a tier."""
+    """Add the option with which scripts/test.sh sets the budget of a tier."""
     parser.addoption("--cpu-budget", type=float, help="CPU seconds that the session may take, all processes together")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start counting, in the process that starts the others."""
+    """Start counting in the main process of pytest."""
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(CpuBudget(config.getoption("--cpu-budget")))
 
 
 class Process(NamedTuple):
-    """A process as /proc shows it; together with its start a process id is never used again."""
+    """A process in /proc. Process id and start time together are unique."""
 
     pid: int
     started: int
@@ -41,20 +41,20 @@ class Process(NamedTuple):
 
 
 def running_processes() -> list[Process]:
-    """All processes of this machine, each with the CPU seconds of its own threads."""
-    found = []
+    """Return all processes of this machine with the CPU seconds of their threads."""
+    processes = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
         except OSError:  # it has ended meanwhile
             continue
         cpu_s = (int(fields[11]) + int(fields[12])) / TICKS_PER_S
-        found.append(Process(int(folder.name), int(fields[19]), int(fields[1]), cpu_s))
-    return found
+        processes.append(Process(int(folder.name), int(fields[19]), int(fields[1]), cpu_s))
+    return processes
 
 
 def sample_speed() -> float:
-    """CPU seconds of this thread for a piece of work."""
+    """Return the CPU seconds of this thread for a fixed amount of work."""
     began = time.thread_time()
     total = 0
     for number in range(30_000):
@@ -63,7 +63,7 @@ def sample_speed() -> float:
 
 
 class CpuMeter:
-    """Adds up the CPU seconds of this process and of all that descend from it, Ray's and orphans too.
+    """Sum of the CPU seconds of this process and its descendants, including those of Ray and orphans.
 
     It looks twice a second; what a process does after the last look at it is not counted.
     """
@@ -82,7 +82,7 @@ class CpuMeter:
 
     @property
     def slowness(self) -> float:
-        """How many of this machine's CPU seconds make one of the reference, so far."""
+        """CPU seconds of this machine per CPU second of the reference, measured so far."""
         return sum(self._samples_s) / len(self._samples_s) / REFERENCE_S
 
     def total_s(self) -> float:
@@ -105,7 +105,7 @@ class CpuMeter:
 
 
 class CpuBudget:
-    """Tells what a session took, and fails one that took more than it may."""
+    """Reports the CPU seconds of a session, and fails it above its budget."""
 
     def __init__(self, budget_s: float | None) -> None:
         self.budget_s = budget_s
@@ -118,7 +118,7 @@ class CpuBudget:
 
     @property
     def fault(self) -> str:
-        """Why the session fails; empty when it does not."""
+        """Reason why the session fails, or "" if it does not."""
         if self.budget_s is None or self.spent_s <= self.budget_s:
             return ""
         return (

@@ -1,4 +1,4 @@
-"""Reads the pages of the documentation: their code, their commands, their links and their headings."""
+"""Parser of the documentation pages: code, commands, links and headings."""
 
 import re
 import shlex
@@ -13,12 +13,12 @@ PAGES = sorted(
 STARTS = re.compile(
     r"([A-Z_]+=\S+ +)*(bash|python3?|pytest|pip|git|ray|cp|cd|mkdocs|curl|docker|apt-get|sbatch|scancel|\.\S+/\S+) +\S"
 )
-"""How code within a sentence begins when it is a command."""
+"""First words of inline code that is a command."""
 
 
 @dataclass(frozen=True)
 class Code:
-    """A block of code: where it begins, and what it is written in."""
+    """A block of code with its page, first line and language."""
 
     page: str
     line: int
@@ -36,7 +36,7 @@ class Command:
 
     @property
     def words(self) -> list[str]:
-        """As a shell reads it, without comment, environment and what ends in dots, which stand for more."""
+        """Words of the command as a shell reads them, without comment, environment, and words that end in dots."""
         words = shlex.split(self.text, comments=True)
         while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
             words.pop(0)
@@ -45,7 +45,7 @@ class Command:
 
     @property
     def environment(self) -> list[str]:
-        """The names of the variables that it sets."""
+        """Names of the variables that the command sets."""
         return re.findall(r"^(?:export )?([A-Z_]+)=", self.text)
 
     def __str__(self) -> str:
@@ -53,48 +53,48 @@ class Command:
 
 
 def text_of(page: str) -> str:
-    """What the page says."""
+    """Return the text of a page."""
     return (ROOT / page).read_text(encoding="utf-8")
 
 
 def blocks(page: str) -> list[Code]:
-    """The fenced blocks of a page."""
+    """Return the fenced code blocks of a page."""
     text = text_of(page)
-    found = re.finditer(r"^```([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [Code(page, text.count("\n", 0, m.start()) + 1, m[1].strip(), m[2]) for m in found]
+    matches = re.finditer(r"^```([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [Code(page, text.count("\n", 0, m.start()) + 1, m[1].strip(), m[2]) for m in matches]
 
 
 def prose(page: str) -> str:
-    """The page without its blocks, line by line where it was."""
+    """Return the page without its code blocks. Line numbers are unchanged."""
     return re.sub(r"^```.*?^```$", lambda m: "\n" * m[0].count("\n"), text_of(page), flags=re.MULTILINE | re.DOTALL)
 
 
 def commands(page: str) -> list[Command]:
-    """The commands of a page, of its bash blocks and of its sentences."""
-    found = []
+    """Return the commands of a page, from bash blocks and from inline code."""
+    commands = []
     for block in blocks(page):
         if block.language == "bash":
             number = block.line + 1
             for line in block.text.replace("\\\n", "\0").splitlines():
                 text = line.replace("\0", "")
                 if shlex.split(text, comments=True):
-                    found.append(Command(page, number, " ".join(text.split())))
+                    commands.append(Command(page, number, " ".join(text.split())))
                 number += 1 + line.count("\0")
     text = prose(page)
     for m in re.finditer(r"(?<!`)`([^`]+)`(?!`)", text):
         code = " ".join(m[1].split())
         if STARTS.match(code):
-            found.append(Command(page, text.count("\n", 0, m.start()) + 1, code))
-    return found
+            commands.append(Command(page, text.count("\n", 0, m.start()) + 1, code))
+    return commands
 
 
 def options_of_shell(script: str) -> set[str]:
-    """The options of a shell script of ours: the patterns of its `case`."""
+    """Return the options of a shell script: the patterns of its `case`."""
     return set(re.findall(r"^ *(?:-\w \| )?(--[a-z]+)\)", text_of(script), re.MULTILINE))
 
 
 def anchors(page: str) -> set[str]:
-    """The names by which links may reach the page's headings, as code hosts make them."""
+    """Return the anchors of the headings of a page, as code hosts generate them."""
     names: set[str] = set()
     for heading in re.findall(r"^#+ +(.+)$", prose(page), re.MULTILINE):
         plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
@@ -105,6 +105,6 @@ def anchors(page: str) -> set[str]:
 
 
 def links(page: str) -> list[tuple[str, str]]:
-    """(file, anchor) of each link and image of a page to something of the repository; either may be empty."""
+    """Yield (file, anchor) of each link and image of a page within the repository. Either may be empty."""
     text = re.sub(r"`[^`\n]*`", "", prose(page))
     return re.findall(r"\]\((?![a-z]+:)([^)#\s]*)#?([^)\s]*)\)", text)

@@ -1,4 +1,4 @@
-"""GSM8K for tests: the real one where it lies beside the repository, else generated rows of the same format."""
+"""GSM8K for tests: the real data if it is beside the repository, otherwise generated rows in the same format."""
 
 from __future__ import annotations
 

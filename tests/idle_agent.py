@@ -1,10 +1,10 @@
-"""An agent for tests, whatever the policy speaks: one answer, which earns nothing."""
+"""An agent for tests that ends after one response with reward 0, for any tokenizer."""
 
 from agents import SingleTurnAgentExecutor
 
 
 def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict[str, list[float]]:
-    """Nothing for anybody."""
+    """Environment that gives reward 0 and ends."""
     return {"rewards": [0.0] * len(queries)}
 
 

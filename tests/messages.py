@@ -1,4 +1,4 @@
-"""What a message has to say, whatever its words."""
+"""Patterns for the facts of a message, independent of its wording."""
 
 from __future__ import annotations
 

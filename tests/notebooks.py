@@ -62,13 +62,13 @@ def figures() -> list[bytes]:
     """The figures that are open, as PNG; they are closed."""
     from matplotlib import pyplot
 
-    found = []
+    pictures = []
     for number in pyplot.get_fignums():
         file = io.BytesIO()
         pyplot.figure(number).savefig(file, format="png", dpi=70)
-        found.append(file.getvalue())
+        pictures.append(file.getvalue())
     pyplot.close("all")
-    return found
+    return pictures
 
 
 def picture(png: bytes) -> dict[str, Any]:
@@ -83,8 +83,8 @@ def main() -> None:
         notebook = read(path)
         with tempfile.TemporaryDirectory() as folder:
             outputs = run(path, Path(folder))
-        for cell, found in zip((c for c in notebook["cells"] if c["cell_type"] == "code"), outputs, strict=True):
-            cell["outputs"] = found
+        for cell, cell_outputs in zip((c for c in notebook["cells"] if c["cell_type"] == "code"), outputs, strict=True):
+            cell["outputs"] = cell_outputs
         path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

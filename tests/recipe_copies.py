@@ -1,4 +1,4 @@
-"""Copies of a recipe's folder, and how they are started: as a user does."""
+"""Helpers that copy the folder of a recipe and run the copy as a user does."""
 
 import json
 import os
@@ -10,17 +10,17 @@ from typing import Any
 from tests.architecture import ROOT, recipes_of
 
 RECIPES = [recipe.name for recipe in recipes_of(ROOT)]
-"""The recipes of this project; a folder beside them is a user's copy, which may look as it likes."""
+"""Recipes of this project. Other folders are copies by users, which the checks ignore."""
 
 
 def copied(recipe: str, target: Path) -> Path:
-    """A copy of the recipe's folder, as `cp -r` makes it."""
+    """Copy the folder of a recipe to `target`, as `cp -r` does. Return the copy."""
     shutil.copytree(ROOT / "recipes" / recipe, target, ignore=shutil.ignore_patterns("__pycache__"))
     return target
 
 
 def cloned(target: Path) -> Path:
-    """A copy of the project, with all that a run of it needs."""
+    """Copy the parts of the project that a run needs. Return the copy."""
     for name in ("core", "components", "agents", "training", "plugins", "recipes", "scripts"):
         shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", target)
@@ -28,7 +28,7 @@ def cloned(target: Path) -> Path:
 
 
 def run(folder: Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """`bash run.sh options`, from another directory, with nothing in the environment that helps but what is given."""
+    """Run `bash run.sh options` from another directory. Of the variables of the project only `env` is set."""
     ours = ("PYTHONPATH", "TROUPE_HOME", "TROUPE_PYTHON")
     clean = {name: value for name, value in os.environ.items() if name not in ours}
     return subprocess.run(
@@ -42,7 +42,7 @@ def run(folder: Path, *options: str, **env: str) -> subprocess.CompletedProcess[
 
 
 def write_untrained(folder: Path, seed: int = 0) -> Path:
-    """A policy with random weights that speaks the letters of the task sort."""
+    """Write a policy with random weights and the vocabulary of the task sort. Return its folder."""
     from plugins.demo.tasks import get_task
     from plugins.demo.tiny_model import task_tokenizer, tiny_model
 
@@ -53,5 +53,5 @@ def write_untrained(folder: Path, seed: int = 0) -> Path:
 
 
 def last_metrics(run_dir: Path) -> dict[str, Any]:
-    """The last line of metrics.jsonl."""
+    """Return the metrics of the last step."""
     return json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])

@@ -1,4 +1,4 @@
-"""check_gpu.py where there is no GPU and none of the libraries that it must do without."""
+"""Tests of check_gpu.py without a GPU and without the libraries that it must not need."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HEAVY = ("ray", "vllm", "deepspeed", "omegaconf", "pydantic")
 
 
 def check_gpu(folder: Path, *arguments: str, absent: tuple[str, ...] = HEAVY) -> subprocess.CompletedProcess[str]:
-    """Run the script where modules of these names cannot be found."""
+    """Run the script with modules of these names missing."""
     (folder / "sitecustomize.py").write_text(WITHOUT.format(absent=set(absent)))
     path = os.pathsep.join([str(folder), str(ROOT)])
     command = [sys.executable, str(ROOT / "scripts" / "check_gpu.py"), *arguments]
@@ -40,22 +40,22 @@ def check_gpu(folder: Path, *arguments: str, absent: tuple[str, ...] = HEAVY) ->
 
 
 def rows(folder: Path, stage: str) -> dict[str, dict[str, str]]:
-    """Of a stage, by what was checked."""
-    found = json.loads((folder / "gpu.json").read_text())[stage]
-    return {row["check"]: row for row in found["rows"]}
+    """Return check -> row of a stage."""
+    results = json.loads((folder / "gpu.json").read_text())[stage]
+    return {row["check"]: row for row in results["rows"]}
 
 
-def test_all_that_a_cpu_can_run_passes_without_ray_vllm_deepspeed_omegaconf_and_pydantic(tmp_path: Path) -> None:
+def test_all_cpu_checks_pass_without_ray_vllm_deepspeed_omegaconf_and_pydantic(tmp_path: Path) -> None:
     done = check_gpu(tmp_path, "--device", "cpu", "--stage", "a", "b", "--out", "gpu.json")
     assert done.returncode == 0, done.stdout + done.stderr
-    found = [row["verdict"] for row in rows(tmp_path, "a").values()]
-    assert set(found) == {"ok", "measured"}
+    verdicts = [row["verdict"] for row in rows(tmp_path, "a").values()]
+    assert set(verdicts) == {"ok", "measured"}
     # 3 precisions of training with 2 rows, 2 of packing with 3, 2 of rounding, 2 x 2 temperatures x 2 of agreement, the
     # vocabulary, 2 ways of sleep with 2, and 2 models with 2 lengths.
-    assert found.count("ok") == 6 + 6 + 2 + 8 + 1 + 4 + 4
+    assert verdicts.count("ok") == 6 + 6 + 2 + 8 + 1 + 4 + 4
     # The machine and its 2 models, 2 kernels, the vocabulary, 2 optimizers, generation, and 2 lengths with and without
     # checkpointing.
-    assert found.count("measured") == 3 + 2 + 1 + 2 + 1 + 4
+    assert verdicts.count("measured") == 3 + 2 + 1 + 2 + 1 + 4
     carriers = [row for name, row in rows(tmp_path, "b").items() if name.startswith("weights by ")]
     assert [row["verdict"] for row in carriers] == ["ok"] * 5
     assert len({row["measured"].partition(" bytes")[0] for row in carriers}) == 1
@@ -69,20 +69,20 @@ def test_all_that_a_cpu_can_run_passes_without_ray_vllm_deepspeed_omegaconf_and_
     assert written.endswith(before.partition("## Never run")[2])
 
 
-def test_a_check_that_fails_is_a_row_with_its_error_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_failed_check_is_a_row_with_its_error_and_the_other_checks_run(tmp_path: Path) -> None:
     missing = "plugins.fast_decode.cache"
     only = ["--stage", "a", "--only", "generation", "--out", "gpu.json"]
     (tmp_path / "gpu.json").write_text('{"b": {"rows": []}}')
     done = check_gpu(tmp_path, "--device", "cpu", *only, absent=(*HEAVY, missing))
     assert done.returncode == 1, done.stdout + done.stderr
-    found = rows(tmp_path, "a")
-    assert found["generation"]["verdict"] == "FAILED"
-    assert found["generation"]["measured"] == f"ModuleNotFoundError: No module named '{missing}'"
-    assert found["machine"]["verdict"] == "measured"
+    checks = rows(tmp_path, "a")
+    assert checks["generation"]["verdict"] == "FAILED"
+    assert checks["generation"]["measured"] == f"ModuleNotFoundError: No module named '{missing}'"
+    assert checks["machine"]["verdict"] == "measured"
     assert rows(tmp_path, "b") == {}  # of an earlier run
 
 
-def test_without_a_gpu_it_says_so_and_ends_with_2(tmp_path: Path) -> None:
+def test_without_a_gpu_the_script_reports_it_and_ends_with_2(tmp_path: Path) -> None:
     done = check_gpu(tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
     assert re.search(says("no GPU", "--device cpu"), done.stdout)

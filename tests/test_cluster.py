@@ -97,7 +97,7 @@ class RayNodes:
 
     address: str
     env: dict[str, str]
-    """Where its token is named."""
+    """Variables with the path of the token."""
     headers: dict[str, str]
     """The token, for clients in the process of the tests, which may have a Ray with another one."""
 
@@ -175,12 +175,12 @@ def toy(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def module() -> ModuleType:
-    """submit.py as a module."""
+    """submit.py, imported as a module."""
     spec = importlib.util.spec_from_file_location("submit", SUBMIT)
     assert spec is not None and spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def submit(*words: str | Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -200,7 +200,7 @@ def on_ray(recipe: str | Path, nodes: RayNodes) -> list[str | Path]:
 
 
 def nodes_of(role: str, nodes: RayNodes) -> list[str]:
-    """The node of each process of a role."""
+    """Return the node of each process of a role."""
     from ray.util.state import StateApiClient
     from ray.util.state.common import ListApiOptions, StateResource
 
@@ -216,20 +216,20 @@ def test_every_file_of_the_packages_is_shipped() -> None:
     archive = subprocess.run(command, capture_output=True, check=True).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
         shipped = {name.removeprefix("./") for name in files.getnames()}
-    wanted = {
+    required = {
         path.relative_to(ROOT).as_posix()
         for folder in folders
         for path in (ROOT / folder).rglob("*")
         if path.suffix in {".py", ".yaml", ".csv", ".sh", ".js", ".css"}
     }
-    assert wanted - shipped == set()
+    assert required - shipped == set()
 
 
 @pytest.mark.full
 def test_grpo_trains_on_two_nodes_from_the_code_that_was_shipped(nodes: RayNodes, tmp_path: Path) -> None:
-    own = [f"model.path={write_untrained(tmp_path / 'model')}", f"run_dir={tmp_path}/run", *SMALL.split()]
-    own += ["placement.nodes=2", "placement.actor_ranks=2"]
-    done = submit(*on_ray("recipes/grpo", nodes), "--", *own, env=nodes.env)
+    options = [f"model.path={write_untrained(tmp_path / 'model')}", f"run_dir={tmp_path}/run", *SMALL.split()]
+    options += ["placement.nodes=2", "placement.actor_ranks=2"]
+    done = submit(*on_ray("recipes/grpo", nodes), "--", *options, env=nodes.env)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("finished", 1)
@@ -313,19 +313,19 @@ def plan_of(run_dir: str, machines: int = 1) -> dict[str, Any]:
     return {"config": {"run_dir": run_dir}, "placement": {"bundles": bundles}}
 
 
-def test_a_dry_run_prints_a_script_that_bash_reads_with_what_was_asked_for(
+def test_a_dry_run_prints_a_valid_bash_script_with_the_requested_resources_and_options(
     module: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = ["--nodes", "2", "--gpus_per_node", "8", "--time", "1:00:00", "--account", "me"]
-    own = ["placement.nodes=2", f"run_dir={tmp_path}/run", "data.path=task:sort", "log.wandb_name=it's mine"]
-    done = submit("slurm", "recipes/grpo", *asked, "--dry_run", "--", *own)
+    flags = ["--nodes", "2", "--gpus_per_node", "8", "--time", "1:00:00", "--account", "me"]
+    options = ["placement.nodes=2", f"run_dir={tmp_path}/run", "data.path=task:sort", "log.wandb_name=it's mine"]
+    done = submit("slurm", "recipes/grpo", *flags, "--dry_run", "--", *options)
     assert done.returncode == 0, done.stderr
     for directive in ("nodes=2", "gpus-per-node=8", "time=1:00:00", "account=me", "requeue", "signal=B:TERM@660"):
         assert f"\n#SBATCH --{directive}\n" in done.stdout
     assert f"'log.wandb_name=it'\"'\"'s mine' run_dir={tmp_path}/run &\n" in done.stdout
     assert done.stdout.count("run_dir=") == 1
     assert not (tmp_path / "run").exists()
-    words = ["ray", "recipes/grpo", "--address", "http://h:8265", "--gpus_per_node", "2", "--dry_run", "--", *own]
+    words = ["ray", "recipes/grpo", "--address", "http://h:8265", "--gpus_per_node", "2", "--dry_run", "--", *options]
     assert module.run_on_ray(module.parse(words), plan_of("/shared/run")) == 0
     script = capsys.readouterr().out
     assert "-- exec env CUDA_VISIBLE_DEVICES=0,1 python -m recipes.grpo.main placement.nodes=2 " in script
@@ -334,15 +334,15 @@ def test_a_dry_run_prints_a_script_that_bash_reads_with_what_was_asked_for(
 
 
 def test_nodes_that_the_options_do_not_use_are_refused() -> None:
-    asked = ["slurm", "recipes/grpo", "--nodes", "4", "--gpus_per_node", "8", "--dry_run", "--"]
-    done = submit(*asked, "run_dir=/shared/run")
+    arguments = ["slurm", "recipes/grpo", "--nodes", "4", "--gpus_per_node", "8", "--dry_run", "--"]
+    done = submit(*arguments, "run_dir=/shared/run")
     assert done.returncode == 2
     assert re.search(says("--nodes 4", "placement.nodes=1", "placement.nodes=4"), done.stderr)
-    done = submit(*asked, "run_dir=/shared/run", "placement.nodes=4")
+    done = submit(*arguments, "run_dir=/shared/run", "placement.nodes=4")
     assert done.returncode == 0, done.stderr
 
 
-def test_what_a_recipe_refuses_is_refused_before_anything_is_sent() -> None:
+def test_options_that_the_recipe_refuses_are_refused_before_anything_is_sent() -> None:
     done = submit("slurm", "recipes/grpo", "--nodes", "1", "--", "placement.nods=2")
     assert done.returncode == 2
     assert re.search(says("placement.nods", "placement.nodes"), done.stderr)
@@ -364,13 +364,13 @@ def test_what_a_recipe_refuses_is_refused_before_anything_is_sent() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused_before_the_recipe_is_asked(
+def test_invalid_arguments_are_refused_before_the_recipe_runs(
     module: ModuleType, words: list[str], facts: tuple[object, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert module.main(words) == 2
-    told = capsys.readouterr().err
-    assert re.search(says(*facts), told)
-    assert "geheim" not in told
+    printed = capsys.readouterr().err
+    assert re.search(says(*facts), printed)
+    assert "geheim" not in printed
 
 
 @pytest.mark.parametrize(
@@ -383,19 +383,20 @@ def test_what_cannot_be_is_refused_before_the_recipe_is_asked(
         (["slurm", "--nodes", "1"], "/a", ("--nodes 1", "--nodes 2")),
     ],
 )
-def test_what_does_not_fit_a_plan_is_refused_before_anything_is_sent(
+def test_arguments_that_do_not_fit_the_plan_are_refused_before_anything_is_sent(
     module: ModuleType, words: list[str], run_dir: str, facts: tuple[object, ...]
 ) -> None:
     kind, *rest = words
-    asked = module.parse([kind, "recipes/grpo", *rest])
+    parsed = module.parse([kind, "recipes/grpo", *rest])
     with pytest.raises(module.Refused, match=says(*facts)):
-        (module.run_on_ray if kind == "ray" else module.run_on_slurm)(asked, plan_of(run_dir, machines=2))
+        (module.run_on_ray if kind == "ray" else module.run_on_slurm)(parsed, plan_of(run_dir, machines=2))
 
 
-def test_what_is_shipped_has_the_code_and_neither_environment_nor_runs_nor_weights(
+def test_the_uploaded_project_has_the_code_without_environment_runs_and_weights(
     module: ModuleType, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    home, copy = tmp_path / "home", tmp_path / "copy"
+    home = tmp_path / "home"
+    copy = tmp_path / "copy"
     dropped = ("home/.venv/python", "home/runs/a/b", "home/core/.x", "home/recipes/g/model.safetensors", "home/docs/a")
     dropped = (*dropped, "home/core/__pycache__/a", "elsewhere/toy/.git/HEAD", "elsewhere/toy/runs/a")
     for name in (*dropped, "home/core/job.py", "home/recipes/g/models/__init__.py"):
@@ -403,8 +404,8 @@ def test_what_is_shipped_has_the_code_and_neither_environment_nor_runs_nor_weigh
         (tmp_path / name).touch()
     copy.mkdir()
     monkeypatch.setattr(module, "ROOT", home)
-    asked = module.parse(["ray", str(toy), "--address", "x"])
-    lines = module.ray_script(asked, plan_of("/shared/run"), "toy-1").splitlines()
+    parsed = module.parse(["ray", str(toy), "--address", "x"])
+    lines = module.ray_script(parsed, plan_of("/shared/run"), "toy-1").splitlines()
     ship = [line for line in lines if line.startswith("ship")]
     subprocess.run(["bash", "-euc", f"copy={copy}\n" + "\n".join(ship)], check=True, timeout=LIMIT_S)
     assert sorted(str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()) == [

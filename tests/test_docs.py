@@ -1,4 +1,4 @@
-"""What the documentation shows can be done as it is written there, and leads where it says; its site can be built."""
+"""Tests of the documentation: commands, code and links of its pages work, and its site can be built."""
 
 import ast
 import dataclasses
@@ -30,7 +30,7 @@ class AgentInstance: ...
 def reward_func(queries, prompts, labels): ...
 def compute_score(data_source, solution_str, ground_truth, extra_info=None): ...
 """
-"""What a file of the reader's own has in it, wherever a command names one."""
+"""Content of files of the reader that commands name."""
 LANGUAGES = {"bash", "diff", "json", "python", "yaml", ""}
 FOREIGN = {
     "cd": r"\S+",
@@ -57,7 +57,7 @@ OF_FULL = re.compile(r"reasoning_gym:|rollout[._]engine[= ]vllm")
 
 @pytest.fixture
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a reader who types the commands, with the files that they name."""
+    """A folder with the files that the commands name, as the current directory."""
     monkeypatch.chdir(tmp_path)
     for name in ("recipes", "scripts"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -72,15 +72,15 @@ def test_every_command_of_a_page_can_be_run_as_it_stands(page: str, reader: Path
 
 
 @pytest.mark.full
-def test_so_can_those_that_need_what_the_default_tier_does_without(reader: Path) -> None:
-    found = [command for page in PAGES for command in commands(page) if OF_FULL.search(command.text)]
-    assert len(found) >= 3
-    for command in found:
+def test_commands_that_need_packages_of_the_full_tier_can_be_run_as_they_stand(reader: Path) -> None:
+    full_commands = [command for page in PAGES for command in commands(page) if OF_FULL.search(command.text)]
+    assert len(full_commands) >= 3
+    for command in full_commands:
         try_command(command, reader)
 
 
 def try_command(command: Command, folder: Path) -> None:
-    """AssertionError that shows the command, and what is wrong with it."""
+    """Check a command. The AssertionError shows the command and its fault."""
     for name in re.findall(r"(?<![\w/.])\w+\.py\b", command.text):
         (folder / name).write_text(A_FILE)
     try:
@@ -90,7 +90,7 @@ def try_command(command: Command, folder: Path) -> None:
 
 
 def check(command: Command) -> None:
-    """Raise what is wrong with a command."""
+    """Check a command by its program. Raises AssertionError or another error if it is wrong."""
     first, *rest = command.words
     for name in command.environment:
         assert name in sources(), f"nothing reads {name}"
@@ -105,7 +105,7 @@ def check(command: Command) -> None:
 
 
 def check_bash(words: list[str], command: Command) -> None:
-    """A recipe, or a shell script of ours."""
+    """Check a `bash` command: a recipe, or a shell script of the project."""
     script, *rest = words
     path = Path(script)
     if path.match("recipes/*/run.sh"):
@@ -126,7 +126,7 @@ def check_bash(words: list[str], command: Command) -> None:
 
 
 def check_recipe(recipe: str, options: list[str], command: Command) -> None:
-    """Its options, as its own main reads them before it looks at the machine."""
+    """Check the options of a recipe, as its main reads them."""
     if recipe == "my_algo":  # a copy of grpo, with the fields that the page adds
         added = re.findall(r"^\+ +(\w+): ", text_of(command.page), re.MULTILINE)
         recipe, options = "grpo", [o for o in options if o.partition("=")[0].split(".")[-1] not in added]
@@ -143,8 +143,8 @@ def check_python(words: list[str], command: Command) -> None:
         module, *rest = rest
         if module == "pytest":
             check_pytest(rest, command)
-        elif found := re.fullmatch(r"(?:troupe\.)?recipes\.(\w+)\.main", module):  # the prefix is that of the wheel
-            check_recipe(found[1], rest, command)
+        elif match := re.fullmatch(r"(?:troupe\.)?recipes\.(\w+)\.main", module):  # the prefix is that of the wheel
+            check_recipe(match[1], rest, command)
         elif module == "recipes.reward_model.serve":
             if rest:  # else it is only named
                 load_config(importlib.import_module(module).ServeConfig, rest)
@@ -163,8 +163,8 @@ def check_python(words: list[str], command: Command) -> None:
     path = ROOT / script
     assert path.is_file(), f"there is no {script}"
     if script == "scripts/cluster/submit.py":
-        asked = runpy.run_path(str(path))["parse"](rest)
-        check_recipe(asked.recipe.name, asked.options, command)
+        parsed = runpy.run_path(str(path))["parse"](rest)
+        check_recipe(parsed.recipe.name, parsed.recipe_options, command)
         return
     # A script that is one of several may have its options in the file beside it.
     known = options_in(path) | {name for other in path.parent.glob("*_files.py") for name in options_in(other)}
@@ -172,36 +172,38 @@ def check_python(words: list[str], command: Command) -> None:
 
 
 def check_flags(words: list[str], known: set[str], script: str) -> None:
-    """See that the flags before `--` are among the known ones."""
-    own = words[: words.index("--")] if "--" in words else words
-    unknown = {word.partition("=")[0] for word in own if word.startswith("--")} - known
+    """Check that the flags before `--` are known."""
+    flags = words[: words.index("--")] if "--" in words else words
+    unknown = {word.partition("=")[0] for word in flags if word.startswith("--")} - known
     assert not unknown, f"{script} has no {unknown}; it has {sorted(known)}"
 
 
 @functools.cache
 def options_in(script: Path) -> set[str]:
-    """The flags that stand in a script."""
+    """Return the flags that a script defines."""
     constants = (n.value for n in ast.walk(ast.parse(script.read_text())) if isinstance(n, ast.Constant))
     return {value for value in constants if isinstance(value, str) and re.fullmatch(r"--[\w-]+", value)}
 
 
 def check_pytest(words: list[str], command: Command) -> None:
-    """Its paths, and the options of the contracts."""
-    own = options_in(ROOT / "tests/contracts/conftest.py")
+    """Check the paths and options of a pytest command."""
+    contract_options = options_in(ROOT / "tests/contracts/conftest.py")
     for word in words:
         if word.removeprefix("~/troupe/").startswith("tests/"):
             assert (ROOT / word.removeprefix("~/troupe/").partition("::")[0]).exists(), f"there is no {word}"
-        assert not word.startswith("--") or word in own | {"--durations=10", "--durations=20"}, f"pytest has no {word}"
+        assert not word.startswith("--") or word in contract_options | {"--durations=10", "--durations=20"}, (
+            f"pytest has no {word}"
+        )
 
 
 def check_copy(words: list[str], command: Command) -> None:
-    """That what is copied is there."""
+    """Check that the copied file exists."""
     assert words[0] == "-r", "a recipe is a folder"
     assert (ROOT / words[1]).is_dir(), f"there is no {words[1]}"
 
 
 def check_curl(words: list[str], command: Command) -> None:
-    """That the page asked for is one that we serve, with JSON in the question."""
+    """Check that a server of this project has the requested path, and that the body is JSON."""
     served = re.search(r"https?://[\w.:-]+(/\w+)", command.text)
     assert served is not None and f'"{served[1]}"' in sources(), "none of ours serves this"
     json.loads(words[words.index("-d") + 1])
@@ -236,7 +238,7 @@ CHECKS: dict[str, Callable[[list[str], Command], None]] = {
 
 @functools.cache
 def sources() -> str:
-    """All code of the project."""
+    """Return all code of the project as one text."""
     folders = ("core", "components", "agents", "training", "plugins", "recipes", "scripts")
     files = [file for folder in folders for kind in ("*.py", "*.sh") for file in sorted((ROOT / folder).rglob(kind))]
     return "\n".join(file.read_text(encoding="utf-8") for file in files)
@@ -263,8 +265,8 @@ def test_every_link_of_a_page_leads_to_a_file_and_to_a_heading_of_it(page: str) 
         path = (ROOT / page).parent / target if target else ROOT / page
         assert path.exists(), f"{page} links to {target}"
         if anchor:
-            found = anchors(str(path.resolve().relative_to(ROOT)))
-            assert anchor in found, f"{page} links to #{anchor} of {target or page}; there are {sorted(found)}"
+            headings = anchors(str(path.resolve().relative_to(ROOT)))
+            assert anchor in headings, f"{page} links to #{anchor} of {target or page}; there are {sorted(headings)}"
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -276,7 +278,7 @@ def test_every_metric_that_a_page_names_is_one_that_is_logged(page: str) -> None
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built as .ci/run does."""
+    """Build the site as .ci/run does. Return its folder."""
     folder = tmp_path_factory.mktemp("site")
     built = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
@@ -333,8 +335,10 @@ def test_search_on_the_site_finds_a_page_by_the_name_of_an_option_elsewhere(site
     separator = re.compile(index["config"]["separator"])
     words = {word for word in separator.split(name.lower()) if word}
     texts = {page["location"]: re.sub(r"<[^>]+>", " ", page["text"]).lower() for page in index["docs"]}
-    found = [location for location, text in texts.items() if words <= set(separator.split(text))]
-    assert any(re.match(r"(option_names|from_(trl|openrlhf|verl))\.html", location) for location in found), found
+    locations = [location for location, text in texts.items() if words <= set(separator.split(text))]
+    assert any(re.match(r"(option_names|from_(trl|openrlhf|verl))\.html", location) for location in locations), (
+        locations
+    )
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""scripts/doctor.py on this machine, and on small environments that are broken on purpose."""
+"""Tests of scripts/doctor.py on this machine, and on small environments that are broken on purpose."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ ones = lambda n: SimpleNamespace(sum=lambda: n)
 
 
 class House:
-    """A project of its own with the doctor in it, and a Python whose packages are made by hand."""
+    """A small project with the doctor, and a Python with fake packages."""
 
     def __init__(self, folder: Path) -> None:
-        self.home, self.site = folder / "home", folder / "site-packages"
+        self.home = folder / "home"
+        self.site = folder / "site-packages"
         for name in ("core", "components", "agents", "training", "plugins", "recipes"):
             (self.home / name).mkdir(parents=True)
             (self.home / name / "__init__.py").touch()
@@ -70,9 +71,9 @@ class House:
             (self.home / ".venv" / ".setup").write_text("\n".join(state) + "\n")
 
     def doctor(self, **env: str) -> Lines:
-        """What it finds; the exit code must say the same."""
-        own = {"PATH": os.environ["PATH"], "HOME": str(self.home), "TROUPE_PYTHON": str(self.python)}
-        done = run(self.home / "scripts" / "doctor.py", "--json", env=own | env)
+        """Return the sections of the page. The exit code must agree with them."""
+        variables = {"PATH": os.environ["PATH"], "HOME": str(self.home), "TROUPE_PYTHON": str(self.python)}
+        done = run(self.home / "scripts" / "doctor.py", "--json", env=variables | env)
         page: dict[str, Any] = json.loads(done.stdout)
         assert (done.returncode == 0) == page["well"], done.stderr
         assert "Traceback" not in done.stderr
@@ -85,9 +86,9 @@ def run(script: Path, *arguments: str, env: dict[str, str] | None = None) -> sub
 
 
 def line(lines: list[dict[str, str]], name: str) -> dict[str, str]:
-    """The one finding of that name."""
-    (found,) = [each for each in lines if each["name"] == name]
-    return found
+    """Return the only finding with a name."""
+    (finding,) = [each for each in lines if each["name"] == name]
+    return finding
 
 
 @pytest.fixture
@@ -97,17 +98,17 @@ def house(tmp_path: Path) -> House:
 
 @pytest.fixture(scope="module")
 def module() -> ModuleType:
-    """The doctor as a module."""
+    """The doctor, imported as a module."""
     spec = importlib.util.spec_from_file_location("doctor", ROOT / "scripts" / "doctor.py")
     assert spec is not None
     assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    doctor = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(doctor)
+    return doctor
 
 
 @pytest.mark.full
-def test_this_machine_is_told_whole_with_the_versions_that_are_installed_and_a_ray_that_runs_a_task() -> None:
+def test_the_page_of_this_machine_has_the_installed_versions_and_a_ray_that_runs_a_task() -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_A")}
     done = run(ROOT / "scripts" / "doctor.py", "--json", "--ray", env=env | {"TROUPE_PYTHON": sys.executable})
     page = json.loads(done.stdout)
@@ -120,16 +121,17 @@ def test_this_machine_is_told_whole_with_the_versions_that_are_installed_and_a_r
     assert line(page["sections"]["What will be used"], "generation")["text"].startswith(("hf, ", "vllm, "))
 
 
-def test_the_page_names_what_is_wrong_and_how_to_mend_it_at_its_end(house: House) -> None:
+def test_the_page_ends_with_the_faults_and_their_fixes(house: House) -> None:
     done = run(house.home / "scripts" / "doctor.py", env={"PATH": os.environ["PATH"], "COLUMNS": "60"})
     assert done.returncode == 1
-    found, mend = done.stdout.splitlines(), done.stdout.rpartition("\n\n")[2].splitlines()
-    assert [line.split()[:2] for line in found if "WRONG" in line].count(["WRONG", ".venv"]) == 1
-    assert "  .venv: bash scripts/setup.sh" in mend
+    page = done.stdout.splitlines()
+    summary = done.stdout.rpartition("\n\n")[2].splitlines()
+    assert [text.split()[:2] for text in page if "WRONG" in text].count(["WRONG", ".venv"]) == 1
+    assert "  .venv: bash scripts/setup.sh" in summary
 
 
 def venv_line(house: House, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What the doctor of a project says of its .venv."""
+    """Return the finding of a project's doctor on its .venv."""
     monkeypatch.setattr(module, "HOME", house.home)
     monkeypatch.setattr(module, "VENV", house.home / ".venv")
     monkeypatch.delenv("TROUPE_PYTHON", raising=False)
@@ -146,7 +148,7 @@ def venv_line(house: House, module: ModuleType, monkeypatch: pytest.MonkeyPatch)
         ((), "by hand", "note"),
     ],
 )
-def test_a_venv_that_is_not_ready_is_told(
+def test_an_incomplete_or_outdated_venv_is_reported(
     house: House,
     module: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
@@ -155,9 +157,9 @@ def test_a_venv_that_is_not_ready_is_told(
     verdict: str,
 ) -> None:
     house.venv(*[str(house.home) if part == "HOME" else part for part in state])
-    found = venv_line(house, module, monkeypatch)
-    assert fact in found["text"]
-    assert (found["state"], found["mend"]) == (verdict, "bash scripts/setup.sh")
+    finding = venv_line(house, module, monkeypatch)
+    assert fact in finding["text"]
+    assert (finding["state"], finding["mend"]) == (verdict, "bash scripts/setup.sh")
 
 
 def test_a_venv_is_ready_when_its_stamp_is_the_one_that_setup_sh_computes(
@@ -167,12 +169,12 @@ def test_a_venv_is_ready_when_its_stamp_is_the_one_that_setup_sh_computes(
     command = f'home="$PWD"; venv_python="$1"; eval "$({functions})"; stamp'
     done = subprocess.run(["bash", "-c", command, "-", sys.executable], cwd=house.home, capture_output=True, text=True)
     house.venv(done.stdout.strip(), "base train", "cpu", str(house.home))
-    found = venv_line(house, module, monkeypatch)
-    assert found["state"] == "ok"
-    assert re.search(says("torch for cpu", "base train"), found["text"])
+    finding = venv_line(house, module, monkeypatch)
+    assert finding["state"] == "ok"
+    assert re.search(says("torch for cpu", "base train"), finding["text"])
 
 
-def test_demands_that_are_not_met_name_who_has_them_and_the_pin_that_mends_them(house: House) -> None:
+def test_an_unmet_requirement_names_its_package_and_the_pin_that_fixes_it(house: House) -> None:
     house.package("numpy", "2.5.0")
     house.package("numba", "0.65.0", "numpy<2.5,>=1.22", "llvmlite>=0.47", 'colorama; sys_platform == "win32"')
     lines = house.doctor()["Packages"]
@@ -185,16 +187,16 @@ def test_demands_that_are_not_met_name_who_has_them_and_the_pin_that_mends_them(
     assert not [each for each in lines if each["name"] == "colorama"]
 
 
-def test_a_package_that_brings_one_of_our_names_is_told_with_what_a_plain_python_gets(house: House) -> None:
+def test_a_package_with_a_name_of_the_project_is_reported_with_what_a_plain_python_imports(house: House) -> None:
     house.package("openai-agents", "1.0", module="agents")
-    found = line(house.doctor()["Packages"], "agents")
+    finding = line(house.doctor()["Packages"], "agents")
     # Once for where it is, and once for what a plain Python gets.
-    assert found["text"].count(str(house.site / "agents")) == 2
-    assert re.search(says("openai-agents"), found["text"])
-    assert (found["state"], found["mend"]) == ("WRONG", f"export PYTHONPATH={house.home}")
+    assert finding["text"].count(str(house.site / "agents")) == 2
+    assert re.search(says("openai-agents"), finding["text"])
+    assert (finding["state"], finding["mend"]) == ("WRONG", f"export PYTHONPATH={house.home}")
 
 
-def test_broken_packages_break_one_line_each(house: House) -> None:
+def test_each_broken_package_is_one_finding(house: House) -> None:
     (house.site / "half-1.0.dist-info").mkdir()
     (house.site / "odd-1.0.dist-info" / "METADATA").mkdir(parents=True)
     house.package("riddle", "1.0", "what is ~~ this")
@@ -206,7 +208,7 @@ def test_broken_packages_break_one_line_each(house: House) -> None:
     assert re.search(says("ImportError", "libtorch.so is truncated"), line(pages["Devices"], "torch")["text"])
 
 
-def test_a_torch_that_sees_none_of_the_gpus_is_told(house: House, tmp_path: Path) -> None:
+def test_a_torch_that_sees_no_gpu_of_the_machine_is_reported(house: House, tmp_path: Path) -> None:
     house.package("torch", "2.13.0+cpu", module="torch", text=WORKING_TORCH)
     smi = tmp_path / "bin" / "nvidia-smi"
     smi.parent.mkdir()
@@ -219,17 +221,17 @@ def test_a_torch_that_sees_none_of_the_gpus_is_told(house: House, tmp_path: Path
     assert (torch["state"], torch["mend"]) == ("WRONG", "TROUPE_TORCH=cuda bash scripts/setup.sh")
 
 
-def test_a_ray_address_where_nobody_answers_is_wrong_and_one_where_somebody_does_is_not(house: House) -> None:
+def test_a_ray_address_is_wrong_only_if_nothing_listens_there(house: House) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))  # nobody else can have it meanwhile
         answering, silent = (f"127.0.0.1:{each.getsockname()[1]}" for each in (server, deaf))
         assert line(house.doctor(RAY_ADDRESS=answering)["Ray"], "a run")["state"] == "ok"
-        found = line(house.doctor(RAY_ADDRESS=silent)["Ray"], "a run")
-    assert f"RAY_ADDRESS={silent}" in found["text"]
-    assert found["state"] == "WRONG"
+        finding = line(house.doctor(RAY_ADDRESS=silent)["Ray"], "a run")
+    assert f"RAY_ADDRESS={silent}" in finding["text"]
+    assert finding["state"] == "WRONG"
 
 
-def test_of_a_key_and_a_proxy_it_is_told_that_they_are_there_and_no_more(house: House) -> None:
+def test_keys_and_proxies_are_reported_without_their_values(house: House) -> None:
     pages = house.doctor(WANDB_API_KEY="geheim1234", https_proxy="http://me:geheim1234@proxy")
     without = house.doctor()
     assert line(pages["Beside"], "W&B") != line(without["Beside"], "W&B")
@@ -247,19 +249,21 @@ def test_only_the_folder_of_a_dead_process_is_left_over(module: ModuleType, tmp_
     assert module.is_left_over(tmp_path) is False
 
 
-def test_small_shared_memory_is_wrong_with_what_makes_it_larger(
+def test_small_shared_memory_is_wrong_with_the_command_that_enlarges_it(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "free", lambda _: (64e6, 60e6))
-    found = line(module.memory(None), "/dev/shm")
-    assert found["text"].count("0.1 GB") == 2
-    assert (found["state"], found["mend"]) == (
+    finding = line(module.memory(None), "/dev/shm")
+    assert finding["text"].count("0.1 GB") == 2
+    assert (finding["state"], finding["mend"]) == (
         "WRONG",
         "mount -o remount,size=8G /dev/shm (docker run --shm-size=8g)",
     )
 
 
-def test_a_section_that_raises_is_a_line_of_the_page(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_section_that_raises_becomes_a_finding_with_its_error(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def breaks(_: object) -> None:
         raise PermissionError("no")
 
@@ -269,7 +273,7 @@ def test_a_section_that_raises_is_a_line_of_the_page(module: ModuleType, monkeyp
     assert "PermissionError: no" in pages["Memory"][0]["text"]
 
 
-def test_a_page_that_cannot_be_printed_is_one_line(house: House) -> None:
+def test_a_page_that_cannot_be_printed_is_one_line_on_stderr(house: House) -> None:
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, str(house.home / "scripts" / "doctor.py")]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=LIMIT_S)
@@ -278,5 +282,5 @@ def test_a_page_that_cannot_be_printed_is_one_line(house: House) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_it_can_be_read_by_python_3_9() -> None:
+def test_the_doctor_is_valid_python_3_9() -> None:
     ast.parse((ROOT / "scripts" / "doctor.py").read_text(), feature_version=(3, 9))

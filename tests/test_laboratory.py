@@ -1,4 +1,4 @@
-"""The machines of tests/two_machines.py themselves, without Ray: what is noticed of a fault, and what is left."""
+"""Tests of the machines of tests/two_machines.py without Ray: the effects of faults, and the clean-up."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ class Talk:
 
     def hear(self) -> None:
         """Wait until something more has arrived."""
-        before, deadline = self.log.read_text(), time.monotonic() + LIMIT_S
+        before = self.log.read_text()
+        deadline = time.monotonic() + LIMIT_S
         while self.log.read_text() == before:
             assert time.monotonic() < deadline, f"nothing arrives; the last was {before[-100:]!r}"
             time.sleep(0.05)
@@ -131,8 +132,8 @@ def test_each_machine_has_a_name_and_shared_memory_of_its_own(lab: Laboratory) -
     code = "import os, socket; print(socket.gethostname(), os.listdir('/dev/shm')); open('/dev/shm/mine', 'w')"
     for machine in lab.machines:
         command = machine.within([sys.executable, "-c", code], {"PATH": os.environ["PATH"]})
-        told = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-        assert told.stdout == f"{machine.name} []\n", told.stderr
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+        assert done.stdout == f"{machine.name} []\n", done.stderr
 
 
 @pytest.mark.full
@@ -147,7 +148,7 @@ def test_nothing_of_the_machines_outlives_a_killed_owner(tmp_path: Path) -> None
     shutil.rmtree(folder)
 
 
-def test_where_no_machines_can_be_made_their_tests_are_left_out_and_the_reason_is_told(tmp_path: Path) -> None:
+def test_without_namespaces_the_tests_of_machines_are_deselected_and_the_reason_is_printed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "full", "--collect-only"]
     done = subprocess.run(
         [*command, str(ROOT / "tests" / "core" / "test_two_machines.py")],

@@ -1,4 +1,4 @@
-"""What docs/make_your_own.md shows, applied to a copy of recipes/grpo and run for a step."""
+"""Tests of docs/make_your_own.md: its edits are applied to a copy of recipes/grpo, which runs for a step."""
 
 import contextlib
 import importlib
@@ -22,7 +22,7 @@ from tests.recipe_copies import ROOT, copied, last_metrics, write_untrained
 PAGE = (ROOT / "docs/make_your_own.md").read_text(encoding="utf-8")
 DIFFS: list[str] = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
 MOST_LINES = (10, 25, 10, 10, 25)
-"""How many lines each edit may change: the advantage, the role, the reward, the metric, the remote call."""
+"""Maximum number of changed lines of each edit: advantage, role, reward, metric, remote call."""
 GROUP = 4
 OPTIONS = (
     f"data.path=task:sort data.max_samples=8 prompts_per_step=8 samples_per_prompt={GROUP} rollout.max_new_tokens=6 "
@@ -31,21 +31,21 @@ OPTIONS = (
 
 
 class Outcome(NamedTuple):
-    """What a step of the changed copy left."""
+    """Output of a step of the changed copy."""
 
     console: str
     metrics: dict[str, Any]
     events: list[dict[str, Any]]
     rows: list[dict[str, Any]]
-    """An answer each, with its `answer` as text."""
+    """The stored responses."""
 
     @property
     def groups(self) -> list[list[dict[str, Any]]]:
-        """The answers to each prompt."""
-        found: dict[int, list[dict[str, Any]]] = defaultdict(list)
+        """Responses by prompt."""
+        groups: dict[int, list[dict[str, Any]]] = defaultdict(list)
         for row in self.rows:
-            found[row["prompt_id"]].append(row)
-        return list(found.values())
+            groups[row["prompt_id"]].append(row)
+        return list(groups.values())
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +73,11 @@ def outcome(changed: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     from transformers import AutoTokenizer
 
     top = tmp_path_factory.mktemp("step")
-    run_dir, model = top / "run", write_untrained(top / "model")
-    main, console, errors = importlib.import_module("my_algo.main").main, io.StringIO(), io.StringIO()
+    run_dir = top / "run"
+    model = write_untrained(top / "model")
+    main = importlib.import_module("my_algo.main").main
+    console = io.StringIO()
+    errors = io.StringIO()
     with contextlib.redirect_stdout(console), contextlib.redirect_stderr(errors):
         code = main([f"model.path={model}", f"run_dir={run_dir}", *OPTIONS.split(), "backend=local"])
     assert code == 0, errors.getvalue() + console.getvalue()
@@ -93,13 +96,13 @@ def test_each_edit_is_small() -> None:
         assert 0 < count <= most
 
 
-def test_the_edits_apply_and_what_they_make_is_imported_and_plans_two_of_the_new_role(
+def test_the_edits_apply_and_the_copy_plans_two_instances_of_the_new_role(
     changed: Path,
 ) -> None:
     modules = [".".join(file.relative_to(changed.parent).with_suffix("").parts) for file in changed.rglob("*.py")]
     for module in modules:
-        found = importlib.import_module(module.removesuffix(".__init__"))
-        assert Path(str(found.__file__)).is_relative_to(changed)
+        imported = importlib.import_module(module.removesuffix(".__init__"))
+        assert Path(str(imported.__file__)).is_relative_to(changed)
     main = importlib.import_module("my_algo.main")
     config = main.read_config([*OPTIONS.split(), "algorithm.hardness=2"])
     assert config.algorithm.hardness == 2
@@ -109,7 +112,7 @@ def test_the_edits_apply_and_what_they_make_is_imported_and_plans_two_of_the_new
 
 
 @pytest.mark.full
-def test_the_advantage_counts_by_what_is_missing(outcome: Outcome) -> None:
+def test_the_advantage_is_weighted_by_the_missing_share_of_the_score(outcome: Outcome) -> None:
     means = []
     for group in outcome.groups:
         rewards, missing = [row["reward"] for row in group], 1 - statistics.mean(row["score"] for row in group)
@@ -123,7 +126,7 @@ def test_the_advantage_counts_by_what_is_missing(outcome: Outcome) -> None:
 
 
 @pytest.mark.full
-def test_the_new_role_shared_the_responses_and_took_its_part_of_the_reward(outcome: Outcome) -> None:
+def test_the_instances_of_the_new_role_split_the_responses_and_reduce_the_reward(outcome: Outcome) -> None:
     calls = [
         event["rank"] for event in outcome.events if (event.get("role"), event.get("method")) == ("STYLE", "penalize")
     ]
@@ -133,8 +136,8 @@ def test_the_new_role_shared_the_responses_and_took_its_part_of_the_reward(outco
         repeats = sum(tokens[t] == tokens[t - 1] for t in range(start, len(tokens)))
         assert row["log_repeats"] == repeats
         assert row["reward"] == pytest.approx(row["score"] - 0.1 * repeats, abs=1e-6)
-    found = [row["log_repeats"] for row in outcome.rows]
-    assert outcome.metrics["reward/repeats"] == pytest.approx(statistics.mean(found)) and sum(found) > 0
+    repeats = [row["log_repeats"] for row in outcome.rows]
+    assert outcome.metrics["reward/repeats"] == pytest.approx(statistics.mean(repeats)) and sum(repeats) > 0
 
 
 @pytest.mark.full
@@ -159,7 +162,7 @@ def test_the_metric_is_the_best_response_of_each_prompt(outcome: Outcome) -> Non
 
 
 @pytest.mark.full
-def test_what_the_page_makes_keeps_the_rules_of_the_project(changed: Path) -> None:
+def test_the_edited_copy_passes_the_architecture_checks(changed: Path) -> None:
     for command in (["check"], ["format", "--check"]):
         done = subprocess.run(
             [sys.executable, "-m", "ruff", *command, "--config", str(ROOT / "pyproject.toml"), str(changed)],

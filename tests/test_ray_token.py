@@ -50,7 +50,7 @@ JOIN = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False); pri
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """What a job with a Ray of its own knows about it, while it runs."""
+    """Facts that a running job reports about its own Ray."""
     folder = tmp_path_factory.mktemp("job")
     (folder / "token_job.py").write_text(JOB)
     env = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_AUTH", "RAY_ADDRESS"))}
@@ -62,12 +62,12 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
     assert job.stdin is not None
     assert job.stdout is not None
     lines = iter(job.stdout)
-    found = json.loads(next(line for line in lines if line.startswith("{")))
-    assert Path(found["session"]).is_dir()
-    yield found | {"folder": str(folder)}
+    known = json.loads(next(line for line in lines if line.startswith("{")))
+    assert Path(known["session"]).is_dir()
+    yield known | {"folder": str(folder)}
     job.stdin.close()
     assert job.wait(120) == 0
-    assert not Path(found["session"]).exists(), "the folder of a Ray that has ended well is left behind"
+    assert not Path(known["session"]).exists(), "the folder of a Ray that has ended well is left behind"
 
 
 def post_a_job(host: str, port: int, headers: dict[str, str]) -> int:
@@ -81,7 +81,7 @@ def post_a_job(host: str, port: int, headers: dict[str, str]) -> int:
 
 
 def join(address: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """What becomes of a process that connects to the cluster, with one attempt instead of twenty."""
+    """Return the outcome of a process that connects to the cluster, with one attempt instead of twenty."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     clean |= {"RAY_gcs_server_port_wait_time_s": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     command = [sys.executable, "-c", JOIN, address]
@@ -116,8 +116,8 @@ def test_no_other_user_reaches_the_sockets_and_logs_of_its_ray(running: dict[str
     assert "Permission denied" in listed.stderr or not other
     # Who may write to a folder above it puts another in its place.
     above = [folder.stat() for folder in session.parents]
-    private = next(place for place, found in enumerate(above) if not found.st_mode & 0o077)
-    assert all(found.st_mode & stat.S_ISVTX or not found.st_mode & 0o022 for found in above[private:])
+    private = next(place for place, known in enumerate(above) if not known.st_mode & 0o077)
+    assert all(known.st_mode & stat.S_ISVTX or not known.st_mode & 0o022 for known in above[private:])
 
 
 def test_its_ray_has_no_process_that_nothing_of_ours_uses_and_none_that_misses_one(running: dict[str, Any]) -> None:
@@ -183,17 +183,17 @@ print(builder.build().submit("a").error)
 """
 
 
-@pytest.mark.parametrize("given", ["another", "none", "no file", "disabled"])
+@pytest.mark.parametrize("token_state", ["another", "none", "no file", "disabled"])
 def test_a_job_on_a_cluster_whose_token_it_lacks_is_refused_by_naming_the_token(
-    running: dict[str, Any], tmp_path: Path, given: str
+    running: dict[str, Any], tmp_path: Path, token_state: str
 ) -> None:
     (tmp_path / "token").write_text(secrets.token_hex(32))
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     env |= {"PYTHONPATH": f"{running['folder']}:{ROOT}", "RAY_ADDRESS": running["gcs"], "HOME": str(tmp_path)}
-    if given != "disabled":
+    if token_state != "disabled":
         env["RAY_AUTH_MODE"] = "token"
-    if given in ("another", "no file"):
-        env["RAY_AUTH_TOKEN_PATH"] = str(tmp_path / ("token" if given == "another" else "missing"))
+    if token_state in ("another", "no file"):
+        env["RAY_AUTH_TOKEN_PATH"] = str(tmp_path / ("token" if token_state == "another" else "missing"))
     done = subprocess.run([sys.executable, "-c", SUBMIT], env=env, capture_output=True, text=True, timeout=300)
     facts = ("JobError", running["gcs"], "token", "RAY_AUTH_MODE=token", "RAY_AUTH_TOKEN_PATH")
     assert re.search(says(*facts), done.stdout), done.stdout + done.stderr

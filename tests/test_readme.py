@@ -1,4 +1,4 @@
-"""What the README shows works as it is written there."""
+"""Tests of README.md and of the pages on core: their commands and code run unchanged."""
 
 import inspect
 import os
@@ -23,7 +23,7 @@ def run_file(file: Path, **more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=file.parent, env=env, capture_output=True, text=True, timeout=500)
 
 
-def test_the_readme_is_a_screen_and_a_half_that_begins_with_what_has_not_run() -> None:
+def test_the_readme_is_short_and_begins_with_what_has_not_run() -> None:
     lines = README.splitlines()
     assert len(lines) <= 75
     assert len(README.split()) <= 800
@@ -105,7 +105,8 @@ def test_a_step_goes_through_few_files_and_what_the_readme_names_in_them_is_ther
     text = (folder / "README.md").read_text(encoding="utf-8").partition("## One step, from prompt to weights")[2]
     rows = re.search(r"\|---\|---\|\n((?:\|.*\n)+)", text)
     assert rows is not None
-    files, path = set[Path](), folder
+    files: set[Path] = set()
+    path = folder
     for row in rows[1].splitlines():
         for name in re.findall(r"`([\w/.]+)`", row.split("|")[1]):
             if name.endswith(".py"):

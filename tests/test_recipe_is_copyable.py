@@ -1,4 +1,4 @@
-"""A copied recipe folder is a recipe of its own: it runs itself, not the original, wherever it lies."""
+"""Tests of copied recipe folders: a copy runs its own code and not that of the original, in any folder."""
 
 import json
 import shutil
@@ -12,18 +12,18 @@ from tests.recipe_copies import RECIPES, ROOT, cloned, copied, last_metrics, run
 
 
 class Trial(NamedTuple):
-    """How a recipe's copy is changed in one line, and what becomes of it."""
+    """A change of one line in a copied recipe, and its effect."""
 
     old: str
     new: str
-    """What stands once in algorithm.py, and what replaces it."""
+    """Text that occurs once in algorithm.py, and its replacement."""
     metric: str
-    """Which number shows it: 7, where the original would give 0, or the loss."""
+    """Metric that is 7 after the change; the original gives 0 or another loss."""
     options: str
-    """What makes the recipe end after one step of eight short sequences, but for the model."""
+    """Options for one step of eight short sequences, without the model."""
 
 
-# An untrained policy, of at most four letters where five are asked for, earns 0: what is added is all there is.
+# An untrained policy with at most four of the five required letters has reward 0, so the added number is the metric.
 OF_LOOPS = "data.path=task:sort data.max_samples=4 prompts_per_step=4 samples_per_prompt=2 rollout.max_new_tokens=4"
 OF_PAIRS = "data.path=task:sort data.max_samples=8 evaluation.held_out=4 train.batch_size=4"
 TRIALS = {
@@ -41,8 +41,8 @@ TRIALS = {
         f"{OF_LOOPS} algorithm.kl_coef=0",
     ),
     "multi_turn": Trial(
-        "return advantages.group_mean_baseline(reward_X, group_X)",
-        "return advantages.group_mean_baseline(reward_X, group_X) + 7",
+        "return advantages.group_mean_baseline(return_X, group_X)",
+        "return advantages.group_mean_baseline(return_X, group_X) + 7",
         "reward/shaped",
         f"{OF_LOOPS} agent.func_path={ROOT}/tests/idle_agent.py",
     ),
@@ -76,12 +76,12 @@ TRIALS = {
     ),
 }
 MODEL = {"openrlhf_ppo": "pretrain", "verl_ppo": "actor_rollout_ref.model.path"}
-"""The option that names the model, where it is not model.path."""
+"""Option of the model path, if it is not model.path."""
 
 
 @pytest.fixture(scope="session")
 def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy that is made in no time."""
+    """A policy with random weights."""
     return write_untrained(tmp_path_factory.mktemp("model"))
 
 
@@ -89,31 +89,33 @@ def run_changed(folder: Path, recipe: str, model: Path, *options: str, **env: st
     """Change a line of the copy's algorithm.py and run one step.
 
     Returns:
-        The name of what has run, the packages that its roles came from beside the base roles, and the number that shows
+        The name of the recipe that ran, the packages of its roles without those of the base roles, and the metric of
         the change.
     """
-    trial, algorithm, run_dir = TRIALS[recipe], folder / "algorithm.py", model.parent / f"run of {folder.name}"
+    trial = TRIALS[recipe]
+    algorithm = folder / "algorithm.py"
+    run_dir = model.parent / f"run of {folder.name}"
     algorithm.write_text(algorithm.read_text().replace(trial.old, trial.new))
-    given = [f"{MODEL.get(recipe, 'model.path')}={model}", f"run_dir={run_dir}", *trial.options.split(), *options]
-    done = run(folder, *given, TROUPE_PYTHON=sys.executable, **env)
+    arguments = [f"{MODEL.get(recipe, 'model.path')}={model}", f"run_dir={run_dir}", *trial.options.split(), *options]
+    done = run(folder, *arguments, TROUPE_PYTHON=sys.executable, **env)
     assert done.returncode == 0, done.stderr + done.stdout
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("finished", 1)
     roles = json.loads((run_dir / "plan.json").read_text())["roles"].values()
     packages = {role["entrypoint"].split(":")[0].removesuffix(".trainer").split(".roles")[0] for role in roles}
-    found = last_metrics(run_dir)[trial.metric]
+    value = last_metrics(run_dir)[trial.metric]
     shutil.rmtree(run_dir)
-    return summary["recipe"], packages - {"training"}, found
+    return summary["recipe"], packages - {"training"}, value
 
 
 def each_recipe(full: str) -> pytest.MarkDecorator:
-    """All recipes, of which one is tried in the full tier."""
+    """Parametrise over all recipes. One is tested in the full tier, the others in the nightly one."""
     tiers = {recipe: pytest.mark.full if recipe == full else pytest.mark.nightly for recipe in RECIPES}
     return pytest.mark.parametrize("recipe", [pytest.param(recipe, marks=tier) for recipe, tier in tiers.items()])
 
 
 @each_recipe(full="grpo")
-def test_a_copy_inside_a_clone_runs_what_was_changed_in_it(recipe: str, untrained: Path, tmp_path: Path) -> None:
+def test_a_changed_copy_inside_a_clone_runs_its_own_code(recipe: str, untrained: Path, tmp_path: Path) -> None:
     # Not in this clone: other tests look at what it has.
     name = f"copied_{recipe}"
     inside = copied(recipe, cloned(tmp_path / "clone") / "recipes" / name)
@@ -121,7 +123,7 @@ def test_a_copy_inside_a_clone_runs_what_was_changed_in_it(recipe: str, untraine
 
 
 @each_recipe(full="sft")
-def test_a_copy_elsewhere_runs_what_was_changed_in_it(
+def test_a_changed_copy_outside_of_the_project_runs_its_own_code(
     recipe: str, untrained: Path, tmp_path: Path, ray_address: str
 ) -> None:
     # With Ray: its workers are processes of their own, which have to find the folder too.
@@ -136,13 +138,13 @@ def test_every_recipe_has_a_trial_which_changes_one_place_of_its_algorithm() -> 
         assert (ROOT / "recipes" / recipe / "algorithm.py").read_text().count(trial.old) == 1
 
 
-def test_run_sh_of_one_recipe_is_that_of_all_but_for_its_comment() -> None:
+def test_run_sh_is_the_same_in_all_recipes_except_for_its_comment() -> None:
     texts = {(ROOT / "recipes" / recipe / "run.sh").read_text() for recipe in RECIPES}
     assert len({text[text.index("\nset -euo pipefail\n") :] for text in texts}) == 1
 
 
 @pytest.mark.full
-def test_files_beside_a_copy_that_are_named_like_modules_are_not_imported(untrained: Path, tmp_path: Path) -> None:
+def test_files_next_to_a_copy_with_names_of_modules_are_not_imported(untrained: Path, tmp_path: Path) -> None:
     mine = copied("grpo", tmp_path / "mine")
     names = ("select", "json", "core", "torch", "numpy", "recipes", "training")
     for name in names:
@@ -159,7 +161,7 @@ def test_files_beside_a_copy_that_are_named_like_modules_are_not_imported(untrai
     assert not any(f"{name}.py beside" in done.stderr for name in names)
 
 
-def test_a_copy_that_cannot_find_the_project_says_what_to_do(tmp_path: Path) -> None:
+def test_a_copy_that_cannot_find_the_project_names_troupe_home(tmp_path: Path) -> None:
     # A PATH without any Python in which `core` of this project could be imported.
     tools = tmp_path / "bin"
     tools.mkdir()

@@ -46,13 +46,13 @@ def make_recipe(folder: Path) -> Path:
 
 
 def bash(script: Path, *arguments: str, cwd: Path | str = "/", **env: str) -> subprocess.CompletedProcess[str]:
-    """Run a script with nothing of ours in the environment but what is given."""
+    """Run a script with nothing of ours in the environment but what is arguments."""
     bare = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "TROUPE_PYTHON": sys.executable}
     command = ["bash", str(script), *arguments]
     return subprocess.run(command, cwd=cwd, env=bare | env, capture_output=True, text=True, timeout=500)
 
 
-def test_run_sh_runs_its_folder_from_any_other_with_the_arguments_as_they_are(project: Path, tmp_path: Path) -> None:
+def test_run_sh_runs_its_folder_from_any_directory_with_unchanged_arguments(project: Path, tmp_path: Path) -> None:
     # A folder with a module of its own called core must not get in the way.
     (tmp_path / "core.py").write_text("raise SystemExit('the wrong core')")
     done = bash(project / "recipes" / "toy" / "run.sh", "a b", "--x", "$c", "", cwd=tmp_path)
@@ -72,7 +72,7 @@ def test_a_recipe_elsewhere_is_imported_by_its_own_name_with_the_project_that_tr
     assert done.stdout == f"{['algo', str(tmp_path), [], str(project)]}\n", done.stderr
 
 
-def test_troupe_home_that_is_no_project_is_refused(tmp_path: Path) -> None:
+def test_a_troupe_home_without_the_project_is_refused(tmp_path: Path) -> None:
     done = bash(make_recipe(tmp_path / "algo") / "run.sh", TROUPE_HOME=str(tmp_path))
     assert done.returncode == 2
     assert re.search(says(tmp_path, "TROUPE_HOME"), done.stderr)
@@ -97,7 +97,7 @@ def test_a_folder_that_python_cannot_import_by_its_name_is_refused(
     assert "Traceback" not in done.stderr
 
 
-def test_set_up_without_a_python_says_what_to_install_and_makes_nothing(project: Path, tmp_path: Path) -> None:
+def test_set_up_without_a_python_names_what_to_install_and_creates_nothing(project: Path, tmp_path: Path) -> None:
     tools = tmp_path / "tools"
     tools.mkdir()
     for tool in ("bash", "cat", "dirname", "flock", "sed", "sha256sum", "timeout"):
@@ -108,7 +108,7 @@ def test_set_up_without_a_python_says_what_to_install_and_makes_nothing(project:
     assert not (project / ".venv").exists()
 
 
-def test_set_up_names_the_extras_there_are_when_it_is_asked_for_another(project: Path) -> None:
+def test_set_up_lists_the_extras_for_an_unknown_one(project: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", project)
     done = bash(project / "scripts" / "setup.sh", "--python", sys.executable, "vision")
     assert done.returncode == 2
@@ -120,7 +120,7 @@ def test_set_up_names_the_extras_there_are_when_it_is_asked_for_another(project:
 def prove(
     folder: Path, ends: dict[str, float], control_end: float = 0.2, recipe: str = "openrlhf_ppo"
 ) -> subprocess.CompletedProcess[str]:
-    """The verdict on runs that start at 0.2 and end as given, and a control with learning rate 0."""
+    """The verdict on runs that start at 0.2 and end as arguments, and a control with learning rate 0."""
     folder.mkdir(exist_ok=True)
     for name, end in {**ends, "lr-0": control_end}.items():
         score = {"start": 0.2, "end": end, "start_greedy": 0.1, "end_greedy": 0.1, "examples": 2048}
@@ -136,7 +136,7 @@ def failures(done: subprocess.CompletedProcess[str]) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.startswith("FAIL ")]
 
 
-def test_three_seeds_that_reach_every_bar_are_proof(tmp_path: Path) -> None:
+def test_three_seeds_above_all_thresholds_pass(tmp_path: Path) -> None:
     done = prove(tmp_path, {"seed-1": 0.72, "seed-2": 0.75, "seed-3": 0.78})
     assert done.returncode == 0, done.stdout
     assert "seed-1 finished 0.200 0.720 0.520 0.100 0.100 61 2.0" in " ".join(done.stdout.split())
@@ -144,7 +144,7 @@ def test_three_seeds_that_reach_every_bar_are_proof(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "asked", "lowest"),
+    ("recipe", "least_mean", "lowest"),
     [
         ("grpo", 0.8, 0.77),
         ("reinforce_pp", 0.75, 0.72),
@@ -153,18 +153,18 @@ def test_three_seeds_that_reach_every_bar_are_proof(tmp_path: Path) -> None:
         ("verl_ppo", 0.75, 0.72),
     ],
 )
-def test_each_recipe_has_its_own_bar(tmp_path: Path, recipe: str, asked: float, lowest: float) -> None:
-    done = prove(tmp_path, {"seed-1": lowest, "seed-2": asked, "seed-3": asked + 0.03}, recipe=recipe)
+def test_each_recipe_has_its_own_threshold(tmp_path: Path, recipe: str, least_mean: float, lowest: float) -> None:
+    done = prove(tmp_path, {"seed-1": lowest, "seed-2": least_mean, "seed-3": least_mean + 0.03}, recipe=recipe)
     assert done.returncode == 0, done.stdout
-    assert re.search(rf"^pass .*\b{asked}$", done.stdout, re.MULTILINE)
+    assert re.search(rf"^pass .*\b{least_mean}$", done.stdout, re.MULTILINE)
     missed = prove(tmp_path / "below", {"seed-1": lowest - 0.001, "seed-2": 1.0}, recipe=recipe)
     (fault,) = failures(missed)
     assert re.search(says(f"{lowest - 0.001:.3f}", lowest), fault)
 
 
-def test_what_has_no_bar_cannot_be_proved(project: Path) -> None:
-    for given in (["--recipe", "sft"], ["--recipe"], ["--recipe", "nowhere", "1"]):
-        done = bash(project / "scripts" / "prove.sh", *given)
+def test_a_recipe_without_a_threshold_is_refused(project: Path) -> None:
+    for arguments in (["--recipe", "sft"], ["--recipe"], ["--recipe", "nowhere", "1"]):
+        done = bash(project / "scripts" / "prove.sh", *arguments)
         assert done.returncode == 2, done.stdout
         recipes = ("openrlhf_ppo", "grpo", "reinforce_pp", "multi_turn", "verl_ppo")
         assert re.search(says("--recipe", *recipes), done.stderr)
@@ -200,13 +200,17 @@ def test_prove_runs_the_recipe_for_each_seed_and_once_without_learning(project: 
 @pytest.mark.parametrize(
     ("ends", "control_end", "failed"),
     [
-        ({"seed-1": 0.72, "seed-2": 0.75, "seed-3": 0.75}, 0.2, [("mean score", "0.740", 0.75)]),
+        ({"seed-1": 0.72, "seed-2": 0.75, "seed-3": 0.75}, 0.2, [("mean final score", "0.740", 0.75)]),
         ({"seed-1": 0.71, "seed-2": 0.9, "seed-3": 0.9}, 0.2, [("lowest", "0.710", 0.72)]),
-        ({"seed-1": 0.59}, 0.2, [("mean score", "0.590", 0.75), ("lowest", "0.590", 0.72), ("mean rise", "0.390")]),
+        (
+            {"seed-1": 0.59},
+            0.2,
+            [("mean final score", "0.590", 0.75), ("lowest", "0.590", 0.72), ("mean improvement", "0.390")],
+        ),
         ({"seed-1": 0.8}, 0.203, [("learning rate 0", "+0.0030")]),
     ],
 )
-def test_a_bar_that_is_missed_is_named(
+def test_a_missed_threshold_is_reported_with_its_value(
     tmp_path: Path, ends: dict[str, float], control_end: float, failed: list[tuple[object, ...]]
 ) -> None:
     done = prove(tmp_path, ends, control_end)
@@ -215,7 +219,7 @@ def test_a_bar_that_is_missed_is_named(
         assert re.search(says(*facts), miss)
 
 
-def test_a_run_without_a_summary_is_no_proof(tmp_path: Path) -> None:
+def test_a_run_without_a_summary_fails(tmp_path: Path) -> None:
     (tmp_path / "seed-2").mkdir()
     done = prove(tmp_path, {"seed-1": 0.8})
     assert done.returncode == 1

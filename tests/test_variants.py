@@ -82,7 +82,7 @@ def samples() -> Batch:
 
 
 def advantages(batch: Batch) -> list[list[float]]:
-    """Of each response's tokens that the policy wrote."""
+    """Return the advantages of the generated tokens of each response."""
     rows = range(len(batch))
     return [batch.row(i, "advantage")[batch.row(i, "action_mask")].tolist() for i in rows]
 
@@ -102,17 +102,17 @@ def test_the_page_shows_what_is_tested_here() -> None:
 
 
 def test_scale_rewards_by_the_batch(copy: Copy) -> None:
-    own = advantages(copy("grpo", DIFFS["scale_rewards: batch"]).add_advantages(samples(), grpo()))
+    computed = advantages(copy("grpo", DIFFS["scale_rewards: batch"]).add_advantages(samples(), grpo()))
     # The groups' means are 0.5 and 0.5.
     deviation = statistics.stdev(REWARDS) + 1e-4
-    wanted = [(reward - 0.5) / deviation for reward in REWARDS]
-    assert own == [pytest.approx([x] * len(row), abs=1e-6) for x, row in zip(wanted, own, strict=True)]
+    expected = [(reward - 0.5) / deviation for reward in REWARDS]
+    assert computed == [pytest.approx([x] * len(row), abs=1e-6) for x, row in zip(expected, computed, strict=True)]
 
 
-def test_truncated_responses_move_nothing_and_stay_in_the_mean(copy: Copy) -> None:
+def test_truncated_responses_have_advantage_0_and_stay_in_the_mean(copy: Copy) -> None:
     config = grpo(std_norm=False)
-    own = advantages(copy("grpo", DIFFS["mask_truncated_completions"]).add_advantages(samples(), config))
-    assert own == [[0.5], [-0.5] * 2, [-0.25] * 3, [0.0] * 2]
+    computed = advantages(copy("grpo", DIFFS["mask_truncated_completions"]).add_advantages(samples(), config))
+    assert computed == [[0.5], [-0.5] * 2, [-0.25] * 3, [0.0] * 2]
 
 
 def test_importance_sampling_by_sequence(copy: Copy) -> None:
@@ -162,7 +162,7 @@ def test_the_kl_is_weighed_by_the_ratio(copy: Copy) -> None:
     assert loss == pytest.approx(surrogate + 2.0 * exp(0.1) * (exp(-0.2) - 1 + 0.2), abs=1e-5)
 
 
-def test_responses_that_are_far_and_bad_are_left_out(copy: Copy) -> None:
+def test_off_policy_responses_with_negative_advantage_are_excluded(copy: Copy) -> None:
     loss, _, _ = loss_of(copy("grpo", DIFFS["off_policy_mask_threshold"]), grpo(clip_low=0.99, clip_high=9.0))
     # The second is 1 nat away and bad; the third is bad, and near enough.
     assert loss == pytest.approx(-exp(0.1) * (1.0 - 0.5 * 3 + 2.0 * 2) / 8, abs=1e-5)
@@ -170,15 +170,15 @@ def test_responses_that_are_far_and_bad_are_left_out(copy: Copy) -> None:
 
 def test_cispo_weighs_log_probs_by_the_clipped_ratio(copy: Copy) -> None:
     loss, batch, said = loss_of(copy("grpo", DIFFS["CISPO"]), grpo(clip_low=1.0, clip_high=0.05))
-    wanted = -1.05 * float((batch["advantage"] * said.logprob_N).sum()) / 8  # exp(0.1) is above 1.05
-    assert loss == pytest.approx(wanted, abs=1e-5)
+    expected = -1.05 * float((batch["advantage"] * said.logprob_N).sum()) / 8  # exp(0.1) is above 1.05
+    assert loss == pytest.approx(expected, abs=1e-5)
 
 
 def test_sapo_gates_by_the_sign_of_the_advantage(copy: Copy) -> None:
     loss, _, _ = loss_of(copy("grpo", DIFFS["SAPO"]), grpo())
     gates = {tau: 4 / tau / (1 + exp(-tau * (exp(0.1) - 1))) for tau in (1.0, 1.05)}
-    wanted = -(gates[1.0] * (1.0 + 2 * 2.0) - gates[1.05] * (2 * 1.0 + 3 * 0.5)) / 8
-    assert loss == pytest.approx(wanted, abs=1e-5)
+    expected = -(gates[1.0] * (1.0 + 2 * 2.0) - gates[1.05] * (2 * 1.0 + 3 * 0.5)) / 8
+    assert loss == pytest.approx(expected, abs=1e-5)
 
 
 def test_vespo_weighs_a_response_by_its_whole_ratio(copy: Copy) -> None:
@@ -188,8 +188,8 @@ def test_vespo_weighs_a_response_by_its_whole_ratio(copy: Copy) -> None:
     # Each token's log-ratio is 0.1, and there are 1, 2, 3 and 2 of them.
     good = [exp(3 + 2 * x - 3 * exp(x)) for x in (0.1, 0.2)]
     bad = [exp(2 + 3 * x - 2 * exp(x)) for x in (0.2, 0.3)]
-    wanted = -(good[0] * sums[0] - bad[0] * sums[1] - 0.5 * bad[1] * sums[2] + 2.0 * good[1] * sums[3]) / 8
-    assert loss == pytest.approx(wanted, abs=1e-5)
+    expected = -(good[0] * sums[0] - bad[0] * sums[1] - 0.5 * bad[1] * sums[2] + 2.0 * good[1] * sums[3]) / 8
+    assert loss == pytest.approx(expected, abs=1e-5)
 
 
 def sigmoid(x: float) -> float:
@@ -198,7 +198,8 @@ def sigmoid(x: float) -> float:
 
 PAIRS = ((1.0, -0.5), (0.0, 1.0))
 """Log-ratios of the chosen and the rejected response."""
-BETA, E = 0.5, 0.1
+BETA = 0.5
+E = 0.1
 PAIR_VALUES: dict[str, Callable[[float, float], float]] = {
     "hinge": lambda c, r: max(0.0, 1 - BETA * (c - r)),
     "robust": lambda c, r: (-(1 - E) * log(sigmoid(BETA * (c - r))) + E * log(sigmoid(BETA * (r - c)))) / (1 - 2 * E),
@@ -221,11 +222,13 @@ PAIR_VALUES: dict[str, Callable[[float, float], float]] = {
 }
 
 
-def test_optimal_transport_compares_what_is_sorted(copy: Copy) -> None:
+def test_optimal_transport_compares_sorted_log_ratios(copy: Copy) -> None:
     from recipes.dpo.config import DPOConfig, DPOOptions
 
-    own = DPOOptions(beta=BETA)
-    config = DPOConfig(model=ModelOptions(path="policy"), data=PairDataOptions(path="pairs.jsonl"), algorithm=own)
+    dpo_options = DPOOptions(beta=BETA)
+    config = DPOConfig(
+        model=ModelOptions(path="policy"), data=PairDataOptions(path="pairs.jsonl"), algorithm=dpo_options
+    )
     logprob_B = torch.tensor([x for pair in PAIRS for x in pair])
     batch = Batch.from_rows({"tokens": [[4]] * 4}, {"reference_logprob": torch.tensor([0.0, 0.0, 2.0, 0.0])})
     diff = DIFFS["Losses of the log-ratios"]
@@ -237,8 +240,10 @@ def test_optimal_transport_compares_what_is_sorted(copy: Copy) -> None:
 def test_optimal_transport_without_pairs_sorts_both(copy: Copy) -> None:
     from recipes.dpo.config import DPOConfig, DPOOptions
 
-    own = DPOOptions(beta=BETA)
-    config = DPOConfig(model=ModelOptions(path="policy"), data=PairDataOptions(path="pairs.jsonl"), algorithm=own)
+    dpo_options = DPOOptions(beta=BETA)
+    config = DPOConfig(
+        model=ModelOptions(path="policy"), data=PairDataOptions(path="pairs.jsonl"), algorithm=dpo_options
+    )
     logprob_B = torch.tensor([x for pair in PAIRS for x in pair])
     batch = Batch.from_rows({"tokens": [[4]] * 4}, {"reference_logprob": torch.zeros(4)})
     algorithm = copy("dpo", DIFFS["Losses of the log-ratios"], SLIC, PAIR_LOSSES["aot_unpaired"])
@@ -252,8 +257,10 @@ def test_losses_of_pairs(copy: Copy, name: str) -> None:
     from recipes.dpo.config import DPOConfig, DPOOptions
 
     algorithm = copy("dpo", DIFFS["Losses of the log-ratios"], SLIC, PAIR_LOSSES[name])
-    own = DPOOptions(beta=BETA, label_smoothing=E)
-    config = DPOConfig(model=ModelOptions(path="policy"), data=PairDataOptions(path="pairs.jsonl"), algorithm=own)
+    dpo_options = DPOOptions(beta=BETA, label_smoothing=E)
+    config = DPOConfig(
+        model=ModelOptions(path="policy"), data=PairDataOptions(path="pairs.jsonl"), algorithm=dpo_options
+    )
     logprob_B = torch.tensor([x for pair in PAIRS for x in pair], requires_grad=True)
     batch = Batch.from_rows({"tokens": [[4]] * 4}, {"reference_logprob": torch.zeros(4)})
     output = algorithm.preference_loss(logprob_B, batch, 2, config)

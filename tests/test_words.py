@@ -84,25 +84,25 @@ def test_a_page_begins_with_what_the_reader_can_do_after_it(page: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_help_of_a_recipe_has_no_private_word(recipe: str) -> None:
     schema = importlib.import_module(f"recipes.{recipe}.main").COMMAND.schema
-    assert {o.name: found for o in options_of(schema) if (found := private_words(o.meaning))} == {}
+    assert {o.name: private for o in options_of(schema) if (private := private_words(o.meaning))} == {}
 
 
 def test_no_metric_and_no_alarm_is_described_by_a_private_word() -> None:
     with (ROOT / "training/tracking/metrics.csv").open(newline="") as file:
         texts = {row["name"]: row["meaning"] for row in csv.DictReader(file)}
     texts |= {alarm.name: f"{alarm.when} {advice(alarm)}" for alarm in (*ALARMS, NOT_A_NUMBER)}
-    assert {name: found for name, text in texts.items() if (found := private_words(text))} == {}
+    assert {name: private for name, text in texts.items() if (private := private_words(text))} == {}
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_no_message_has_a_private_word(folder: str) -> None:
-    found = {
+    private = {
         str(path): words
         for path in (ROOT / folder).rglob("*.py")
         for text in messages(path)
         if (words := private_words(text))
     }
-    assert found == {}
+    assert private == {}
 
 
 @pytest.mark.parametrize(("page", "words"), FIELD.items())

@@ -21,16 +21,16 @@ PROJECT = tomllib.loads(text_of("pyproject.toml"))["project"]
 
 
 def commands_of(job: str) -> list[str]:
-    """What the job runs, step by step."""
+    """Return the commands of the steps of a job."""
     return [step["run"] for step in JOBS[job]["steps"] if "run" in step]
 
 
 def pythons_of(job: str) -> list[str]:
     """The versions that the job sets up."""
-    (asked,) = [
+    (version,) = [
         step["with"]["python-version"] for step in JOBS[job]["steps"] if "python-version" in step.get("with", {})
     ]
-    return JOBS[job]["strategy"]["matrix"]["python"] if asked == "${{ matrix.python }}" else [asked]
+    return JOBS[job]["strategy"]["matrix"]["python"] if version == "${{ matrix.python }}" else [version]
 
 
 def supported() -> list[str]:
@@ -138,7 +138,7 @@ def test_dependabot_reads_the_files_that_hold_versions() -> None:
 def test_the_hooks_before_a_commit_are_the_checks_of_ci_and_a_limit_on_the_size_of_files() -> None:
     (local,) = yaml.safe_load(text_of(".pre-commit-config.yaml"))["repos"]
     hooks = {hook["id"]: hook["entry"] for hook in local["hooks"]}
-    assert set(hooks) == {"ruff-check", "ruff-format", "check-added-large-files"}
+    assert set(hooks) == {"ruff-check", "ruff-format", "sentences", "check-added-large-files"}
     assert {hooks["ruff-check"], hooks["ruff-format"]} == {
         f".venv/bin/ruff {x} --force-exclude" for x in ("check", "format")
     }

@@ -1,4 +1,4 @@
-"""Machines of a cluster on one host: each has a network, a host name, processes and shared memory of its own.
+"""Simulated machines of a cluster on one host, each with its own network, host name, processes and shared memory.
 
 A machine is a set of Linux namespaces whose first process waits for the end of its input. When that process ends, for
 whatever reason, Linux ends all others of the machine and removes its network and its mounts; so nothing is left behind,
@@ -63,7 +63,7 @@ NAMESPACES = ("--mount", "--uts", "--ipc", "--net", "--pid")
 
 
 def own_user() -> list[str]:
-    """What lets somebody who is not root make the other namespaces."""
+    """Options of unshare with which an unprivileged user can create the other namespaces."""
     return [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
 
 
@@ -82,12 +82,12 @@ def namespaces_refused() -> str:
         return f"no namespaces were made within {LIMIT_S:g} s"
     if done.returncode == 0:
         return ""
-    told = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-    return f"namespaces are not allowed ({told}); run as root, or allow user namespaces without privileges"
+    reason = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+    return f"namespaces are not allowed ({reason}); run as root, or allow user namespaces without privileges"
 
 
 def run(command: Sequence[str | Path], timeout_s: float = LIMIT_S) -> str:
-    """What a command printed; AssertionError with all of it if it failed."""
+    """Run a command and return its output. AssertionError with the output if it failed."""
     words = [str(word) for word in command]
     done = subprocess.run(
         words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -109,10 +109,10 @@ def started(command: Sequence[str | Path]) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
     can_be_read, _, _ = select.select([process.stdout], [], [], LIMIT_S)
-    told = process.stdout.readline() if can_be_read else b""
-    if told != b"ready\n":
+    first_line = process.stdout.readline() if can_be_read else b""
+    if first_line != b"ready\n":
         process.kill()
-        raise AssertionError(f"{' '.join(words)} is not ready: {told!r}")
+        raise AssertionError(f"{' '.join(words)} is not ready: {first_line!r}")
     return process
 
 
@@ -129,7 +129,7 @@ class Machine:
 
     @property
     def is_on(self) -> bool:
-        """Whether it has power."""
+        """True while the machine is running."""
         return self.process is not None and is_alive(self.first)
 
     def within(self, command: Sequence[str | Path], env: Mapping[str, str]) -> list[str]:
@@ -140,20 +140,20 @@ class Machine:
         return [*enter, "env", "-i", f"--chdir={self.folder}", *variables, *map(str, command)]
 
     def processes(self) -> dict[int, str]:
-        """Who runs on it beside the first, with its command, as the host counts."""
+        """Return process id (of the host) -> command of the processes besides the first one."""
         if not self.is_on:
             return {}
-        own = Path(f"/proc/{self.first}/ns/pid").readlink()
-        found = {}
+        namespace = Path(f"/proc/{self.first}/ns/pid").readlink()
+        processes = {}
         for place in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it may end between two looks
                 pid = int(place.name)
-                if pid != self.first and (place / "ns" / "pid").readlink() == own and is_alive(pid):
-                    found[pid] = (place / "cmdline").read_text().replace("\0", " ").strip()
-        return found
+                if pid != self.first and (place / "ns" / "pid").readlink() == namespace and is_alive(pid):
+                    processes[pid] = (place / "cmdline").read_text().replace("\0", " ").strip()
+        return processes
 
     def left_behind(self, run_id: str) -> list[str]:
-        """What of jobs is still there: processes, and the folder of this run in shared memory."""
+        """Return what remains of jobs: processes, and the folder of this run in shared memory."""
         if not self.is_on:
             return []
         workers = [command for command in self.processes().values() if re.match(r"ray::(TRAINER|TOOL|ACTOR)", command)]
@@ -196,7 +196,7 @@ class Laboratory:
 
     @property
     def address(self) -> str:
-        """Of Ray."""
+        """Address of Ray."""
         return f"{self.near.ip}:{PORT}"
 
     # --- faults
@@ -289,8 +289,8 @@ class Laboratory:
         user = ["nsenter", "--target", str(self.switch.pid), "--user", "--preserve-credentials", "--"]
         enter = user if own_user() else []
         make = ["unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc"]
-        given = [machine.name, str(SHARED_MEMORY_MB), self.folder / "hosts"]
-        machine.process = started([*enter, *make, "sh", "-c", MACHINE, "machine", *given])
+        arguments = [machine.name, str(SHARED_MEMORY_MB), self.folder / "hosts"]
+        machine.process = started([*enter, *make, "sh", "-c", MACHINE, "machine", *arguments])
         machine.first = only_child(machine.process.pid)
         ports = json.loads(self._at_switch("ip", "-json", "link"))
         if machine.name in [port["ifname"] for port in ports]:
@@ -314,14 +314,14 @@ class Laboratory:
             return
         is_head = machine is self.near
         role = ["--head", f"--port={PORT}", "--include-dashboard=false"] if is_head else [f"--address={self.address}"]
-        own = [f"--node-ip-address={machine.ip}", f"--temp-dir={machine.folder / 'ray'}"]
+        addresses = [f"--node-ip-address={machine.ip}", f"--temp-dir={machine.folder / 'ray'}"]
         size = ["--num-cpus=8", "--num-gpus=0", f"--object-store-memory={OBJECT_STORE_BYTES}", "--disable-usage-stats"]
-        run(machine.within([RAY, "start", *role, *own, *size], self.env))
+        run(machine.within([RAY, "start", *role, *addresses, *size], self.env))
 
 
 @contextlib.contextmanager
 def laboratory(count: int, env: Mapping[str, str] = HEALTH, has_ray: bool = True) -> Iterator[Laboratory]:
-    """So many machines, `near` and `far` the first two, with a Ray cluster that takes only calls with its token.
+    """Create machines with a Ray cluster that requires its token. `near` and `far` are the first two machines.
 
     `env` are settings of Ray.
     """
@@ -344,7 +344,7 @@ def laboratory(count: int, env: Mapping[str, str] = HEALTH, has_ray: bool = True
 
 
 def _environment(folder: Path, more: Mapping[str, str]) -> dict[str, str]:
-    """Of every process on the machines: this checkout, and the token."""
+    """Environment of all processes on the machines: this checkout, and the token."""
     return {
         "PATH": os.environ["PATH"],
         "HOME": os.environ.get("HOME", "/"),

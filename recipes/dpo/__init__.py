@@ -1,1 +1,1 @@
-"""Direct preference optimisation: one trainer, and the ranks of the policy that learns from pairs of responses."""
+"""Direct preference optimization: one trainer and the ranks of the policy, which is trained on pairs of responses."""

@@ -1,6 +1,7 @@
-"""The options of this recipe, beside those that recipes on pairs share; `--help all` describes them.
+"""Options of this recipe. Those of all recipes on pairs are in training/options/supervised_options.py.
 
-`--flag value` and `flag=value` mean the same; `--config FILE` reads YAML. OpenRLHF's names of train_dpo are understood.
+`--flag value` and `flag=value` are equivalent. `--config FILE` reads YAML. `--help all` describes every option. The
+flags of OpenRLHF's train_dpo are accepted.
 """
 
 from collections.abc import Iterator
@@ -16,16 +17,16 @@ from training.options.supervised_options import SupervisedTrainOptions
 
 @dataclass(kw_only=True)
 class DPOOptions(Options, group="algorithm"):
-    """The loss on the log-probabilities of a pair."""
+    """Loss on the log-probabilities of a pair."""
 
     beta: Positive = 0.1
-    """Weight of the KL to the reference model in what is optimised."""
+    """Weight of the KL to the reference model in the objective. Larger values keep the policy closer to it."""
     label_smoothing: float = 0.0
-    """Share of the labels taken to be wrong (conservative DPO)."""
+    """Assumed share of pairs with swapped labels (conservative DPO), from 0 to below 0.5."""
     ipo: bool = False
-    """The squared loss of IPO instead of the logistic one."""
+    """Use the squared loss of IPO instead of the logistic loss."""
     nll_loss_coef: NotNegative = 0.0
-    """Weight of the chosen responses' own negative log-likelihood, per token of a response."""
+    """Weight of the negative log-likelihood of the chosen responses, averaged over their tokens. 0 disables it."""
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
@@ -35,10 +36,10 @@ class DPOOptions(Options, group="algorithm"):
 
 @dataclass(kw_only=True)
 class ReferenceOptions(Options, group="reference"):
-    """The reference model, whose log-probabilities are computed once, before training."""
+    """Reference model. Its log-probabilities are computed once, before training."""
 
     path: str | None = None
-    """A folder or hub name. Default: the model to start from."""
+    """Folder or hub name of the reference model. Default: model.path."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,7 +48,7 @@ class ReferenceOptions(Options, group="reference"):
 
 @dataclass(kw_only=True)
 class DPOConfig(PairOptions):
-    """Make the better responses of pairs likelier than the others, without a reward model."""
+    """Direct preference optimization on pairs of responses."""
 
     ADAPTERS: ClassVar = ("openrlhf.train_dpo",)
     LEARNS_RESPONSES: ClassVar[bool] = True
@@ -60,4 +61,6 @@ class DPOConfig(PairOptions):
     @property
     def models(self) -> dict[str, str]:
         """See `SupervisedOptions.models`."""
-        return super().models | ({"reference.path": self.reference.path} if self.reference.path else {})
+        if not self.reference.path:
+            return super().models
+        return super().models | {"reference.path": self.reference.path}

@@ -1,4 +1,4 @@
-"""How many pairs a rank is asked about at once."""
+"""Splitting of a data set into calls of bounded size."""
 
 from itertools import pairwise
 
@@ -7,11 +7,14 @@ from components.batch import Batch
 from .algorithm import PAIR
 
 PAIRS_PER_CALL = 1024
-"""That a rank is asked about at once, at most."""
+"""Maximum number of pairs per rank in one call."""
 
 
 def in_calls(batch: Batch, ranks: int) -> list[Batch]:
-    """A batch in equal parts, none so large that stall_timeout could take a rank that works on it for hung."""
+    """Split a batch into equal parts of at most `PAIRS_PER_CALL` pairs per rank.
+
+    A rank reports no progress within a call, so a call on a whole data set could exceed stall_timeout.
+    """
     count = -(-len(batch) // (PAIR * PAIRS_PER_CALL * ranks))
     edges = [len(batch) * part // count for part in range(count + 1)]
     return [batch[start:end] for start, end in pairwise(edges)]

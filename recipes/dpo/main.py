@@ -1,4 +1,4 @@
-"""From the command line to a finished run: configuration -> job -> submit."""
+"""Command line of the recipe: read the configuration, build the job, submit it."""
 
 from pathlib import Path
 
@@ -10,9 +10,10 @@ from .config import DPOConfig
 
 
 def build_job(config: DPOConfig) -> Job:
-    """What runs where."""
-    own = __package__
-    return supervised_job(config, trainer=f"{own}.trainer:DPOTrainer", model=f"{own}.roles.actor:Actor").build()
+    """Return the job: the trainer and the ranks of the model, with their placement."""
+    trainer = f"{__package__}.trainer:DPOTrainer"
+    model = f"{__package__}.roles.actor:Actor"
+    return supervised_job(config, trainer=trainer, model=model).build()
 
 
 COMMAND = PairCommand(DPOConfig, Path(__file__).parent, build_job)

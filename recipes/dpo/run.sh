@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Direct preference optimisation on pairs of answers: sets up what is missing, trains, exports for transformers.
-#   bash recipes/dpo/run.sh                                     the demonstration, on a CPU
-#   bash recipes/dpo/run.sh seed=2 run_dir=runs/two             any setting of config.py
-#   bash recipes/dpo/run.sh --dry_run                           what would run where, as JSON
+# Direct preference optimization on pairs of responses. Installs missing dependencies, trains, exports for transformers.
+#   bash recipes/dpo/run.sh                                           the demonstration, on a CPU
+#   bash recipes/dpo/run.sh seed=2 run_dir=runs/two                   any option; --help lists them
+#   bash recipes/dpo/run.sh --dry_run                                 the plan as JSON; starts nothing
 set -euo pipefail
 
 here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"

@@ -1,4 +1,4 @@
-"""The loop: one optimizer step per mini-batch of pairs."""
+"""Training loop: one optimizer step per mini-batch of pairs. `B` responses, two per pair."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,29 +19,32 @@ from .roles.actor import Actor
 
 FOLDER = Path(__file__).parent
 SHOWN = ("actor/loss", "actor/accuracy", "actor/margin", "eval/accuracy", "eval/margin", "timing_s/step")
-"""What a person sees of a step."""
+"""Metrics that the terminal shows for a step."""
 
 
 class DPOTrainer(BaseTrainer):
-    """Drives RG_ACTOR: the ranks of the policy, and before these are loaded, of the reference model."""
+    """Trainer of the recipe. RG_ACTOR is the ranks of the policy; they run the reference model before they load it."""
 
     config: DPOConfig
     RG_ACTOR: RoleGroup[Actor]
 
     def init(self) -> None:
-        """Read the pairs, ask the reference model about them once, load the policy, resume from a checkpoint if there
-        is one.
+        """Read the pairs, compute their reference log-probabilities, load the policy, and resume from a checkpoint.
+
+        The reference model is freed before the policy is loaded, so that device memory never holds both.
         """
         config = self.config
         pairs = read_training_pairs(config, config.model.path, self.info, with_mask=True)
         self.RG_ACTOR.load_reference(config.reference.path or config.model.path)
-        heldout = None if pairs.heldout is None else self.with_reference(pairs.heldout)
+        heldout = pairs.heldout
+        if heldout is not None:
+            heldout = self.with_reference(heldout)
         data = replace(pairs, train=self.with_reference(pairs.train), heldout=heldout)
         self.RG_ACTOR.drop_reference()
         self.supervised_run = SupervisedRun(self, config, FOLDER, self.RG_ACTOR, data, self.evaluate, shown=SHOWN)
 
     def fit(self) -> None:
-        """One optimizer step per mini-batch."""
+        """Run the training loop: one optimizer step per mini-batch."""
         for minibatch in self.supervised_run.minibatches():
             with self.supervised_run.phase("train"):
                 metrics = self.RG_ACTOR.train_step(replicate(minibatch))
@@ -49,19 +52,25 @@ class DPOTrainer(BaseTrainer):
         self.supervised_run.finish()
 
     def evaluate(self, pairs: Batch) -> dict[str, float]:
-        """The loss on held-out pairs, and whether the policy's implicit rewards order them."""
+        """Return the loss on held-out pairs, and the accuracy and margin of the policy's implicit rewards."""
         logprob_B = self.logprobs(self.RG_ACTOR.logprobs, pairs)
         output = preference_loss(logprob_B, pairs, len(pairs) // PAIR, self.config)
-        found = {"loss": output.loss, **output.metrics}
-        return {name: round(float(value), 6) for name, value in found.items()}
+        metrics = {"loss": output.loss, **output.metrics}
+        return {name: round(float(value), 6) for name, value in metrics.items()}
 
     def with_reference(self, pairs: Batch) -> Batch:
-        """Add `reference_logprob` [B]."""
+        """Add `reference_logprob` [B], the log-probability of each response under the reference model, in nats."""
         return pairs.with_sequences(reference_logprob=self.logprobs(self.RG_ACTOR.reference_logprobs, pairs))
 
     def logprobs(self, compute: Callable[[Batch], Batch], pairs: Batch) -> Tensor:
-        """[B] log-probability of each response. Policy and reference model are asked in the same calls, and so in the
-        same micro-batches, as rounding depends on these: else it would tell apart pairs that are ties.
+        """Return [B] the log-probability of each response, in nats.
+
+        Rounding depends on the composition of the micro-batches. Policy and reference model therefore get the same
+        calls; otherwise pairs that are ties before training would differ by rounding.
+
+        Args:
+            compute: the call of the policy or of the reference model.
+            pairs: the pairs.
         """
         parts = in_calls(pairs.only("tokens", "loss_mask"), self.config.placement.ranks)
         return torch.cat([compute(part)["logprob"] for part in parts])

@@ -1,1 +1,5 @@
-"""GRPO: one trainer, a policy that learns, engines that sample from it, and a frozen reference where there is a KL."""
+"""GRPO: group relative policy optimization.
+
+One trainer drives the actor (the policy that is trained), the rollout engines that sample from it, and a frozen
+reference model if a KL penalty is set.
+"""

@@ -1,7 +1,7 @@
-"""What makes this GRPO: the advantage of a response over the others to its prompt, and the loss.
+"""The algorithm of GRPO: group-relative advantages and the policy loss.
 
-Change a line here in a copy of the folder, and it is another algorithm. `B` responses, `N` all their tokens end to end;
-entry t of a per-token column is about token t.
+To change the algorithm, copy the folder and edit this file. Shape suffixes: `B` responses, `N` all tokens of these
+responses end to end, without padding. Entry t of a per-token column belongs to token t.
 """
 
 from functools import partial
@@ -21,37 +21,56 @@ from .config import GRPOConfig
 
 
 def add_advantages(samples: Batch, config: GRPOConfig) -> Batch:
-    """Add `shaped_reward` [B], `advantage` [N] and, where it is asked for, `correction` [N] to a step's responses."""
+    """Add `shaped_reward` [B] and `advantage` [N], and `correction` [N] if `algorithm.correction` is set.
+
+    Args:
+        samples: all responses of a step. A group is the set of responses with the same `prompt_id`.
+        config: the configuration of the run.
+    """
     reward_B = shaped_rewards(samples, config)
     mask_N = samples["action_mask"]
-    normalise = partial(advantages.group_norm, epsilon=config.algorithm.std_epsilon)
-    compare = normalise if config.algorithm.std_norm else advantages.group_mean_baseline
-    advantage_B = compare_samples(samples, reward_B, compare)  # with those of the same `prompt_id`
+    compare = advantages.group_mean_baseline
+    if config.algorithm.std_norm:
+        compare = partial(advantages.group_norm, epsilon=config.algorithm.std_epsilon)
+    advantage_B = compare_samples(samples, reward_B, compare)
     samples = samples.with_sequences(shaped_reward=reward_B)
+    # All tokens of a response share its advantage. Prompt tokens get 0, so that statistics over N ignore them.
     samples = samples.with_tokens(advantage=advantage_B[samples.sequence_ids] * mask_N)
     return with_correction(samples, config.algorithm.correction, *config.algorithm.correction_range)
 
 
 def shaped_rewards(samples: Batch, config: GRPOConfig) -> Tensor:
-    """[B] rewards, less the penalty on responses that come close to the longest that is allowed."""
-    own = config.algorithm
-    if own.overlong_buffer is None:
+    """Return the rewards [B], reduced by the overlong penalty for responses close to the maximum length."""
+    algorithm = config.algorithm
+    if algorithm.overlong_buffer is None:
         return samples["reward"]
     length_B = samples.sum_tokens(samples["action_mask"])
-    longest = config.rollout.max_new_tokens
-    return overlong_penalty(samples["reward"], length_B, longest, own.overlong_buffer, own.overlong_penalty)
+    max_length = config.rollout.max_new_tokens
+    return overlong_penalty(
+        samples["reward"], length_B, max_length, algorithm.overlong_buffer, algorithm.overlong_penalty
+    )
 
 
 def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: GRPOConfig) -> LossOutput:
-    """The clipped surrogate, and the KL to the reference model where it has a weight."""
-    own = config.algorithm
+    """Return the clipped surrogate loss of a micro-batch, plus the KL penalty if `algorithm.kl_coef` is above 0.
+
+    Args:
+        model: the policy.
+        micro: the micro-batch.
+        totals: token and sequence counts of the whole optimizer step on all ranks. The loss is divided by these and not
+            by the counts of the micro-batch, so that micro-batches and ranks do not change the result.
+        config: the configuration of the run.
+    """
+    algorithm = config.algorithm
     mask_N = micro["action_mask"]
-    longest = config.rollout.max_new_tokens
+    max_length = config.rollout.max_new_tokens
     output = token_logprobs(model, micro, config.rollout.temperature, with_entropy=True)
     assert output.entropy_N is not None
-    weight_N = micro["correction"] if own.correction != "none" else None
+    weight_N = None
+    if algorithm.correction != "none":
+        weight_N = micro["correction"]
     tokens = surrogate(output.logprob_N, micro, config)
-    policy = reduce_loss(tokens, mask_N, micro.lengths, totals, own.loss_aggregation, longest, weight_N)
+    policy = reduce_loss(tokens, mask_N, micro.lengths, totals, algorithm.loss_aggregation, max_length, weight_N)
     gap_N = (output.logprob_N.detach() - micro["rollout_logprob"]).abs()
     metrics = {
         "policy_loss": policy.loss.detach(),
@@ -60,16 +79,21 @@ def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: GRPOConf
     }
     if not config.needs_reference:
         return LossOutput(policy.loss, policy.metrics | metrics)
-    kl_N = kl_estimate(output.logprob_N, micro["reference_logprob"], mask_N, own.kl_estimator)
-    kl = aggregate(kl_N, mask_N, micro.lengths, totals, own.loss_aggregation, longest)
-    return LossOutput(policy.loss + own.kl_coef * kl, policy.metrics | metrics | {"kl_loss": kl.detach()})
+    kl_N = kl_estimate(output.logprob_N, micro["reference_logprob"], mask_N, algorithm.kl_estimator)
+    kl = aggregate(kl_N, mask_N, micro.lengths, totals, algorithm.loss_aggregation, max_length)
+    return LossOutput(policy.loss + algorithm.kl_coef * kl, policy.metrics | metrics | {"kl_loss": kl.detach()})
 
 
 def surrogate(logprob_N: Tensor, micro: Batch, config: GRPOConfig) -> TokenLoss:
-    """The loss of each token: PPO's clipped surrogate on its own ratio, or on that of its response."""
-    own = config.algorithm
-    old_logprob_N = old_logprobs(micro, logprob_N)  # of the policy before the update
+    """Return the clipped surrogate loss of each token [N].
+
+    The importance-sampling ratio is that of the token (PPO), or the geometric mean over its response (GSPO).
+    """
+    algorithm = config.algorithm
+    old_logprob_N = old_logprobs(micro, logprob_N)
     columns = (logprob_N, old_logprob_N, micro["advantage"], micro["action_mask"])
-    if own.ratio == "sequence":
-        return policy_losses.gspo_loss(*columns, micro.lengths, clip_low=own.clip_low, clip_high=own.clip_high)
-    return policy_losses.ppo_loss(*columns, clip_low=own.clip_low, clip_high=own.clip_high)
+    if algorithm.ratio == "sequence":
+        return policy_losses.gspo_loss(
+            *columns, micro.lengths, clip_low=algorithm.clip_low, clip_high=algorithm.clip_high
+        )
+    return policy_losses.ppo_loss(*columns, clip_low=algorithm.clip_low, clip_high=algorithm.clip_high)

@@ -1,4 +1,4 @@
-"""From the command line to a finished run: configuration -> job -> submit."""
+"""Command line of the recipe: read the configuration, build the job, submit it."""
 
 from pathlib import Path
 
@@ -9,7 +9,10 @@ from .config import GRPOConfig
 
 
 def build_job(config: GRPOConfig) -> Job:
-    """What runs where. A role of your own is one more line: `builder.role("style").run(f"{roles}.style:Style")`."""
+    """Return the job: its roles, their classes and their placement.
+
+    A role of your own takes one more line: `builder.role("style").run(f"{roles}.style:Style")`.
+    """
     roles = f"{__package__}.roles"
     builder = policy_job(config, trainer=f"{__package__}.trainer:GRPOTrainer", actor=f"{roles}.actor:Actor")
     return builder.build()

@@ -1,7 +1,7 @@
-"""Calls that involve several roles. A single role is called through the trainer's role groups, as in `RG_ACTOR.update`.
+"""Remote calls that involve several roles. A single role is called by its role group, as in `RG_ACTOR.update`.
 
-A call of your own is a function here, `def name(...): return RoleGroup(Role.ACTOR).call(name, ...)`, and a method of a
-role that `@rpc(remote_call.name)` binds to it.
+To add a call, define a function here, `def name(...): return RoleGroup(Role.ACTOR).call(name, ...)`, and bind a method
+of the role to it with `@rpc(remote_call.name)`.
 """
 
 from training.remote_call import sync_weights

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# GRPO: sets up what is missing, trains on verifiable prompts, and says what the policy gained.
-#   bash recipes/grpo/run.sh                                    the demonstration, on a CPU
-#   bash recipes/grpo/run.sh seed=2 run_dir=runs/two             any setting of config.py
-#   bash recipes/grpo/run.sh --dry_run                           what would run where, as JSON
+# GRPO. Installs missing dependencies, trains on prompts with verifiable answers, and prints the improvement.
+#   bash recipes/grpo/run.sh                                          the demonstration, on a CPU
+#   bash recipes/grpo/run.sh seed=2 run_dir=runs/two                  any option; --help lists them
+#   bash recipes/grpo/run.sh --dry_run                                the plan as JSON; starts nothing
 set -euo pipefail
 
 here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"

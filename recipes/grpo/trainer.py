@@ -1,4 +1,7 @@
-"""The loop: rollouts, log-probabilities, advantages, update, weight sync. `B` responses, `N` all their tokens."""
+"""Training loop: rollouts, log-probabilities, advantages, update, weight sync.
+
+Shape suffixes: `B` responses, `N` all their tokens end to end.
+"""
 
 from pathlib import Path
 
@@ -16,7 +19,10 @@ from .roles.actor import Actor
 
 
 class GRPOTrainer(BaseTrainer):
-    """Drives the roles: RG_ROLLOUT samples, RG_ACTOR trains, RG_REFERENCE, where there is a KL, is frozen."""
+    """Trainer of the recipe. It calls the other roles through their role groups.
+
+    RG_ROLLOUT samples, RG_ACTOR is trained, and RG_REFERENCE is frozen. RG_REFERENCE is started only with a KL penalty.
+    """
 
     config: GRPOConfig
     RG_ACTOR: RoleGroup[Actor]
@@ -24,31 +30,37 @@ class GRPOTrainer(BaseTrainer):
     RG_REFERENCE: RoleGroup[ReferenceWorker]
 
     def init(self) -> None:
-        """Read the prompts, load the models, resume from a checkpoint if there is one."""
+        """Read the prompts, load the models, and resume from a checkpoint if the run folder has one."""
         self.policy_run = PolicyRun(self, self.config, Path(__file__).parent)
 
     def make_rollouts(self, prompts: Batch, sampling: SamplingConfig, heldout: bool = False) -> Batch:
-        """Sample a response to each prompt and score it, for a training step or an evaluation (`heldout`)."""
-        with self.policy_run.generating():  # the engines are awake, and the time is logged
+        """Sample and score one response per row of `prompts`.
+
+        Args:
+            prompts: one row per response; a prompt with several responses is repeated.
+            sampling: temperature, maximum length and seed.
+            heldout: True in an evaluation, False in a training step.
+        """
+        with self.policy_run.generating():  # wakes the engines, and logs the time
             rollouts = self.RG_ROLLOUT.generate(prompts, sampling)
         return self.score(rollouts, heldout)
 
     def score(self, rollouts: Batch, heldout: bool = False) -> Batch:
-        """Add `reward` and `score` [B]. Those whose reward failed are left out."""
+        """Add `reward` and `score` [B]. Exclude the responses whose reward failed."""
         return self.policy_run.score(rollouts, heldout)
 
     def fit(self) -> None:
-        """One training step per batch of scored rollouts, `samples_per_prompt` of each prompt."""
-        for rollouts in self.policy_run.queue(self.make_rollouts, self.score):  # resumes, runs ahead, stops
-            experience = self.policy_run.compute_logprobs(rollouts)  # of old policy and reference, where needed
+        """Run the training loop: one step per batch of rollouts, with `samples_per_prompt` responses per prompt."""
+        for rollouts in self.policy_run.queue(self.make_rollouts, self.score):  # resumes, prefetches, stops
+            experience = self.policy_run.compute_logprobs(rollouts)  # of old policy and reference, if needed
             experience = add_advantages(experience, self.config)
             with self.policy_run.phase("train"):
-                tensors = experience.without(*experience.objects)  # prompts and labels as text are not sent
-                # Every rank is given all responses, and takes its share of each mini-batch.
+                tensors = experience.without(*experience.objects)  # ranks do not read text columns
+                # Replicated, because each rank selects its share of every mini-batch itself.
                 metrics = self.RG_ACTOR.update(replicate(tensors), self.policy_run.step)
             with self.policy_run.phase("sync"):
-                engines = remote_call.sync_weights(self.policy_run.step)
+                sync_metrics = remote_call.sync_weights(self.policy_run.step)
                 if self.config.syncs_reference(self.policy_run.step):
                     self.policy_run.calls.sync_reference(self.policy_run.step, self.config.algorithm.reference_mixup)
-            self.policy_run.end_step(experience, engines, actor=metrics)  # log, evaluate, checkpoint
+            self.policy_run.end_step(experience, sync_metrics, actor=metrics)  # log, evaluate, checkpoint
         self.policy_run.finish()

@@ -1,6 +1,6 @@
-"""The options of this algorithm, beside the groups that all recipes share; `--help all` describes them.
+"""Options of this algorithm. The option groups that all RL recipes share are in training/options/rl_options.py.
 
-`a.b=value` and `--a.b value` mean the same; `--config FILE` reads YAML.
+`a.b=value` and `--a.b value` are equivalent. `--config FILE` reads YAML. `--help all` describes every option.
 """
 
 from collections.abc import Collection, Iterator
@@ -19,33 +19,38 @@ class AlgorithmOptions(PolicyOptions):
     estimator: Literal["reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo", "gpg", "grpo_passk"] = (
         "reinforce_baseline"
     )
-    """What becomes of a reward: itself; less the mean of all episodes of the prompt (reinforce_baseline, and dr_grpo,
-    which does not whiten); less the mean of the others; divided by their deviation as well; and their relatives."""
+    """Advantage estimator. `reinforce`: the return itself; `reinforce_baseline` and `dr_grpo` (not whitened): minus the
+    mean of all episodes of the prompt; `rloo`: minus the mean of the others; `grpo`: minus the mean, divided by the
+    standard deviation; `gpg` and `grpo_passk`: see docs/algorithms.md."""
     std_epsilon: float = active_when(1e-4, estimator=("grpo",))
-    """Added to that deviation, so that rewards which differ by rounding alone teach next to nothing."""
+    """Constant added to this standard deviation, so that returns that differ only by rounding give advantages near
+    0."""
     whiten: bool | None = None
-    """Shift and scale the advantages of all tokens of a step to mean 0 and standard deviation 1. Default: with
-    reinforce and reinforce_baseline."""
+    """Normalise the advantages of all tokens of a step to mean 0 and standard deviation 1. Default: true for
+    `reinforce` and `reinforce_baseline`, false for the other estimators."""
     credit: Literal["trajectory", "turn"] = "trajectory"
-    """The return of the tokens of a turn: what the whole episode has earned, or what it earned from this turn on,
-    beside the same turn of the prompt's other episodes."""
+    """Credit assignment. `trajectory`: all tokens share the return of the whole episode; `turn`: the tokens of a turn
+    share the return from this turn on, which is compared with the same turn of the prompt's other episodes."""
     turn_gamma: Share = 1.0
-    """Discount per turn, with credit by turn."""
+    """Discount factor per turn with `credit=turn`."""
     loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
         "token-mean"
     )
-    """How tokens are weighed: each the same, each episode the same, or each episode's sum, divided by the most that its
-    turns may be long with -norm (Dr. GRPO)."""
+    """Aggregation of the token losses. `token-mean` weights all tokens equally, `seq-mean-token-mean` all episodes
+    equally. `seq-mean-token-sum` sums over each episode, and `seq-mean-token-sum-norm` divides this sum by the maximum
+    length of an episode's turns, rollout.max_new_tokens times agent.max_turns (Dr. GRPO)."""
     kl_coef: NotNegative = 0.0
-    """Weight of the KL to the reference model, which is taken off the reward of each token. 0: no reference role is
-    started."""
+    """Weight of the KL to the reference model. The weighted KL is subtracted from the reward of each token. 0 starts no
+    reference role."""
     kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k1"
-    """Which estimator of the KL; k1 is the unbiased one in a reward."""
+    """Estimator of the KL. As a reward only k1 is unbiased."""
 
     @property
     def whitens(self) -> bool:
-        """Whether advantages are whitened."""
-        return self.estimator.startswith("reinforce") if self.whiten is None else self.whiten
+        """True if the advantages are whitened."""
+        if self.whiten is None:
+            return self.estimator.startswith("reinforce")
+        return self.whiten
 
 
 @dataclass(kw_only=True)
@@ -60,22 +65,26 @@ class MultiTurnConfig(RLOptions):
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         if not self.agent.func_path:
-            yield "agent.func_path is empty; set it, or run without options for the demonstration"
+            yield "agent.func_path is empty; set it to an environment, or run without options for the demonstration"
             return
         yield from super().faults()
         if self.agent.rewarded_by == "reward":
-            yield "agent.rewarded_by=reward is not in this recipe, which reads rewards of turns; use recipes/grpo"
+            yield "agent.rewarded_by=reward: this recipe needs rewards of turns from the environment; use recipes/grpo"
         if self.algorithm.estimator != "reinforce" and self.samples_per_prompt < 2:
             yield (
                 f"algorithm.estimator={self.algorithm.estimator} compares the episodes of one prompt, but "
                 f"samples_per_prompt={self.samples_per_prompt}; set it to 2 or more"
             )
 
-    def notes(self, given: Collection[str]) -> list[str]:
-        """What a user who has named the options `given` should know of before the run starts."""
-        own = self.algorithm
+    def notes(self, named_options: Collection[str]) -> list[str]:
+        """Return the notes that are printed before the run starts.
+
+        Args:
+            named_options: names of the options that the user has set. Only these are reported as having no effect.
+        """
+        algorithm = self.algorithm
         idle = [
-            (own.credit != "turn", "algorithm.turn_gamma", "algorithm.credit=trajectory"),
-            (own.correction == "none", "algorithm.correction_range", "algorithm.correction=none"),
+            (algorithm.credit != "turn", "algorithm.turn_gamma", "algorithm.credit=trajectory"),
+            (algorithm.correction == "none", "algorithm.correction_range", "algorithm.correction=none"),
         ]
-        return without_effect(idle, given) + super().notes(given)
+        return without_effect(idle, named_options) + super().notes(named_options)

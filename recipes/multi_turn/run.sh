@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Episodes of many turns: sets up what is missing, trains a policy in a world that answers, and says what it gained.
+# Multi-turn RL. Installs missing dependencies, trains a policy in an environment, and prints the improvement.
 #   bash recipes/multi_turn/run.sh                                    the demonstration, on a CPU
-#   bash recipes/multi_turn/run.sh agent.func_path=my_agent.py        a world of your own
-#   bash recipes/multi_turn/run.sh seed=2 run_dir=runs/two            any setting of config.py
-#   bash recipes/multi_turn/run.sh --dry_run                          what would run where, as JSON
+#   bash recipes/multi_turn/run.sh agent.func_path=my_agent.py        an environment of your own
+#   bash recipes/multi_turn/run.sh seed=2 run_dir=runs/two            any option; --help lists them
+#   bash recipes/multi_turn/run.sh --dry_run                          the plan as JSON; starts nothing
 set -euo pipefail
 
 here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"

@@ -1,4 +1,7 @@
-"""The loop: rollouts, log-probabilities, advantages, update, weight sync. `B` episodes, `N` all their tokens."""
+"""Training loop: rollouts, log-probabilities, advantages, update, weight sync.
+
+Shape suffixes: `B` episodes, `N` all their tokens end to end.
+"""
 
 from pathlib import Path
 
@@ -14,9 +17,15 @@ from .algorithm import add_advantages
 from .config import MultiTurnConfig
 from .roles.actor import Actor
 
+PRINTED = [{"rollout/response_length": "rollout/turns_mean"}.get(name, name) for name in SHOWN]
+"""Metrics that the terminal shows: the usual ones, with the number of turns in place of the response length."""
+
 
 class MultiTurnTrainer(BaseTrainer):
-    """Drives the roles: RG_ROLLOUT samples, RG_ACTOR trains, RG_REFERENCE, where there is a KL, is frozen."""
+    """Trainer of the recipe. It calls the other roles through their role groups.
+
+    RG_ROLLOUT samples, RG_ACTOR is trained, and RG_REFERENCE is frozen. RG_REFERENCE is started only with a KL penalty.
+    """
 
     config: MultiTurnConfig
     RG_ACTOR: RoleGroup[Actor]
@@ -24,30 +33,35 @@ class MultiTurnTrainer(BaseTrainer):
     RG_REFERENCE: RoleGroup[ReferenceWorker]
 
     def init(self) -> None:
-        """Read the prompts, load the models, resume from a checkpoint if there is one."""
-        shown = [name if name != "rollout/response_length" else "rollout/turns_mean" for name in SHOWN]
-        self.policy_run = PolicyRun(self, self.config, Path(__file__).parent, shown=shown)
+        """Read the prompts, load the models, and resume from a checkpoint if the run folder has one."""
+        self.policy_run = PolicyRun(self, self.config, Path(__file__).parent, shown=PRINTED)
 
     def make_rollouts(self, prompts: Batch, sampling: SamplingConfig, heldout: bool = False) -> Batch:
-        """Play an episode of each prompt and score it, for a training step or an evaluation (`heldout`)."""
-        with self.policy_run.generating():  # the engines are awake, and the time is logged
+        """Run and score one episode per row of `prompts`.
+
+        Args:
+            prompts: one row per episode; a prompt with several episodes is repeated.
+            sampling: temperature, maximum length of a turn, and seed.
+            heldout: True in an evaluation, False in a training step.
+        """
+        with self.policy_run.generating():  # wakes the engines, and logs the time
             rollouts = self.RG_ROLLOUT.generate(prompts, sampling)
         return self.score(rollouts, heldout)
 
     def score(self, rollouts: Batch, heldout: bool = False) -> Batch:
-        """Add `reward` and `score` [B]. Those whose reward failed are left out."""
+        """Add `reward` and `score` [B]. Exclude the episodes whose reward failed."""
         return self.policy_run.score(rollouts, heldout)
 
     def fit(self) -> None:
-        """One training step per batch of episodes, `samples_per_prompt` of each prompt."""
-        for rollouts in self.policy_run.queue(self.make_rollouts, self.score):  # resumes, runs ahead, stops
-            experience = self.policy_run.compute_logprobs(rollouts)  # of old policy and reference, where needed
+        """Run the training loop: one step per batch of rollouts, with `samples_per_prompt` episodes per prompt."""
+        for rollouts in self.policy_run.queue(self.make_rollouts, self.score):  # resumes, prefetches, stops
+            experience = self.policy_run.compute_logprobs(rollouts)  # of old policy and reference, if needed
             experience = add_advantages(experience, self.config)
             with self.policy_run.phase("train"):
-                tensors = experience.without(*experience.objects)  # prompts and labels as text are not sent
-                # Every rank is given all episodes, and takes its share of each mini-batch.
+                tensors = experience.without(*experience.objects)  # ranks do not read text columns
+                # Replicated, because each rank selects its share of every mini-batch itself.
                 metrics = self.RG_ACTOR.update(replicate(tensors), self.policy_run.step)
             with self.policy_run.phase("sync"):
-                engines = remote_call.sync_weights(self.policy_run.step)
-            self.policy_run.end_step(experience, engines, actor=metrics)  # log, evaluate, checkpoint
+                sync_metrics = remote_call.sync_weights(self.policy_run.step)
+            self.policy_run.end_step(experience, sync_metrics, actor=metrics)  # log, evaluate, checkpoint
         self.policy_run.finish()

@@ -1,6 +1,6 @@
-"""The options of this algorithm, beside the groups that all recipes share; `--help all` describes them.
+"""Options of this algorithm. The option groups that all RL recipes share are in training/options/rl_options.py.
 
-`a.b=value` and `--a.b value` mean the same; `--config FILE` reads YAML.
+`a.b=value` and `--a.b value` are equivalent. `--config FILE` reads YAML. `--help all` describes every option.
 """
 
 from collections.abc import Iterator
@@ -13,22 +13,23 @@ from training.options.rl_options import PolicyOptions, RLOptions
 
 @dataclass(kw_only=True)
 class AlgorithmOptions(PolicyOptions):
-    """The baseline of a response's reward, and how far one step may go."""
+    """Reward baseline, whitening, discount and KL penalty."""
 
     baseline: Literal["none", "group_mean", "leave_one_out"] = "none"
-    """What is subtracted from a response's reward: nothing (REINFORCE++), the mean of all responses to its prompt
-    (REINFORCE++-baseline), or the mean of the others (RLOO)."""
+    """Baseline that is subtracted from the reward of a response. `none`: no baseline (REINFORCE++); `group_mean`: the
+    mean reward of all responses to the prompt (REINFORCE++-baseline); `leave_one_out`: the mean of the others
+    (RLOO)."""
     whiten: bool = True
-    """Shift and scale the advantages of all tokens of a step to mean 0 and standard deviation 1. RLOO does not."""
+    """Normalise the advantages of all tokens of a step to mean 0 and standard deviation 1. RLOO sets it to false."""
     gamma: Share = 1.0
-    """Discount per token of the response."""
+    """Discount factor per token of the response."""
     kl_coef: NotNegative = 0.01
-    """Weight of the KL to the reference model, which is taken off the reward of each token. 0: no reference role is
-    started."""
+    """Weight of the KL to the reference model. The weighted KL is subtracted from the reward of each token. 0 starts no
+    reference role."""
     kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k1"
-    """Which estimator of the KL; k1 is the unbiased one in a reward."""
+    """Estimator of the KL. As a reward only k1 is unbiased."""
     reward_range: tuple[float, float] = (-10.0, 10.0)
-    """Rewards, less their baseline, are cut to it."""
+    """Lowest and highest reward after the baseline. Rewards beyond are clamped."""
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
@@ -44,9 +45,9 @@ class ReinforceConfig(RLOptions):
     KL_IN_REWARD: ClassVar[bool] = True
 
     prompts_per_step: Count = 512
-    """Prompts of a training step."""
+    """Number of prompts per training step."""
     samples_per_prompt: Count = 1
-    """Responses to each; algorithm.baseline compares them with each other."""
+    """Number of responses sampled per prompt. A baseline (algorithm.baseline) needs at least 2."""
     algorithm: AlgorithmOptions = field(default_factory=AlgorithmOptions)
 
     def faults(self) -> Iterator[str]:

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# REINFORCE++: sets up what is missing, trains on verifiable prompts, and says what the policy gained.
-#   bash recipes/reinforce_pp/run.sh                                    the demonstration, on a CPU
-#   bash recipes/reinforce_pp/run.sh seed=2 run_dir=runs/two             any setting of config.py
-#   bash recipes/reinforce_pp/run.sh --dry_run                           what would run where, as JSON
+# REINFORCE++. Installs missing dependencies, trains on prompts with verifiable answers, and prints the improvement.
+#   bash recipes/reinforce_pp/run.sh                                  the demonstration, on a CPU
+#   bash recipes/reinforce_pp/run.sh seed=2 run_dir=runs/two          any option; --help lists them
+#   bash recipes/reinforce_pp/run.sh --dry_run                        the plan as JSON; starts nothing
 set -euo pipefail
 
 here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"

@@ -1,1 +1,1 @@
-"""Reward models: one trainer, and the ranks of one model that learns from pairs of responses."""
+"""Reward models: one trainer and the ranks of one model, which is trained on pairs of responses."""

@@ -1,6 +1,7 @@
-"""The options of this recipe, beside those that recipes on pairs share; `--help all` describes them.
+"""Options of this recipe. Those of all recipes on pairs are in training/options/supervised_options.py.
 
-`--flag value` and `flag=value` mean the same; `--config FILE` reads YAML. OpenRLHF's names of train_rm are understood.
+`--flag value` and `flag=value` are equivalent. `--config FILE` reads YAML. `--help all` describes every option. The
+flags of OpenRLHF's train_rm are accepted.
 """
 
 from __future__ import annotations
@@ -20,28 +21,28 @@ if TYPE_CHECKING:
     from components.data.preferences import PairFormat
 
 NEW_FROM_TEXT = "new:text"
-"""What `model.path` is where the trainer makes an untrained model, whose vocabulary is learnt from the responses."""
+"""Value of `model.path` that creates an untrained model with a vocabulary trained on the texts of the data."""
 
 
 @dataclass(kw_only=True)
 class ScorerOptions(ModelOptions):
-    """The model to start from, and its head."""
+    """Model to start from, and its head."""
 
     value_head_prefix: str = "score"
-    """Name of the head's weights. Under `score` transformers' AutoModelForSequenceClassification finds them."""
+    """Name of the head's weights. transformers' AutoModelForSequenceClassification loads only `score`, the default."""
 
 
 @dataclass(kw_only=True)
 class RewardLossOptions(Options, group="algorithm"):
-    """The loss on the scores of a pair."""
+    """Loss on the scores of a pair."""
 
     margin_loss: bool = False
-    """The better response has to be ahead by the number in the column `margin`."""
+    """Subtract the column `margin` from the score difference in the loss. Default: the margin is 0."""
 
 
 @dataclass(kw_only=True)
 class RewardModelConfig(PairOptions):
-    """Learn from pairs of responses which one is better."""
+    """Training of a reward model on pairs of responses."""
 
     ADAPTERS: ClassVar = ("openrlhf.train_rm",)
 
@@ -55,14 +56,18 @@ class RewardModelConfig(PairOptions):
         return {} if self.model.path == NEW_FROM_TEXT else super().models
 
     def tokenizer(self, path: str) -> PreTrainedTokenizerBase:
-        """See `SupervisedOptions.tokenizer`. Its token for padding is not the end token, by which a score is found."""
+        """See `SupervisedOptions.tokenizer`. The padding token differs from the end token.
+
+        transformers reads the score at the last token that is not padding, so it must not skip the end token.
+        """
         from components.data.text import pad_apart_from_end
 
         if path == NEW_FROM_TEXT:
-            return new_model(path).tokenizer()  # before the model is made: pad, bos and eos, and every byte
-        found = super().tokenizer(path)
-        pad_apart_from_end(found)
-        return found
+            # Before its vocabulary is trained: pad, bos and eos, and one token per byte.
+            return new_model(path).tokenizer()
+        tokenizer = super().tokenizer(path)
+        pad_apart_from_end(tokenizer)
+        return tokenizer
 
     def pair_format(self, source: str) -> PairFormat:
         """See `PairOptions.pair_format`."""

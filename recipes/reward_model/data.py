@@ -1,4 +1,4 @@
-"""A new model, made from the texts of pairs."""
+"""The model to start from, which may be a new one with a vocabulary of the data."""
 
 from itertools import chain
 
@@ -9,12 +9,13 @@ from components.models.sources import new_model
 from .config import NEW_FROM_TEXT, RewardModelConfig
 
 VOCABULARY = 2048
-"""Tokens of a new model, and 0.26 of its 0.66 million weights."""
+"""Vocabulary size of a new model. The embeddings are 0.26 of its 0.66 million weights."""
 
 
 def starting_model(config: RewardModelConfig, scratch: str) -> str:
-    """Path of the model to load: the user's, or a new one in the folder `scratch`, with a vocabulary learnt from the
-    texts of the data.
+    """Return the path of the model to load: `model.path`, or a new model that is written to the folder `scratch`.
+
+    The vocabulary of a new model is trained on the texts of the data.
     """
     if config.model.path != NEW_FROM_TEXT:
         return config.model.path

@@ -1,4 +1,4 @@
-"""From the command line to a finished run: configuration -> job -> submit."""
+"""Command line of the recipe: read the configuration, build the job, submit it."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from .config import RewardModelConfig
 
 
 def build_job(config: RewardModelConfig) -> Job:
-    """What runs where."""
+    """Return the job: the trainer and the ranks of the model, with their placement."""
     trainer = f"{__package__}.trainer:RewardModelTrainer"
     model = f"{__package__}.roles.reward:Reward"
     return supervised_job(config, trainer=trainer, model=model, role=Role.REWARD).build()

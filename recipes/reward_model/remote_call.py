@@ -1,5 +1,5 @@
-"""No call involves several roles: there is one, and it is called through the trainer's role group.
+"""Remote calls that involve several roles. This recipe has one role and needs none; its role group is enough.
 
-A call of your own is a function here, `def name(...): return RoleGroup(Role.REWARD).call(name, ...)`, and a method of a
-role that `@rpc(remote_call.name)` binds to it.
+To add a call, define a function here, `def name(...): return RoleGroup(Role.REWARD).call(name, ...)`, and bind a method
+of the role to it with `@rpc(remote_call.name)`.
 """

@@ -1,13 +1,13 @@
-"""A reward model as an HTTP server, in the protocol that `remote_rm_url` speaks.
+"""HTTP server for a reward model, with the protocol of OpenRLHF's `remote_rm_url`.
 
     python -m recipes.reward_model.serve model.path=FOLDER port=5000
 
     POST /get_reward {"query": [...], "prompts": [...], "labels": [...]} -> {"rewards", "scores", "extra_logs"}
     GET  /health     GET /metrics (Prometheus)
 
-A query is a prompt with its response. 401: no or another token; 413: the request is too large; 422: it is no such
-object, with the reason; 503 with Retry-After: too many texts wait. Ctrl-C or SIGTERM ends it, once requests under way
-are answered.
+A query is a prompt followed by its response. Status codes: 401, the bearer token is missing or wrong; 413, the request
+is too large; 422, the body is invalid (the reply has the reason); 503 with Retry-After, the queue is full. Ctrl-C or
+SIGTERM stops the server after it has answered the requests in progress.
 """
 
 import asyncio
@@ -61,33 +61,34 @@ class ServeConfig(Options):
 
     model: ScorerOptions = field(default_factory=ScorerOptions)
     host: str = "127.0.0.1"
-    """Address to listen at; 0.0.0.0 lets everybody in who can reach this machine."""
+    """Address to listen on. The default accepts connections from this machine only, 0.0.0.0 from every network."""
     port: Annotated[int, Range(least=0, most=65535)] = 5000
-    """Port; 0 takes a free one."""
+    """Port to listen on. 0 selects a free port."""
     token: str | None = None
-    """Bearer token that requests have to bring. Default: TROUPE_REWARD_TOKEN of the environment; without both none."""
+    """Bearer token that requests must send. Default: the environment variable TROUPE_REWARD_TOKEN; if it is not set, no
+    token is required."""
     normalize: bool = False
-    """Shift and scale scores by the mean and std in the model's config.json."""
+    """Normalise scores with the mean and standard deviation in the model's config.json."""
     max_text_tokens: Count | None = None
-    """Tokens of a text with its end token. Of a longer one the last ones are read, which is counted. Default:
-    2048, or the model's positions where these are fewer."""
+    """Maximum number of tokens in a text, with its end token. Of a longer text only the last tokens are read, and the
+    metric `truncated` counts it. Default: 2048, or the model's maximum position if that is smaller."""
     batch_size: Count | None = None
-    """Texts in one pass, at most. Default: any number."""
+    """Maximum number of texts in one forward pass. Default: no limit."""
     max_tokens: Count = 16384
-    """Tokens in one pass, with padding, at most; a longer text goes alone."""
+    """Maximum number of tokens in one forward pass, with padding. A longer text gets a pass of its own."""
     queue_size: Count = 8192
-    """Texts that may wait; beyond that requests get status 503."""
+    """Maximum number of waiting texts. Further requests get status 503."""
     max_request_mb: Positive = 64.0
-    """Size of a request's body."""
+    """Maximum size of a request body in MB. Larger ones get status 413."""
     max_text_mb: Positive = 1.0
-    """Size of one text in it; a larger one is refused with status 413."""
+    """Maximum size of one text in MB. A request with a larger one gets status 413."""
     max_values: Count = 1_000_000
-    """Number of values in a request's body, with those in labels; more are refused with status 413."""
+    """Maximum number of JSON values in a request body, including labels. Requests with more get status 413."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16 is faster on a GPU. A score then depends a little on what shares its pass."""
+    """Precision of the model. `bf16` is faster on a GPU, but a score then varies slightly with the batch it is in."""
     grace_s: Count = 60
-    """Seconds in which requests under way are answered when the server is stopped. So many has a client for the head of
-    a request, and for its body."""
+    """Timeout in seconds for answering the requests in progress when the server stops. A client has the same time to
+    send the head of a request, and to send its body."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,26 +101,26 @@ class ServeConfig(Options):
 
 
 class Query(BaseModel):
-    """The body of a request."""
+    """Body of a request to /get_reward."""
 
-    # An error for each of a million wrong values would take gigabytes.
+    # FailFast stops at the first wrong value: an error for each of a million values would take gigabytes.
     query: Annotated[list[str], FailFast()]
     prompts: list[Any] | None = None
     labels: list[Any] | None = None
 
 
 def load_service(config: ServeConfig) -> ScoringService:
-    """The model and its tokenizer, ready to score.
+    """Load the model and its tokenizer.
 
     Raises:
-        ConfigError: there is no such model, or it cannot be used as asked.
+        ConfigError: the model does not exist, or it does not support the options.
     """
     try:
         text_model = find_model(config.model.path).get_text_config()
         positions = getattr(text_model, "max_position_embeddings", None) or math.inf
         max_len = config.max_text_tokens or min(2048, positions)
         if max_len > positions:
-            raise ValueError(f"max_text_tokens={max_len} is more than its {positions} positions; set it lower")
+            raise ValueError(f"max_text_tokens={max_len} exceeds the {positions} positions of the model; set it lower")
         limits = PassLimits(max_tokens=config.max_tokens, max_sequences=config.batch_size or 0)
         model = RewardModel(
             config.model.path,
@@ -137,7 +138,7 @@ def load_service(config: ServeConfig) -> ScoringService:
 
 
 def make_app(service: ScoringService, config: ServeConfig) -> FastAPI:
-    """The server's three addresses."""
+    """Return the FastAPI app with its three endpoints."""
     limits = BodyLimits(
         mb=config.max_request_mb,
         values=config.max_values,
@@ -159,22 +160,23 @@ def make_app(service: ScoringService, config: ServeConfig) -> FastAPI:
         began = time.monotonic()
         check_token(request, config.token)
         async with limits.body(request) as body:
-            asked = read_query(body, service.queue_size)
+            query = read_query(body, service.queue_size)
             with service.metrics.under_way.track_inprogress():
-                found = await scored_for(request, service, asked.query)
-        rewards = [one.reward for one in found]
-        odd = next((number for number, reward in enumerate(rewards) if not math.isfinite(reward)), None)
-        if odd is not None:
-            raise HTTPException(FAILED, f"the model's score of query {odd} is {rewards[odd]}; try precision=fp32")
+                scored = await score_until_disconnect(request, service, query.query)
+        rewards = [text.reward for text in scored]
+        for number, reward in enumerate(rewards):
+            # JSON has no NaN, and a client could not use it.
+            if not math.isfinite(reward):
+                raise HTTPException(FAILED, f"the model's score of query {number} is {reward}; try precision=fp32")
         service.metrics.requests.labels(200).inc()
         service.metrics.seconds.observe(time.monotonic() - began)
-        logs = {"truncated": [float(one.truncated) for one in found]}
+        logs = {"truncated": [float(text.truncated) for text in scored]}
         return JSONResponse({"rewards": rewards, "scores": rewards, "extra_logs": logs})
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
         if not service.is_alive:
-            raise HTTPException(BUSY, "nothing is scored any more; start the server again")
+            raise HTTPException(BUSY, "the scoring task has ended; restart the server")
         return {"status": "ok", "model": config.model.path}
 
     @app.get("/metrics")
@@ -196,84 +198,100 @@ def make_app(service: ScoringService, config: ServeConfig) -> FastAPI:
 
 
 def check_token(request: Request, token: str | None) -> None:
-    """Refuse who does not bring the token; how long that takes says nothing about it."""
-    given = request.headers.get("Authorization", "")
-    if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+    """Raise HTTPException 401 unless the request has the bearer token. The comparison takes constant time."""
+    authorization = request.headers.get("Authorization", "")
+    if token is not None and not hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
         raise HTTPException(UNAUTHORIZED, f"send the header Authorization: Bearer <{TOKEN}>")
 
 
-async def scored_for(request: Request, service: ScoringService, texts: list[str]) -> list[Scored]:
-    """Score texts for as long as their caller waits."""
+async def score_until_disconnect(request: Request, service: ScoringService, texts: list[str]) -> list[Scored]:
+    """Score texts. Cancel them if the client disconnects, so that no pass is spent on them.
 
-    async def gone() -> None:
+    Raises:
+        HTTPException: 499 the client has disconnected, 503 the queue is full or the server stops, 422 a text cannot be
+            tokenized.
+    """
+
+    async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    scoring, leaving = asyncio.create_task(service.score(texts)), asyncio.create_task(gone())
+    scoring = asyncio.create_task(service.score(texts))
+    disconnect = asyncio.create_task(wait_for_disconnect())
     try:
-        await asyncio.wait({scoring, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({scoring, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not scoring.done():
-            raise HTTPException(GONE, "the caller has gone")
+            raise HTTPException(GONE, "the client has disconnected")
         return scoring.result()
     except QueueFull as error:
         raise HTTPException(BUSY, str(error), {"Retry-After": "1"}) from error
     except ValueError as error:
         raise HTTPException(INVALID, str(error)) from error
     except asyncio.CancelledError as error:
-        raise HTTPException(BUSY, "the server stops, and its time for that is over") from error
+        raise HTTPException(BUSY, "the server has stopped before the texts were scored; send them again") from error
     finally:
         scoring.cancel()
-        leaving.cancel()
+        disconnect.cancel()
 
 
 def read_query(body: bytes, most_texts: int) -> Query:
-    """What the body of a request asks for."""
+    """Parse the body of a request.
+
+    Args:
+        body: JSON.
+        most_texts: maximum number of texts in one request.
+
+    Raises:
+        HTTPException: 422, the body is invalid.
+    """
     try:
-        asked = Query.model_validate(read_json(body))
+        query = Query.model_validate(read_json(body))
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the body"
-        raise HTTPException(INVALID, f"{where}: {first['msg']}; send an object with a list of texts, query") from error
+        place = ".".join(map(str, first["loc"])) or "the body"
+        raise HTTPException(INVALID, f"{place}: {first['msg']}; send an object with a list of texts, query") from error
     except ValueError as error:
-        raise HTTPException(INVALID, f"the body is no JSON: {error}") from error
-    odd = next((number for number, prompt in enumerate(asked.prompts or ()) if not isinstance(prompt, str)), None)
-    if odd is not None:
-        raise HTTPException(INVALID, f"prompts.{odd}: it is no text; send an object with a list of texts, query")
+        raise HTTPException(INVALID, f"the body is not valid JSON: {error}") from error
+    for number, prompt in enumerate(query.prompts or ()):
+        if not isinstance(prompt, str):
+            raise HTTPException(INVALID, f"prompts.{number} is not a text; send an object with a list of texts, query")
+    count = len(query.query)
     for name in ("prompts", "labels"):
-        column = getattr(asked, name)
-        if column is not None and len(column) != len(asked.query):
-            raise HTTPException(INVALID, f"{len(asked.query)} in query, {len(column)} in {name}; send as many")
-    if len(asked.query) > most_texts:
-        raise HTTPException(INVALID, f"{len(asked.query)} texts, and no more than {most_texts} may wait; send fewer")
-    return asked
+        column = getattr(query, name)
+        if column is not None and len(column) != count:
+            raise HTTPException(INVALID, f"{count} in query, {len(column)} in {name}; send lists of equal length")
+    if count > most_texts:
+        raise HTTPException(INVALID, f"{count} texts in one request, but the queue holds {most_texts}; send fewer")
+    return query
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serve until stopped; returns the exit code: 0 stopped, 2 bad input."""
+    """Serve until a signal stops the server. Return the exit code: 0 stopped, 2 invalid options."""
     accept_any_text()
     arguments = sys.argv[1:] if arguments is None else arguments
     if (code := print_help(ServeConfig, arguments, "serve")) is not None:
         return code
-    line = CommandLine(ServeConfig, arguments)
+    command_line = CommandLine(ServeConfig, arguments)
     try:
-        config = line.config()
-        asked = config.model.attn_implementation
-        config.model.attn_implementation = choose_attention(asked, detect_devices())
-        for note in filter(None, [*line.notes, attention_note(asked, detect_devices())]):
+        config = command_line.config()
+        attention = config.model.attn_implementation
+        config.model.attn_implementation = choose_attention(attention, detect_devices())
+        for note in filter(None, [*command_line.notes, attention_note(attention, detect_devices())]):
             print(f"serve: {note}", file=sys.stderr)
-        with bound(config.host, config.port) as listener:
+        # Before the model is loaded, so that a port that is in use is reported at once.
+        with bind(config.host, config.port) as listener:
             serve(listener, load_service(config), config)
     except (ValueError, OSError) as error:
-        print(f"serve: {line.renamed(str(error))}", file=sys.stderr)
+        print(f"serve: {command_line.renamed(str(error))}", file=sys.stderr)
         return 2
     return 0
 
 
-def bound(host: str, port: int) -> socket.socket:
-    """A socket at an address, which takes no connection before the model is there.
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to an address. It does not listen yet, so clients cannot connect.
 
     Raises:
-        OSError: somebody else has the address, or there is none.
+        OSError: the address is in use, or it does not exist.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -281,25 +299,25 @@ def bound(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise OSError(f"host={host} port={port} cannot be taken ({error.strerror}); set another") from error
+        raise OSError(f"host={host} port={port}: cannot bind this address ({error.strerror}); set another") from error
     return listener
 
 
 def serve(listener: socket.socket, service: ScoringService, config: ServeConfig) -> None:
-    """Answer requests until a signal comes.
+    """Answer requests until SIGINT or SIGTERM.
 
     Raises:
-        OSError: another server has begun to listen at the same address.
+        OSError: another server has started to listen on the same address in the meantime.
     """
     listener.listen()
     options = server_config(make_app(service, config), config.grace_s, timeout_graceful_shutdown=config.grace_s)
-    # uvicorn answers requests under way, and then raises the signal again, for the handler before its own.
+    # uvicorn answers the requests in progress, and then raises the signal again for the handler that was set before.
     server = uvicorn.Server(options)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, server.handle_exit)  # of a signal that comes before uvicorn listens to them
+        signal.signal(number, server.handle_exit)  # for a signal before uvicorn installs its own handlers
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
-    access = "with a token" if config.token else "to everybody who can reach it"
+    access = "with a token" if config.token else "without a token"
     print(f"serve: {config.model.path} at http://{host}:{port}/get_reward, {access}", flush=True)
     server.run(sockets=[listener])
     print("serve: stopped", flush=True)

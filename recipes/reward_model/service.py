@@ -1,4 +1,7 @@
-"""Scores texts of many callers together: what waits when a pass ends goes into the next one, up to a token budget."""
+"""Batched scoring for many concurrent clients.
+
+Texts that arrive during a forward pass wait in a queue. The next pass takes them together, up to a token budget.
+"""
 
 import asyncio
 from collections import deque
@@ -15,10 +18,11 @@ from components.data.text import TextEncoder
 from components.models.reward_model import RewardModel
 
 PORTION_CHARACTERS = 2**17
+"""Number of characters after which the tokenizer thread serves the next request."""
 
 
 class QueueFull(Exception):
-    """More texts wait than may; a later try may find room."""
+    """Raised when the queue has no room for the texts of a request. The client may retry later."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class Scored:
 
     reward: float
     truncated: bool
-    """It was longer than the limit, so its beginning was not read."""
+    """True if the text was longer than the limit, so that its beginning was not read."""
 
 
 @dataclass(eq=False)
@@ -38,24 +42,28 @@ class _Waiting:
 
 
 class Metrics:
-    """What the service counts, as Prometheus reads it."""
+    """Prometheus metrics of the service."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         name = "troupe_reward_"
         self.requests = Counter(f"{name}requests", "Requests by HTTP status", ["status"], registry=self.registry)
-        self.seconds = Histogram(f"{name}request_seconds", "Seconds of a scored request", registry=self.registry)
+        self.seconds = Histogram(
+            f"{name}request_seconds", "Duration of a scored request in seconds", registry=self.registry
+        )
         self.texts = Counter(f"{name}texts", "Texts scored", registry=self.registry)
-        self.truncated = Counter(f"{name}truncated", "Texts whose beginning was cut", registry=self.registry)
+        self.truncated = Counter(f"{name}truncated", "Texts whose beginning was truncated", registry=self.registry)
         self.tokens = Counter(f"{name}tokens", "Tokens scored", registry=self.registry)
-        self.under_way = Gauge(f"{name}under_way", "Requests whose texts are not all scored", registry=self.registry)
-        self.waiting = Gauge(f"{name}waiting", "Texts that wait for a pass", registry=self.registry)
+        self.under_way = Gauge(f"{name}under_way", "Requests in progress", registry=self.registry)
+        self.waiting = Gauge(f"{name}waiting", "Texts waiting for a forward pass", registry=self.registry)
         sizes = [2**power for power in range(11)]
-        self.together = Histogram(f"{name}pass_texts", "Texts of one pass", buckets=sizes, registry=self.registry)
+        self.together = Histogram(
+            f"{name}pass_texts", "Texts in one forward pass", buckets=sizes, registry=self.registry
+        )
 
 
 def _portions(texts: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """First and last number of texts that are tokenized at once."""
+    """Yield the ranges (start, end) of texts that are tokenized in one turn of the tokenizer thread."""
     start = size = 0
     for number, text in enumerate(texts):
         size += len(text)
@@ -67,22 +75,23 @@ def _portions(texts: Sequence[str]) -> Iterator[tuple[int, int]]:
 
 
 class ScoringService:
-    """One model, one pass at a time. Used in one event loop."""
+    """Scoring of texts by one model, one forward pass at a time. To be used in one event loop."""
 
     def __init__(
         self, model: RewardModel, tokenizer: PreTrainedTokenizerBase, *, max_len: int, max_tokens: int, queue_size: int
     ) -> None:
         """
         Args:
-            model: it scores, in a thread of its own.
-            tokenizer: the model's.
-            max_len: tokens of a text; of a longer one the last ones are read.
-            max_tokens: of the texts that go into a pass together; one longer text goes alone.
-            queue_size: texts that may wait.
+            model: the reward model, which runs in a thread of its own.
+            tokenizer: the tokenizer of the model, which runs in another thread.
+            max_len: maximum number of tokens in a text. Of a longer text only the last tokens are read.
+            max_tokens: maximum number of tokens in a forward pass. A longer text gets a pass of its own.
+            queue_size: maximum number of waiting texts.
         """
         self.metrics = Metrics()
         self.queue_size = queue_size
-        self._model, self._encoder = model, TextEncoder(tokenizer)
+        self._model = model
+        self._encoder = TextEncoder(tokenizer)
         self._max_len, self._max_tokens = max_len, max_tokens
         self._queue: deque[_Waiting] = deque()
         self._arrived = asyncio.Event()
@@ -91,12 +100,12 @@ class ScoringService:
         self._passes: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "ScoringService":
-        """Begin."""
+        """Start the task that makes the forward passes."""
         self._passes = asyncio.create_task(self._make_passes())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """End, once no text waits."""
+        """Stop the task and its threads. No text may be waiting."""
         assert self._passes is not None
         self._passes.cancel()
         self._scorer.shutdown()
@@ -104,45 +113,46 @@ class ScoringService:
 
     @property
     def is_alive(self) -> bool:
-        """Whether passes are made."""
+        """True while the task that makes the forward passes is running."""
         return self._passes is not None and not self._passes.done()
 
     async def score(self, texts: Sequence[str]) -> list[Scored]:
-        """Score texts, each a prompt with its response.
+        """Score texts, each a prompt followed by its response.
 
         Raises:
-            QueueFull: there is no room for all of them now.
-            ValueError: the tokenizer cannot read one of them.
+            QueueFull: the queue has no room for all of them.
+            ValueError: one of them cannot be tokenized.
         """
         self._check_space(len(texts))
         loop = asyncio.get_running_loop()
         waiting: list[_Waiting] = []
         for start, end in _portions(texts):
-            # In turns with the texts of other callers, so that one caller's long ones do not hold up all.
+            # In turns with the texts of other clients; otherwise the long texts of one client would delay all others.
             rows = await loop.run_in_executor(self._tokenizer, self._encode, texts, start, end)
             waiting += [_Waiting(*row) for row in rows]
-        self._check_space(len(texts))  # others have come meanwhile
+        self._check_space(len(texts))  # other requests may have filled the queue during tokenization
         self._queue += waiting
         self.metrics.waiting.set(len(self._queue))
         self._arrived.set()
         try:
-            scores = await asyncio.gather(*(one.score for one in waiting))
-        except asyncio.CancelledError:  # their caller has gone
-            self._queue = deque(one for one in self._queue if not one.score.cancelled())
+            scores = await asyncio.gather(*(text.score for text in waiting))
+        except asyncio.CancelledError:
+            # The client has disconnected: its texts must not occupy the queue.
+            self._queue = deque(text for text in self._queue if not text.score.cancelled())
             raise
-        self.metrics.truncated.inc(sum(one.truncated for one in waiting))
-        return [Scored(score, one.truncated) for score, one in zip(scores, waiting)]
+        self.metrics.truncated.inc(sum(text.truncated for text in waiting))
+        return [Scored(score, text.truncated) for score, text in zip(scores, waiting)]
 
     def _check_space(self, count: int) -> None:
         if len(self._queue) + count > self.queue_size:
-            raise QueueFull(f"{len(self._queue)} texts wait, and no more than {self.queue_size} may; try again")
+            raise QueueFull(f"{len(self._queue)} texts are waiting, and the limit is {self.queue_size}; retry later")
 
     def _encode(self, texts: Sequence[str], start: int, end: int) -> list[tuple[list[int], bool]]:
-        """The last tokens of some of the texts, and whether there were more."""
+        """Return (last tokens, is truncated) of the texts from start to end."""
         rows = []
         for number in range(start, end):
             try:
-                texts[number].encode()  # JSON can write halves of a character, which no tokenizer reads
+                texts[number].encode()  # JSON can contain lone surrogates, on which tokenizers fail
                 row = scored_tokens(texts[number], self._encoder)
             except ValueError as error:
                 raise ValueError(f"query {number}: {error}") from error
@@ -158,29 +168,29 @@ class ScoringService:
             if not together:
                 self._arrived.clear()
                 continue
-            batch = Batch.from_rows({"tokens": [one.tokens for one in together]})
+            batch = Batch.from_rows({"tokens": [text.tokens for text in together]})
             try:
                 scores = (await loop.run_in_executor(self._scorer, self._model.score, batch)).tolist()
-            except Exception as error:  # noqa: BLE001 - it is raised for the callers of this pass, and the next pass is made
-                for one in together:
-                    if not one.score.done():
-                        one.score.set_exception(error)
+            except Exception as error:  # noqa: BLE001 - raised in the requests of this pass; the next pass is still made
+                for text in together:
+                    if not text.score.done():
+                        text.score.set_exception(error)
                 continue
-            for one, score in zip(together, scores):
-                if not one.score.done():  # its caller may have gone
-                    one.score.set_result(score)
+            for text, score in zip(together, scores):
+                if not text.score.done():  # cancelled if the client has disconnected
+                    text.score.set_result(score)
             self.metrics.texts.inc(len(together))
             self.metrics.tokens.inc(batch.num_tokens)
             self.metrics.together.observe(len(together))
 
     def _next(self) -> list[_Waiting]:
-        """Those that go into the next pass, in the order in which they came."""
+        """Remove and return the texts of the next forward pass, in order of arrival."""
         together: list[_Waiting] = []
         tokens = 0
         while self._queue and (not together or tokens + len(self._queue[0].tokens) <= self._max_tokens):
-            one = self._queue.popleft()
-            if one.score.cancelled():
+            text = self._queue.popleft()
+            if text.score.cancelled():
                 continue
-            together.append(one)
-            tokens += len(one.tokens)
+            together.append(text)
+            tokens += len(text.tokens)
         return together

@@ -1,4 +1,4 @@
-"""The loop: one optimizer step per mini-batch of pairs."""
+"""Training loop: one optimizer step per mini-batch of pairs. `P` pairs."""
 
 import tempfile
 from pathlib import Path
@@ -18,20 +18,21 @@ from .roles.reward import Reward
 
 FOLDER = Path(__file__).parent
 SHOWN = ("reward/loss", "reward/accuracy", "reward/margin", "eval/", "timing_s/step")
-"""What a person sees of a step."""
+"""Metrics that the terminal shows for a step."""
 SCORED_FOR_STATISTICS = 1024
-"""Training pairs whose scores give the statistics to normalise by, where no pairs are held out."""
+"""Number of training pairs whose scores give the normalisation statistics if no pairs are held out."""
 
 
 class RewardModelTrainer(BaseTrainer):
-    """Drives RG_REWARD, the ranks of the model."""
+    """Trainer of the recipe. RG_REWARD is the ranks of the model."""
 
     config: RewardModelConfig
     RG_REWARD: RoleGroup[Reward]
 
     def init(self) -> None:
-        """Read the pairs, load the model, resume from a checkpoint if there is one."""
+        """Read the pairs, load the model, and resume from a checkpoint if the run folder has one."""
         self.scored_step = -1
+        # In the shared folder, because ranks on other nodes load a new model from it.
         with tempfile.TemporaryDirectory(dir=self.shared_dir) as scratch:
             model_path = starting_model(self.config, scratch)
             data = read_training_pairs(self.config, model_path, self.info)
@@ -42,7 +43,7 @@ class RewardModelTrainer(BaseTrainer):
             )
 
     def fit(self) -> None:
-        """One optimizer step per mini-batch."""
+        """Run the training loop: one optimizer step per mini-batch."""
         for minibatch in self.supervised_run.minibatches():
             with self.supervised_run.phase("train"):
                 metrics = self.RG_REWARD.train_step(replicate(minibatch))
@@ -50,20 +51,21 @@ class RewardModelTrainer(BaseTrainer):
         self.supervised_run.finish()
 
     def evaluate(self, pairs: Batch) -> dict[str, float]:
-        """Whether scores order the pairs, the loss on them, and the statistics of the scores."""
+        """Return accuracy, loss and margin on pairs, and the mean and standard deviation of the scores."""
         score_P2 = self.RG_REWARD.score(pairs.only("tokens"))["score"].view(-1, PAIR)
         gap_P = score_P2[:, 0] - score_P2[:, 1]
         self.statistics = {"reward_mean": float(score_P2.mean()), "reward_std": float(score_P2.std())}
         self.scored_step = self.supervised_run.step
         return {
-            "accuracy": float((gap_P.sign().double() + 1).mean() / 2),  # a tie is half right
+            "accuracy": float((gap_P.sign().double() + 1).mean() / 2),  # a tie counts as 0.5
             "loss": float(-torch.nn.functional.logsigmoid(gap_P).mean()),
             "margin": float(gap_P.mean()),
             **self.statistics,
         }
 
     def write_statistics(self, folder: Path) -> None:
-        """Write into an exported model what its scores are normalised by."""
+        """Write the mean and standard deviation of the scores into the config.json of an exported model."""
+        # An evaluation at this step has already computed them.
         if self.scored_step != self.supervised_run.step:
             self.evaluate(self.scored)
         note_statistics(folder, self.statistics["reward_mean"], self.statistics["reward_std"])

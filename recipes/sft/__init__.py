@@ -1,1 +1,1 @@
-"""Supervised fine-tuning: one trainer, and the ranks of one model."""
+"""Supervised fine-tuning: one trainer and the ranks of one model."""

@@ -1,4 +1,4 @@
-"""What makes this supervised fine-tuning: the loss."""
+"""The algorithm of supervised fine-tuning: the loss. `N` all tokens of a micro-batch end to end."""
 
 from torch import nn
 
@@ -9,5 +9,8 @@ from components.rl.supervised import sft_loss
 
 
 def loss(model: nn.Module, micro: Batch, totals: Totals) -> LossOutput:
-    """Mean negative log-probability of the response tokens; prompts count nothing."""
+    """Return the mean negative log-probability of the response tokens, in nats.
+
+    Prompt tokens have no weight. The mean is over the whole optimizer step on all ranks (`totals`).
+    """
     return sft_loss(token_logprobs(model, micro).logprob_N, micro["loss_mask"], totals.tokens)

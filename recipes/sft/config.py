@@ -1,6 +1,7 @@
-"""The options of this recipe, beside those that supervised recipes share; `--help all` describes them.
+"""Options of this recipe. Those of all supervised recipes are in training/options/supervised_options.py.
 
-`--flag value` and `flag=value` mean the same; `--config FILE` reads YAML. OpenRLHF's names of train_sft are understood.
+`--flag value` and `flag=value` are equivalent. `--config FILE` reads YAML. `--help all` describes every option. The
+flags of OpenRLHF's train_sft are accepted.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from components.data.supervised import DemonstrationFormat
 
 NEW = "new:"
-"""How `model.path` begins where it names a task, for which the trainer makes a model: `new:<task>`."""
+"""Prefix of a `model.path` that names a task: `new:<task>` creates an untrained model for it."""
 
 
 @dataclass(kw_only=True)
@@ -32,20 +33,20 @@ class DemonstrationOptions(ExampleOptions):
     """The demonstrations to train on."""
 
     prompt_key: str | None = None
-    """Column of the prompt, text or chat messages; without a response_key, of whole conversations. Default: `messages`
-    or `conversations`, or the prompt of a usual pair: `prompt`, `instruction` (with its `input`), `question`, `query`,
-    `problem` or `input`."""
+    """Column of the prompt: text or chat messages. Without a response_key it holds whole conversations. Default:
+    `messages` or `conversations`, or the prompt of a known pair of columns: `prompt`, `instruction` (with its `input`),
+    `question`, `query`, `problem` or `input`."""
     response_key: str | None = None
-    """Column of the response, text or chat messages. Default: that of a usual pair, `response`, `completion`, `output`,
-    `answer` or `solution`, or none beside a prompt_key."""
+    """Column of the response: text or chat messages. Default: the response of a known pair of columns, `response`,
+    `completion`, `output`, `answer` or `solution`; none if prompt_key is set."""
     multiturn: bool = True
-    """Learn every turn of the assistant in a conversation; otherwise only the last one."""
+    """Train on every assistant turn of a conversation. `false` trains on the last one only."""
     plain_text: bool = False
-    """Rows are texts, in the column prompt_key, `text` or `input`, and every token is learnt; what is too long is
-    cut."""
+    """Train on every token of plain texts in the column prompt_key, `text` or `input`. Texts above data.max_tokens are
+    truncated."""
 
     def form(self, source: str) -> DemonstrationFormat:
-        """Where the rows of a source have their demonstrations."""
+        """Return the columns and the rendering of the demonstrations of a source."""
         from components.data.supervised import DemonstrationFormat
 
         form = DemonstrationFormat(
@@ -62,7 +63,7 @@ class DemonstrationOptions(ExampleOptions):
 
 @dataclass(kw_only=True)
 class SFTConfig(SupervisedOptions):
-    """Learn to respond as the demonstrations do."""
+    """Supervised fine-tuning on demonstrations."""
 
     ADAPTERS: ClassVar = ("openrlhf.train_sft",)
     EXAMPLES: ClassVar[str] = "demonstrations"
@@ -77,12 +78,14 @@ class SFTConfig(SupervisedOptions):
         path = self.model.path
         is_known = has_scheme_of(NEW_KIND, path) and not list(errors_of("", check_model_source, path))
         if is_known and config_of(path) is None:
-            yield f"model.path={self.model.path}: this recipe makes a model for a task; set model.path={NEW}<task>"
+            yield f"model.path={self.model.path}: this recipe creates new models for tasks; set model.path={NEW}<task>"
 
     @property
     def models(self) -> dict[str, str]:
         """See `SupervisedOptions.models`."""
-        return {} if self.model.path.startswith(NEW) else super().models
+        if self.model.path.startswith(NEW):
+            return {}
+        return super().models
 
     def check_examples(self, rows: Rows, source: str, tokenizer: PreTrainedTokenizerBase) -> None:
         """See `SupervisedOptions.check_examples`."""

@@ -12,7 +12,13 @@ from .config import NEW, SFTConfig
 
 
 def starting_model(config: SFTConfig, scratch: str, *, with_weights: bool = True) -> str:
-    """Path of the model to load: the user's, or a new one in the folder `scratch`, or of that the tokenizer alone."""
+    """Return the path of the model to load: `model.path`, or a new model that is written to a folder.
+
+    Args:
+        config: the configuration of the run.
+        scratch: folder for a new model.
+        with_weights: False writes only the tokenizer, which is enough to read the data.
+    """
     path = config.model.path
     if not path.startswith(NEW):
         return path
@@ -25,24 +31,35 @@ def starting_model(config: SFTConfig, scratch: str, *, with_weights: bool = True
 
 
 def read_demonstrations(config: SFTConfig, model_path: str, info: Callable[[str], None]) -> TrainingData:
-    """Those to train on, and those held out; what is too long is left out, and counted."""
+    """Read and tokenize the demonstrations to train on, and the held-out ones.
+
+    Demonstrations longer than `data.max_tokens` are excluded and counted.
+
+    Args:
+        config: the configuration of the run.
+        model_path: model whose tokenizer is used.
+        info: prints a line for the user.
+    """
     tokenizer = config.tokenizer(model_path)
 
-    def encoded(rows: Rows) -> SupervisedData:
+    def encode(rows: Rows) -> SupervisedData:
         form = config.data.form(config.data.path)
-        found = encode_demonstrations(rows, tokenizer, form, max_tokens=config.data.max_tokens)
-        cut = f", {found.cut} cut" if found.cut else ""
-        info(f"{found.kept} of {len(rows)} demonstrations can be used (left out: {found.dropped}{cut})")
-        return found
+        encoded = encode_demonstrations(rows, tokenizer, form, max_tokens=config.data.max_tokens)
+        truncated = ""
+        if encoded.cut:
+            truncated = f"; truncated: {encoded.cut}"
+        info(f"{encoded.kept} of {len(rows)} demonstrations are used (excluded: {encoded.dropped}{truncated})")
+        return encoded
 
-    found = encoded(config.training_examples(lambda rows, _: rows, info))
-    info(f"first demonstration {found.describe_first(tokenizer)}")
-    train, heldout = found.batch, None
+    encoded = encode(config.training_examples(lambda rows, _: rows, info))
+    info(f"first demonstration {encoded.describe_first(tokenizer)}")
+    train = encoded.batch
+    heldout = None
     if config.evaluation.path:
-        heldout = encoded(config.evaluation_examples(lambda rows, _: rows)).batch
+        heldout = encode(config.evaluation_examples(lambda rows, _: rows)).batch
     elif config.evaluation.held_out:
-        count = max(found.kept - config.evaluation.held_out, 0)
-        train = found.batch.select(slice(0, count))
-        heldout = found.batch.select(slice(count, None))
+        count = max(encoded.kept - config.evaluation.held_out, 0)
+        train = encoded.batch.select(slice(0, count))
+        heldout = encoded.batch.select(slice(count, None))
     check_shares(config.placement.ranks, train, heldout)
     return TrainingData(model_path, tokenizer, train, heldout)

@@ -1,4 +1,4 @@
-"""From the command line to a finished run: configuration -> job -> submit."""
+"""Command line of the recipe: read the configuration, build the job, submit it."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,13 +13,14 @@ if TYPE_CHECKING:
 
 
 def build_job(config: SFTConfig) -> Job:
-    """What runs where."""
-    own = __package__
-    return supervised_job(config, trainer=f"{own}.trainer:SFTTrainer", model=f"{own}.roles.actor:Actor").build()
+    """Return the job: the trainer and the ranks of the model, with their placement."""
+    trainer = f"{__package__}.trainer:SFTTrainer"
+    model = f"{__package__}.roles.actor:Actor"
+    return supervised_job(config, trainer=trainer, model=model).build()
 
 
 class SFTCommand(SupervisedCommand[SFTConfig]):
-    """See `SupervisedCommand`."""
+    """The command, which creates a new model from `model.path=new:<task>` before it reads the data."""
 
     def training_data(self, config: SFTConfig, scratch: str) -> "TrainingData":
         """See `SupervisedCommand.training_data`."""

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Supervised fine-tuning on prompts with responses: sets up what is missing, trains, exports for transformers.
-#   bash recipes/sft/run.sh                                     the demonstration, on a CPU
-#   bash recipes/sft/run.sh seed=2 run_dir=runs/two             any setting of config.py
-#   bash recipes/sft/run.sh --dry_run                           what would run where, as JSON
+# Supervised fine-tuning on prompts with responses. Installs missing dependencies, trains, and exports for transformers.
+#   bash recipes/sft/run.sh                                           the demonstration, on a CPU
+#   bash recipes/sft/run.sh seed=2 run_dir=runs/two                   any option; --help lists them
+#   bash recipes/sft/run.sh --dry_run                                 the plan as JSON; starts nothing
 set -euo pipefail
 
 here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"

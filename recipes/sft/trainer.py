@@ -1,4 +1,4 @@
-"""The loop: one optimizer step per mini-batch of demonstrations."""
+"""Training loop: one optimizer step per mini-batch of demonstrations. `N` all tokens of a batch end to end."""
 
 import tempfile
 from pathlib import Path
@@ -13,17 +13,18 @@ from .roles.actor import Actor
 
 FOLDER = Path(__file__).parent
 SHOWN = ("actor/loss", "eval/loss", "actor/learning_rate", "timing_s/step")
-"""What a person sees of a step."""
+"""Metrics that the terminal shows for a step."""
 
 
 class SFTTrainer(BaseTrainer):
-    """Drives RG_ACTOR, the ranks of the model."""
+    """Trainer of the recipe. RG_ACTOR is the ranks of the model."""
 
     config: SFTConfig
     RG_ACTOR: RoleGroup[Actor]
 
     def init(self) -> None:
-        """Read the demonstrations, load the model, resume from a checkpoint if there is one."""
+        """Read the demonstrations, load the model, and resume from a checkpoint if the run folder has one."""
+        # In the shared folder, because ranks on other nodes load a new model from it.
         with tempfile.TemporaryDirectory(dir=self.shared_dir) as scratch:
             model_path = starting_model(self.config, scratch)
             data = read_demonstrations(self.config, model_path, self.info)
@@ -32,7 +33,7 @@ class SFTTrainer(BaseTrainer):
             )
 
     def fit(self) -> None:
-        """One optimizer step per mini-batch."""
+        """Run the training loop: one optimizer step per mini-batch."""
         for minibatch in self.supervised_run.minibatches():
             with self.supervised_run.phase("train"):
                 metrics = self.RG_ACTOR.train_step(replicate(minibatch))
@@ -40,6 +41,6 @@ class SFTTrainer(BaseTrainer):
         self.supervised_run.finish()
 
     def evaluate(self, demonstrations: Batch) -> dict[str, float]:
-        """The loss on demonstrations that were held out."""
+        """Return the loss on held-out demonstrations, in nats per response token."""
         logprob_N = self.RG_ACTOR.logprobs(demonstrations.only("tokens"))["logprob"]
         return {"loss": float(-logprob_N[demonstrations["loss_mask"]].mean())}

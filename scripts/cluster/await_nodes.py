@@ -1,6 +1,4 @@
-"""Wait until so many nodes have joined the Ray at $RAY_ADDRESS: `await_nodes.py COUNT`. Who calls it
-limits the time.
-"""
+"""Wait until COUNT nodes have joined the Ray at $RAY_ADDRESS: `await_nodes.py COUNT`. The caller sets a timeout."""
 
 from __future__ import annotations
 
@@ -17,8 +15,11 @@ PAUSE_S = 0.5
 
 
 def main() -> None:
-    """Wait first for the port: Ray tries a head that is not there for long, and gives up with a page of text."""
-    wanted = int(sys.argv[1])
+    """Wait for the nodes.
+
+    It first waits for the port, because Ray retries a missing head for long and then fails with a page of text.
+    """
+    count = int(sys.argv[1])
     host, _, port = os.environ["RAY_ADDRESS"].rpartition(":")
     is_up = False
     while not is_up:
@@ -28,7 +29,7 @@ def main() -> None:
     while True:
         with contextlib.suppress(ConnectionError, RuntimeError):
             ray.init(log_to_driver=False, logging_level=logging.ERROR, ignore_reinit_error=True)
-            if sum(node["Alive"] for node in ray.nodes()) >= wanted:
+            if sum(node["Alive"] for node in ray.nodes()) >= count:
                 return
         time.sleep(PAUSE_S)
 

@@ -1,9 +1,9 @@
-"""A small job on two machines, for each of the faults that it has to survive, and what must have come of it.
+"""Run a small job on two machines for one of the faults that a job must survive, and write a report.
 
     RAY_ADDRESS=NEAR:6379 python scripts/cluster/fault_job.py CASE FOLDER NEAR FAR
 
-NEAR is the address of this machine in Ray, FAR that of the one that is to be hit; all nodes are idle and see FOLDER.
-scripts/cluster/faults.py calls this, and strikes when the job says that it is ready.
+NEAR is the address of this machine in Ray, FAR that of the machine that the fault hits. All nodes must be idle, and see
+FOLDER. scripts/cluster/faults.py starts this script, and causes the fault when the job is ready.
 """
 
 from __future__ import annotations
@@ -31,19 +31,23 @@ from core import BaseTrainer, BaseWorkload, JobBuilder, JobEvent, RoleGroup, tra
 from training.run.checkpoint import Checkpoints, read_state  # noqa: E402
 
 CPU = 0.25
-"""Of each process: they wait most of the time."""
+"""Cores per process. The processes mostly wait."""
 GUARD_S = 150.0
-"""Against a hang: nothing here takes so long."""
+"""Timeout in seconds of every wait."""
 LOOK_S = 0.1
 AFTER_PAUSE_S = 3.0
 SAVES = 3
-"""Checkpoints that a job writes; the fault comes in the middle of the second."""
+"""Number of checkpoints of a job. The fault comes in the middle of the second."""
 STALL_S = 15.0
-"""For who hangs. Nobody else is silent for so long, but who waits for the fault, which comes at once."""
+"""stall_timeout in seconds of the cases with hanging workers. All other waits are shorter."""
 
 
 def wait_until(reached: Callable[[], bool]) -> None:
-    """Wait for something, and raise TimeoutError if it does not come."""
+    """Wait until `reached` returns True.
+
+    Raises:
+        TimeoutError: it has not within `GUARD_S` seconds.
+    """
     deadline = time.monotonic() + GUARD_S
     while not reached():
         if time.monotonic() > deadline:
@@ -53,14 +57,14 @@ def wait_until(reached: Callable[[], bool]) -> None:
 
 @dataclass(frozen=True)
 class Count:
-    """An event of a workload."""
+    """A numbered event of a workload."""
 
     worker: str
     number: int
 
 
 class Worker(BaseWorkload):
-    """An instance or a rank. FOLDER has what it did, and what was done to its machine."""
+    """An instance or a rank. Files in FOLDER show its progress, and the fault of its machine."""
 
     def setup(self) -> None:
         self.folder = Path(self.config["folder"])
@@ -76,19 +80,19 @@ class Worker(BaseWorkload):
 
     @trainer_invocation
     def place(self) -> tuple[str, int]:
-        """On which machine I am, and which start of mine this is."""
+        """Return (address of the machine, attempt) of this worker."""
         return ray.util.get_node_ip_address(), self.attempt
 
     @trainer_invocation(blocking=False, idempotent=True)
     def hold(self, items: list[int]) -> list[int]:
-        """Double the items, but not before the fault."""
+        """Return the doubled items after the fault."""
         self._note("held")
         wait_until((self.folder / "struck").exists)
         return [2 * item for item in items]
 
     @trainer_invocation(blocking=False, idempotent=True)
     def stick(self, items: list[int]) -> list[int]:
-        """Double the items, but on the far machine hang: one is stopped, and one does not come to an end."""
+        """Return the doubled items. On the far machine hang instead: odd ranks are stopped, even ones wait forever."""
         doubled = self.hold(items)
         if self.is_struck and self.rank % 2:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -98,13 +102,13 @@ class Worker(BaseWorkload):
 
     @trainer_invocation(blocking=False)
     def save(self, folder: str, step: int) -> int:
-        """Write my half of a checkpoint; the second one is half written when the fault comes. Returns its bytes."""
+        """Write one part of a checkpoint and return its size. The second checkpoint is half written at the fault."""
         file = Path(folder) / "state" / self.name
         file.write_bytes(bytes(BYTES // 2))
         if step == 2 and self.attempt == 1:
             self._note("held")
             wait_until((self.folder / "struck").exists)
-            # Who is not hit ends with all others, or is asked again.
+            # A worker that is not hit is ended with the others, or called again.
             wait_until(lambda: False)
         with file.open("ab") as stream:
             stream.write(bytes(BYTES // 2))
@@ -112,7 +116,7 @@ class Worker(BaseWorkload):
 
     @trainer_invocation(blocking=False, idempotent=True)
     def meet(self, items: list[int]) -> list[int]:
-        """As ranks that meet in a collective: whoever is left dies of the loss of the others, at once."""
+        """Return the doubled items. Die in the first attempt, as ranks do when a collective loses a member."""
         doubled = self.hold(items)
         if self.attempt == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -120,13 +124,13 @@ class Worker(BaseWorkload):
 
     @trainer_invocation(blocking=False, idempotent=True)
     def give(self) -> bytes:
-        """An answer that says which start of mine gave it."""
+        """Return a large result that contains the attempt."""
         self._note("held")
         return bytes([self.attempt]) * BYTES
 
     @trainer_invocation(blocking=False)
     def count(self) -> int:
-        """Emit events from before the fault until a while after it; returns how many."""
+        """Emit events from before the fault until some seconds after it. Return their number."""
         self._note("held")
         number = 0
         end: float | None = None
@@ -138,12 +142,12 @@ class Worker(BaseWorkload):
                 end = time.monotonic() + AFTER_PAUSE_S
         return number
 
-    def _note(self, what: str) -> None:
-        (self.folder / f"{what}-{self.name}").touch()
+    def _note(self, event: str) -> None:
+        (self.folder / f"{event}-{self.name}").touch()
 
 
 class Trainer(BaseTrainer):
-    """Runs the script of the case, and writes down who was where before and after."""
+    """Trainer that runs the script of the case, and writes the placement before and after."""
 
     def init(self) -> None:
         self.folder = Path(self.config["folder"])
@@ -152,34 +156,34 @@ class Trainer(BaseTrainer):
 
     def fit(self) -> None:
         before = self.folder / "before.json"
-        if not before.exists():  # else the job has begun again, or it was struck in set-up
+        if not before.exists():  # otherwise the job was restarted, or hit during set-up
             before.write_text(json.dumps(self.places()))
         answer = CASES[self.config["case"]].script(self)
         (self.folder / "after.json").write_text(json.dumps({"answer": answer, "places": self.places()}))
 
     def places(self) -> dict[str, tuple[str, int]]:
-        """Of each worker its machine, and which start of it this is."""
-        found = {"TRAINER-0": (ray.util.get_node_ip_address(), self.attempt)}
+        """Return worker -> (address of its machine, attempt)."""
+        places = {"TRAINER-0": (ray.util.get_node_ip_address(), self.attempt)}
         for group in self.groups:
-            found |= {member.name: place for member, place in zip(group, group.place(), strict=True)}
-        return found
+            places |= {member.name: place for member, place in zip(group, group.place(), strict=True)}
+        return places
 
     def ready(self, *groups: RoleGroup[Any]) -> None:
-        """Let the fault come, once all of these are in their call."""
+        """Request the fault once all members of these groups are in their call."""
         names = [member.name for group in groups for member in group]
         wait_until(lambda: all((self.folder / f"held-{name}").exists() for name in names))
         (self.folder / "ready").touch()
 
     def wait_for_strike(self) -> None:
-        """Return once the fault has come."""
+        """Wait for the fault."""
         wait_until((self.folder / "struck").exists)
 
 
-# --- what the trainer does
+# --- scripts of the trainer
 
 
 def hold(trainer: Trainer) -> Any:
-    """Everybody is in a call when it happens."""
+    """All workers are in a call at the fault."""
     (group,) = trainer.groups
     answers = group.hold(list(range(len(group))))
     trainer.ready(group)
@@ -187,7 +191,7 @@ def hold(trainer: Trainer) -> Any:
 
 
 def meet(trainer: Trainer) -> Any:
-    """The others of those that it hits die of it long before Ray knows."""
+    """The other ranks die of the fault long before Ray notices it."""
     (group,) = trainer.groups
     answers = group.meet(list(range(len(group))))
     trainer.ready(group)
@@ -195,7 +199,7 @@ def meet(trainer: Trainer) -> Any:
 
 
 def stick(trainer: Trainer) -> Any:
-    """It happens to them, and their machine lives."""
+    """Workers hang, and their machine stays up."""
     (group,) = trainer.groups
     answers = group.stick(list(range(len(group))))
     trainer.ready(group)
@@ -203,22 +207,24 @@ def stick(trainer: Trainer) -> Any:
 
 
 def double(trainer: Trainer) -> Any:
-    """It has happened before."""
+    """The fault came before the call, during set-up."""
     (group,) = trainer.groups
     return [item for part in group.hold(list(range(len(group)))).result() for item in part]
 
 
 def save(trainer: Trainer) -> Any:
-    """Checkpoints are written, and it happens in the middle of the second.
+    """The fault comes in the middle of the second checkpoint.
 
     Returns:
-        From which step the job went on, which steps are there at the end, and the bytes that each worker wrote of the
+        The step from which the job resumed, the checkpoints at the end, and the bytes that each worker wrote of the
         last one.
     """
     (group,) = trainer.groups
     store = Checkpoints(trainer.folder / "checkpoints")
     latest = store.latest()
-    first = read_state(latest)["step"] if latest else 0
+    first = 0
+    if latest:
+        first = read_state(latest)["step"]
 
     def write(folder: Path) -> None:
         saving = group.save(str(folder), step)
@@ -233,7 +239,7 @@ def save(trainer: Trainer) -> Any:
 
 
 def die_while_driving(trainer: Trainer) -> Any:
-    """It happens to the trainer itself, which waits for an answer."""
+    """The fault hits the trainer itself while it waits for a result."""
     answer = hold(trainer)
     if trainer.attempt == 1:
         wait_until(lambda: False)
@@ -241,18 +247,18 @@ def die_while_driving(trainer: Trainer) -> Any:
 
 
 def give(trainer: Trainer) -> Any:
-    """Answers have been given when it happens, and are fetched only then."""
+    """Results are computed before the fault and fetched after it."""
     (group,) = trainer.groups
-    given = group.give()
+    future = group.give()
     wait_until(lambda: all((trainer.folder / f"held-{member.name}").exists() for member in group))
-    time.sleep(AFTER_PAUSE_S)  # from the last line of the method to the store of its machine
+    time.sleep(AFTER_PAUSE_S)  # for the result to reach the object store of its machine
     trainer.ready(group)
     trainer.wait_for_strike()
-    return [[len(answer), answer[0]] for answer in given.result()]
+    return [[len(answer), answer[0]] for answer in future.result()]
 
 
 def count(trainer: Trainer) -> Any:
-    """Events are on their way when it happens."""
+    """Events are in transit at the fault."""
     (group,) = trainer.groups
     counting = group.count()
     trainer.ready(group)
@@ -386,7 +392,7 @@ CASES = {
 
 
 def alive_node(address: str) -> dict[str, Any]:
-    """The Ray node at an address; waits until one that was there before is known to be dead."""
+    """Return the Ray node at an address. Wait until Ray has marked earlier nodes of the address as dead."""
     nodes: list[dict[str, Any]] = []
 
     def only_one() -> bool:
@@ -398,7 +404,7 @@ def alive_node(address: str) -> dict[str, Any]:
 
 
 def block(node: dict[str, Any], but: float) -> PlacementGroup:
-    """Hold all CPUs of a node but so many, so that Ray has no choice of where to put the job."""
+    """Reserve all CPUs of a node except `but`, so that the placement of the job is determined."""
     where = {"ray.io/node-id": node["NodeID"]}
     held = placement_group([{"CPU": node["Resources"]["CPU"] - but}], bundle_label_selector=[where])
     if not held.wait(GUARD_S):
@@ -407,7 +413,7 @@ def block(node: dict[str, Any], but: float) -> PlacementGroup:
 
 
 def build(case: Case, name: str, folder: Path, near: str, far: str) -> Any:
-    """The job of a case."""
+    """Return the job of a case."""
     builder = JobBuilder().device_type("CPU").config({"case": name, "folder": str(folder), "far": far})
     builder.recovery(max_restarts=3, stall_timeout=case.stall_timeout)
     for role in ("TRAINER", "TOOL", "ACTOR"):
@@ -421,15 +427,19 @@ def build(case: Case, name: str, folder: Path, near: str, far: str) -> Any:
             builder.run("fault_job:Worker").max_restarts(case.tool_restarts)
         else:
             builder.train("fault_job:Worker").nnodes(case.rank_machines)
-        bound: dict[str, Any] = {} if split.far else {f"node:{near}": 0.001}
-        builder.nproc_per_node(split.total // case.rank_machines if role == "ACTOR" else split.total)
+        bound: dict[str, Any] = {}
+        if not split.far:
+            bound[f"node:{near}"] = 0.001
+        machines = {"ACTOR": case.rank_machines}.get(role, 1)
+        builder.nproc_per_node(split.total // machines)
         builder.resource(cpu=CPU, **bound)
     return builder.build()
 
 
 def main(name: str, place: str, near: str, far: str) -> int:
-    """Run the job of a case, and write the report; returns the job's exit code."""
-    case, folder = CASES[name], Path(place)
+    """Run the job of a case, and write the report. Return the exit code of the job."""
+    case = CASES[name]
+    folder = Path(place)
     ray.init(log_to_driver=False)
     splits = [case.trainer, case.tools, case.ranks]
     free = {near: sum(split.near for split in splits), far: sum(split.far for split in splits)}
@@ -441,15 +451,17 @@ def main(name: str, place: str, near: str, far: str) -> int:
         if isinstance(event, JobEvent):
             report.events.append(asdict(event))
             if event.kind in ("start", "lost", "restart"):
-                while held:  # the job stands; from now on there is room for it elsewhere
+                while held:  # the job has started; from now on it may be placed elsewhere
                     remove_placement_group(held.pop())
         elif isinstance(event, Count):
             report.counts.setdefault(event.worker, []).append(event.number)
 
     result = build(case, name, folder, near, far).submit("faults", log_dir=folder / "logs", observers=[observe])
-    report.status, report.error, report.attempt = result.status, result.error, result.attempt
+    report.status = result.status
+    report.error = result.error
+    report.attempt = result.attempt
     report.run_id = result.run_id
-    with contextlib.suppress(OSError):  # it ended before the fault
+    with contextlib.suppress(OSError):  # the job ended before the fault
         report.seconds = time.time() - (folder / "struck").stat().st_mtime
         report.before = json.loads((folder / "before.json").read_text())
         after = json.loads((folder / "after.json").read_text())
@@ -459,6 +471,6 @@ def main(name: str, place: str, near: str, far: str) -> int:
 
 
 if __name__ == "__main__":
-    import fault_job  # what it pickles is of this module, as the workers find it
+    import fault_job  # pickled classes must belong to this module, which the workers import, and not to __main__
 
     sys.exit(fault_job.main(*sys.argv[1:]))

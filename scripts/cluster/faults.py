@@ -1,15 +1,14 @@
-"""See what becomes of a job when one of two machines dies, on machines of your own.
+"""Test the recovery of a job when one of two machines fails, on your own machines.
 
     python scripts/cluster/faults.py /shared/folder --near 10.0.0.1 --far 10.0.0.2 --ssh 10.0.0.2 \
         --start_ray '/shared/troupe/.venv/bin/ray start --address=10.0.0.1:6379'
 
-Run it on the head of an idle Ray cluster, as the user who started Ray on both. --near and --far are the addresses of
-the nodes in Ray, --ssh is how far is reached; --start_ray runs there after each death, and must make it a node again.
-The folder is one that both see. Of far's packets only those from and to near are dropped, but for ssh, and for three
-minutes at most.
-`--cases NAME ...` takes some of the cases of fault_job.py.
+Run it on the head of an idle Ray cluster, as the user who started Ray on both machines. --near and --far are the
+addresses of the nodes in Ray, and --ssh is the ssh target of far. --start_ray runs there after each failure, and must
+join the cluster again. Both machines must see the folder. Only packets of far from and to near are dropped, except ssh,
+for at most three minutes. `--cases NAME ...` selects cases of fault_job.py.
 
-Prints a line for each case. Exit code: 0 all is as it is to be, 1 it is not, 2 far cannot be reached.
+It prints a line per case. Exit code: 0 all cases are as expected, 1 some are not, 2 far cannot be reached.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from fault_report import Case, Report  # noqa: E402
 
 READY_S = 180.0
 LIMIT_S = 180.0
-"""From the fault to the end of the job. Ray declares a silent node dead after 65 s, where nothing else is set."""
+"""Timeout from the fault to the end of the job. By default Ray declares a silent node dead after 65 s."""
 GONE_S = 120.0
 PAUSE_S = 5.0
 LOOK_S = 0.1
 KILL = "pids=$(pgrep -f -- '[-]-gcs-address=%s') && kill -KILL $pids $(pgrep -P \"$(echo $pids | tr ' ' ,)\")"
-"""Ends Ray's own processes of a node, and their children: its workers."""
+"""Command that kills Ray's processes of a node and their children, the workers."""
 DROPPED = (
     "INPUT -s %s -p tcp ! --dport 22 -m comment --comment faults-%s -j DROP",
     "OUTPUT -d %s -p tcp ! --sport 22 -m comment --comment faults-%s -j DROP",
@@ -49,26 +48,26 @@ DROPPED_S = 180
 
 
 class Machines(Protocol):
-    """How a near and a far machine are struck and looked at."""
+    """Interface for causing faults on a near and a far machine, and for inspecting them."""
 
     def cut(self) -> None:
-        """End the far one so that the near one hears nothing of it."""
+        """Stop the far machine without any message to the near one."""
 
     def kill(self) -> None:
-        """End Ray and its workers on the far one."""
+        """Kill Ray and its workers on the far machine."""
 
     def unplug(self) -> None:
-        """Lose the packets between them from now on."""
+        """Drop all packets between the machines from now on."""
 
     def plug_in(self) -> None:
-        """Let them through again."""
+        """Stop dropping packets."""
 
     def left_behind(self, run_id: str, on_far: bool) -> list[str]:
-        """Processes of jobs, and the folder of a run in shared memory; on the near one, and on the far one if asked."""
+        """Return remaining processes of jobs and the shared-memory folder of the run, with `on_far` also on far."""
         ...
 
     def drive(self, command: list[str], log: Path) -> subprocess.Popen[Any]:
-        """Start a driver on the near one, which is Python with these arguments; what it prints goes to a file."""
+        """Start a driver on the near machine: Python with these arguments. Its output goes to a file."""
         ...
 
     def end(self, driver: subprocess.Popen[Any]) -> None:
@@ -77,7 +76,7 @@ class Machines(Protocol):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a case, and what is wrong with it."""
+    """Outcome of a case, and its differences from the claim."""
 
     wrong: list[str]
     terminal: str
@@ -89,7 +88,7 @@ class Verdict:
 
 
 def try_case(name: str, folder: Path, machines: Machines, near: str, far: str, limit_s: float = LIMIT_S) -> Verdict:
-    """Run the job of a case, strike when it is ready, and hold what comes of it against the case.
+    """Run the job of a case, cause the fault when it is ready, and compare the outcome with the case.
 
     A driver that has not ended `limit_s` seconds after the fault is killed.
     """
@@ -112,7 +111,7 @@ def try_case(name: str, folder: Path, machines: Machines, near: str, far: str, l
     if not (folder / "report.json").exists():
         return Verdict([*faults, f"no report; exit code {driver.returncode}"], printed)
     report = Report(**json.loads((folder / "report.json").read_text()))
-    # Where nothing of Ray is left, nobody can tidy up before the next run does.
+    # Without Ray on far, its left-overs stay until the next run there removes them.
     on_far = case.fault in ("none", "pause", "hang")
     deadline = time.monotonic() + GONE_S
     while (left := machines.left_behind(report.run_id, on_far)) and time.monotonic() < deadline:
@@ -147,7 +146,7 @@ def _strike(case: Case, folder: Path, machines: Machines) -> None:
 
 @dataclass
 class Hosts:
-    """This machine, and one that ssh reaches."""
+    """This machine, and a machine that is reached by ssh."""
 
     address: str
     near: str
@@ -155,10 +154,10 @@ class Hosts:
     sudo: str
     start_ray: str
     rules: list[str] = field(default_factory=list)
-    """Of iptables on far, each with a number, so that nobody takes away those of a later fault."""
+    """Rules of iptables on far. Each has a unique number, so that a late removal spares those of later faults."""
 
     def on_far(self, script: str, check: bool = True) -> str:
-        """What a script prints on the far machine."""
+        """Run a script on the far machine and return its output."""
         command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", self.ssh, script]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         if check and done.returncode:
@@ -175,7 +174,7 @@ class Hosts:
     def unplug(self) -> None:
         self.rules = [rule % (self.near, secrets.token_hex(4)) for rule in DROPPED]
         put = " && ".join(f"{self.sudo} iptables -I {rule}" for rule in self.rules)
-        # It takes them away by itself, should nobody be able to tell it to.
+        # far removes the rules itself, because this machine may be unable to reach it.
         later = shlex.quote(f"sleep {DROPPED_S}; {self._without_rules()}")
         self.on_far(f"{put} && (nohup sh -c {later} >/dev/null 2>&1 &)")
 
@@ -187,8 +186,10 @@ class Hosts:
 
     def left_behind(self, run_id: str, on_far: bool) -> list[str]:
         look = f"pgrep -a -f '^ray::(TRAINER|TOOL|ACTOR)'; ls -d /dev/shm/troupe-{run_id}* 2>/dev/null; true"
-        here = subprocess.run(["sh", "-c", look], capture_output=True, text=True, check=False).stdout
-        return [*here.splitlines(), *(self.on_far(look).splitlines() if on_far else [])]
+        output = subprocess.run(["sh", "-c", look], capture_output=True, text=True, check=False).stdout
+        if on_far:
+            output += self.on_far(look)
+        return output.splitlines()
 
     def drive(self, command: list[str], log: Path) -> subprocess.Popen[Any]:
         with log.open("w") as output:
@@ -200,39 +201,41 @@ class Hosts:
         driver.wait()
 
     def heal(self, fault: str) -> None:
-        """Make far a node again, once near has seen it dead."""
+        """Join far to the cluster again, after near has noticed its failure."""
         if fault in ("cut", "kill"):
             self.plug_in()
             self.on_far(self.start_ray)
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code."""
+    """Run the cases. Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="that both machines see")
+    parser.add_argument("folder", type=Path, help="folder that both machines see")
     parser.add_argument("--near", required=True, help="address of this machine's node in Ray")
-    parser.add_argument("--far", required=True, help="address in Ray of the node that is struck")
-    parser.add_argument("--ssh", required=True, help="the struck machine, as ssh knows it")
-    parser.add_argument("--start_ray", required=True, help="command that makes it a node again")
-    parser.add_argument("--port", type=int, default=6379, help="of Ray on the head (default: 6379)")
-    parser.add_argument("--sudo", default="sudo -n", help="before iptables on far (default: sudo -n); '' for root")
+    parser.add_argument("--far", required=True, help="address in Ray of the node that the fault hits")
+    parser.add_argument("--ssh", required=True, help="ssh target of that machine")
+    parser.add_argument("--start_ray", required=True, help="command that joins it to the cluster again")
+    parser.add_argument("--port", type=int, default=6379, help="port of Ray on the head (default: 6379)")
+    parser.add_argument("--sudo", default="sudo -n", help="prefix of iptables on far (default: sudo -n); '' for root")
     two = [name for name, case in CASES.items() if case.machines == 2]
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=two, help="default: those for two machines")
-    asked = parser.parse_args(arguments)
-    hosts = Hosts(f"{asked.near}:{asked.port}", asked.near, asked.ssh, asked.sudo, asked.start_ray)
+    parser.add_argument(
+        "--cases", nargs="+", choices=CASES, default=two, help="cases to run (default: those for two machines)"
+    )
+    options = parser.parse_args(arguments)
+    hosts = Hosts(f"{options.near}:{options.port}", options.near, options.ssh, options.sudo, options.start_ray)
     all_well = True
     try:
         hosts.on_far("true")
-        for name in asked.cases:
-            folder = asked.folder / f"{name}-{time.strftime('%m%d-%H%M%S')}"
-            verdict = try_case(name, folder, hosts, asked.near, asked.far)
+        for name in options.cases:
+            folder = options.folder / f"{name}-{time.strftime('%m%d-%H%M%S')}"
+            verdict = try_case(name, folder, hosts, options.near, options.far)
             all_well = all_well and not verdict.wrong
             print(f"{'well' if not verdict.wrong else 'WRONG'}: {CASES[name].claim}: {verdict}; {folder}", flush=True)
             hosts.heal(CASES[name].fault)
     except OSError as error:
         print(f"faults: {error}", file=sys.stderr)
         return 2
-    return 0 if all_well else 1
+    return int(not all_well)
 
 
 if __name__ == "__main__":

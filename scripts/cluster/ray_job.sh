@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Ships a copy of the project to a Ray cluster and starts $recipe there, as the job $id.
+# Upload a copy of the project to a Ray cluster, and start $recipe there as the job $id.
 set -euo pipefail
 
 copy="$$(mktemp -d)"
@@ -14,7 +14,7 @@ if ((size > $limit_mb)); then
     (cd -- "$$copy" && du -am . | sort -rn | sed -n '2,6p') >&2
     exit 2
 fi
-# A stop lets the run finish its step and write a checkpoint: Ray would end it after 3 s.
+# After a stop request the run finishes its step and writes a checkpoint. By default Ray would kill it after 3 s.
 $ray job submit --no-wait --address $address --submission-id $id --working-dir "$$copy" \
     --runtime-env-json '{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "$stop_s"}}' \
     -- $command

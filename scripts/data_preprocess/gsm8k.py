@@ -1,4 +1,4 @@
-"""GSM8K as parquet files in verl's format.
+"""Write GSM8K as parquet files in verl's format.
 
 python scripts/data_preprocess/gsm8k.py                           from the hub to ~/data/gsm8k/{train,test}.parquet
 python scripts/data_preprocess/gsm8k.py --input D --local_dir E   from a folder with train.jsonl and test.jsonl
@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-# Not the folder of this script, whose math.py would stand for Python's.
-sys.path[0], __package__ = str(ROOT), "data_preprocess"
+# Python puts the folder of the script first on the path, where math.py would hide the module of the standard library.
+sys.path[0] = str(ROOT)
+__package__ = "data_preprocess"
 sys.path.append(str(ROOT / "scripts"))
 
 from .verl_files import arguments_of, preprocess, verl_row  # noqa: E402 (the project may not be installed)
@@ -19,8 +20,9 @@ INSTRUCTION = 'Think step by step, and write the final answer after "####".'
 
 
 def make_row(record: dict[str, Any], split: str, index: int, source: str) -> dict[str, Any]:
-    """The ground truth is the number after the last ####, without commas."""
-    question, answer = record["question"], record["answer"]
+    """Return a row. The ground truth is the number after the last ####, without commas."""
+    question = record["question"]
+    answer = record["answer"]
     _, mark, truth = answer.rpartition("####")
     if not mark:
         raise ValueError(f"the answer {answer[-80:]!r} has no ####")

@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: rows in verl's format, and parquet files of them."""
+"""Shared functions of the scripts in this folder: rows in verl's format, and their parquet files."""
 
 from __future__ import annotations
 
@@ -11,45 +11,66 @@ from typing import Any
 from components.data.records import FILE_TYPES, read_records
 
 MakeRow = Callable[[dict[str, Any], str, int, str], dict[str, Any]]
-"""(record, split, its number in the split, data source) -> row."""
+"""(record, split, index in the split, data source) -> row."""
 
 
 def verl_row(
     source: str, prompt: str | list[dict[str, str]], truth: Any, *, ability: str, style: str = "rule", **extra: Any
 ) -> dict[str, Any]:
-    """A row to write; `extra` is its extra_info, and a text becomes a user's message."""
+    """Return a row in verl's format.
+
+    Args:
+        source: value of `data_source`, which selects the reward function.
+        prompt: messages, or the text of one user message.
+        truth: ground truth of the reward function.
+        ability: kind of task.
+        style: `rule`, or `model` for a reward model.
+        extra: content of `extra_info`.
+    """
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
     return {
         "data_source": source,
-        "prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
+        "prompt": prompt,
         "ability": ability,
         "reward_model": {"style": style, "ground_truth": truth},
         "extra_info": extra,
     }
 
 
-def arguments_of(described: str | None, name: str, given: str, source: str) -> argparse.ArgumentParser:
-    """The command line of a script that writes such files; see `preprocess`."""
+def arguments_of(description: str | None, name: str, default_input: str, source: str) -> argparse.ArgumentParser:
+    """Return the command-line parser of a script of this folder; see `preprocess`.
+
+    Args:
+        description: text of --help.
+        name: default folder of the files, in ~/data.
+        default_input: hub name that is read by default.
+        source: default of `data_source`.
+    """
     style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=described, formatter_class=style, allow_abbrev=False)
-    own = f"a folder with a file for each split, one file, or a name on the hub; default {given}"
-    parser.add_argument("--input", "--local_dataset_path", default=given, help=own)
-    parser.add_argument("--data_source", default=source, help="what the rows have; picks the reward function")
-    parser.add_argument("--local_dir", "--local_save_dir", default=f"~/data/{name}", help="where the files go")
-    parser.add_argument("--only", help="write one of the files alone, as test")
+    parser = argparse.ArgumentParser(description=description, formatter_class=style, allow_abbrev=False)
+    input_help = f"folder with a file for each split, a file, or a hub name (default: {default_input})"
+    parser.add_argument("--input", "--local_dataset_path", default=default_input, help=input_help)
+    source_help = "value of the column data_source, which selects the reward function (default: %(default)s)"
+    parser.add_argument("--data_source", default=source, help=source_help)
+    folder_help = "folder of the parquet files (default: %(default)s)"
+    parser.add_argument("--local_dir", "--local_save_dir", default=f"~/data/{name}", help=folder_help)
+    parser.add_argument("--only", help="write only this file, such as test (default: all)")
     return parser
 
 
 def preprocess(options: argparse.Namespace, make_row: MakeRow, splits: Mapping[str, str] | None = None) -> int:
-    """Write a parquet file for each split, by default train and test; returns the exit code.
+    """Write a parquet file for each split. Return the exit code: 0 written, 2 invalid input.
 
     Args:
-        options: of `arguments_of`.
-        make_row: makes the rows.
-        splits: name of the file -> split of the input.
+        options: parsed options of `arguments_of`.
+        make_row: converts a record into a row.
+        splits: name of the file -> split of the input. Default: train and test.
     """
     import pyarrow.parquet
 
-    folder, splits = Path(options.local_dir).expanduser(), splits or {"train": "train", "test": "test"}
+    folder = Path(options.local_dir).expanduser()
+    splits = splits or {"train": "train", "test": "test"}
     try:
         if options.only not in (None, *splits):
             raise ValueError(f"--only {options.only}; use one of {', '.join(splits)}")
@@ -66,15 +87,20 @@ def preprocess(options: argparse.Namespace, make_row: MakeRow, splits: Mapping[s
     return 0
 
 
-def _read_split(given: str, split: str) -> list[dict[str, Any]]:
-    files = [Path(given).expanduser() / f"{split}{ending}" for ending in FILE_TYPES]
-    found = next((file for file in files if file.is_file()), None)
-    return read_records(given, split=split) if found is None else read_records(found)
+def _read_split(source: str, split: str) -> list[dict[str, Any]]:
+    """Read a split: the file of its name in a folder, or that split of a file or hub name."""
+    for suffix in FILE_TYPES:
+        file = Path(source).expanduser() / f"{split}{suffix}"
+        if file.is_file():
+            return read_records(file)
+    return read_records(source, split=split)
 
 
 def _made(make_row: MakeRow, record: dict[str, Any], split: str, number: int, source: str) -> dict[str, Any]:
     try:
         return make_row(record, split, number, source)
     except (KeyError, ValueError) as error:
-        reason = f"there is no field {error}" if isinstance(error, KeyError) else error
+        reason = str(error)
+        if isinstance(error, KeyError):
+            reason = f"there is no field {error}"
         raise ValueError(f"{split}, row {number}, with the fields {', '.join(record)}: {reason}") from error

@@ -1,4 +1,4 @@
-"""The policy that learns, and the reference model before it."""
+"""The role `actor`: the policy that is trained, and the reference model before it."""
 
 import torch
 from torch import nn
@@ -16,35 +16,38 @@ from ..config import DPOConfig
 
 
 class Actor(SupervisedModel[DPOConfig]):
-    """One rank of the policy; before it, for a moment, one instance of the reference model."""
+    """One rank of the policy. Before the policy is loaded, it holds the reference model."""
 
     def loss(self, model: nn.Module, micro: Batch, totals: Totals) -> LossOutput:
-        """The loss of one micro-batch, see algorithm.py."""
+        """Return the loss of one micro-batch; see algorithm.py."""
         return loss(model, micro, totals, self.config)
 
     @trainer_invocation
     def load_reference(self, model_path: str) -> None:
-        """Load a frozen model, sharded over the ranks where the policy is."""
+        """Load the frozen reference model, sharded over the ranks if the policy will be (ZeRO 3)."""
         train = self.config.engine(1)
-        layout = "sharded" if train.stage == 3 else "whole"
-        limits, packing = train.forward_limits, train.packing
-        own = FrozenConfig(precision=train.precision, limits=limits, packing=packing, layout=layout)
-        self.reference = open_frozen_policy(model_path, own, self.config.model.attn_implementation)
+        frozen = FrozenConfig(
+            precision=train.precision,  # as the policy: implicit rewards then start at exactly 0
+            limits=train.forward_limits,
+            packing=train.packing,
+            layout="sharded" if train.stage == 3 else "whole",
+        )
+        self.reference = open_frozen_policy(model_path, frozen, self.config.model.attn_implementation)
 
     @trainer_invocation(post_func=Batch.concat)
     def reference_logprobs(self, responses: Batch) -> Batch:
-        """`logprob` of each response under the reference model; the batch is split over its instances."""
+        """Return `logprob` [B] of each response under the reference model. The batch is split over the ranks."""
         logprob_N = self.reference.forward(responses.only("tokens"), policy_logprobs)
         return Batch(responses.lengths, {}, {"logprob": response_logprobs(logprob_N, responses)})
 
     @trainer_invocation
     def drop_reference(self) -> None:
-        """Free the reference model; its memory is the policy's."""
+        """Free the reference model and its device memory."""
         del self.reference
-        torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # otherwise the allocator keeps the blocks, and the policy may not fit
 
     @trainer_invocation(post_func=Batch.concat)
     def logprobs(self, responses: Batch) -> Batch:
-        """`logprob` of each response; the batch is split over the ranks."""
+        """Return `logprob` [B] of each response under the policy. The batch is split over the ranks."""
         logprob_N = self.engine.forward(responses.only("tokens"), policy_logprobs)
         return Batch(responses.lengths, {}, {"logprob": response_logprobs(logprob_N, responses)})

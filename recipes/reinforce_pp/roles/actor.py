@@ -1,4 +1,4 @@
-"""The policy that is trained."""
+"""The role `actor`: the policy that is trained."""
 
 from torch import nn
 
@@ -11,8 +11,8 @@ from ..config import ReinforceConfig
 
 
 class Actor(PolicyWorker[ReinforceConfig]):
-    """One rank of the policy."""
+    """One rank of the policy. Its base class has the engine, the update and the weight sync."""
 
     def loss(self, model: nn.Module, micro: Batch, totals: Totals) -> LossOutput:
-        """The loss of one micro-batch, see algorithm.py."""
+        """Return the loss of one micro-batch; see algorithm.py."""
         return policy_loss(model, micro, totals, self.config)

@@ -1,1 +1,1 @@
-"""One class per role."""
+"""Worker classes of the recipe, one per role."""

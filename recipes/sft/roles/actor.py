@@ -1,4 +1,4 @@
-"""The model that learns."""
+"""The role `actor`: the model that is trained."""
 
 from torch import nn
 
@@ -13,14 +13,14 @@ from ..config import SFTConfig
 
 
 class Actor(SupervisedModel[SFTConfig]):
-    """One rank of the model."""
+    """One rank of the model. Its base class has the engine and the optimizer step."""
 
     def loss(self, model: nn.Module, micro: Batch, totals: Totals) -> LossOutput:
-        """The loss of one micro-batch, see algorithm.py."""
+        """Return the loss of one micro-batch; see algorithm.py."""
         return loss(model, micro, totals)
 
     @trainer_invocation(post_func=Batch.concat)
     def logprobs(self, demonstrations: Batch) -> Batch:
-        """`logprob` per token; the batch is split over the ranks."""
+        """Return `logprob` [N] in nats, without gradients. The batch is split over the ranks."""
         logprob_N = self.engine.forward(demonstrations, lambda model, micro: token_logprobs(model, micro).logprob_N)
         return Batch(demonstrations.lengths, {"logprob": logprob_N})
