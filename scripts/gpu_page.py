@@ -1,8 +1,8 @@
-"""Write what check_gpu.py has found into docs/gpu.md.
+"""Write the results of check_gpu.py into docs/gpu.md.
 
     python scripts/gpu_page.py gpu.json
 
-The page's section "Results" is replaced, and nothing else of it.
+The section "Results" of the page is replaced. The other sections stay as they are.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ HEADING, NEXT = "## Results\n", "\n## "
 
 
 def results(stages: dict[str, Any]) -> str:
-    """The section, as Markdown."""
+    """Return the section as Markdown."""
     parts = [HEADING]
     for name, stage in sorted(stages.items()):
         parts.append(
             f"\n**Stage {name}**: {stage['what']}. {stage['device']}, {stage['day']}, {stage['seconds']:.0f} s.\n"
         )
-        parts.append("\n| check | measured | asked | verdict |\n|---|---|---|---|\n")
+        parts.append("\n| check | measured | required | verdict |\n|---|---|---|---|\n")
         for row in stage["rows"]:
             cells = (row[cell].replace("|", "/") for cell in ("check", "measured", "asked", "verdict"))
             parts.append("| " + " | ".join(cells) + " |\n")
@@ -31,12 +31,12 @@ def results(stages: dict[str, Any]) -> str:
 
 
 def with_results(page: str, stages: dict[str, Any]) -> str:
-    """The whole page with these results in the place of those that it has."""
+    """Return the page with its section of results replaced."""
     before, _, rest = page.partition(HEADING)
     _, _, after = rest.partition(NEXT)
     return before + results(stages) + NEXT + after
 
 
 if __name__ == "__main__":
-    found = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    PAGE.write_text(with_results(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
+    measured_stages = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    PAGE.write_text(with_results(PAGE.read_text(encoding="utf-8"), measured_stages), encoding="utf-8")
