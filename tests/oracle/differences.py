@@ -20,9 +20,9 @@ HEAD = """\
 After this page you know how closely the numbers of a run here follow those of OpenRLHF, TRL and verl.
 
 Read this page before you migrate a run, or compare two curves. The tables compare `recipes/verl_ppo` with verl,
-`recipes/openrlhf_ppo` with OpenRLHF, and `recipes/grpo`, `dpo`, `reward_model` and `sft` with TRL. Both sides have the same
-settings, data, rewards and initial weights of a small random model. They make three training steps on a CPU in float32. With verl
-and OpenRLHF each step has two mini-batches of two micro-batches.
+`recipes/openrlhf_ppo` with OpenRLHF, and `recipes/grpo`, `dpo`, `reward_model` and `sft` with TRL. Both sides have the
+same settings, data, rewards and initial weights of a small random model. They make three training steps on a CPU in
+float32. With verl and OpenRLHF each step has two mini-batches of two micro-batches.
 
 | column | difference |
 |---|---|
@@ -31,8 +31,8 @@ and OpenRLHF each step has two mini-batches of two micro-batches.
 | gradients | of norms, relative |
 | weights | relative to the largest change of a weight in three steps |
 
-`0` means less than 1e-9. Adam divides each gradient by its magnitude, so rounding of a gradient near 0 affects the weights.
-Its epsilon is 1e-6 on both sides.
+`0` means less than 1e-9. Adam divides each gradient by its magnitude, so rounding of a gradient near 0 affects the
+weights. Its epsilon is 1e-6 on both sides.
 
 `bash scripts/oracle.sh` installs the packages and repeats all measurements. It fails if two results differ that should
 agree, or agree that should differ. Intended differences are listed per formula in
