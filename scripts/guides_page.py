@@ -24,9 +24,9 @@ HEAD = """\
 
 <!-- Written by scripts/guides_page.py from tests/guides/*.csv: change those, not this page. -->
 
-After this page you know which items of five published guides work here unchanged. Only import lines change: `dlrover...` becomes
-`core`, `verl...` becomes `recipes.verl_ppo.ray_trainer`, `openrlhf.utils.agent` becomes `agents`. The last column of each table names
-the test that runs the item, in `tests/guides/test_<guide>.py`.
+After this page you know which items of five published guides work here unchanged. Only import lines change:
+`dlrover...` becomes `core`, `verl...` becomes `recipes.verl_ppo.ray_trainer`, `openrlhf.utils.agent` becomes `agents`.
+The last column of each table names the test that runs the item, in `tests/guides/test_<guide>.py`.
 """
 
 
