@@ -138,7 +138,7 @@ def test_dependabot_reads_the_files_that_hold_versions() -> None:
 def test_the_hooks_before_a_commit_are_the_checks_of_ci_and_a_limit_on_the_size_of_files() -> None:
     (local,) = yaml.safe_load(text_of(".pre-commit-config.yaml"))["repos"]
     hooks = {hook["id"]: hook["entry"] for hook in local["hooks"]}
-    assert set(hooks) == {"ruff-check", "ruff-format", "check-added-large-files"}
+    assert set(hooks) == {"ruff-check", "ruff-format", "sentences", "check-added-large-files"}
     assert {hooks["ruff-check"], hooks["ruff-format"]} == {
         f".venv/bin/ruff {x} --force-exclude" for x in ("check", "format")
     }
