@@ -2,7 +2,7 @@
 
     python scripts/gpu_page.py gpu.json
 
-Only the section "Results" of the page is replaced.
+The section "Results" of the page is replaced. The other sections stay as they are.
 """
 
 from __future__ import annotations
@@ -40,5 +40,5 @@ def with_results(page: str, stages: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    stages = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    PAGE.write_text(with_results(PAGE.read_text(encoding="utf-8"), stages), encoding="utf-8")
+    measured_stages = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    PAGE.write_text(with_results(PAGE.read_text(encoding="utf-8"), measured_stages), encoding="utf-8")

@@ -20,13 +20,13 @@ GUIDES = {
 }
 """Table in tests/guides -> title of the guide."""
 HEAD = """\
-# The published guides, item by item
+# The published guides
 
 <!-- Written by scripts/guides_page.py from tests/guides/*.csv: change those, not this page. -->
 
-After this page you know which items of five published guides run here unchanged. Only import lines change:
+After this page you know which items of five published guides work here unchanged. Only import lines change:
 `dlrover...` becomes `core`, `verl...` becomes `recipes.verl_ppo.ray_trainer`, `openrlhf.utils.agent` becomes `agents`.
-Each item names the test that runs it, in `tests/guides/test_<guide>.py`.
+The last column of each table names the test that runs the item, in `tests/guides/test_<guide>.py`.
 """
 
 

@@ -18,32 +18,34 @@ HEAD = """\
 
 <!-- Written by scripts/metrics_page.py from training/tracking/metrics.py, plugins/alarms: change those, not this. -->
 
-After this page you know what each number of a run means, whether it should rise or fall, and which alarm watches it.
+After this page you know the meaning of each metric, whether it should rise or fall, and which alarm watches it.
 
-Every step of a run is a line of `metrics.jsonl`, and step 0 the evaluation before the first; TensorBoard, W&B, the
-terminal and the report show the same numbers under the same names. A recipe logs those that its algorithm has.
-`<word>` stands for any text. A line also has `step` and `time` (seconds since the epoch), and names metrics that were
-not finite in `nonfinite`.
+Every step of a run is a line of `metrics.jsonl`; step 0 is the evaluation before the first step. TensorBoard, W&B, the
+terminal and the report use the same names. A recipe logs the metrics of its algorithm. `<word>` stands for any text. A
+line also has `step`, `time` (seconds since the epoch), and `nonfinite` (names of metrics that were not finite).
 
-Look first at `eval/score` (does it learn?), then at `actor/approx_kl`, `actor/entropy` and
-`reward/zero_variance_share` (is the update healthy?), then at some responses and `rollout/truncated_share`, and at
-`perf/` last: the largest `perf/<phase>_share` is what to make faster.
+Read the metrics in this order:
+
+1. `eval/score`: does the policy learn?
+2. `actor/approx_kl`, `actor/entropy` and `reward/zero_variance_share`: is the update healthy?
+3. Some responses, and `rollout/truncated_share`.
+4. `perf/`: make the phase with the largest `perf/<phase>_share` faster.
 """
 ABOUT = {
-    "reward/": "Rewards of the step's responses. In the recipe `reward_model`: the training of the reward model.",
-    "actor/": "The policy's update: means over the step's optimizer steps, and over tokens.",
-    "critic/": "The critic's update, where there is one.",
-    "rollout/": "The step's rollouts, and how far the engine's distribution is from the trainer's.",
-    "eval/": "Held-out prompts, in the steps with an evaluation.",
-    "timing_s/": "Time of the step's phases. With `async_train` generation runs beside them and is not in the sum.",
+    "reward/": "Rewards of the responses of a step. In the recipe `reward_model`: the training of the reward model.",
+    "actor/": "Update of the policy: means over the optimizer steps of a step, and over tokens.",
+    "critic/": "Update of the critic, if the recipe has one.",
+    "rollout/": "Rollouts of the step, and the difference between the distributions of engine and trainer.",
+    "eval/": "Scores on held-out prompts, in steps with an evaluation.",
+    "timing_s/": "Time of the phases of a step. With `async_train` generation runs concurrently and is not in the sum.",
     "perf/": "Throughput and memory.",
-    "": "Logged by `verl_ppo` alone, under verl's names.",
+    "": "Logged only by `verl_ppo`, under verl's names.",
 }
 ALARM_HEAD = """\
 ## Alarms
 
-An alarm sounds once, on the terminal, in `events.jsonl` and in the report. It never stops a run. The limits are in
-plugins/alarms/alarms.py; none of the demonstrations comes near one."""
+An alarm is reported once: on the terminal, in `events.jsonl` and in the report. It never stops a run. The limits are in
+plugins/alarms/alarms.py. No demonstration comes near a limit."""
 
 
 def meaning(metric: Metric) -> str:

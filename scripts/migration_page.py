@@ -27,62 +27,65 @@ FROM_OPENRLHF = """\
 <!-- Written by scripts/migration_page.py from plugins/openrlhf/openrlhf.yaml and the recipe's config.py: change those,
 not this page. -->
 
-After this page you can run your `train_ppo_ray` command here. Take it as it is:
+After this page you can run your `train_ppo_ray` command here. The flags stay the same:
 
 ```bash
 ray job submit ... -- python3 -m openrlhf.cli.train_ppo_ray --pretrain M --reward_pretrain R --prompt_data D ...
 bash recipes/openrlhf_ppo/run.sh                            --pretrain M --reward_pretrain R --prompt_data D ...
 ```
 
-`run.sh` starts Ray on this machine, or joins the cluster that `RAY_ADDRESS` names. The flags of 0.8.11 to 0.11.2 are
-taken, the flat ones (`--actor_learning_rate`) and the dotted ones (`--actor.adam.lr`), as `--flag value` or
-`flag=value`, beside the options of this project (`train.learning_rate`). `--print_config` prints the options that a
-command comes to, and `--dry_run` shows the plan; both start nothing.
+`run.sh` starts Ray on this machine, or joins the cluster of `RAY_ADDRESS`. It accepts the flags of versions 0.8.11 to
+0.11.2, flat (`--actor_learning_rate`) and dotted (`--actor.adam.lr`), as `--flag value` or `flag=value`, and the
+options of this project (`train.learning_rate`). `--print_config` prints the resulting options, and `--dry_run` prints
+the plan; neither starts anything.
 
-A flag is never ignored in silence. One that is not taken ends the command with exit code 2 and the option to use; all
-that is in the way is reported at once. One that has no effect, alone or beside the others, is named at the start.
+A flag is never ignored silently. If a flag is not supported, the command ends with exit code 2, and the error names the
+option to use for every such flag. A flag that has no effect, alone or in combination, is printed at start-up.
 
-What takes more than another name:
+Flags that change more than their name:
 
-- **`max_len`** is the limit of prompt and response together. With `max_new_tokens` prompts have what is left; without
-  it a response gets what its prompt leaves (`agent.max_tokens`). Prompts that are too long are left out and counted;
-  there they lose their beginning. An episode of an agent has `max_len` tokens, or `prompt_max_len` and
-  `generate_max_len` together.
-- **Rewards** come from the first of `agent_func_path`, `remote_rm_url` and `reward_pretrain` that is given.
-- **`ROLE_num_nodes` x `ROLE_num_gpus_per_node`** are the workers of a role (`placement.actor_ranks` and so on). Reward
-  code and servers take no device.
-- **`colocate_all_models`** with `async_train` is for all models but the engines, as there.
-- **`dynamic_filtering`** with `partial_rollout`: new weights wait until responses are done.
-- **`vllm_enable_sleep`** has an effect where engines share devices, and is the default there.
-- **`use_dynamic_batch`** cuts by `train_max_tokens_per_gpu`; the micro-batch sizes have no effect then, as there.
-- **`enable_vllm_is_correction`** with `use_icepop` or `vllm_is_correction_type` is `algorithm.correction`. One number
-  as `vllm_is_truncated_threshold` is the highest weight, as up to 0.9.0. Of 0.11.2, `is_correction_level` token with
-  `is_correction_mode` clip is `tis`, with mask `icepop`, and seq is `seq-mask`; `is_correction_gating` is always ratio.
+- **`max_len`** limits prompt and response together. With `max_new_tokens` it limits the prompt to the rest. Without
+  it, it limits the response to the tokens that the prompt leaves (`agent.max_tokens`). Longer prompts are excluded and
+  counted; OpenRLHF truncates them on the left. An episode of an agent has `max_len` tokens, or the sum of
+  `prompt_max_len` and `generate_max_len`.
+- **Rewards** come from the first of `agent_func_path`, `remote_rm_url` and `reward_pretrain` that is set.
+- **`ROLE_num_nodes` x `ROLE_num_gpus_per_node`** is the number of workers of a role (`placement.actor_ranks` and
+  others). Reward code and servers use no device.
+- **`colocate_all_models`** with `async_train` applies to all models except the engines, as in OpenRLHF.
+- **`dynamic_filtering`** with `partial_rollout`: new weights are loaded after the responses are complete.
+- **`vllm_enable_sleep`** has an effect if engines share devices, where it is the default.
+- **`use_dynamic_batch`** forms micro-batches by `train_max_tokens_per_gpu`. The micro-batch sizes then have no effect,
+  as in OpenRLHF.
+- **`enable_vllm_is_correction`** with `use_icepop` or `vllm_is_correction_type` is `algorithm.correction`. A single
+  number for `vllm_is_truncated_threshold` is the maximum weight, as up to 0.9.0. In 0.11.2, `is_correction_level` token
+  with `is_correction_mode` clip is `tis`, with mask `icepop`; level seq is `seq-mask`; `is_correction_gating` is always
+  ratio.
 - **`algo.advantage.estimator flash_reinforce`** is one line in a copy of recipes/grpo with `samples_per_prompt=1`:
   `advantage_B = reward_B - reward_B.mean()`.
-- **`eps_clip`**, **`eps_clip_low_high`** are `algorithm.clip_low` and `clip_high`; **`enable_ema`**, **`ema_beta`** are
-  `train.ema_beta`; **`lr_scheduler`** takes transformers' names; `linear` ends at 0 and `constant` has no warm-up.
+- **`eps_clip`**, **`eps_clip_low_high`** are `algorithm.clip_low` and `clip_high`. **`enable_ema`**, **`ema_beta`** are
+  `train.ema_beta`. **`lr_scheduler`** takes the names of transformers; `linear` ends at 0 and `constant` has no
+  warm-up.
 - **`use_wandb`** and **`use_tensorboard`** take a key and a folder, or `true`.
 
-What is different on purpose:
+Intended differences:
 
-- **Losses** are means over the tokens of a whole optimizer step on all ranks; micro-batch sizes and the number of ranks
-  change memory and speed, never the result.
-- **GAE and returns skip what the policy did not write.** Rewards are compared within a prompt's responses by the
-  prompt's id, not by their place in the batch.
-- **seq-mask-tis** cuts its weights to the range too; there the cut is forgotten. docs/algorithms.md lists every
-  formula, and every place where it differs.
-- **Dynamic filtering** replaces prompts one for one. When the data ends, the last step trains on what was accepted;
-  the learning rate's schedule is of the steps that all prompts would fill.
-- **The correction** of the engine's weights is applied with every `policy_loss_type`; there with ppo alone.
-- **dr_grpo** is the group's mean alone, as there; `algorithm.loss_aggregation=seq-mean-token-sum-norm` divides by
-  `rollout.max_new_tokens` besides, as its paper does.
-- **Reward servers** get batches of `reward.url_batch_size` responses, spread over all URLs; a request that fails is
-  tried again with growing pauses, and after five times the run stops and names the server. Nothing is lost: once the
-  server is back, the same command resumes from there.
-- **Reward code** runs in processes of its own, with a deadline. A response whose reward cannot be computed is named,
-  counted (`reward/failed`) and left out; above a tenth of a batch (and two responses) the run stops.
-- **Output** goes to `run_dir`: metrics, rollouts, logs, the trained policy, and the best one by `eval_dataset`.
+- **Losses** are means over the tokens of a whole optimizer step on all ranks. Micro-batch sizes and the number of ranks
+  change memory and speed, not the result.
+- **GAE and returns skip tokens that the policy did not write.** Rewards are compared within the responses to a prompt
+  by the id of the prompt, not by their position in the batch.
+- **seq-mask-tis** also clips its weights to the range; OpenRLHF discards the result of the clipping. docs/algorithms.md
+  lists every formula and its differences.
+- **Dynamic filtering** replaces prompts one by one. When the data ends, the last step trains on the accepted prompts.
+  The learning rate schedule counts the steps that all prompts would fill.
+- **The correction** of the engine's log-probabilities applies to every `policy_loss_type`; in OpenRLHF to ppo only.
+- **dr_grpo** only subtracts the mean of the group, as in OpenRLHF. `algorithm.loss_aggregation=seq-mean-token-sum-norm`
+  also divides by `rollout.max_new_tokens`, as in the paper.
+- **Reward servers** get batches of `reward.url_batch_size` responses, distributed over all URLs. A failed request is
+  repeated after increasing pauses. After five attempts the run stops and names the server. Once the server works again,
+  the same command resumes without losses.
+- **Reward code** runs in separate processes, with a timeout. A response without a reward is named, counted
+  (`reward/failed`) and excluded. If more than a tenth of a batch (and more than two responses) fail, the run stops.
+- **Output** goes to `run_dir`: metrics, rollouts, logs, the trained policy, and the best policy by `eval_dataset`.
 """
 
 FROM_VERL = """\
@@ -90,84 +93,90 @@ FROM_VERL = """\
 
 <!-- Written by scripts/migration_page.py from verl.yaml of the recipe: change that, not this page. -->
 
-After this page you can run your `main_ppo` command here. Take its overrides as they are, of any release from 0.5.0 on:
+After this page you can run your `main_ppo` command here. The overrides of all releases from 0.5.0 on stay the same:
 
 ```bash
 python3 -m verl.trainer.main_ppo  algorithm.adv_estimator=grpo data.train_files=... actor_rollout_ref.model.path=...
 bash recipes/verl_ppo/run.sh      algorithm.adv_estimator=grpo data.train_files=... actor_rollout_ref.model.path=...
 ```
 
-`run.sh` starts Ray on this machine, or joins the cluster that `RAY_ADDRESS` names. `+key=value` and `++key=value` mean
-`key=value`. A YAML file of verl's, its own `ppo_trainer.yaml` too, is read with `--config FILE`: `${...}` is resolved
-as Hydra does it, with the command line's values; files that `defaults` names are not read.
+`run.sh` starts Ray on this machine, or joins the cluster of `RAY_ADDRESS`. `+key=value` and `++key=value` mean
+`key=value`. `--config FILE` reads a YAML file of verl, including `ppo_trainer.yaml`. `${...}` is resolved as in Hydra,
+with the values of the command line. Files that are listed in `defaults` are not read.
 
-Every key stands for an option that all recipes here share (`--help all` prints them), and both names work, also side by
-side. A key that is not taken is never ignored: the command ends with exit code 2 and every reason at once, each with
-what to use. One that changes no results is named at the start. `--dry_run` shows the plan and starts nothing.
+Every key maps to an option that all recipes share (`--help all` prints them). You can use both names in one command. A
+key is never ignored silently. If keys are not supported, the command ends with exit code 2, and the error gives the
+reason and the replacement of each. A key that changes no results is printed at start-up. `--dry_run` prints the plan
+and starts nothing.
 
-Batch sizes are verl's: `data.train_batch_size` and `ppo_mini_batch_size` count prompts, over all ranks;
-`..._micro_batch_size_per_gpu` count sequences on one. The options count responses: `train.mini_batch_size` is
-`ppo_mini_batch_size` times `rollout.n`. The start of a run shows what that comes to.
+Batch sizes are verl's: `data.train_batch_size` and `ppo_mini_batch_size` count prompts, over all ranks.
+`..._micro_batch_size_per_gpu` counts sequences on one GPU. The options count responses: `train.mini_batch_size` is
+`ppo_mini_batch_size` times `rollout.n`. The run prints the resulting sizes at start-up.
 
-What is different on purpose:
+Intended differences:
 
-- **Losses** are means over the tokens (or responses) of a whole optimizer step on all ranks; micro-batch sizes and the
-  number of ranks change memory and speed, never what a mini-batch comes to. A mini-batch divides a step.
-- **`policy_loss.loss_mode`**: gspo, sapo and geo_mean are means over responses whatever `loss_agg_mode` is, as there
-  (`algorithm.policy_aggregation`); `loss_agg_mode` is for entropy and KL then. With `bypass_mode` the loss is that of
-  `rollout_correction.loss_type` whatever `loss_mode` is, as there. A line at the start names both.
-- **`grad_clip`** limits gradients where `optim.clip_grad` is not set, as up to 0.6; later ones read the latter alone.
-- **`optimal_token_baseline`** compares responses after as many tokens of the policy, so that with an environment in
-  between it is `tir_optimal_token_baseline`; there it counts the environment's tokens too. The start of a run notes it.
-- **`trainer.ref_update_freq`** of the spin recipe has no effect: the reference stays the policy of the start.
-- **Speculative decoding** and other arguments of `engine_kwargs` that change speed alone are taken and have no effect.
-- **Epochs**: prompts at the end of one that fill no step begin the next one's first step; there they are dropped.
-- **`balance_batch`** is always on, and changes no mini-batch; there which responses are in which changes with the
-  number of ranks.
+- **Losses** are means over the tokens (or responses) of a whole optimizer step on all ranks. Micro-batch sizes and the
+  number of ranks change memory and speed, not the result. A mini-batch must divide a step.
+- **`policy_loss.loss_mode`**: gspo, sapo and geo_mean are means over responses for any `loss_agg_mode`, as in verl
+  (`algorithm.policy_aggregation`); `loss_agg_mode` then holds for entropy and KL. With `bypass_mode` the loss is that
+  of `rollout_correction.loss_type` for any `loss_mode`, as in verl. The run prints both at start-up.
+- **`grad_clip`** limits gradients if `optim.clip_grad` is not set, as up to 0.6. Later releases only read
+  `optim.clip_grad`.
+- **`optimal_token_baseline`** compares responses after the same number of tokens of the policy. With an environment it
+  is therefore `tir_optimal_token_baseline`; verl also counts the environment's tokens. The run prints a note at
+  start-up.
+- **`trainer.ref_update_freq`** of the spin recipe has no effect: the reference remains the initial policy.
+- **Speculative decoding** and other arguments of `engine_kwargs` that only change speed are accepted and have no
+  effect.
+- **Epochs**: prompts at the end of an epoch that fill no step are the first of the next epoch; verl drops them.
+- **`balance_batch`** is always on, and does not change mini-batches. In verl the responses of a mini-batch depend on
+  the number of ranks.
 - **fsdp and fsdp2** are the same: torch's fully_shard. `param_offload`, `optimizer_offload` and `offload_policy` are
-  one thing, and hold for weights, gradients and optimizer states while the policy trains.
-- **Precision**: without `model_dtype` it is bfloat16 with float32 master weights where there are GPUs; `fp32` is what
-  it is there: float32 weights, and matrix products in bfloat16 unless `fsdp_config.dtype=float32`. On a CPU `fp32` is
-  float32 throughout.
-- **`ulysses_sequence_parallel_size`** is `parallel.context`, one number for actor and critic; models that are not
-  trained compute whole sequences. **`fsdp_size`** spreads what the plan shows otherwise. Results are the same.
-- **LoRA** with a KL: the policy with its adapters off is the reference, as there, and no second model is loaded.
-- **`ref.fsdp_config.param_offload`** shards the reference and keeps it in host memory, and with it the reward model;
-  without it each process has them whole, and `placement.frozen_models=sharded` is what fsdp does there.
-- **The hybrid engine** has an engine of its own in each process. With `tensor_model_parallel_size` above 1 the engines
-  are processes of their own, `rollout`, each on the devices of as many ranks of `actor` on its node.
-- **`clip_ratio`** holds for both sides where `clip_ratio_low` and `clip_ratio_high` are not set; there these two have
-  defaults, and win.
-- **`lr_warmup_steps`** counts steps of the run, as there; all optimizer steps of one have the same learning rate.
-- **`critic_warmup`** has no effect without a critic; there the policy would wait all the same.
-- **`rollout_correction`** takes rejected tokens out of the loss; their responses count among those to their prompt.
-- **KL estimates** are kept within 10 nats, k1 and k2 too. docs/algorithms.md lists every formula, and every place where
-  it differs. `actor/ppo_kl` is the k3 estimate, never negative; there it is the mean log-ratio.
-- **Reward functions** run in processes of their own, with a deadline. A response whose reward cannot be computed is
-  named, counted and left out of baseline and loss; above a tenth of a batch the run stops. Reward models are
-  classifiers with the policy's vocabulary, run by transformers; with `reward_model.function_weight` the function's
-  score is added.
-- **A reward model beside a function** (`custom_reward_function.path`), with keys of 0.7 or later
-  (`reward_model.rollout`, `reward.reward_model`), is a model that the function asks: the function alone gives the
-  reward, you serve the model by `vllm serve`, and `custom_reward_function.reward_kwargs` passes its address.
-- **Validation** is sampled with `val_kwargs`, greedy unless `do_sample` or `val_kwargs.temperature` is set; at the
-  start and the end the run's own score is taken at temperature 1 from all tokens, and greedy, which makes three
-  passes. `test_freq=-1` still validates at the end. Its responses are not kept.
-- **Dynamic sampling** (`algorithm.filter_groups`) replaces prompts one for one, until the step is full or the data
+  one setting, for weights, gradients and optimizer states while the policy trains.
+- **Precision**: without `model_dtype` it is bfloat16 with float32 master weights if there are GPUs. `fp32` means
+  float32 weights, and matrix products in bfloat16 unless `fsdp_config.dtype=float32`, as in verl. On a CPU `fp32`
+  computes everything in float32.
+- **`ulysses_sequence_parallel_size`** is `parallel.context`, one number for actor and critic. Models that are not
+  trained compute whole sequences. **`fsdp_size`** has no effect: models are sharded over all ranks of their role.
+  Results are the same.
+- **LoRA** with a KL: the policy with disabled adapters is the reference, as in verl. No second model is loaded.
+- **`ref.fsdp_config.param_offload`** shards the reference and keeps it in host memory, and also the reward model.
+  Without it each process holds the whole models. `placement.frozen_models=sharded` is the equivalent of fsdp in verl.
+- **The hybrid engine** has one engine in each process. With `tensor_model_parallel_size` above 1 the engines are
+  separate processes, `rollout`, each on the devices of as many ranks of `actor` on its node.
+- **`clip_ratio`** holds for both sides if `clip_ratio_low` and `clip_ratio_high` are not set. In verl these two have
+  defaults, which override it.
+- **`lr_warmup_steps`** counts steps of the run, as in verl. All optimizer steps of a step have the same learning rate.
+- **`critic_warmup`** has no effect without a critic. In verl the policy is not trained during these steps.
+- **`rollout_correction`** removes rejected tokens from the loss. Their responses still count in the baseline of their
+  prompt.
+- **KL estimates** are clamped to 10 nats, including k1 and k2. docs/algorithms.md lists every formula and its
+  differences. `actor/ppo_kl` is the k3 estimate, which is never negative; in verl it is the mean log-ratio.
+- **Reward functions** run in separate processes, with a timeout. A response without a reward is named, counted and
+  excluded from baseline and loss. If more than a tenth of a batch fails, the run stops. Reward models are classifiers
+  with the policy's vocabulary, run by transformers. With `reward_model.function_weight` the score of the function is
+  added.
+- **A reward model with a function** (`custom_reward_function.path`), with keys of 0.7 or later
+  (`reward_model.rollout`, `reward.reward_model`), is a model that the function calls: only the function returns the
+  reward. Serve the model with `vllm serve`, and pass its address in `custom_reward_function.reward_kwargs`.
+- **Validation** samples with `val_kwargs`, greedy unless `do_sample` or `val_kwargs.temperature` is set. At the start
+  and the end the run also evaluates its own score, sampled at temperature 1 from all tokens, and greedy: three passes.
+  `test_freq=-1` still validates at the end. The responses are not saved.
+- **Dynamic sampling** (`algorithm.filter_groups`) replaces prompts one by one, until the step is full or the data
   ends.
 - **Rows** for an agent or with tools are an error without `agent.func_path` or a file of tools.
-- **Tools** of `multi_turn.tool_config_path` are run as in verl's agent loop: each call creates, executes and releases
-  an instance of its tool, and the reward function scores the whole episode, with `num_turns` in `extra_info`. Here a
-  call that cannot be read, or is one too many, gets an error that the policy reads. `calc_reward` and the rewards of
-  `execute` are logged, as `tool_score` and `tool_reward`. Files of tools may import `BaseTool` and the schemas of
-  `verl.tools` where verl is not installed. Functions of `multi_turn.function_tool_path` are tools too.
-- **Interactions** of `multi_turn.interaction_config_path` follow each response without a call as the user.
-  `extra_info.interaction_kwargs` of a row names one; with a single interaction it may be left out. Rewards of turns are
-  logged as `turn_score`. Verl's `Gsm8kInteraction` is here, with sentences of its own.
-- **Checkpoints** hold all of actor and critic, and a folder that `from_pretrained` loads; the last three stay, and the
-  best one. `save_freq=-1` still writes the best and the last.
-- **`resume_mode=auto`** resumes from what is in `run_dir`, whose name carries the time unless you give it: to continue,
-  name the folder. There it is `default_local_dir`, named after project and experiment.
+- **Tools** of `multi_turn.tool_config_path` run as in verl's agent loop: each call creates, executes and releases an
+  instance of its tool, and the reward function scores the whole episode, with `num_turns` in `extra_info`. A call that
+  cannot be parsed, or that exceeds the limit, gets an error that the policy reads. `calc_reward` and the rewards of
+  `execute` are logged as `tool_score` and `tool_reward`. Files of tools may import `BaseTool` and the schemas of
+  `verl.tools` if verl is not installed. Functions of `multi_turn.function_tool_path` are also tools.
+- **Interactions** of `multi_turn.interaction_config_path` act as the user after each response without a call.
+  `extra_info.interaction_kwargs` of a row names the interaction; it is optional if there is only one. Rewards of turns
+  are logged as `turn_score`. `Gsm8kInteraction` is included, with its own wording.
+- **Checkpoints** contain the whole state of actor and critic, and a folder for `from_pretrained`. The last three and
+  the best one are kept. `save_freq=-1` still writes the best and the last.
+- **`resume_mode=auto`** resumes from `run_dir`. The default name contains the time; to continue a run, pass its folder.
+  In verl it is `default_local_dir`, named after project and experiment.
 - **Output** goes to `run_dir`: metrics, rollouts, logs, the trained policy.
 """
 
@@ -210,7 +219,7 @@ def reason(entry: Refused) -> str:
     """Return why a flag is refused or has no effect, with the value that is accepted."""
     if not entry.harmless:
         return entry.why
-    return f"{entry.why} (`{entry.harmless}` is let through)"
+    return f"{entry.why} (`{entry.harmless}` is accepted)"
 
 
 def adapter_tables(schema: Any, adapter: TableAdapter, system: str) -> list[str]:
@@ -231,24 +240,24 @@ def adapter_tables(schema: Any, adapter: TableAdapter, system: str) -> list[str]
     named = [row for row, option in zip(rows, options, strict=True) if option.name in other]
     rest = [(row[0], row[2], row[3]) for row, option in zip(rows, options, strict=True) if option.name not in other]
     lines = [
-        f"## Names that stand for an option ({len(adapter.options)})",
+        f"## Names of options ({len(adapter.options)})",
         "",
-        *table(("option", f"in {system}", "default", "what it does here"), named),
+        *table(("option", f"in {system}", "default", "meaning"), named),
         "",
         f"## Names from which options are computed ({len(adapter.computed)})",
         "",
         textwrap.fill(f"{names(list(adapter.computed))}.", 120, break_long_words=False, break_on_hyphens=False),
     ]
     for title, head, entries in (
-        ("Names without effect", "why", adapter.no_effect),
-        ("Names that are not taken", "why, and what to use", adapter.refused),
+        ("Names without effect", "reason", adapter.no_effect),
+        ("Names that are not supported", "reason and replacement", adapter.refused),
     ):
         by_why: dict[str, list[str]] = {}
         for name, entry in entries.items():
             by_why.setdefault(reason(entry), []).append(name)
         rows = [(names(group), why) for why, group in by_why.items()]
         lines += ["", f"## {title} ({len(entries)})", "", *table(("names", head), rows)]
-    return [*lines, "", f"## All other options ({len(rest)})", "", *table(("option", "default", "what it does"), rest)]
+    return [*lines, "", f"## All other options ({len(rest)})", "", *table(("option", "default", "meaning"), rest)]
 
 
 def from_openrlhf() -> str:
@@ -276,11 +285,11 @@ def from_verl() -> str:
 
     lines = [
         FROM_VERL,
-        f"## Keys that are an option ({len(taken)})",
+        f"## Keys of options ({len(taken)})",
         "",
         *table(("key", "option", "default", "values"), taken),
         "",
-        f"## Keys that come to one together with others ({len(VERL.computed)})",
+        f"## Keys from which options are computed ({len(VERL.computed)})",
         "",
         "`*` stands for any part of a name.",
         "",
@@ -288,13 +297,13 @@ def from_verl() -> str:
         "",
         "## Keys without effect",
         "",
-        "They steer how verl goes about something that is done otherwise here; whatever they are, the result stays.",
+        "They control details of verl's implementation. Their values do not change the result.",
         "",
-        *table(("keys", "why"), grouped(VERL.no_effect)),
+        *table(("keys", "reason"), grouped(VERL.no_effect)),
         "",
-        "## Keys that are not taken",
+        "## Keys that are not supported",
         "",
-        *table(("keys", "why, and what to use"), grouped(VERL.refused)),
+        *table(("keys", "reason and replacement"), grouped(VERL.refused)),
     ]
     return "\n".join(lines) + "\n"
 

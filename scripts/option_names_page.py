@@ -17,10 +17,9 @@ HEAD = """\
 
 <!-- Written by scripts/option_names_page.py from plugins/option_help/synonyms.yaml: change that, not this page. -->
 
-After this page you know what an option is called here that you know from TRL, OpenRLHF, verl or elsewhere. A run
-that is started with one of these names gives the same hint. [openrlhf_ppo](from_openrlhf.md) and
-[verl_ppo](from_verl.md) take the names of their own systems as they are. The meaning of each option is in
-[options.md](options.md) and `--help`.
+After this page you can find an option by its name in TRL, OpenRLHF, verl or elsewhere. If you use one of these names in
+a command, the error message gives the name to use here. [openrlhf_ppo](from_openrlhf.md) and [verl_ppo](from_verl.md)
+accept the names of their own systems. [options.md](options.md) and `--help` have the meaning of each option.
 """
 
 

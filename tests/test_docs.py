@@ -152,6 +152,9 @@ def check_python(words: list[str], command: Command) -> None:
             assert rest in (["build"], []), f"no test knows uv {rest}"
         elif module == "tests.notebooks":
             assert importlib.util.find_spec(module) and not rest, f"{module} takes no options: {rest}"
+        elif module == "tests.sentences":
+            known = rest in ([], ["--check"], ["--write"]) or all((ROOT / file).exists() for file in rest)
+            assert known, f"tests.sentences takes --check, --write or files, not {rest}"
         elif module in OPTIONS_OF:
             schema = getattr(importlib.import_module(module), OPTIONS_OF[module])
             check_flags(rest, {f"--{field.name}" for field in dataclasses.fields(schema)}, module)

@@ -19,18 +19,23 @@ HEAD = """\
 
 After this page you know how closely the numbers of a run here follow those of OpenRLHF, TRL and verl.
 
-How far apart `recipes/verl_ppo` and the real verl are, `recipes/openrlhf_ppo` and the real OpenRLHF, `recipes/grpo`,
-`dpo`, `reward_model` and `sft` and the real TRL: the same keys, flags or settings, data, rewards and starting weights
-on both sides, a model made on the spot, three training steps on a CPU in float32 (of two mini-batches each with verl
-and OpenRLHF, and there of two micro-batches). Read it before you bring a run here, or compare two curves.
+Read this page before you migrate a run, or compare two curves. The tables compare `recipes/verl_ppo` with verl,
+`recipes/openrlhf_ppo` with OpenRLHF, and `recipes/grpo`, `dpo`, `reward_model` and `sft` with TRL. Both sides have the
+same settings, data, rewards and initial weights of a small random model. They make three training steps on a CPU in
+float32. With verl and OpenRLHF each step has two mini-batches of two micro-batches.
 
-Advantages are absolute, of all tokens and steps the largest difference; losses too, above 1 as a share of theirs;
-gradients are norms, as a share of theirs; weights as a share of how far the weight that moved the most has moved in
-three steps. `0` is less than 1e-9. Adam divides each gradient by its own size, so that rounding in a gradient that is
-nearly 0 shows in weights; its epsilon is 1e-6 on both sides.
+| column | difference |
+|---|---|
+| advantages | absolute; the maximum over all tokens and steps |
+| losses | absolute; relative for losses above 1; the maximum over all steps |
+| gradients | of norms, relative |
+| weights | relative to the largest change of a weight in three steps |
 
-`bash scripts/oracle.sh` makes the packages' environment and measures all of it again; it fails where two that are to
-agree do not, or where two that are expected to differ agree. What differs on purpose, formula by formula, is in
+`0` means less than 1e-9. Adam divides each gradient by its magnitude, so rounding of a gradient near 0 affects the
+weights. Its epsilon is 1e-6 on both sides.
+
+`bash scripts/oracle.sh` installs the packages and repeats all measurements. It fails if two results differ that should
+agree, or agree that should differ. Intended differences are listed per formula in
 [algorithms.md](algorithms.md#where-this-differs-from-openrlhf-and-verl) and [From
 TRL](from_trl.md#what-differs-from-trl-by-default).
 """

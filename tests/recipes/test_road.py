@@ -124,7 +124,7 @@ def test_the_page_lists_the_files_of_a_step_in_order(tmp_path: Path, monkeypatch
     road = list(trace.road)
     assert listed() == road, "\n".join(f"{i}. `{name}`" for i, name in enumerate(road, 1))
     assert len(road) <= MOST_FILES
-    (total,) = re.findall(r"(\d+) files of ours run in such a step", PAGE.read_text(encoding="utf-8"))
+    (total,) = re.findall(r"(\d+) files of the project run in such a step", PAGE.read_text(encoding="utf-8"))
     assert len(trace.files) <= int(total), sorted(trace.files)
     trace.entries["training/run/policy_run.py", "end_step"] = 1  # where the trace ends
     entries = Counter[str]()
