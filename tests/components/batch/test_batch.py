@@ -298,7 +298,7 @@ def test_objects_are_keys_too() -> None:
 
 def test_columns_that_name_no_groups_are_refused() -> None:
     batch = batch_of([1, 2]).with_sequences(pair=torch.zeros(2, 2, dtype=torch.int64), won=torch.tensor([True, False]))
-    with pytest.raises(ValueError, match=says("group_by", "'reward'", "torch.float32 [2]", "[B]")):
+    with pytest.raises(ValueError, match=says("group_by", "'reward'", "dtype torch.float32", "shape [2]", "[B]")):
         batch.group_by("reward")
     with pytest.raises(ValueError, match=says("'pair'", "per-sequence", "torch.int64 [2, 2]")):
         batch.group_by("pair")
