@@ -425,9 +425,10 @@ class Batch(Layout):
             raise self._no_column(name)
         x = self[name]
         if name in self.per_token or x.dim() != 1 or not ragged.holds_integers(x):
+            kind = "per-token" if name in self.per_token else "per-sequence"
             raise ValueError(
-                f"group_by {name!r}: the column has dtype {x.dtype} and shape {list(x.shape)}; name a per-sequence "
-                "column of integers [B], or a column of objects"
+                f"group_by {name!r}: the {kind} column has dtype {x.dtype} and shape {list(x.shape)}; name a "
+                "per-sequence column of integers [B], or a column of objects"
             )
         return x.tolist()
 

@@ -64,13 +64,13 @@ class RemoteReward(RewardSource):
         self._random = random.Random()
         self._client = HttpClient(_authorization())
 
-    def reward(self, given: Responses) -> RewardOutput:
+    def reward(self, samples: Responses) -> RewardOutput:
         """Reward B sequences; servers find the responses in the queries.
 
         Raises RefusedError for an answer that a new try would not mend, RewardError when all tries are used up.
         """
-        count, size = len(given.queries), self._settings.url_batch_size
-        queries, prompts, labels, _, _ = given
+        count, size = len(samples.queries), self._settings.url_batch_size
+        queries, prompts, labels, _, _ = samples
         todo: queue.SimpleQueue[tuple[range, bytes]] = queue.SimpleQueue()
         for start in range(0, count, size):
             end = min(start + size, count)

@@ -300,11 +300,11 @@ def test_columns_that_name_no_groups_are_refused() -> None:
     batch = batch_of([1, 2]).with_sequences(pair=torch.zeros(2, 2, dtype=torch.int64), won=torch.tensor([True, False]))
     with pytest.raises(ValueError, match=says("group_by", "'reward'", "dtype torch.float32", "shape [2]", "[B]")):
         batch.group_by("reward")
-    with pytest.raises(ValueError, match=says("'pair'", "per-sequence", "torch.int64 [2, 2]")):
+    with pytest.raises(ValueError, match=says("'pair'", "per-sequence", "dtype torch.int64 and shape [2, 2]")):
         batch.group_by("pair")
     with pytest.raises(ValueError, match=says("'won'", "torch.bool")):
         batch.group_by("won")
-    with pytest.raises(ValueError, match=says("'tokens'", "per-token", "torch.int64 [3]")):
+    with pytest.raises(ValueError, match=says("'tokens'", "per-token", "dtype torch.int64 and shape [3]")):
         batch.group_by("tokens")
     with pytest.raises(ValueError, match=says("'label'", "sequence 1 ", "dict")):
         batch.with_objects(label=["a", {}]).group_by("label")
