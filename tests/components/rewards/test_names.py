@@ -44,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["http://h:5000/score", "http://h:6000/score"], ["h_score", "h_score_2"]),
     ],
 )
-def test_a_part_is_called_by_its_function(specs: list[str], names: list[str], folder: Path) -> None:
+def test_a_part_of_a_sum_has_the_name_of_its_function(specs: list[str], names: list[str], folder: Path) -> None:
     assert part_names(specs) == names
 
 
@@ -82,9 +82,9 @@ def responses(logs: dict[str, float]) -> Batch:
 def test_a_log_with_a_name_of_the_runs_leaves_the_runs_metric_as_it_is() -> None:
     plain = rollout_metrics(responses({}))
     assert {name.removeprefix("reward/") for name in plain if name.startswith("reward/")} <= set(OF_THE_RUN)
-    found = rollout_metrics(responses(dict.fromkeys([*OF_THE_RUN, "mine", "log_score"], 99.0)))
-    assert {name: found[name] for name in plain} == plain
-    assert {name for name in found if name not in plain} == {
+    actual = rollout_metrics(responses(dict.fromkeys([*OF_THE_RUN, "mine", "log_score"], 99.0)))
+    assert {name: actual[name] for name in plain} == plain
+    assert {name for name in actual if name not in plain} == {
         *(f"reward/log_{name}" for name in OF_THE_RUN),
         "reward/log_log_score",
         "reward/mine",
@@ -101,9 +101,9 @@ def test_a_log_with_a_name_of_the_evaluation_leaves_that_as_it_is() -> None:
     plain = measured({})
     names = [name.removeprefix("s_") for name in plain if name.startswith("s_")]
     assert all(RUN_NAMES.fullmatch(name) for name in names)
-    found = measured(dict.fromkeys(names, 99.0))
-    assert {name: found[name] for name in plain} == plain
-    assert {f"s_log_{name}" for name in names} <= found.keys()
+    actual = measured(dict.fromkeys(names, 99.0))
+    assert {name: actual[name] for name in plain} == plain
+    assert {f"s_log_{name}" for name in names} <= actual.keys()
 
 
 def test_a_renamed_log_is_a_warning_once(caplog: pytest.LogCaptureFixture) -> None:

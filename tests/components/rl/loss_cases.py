@@ -80,13 +80,16 @@ def make_step(lengths: list[int], seed: int, kind: str = "usual", acting: float 
     if kind == "equal advantages":
         advantage_N = torch.full((size,), -1.5 if seed % 2 else 0.75)
     if kind == "zeros":
-        advantage_N, x_N = torch.zeros(size), torch.where(integers(0, 1) > 0, x_N, old_N)
+        advantage_N = torch.zeros(size)
+        x_N = torch.where(integers(0, 1) > 0, x_N, old_N)
     if kind == "extreme":
-        far_N, side_N = integers(0, 4) == 0, integers(0, 1) > 0
+        far_N = integers(0, 4) == 0
+        side_N = integers(0, 1) > 0
         x_N = torch.where(far_N, torch.where(side_N, 0.0, -1e4), x_N)
         old_N = torch.where(far_N, torch.where(side_N, -1e4, 0.0), old_N)
     mask_N = torch.rand(size, generator=generator) < acting
-    covariance_N, uniform_N = covariances(old_N, advantage_N, mask_N), torch.rand(size, generator=generator)
+    covariance_N = covariances(old_N, advantage_N, mask_N)
+    uniform_N = torch.rand(size, generator=generator)
     return Batch(
         torch.tensor(lengths, dtype=torch.int64),
         {
@@ -108,7 +111,7 @@ def steps(*kinds: str) -> st.SearchStrategy[Batch]:
 
 
 def totals_of(step: Batch) -> Totals:
-    """Of a whole step, at least 1 each, as for a part of a larger step."""
+    """Return the counts of a complete step, at least 1 each."""
     acting = [bool(step.row(i, "mask").any()) for i in range(len(step))]
     return Totals(tokens=max(int(step["mask"].sum()), 1), sequences=max(sum(acting), 1))
 

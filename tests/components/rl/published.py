@@ -115,7 +115,8 @@ def assert_same_loss(ours: Callable[[Tensor], Tensor], theirs: Callable[[Tensor]
     """The loss of each token, and the gradient when each has a weight of its own."""
     x_N = step["x"].clone().requires_grad_()
     x_BT = step.row("x").requires_grad_()
-    loss_N, loss_BT = ours(x_N), theirs(x_BT)
+    loss_N = ours(x_N)
+    loss_BT = theirs(x_BT)
     assert_same_tokens(loss_N, loss_BT, step)
     (loss_N * step["weight"]).sum().backward()
     (loss_BT * step.mask * step.row("weight")).sum().backward()
@@ -153,7 +154,8 @@ def openrlhf_token_rewards(reward_B: Tensor, kl_BT: Tensor, beta: float, mask_BT
 def openrlhf_gae(
     reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lambd: float
 ) -> tuple[Tensor, Tensor]:
-    reward_BT, value_BT = reward_BT * mask_BT, value_BT * mask_BT
+    reward_BT = reward_BT * mask_BT
+    value_BT = value_BT * mask_BT
     advantage_BT = torch.zeros_like(reward_BT)
     next_value_B = next_advantage_B = torch.zeros(len(reward_BT), dtype=torch.float64)
     for t in reversed(range(reward_BT.shape[1])):
@@ -248,7 +250,8 @@ def openrlhf_value(value: Tensor, old_value: Tensor, target: Tensor, clip: float
 def verl_kl(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
     d = logprob - ref_logprob
     if kind.endswith("+"):
-        k2, value = d.square() / 2, verl_kl(logprob, ref_logprob, kind[:-1])
+        k2 = d.square() / 2
+        value = verl_kl(logprob, ref_logprob, kind[:-1])
         return k2 - k2.detach() + value.detach()
     if kind == "k3":
         minus = (-d).clamp(-20, 20)
@@ -308,7 +311,8 @@ def verl_passk(reward_B: Tensor, group_B: Tensor, by_std: bool) -> Tensor:
     def of_group(reward: Tensor, place: Tensor) -> Tensor:
         if len(reward) < 2:
             raise ValueError("a group of one has no second best")
-        out, order = torch.zeros_like(reward), reward.argsort(descending=True)
+        out = torch.zeros_like(reward)
+        order = reward.argsort(descending=True)
         lead = reward[order[0]] - reward[order[1]]
         out[order[0]] = lead / (reward.std() + 1e-6) if by_std else lead
         return out
@@ -377,7 +381,8 @@ def verl_gspo(
 def verl_dppo(
     logprob: Tensor, old: Tensor, advantage: Tensor, kind: Literal["tv", "kl"], low: float, high: float, cap: float
 ) -> Tensor:
-    p, p_old = logprob.detach().exp(), old.exp()
+    p = logprob.detach().exp()
+    p_old = old.exp()
     if kind == "tv":
         kept = torch.where(advantage > 0, p - p_old <= high, p - p_old >= -low)
     else:
@@ -399,7 +404,8 @@ def verl_geo_mean(
     logprob_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, low: float, high: float
 ) -> Tensor:
     """[B], of which verl takes the mean over the rows of a micro-batch."""
-    d_BT, sign_BT = logprob_BT - old_BT, advantage_BT.sign()
+    d_BT = logprob_BT - old_BT
+    sign_BT = advantage_BT.sign()
     kept_BT = sign_BT * torch.minimum(sign_BT * d_BT, sign_BT * d_BT.clamp(-low, high))
     count_B = mask_BT.sum(1) + 1e-8
     ratio_B = ((kept_BT * mask_BT).sum(1) / count_B).exp()
@@ -412,13 +418,14 @@ def verl_covariances(logprob_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) 
 
 
 def verl_count(share: float, mask_BT: Tensor) -> int:
-    """How many tokens Clip-Cov and KL-Cov choose, if there are as many."""
+    """Return the maximum number of tokens that Clip-Cov and KL-Cov select."""
     return max(int(share * int(mask_BT.sum())), 1)
 
 
 def verl_agg(loss_BT: Tensor, mask_BT: Tensor, mode: str, tokens: int, sequences: int, scale: int | None) -> Tensor:
     """On one rank; the counts are those of the whole mini-batch."""
-    sum_B, count_B = (loss_BT * mask_BT).sum(1), mask_BT.sum(1)
+    sum_B = (loss_BT * mask_BT).sum(1)
+    count_B = mask_BT.sum(1)
     if mode in ("token-mean", "token-sum"):
         return sum_B.sum() / (tokens if mode == "token-mean" else 1)
     if mode == "seq-mean-token-mean":
@@ -452,7 +459,8 @@ def verl_rs(d_BT: Tensor, mask_BT: Tensor, option: str, high: float, low: float 
 
 
 def verl_offpolicy(d_BT: Tensor, mask_BT: Tensor) -> dict[str, float]:
-    safe_BT, sum_B = d_BT.clamp(-20, 20), (d_BT * mask_BT).sum(1).clamp(-20, 20)
+    safe_BT = d_BT.clamp(-20, 20)
+    sum_B = (d_BT * mask_BT).sum(1).clamp(-20, 20)
     return {
         "kl": verl_mean(-d_BT, mask_BT).item(),
         "k3_kl": verl_mean(d_BT.exp() - d_BT - 1, mask_BT).item(),
