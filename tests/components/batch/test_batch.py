@@ -1,4 +1,4 @@
-"""Batch: ragged columns, cut, joined, ordered, padded and packed."""
+"""Batch: columns, selection, splitting, concatenation, grouping, padding and packing."""
 
 from typing import Any
 

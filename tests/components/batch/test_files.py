@@ -1,4 +1,4 @@
-"""Batch: through a pickle, a table, and a Parquet file."""
+"""Batch: pickling, Arrow tables and Parquet files."""
 
 import copy
 import datetime
@@ -38,7 +38,7 @@ def unpickled(data: bytes) -> Batch:
 
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
-    """Batches of every dtype and shape, with objects of one kind or of several."""
+    """Strategy for batches of every dtype and shape, with objects of one type or of several types."""
     lengths = draw(st.lists(st.integers(0, 5) | st.integers(0, 40), max_size=6))
     number = len(lengths)
     size = sum(lengths)
@@ -158,7 +158,7 @@ def test_a_batch_without_token_columns_keeps_its_lengths_in_a_table() -> None:
 
 
 class Own:
-    """A class that no table knows."""
+    """A class that an Arrow table cannot hold."""
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ CALLS = [
     [{"function": {"name": "t", "arguments": {"zone": "CET"}}}],
     [{"function": {"name": "n", "arguments": {}}}],
 ]
-"""Tool calls with other arguments in each row."""
+"""Tool calls with different arguments in each row."""
 TURNS = [
     {
         "id": number,
@@ -35,7 +35,7 @@ TURNS = [
 
 
 def saved(folder: Path, kind: str, rows: list[dict[str, Any]]) -> str:
-    """Rows in a file or folder of this kind, which gives all structs the fields of each."""
+    """Write rows to a file or folder of this kind, in which all structs have the fields of each."""
     if kind == "save_to_disk":
         datasets.Dataset.from_list(rows).save_to_disk(folder / "data")
         return str(folder / "data")

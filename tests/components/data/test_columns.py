@@ -1,4 +1,4 @@
-"""Columns of data: what a model reads and learns of common layouts, and which rows are refused."""
+"""Columns of data: tokens that a model reads and learns from common layouts, and rows that are rejected."""
 
 import json
 import string
@@ -28,7 +28,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "weather", "argument
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A token per character, and a template that writes roles, tools and calls."""
+    """A tokenizer with a token per character, and a template that writes roles, tools and calls."""
     made = character_tokenizer(string.printable)
     made.chat_template = CHAT
     return made
@@ -43,7 +43,7 @@ def assistant(text: str, **more: Any) -> dict[str, Any]:
 
 
 def learnt(row: dict[str, Any], tokenizer: PreTrainedTokenizerFast, **form: Any) -> tuple[str, str]:
-    """The text of a demonstration, and what of it is learnt."""
+    """Return the text of a demonstration, and its learnt part."""
     made = DemonstrationFormat(**form)
     data = encode_demonstrations([made.read(row)], tokenizer, made)
     ids = data.batch.row(0, "tokens")

@@ -1,4 +1,4 @@
-"""A folder of data is its own files alone, and its files unpack within a limit."""
+"""Data folders: only files inside the folder are read, and they unpack within a limit."""
 
 import gzip
 import json
@@ -115,11 +115,11 @@ def ipc(path: Path, table: Any, *, stream: bool) -> None:
 
 
 SMALL_MB = 4
-"""Limit in these tests, so that they unpack megabytes and not gigabytes."""
+"""Limit in these tests in bytes, so that they unpack megabytes instead of gigabytes."""
 
 
 def write_bomb(path: Path) -> None:
-    """A file of some kilobytes that unpacks to 8 MB or more."""
+    """Write a file of a few kilobytes that unpacks to 8 MB or more."""
     text = "a" * 2**23
     name = path.name
     if name.endswith(".gz"):

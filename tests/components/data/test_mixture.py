@@ -1,4 +1,4 @@
-"""Several sources as one: end to end, or drawn."""
+"""Combination of several sources: concatenated or interleaved."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""The tokens that end a response, and tokens that a model has no embedding for."""
+"""End tokens of responses, and tokens without an embedding in the model."""
 
 import json
 from pathlib import Path

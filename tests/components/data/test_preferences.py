@@ -1,4 +1,4 @@
-"""Pairs of responses: how rows are read, what becomes of them as tokens, and what is held out."""
+"""Preference pairs: reading of rows, tokenization, and the held-out split."""
 
 import re
 import string
@@ -40,7 +40,7 @@ TURNS = (
 
 @pytest.fixture(scope="module")
 def letters() -> PreTrainedTokenizerFast:
-    """A token per character, and a template that says who speaks."""
+    """A tokenizer with a token per character, and a template that writes roles."""
     tokenizer = character_tokenizer(string.ascii_letters + "\n :.?![]<>/")
     tokenizer.chat_template = TURNS
     return tokenizer

@@ -1,4 +1,4 @@
-"""Loading rows, blending them, and handing them out epoch by epoch."""
+"""Loading of prompts, mixtures of sources, and the order of epochs."""
 
 import json
 import re

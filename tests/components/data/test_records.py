@@ -1,4 +1,4 @@
-"""Rows from files, from folders, and from a hub."""
+"""Rows from files, folders and a hub."""
 
 import gzip
 import json
@@ -49,7 +49,7 @@ def write(path: Path, records: list[dict[str, Any]] = RECORDS) -> Path:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the test's own; the library read its place when it was imported."""
+    """Use a temporary cache folder. The library has read its location at import."""
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
     return folder
@@ -186,7 +186,7 @@ SHA = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Just so much of a hub that its clients find one data set, troupe/letters, with one file."""
+    """A minimal hub with a single data set, troupe/letters, which has one file."""
 
     content = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
     name = "data/train.jsonl"
@@ -227,7 +227,7 @@ class Hub(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Do not log requests."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Demonstrations as token batches: which tokens are learnt."""
+"""Demonstrations as token batches with a loss mask."""
 
 import json
 from pathlib import Path

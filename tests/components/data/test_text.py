@@ -1,4 +1,4 @@
-"""Loading tokenizers, writing out prompts, and encoding them with exactly one BOS."""
+"""Loading of tokenizers, rendering of prompts, and encoding with exactly one BOS token."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ YES = 4
 
 
 def word_tokenizer(adds: str = "$A", template: str | None = None, **special: str) -> PreTrainedTokenizerFast:
-    """The words no and yes; `adds` is what it puts around a text by itself, with $A for the text."""
+    """A tokenizer with the words no and yes. `adds` is what it adds by itself, with $A for the text."""
     tokens = ["<unk>", "<s>", "</s>", "no", "yes"]
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -205,7 +205,7 @@ def test_a_template_that_raises_is_an_error_with_its_reason(template: str, reaso
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer with an end token, but none for padding and no chat template."""
+    """A tokenizer with an end token, but without padding token and chat template."""
     path = tmp_path_factory.mktemp("tokenizer")
     word_tokenizer(ADDS_BOS).save_pretrained(path)
     return path

@@ -1,4 +1,4 @@
-"""A tokenizer or a template that hangs, aborts or takes all memory is one line, and harms no other process."""
+"""A tokenizer or template that hangs, aborts or exhausts the memory raises a one-line error and harms nothing else."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Clients that send too slowly, too much, or nothing keep nobody from being answered, and no connection for long."""
+"""Clients that send too slowly, too much, or nothing do not block other clients and do not hold connections."""
 
 import asyncio
 import socket
@@ -39,7 +39,7 @@ ROUTES = [Route("/", echo, methods=["POST"]), Route("/json", parsed, methods=["P
 
 @asynccontextmanager
 async def serving(head_s: float) -> AsyncIterator[int]:
-    """A server in this process; gives its port."""
+    """Run a server in this process and yield its port."""
     config = server_config(Starlette(routes=ROUTES), head_s, lifespan="off")
     config.load()
     state = ServerState()
@@ -55,7 +55,7 @@ async def serving(head_s: float) -> AsyncIterator[int]:
 
 
 async def replied(port: int, sent: bytes, *later: bytes) -> bytes:
-    """All that comes back to what is sent, until the server ends the connection; the rest is sent bit by bit."""
+    """Return all bytes that the server sends until it closes the connection. The rest is sent in parts."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(sent)
     try:

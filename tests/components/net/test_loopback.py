@@ -1,4 +1,4 @@
-"""Loopback addresses are told from others, and no client is sent to a proxy for them."""
+"""Loopback addresses are recognised, and clients reach them without a proxy."""
 
 import os
 

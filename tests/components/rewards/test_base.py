@@ -1,4 +1,4 @@
-"""Rewards by name, from a file or from servers: what is refused, and what a function may return."""
+"""Rewards by name, from a file or from servers: specifications that are rejected, and results of functions."""
 
 import subprocess
 import sys

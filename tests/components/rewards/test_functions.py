@@ -1,4 +1,4 @@
-"""Functions written for TRL, OpenRLHF and verl are called as they are there, by the names of their parameters."""
+"""Reward functions for TRL, OpenRLHF and verl are called as in these libraries, by the names of their parameters."""
 
 import json
 from collections.abc import Callable
@@ -22,7 +22,7 @@ ROWS = [
 
 
 def called(function: Callable[..., Any], rows: list[dict[str, Any]] | None = None) -> Columns:
-    """A function's rewards of RESPONSES to the prompts p0, p1 and p2, whose labels are 10, 11 and 12."""
+    """Return a function's rewards of RESPONSES to the prompts p0, p1 and p2 with labels 10, 11 and 12."""
     prompts = [f"p{i}" for i in range(3)]
     queries = [prompt + response for prompt, response in zip(prompts, RESPONSES)]
     return by_names(function)(queries, prompts, [10, 11, 12], RESPONSES, ROWS if rows is None else rows)
@@ -66,12 +66,12 @@ def verl_one(data_source, solution_str, ground_truth, extra_info=None):
 def verl_all(data_sources, solution_strs, ground_truths, extra_infos, **kwargs):
     return [info["index"] for info in extra_infos]
 """
-"""As the docs of TRL, OpenRLHF and verl write them, without types."""
+"""Functions as in the documentation of TRL, OpenRLHF and verl, without type annotations."""
 
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    """The module of these functions."""
+    """Return the module with these functions."""
     path = tmp_path_factory.mktemp("theirs") / "theirs.py"
     path.write_text(THEIRS)
     return load_file(path)

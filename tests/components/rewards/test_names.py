@@ -1,4 +1,4 @@
-"""Names of metrics that reward code logs: unique, of the function, and never those of the run's own metrics."""
+"""Names of metrics from reward code: unique, named after the function, and different from the run's own metrics."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ OF_THE_RUN = ["score", "reward", "failed", "group_std", "shaped", "zero_variance
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Reward files where the test stands."""
+    """Write reward files into the working directory of the test."""
     monkeypatch.chdir(tmp_path)
     result = "(completions, **kwargs):\n    return [1.0] * len(completions)\n"
     for name, functions in {
@@ -68,7 +68,7 @@ def test_a_part_without_a_reward_for_a_response_is_not_in_its_mean(folder: Path)
 
 
 def responses(logs: dict[str, float]) -> Batch:
-    """Four responses to two prompts whose reward logs these numbers."""
+    """Return four responses to two prompts whose reward logs these numbers."""
     per_sequence = {
         "prompt_id": torch.tensor([0, 0, 1, 1]),
         "truncated": torch.zeros(4, dtype=torch.bool),

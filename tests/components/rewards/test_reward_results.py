@@ -1,4 +1,4 @@
-"""Results of reward functions of every form: read, or refused with both lengths; and async functions that overlap."""
+"""Results of reward functions: accepted forms, errors with both lengths, and concurrent async functions."""
 
 import asyncio
 import math
@@ -21,7 +21,7 @@ from tests.messages import says
 
 
 def opened(folder: Path, body: str, count: int, **settings: Any) -> RewardOutput:
-    """Rewards of the responses "0", "1", ... by the function of a file."""
+    """Return the rewards of the responses "0", "1", ... by the function of a file."""
     (folder / "own.py").write_text(body)
     texts = list(map(str, range(count)))
     with open_reward(str(folder / "own.py"), RewardSettings(**settings)) as reward:

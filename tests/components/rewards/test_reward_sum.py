@@ -1,4 +1,4 @@
-"""Weighted sums of rewards: what is one, what it adds up to, and what happens when a part fails."""
+"""Weighted sums of rewards: syntax, values, and failures of parts."""
 
 import re
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ LABELS = ["ab", "ab", "b", "b"]
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Reward files in the folder where a test stands."""
+    """Write reward files into the working directory of the test."""
     monkeypatch.chdir(tmp_path)
     length = "[float(len(q) - 2) for q in queries]"
     for name, result in (

@@ -1,4 +1,4 @@
-"""Reward functions in verl's signature: what they are given, what they may return, and which one is asked."""
+"""Reward functions in verl's signature: arguments, results, and selection by data source."""
 
 import math
 import re
@@ -17,7 +17,7 @@ from tests.messages import says
 
 
 def scored(code: ScoreCode, sources: Sequence[str], responses: Sequence[str], **settings: Any) -> RewardOutput:
-    """Scores of answers to the prompts "p0", "p1", ... with the labels 0, 1, ... and extra_info {"i": label}."""
+    """Return scores of responses to the prompts "p0", "p1", ... labels 0, 1, ... and extra_info {"i": label}."""
     labels = list(range(len(sources)))
     return ask(code, sources, responses, labels, [{"i": label} for label in labels], **settings)
 

@@ -1,4 +1,4 @@
-"""Reward code in processes of its own: what it is given, what fails in it, and that nothing of it is left."""
+"""Reward code in child processes: arguments, failures, and the end of all processes."""
 
 import os
 import re
@@ -20,11 +20,11 @@ from tests.processes import is_alive, wait_until_gone
 
 PROJECT = Path(__file__).resolve().parents[3]
 GUARD_S = 120
-"""After so many seconds a test that hangs fails."""
+"""Timeout of a test that hangs, in seconds."""
 
 
 def reward_file(folder: Path, body: str, *, imports: str = "") -> str:
-    """A file whose reward_func is `body`."""
+    """Write a reward file whose function is `body`."""
     indented = "".join(f"    {line}\n" for line in body.splitlines())
     path = folder / "reward.py"
     path.write_text(f"import os, time\n{imports}\ndef reward_func(queries, prompts, labels, **kwargs):\n{indented}")
@@ -32,7 +32,7 @@ def reward_file(folder: Path, body: str, *, imports: str = "") -> str:
 
 
 def rewarded(spec: str, count: int, **settings: float) -> RewardOutput:
-    """Rewards of the responses "0", "1", ...; their prompts are "p0", "p1", ..."""
+    """Return the rewards of the responses "0", "1", ... to the prompts "p0", "p1", ..."""
     with WorkerReward(spec, RewardSettings(**settings)) as reward:  # pyright: ignore[reportArgumentType]
         return ask(reward, count)
 
@@ -44,7 +44,7 @@ def ask(reward: WorkerReward, count: int) -> RewardOutput:
 
 
 def pids_in(file: Path, count: int) -> list[int]:
-    """The ids that a reward function has written, once there are so many."""
+    """Wait until a reward function has written this number of process ids, and return them."""
     deadline = time.monotonic() + GUARD_S
     while not file.is_file() or len(file.read_text().split()) < count:
         assert time.monotonic() < deadline, "the reward function did not start"

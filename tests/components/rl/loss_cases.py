@@ -67,7 +67,7 @@ def columns(step: Batch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def make_step(lengths: list[int], seed: int, kind: str = "usual", acting: float = 0.7) -> Batch:
-    """A step whose numbers are sixteenths: exact in float32, so that no ratio lies within rounding of a limit."""
+    """Strategy for a step of multiples of 1/16: exact in float32, so no ratio is within rounding of a limit."""
     generator = torch.Generator().manual_seed(seed)
     size = sum(lengths)
 
@@ -104,7 +104,7 @@ def make_step(lengths: list[int], seed: int, kind: str = "usual", acting: float 
 
 
 def steps(*kinds: str) -> st.SearchStrategy[Batch]:
-    """Up to four sequences of 1 to 40 tokens, with gaps in the mask, or no action at all."""
+    """Strategy for up to four sequences of 1 to 40 tokens, with gaps in the mask, or without any action."""
     lengths = st.lists(st.one_of(st.just(1), st.integers(1, 40)), min_size=1, max_size=4)
     acting = st.sampled_from([0.7, 1.0, 0.2, 0.0])
     return st.builds(make_step, lengths, st.integers(0, 10**6), st.sampled_from(kinds or KINDS), acting)
@@ -117,7 +117,7 @@ def totals_of(step: Batch) -> Totals:
 
 
 def reduced(loss: Loss, x_N: Tensor, step: Batch, totals: Totals) -> dict[Aggregation, LossOutput]:
-    """By each aggregation; the metrics, which do not depend on it, are with the first."""
+    """Return the loss with each aggregation. The metrics, which do not depend on it, are in the first one."""
     token_loss = loss(x_N, step)
     outputs: dict[Aggregation, LossOutput] = {}
     for name in AGGREGATIONS:

@@ -20,7 +20,7 @@ PARAMETERS = 5
 
 
 def whole_step() -> Batch:
-    """Nine sequences, so that ranks get shares of different sizes; one of them has no action."""
+    """Return nine sequences, so that ranks get shares of different sizes. One sequence has no action."""
     step = make_step([5, 1, 17, 40, 3, 1, 8, 2, 30], seed=3)
     mask_N = torch.where(step.sequence_ids == 1, False, step["mask"])
     return step.with_tokens(mask=mask_N, dropped=step["dropped"] & mask_N, held=step["held"] & mask_N)

@@ -17,12 +17,12 @@ from torch import Tensor
 
 @dataclass
 class Step:
-    """Sequences end to end in float32, as our functions take them, and padded in float64, as the formulas here do."""
+    """A step as sequences end to end in float32, for our functions, and padded in float64, for the formulas here."""
 
     lengths: Tensor
     mask_N: Tensor
     group_B: Tensor
-    """Uneven groups in any order, a group of one among them unless asked for otherwise."""
+    """Groups of different sizes in random order, including a group of one by default."""
     reward_B: Tensor
     columns: dict[str, Tensor] = field(default_factory=dict)
 
@@ -106,13 +106,13 @@ def assert_same(ours: Tensor, theirs: Tensor, tolerance: float = 1e-6) -> None:
 
 
 def assert_same_tokens(ours_N: Tensor, theirs_BT: Tensor, step: Step) -> None:
-    """On the tokens of the policy; elsewhere ours has zeros."""
+    """Compare the tokens of the policy. Our result is 0 elsewhere."""
     assert_same(ours_N[step.mask_N], step.flat(theirs_BT)[step.mask_N])
     assert not ours_N[~step.mask_N].any()
 
 
 def assert_same_loss(ours: Callable[[Tensor], Tensor], theirs: Callable[[Tensor], Tensor], step: Step) -> None:
-    """The loss of each token, and the gradient when each has a weight of its own."""
+    """Return the loss of each token, and the gradient of their sum with a different weight for each."""
     x_N = step["x"].clone().requires_grad_()
     x_BT = step.row("x").requires_grad_()
     loss_N = ours(x_N)
@@ -184,7 +184,7 @@ def openrlhf_kl(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
 
 
 def adaptive_kl(value: float, kl: float, target: float, horizon: float, steps: int) -> float:
-    """Both systems', but each with a KL of its own."""
+    """Rewards of both systems, which differ in their KL."""
     return value * (1 + min(max(kl / target - 1, -0.2), 0.2) * steps / horizon)
 
 
@@ -203,7 +203,7 @@ def openrlhf_stop_properly(reward: float, truncated: bool, coef: float) -> float
 
 
 def surrogate(ratio: Tensor, advantage: Tensor, low: float, high: float, dual: float | None = None) -> Tensor:
-    """Both systems': OpenRLHF writes it as gains, verl as costs."""
+    """PPO loss of both systems. OpenRLHF writes it as a gain, verl as a cost."""
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
     return -gain if dual is None else -torch.where(advantage < 0, torch.maximum(gain, dual * advantage), gain)
 
@@ -220,7 +220,7 @@ def openrlhf_gspo_ratio(logprob_BT: Tensor, old_logprob_BT: Tensor, mask_BT: Ten
 def openrlhf_correction(
     old_BT: Tensor, rollout_BT: Tensor, mask_BT: Tensor, kind: str, low: float, high: float
 ) -> Tensor:
-    """[B, T] times which each token's loss counts."""
+    """Factor [B, T] of each token's loss."""
     w_BT = (old_BT - rollout_BT).exp()
     if kind == "tis":
         return w_BT.clamp(low, high)
@@ -231,7 +231,7 @@ def openrlhf_correction(
 
 
 def openrlhf_aggregate(loss_BT: Tensor, mask_BT: Tensor, mode: str, batch_tokens: int, batch_size: int) -> Tensor:
-    """On one rank; the counts are those of the whole optimizer step."""
+    """Aggregation on one rank, with the counts of the complete optimizer step."""
     if mode == "token":
         return (loss_BT * mask_BT).sum() / batch_tokens
     count_B = mask_BT.sum(1)
@@ -286,7 +286,7 @@ def verl_gae(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float,
 
 
 def each_group(reward_B: Tensor, group_B: Tensor, of_group: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """[B] of what `of_group` makes of each group's rewards and their places."""
+    """Results [B] of `of_group`, which is called with the rewards of each group and their positions."""
     out_B = torch.zeros_like(reward_B)
     for group in group_B.unique():
         place = (group_B == group).nonzero().squeeze(1)
@@ -295,7 +295,7 @@ def each_group(reward_B: Tensor, group_B: Tensor, of_group: Callable[[Tensor, Te
 
 
 def verl_centred(reward: Tensor) -> Tensor:
-    """A group's; alone, its mean is 0."""
+    """Rewards of a group minus their mean. The mean of a group of one counts as 0."""
     return reward if len(reward) == 1 else reward - reward.mean()
 
 
@@ -403,7 +403,7 @@ def verl_cispo(logprob: Tensor, old: Tensor, advantage: Tensor, low: float, high
 def verl_geo_mean(
     logprob_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, low: float, high: float
 ) -> Tensor:
-    """[B], of which verl takes the mean over the rows of a micro-batch."""
+    """Loss [B] of each row, of which verl takes the mean over a micro-batch."""
     d_BT = logprob_BT - old_BT
     sign_BT = advantage_BT.sign()
     kept_BT = sign_BT * torch.minimum(sign_BT * d_BT, sign_BT * d_BT.clamp(-low, high))
@@ -423,7 +423,7 @@ def verl_count(share: float, mask_BT: Tensor) -> int:
 
 
 def verl_agg(loss_BT: Tensor, mask_BT: Tensor, mode: str, tokens: int, sequences: int, scale: int | None) -> Tensor:
-    """On one rank; the counts are those of the whole mini-batch."""
+    """Aggregation on one rank, with the counts of the complete mini-batch."""
     sum_B = (loss_BT * mask_BT).sum(1)
     count_B = mask_BT.sum(1)
     if mode in ("token-mean", "token-sum"):
@@ -445,7 +445,7 @@ def verl_is(d_BT: Tensor, mask_BT: Tensor, level: str, high: float, low: float |
 
 
 def verl_rs(d_BT: Tensor, mask_BT: Tensor, option: str, high: float, low: float = 0.0) -> Tensor:
-    """[B, T] by which verl multiplies the mask; option is such as token_k1, seq_sum_k2 or seq_mean_k3."""
+    """Factor [B, T] of verl's mask. `option` is, for example, token_k1, seq_sum_k2 or seq_mean_k3."""
     level, kind = option.rsplit("_", 1)
     d_BT = d_BT.clamp(-20, 20)
     stat_BT = {"k1": -d_BT, "k2": d_BT.square() / 2, "k3": d_BT.exp() - 1 - d_BT}[kind] * mask_BT

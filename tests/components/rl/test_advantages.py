@@ -327,7 +327,7 @@ def test_the_optimal_token_baseline_weighs_returns_by_cumulative_energy() -> Non
 
 
 def slow_token_baseline(batch: list[list[Token]], groups: list[int]) -> list[float]:
-    """Tokens are (acts, reward, energy)."""
+    """Advantages by a scalar loop. Tokens are (acts, reward, energy)."""
     values: list[float] = []
     acting = [[(r, e) for a, r, e in tokens if a] for tokens in batch]
 

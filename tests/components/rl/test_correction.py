@@ -37,7 +37,7 @@ Columns = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def columns(batch: list[Tokens]) -> Columns:
-    """Log p, log q, mask and lengths; outside the mask stands NaN."""
+    """Return log p, log q, mask and lengths. Log-probabilities are NaN outside the mask."""
     flat = [token for part in batch for token in part]
     return (
         torch.tensor([q + d if acts else NAN for acts, d, q in flat], dtype=torch.float32),
@@ -48,7 +48,7 @@ def columns(batch: list[Tokens]) -> Columns:
 
 
 def of(*sequences: list[float]) -> Columns:
-    """Sequences in which the policy produced every token, with log q = 0."""
+    """Return sequences in which the policy produced every token, with log q = 0."""
     return columns([[(True, d, 0.0) for d in part] for part in sequences])
 
 

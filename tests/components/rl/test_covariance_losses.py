@@ -122,7 +122,7 @@ def test_the_selection_does_not_depend_on_the_order_of_sequences_or_environment_
 
 
 def two_tokens(chosen: list[bool], name: str) -> tuple[list[float], list[float], dict[str, list[float]]]:
-    """Loss, gradient and metrics of ratios 2 and 1/2 with advantages -1 and 3."""
+    """Return loss, gradient and metrics for ratios 2 and 1/2 with advantages -1 and 3."""
     x_N = torch.tensor([-LN2, -3 * LN2], requires_grad=True)
     old_N = torch.full((2,), -2 * LN2)
     advantage_N = torch.tensor([-1.0, 3.0])
@@ -161,7 +161,7 @@ def test_kl_cov_by_hand() -> None:
 def slow_token(
     name: str, x: float, old: float, advantage: float, chosen: bool
 ) -> tuple[float, float, dict[str, float]]:
-    """Loss, its derivative by the log-probability, and metrics."""
+    """Return the loss, its derivative with respect to the log-probability, and metrics."""
     moved = x - old
     inside = abs(moved) <= 20
     d = moved if inside else math.copysign(20.0, moved)

@@ -88,7 +88,7 @@ def test_rewards_all_equal_give_exactly_zero(name: str, reward: float) -> None:
 
 
 def slow_estimate(name: str, reward: float, group: list[float], telling: float) -> float:
-    """`telling`: all responses over those whose group has different rewards."""
+    """Advantages by a scalar loop. `telling` is the ratio of all responses to those in groups with unequal rewards."""
     n = len(group)
     if n == 1 or len(set(group)) == 1:
         return 0.0

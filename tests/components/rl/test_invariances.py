@@ -59,7 +59,7 @@ def gradients_at(values: Found, index_N: Tensor) -> Found:
 
 
 def garbage(step: Batch, seed: int) -> Batch:
-    """The same step, where the environment has written anything."""
+    """Return the same step with arbitrary environment tokens."""
     generator = torch.Generator().manual_seed(seed)
     choices = torch.tensor([NAN, INF, -INF, 0.0, 1e30, -1e30, 1.0])
 
@@ -135,7 +135,7 @@ def test_without_action_tokens_loss_metrics_and_gradients_are_zero(lengths: list
 
 
 REACHES_ITS_ANSWER = {"gspo": ("x", "old"), "geo_mean": COLUMNS}
-"""The columns whose NaN is a NaN at all tokens that the policy produced in that response; elsewhere at its own."""
+"""Columns in which a NaN gives a NaN at all action tokens of the response. In other columns, only at its own token."""
 NOT_READ = {
     "reinforce": ("old",),
     **dict.fromkeys([k for k in LOSSES if k[:2] in ("k1", "k2", "k3", "ab")], ("advantage",)),

@@ -21,7 +21,7 @@ LN2 = math.log(2.0)
 
 
 def slow_kl(d: float, kind: str) -> tuple[float, float]:
-    """The estimate and its derivative by log p."""
+    """Return the estimate and its derivative with respect to log p."""
     cut_d = max(-20.0, min(20.0, d))
     value, slope = {
         "k1": (cut_d, 1.0),

@@ -31,7 +31,7 @@ LN2 = math.log(2.0)
 
 @dataclass
 class Acting:
-    """A token that the policy produced; `x` is a float64 that gradients are taken of, and x.item() stops them."""
+    """An action token. `x` is a float64 tensor with gradient; x.item() stops the gradient."""
 
     x: Tensor
     old: float
@@ -188,7 +188,7 @@ def of_ratios(
     lengths: list[int] | None = None,
     **limits: Any,
 ) -> tuple[list[float], list[float], dict[str, list[float]]]:
-    """Loss, gradient and metrics of tokens that were one eighth likely before, all of which the policy produced."""
+    """Return loss, gradient and metrics of action tokens whose old probability is 1/8."""
     old_N = torch.full((len(ratios),), -3 * LN2)
     x_N = (old_N + torch.tensor(ratios).log()).requires_grad_()
     more = [torch.tensor(lengths)] if lengths else []

@@ -19,7 +19,7 @@ Rows = list[tuple[float, float, float, float]]
 
 
 def values(output: LossOutput) -> dict[str, float]:
-    """The loss and its metrics, rounded so that they can be compared with fractions."""
+    """Return the loss and its metrics, rounded so that they can be compared with fractions."""
     return {name: round(x.item(), 6) for name, x in {"loss": output.loss, **output.metrics}.items()}
 
 
@@ -106,12 +106,12 @@ def test_a_policy_equal_to_its_reference_has_accuracy_one_half_and_gradient_half
 
 
 def win(chosen: float, rejected: float) -> float:
-    """1 for a pair that is ranked correctly, 0.5 for a tie."""
+    """Return 1 for a pair that is ranked correctly, and 0.5 for a tie."""
     return ((chosen > rejected) + (chosen >= rejected)) / 2
 
 
 def slow_bradley_terry(rows: Rows, total: float) -> dict[str, float]:
-    """One pair after the other."""
+    """Loss and metrics by a loop over pairs."""
     loss = 0.0
     accuracy = 0.0
     for chosen, rejected, margin, _ in rows:
@@ -121,7 +121,7 @@ def slow_bradley_terry(rows: Rows, total: float) -> dict[str, float]:
 
 
 def slow_dpo(rows: Rows, total: float, beta: float, smoothing: float, ipo: bool) -> dict[str, float]:
-    """One pair after the other."""
+    """Loss and metrics by a loop over pairs."""
     values = {"loss": 0.0, "accuracy": 0.0, "chosen_reward": 0.0, "rejected_reward": 0.0, "margin": 0.0}
     for chosen, rejected, reference_chosen, reference_rejected in rows:
         better = beta * (chosen - reference_chosen)

@@ -1,4 +1,4 @@
-"""The clipped value loss."""
+"""Clipped value loss."""
 
 import math
 
@@ -17,7 +17,7 @@ INF = math.inf
 
 
 def slow_token(value: float, old: float, target: float, clip: float) -> tuple[float, float, dict[str, float]]:
-    """Loss, its derivative by the value, and metrics."""
+    """Return the loss, its derivative with respect to the value, and metrics."""
     kept = old + max(-clip, min(clip, value - old))
     square = (value - target) ** 2
     kept_square = (kept - target) ** 2
