@@ -28,6 +28,7 @@ class Range:
 
     def holds(self, value: Any) -> bool:
         """Return True if the number is in the range."""
+        # For example 0 as "off" beside a range that begins at 1.
         if value == self.also:
             return True
         is_within = (self.above is None or value > self.above) and (self.below is None or value < self.below)
@@ -95,6 +96,7 @@ def out_of_range(options: Any, prefix: str = "") -> Iterator[str]:
     """
     for name, allowed in _allowed(type(options)).items():
         value = getattr(options, name)
+        # None passes, because only fields whose type allows it can be None.
         if value is not None and not allowed.holds(value):
             yield f"{prefix}{name}={value}; set it {allowed}"
 

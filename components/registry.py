@@ -61,10 +61,12 @@ def _provided() -> dict[tuple[str, str], Provided]:
     """
     provided: dict[tuple[str, str], Provided] = {}
     for package in packages():
+        # Importing the package is cheap: its __init__ imports nothing.
         table: dict[str, dict[str, str]] = getattr(importlib.import_module(package), "PROVIDES", {})
         for kind, targets in table.items():
             for name, target in targets.items():
                 other = provided.setdefault((kind, name), Provided(package, target))
+                # Which of the two is used must not depend on the order of entry points.
                 if other.package != package:
                     raise ValueError(f"{other.package} and {package} both provide the {kind} {name!r}; remove one")
     return provided

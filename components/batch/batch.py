@@ -371,6 +371,7 @@ class Batch(Layout):
         parts = list(batches)
         if not parts:
             raise ValueError("concat needs at least one batch, because an empty list has no columns")
+        # Environments log different numbers, so batches of different tasks differ in these columns.
         logged = {name for part in parts for name in part.per_sequence if name.startswith("log_")}
         for i, part in enumerate(parts):
             if missing := logged - part.per_sequence.keys():
@@ -415,6 +416,7 @@ class Batch(Layout):
                 groups.setdefault(key, []).append(i)
             except TypeError as error:
                 raise ValueError(f"group_by {name!r}: sequence {i} has a {type(key).__name__}; make it text") from error
+        # One copy in the order of the groups, of which every group is a contiguous view.
         order = list(chain.from_iterable(groups.values()))
         return dict(zip(groups, self.select(order)._parts([len(group) for group in groups.values()]), strict=True))
 

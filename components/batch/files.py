@@ -49,6 +49,7 @@ def to_table(
 
     arrays: dict[str, Any] = {"lengths": pa.array(to_numpy(lengths)[0])}
     described: dict[str, tuple[str, str, list[int]]] = {}
+    # int64 offsets, as LargeListArray needs them: a column may have more than 2**31 tokens.
     ends = pa.array(to_numpy(offsets)[0])
     for name, x_N in per_token.items():
         values, dtype = _to_arrow(name, x_N)
@@ -118,6 +119,7 @@ def _from_json(texts: Sequence[str | None]) -> list[Any]:
 
 def from_table(table: Any) -> tuple[Tensor, Mapping[str, dict[str, Any]]]:
     """Return the lengths [B], and the columns by kind; see `Batch.from_table`."""
+    # The kinds and dtypes of columns are in the metadata, because Arrow has no bfloat16 and no per-token columns.
     written = (table.schema.metadata or {}).get(_TABLE_KEY)
     if written is None:
         raise ValueError(f"this table was not made by Batch.to_table; its columns are {table.column_names}")

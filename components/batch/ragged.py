@@ -120,6 +120,7 @@ def micro_batch_indices(
     if max_sequences < 0:
         raise ValueError(f"micro-batches of max_sequences = {max_sequences}: set at least 1, or 0 for no limit")
     most_rows = max_sequences or len(lengths_B)
+    # Stable, so that all ranks and resumed runs get the same micro-batches.
     order_B = torch.argsort(lengths_B, stable=True).cpu()
     starts: list[int] = []
     rows = 0

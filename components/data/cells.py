@@ -53,6 +53,7 @@ def rows_of(batches: Iterable[Any]) -> list[dict[str, Any]]:
             records = _shortest_floats(batch).to_pylist(maps_as_pydicts=maps)
         except (pyarrow.ArrowException, ValueError, OverflowError, KeyError) as error:
             raise _bad_cell(batch, len(rows), error) from error
+        # A reader per column costs time for every cell, and only `datasets` writes this type.
         if "arrow.json" in str(batch.schema):
             readers = {field.name: _json_reader(field.type) for field in batch.schema}
             records = [{name: readers[name](cell) for name, cell in record.items()} for record in records]
@@ -66,6 +67,7 @@ def _shortest_floats(batch: Any) -> Any:
 
     for index, field in enumerate(batch.schema):
         if pyarrow.types.is_float32(field.type) or pyarrow.types.is_float16(field.type):
+            # Through text: Arrow prints the shortest text that identifies the float32.
             float64_column = batch.column(index).cast(pyarrow.string()).cast(pyarrow.float64())
             batch = batch.set_column(index, field.name, float64_column)
     return batch
@@ -143,6 +145,7 @@ def without_nulls(value: Any) -> Any:
 
 def cell_at(record: Mapping[str, Any], key: str) -> Any:
     """Return the value of a column, or of a nested field if the key has dots. None if it does not exist."""
+    # A column whose own name has dots takes precedence over a nested field.
     if key in record:
         return record[key]
     value: Any = record
@@ -172,6 +175,7 @@ def keep_spelling(records: Any, key: str, reparse: Callable[[], Any]) -> None:
         spelling = cell_at(text_records[number], key)
         if not isinstance(spelling, str) or spelling == repr(label):
             continue
+        # Walk to the object that holds the label. The name of a column may contain dots itself.
         parent = records[number]
         name = key
         while name not in parent:
@@ -231,6 +235,7 @@ def text_message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
     content = message.get("content")
     if not isinstance(role, str):
         raise ValueError(f"{where}: its role must be text, such as user, found {kind_of(role)}")
+    # Some data sets write an empty list of parts for no content.
     if content is None or content == []:
         if role != "assistant" or not (message.get("tool_calls") or message.get("function_call")):
             raise ValueError(
@@ -280,6 +285,7 @@ def label_text(label: Any) -> str:
     A number of a JSON file keeps the text of the file. A number of a typed file is formatted as in Python, a decimal
     with all its digits, a Boolean as true or false, and a date in ISO 8601.
     """
+    # As in JSON, because models write true and not True.
     if isinstance(label, bool):
         return str(label).lower()
     if isinstance(label, SpelledFloat):
@@ -296,6 +302,7 @@ def number_of(value: Any, where: str) -> float:
         ValueError: the cell is not a finite number.
     """
     number = math.nan
+    # bool is a subclass of int, but True is not meant as the number 1.
     if isinstance(value, (int, float, Decimal, str)) and not isinstance(value, bool):
         try:
             number = float(value)

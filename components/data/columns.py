@@ -74,6 +74,7 @@ def read_prompt(record: Mapping[str, Any], key: str, ignored: Collection[str] = 
         ValueError: an `instruction` has more than one such column, or one that is not text.
     """
     value = record[key]
+    # Alpaca's layout splits a prompt into an instruction and its input.
     companions: list[str] = []
     if key == "instruction" and isinstance(value, str):
         companions = filled(record, COMPANIONS, ignored)
@@ -102,6 +103,7 @@ def read_system(record: Mapping[str, Any], ignored: Collection[str] = ()) -> tup
     names = filled(record, SYSTEMS, ignored)
     if not names:
         return None, []
+    # Both columns may be filled if they agree.
     for name in names:
         if not isinstance(record[name], str) or record[name] != record[names[0]]:
             raise ValueError(
@@ -146,6 +148,7 @@ def refuse_without_a_place(record: Mapping[str, Any], ignored: Collection[str] =
 def refuse_weight(record: Mapping[str, Any], ignored: Collection[str] = ()) -> None:
     """Raise a ValueError if a row has a weight other than 1, because all rows have the same weight."""
     for name in filled(record, ("weight", "sample_weight"), ignored):
+        # A weight of 1 changes nothing, and many data sets have such a column.
         if record[name] != 1:
             raise ValueError(
                 f"column {name!r} is {record[name]!r}, but all rows have the same weight; remove rows instead (a "
@@ -179,6 +182,7 @@ def refuse_unread(
 
 def _is_repeated(value: Any, read: Sequence[str]) -> bool:
     """Return True if the model reads a value from other columns, or if the value contains all texts that it reads."""
+    # Compared by text, because a column often repeats another one in a different form, such as messages.
     messages = read_messages(value)
     parts = [str(value).strip()]
     if messages is not None:
@@ -202,6 +206,7 @@ def texts_of(*values: Any) -> list[str]:
 
 def column_note(used: Iterable[str], records: Iterable[Mapping[str, Any]], rest: str = "not used") -> str:
     """Return one line with the columns that are used, and all other columns of the rows under the heading `rest`."""
+    # dict.fromkeys removes duplicates and keeps the order, unlike a set.
     used = list(dict.fromkeys(used))
     is_empty: dict[str, bool] = {}
     for record in records:
@@ -215,6 +220,7 @@ def column_note(used: Iterable[str], records: Iterable[Mapping[str, Any]], rest:
 def likely_keys(record: Mapping[str, Any]) -> tuple[str | None, str | None]:
     """Return the columns that probably hold the prompt and the label of a row (or None), for error messages."""
     prompts = filled(record, (*PROMPTS, *CONVERSATIONS))
+    # A column such as `answer` may be a prompt or a label, but not both.
     labels = [name for name in LABELS if name not in prompts[:1] and _has(record, name)]
     return (prompts or [None])[0], (labels or [None])[0]
 

@@ -32,6 +32,7 @@ def folder_files(folder: Path, data_dir: str | None, file_types: Sequence[str]) 
     if (root / "dataset_dict.json").is_file():
         splits = json.loads((root / "dataset_dict.json").read_text())["splits"]
         return {split: _saved_files(root / _inside(split, "dataset_dict.json")) for split in splits}
+    # A single data set without splits, which `save_to_disk` writes without dataset_dict.json.
     if (root / "state.json").is_file() and (root / "dataset_info.json").is_file():
         return {"train": _saved_files(root)}
     from datasets.data_files import DataFilesDict, get_data_patterns, sanitize_patterns
@@ -70,8 +71,10 @@ def _card_config(folder: Path) -> dict[str, Any]:
         card |= yaml.safe_load((folder / ".huggingface.yaml").read_text(encoding="utf-8")) or {}
     configs = MetadataConfigs.from_dataset_card_data(DatasetCardData(**card))
     for name, config in configs.items():
+        # Patterns may be texts, lists of texts, or lists of objects with a split and a path.
         for pattern in _texts([config.get("data_files"), config.get("data_dir")]):
             _inside(pattern, f"the configuration {name!r} of its README")
+        # An unknown key could change the rows (for example `features`), so it must not be ignored.
         if unknown := sorted(set(config) - _CONFIG_KEYS):
             raise ValueError(f"the configuration {name!r} of its README sets {unknown[0]!r}, which is not supported")
     chosen = configs.get_default_config_name()

@@ -61,6 +61,7 @@ def read_messages(value: object) -> list[dict[str, Any]] | None:
         return None
     if not all(isinstance(turn, Mapping) and ("role" in turn or _is_sharegpt(turn)) for turn in value):
         return None
+    # One conversation may mix both forms, so each turn is converted by itself.
     messages = list(value)
     for number, turn in enumerate(messages):
         if _is_sharegpt(turn):
@@ -77,6 +78,7 @@ def with_system(messages: Sequence[dict[str, Any]], system: str | None) -> list[
     if system is None:
         return list(messages)
     if messages and messages[0]["role"] == "system":
+        # Two different system prompts would leave it to the template which one the model reads.
         if str(messages[0]["content"]).strip() != system.strip():
             raise ValueError(
                 f"the system prompt {system!r:.80} of its column differs from {messages[0]['content']!r:.80}, with "
@@ -120,6 +122,7 @@ def is_learnt(message: Mapping[str, Any]) -> bool:
                 f"a message of {message['role']!r} has {name!r}: {mark!r}, and only the assistant's messages are "
                 "learnt; remove it, or set it to 0"
             )
+    # axolotl's marks of parts of a message would need character offsets after the template is applied.
     if message.get("train_detail"):
         raise ValueError("a message has 'train_detail', which marks parts of it; set 'weight' for the whole message")
     return message["role"] == ASSISTANT and all(marks.values())
@@ -165,11 +168,13 @@ def _with_parsed_calls(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    # OpenAI nests the call under `function`; other data sets have it at the top level.
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _with_parsed_arguments(call["function"])}
     name = call.get("name")
     if not isinstance(name, str):
         raise ValueError(f"a tool call has no name: {dict(call)!r:.80}; give {{name, arguments}}")
+    # Templates iterate over the arguments, so a call without any gets an empty object.
     if call.get("arguments") is None:
         return {**call, "arguments": {}}
     arguments = _parsed(call["arguments"], f"the arguments of the tool call {name!r}")

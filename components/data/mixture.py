@@ -41,6 +41,7 @@ def mixture_probabilities(probs: str | None, count: int) -> list[float] | None:
         values = [float(value) for value in probs.split(",")]
     except ValueError as error:
         raise ValueError(f"probs={probs!r} must be numbers with commas between them ({error})") from error
+    # `not <=` instead of `>`, so that NaN is rejected too.
     if len(values) != count or not all(value > 0 for value in values) or not abs(math.fsum(values) - 1) <= 1e-6:
         raise ValueError(
             f"probs={probs!r} must be one positive number for each of the {count} parts of the data, with a sum of 1; "
@@ -82,6 +83,7 @@ def _interleave(lengths: list[int], probabilities: Sequence[float], seed: int) -
 
     ends = np.cumsum(lengths)
     parts = [datasets.Dataset.from_dict({"i": range(end - n, end)}) for end, n in zip(ends.tolist(), lengths)]
+    # The sum may differ from 1 by rounding, which numpy would reject.
     total = math.fsum(probabilities)
     blend = datasets.interleave_datasets(
         parts, probabilities=[p / total for p in probabilities], seed=seed, stopping_strategy="all_exhausted"

@@ -69,6 +69,7 @@ def _find_turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     _, response, end = text.rpartition(_RESPONSE)
     if not response:
         return None
+    # Only special tokens: an ordinary word after the message would also occur inside of responses.
     token = end.strip()
     special = {added.content: index for index, added in tokenizer.added_tokens_decoder.items() if added.special}
     return special.get(token)
@@ -87,6 +88,7 @@ def embedding_rows(path: str | Path) -> int | None:
         if not folder.is_dir():
             folder = cached_folder(str(path))
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        # Models of several modalities have the vocabulary size in a nested configuration.
         rows = config.get("text_config", config).get("vocab_size", config.get("vocab_size"))
     except (OSError, ValueError, AttributeError, RecursionError):
         return None  # errors of a config.json are reported where the model is checked
@@ -109,7 +111,9 @@ def limit_rows(tokenizer: PreTrainedTokenizerBase, model_path: str | Path) -> No
     if rows is None:
         rows = sys.maxsize
     setattr(tokenizer, _ROWS, (rows, str(model_path)))
+    # Checked here, because every sequence has these tokens, while others depend on the data.
     named = {"eos_token": tokenizer.eos_token_id, "pad_token": tokenizer.pad_token_id}
+    # The first token of a text is the BOS token of tokenizers that add one.
     named["bos_token"] = next(iter(tokenizer("a")["input_ids"]), None)
     for name, index in named.items():
         if isinstance(index, int):

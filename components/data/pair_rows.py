@@ -149,6 +149,7 @@ def read_pair(row: Mapping[str, Any], form: PairFormat, tokenizer: PreTrainedTok
         chosen = [*before, {"role": ASSISTANT, "content": chosen}]
         rejected = [*before, {"role": ASSISTANT, "content": rejected}]
         return _from_messages(chosen, rejected, len(before), margin, tokenizer, tools)
+    # From here the pair is plain text, in which tools and a separate system prompt have no place.
     if tools:
         raise needs_template(TOOLS, tools)
     if system is not None and not _begin_with(system, prompt, chosen, rejected):
@@ -221,6 +222,7 @@ def _split(
     Raises:
         ValueError: the conversations begin neither with the prompt nor with a response to it.
     """
+    # UltraFeedback has the prompt as text, and again as the first message of both conversations.
     if isinstance(prompt, str) and prompt.strip() in _common_requests(chosen, rejected):
         prompt = None
     if prompt is None:
@@ -228,6 +230,7 @@ def _split(
     prompt_system, before = _without_system(as_messages(prompt))
     chosen_system, chosen = _without_system(chosen)
     rejected_system, rejected = _without_system(rejected)
+    # Any of the three may have the system prompt, but they must agree.
     systems = [message for message in (prompt_system, chosen_system, rejected_system) if message is not None]
     texts = {str(message["content"]).strip() for message in systems}
     if len(texts) > 1:
@@ -317,6 +320,7 @@ def _column(row: Mapping[str, Any], name: str, value: Any, option: str) -> Any:
 
 def _remedy(row: Mapping[str, Any]) -> str:
     """Return the options for a row with pairs in other columns, or a hint for a row with demonstrations."""
+    # Only columns that could hold a response, not scores such as `chosen_rating`.
     texts = [str(name) for name, value in row.items() if isinstance(value, str | list)]
     chosen, rejected = (next((name for name in texts if kind in name), None) for kind in PREFERENCES)
     if chosen and rejected:
@@ -365,6 +369,7 @@ def _from_messages(
     prompt = ""
     if count:
         prompt = render_prompt(chosen[:count], tokenizer, tools=tools)
+    # The complete conversation is rendered, because the end of a message depends on the template.
     texts = [render_conversation(messages, tokenizer, tools) for messages in (chosen, rejected)]
     if not all(text.startswith(prompt) for text in texts):
         raise ValueError(
@@ -390,6 +395,7 @@ def without_end(response: str, tokenizer: PreTrainedTokenizerBase) -> str:
     A token that ends a turn is kept as the last token, if the chat template uses another one than the end token. White
     space after it is removed.
     """
+    # Data sets contain end tokens, sometimes twice. Encoding adds exactly one.
     end = str(tokenizer.eos_token)
     while (stripped := response.rstrip()).endswith(end):
         response = stripped.removesuffix(end)

@@ -155,10 +155,12 @@ def encode_pairs(
     masks: list[Tensor] = []
     kept: list[int] = []
     for number, pair in enumerate(pairs):
+        # Both log-probabilities are always equal, so such a pair has no gradient.
         if pair.chosen == pair.rejected:
             dropped["identical"] += 1
             continue
         encoded = [_encode(pair.prompt, response, encoder, with_mask) for response in (pair.chosen, pair.rejected)]
+        # Both are dropped together: a truncated response would be compared with a complete one.
         if max_tokens is not None and max(len(ids) for ids, _ in encoded) > max_tokens:
             dropped["too_long"] += 1
             continue
@@ -180,6 +182,7 @@ def encode_pairs(
             "row": torch.tensor(kept, dtype=torch.int64).repeat_interleave(2),
         },
     )
+    # Repeated pairs are kept, but reported, because they count more in the loss.
     distinct = {(pair.prompt, pair.chosen, pair.rejected) for pair in kept_pairs}
     return PreferenceData(batch, [pair.opening for pair in kept_pairs], dropped, len(kept_pairs) - len(distinct))
 
@@ -217,6 +220,7 @@ def hold_out(openings: Sequence[str], count: int, seed: int) -> tuple[Tensor, Te
         positions[" ".join(opening.split()).casefold()].append(position)
     groups = list(positions.values())
     held: list[int] = []
+    # A second number in the seed separates this order from other uses of the run's seed.
     for index in np.random.default_rng([seed, 1]).permutation(len(groups)):
         if len(held) >= count:
             break
@@ -231,6 +235,7 @@ def hold_out(openings: Sequence[str], count: int, seed: int) -> tuple[Tensor, Te
 
 def select_pairs(batch: Batch, index_P: Tensor) -> Batch:
     """Return both sequences of the pairs at these positions."""
+    # Pair i is the sequences 2i and 2i + 1.
     return batch.select((2 * index_P.view(-1, 1) + torch.arange(2)).flatten())
 
 

@@ -83,6 +83,7 @@ def prompt_columns(
         remedy = f"correct the row, or set {option} to another column"
         raise ValueError(f"{where}, column {key!r}, {error}; {remedy}") from error
     try:
+        # A file may have the default column by chance, next to the one that really holds the prompt.
         if is_default and (isinstance(prompt.value, str) or are_messages(prompt.value)):
             others = [name for name in ("prompt", "instruction", *CONVERSATIONS) if name not in prompt.columns]
             remedy = f"set data.{option}={next(iter(filled(record, others)), key)}"
@@ -100,6 +101,7 @@ def prompt_columns(
     if tools:
         policy_columns[TOOLS] = tools
         columns.append(TOOLS)
+    # Left out in the common case, because a data set may have millions of rows.
     if columns != [key]:
         policy_columns["columns"] = columns
     return policy_columns
@@ -182,6 +184,7 @@ def _missing(key: str, label_key: str | None, record: Mapping[str, Any], where: 
 def _other_columns(record: Mapping[str, Any], prompt_key: str, label_key: str | None, prompt: Any) -> dict[str, Any]:
     """Return the columns for rewards and agents, under their names. A prompt of messages is `prompt`, as in TRL."""
     read = {prompt_key, "datasource"}
+    # Reward functions get a column `label` as their argument anyway.
     if label_key == "label":
         read.add("label")
     others = {name: value for name, value in record.items() if name not in read}

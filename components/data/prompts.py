@@ -75,6 +75,7 @@ def load_rows(
     if heldout:
         generated_split = split or "heldout"
     count = DEFAULT_ROWS if max_rows is None else max_rows
+    # In a mixture with files, a generated source should not dominate only because it has no end.
     if len(names) > 1:
         count = min(count, DEFAULT_ROWS)
     parts: list[list[dict[str, Any]]] = []
@@ -128,6 +129,7 @@ class PromptSource:
         self.taken = 0
         """Number of prompts taken so far, over all epochs. The position in the epoch follows from it."""
         self._encoder = TextEncoder(self.tokenizer)
+        # All prompts are encoded once at the start, so that a bad row fails the run before training and not during it.
         lengths = np.fromiter(self._lengths(), dtype=np.int64, count=len(self.rows))
         self.longest = int(lengths.argmax()), int(lengths.max())
         """Row of the longest prompt, and its number of tokens before truncation."""
@@ -209,6 +211,7 @@ class PromptSource:
         """
         from components.batch import Batch
 
+        # The first row stands for all, because a check of every row would take long for large data.
         first = {name: [self.rows[0][name]] for name in ("label", "extra_info") if name in self.rows[0]}
         try:
             Batch.from_rows({"tokens": [[0]]}, objects=first).to_table()
@@ -241,6 +244,7 @@ class PromptSource:
     def _row_at(self, number: int) -> tuple[int, int]:
         """Return the epoch and the row of the prompt with this number, counted from 0 over all epochs."""
         epoch, position = divmod(number, len(self))
+        # Only the current order is kept: the order of any epoch can be computed again.
         if self._order[0] != epoch:
             self._order = epoch, self._shuffled(epoch)
         return epoch, int(self._order[1][position])
@@ -304,6 +308,7 @@ class PromptSource:
         prompt = row["input"]
         tools = row.get(TOOLS, ())
         system = row.get("system")
+        # Plain text does not go through the chat template, so there is no place for tools or a system prompt.
         is_plain = isinstance(prompt, str) and not self.apply_chat_template
         if is_plain and tools:
             raise needs_template(TOOLS, tools)
@@ -331,6 +336,7 @@ class PromptSource:
 
     @cached_property
     def _fingerprint(self) -> str:
+        # It includes the mask of kept rows, because another length limit changes the order of prompts.
         digest = hashlib.blake2b(self._kept.tobytes(), digest_size=8)
         for row in self.rows:
             digest.update(repr((row["input"], row["label"])).encode())

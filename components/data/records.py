@@ -51,9 +51,11 @@ def read_records(source: str | Path, *, split: str = "train", label_key: str | N
     name = str(source)
     data_dir: str | None = None
     path = Path(name).expanduser()
+    # A path may contain an @ itself.
     if "@" in name and not path.exists():
         name, data_dir = name.rsplit("@", 1)
         path = Path(name).expanduser()
+        # OpenRLHF's form json@FOLDER.
         if f".{name}" in FILE_TYPES and Path(data_dir).expanduser().is_dir():
             path = Path(data_dir).expanduser()
             data_dir = None
@@ -172,6 +174,7 @@ def _read_hub(name: str, data_dir: str | None, split: str) -> list[dict[str, Any
     from datasets import config
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
+    # The setting is global in `datasets`, so it must be restored in any case.
     was_offline = config.HF_HUB_OFFLINE
     reason = None
     with _quiet():
@@ -200,6 +203,7 @@ def _quiet() -> Iterator[None]:
     import datasets
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
+    # Levels are saved, because the user may have set them.
     loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub")]
     levels = [logger.level for logger in loggers]
     bars = datasets.is_progress_bar_enabled(), not are_progress_bars_disabled()
@@ -239,6 +243,7 @@ def _parse_json(text: str, where: str, label_key: str | None) -> Any:
         raise ValueError(f"{where}: \\u{ord(surrogate):04x} alone is not a character; correct or remove it")
     if label_key is not None:
         rows = _as_list(value)
+        # Parsed a second time only if a label is a float, with its text in place of the number.
         keep_spelling(rows, label_key, lambda: _as_list(json.loads(text, parse_float=str)))
     return value
 

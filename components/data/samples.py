@@ -65,6 +65,7 @@ def ask_for_rewards(
     samples: Batch, source: RewardSource, tokenizer: PreTrainedTokenizerBase, step: int = 0
 ) -> RewardOutput:
     """Return the rewards of responses; see `add_rewards`."""
+    # Queries keep special tokens, because reward models read the chat template. Responses have none, for scorers.
     queries = tokenizer.batch_decode(samples.lists("tokens"), skip_special_tokens=False)
     texts = response_texts(samples, tokenizer)
     return source(queries, samples["prompt"], samples["label"], responses=texts, rows=_rows(samples, step))
@@ -160,6 +161,7 @@ def compare_samples(samples: Batch, reward_B: Tensor, compare: Callable[[Tensor,
     Returns:
         [B] advantages. A branch has the advantage of its main sequence.
     """
+    # Only agents branch. Their branches must not count as further samples in the mean of a group.
     if "branch" not in samples:
         return compare(reward_B, samples["prompt_id"])
     is_main_B = samples["branch"] == 0
@@ -229,6 +231,7 @@ def shuffled_minibatches(count: int, parts: int, epochs: int, *, seed: int, step
 
     order: list[Tensor] = []
     for epoch in range(epochs):
+        # A generator per epoch, so that a resumed run shuffles as the interrupted one would have.
         shuffled = np.random.default_rng([seed, step, epoch]).permutation(count)
         order += torch.from_numpy(shuffled).tensor_split(parts)
     return order

@@ -46,6 +46,7 @@ def described_example(
             if number == first:
                 parts.append(f" ... ({left_out} stretches left out) ... ")
             continue
+        # Decoded in one piece per stretch, because a character may consist of several tokens.
         shown = _shortened(str(tokenizer.decode(list(ids[begin:end]))), limit)
         if is_counted:
             shown = f"{LEARNT[0]}{shown}{LEARNT[1]}"
@@ -68,6 +69,7 @@ def _stretches(is_learnt: Sequence[bool]) -> Iterator[tuple[int, int, bool]]:
 
 def _shortened(text: str, limit: int) -> str:
     """Return the repr of a text, without the middle of a long one."""
+    # The end is shown too: it has the generation prompt or the end token, where templates often go wrong.
     end = limit // 5
     if len(text) <= limit + end:
         return repr(text)

@@ -109,5 +109,6 @@ def is_heldout(prompt: str) -> bool:
 
     This depends only on the text of the prompt, so no seed, process or version can move a prompt to the other split.
     """
+    # Python's own hash differs from process to process.
     digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % HELDOUT_SHARE == 0

@@ -97,6 +97,7 @@ class DemonstrationFormat:
         """Return the row of `read`, and the names of the columns that were read."""
         ignored = self.ignored_columns
         refuse_weight(record, ignored)
+        # Plain texts are read before the other checks: their rows may have any further columns.
         if self.plain_text:
             return self._read_text(record)
         refuse_without_a_place(record, ignored)
@@ -187,6 +188,7 @@ class DemonstrationFormat:
             keys += f" data.response_key={columns[-1]}"
         refuse_unread(record, others, texts_of(*row.values()), self.ignored_columns, f"choose columns, as {keys}")
         label = record.get("label")
+        # A Boolean label is KTO's mark of good and bad responses; supervised training would learn the bad ones too.
         if isinstance(label, bool) and self.response_key is None and "label" not in self.ignored_columns:
             raise ValueError(
                 f"column 'label' is {label}, which marks responses as wanted or not (KTO), and all would be learnt; "
@@ -303,6 +305,7 @@ def encode_demonstrations(
         except ValueError as error:
             raise ValueError(f"row {number}: {error}") from error
         is_long = max_tokens is not None and len(example.tokens) > max_tokens
+        # The start of a plain text is still a valid text, but a truncated response would not end.
         if is_long and "text" in row:
             example = _Example(example.tokens[:max_tokens], example.loss_mask[:max_tokens])
             cut += 1
@@ -362,6 +365,7 @@ def _encode(row: Mapping[str, Any], encoder: TextEncoder, form: DemonstrationFor
         return _encode_pair(row, encoder, form.input_template)
     if tools:
         check_tools_written([*before, *after], tools, encoder.tokenizer)
+    # Messages of the prompt are never learnt, even if the assistant wrote some of them.
     turns = [len(before) + index for index, message in enumerate(after) if message["role"] == "assistant"]
     if not form.multiturn:
         turns = turns[-1:]
@@ -382,6 +386,7 @@ def _encode_pair(row: Mapping[str, Any], encoder: TextEncoder, input_template: s
     # Tokenized together, a token could span the border of the two.
     prompt_ids = encoder.encode_prompt(text)
     response_ids = encoder.encode(row["response"])
+    # The data may have end tokens already. Exactly one is learnt.
     while response_ids and response_ids[-1] == tokenizer.eos_token_id:
         response_ids.pop()
     if not response_ids or response_ids[-1] not in encoder.end_ids:
@@ -429,6 +434,7 @@ def _encode_messages(
     if True in mask:
         end = len(mask) - mask[::-1].index(True)
         del tokens[end:], mask[end:]
+        # Some templates write no token at the end of a message. Without one the policy would never stop.
         if tokens[-1] not in encoder.end_ids:
             tokens.append(_eos(tokenizer))
             mask.append(True)

@@ -45,7 +45,7 @@ def load_tokenizer(
         try_tokenizer(path)
     else:
         try_tokenizer(path, _template_text(chat_template))
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer  # imports torch, so not before the cheap checks
 
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
@@ -179,6 +179,7 @@ class TextEncoder:
     def _check_alphabet(self, text: str) -> None:
         if self._alphabet is None:
             return
+        # Special tokens may be longer than one character, so they are removed before the comparison.
         plain = text
         for token in self._special_tokens:
             plain = plain.replace(token, "")
@@ -251,6 +252,7 @@ def check_tools_written(
     Raises:
         ValueError: the text is the same with and without tools.
     """
+    # Templates ignore variables that they do not use, without an error.
     if tools and render_conversation(messages, tokenizer, tools) == render_conversation(messages, tokenizer):
         raise ValueError(
             f"the row has definitions of tools ({tools[0]!r:.80}), which the chat template does not write; set "

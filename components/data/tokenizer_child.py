@@ -75,12 +75,14 @@ def _try_template(template: str, conversations: list[Any], tokens: dict[str, str
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    # The functions that transformers adds to the environment of chat templates.
     environment.filters["tojson"] = lambda value, **_: json.dumps(value, ensure_ascii=False)
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: form
     for messages, options in conversations:
         length = 0
         try:
+            # Rendered in pieces, so that an endless loop is stopped by the limit before it fills the memory.
             for piece in environment.from_string(_GENERATION.sub("", template)).generate(
                 messages=messages, **{"tools": None, **tokens, **options}
             ):
@@ -104,6 +106,7 @@ def _serve(channel: socket.socket) -> None:
         os.dup2(devnull.fileno(), 1)
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (MOST_CPU_S, MOST_CPU_S + 1))
+    # A crash must not write a core file of gigabytes into the user's folder.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     serve_calls(channel, tried)
 

@@ -47,6 +47,7 @@ def try_tokenizer(path: str | Path, chat_template: str | None = None) -> None:
     templates = tuple(_templates(folder))
     if chat_template is not None:
         templates = (chat_template,)
+    # The cache is keyed by content, so that a changed file is tried again.
     digest = hashlib.sha256("\0".join(templates).encode(errors="replace"))
     for part in (file, *(folder / name for name in _FILES)):
         if part.is_file():
@@ -64,6 +65,7 @@ def _try_once(folder: str, file: str | None, templates: tuple[str, ...], digest:
     tokens = {name: f"<{name}>" for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
     request = {"conversations": CONVERSATIONS, "tokens": tokens, "tokenizer_file": None, "templates": ()}
     parts = {"tokenizer.json": {"tokenizer_file": file}, "chat template": {"templates": templates}}
+    # One child for both: most of the time is the start of the process.
     child = Child("components.data.tokenizer_child")
     try:
         for name, part in parts.items():

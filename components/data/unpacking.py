@@ -81,6 +81,7 @@ def parquet_batches(path: Path) -> Iterator[Any]:
     import pyarrow.parquet
 
     allowance = Allowance(path)
+    # The metadata is read first, because the checks below must precede any row.
     with pyarrow.parquet.ParquetFile(path) as file:
         metadata = file.metadata
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
@@ -123,6 +124,7 @@ def ipc_batches(path: Path) -> Iterator[Any]:
     import pyarrow
 
     allowance = Allowance(path)
+    # Mapped into memory, so that uncompressed buffers are not copied.
     with pyarrow.memory_map(str(path)) as file:
         try:
             reader = pyarrow.ipc.open_stream(file)

@@ -120,6 +120,7 @@ class HttpClient:
         async with asyncio.timeout(limit_s), client.stream("POST", url, content=body, headers=headers) as response:
             async for part in response.aiter_raw():
                 packed += part
+                # Checked for every part, because Content-Length may be wrong or missing.
                 if len(packed) > MOST_BYTES:
                     raise UnreadableError(f"more than {MOST_BYTES >> 20} MB")
             return Reply(response.status_code, response.headers, bytes(packed))
@@ -134,6 +135,7 @@ class HttpClient:
         return self._clients[is_direct]
 
     async def _end(self) -> None:
+        # Requests of other threads may still be running.
         requests = asyncio.all_tasks() - {asyncio.current_task()}
         for request in requests:
             request.cancel()

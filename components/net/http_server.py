@@ -183,6 +183,7 @@ class _Meter:
         data = self._begun + part
         texts = self._TEXT.findall(data)
         others = self._TEXT.split(data)
+        # The last text is incomplete if the data ends inside of it.
         is_open = bool(texts) and not others[-1] and self._WHOLE_TEXT.fullmatch(texts[-1]) is None
         sizes = [len(text) - 2 for text in texts]
         if is_open:
@@ -236,6 +237,7 @@ async def read_body(
     body = bytearray()
     too_large = HTTPException(TOO_LARGE, f"the body is larger than {most_mb:g} MB{named}; send less")
     length = request.headers.get("content-length", "")
+    # The declared length is checked first, so that a large body is rejected before it arrives.
     if length.isdecimal() and int(length[:20]) > most_mb * 1e6:
         raise too_large
     try:

@@ -88,6 +88,7 @@ def find_model(path: str) -> PretrainedConfig:
 
     folder = Path(path).expanduser()
     is_folder = folder.exists() or path.startswith(("/", ".", "~"))
+    # A path that does not exist must not be sent to the hub as a name.
     if is_folder and not folder.exists():
         raise ModelNotFound("it does not exist")
     if is_folder and not (folder / "config.json").is_file():

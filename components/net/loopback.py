@@ -27,6 +27,7 @@ def is_loopback(host: str) -> bool:
             address = ipaddress.ip_address(socket.inet_aton(name))  # short forms, such as 127.1
         except OSError:
             return False
+    # ::ffff:127.0.0.1 is the IPv4 loopback; connections to 0.0.0.0 reach this machine too.
     mapped = getattr(address, "ipv4_mapped", None) or address
     return mapped.is_loopback or mapped.is_unspecified
 

@@ -204,6 +204,7 @@ def reward_function(part: str) -> tuple[Path, str]:
     if name is not None:
         check_defines(path, "reward file", [name], f"{name}, which {part!r} names")
         return Path(path).expanduser().resolve(), name
+    # Parsed and not imported: the user's file may load a model, and runs only in child processes.
     tree = parse_file(path, "reward file")
     public = [node.name for node in tree.body if isinstance(node, FUNCTION_NODES) and node.name[0] != "_"]
     candidates: Sequence[str] = FUNCTION_NAMES
@@ -224,6 +225,7 @@ def reward_parts(spec: str) -> list[tuple[float, str]]:
     weights = list(_WEIGHT.finditer(spec))
     if not weights and (" + " not in spec or Path(spec).expanduser().is_file()):
         return [(1.0, spec)]
+    # A part ends where the next weight begins.
     ends = [*(match.start() for match in weights[1:]), len(spec)]
     parts = [(float(match[1]), spec[match.end() : end].strip()) for match, end in zip(weights, ends)]
     begins_with_weight = bool(weights) and not spec[: weights[0].start()].strip()
@@ -277,6 +279,7 @@ def names_in(tree: ast.Module) -> set[str]:
             defined.add(node.name)
         elif isinstance(node, ast.Assign):
             defined.update(target.id for target in node.targets if isinstance(target, ast.Name))
+        # A reward file may only re-export a function of a package.
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             defined.update(alias.asname or alias.name for alias in node.names)
     return defined
@@ -332,6 +335,7 @@ def read_columns(result: Any, count: int) -> Columns:
     extra_logs = result.get("extra_logs")
     if not isinstance(extra_logs, Mapping | None):
         raise ValueError(f"'extra_logs' is a {type(extra_logs).__name__}; return a dict of names and numbers")
+    # A number to log may apply to the whole batch, unlike a reward.
     logs: dict[str, list[float]] = {}
     for name, values in (extra_logs or {}).items():
         logs[str(name)] = _numbers(values, count, f"extra_logs[{name!r}]", repeat=True)
@@ -355,6 +359,7 @@ def join_columns(
     names = {name for _, columns in parts for name in columns.logs}
     rewards = [0.0] * count
     scores = [0.0] * count
+    # NaN for responses without a number: 0 would change the mean of the metric.
     logs = {name: [math.nan] * count for name in sorted(names)}
     texts: dict[str, list[str | None]] = {}
     for indices, columns in parts:
@@ -388,6 +393,7 @@ def in_threads(works: Sequence[Callable[[], T]]) -> Iterator[T]:
             outcomes.put((None, error))
 
     for work in works:
+        # Daemon threads, so that a request that hangs does not keep the process alive.
         threading.Thread(target=run, args=(work,), daemon=True).start()
     for _ in works:
         result, error = outcomes.get()
@@ -444,7 +450,7 @@ def _flat(value: Any) -> list[Any]:
 def _number(value: numbers.Real) -> float:
     try:
         return float(value)
-    except OverflowError:
+    except OverflowError:  # an integer or fraction beyond float; the caller rejects infinity
         return math.inf
 
 

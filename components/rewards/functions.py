@@ -147,6 +147,7 @@ def _for_one(
     def call_one(*row: Any) -> Any:
         return function(**_chosen(parameters, _of_one(*row) | arguments, kwargs_names))
 
+    # An object with an async __call__ counts as an async function too.
     if any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
         return ConcurrentCalls(call_one)
     return lambda *columns: read_scores([_awaited(call_one(*row)) for row in zip(*columns)])
@@ -190,6 +191,7 @@ def _for_all(
 
 def column_parameters(function: RewardFunction) -> list[str]:
     """Return the required parameters of a function in TRL's or verl's signature that must be columns of the data."""
+    # Optional parameters need no column: the function has a default for them.
     parameters = inspect.signature(function).parameters.values()
     required = [
         p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
@@ -229,6 +231,7 @@ class ConcurrentCalls:
         return Columns(result.rewards, result.scores, result.logs, result.texts, absent, failures)
 
     async def _gather(self, rows: Sequence[Sequence[Any]]) -> list[Any]:
+        # Unlimited concurrency would exhaust the connections of the services that such functions call.
         slots = asyncio.Semaphore(CONCURRENT_CALLS)
 
         async def outcome_of(row: Sequence[Any]) -> Any:
@@ -243,6 +246,7 @@ class ConcurrentCalls:
         try:
             async with timeout:
                 value = await self.call(*row)
+            # Read once by itself, so that an unreadable result fails only this response.
             read_scores([value])
             if isinstance(value, tuple):  # a tuple would be taken for a failure
                 return list(value)
@@ -280,6 +284,7 @@ def read_rewards(result: Any, count: int) -> Columns:
     if any(isinstance(value, Mapping) for value in values):
         return read_scores(values)
     absent = [i for i, value in enumerate(values) if value is None]
+    # A placeholder, because rewards must be numbers; `absent` marks it.
     for i in absent:
         values[i] = 0.0
     columns = read_columns({"rewards": values}, count)
@@ -288,6 +293,7 @@ def read_rewards(result: Any, count: int) -> Columns:
 
 def _of_one(query: str, prompt: str, label: Any, response: str, row: Mapping[str, Any]) -> dict[str, Any]:
     """Return all possible arguments of a function for one response, by name."""
+    # Data in verl's layout has a column `extra_info`. For other data all columns take its place.
     columns = row.get("columns", {})
     extra_info = columns.get("extra_info", columns)
     arguments = dict(zip(OF_ONE, (row.get("data_source", ""), response, label, extra_info)))
@@ -370,6 +376,7 @@ def _call(
     has_only_args = not positional and any(p.kind is p.VAR_POSITIONAL for p in parameters)
     if not has_other_names and not has_only_args:
         return function(**_chosen(parameters, values, kwargs_names))
+    # These three are passed by position, so they must not be passed by name again.
     first = OURS[:3]
     others = [p for p in parameters if p.name not in required]
     arguments = _chosen(others, values, {*kwargs_names}.difference(first))
@@ -392,6 +399,7 @@ def _chosen(
             f"{', '.join(sorted(values))}"
         )
     names = {p.name for p in named}
+    # Not all values: functions of OpenRLHF do not expect TRL's arguments in **kwargs, and vice versa.
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         names.update(kwargs_names)
     return {name: values[name] for name in values if name in names}
@@ -405,6 +413,7 @@ _run: Callable[[Coroutine[Any, Any, Any]], Any] = asyncio.run
 def one_event_loop() -> Iterator[None]:
     """Await all async functions of this process in one event loop, so that clients that they keep stay usable."""
     global _run
+    # HTTP clients are bound to their event loop, and asyncio.run makes a new one for every call.
     with asyncio.Runner() as runner:
         _run = runner.run
         try:

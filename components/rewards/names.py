@@ -34,6 +34,7 @@ def metric_names(logged: Iterable[str], *, warns: bool = True) -> dict[str, str]
         logged: names that are logged.
         warns: log a warning the first time a name is changed. False if the caller informs the user.
     """
+    # The user's unchanged names are reserved first, so that a renamed one never takes another's name.
     names = list(logged)
     taken = {name for name in names if not RUN_NAMES.fullmatch(name)}
     metrics: dict[str, str] = {}
@@ -71,6 +72,7 @@ def part_names(specs: Sequence[str]) -> list[str]:
     for name in names:
         number = 1
         candidate = name
+        # A numbered name must not be the name of another part, such as a function that is called style_2.
         while candidate in unique or (number > 1 and candidate in names):
             number += 1
             candidate = f"{name}_{number}"
@@ -80,6 +82,7 @@ def part_names(specs: Sequence[str]) -> list[str]:
 
 def _part_name(spec: str) -> str:
     if is_server(spec):
+        # Several URLs are copies of one server, so the first one names the part.
         url = urlsplit(spec.partition(",")[0])
         return _plain(f"{url.hostname}{url.path}")
     if not is_reward_file(spec):

@@ -74,6 +74,7 @@ class RewardSum(RewardSource):
         self._weights = [weight for weight, _ in parts]
         self._names = part_names([spec for _, spec in parts])
         self.source = f"the sum of {', '.join(self._names)}"
+        # If one part cannot be opened, the stack closes those that were opened before it.
         with ExitStack() as opened:
             self._sources = [opened.enter_context(_open_one(spec, settings, in_sum=True)) for _, spec in parts]
             self._opened = opened.pop_all()
@@ -95,6 +96,7 @@ class RewardSum(RewardSource):
                 error.add_note(f"in the part {self._names[index]!r} of a sum of rewards")
                 raise
 
+        # In parallel: parts wait for processes and servers, not for this process.
         outputs = dict(in_threads([partial(reward_part, index) for index in range(len(self._sources))]))
         return self._added([output for _, output in sorted(outputs.items())])
 

@@ -38,6 +38,7 @@ def default_functions() -> dict[str, ScoreFunction]:
     rows.
     """
     scorers = scorer_names()
+    # verl's names of data sources win over scorers with the same name.
     scorer_of = {name: name for name in scorers} | SCORER_OF
     scorer_of |= {f"{scheme}:*": scheme for scheme in names(SOURCES) if scheme in scorers}
     functions: dict[str, ScoreFunction] = {source: partial(by_scorer, scorer) for source, scorer in scorer_of.items()}
@@ -118,6 +119,7 @@ class ScoreCode:
         """
         if self.path is not None:
             return
+        # Reversed, so that the first row of each data source is the one that remains in the dict.
         first_rows = {row["datasource"]: row for row in reversed(rows)}
         for source, row in first_rows.items():
             if (function := find_function(self.functions, source)) is not None:

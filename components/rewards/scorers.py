@@ -157,6 +157,7 @@ def get_scorer(name: str) -> Scorer:
         raise MissingPlugin(
             f"there is no scorer {name!r}, and no plug-in provides it; set it to one of: {known}, or a .py file"
         ) from error
+    # Checked here, because a missing package would otherwise fail in a child process with the first responses.
     package: Package | None = getattr(scorer, _PACKAGE, None)
     if package is not None and importlib.util.find_spec(package.module) is None:
         raise ValueError(

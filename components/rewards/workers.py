@@ -125,6 +125,7 @@ class WorkerReward(RewardSource):
         count = len(samples.queries)
         if samples.responses is None:
             samples = samples._replace(responses=list(map(_response_of, samples.queries, samples.prompts)))
+        # Scorers read no rows, and these can be large (token ids, images), so they are not sent.
         if not self._code.reads_rows:
             samples = samples._replace(rows=[{}] * count)
         batch = _Batch(self.source, samples, self._settings.max_failed_share)
@@ -136,12 +137,14 @@ class WorkerReward(RewardSource):
         try:
             parts = [part for task in as_completed(tasks) for part in task.result()]
         except BaseException as error:
+            # KeyboardInterrupt too: the other chunks must stop before the caller goes on.
             batch.error = error
             self._interrupt()
             wait(tasks)
             raise
         if count and self._code.of_one and not self._is_concurrent:
             one_s = (time.monotonic() - began) * self._settings.workers / count
+            # Fast functions get larger chunks, because a message costs more time than such a call.
             self._size = max(1, min(MAX_CHUNK, int(CHUNK_S / one_s), math.ceil(count / self._settings.workers)))
         reasons = {index: reason for index, (reason, _) in batch.failures.items()}
         return join_columns(count, parts, reasons)
@@ -177,6 +180,7 @@ class WorkerReward(RewardSource):
                 for i in columns.absent:
                     batch.fail(indices[i], "it returned None", "")
             return [(indices, columns)]
+        # Not repeated one at a time: a single response might get one number by chance.
         if status == WRONG_COUNT:
             raise RewardError(f"{self.source} {results[0]}")
         if len(indices) == 1 or self._in_one_call:
@@ -205,6 +209,7 @@ class WorkerReward(RewardSource):
                 child = None
             child = child or self._start()
             self._busy.add(child)
+            # Checked before and after: the batch may end while this thread waits for a child or for its reply.
             self._check_open(batch)
             reply = child.request(message, timeout_s)
             self._check_open(batch)
@@ -285,6 +290,7 @@ def _serve(channel: socket.socket) -> None:
         try:
             if functions:
                 return "ok", functions[0](*message)
+            # The parent's import path, so that modules beside the user's script can be imported here.
             sys.path[:] = list(dict.fromkeys([*message["path"], *sys.path]))
             functions.append(pickle.loads(message["load"])())
             function = functions[0]

@@ -175,6 +175,7 @@ def turn_advantages(
     is_first_U = torch.ones_like(is_final_U)
     is_first_U[1:] = is_final_U[:-1]
     number_U = index_U - torch.where(is_first_U, index_U, 0).cummax(0).values
+    # One group per pair (prompt, number of the turn).
     _, group_U = torch.stack([group_B[owner_U], number_U]).unique(dim=1, return_inverse=True)
     size_U = last_U - first_U + 1
     advantage_N = torch.zeros_like(return_N)
@@ -259,6 +260,7 @@ def optimal_token_baseline(
     sums = torch.zeros(3, cells.shape[1], dtype=torch.float64)
     for row, x_M in zip(sums, (weight_M * return_M, weight_M, torch.ones_like(weight_M)), strict=True):
         row.index_add_(0, cell_M, x_M)
+    # A response alone at a position would be its own baseline, and its advantage 0.
     baseline_C = torch.where(sums[2] > 1, sums[0] / (sums[1] + epsilon), 0.0)
     advantage_N = torch.zeros_like(return_N)
     advantage_N[action_mask_N] = (return_M - baseline_C[cell_M]).float()

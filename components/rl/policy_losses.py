@@ -303,6 +303,7 @@ def clip_cov_tokens(
     candidate = (action_mask_N & (covariance_N > low) & (covariance_N < high)).nonzero().squeeze(1)
     count = min(max(int(share * int(action_mask_N.sum())), 1), len(candidate))
     dropped_N = torch.zeros_like(action_mask_N)
+    # The smallest of random numbers are a random choice, which the caller's seed determines.
     dropped_N[candidate[uniform_N[candidate].argsort()[:count]]] = True
     return dropped_N
 

@@ -46,6 +46,7 @@ def token_rewards(
         reward_N = torch.where(action_mask_N, -kl_coef * kl_N.float(), reward_N)
     action = action_mask_N.nonzero().squeeze(1)
     last_B = torch.full_like(layout.lengths, -1)
+    # The maximum index of a sequence's action tokens; -1 remains for a sequence without one.
     last_B = last_B.scatter_reduce(0, layout.sequence_ids[action], action, "amax")
     acts_B = last_B >= 0
     return reward_N.index_add(0, last_B[acts_B], reward_B.float()[acts_B])
