@@ -125,7 +125,7 @@ class WorkerReward(RewardSource):
         count = len(samples.queries)
         if samples.responses is None:
             samples = samples._replace(responses=list(map(_response_of, samples.queries, samples.prompts)))
-        # Scorers read no rows, and these can be large (token ids, images), so they are not sent.
+        # Scorers read no rows, and these can be large (token ids, columns of the data), so they are not sent.
         if not self._code.reads_rows:
             samples = samples._replace(rows=[{}] * count)
         batch = _Batch(self.source, samples, self._settings.max_failed_share)

@@ -372,7 +372,7 @@ def test_a_function_that_writes_to_the_connection_fails_and_gives_no_reward(tmp_
         "        continue\n"
         "return {'rewards': [1.0] * len(labels)}"
     )
-    with pytest.raises(RewardError, match=says("no reply", "descriptors")):
+    with pytest.raises(RewardError, match=says("not the reply", "descriptors")):
         rewarded(reward_file(tmp_path, body, imports=imports), 2, workers=1, max_failed_share=0.0)
 
 
