@@ -91,7 +91,7 @@ def _response_tokens(samples: Batch) -> list[list[int]]:
     return [row[start:] for row, start in zip(samples.lists("tokens"), starts, strict=True)]
 
 
-def with_rewards(samples: Batch, output: RewardOutput, info: Callable[[str], None], what: str = "reward") -> Batch:
+def with_rewards(samples: Batch, output: RewardOutput, info: Callable[[str], None], quantity: str = "reward") -> Batch:
     """Add the columns of `add_rewards` to a batch.
 
     An episode that ended with an error counts as failed, whatever its reward is.
@@ -100,13 +100,13 @@ def with_rewards(samples: Batch, output: RewardOutput, info: Callable[[str], Non
         samples: batch of responses.
         output: their rewards.
         info: called with messages about failures.
-        what: name of the failed quantity in these messages.
+        quantity: name of the failed quantity in these messages.
     """
     import torch
 
     errors = samples.objects.get("error", [])
     failures = output.failures | {i: reason for i, reason in enumerate(errors) if reason}
-    log_failures(failures, info, what)
+    log_failures(failures, info, quantity)
     failed_B = torch.zeros(len(samples))
     failed_B[list(failures)] = 1.0
     # 0 instead of the NaN of a failed reward, which would spread to the means of other responses.
@@ -134,10 +134,10 @@ def check_rewarded(samples: Batch) -> None:
         )
 
 
-def log_failures(failures: Mapping[int, str], info: Callable[[str], None], what: str = "reward") -> None:
+def log_failures(failures: Mapping[int, str], info: Callable[[str], None], quantity: str = "reward") -> None:
     """Report the first few responses without a reward one by one, and the number of all others."""
     for index, reason in list(failures.items())[:NAMED_FAILURES]:
-        info(f"response {index} has no {what}: {reason}")
+        info(f"response {index} has no {quantity}: {reason}")
     if len(failures) > NAMED_FAILURES:
         info(f"and {len(failures) - NAMED_FAILURES} more failed")
 

@@ -174,8 +174,10 @@ def openrlhf_returns(reward_BT: Tensor, mask_BT: Tensor, gamma: float) -> Tensor
 
 def openrlhf_whiten(x_BT: Tensor, mask_BT: Tensor, no_std_norm: bool) -> Tensor:
     mean = (x_BT * mask_BT).sum() / mask_BT.sum()
+    if no_std_norm:
+        return x_BT - mean
     variance = ((x_BT - mean).square() * mask_BT).sum() / mask_BT.sum()
-    return (x_BT - mean) * (1.0 if no_std_norm else variance.clamp(min=1e-8).rsqrt())
+    return (x_BT - mean) * variance.clamp(min=1e-8).rsqrt()
 
 
 def openrlhf_kl(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
@@ -190,13 +192,17 @@ def adaptive_kl(value: float, kl: float, target: float, horizon: float, steps: i
 
 def openrlhf_overlong(reward: float, length: int, max_length: int, buffer: int, factor: float) -> float:
     exceed = min(length - (max_length - buffer), buffer)
-    return reward - exceed / buffer * factor if exceed > 0 else reward
+    if exceed <= 0:
+        return reward
+    return reward - exceed / buffer * factor
 
 
 def openrlhf_stop_properly(reward: float, truncated: bool, coef: float) -> float:
     if not truncated:
         return reward
-    return reward * coef if coef >= 0 else coef
+    if coef < 0:
+        return coef
+    return reward * coef
 
 
 # OpenRLHF: losses.
@@ -205,7 +211,9 @@ def openrlhf_stop_properly(reward: float, truncated: bool, coef: float) -> float
 def surrogate(ratio: Tensor, advantage: Tensor, low: float, high: float, dual: float | None = None) -> Tensor:
     """PPO loss of both systems. OpenRLHF writes it as a gain, verl as a cost."""
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
-    return -gain if dual is None else -torch.where(advantage < 0, torch.maximum(gain, dual * advantage), gain)
+    if dual is None:
+        return -gain
+    return -torch.where(advantage < 0, torch.maximum(gain, dual * advantage), gain)
 
 
 def token_ratio(logprob: Tensor, old_logprob: Tensor) -> Tensor:
@@ -296,13 +304,17 @@ def each_group(reward_B: Tensor, group_B: Tensor, of_group: Callable[[Tensor, Te
 
 def verl_centred(reward: Tensor) -> Tensor:
     """Rewards of a group minus their mean. The mean of a group of one counts as 0."""
-    return reward if len(reward) == 1 else reward - reward.mean()
+    if len(reward) == 1:
+        return reward
+    return reward - reward.mean()
 
 
 def verl_grpo(reward_B: Tensor, group_B: Tensor, by_std: bool) -> Tensor:
     def of_group(reward: Tensor, place: Tensor) -> Tensor:
+        if not by_std:
+            return verl_centred(reward)
         std = torch.ones(()) if len(reward) == 1 else reward.std()
-        return verl_centred(reward) / (std + 1e-6) if by_std else verl_centred(reward)
+        return verl_centred(reward) / (std + 1e-6)
 
     return each_group(reward_B, group_B, of_group)
 
@@ -314,7 +326,9 @@ def verl_passk(reward_B: Tensor, group_B: Tensor, by_std: bool) -> Tensor:
         out = torch.zeros_like(reward)
         order = reward.argsort(descending=True)
         lead = reward[order[0]] - reward[order[1]]
-        out[order[0]] = lead / (reward.std() + 1e-6) if by_std else lead
+        if by_std:
+            lead = lead / (reward.std() + 1e-6)
+        out[order[0]] = lead
         return out
 
     return each_group(reward_B, group_B, of_group)
@@ -322,7 +336,7 @@ def verl_passk(reward_B: Tensor, group_B: Tensor, by_std: bool) -> Tensor:
 
 def verl_rloo(reward_B: Tensor, group_B: Tensor) -> Tensor:
     def of_group(reward: Tensor, place: Tensor) -> Tensor:
-        return verl_centred(reward) * (1 if len(reward) == 1 else len(reward) / (len(reward) - 1))
+        return verl_centred(reward) * (len(reward) / max(len(reward) - 1, 1))
 
     return each_group(reward_B, group_B, of_group)
 
@@ -330,7 +344,9 @@ def verl_rloo(reward_B: Tensor, group_B: Tensor) -> Tensor:
 def verl_opo(reward_B: Tensor, length_B: Tensor, group_B: Tensor) -> Tensor:
     def of_group(reward: Tensor, place: Tensor) -> Tensor:
         weight = length_B[place].double()
-        return reward if len(reward) == 1 else reward - (weight * reward).sum() / weight.sum()
+        if len(reward) == 1:
+            return reward
+        return reward - (weight * reward).sum() / weight.sum()
 
     return each_group(reward_B, group_B, of_group)
 
@@ -426,12 +442,16 @@ def verl_agg(loss_BT: Tensor, mask_BT: Tensor, mode: str, tokens: int, sequences
     """Aggregation on one rank, with the counts of the complete mini-batch."""
     sum_B = (loss_BT * mask_BT).sum(1)
     count_B = mask_BT.sum(1)
-    if mode in ("token-mean", "token-sum"):
-        return sum_B.sum() / (tokens if mode == "token-mean" else 1)
+    if mode == "token-sum":
+        return sum_B.sum()
+    if mode == "token-mean":
+        return sum_B.sum() / tokens
     if mode == "seq-mean-token-mean":
         return (sum_B / (count_B + 1e-8))[count_B > 0].sum() / sequences
     total = sum_B[count_B > 0].sum() / sequences
-    return total if mode == "seq-mean-token-sum" else total / (scale or loss_BT.shape[1])
+    if mode == "seq-mean-token-sum":
+        return total
+    return total / (scale or loss_BT.shape[1])
 
 
 # verl: rollout correction, with d = log p - log q.
@@ -441,7 +461,9 @@ def verl_is(d_BT: Tensor, mask_BT: Tensor, level: str, high: float, low: float |
     if level == "sequence":
         d_BT = (d_BT * mask_BT).sum(1, keepdim=True).expand_as(d_BT)
     w_BT = d_BT.clamp(-20, 20).exp() * mask_BT
-    return w_BT.clamp(max=high) if low is None else torch.where((w_BT >= low) & (w_BT <= high), w_BT, 0.0)
+    if low is None:
+        return w_BT.clamp(max=high)
+    return torch.where((w_BT >= low) & (w_BT <= high), w_BT, 0.0)
 
 
 def verl_rs(d_BT: Tensor, mask_BT: Tensor, option: str, high: float, low: float = 0.0) -> Tensor:
