@@ -135,9 +135,7 @@ def micro_batch_indices(
             starts.append(i)
             rows = 1
             tokens = length
-    if not starts:
-        return []
-    return list(order_B.tensor_split(starts[1:]))
+    return list(order_B.tensor_split(starts[1:])) if starts else []
 
 
 def balanced_shares(lengths_B: Tensor, n: int, attention: float = 0.0) -> list[Tensor]:

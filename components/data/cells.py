@@ -103,15 +103,11 @@ def _json_reader(kind: Any) -> Callable[[Any], Any]:
 
 
 def _read_json(text: str | None) -> Any:
-    if text is None:
-        return None
-    return json.loads(text)
+    return None if text is None else json.loads(text)
 
 
 def _read_items(read_item: Callable[[Any], Any], items: Sequence[Any] | None) -> Any:
-    if items is None:
-        return None
-    return [read_item(item) for item in items]
+    return None if items is None else [read_item(item) for item in items]
 
 
 def _read_fields(readers: Mapping[str, Callable[[Any], Any]], value: Mapping[str, Any] | None) -> Any:
@@ -251,9 +247,7 @@ def text_message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _part(part: Any, where: str) -> str:
-    fields: dict[str, Any] = {}
-    if isinstance(part, dict):
-        fields = without_nulls(part)
+    fields: dict[str, Any] = without_nulls(part) if isinstance(part, dict) else {}
     kind = fields.get("type", "text")
     if kind != "text":
         raise ValueError(f"{where}: its content has a part of type {kind!r}; only text parts can be read")

@@ -92,9 +92,7 @@ def embedding_rows(path: str | Path) -> int | None:
         rows = config.get("text_config", config).get("vocab_size", config.get("vocab_size"))
     except (OSError, ValueError, AttributeError, RecursionError):
         return None  # errors of a config.json are reported where the model is checked
-    if not isinstance(rows, int):
-        return None
-    return rows
+    return rows if isinstance(rows, int) else None
 
 
 def limit_rows(tokenizer: PreTrainedTokenizerBase, model_path: str | Path) -> None:

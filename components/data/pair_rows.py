@@ -262,9 +262,7 @@ def _follows(response: Messages, before: Messages) -> bool:
     """Return True if messages may be a response to the messages before."""
     if not response:
         return False
-    last_role = None
-    if before:
-        last_role = before[-1]["role"]
+    last_role = before[-1]["role"] if before else None
     if response[0]["role"] == ASSISTANT:
         return last_role != ASSISTANT
     return response[0]["role"] in ("user", "tool") and last_role in (None, ASSISTANT)
@@ -312,9 +310,7 @@ def _column(row: Mapping[str, Any], name: str, value: Any, option: str) -> Any:
     content = f"found {kind_of(row.get(name))}"
     if row.get(name) is None:
         content = f"but it is null or absent; there are the columns {sorted(map(str, row))}"
-    remedy = ""
-    if option != "prompt_key":
-        remedy = _remedy(row)
+    remedy = "" if option == "prompt_key" else _remedy(row)
     raise ValueError(f"column {name!r} must hold text or a list of chat messages, {content}; set data.{option}{remedy}")
 
 
@@ -366,9 +362,7 @@ def _from_messages(
         )
     if tools:
         check_tools_written(chosen, tools, tokenizer)
-    prompt = ""
-    if count:
-        prompt = render_prompt(chosen[:count], tokenizer, tools=tools)
+    prompt = render_prompt(chosen[:count], tokenizer, tools=tools) if count else ""
     # The complete conversation is rendered, because the end of a message depends on the template.
     texts = [render_conversation(messages, tokenizer, tools) for messages in (chosen, rejected)]
     if not all(text.startswith(prompt) for text in texts):

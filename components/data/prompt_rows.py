@@ -188,6 +188,4 @@ def _other_columns(record: Mapping[str, Any], prompt_key: str, label_key: str | 
     if label_key == "label":
         read.add("label")
     others = {name: value for name, value in record.items() if name not in read}
-    if isinstance(prompt, str):
-        return others
-    return {"prompt": prompt} | others
+    return others if isinstance(prompt, str) else {"prompt": prompt} | others

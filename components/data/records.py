@@ -93,9 +93,7 @@ def _read_file(path: Path, label_key: str | None) -> Any:
     if kind not in FILE_TYPES:
         raise ValueError(f"data file {str(path)!r} is none of {', '.join(FILE_TYPES)}; convert it to one of them")
     try:
-        if kind in (".json", ".jsonl"):
-            return _read_json(path, label_key)
-        return _read_table(path)
+        return _read_json(path, label_key) if kind in (".json", ".jsonl") else _read_table(path)
     except MemoryError as error:
         raise ValueError(f"data file {str(path)!r} does not fit into memory; split it, or use fewer rows") from error
 
@@ -249,9 +247,7 @@ def _parse_json(text: str, where: str, label_key: str | None) -> Any:
 
 
 def _as_list(value: Any) -> list[Any]:
-    if isinstance(value, list):
-        return value
-    return [value]
+    return value if isinstance(value, list) else [value]
 
 
 def _lone_surrogate(value: Any) -> str:

@@ -120,9 +120,7 @@ def with_rewards(samples: Batch, output: RewardOutput, info: Callable[[str], Non
 def drop_unrewarded(samples: Batch) -> Batch:
     """Return the responses that have a reward. The others take part in no baseline, no mean and no loss."""
     failed_B = samples["reward_failed"] > 0
-    if not bool(failed_B.any()):
-        return samples
-    return samples.select(~failed_B)
+    return samples.select(~failed_B) if bool(failed_B.any()) else samples
 
 
 def check_rewarded(samples: Batch) -> None:
@@ -204,16 +202,12 @@ def old_logprobs(micro: Batch, logprob_N: Tensor, column: str = "logprob") -> Te
     Returns:
         [N] without gradient.
     """
-    if column in micro:
-        return micro[column]
-    return logprob_N.detach()
+    return micro[column] if column in micro else logprob_N.detach()
 
 
 def main_branches(samples: Batch) -> Batch:
     """Return the main sequence of each sample (`branch` 0), which is all sequences without a column `branch`."""
-    if "branch" not in samples:
-        return samples
-    return samples.select(samples["branch"] == 0)
+    return samples.select(samples["branch"] == 0) if "branch" in samples else samples
 
 
 def shuffled_minibatches(count: int, parts: int, epochs: int, *, seed: int, step: int) -> list[Tensor]:

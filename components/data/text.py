@@ -293,9 +293,7 @@ def _filled(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, 
         with_null = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except TypeError:  # a template that concatenates contents with other text
         return with_empty
-    if str(with_null).count("None") > str(with_empty).count("None"):
-        return with_empty
-    return with_null
+    return with_empty if str(with_null).count("None") > str(with_empty).count("None") else with_null
 
 
 def pad_apart_from_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -367,6 +365,4 @@ def _alphabet(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | None:
         return None
     special = set(tokenizer.all_special_ids)
     characters = [str(tokenizer.decode([index])) for index in range(len(tokenizer)) if index not in special]
-    if any(len(character) != 1 for character in characters):
-        return None
-    return frozenset(characters)
+    return None if any(len(character) != 1 for character in characters) else frozenset(characters)

@@ -126,9 +126,7 @@ class Child:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_TIMEOUT_S)
         code = self._process.returncode
-        if code is None:
-            return "it closed its connection"
-        return exit_reason(code)
+        return "it closed its connection" if code is None else exit_reason(code)
 
     def end(self) -> None:
         """End the child: an idle child by itself, any other by a signal."""
@@ -219,9 +217,7 @@ def _descendants(pid: int) -> list[int]:
 
 def exit_reason(code: int) -> str:
     """Describe an exit code. A negative one is the number of a signal."""
-    if code < 0:
-        return f"signal {signal.Signals(-code).name}"
-    return f"exit code {code}"
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 # Frames, for parent and child.
@@ -316,9 +312,7 @@ def load_file(path: Path) -> ModuleType:
 def short_line(text: str, length: int = 300) -> str:
     """Return a text as one line of at most `length` characters, followed by ... if it was longer."""
     joined = " ".join(text.split())
-    if len(joined) > length:
-        return f"{joined[:length]}..."
-    return joined
+    return f"{joined[:length]}..." if len(joined) > length else joined
 
 
 def cut_text(text: str, length: int) -> str:

@@ -316,17 +316,13 @@ def read_columns(result: Any, count: int) -> Columns:
         ValueError: the result is not understood, or a number is not finite.
     """
     if not isinstance(result, Mapping) or "rewards" not in result:
-        keys = ""
-        if isinstance(result, Mapping):
-            keys = f" with the keys {sorted(map(str, result))}"
+        keys = f" with the keys {sorted(map(str, result))}" if isinstance(result, Mapping) else ""
         raise ValueError(
             f"returned a {type(result).__name__}{keys}; return one number for each response, in a list or as 'rewards' "
             "of a dict, which may have 'scores' and 'extra_logs' too"
         )
     rewards = _numbers(result["rewards"], count, "'rewards'")
-    scores = rewards
-    if result.get("scores") is not None:
-        scores = _numbers(result["scores"], count, "'scores'")
+    scores = _numbers(result["scores"], count, "'scores'") if result.get("scores") is not None else rewards
     for name, column in (("rewards", rewards), ("scores", scores)):
         for value in column:
             # `not <=` also rejects NaN. A larger number would become infinite in float32.
@@ -455,6 +451,4 @@ def _number(value: numbers.Real) -> float:
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list):
-        return ()
-    return (len(value), *_shape((value or [None])[0]))
+    return (len(value), *_shape((value or [None])[0])) if isinstance(value, list) else ()

@@ -252,16 +252,12 @@ class ConcurrentCalls:
                 return list(value)
             return value
         except Exception as error:  # noqa: BLE001 - the user's function may raise anything, and fails for one response
-            if timeout.expired():
-                return f"no result after {self.timeout_s:g} s", ""
-            return described(error)
+            return (f"no result after {self.timeout_s:g} s", "") if timeout.expired() else described(error)
 
 
 def _plain(value: Any) -> Any:
     """Convert a tensor or an array to Python numbers. Other values are returned unchanged."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return value
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def read_rewards(result: Any, count: int) -> Columns:

@@ -88,18 +88,14 @@ def _part_name(spec: str) -> str:
     if not is_reward_file(spec):
         return _plain(spec)
     path, name = reward_function(spec)
-    if name in FUNCTION_NAMES:
-        return _plain(path.stem)
-    return name
+    return _plain(path.stem) if name in FUNCTION_NAMES else name
 
 
 def _with_file(spec: str, name: str) -> str:
     if not is_reward_file(spec):
         return name
     stem = _plain(Path(spec.rpartition(".py")[0]).name)
-    if stem == name:
-        return name
-    return f"{stem}_{name}"
+    return name if stem == name else f"{stem}_{name}"
 
 
 def _plain(text: str) -> str:

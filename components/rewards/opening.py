@@ -43,9 +43,7 @@ def open_reward(spec: str, settings: RewardSettings | None = None) -> RewardSour
     check_reward(spec)
     settings = settings or RewardSettings()
     parts = reward_parts(spec)
-    if parts == [(1.0, spec)]:
-        return _open_one(spec, settings)
-    return RewardSum(parts, settings)
+    return _open_one(spec, settings) if parts == [(1.0, spec)] else RewardSum(parts, settings)
 
 
 def _open_one(spec: str, settings: RewardSettings, *, in_sum: bool = False) -> RewardSource:

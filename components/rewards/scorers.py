@@ -110,9 +110,7 @@ def math_answer(response: str, label: str) -> float:
     for module in ("parser", "grader"):
         logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
     # Without a delimiter, math-verify would read only numbers from a label such as \sqrt{2}.
-    marked_label = label
-    if "$" not in label and "\\boxed" not in label:
-        marked_label = f"\\boxed{{{label}}}"
+    marked_label = label if "$" in label or "\\boxed" in label else f"\\boxed{{{label}}}"
     gold = parse(marked_label, parsing_timeout=0)
     if not gold:
         raise ValueError(f"the label {label!r} holds no mathematical answer; set the label key to the field that does")
@@ -188,17 +186,13 @@ def default_scorer(source: str) -> str | None:
     for name in source.split(","):
         generator = data_source(name.strip())
         scorers.add(generator and generator.scorer)
-    if len(scorers) > 1:
-        return None
-    return scorers.pop()
+    return None if len(scorers) > 1 else scorers.pop()
 
 
 def _value(match: re.Match[str]) -> Decimal:
     # Decimal instead of float, which would round long numbers so that different ones are equal.
     number = Decimal(match["digits"].replace(",", ""))
-    if match["sign"] in ("-", "−"):
-        return number.copy_negate()
-    return number
+    return number.copy_negate() if match["sign"] in ("-", "−") else number
 
 
 def _label_value(label: str) -> Decimal:
