@@ -63,10 +63,7 @@ class Batch(Layout):
         self._fill(per_token, per_sequence, objects)
 
     def _fill(
-        self,
-        per_token: Mapping[str, Tensor],
-        per_sequence: Mapping[str, Tensor],
-        objects: Mapping[str, Sequence[Any]],
+        self, per_token: Mapping[str, Tensor], per_sequence: Mapping[str, Tensor], objects: Mapping[str, Sequence[Any]]
     ) -> None:
         self.per_token: Mapping[str, Tensor] = MappingProxyType({**per_token})
         """The per-token columns, each [N]."""
@@ -77,10 +74,7 @@ class Batch(Layout):
         """The columns of Python objects, each of length B."""
 
     def _check(
-        self,
-        per_token: Mapping[str, Tensor],
-        per_sequence: Mapping[str, Tensor],
-        objects: Mapping[str, Sequence[Any]],
+        self, per_token: Mapping[str, Tensor], per_sequence: Mapping[str, Tensor], objects: Mapping[str, Sequence[Any]]
     ) -> None:
         seen: set[str] = set()
         for name in chain(per_token, per_sequence, objects):

@@ -59,12 +59,7 @@ class PreferenceData:
 
 
 def load_pairs(
-    source: str,
-    *,
-    split: str = "train",
-    max_rows: int | None = None,
-    seed: int = 0,
-    note: Note | None = None,
+    source: str, *, split: str = "train", max_rows: int | None = None, seed: int = 0, note: Note | None = None
 ) -> list[dict[str, Any]]:
     """Read or generate rows of pairs.
 
@@ -130,11 +125,7 @@ def check_pair_tokens(pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase)
 
 
 def encode_pairs(
-    pairs: Sequence[Pair],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_tokens: int | None = None,
-    with_mask: bool = False,
+    pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase, *, max_tokens: int | None = None, with_mask: bool = False
 ) -> PreferenceData:
     """Tokenize pairs, with one end token after each response.
 

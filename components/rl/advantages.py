@@ -208,12 +208,7 @@ def remax(reward_N: Tensor, greedy_reward_B: Tensor, action_mask_N: Tensor, leng
 
 
 def optimal_token_baseline(
-    reward_N: Tensor,
-    energy_N: Tensor,
-    action_mask_N: Tensor,
-    lengths_B: Tensor,
-    group_B: Tensor,
-    epsilon: float = 1e-8,
+    reward_N: Tensor, energy_N: Tensor, action_mask_N: Tensor, lengths_B: Tensor, group_B: Tensor, epsilon: float = 1e-8
 ) -> tuple[Tensor, Tensor]:
     """Returns minus a per-token baseline that minimises the variance of the gradient.
 

@@ -19,15 +19,7 @@ import torch
 from torch import Tensor
 
 from components.rl.aggregation import TokenLoss
-from components.rl.masked import (
-    action_counts,
-    check_columns,
-    check_lengths,
-    chosen,
-    log_ratio,
-    sequence_sums,
-    spread,
-)
+from components.rl.masked import action_counts, check_columns, check_lengths, chosen, log_ratio, sequence_sums, spread
 
 Divergence = Literal["tv", "kl"]
 """Divergence of `dppo_loss`: total variation, or Kullback-Leibler."""
@@ -352,13 +344,7 @@ def clip_cov_loss(
 
 
 def kl_cov_loss(
-    logprob_N: Tensor,
-    old_logprob_N: Tensor,
-    advantage_N: Tensor,
-    action_mask_N: Tensor,
-    held_N: Tensor,
-    *,
-    coef: float,
+    logprob_N: Tensor, old_logprob_N: Tensor, advantage_N: Tensor, action_mask_N: Tensor, held_N: Tensor, *, coef: float
 ) -> TokenLoss:
     """KL-Cov loss: -r A, plus coef |log r| on the tokens that would reduce the entropy most.
 

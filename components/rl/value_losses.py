@@ -41,9 +41,5 @@ def clipped_value_loss(
     clipped_N = value_N.clamp(old_value_N - clip, old_value_N + clip)
     square_N = (value_N - return_N).square()
     clipped_square_N = (clipped_N - return_N).square()
-    metrics = {
-        "clip_frac": clipped_square_N > square_N,
-        "value_mean": value_N.detach(),
-        "return_mean": return_N,
-    }
+    metrics = {"clip_frac": clipped_square_N > square_N, "value_mean": value_N.detach(), "return_mean": return_N}
     return TokenLoss(0.5 * torch.maximum(square_N, clipped_square_N), metrics)
