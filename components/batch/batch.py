@@ -100,9 +100,7 @@ class Batch(Layout):
             unit = kind.removeprefix("per-")
             raise ValueError(f"{kind} column {name!r} has shape {list(x.shape)}, but the batch has {size} {unit}s")
         if x.device != self.lengths.device:
-            raise ValueError(
-                f"{kind} column {name!r} is on {x.device}, the batch on {self.lengths.device}; move one with .to()"
-            )
+            raise ValueError(f"{kind} column {name!r} is on {x.device}, the batch on {self.lengths.device}; use .to()")
 
     @classmethod
     def from_rows(
@@ -129,9 +127,7 @@ class Batch(Layout):
                 if length != expected:
                     raise ValueError(f"row {i} of {name!r} has {length} entries, but that of {first!r} has {expected}")
         if not first:
-            raise ValueError(
-                "from_rows needs at least one per-token column, which defines the lengths of the sequences"
-            )
+            raise ValueError("from_rows needs at least one per-token column, which defines the sequence lengths")
         return cls(
             lengths,
             {name: ragged.end_to_end(rows) for name, rows in per_token.items()},
@@ -375,7 +371,7 @@ class Batch(Layout):
                 odd = set(getattr(parts[0], kind)) ^ set(getattr(part, kind))
                 if odd:
                     raise ValueError(
-                        f"batches 0 and {i} of concat differ in their {kind} columns: only one has {sorted(odd)}"
+                        f"batches 0 and {i} of concat differ in {kind} columns: only one has {sorted(odd)}"
                     )
         first = parts[0]
         return cls(
@@ -484,7 +480,7 @@ class Batch(Layout):
         tokens_N = self._token_column(name)
         if self.num_tokens > torch.iinfo(torch.int32).max:
             raise ValueError(
-                f"{self.num_tokens} tokens are too many to pack: attention kernels use int32 offsets; split the batch"
+                f"{self.num_tokens} tokens are too many to pack, as kernels count in int32; split the batch"
             )
         return Packed(tokens_N, self.positions(), self.offsets.to(torch.int32), ragged.longest(self.lengths))
 

@@ -58,9 +58,7 @@ def to_table(
     for name, x_B in per_sequence.items():
         values, dtype = _to_arrow(name, x_B.reshape(-1))
         described[name] = ("per_sequence", dtype, list(x_B.shape[1:]))
-        if x_B.dim() > 1:
-            values = pa.array(x_B.flatten(1).tolist())
-        arrays[name] = values
+        arrays[name] = values if x_B.dim() == 1 else pa.array(x_B.flatten(1).tolist())
     for name, column in objects.items():
         arrays[name], encoding = _objects_to_arrow(name, column)
         described[name] = ("objects", encoding, [])
@@ -77,9 +75,7 @@ def _to_arrow(name: str, x: Tensor) -> tuple[Any, str]:
     try:
         return pa.array(to_numpy(x)[0]), dtype
     except pa.ArrowException as error:
-        raise ValueError(
-            f"column {name!r} of dtype {x.dtype} fits no table ({error}); drop it with .without()"
-        ) from error
+        raise ValueError(f"column {name!r} of {x.dtype} fits no table ({error}); drop it with .without()") from error
 
 
 def _objects_to_arrow(name: str, column: Sequence[Any]) -> tuple[Any, str]:
@@ -128,18 +124,14 @@ def from_table(table: Any) -> tuple[Tensor, Mapping[str, dict[str, Any]]]:
         column = table.column(name)
         if kind == "objects":
             items = column.to_pylist()
-            if dtype == "json":
-                items = _from_json(items)
-            kinds[kind][name] = items
+            kinds[kind][name] = _from_json(items) if dtype == "json" else items
             continue
         torch_dtype = getattr(torch, dtype)
         if tail:
             kinds[kind][name] = torch.tensor(column.to_pylist(), dtype=torch_dtype).reshape(len(column), *tail)
             continue
         values = column.combine_chunks()
-        if kind == "per_token":
-            values = values.flatten()
-        kinds[kind][name] = _from_arrow(values).to(torch_dtype)
+        kinds[kind][name] = _from_arrow(values.flatten() if kind == "per_token" else values).to(torch_dtype)
     return _from_arrow(table.column("lengths").combine_chunks()), kinds
 
 

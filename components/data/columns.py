@@ -139,7 +139,7 @@ def refuse_without_a_place(record: Mapping[str, Any], ignored: Collection[str] =
         )
     for name in filled(record, WITHOUT_A_PLACE, ignored):
         raise ValueError(
-            f"column {name!r} holds {WITHOUT_A_PLACE[name]}, or set data.ignored_columns={name} to leave it out"
+            f"column {name!r} holds {WITHOUT_A_PLACE[name]}, or set data.ignored_columns={name} to skip it"
         )
 
 

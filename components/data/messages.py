@@ -114,9 +114,7 @@ def is_learnt(message: Mapping[str, Any]) -> bool:
     marks = {name: message[name] for name in ("weight", "train") if message.get(name) is not None}
     for name, mark in marks.items():
         if not isinstance(mark, int | float) or mark not in (0, 1):
-            raise ValueError(
-                f"a message of {message['role']!r} has {name!r}: {mark!r}; give 1 (it is learnt) or 0 (it is not)"
-            )
+            raise ValueError(f"a message of {message['role']!r} has {name!r}: {mark!r}; give 1 (learnt) or 0 (not)")
         if mark and message["role"] != ASSISTANT:
             raise ValueError(
                 f"a message of {message['role']!r} has {name!r}: {mark!r}, and only the assistant's messages are "

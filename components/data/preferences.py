@@ -159,9 +159,7 @@ def encode_pairs(
         tokens += [ids for ids, _ in encoded]
         masks += [torch.arange(len(ids)) >= start for ids, start in encoded]
     if not kept:
-        raise ValueError(
-            f"none of the {len(pairs)} pairs can be used (dropped: {dropped}); raise data.max_tokens, or use other data"
-        )
+        raise ValueError(f"none of the {len(pairs)} pairs can be used (dropped: {dropped}); raise data.max_tokens")
     columns: dict[str, Any] = {"tokens": tokens}
     if with_mask:
         columns["loss_mask"] = masks

@@ -140,9 +140,7 @@ def check_prompt(prompt: Any, where: str, key: str = "prompt_key") -> None:
             f"set {key} to the field with the prompt"
         )
     if all(message["role"] == "system" or _is_empty(message) for message in prompt):
-        raise ValueError(
-            f"{where}: all messages but the system's are empty, so there is nothing to respond to; add a user's message"
-        )
+        raise ValueError(f"{where}: all messages but the system's are empty; add a user's message")
 
 
 def _is_empty(message: Mapping[str, Any]) -> bool:

@@ -102,9 +102,7 @@ def _read_json(path: Path, label_key: str | None) -> Any:
     try:
         text = read_bytes(path).decode("utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"data file {str(path)!r} cannot be read as UTF-8 text ({error}); correct or convert it"
-        ) from error
+        raise ValueError(f"data file {str(path)!r} cannot be read as UTF-8 text ({error}); convert it") from error
     except ValueError as error:  # the file unpacks to more than the limit
         raise ValueError(f"data file {str(path)!r} cannot be read: {error}") from error
     if _type_of(path) == ".json":
@@ -155,9 +153,7 @@ def _read_folder(folder: Path, data_dir: str | None, split: str, label_key: str 
             f"{', '.join(FILE_TYPES)} files, or one that save_to_disk wrote"
         ) from error
     if split not in files:
-        raise ValueError(
-            f"data folder {str(path)!r} has no split {split!r}; set it to one of: {', '.join(map(repr, files))}"
-        )
+        raise ValueError(f"data folder {str(path)!r} has no split {split!r}; set one of: {', '.join(map(repr, files))}")
     records: list[Any] = []
     for file in files[split]:
         rows = _read_file(file, label_key)

@@ -339,7 +339,7 @@ def read_template(chat_template: str) -> str:
         render_jinja_template([], chat_template=chat_template)
     except TemplateSyntaxError as error:
         raise ValueError(
-            f"chat_template is not valid Jinja: line {error.lineno}: {error.message}; correct the template"
+            f"chat_template is not valid Jinja: line {error.lineno}: {error.message}; correct it"
         ) from error
     return chat_template
 

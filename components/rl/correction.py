@@ -213,9 +213,8 @@ def _at_level(x_N: Tensor, action_mask_N: Tensor, lengths_B: Tensor, level: Leve
         raise ValueError(f"level={level!r} is unknown; set one of {', '.join(get_args(Level))}")
     if level == "token":
         return x_N
-    if level == "sequence":
-        return spread(sequence_sums(x_N, lengths_B), lengths_B, len(x_N))
-    return spread(sequence_means(x_N, action_mask_N, lengths_B), lengths_B, len(x_N))
+    x_B = sequence_sums(x_N, lengths_B) if level == "sequence" else sequence_means(x_N, action_mask_N, lengths_B)
+    return spread(x_B, lengths_B, len(x_N))
 
 
 def _k3(d: Tensor) -> Tensor:

@@ -90,6 +90,6 @@ def adapted_kl_coef(coef: float, kl: float, *, target: float, horizon: float, sa
     """
     if not math.isfinite(kl):
         raise ValueError(
-            f"The KL of the step is {kl}, so its coefficient cannot be adapted; check its log-probabilities."
+            f"the KL of the step is {kl}, so its coefficient cannot be adapted; check the log-probabilities"
         )
     return coef * (1.0 + min(max(kl / target - 1.0, -0.2), 0.2) * samples / horizon)

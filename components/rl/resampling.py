@@ -28,9 +28,7 @@ def selection_weights(reward_B: Tensor, rule: Selection, power: float = 2.0) -> 
         ValueError: the rule is unknown, or a reward is not finite.
     """
     if not bool(reward_B.isfinite().all()):
-        raise ValueError(
-            "A reward is NaN or infinite, so responses cannot be drawn by reward; check the reward function."
-        )
+        raise ValueError("a reward is NaN or infinite, so responses cannot be drawn by it; check the reward function")
     reward_B = reward_B.detach().double()
     is_best_B = reward_B == reward_B.max()
     if rule == "pow":

@@ -32,10 +32,7 @@ def token_rewards(
         ValueError: shapes differ.
     """
     layout = Layout(lengths_B)
-    columns = {}
-    if kl_N is not None:
-        columns["kl_N"] = kl_N
-    check_columns(action_mask_N, **columns)
+    check_columns(action_mask_N, **({} if kl_N is None else {"kl_N": kl_N}))
     if len(action_mask_N) != layout.num_tokens or reward_B.shape != lengths_B.shape:
         raise ValueError(
             f"reward_B has shape {list(reward_B.shape)} and action_mask_N {list(action_mask_N.shape)}, but there "
@@ -95,10 +92,8 @@ def stop_properly_penalty(reward_B: Tensor, truncated_B: Tensor, coef: float) ->
     if truncated_B.dtype != torch.bool:
         raise ValueError(f"truncated_B is {truncated_B.dtype}; it must be bool, True where a response was cut off")
     reward_B = reward_B.float()
-    if coef >= 0:
-        return torch.where(truncated_B, reward_B * coef, reward_B)
     # 0.0 * reward_B + coef instead of coef, which would hide a reward that is NaN.
-    return torch.where(truncated_B, 0.0 * reward_B + coef, reward_B)
+    return torch.where(truncated_B, reward_B * coef if coef >= 0 else 0.0 * reward_B + coef, reward_B)
 
 
 def groups_within(score_B: Tensor, group_B: Tensor, low: float, high: float) -> Tensor:
