@@ -1,1 +1,1 @@
-"""The parts a recipe is made of: batches, RL maths, engines, data. Nothing here knows roles, jobs or recipes."""
+"""Building blocks of recipes: batches, RL maths, engines, data. They do not import roles, jobs or recipes."""

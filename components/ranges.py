@@ -1,4 +1,4 @@
-"""What numbers of a configuration may be, said in their annotations: `epochs: Count = 1`."""
+"""Ranges of the values of a configuration, declared in annotations: `epochs: Count = 1`."""
 
 from __future__ import annotations
 
@@ -13,36 +13,44 @@ from components.registry import names
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers, as text what follows `set it`. NaN is in none."""
+    """Range of numbers. NaN is in no range. Its text follows `set it` in error messages."""
 
     least: float = -math.inf
+    """Inclusive minimum."""
     most: float = math.inf
+    """Inclusive maximum."""
     above: float | None = None
+    """Exclusive minimum."""
     below: float | None = None
+    """Exclusive maximum."""
     also: float | None = None
-    """This, too."""
+    """Further value that is allowed, outside of the range."""
 
     def holds(self, value: Any) -> bool:
-        """Whether the number is in it."""
+        """Return True if the number is in the range."""
+        # For example 0 as "off" beside a range that begins at 1.
         if value == self.also:
             return True
         is_within = (self.above is None or value > self.above) and (self.below is None or value < self.below)
         return is_within and self.least <= value <= self.most
 
     def __str__(self) -> str:
-        words = {"to at least": self.least, "above": self.above, "to at most": self.most, "below": self.below}
-        said = [f"{word} {bound:g}" for word, bound in words.items() if bound is not None and math.isfinite(bound)]
-        return " and ".join(said) + ("" if self.also is None else f", or to {self.also:g}")
+        bounds = {"to at least": self.least, "above": self.above, "to at most": self.most, "below": self.below}
+        finite = {text: bound for text, bound in bounds.items() if bound is not None and math.isfinite(bound)}
+        text = " and ".join(f"{text} {bound:g}" for text, bound in finite.items())
+        if self.also is not None:
+            text += f", or to {self.also:g}"
+        return text
 
 
 @dataclass(frozen=True)
 class OneOf:
-    """A few values."""
+    """Enumeration of allowed values."""
 
     known: tuple[object, ...]
 
     def holds(self, value: Any) -> bool:
-        """Whether the value is one of them."""
+        """Return True if the value is one of them."""
         return value in self.known
 
     def __str__(self) -> str:
@@ -51,14 +59,15 @@ class OneOf:
 
 @dataclass(frozen=True)
 class NameOf:
-    """Names of a kind: basic ones, and those that plug-ins provide."""
+    """Names of a kind of object: built-in names, and names of plug-ins."""
 
     kind: str
-    """Kind of the registry, such as `train engine`."""
+    """Kind in the registry, such as `train engine`."""
     basic: tuple[str, ...] = ()
+    """Built-in names."""
 
     def holds(self, value: Any) -> bool:
-        """True if the value is one of the names."""
+        """Return True if the value is one of the names."""
         return value in self.basic or value in names(self.kind)
 
     def __str__(self) -> str:
@@ -77,17 +86,23 @@ Seconds = Annotated[float, Range(above=0, below=math.inf)]
 
 
 def out_of_range(options: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the faults of the fields of a dataclass that have a `Range`, `OneOf` or `NameOf`. None is allowed where the
-    type has it.
+    """Yield an error message for each field of a dataclass that is outside its `Range`, `OneOf` or `NameOf`.
+
+    None is always accepted here; the type of the field decides about it.
+
+    Args:
+        options: instance of the dataclass.
+        prefix: text before the name of the field.
     """
     for name, allowed in _allowed(type(options)).items():
         value = getattr(options, name)
+        # None passes, because only fields whose type allows it can be None.
         if value is not None and not allowed.holds(value):
             yield f"{prefix}{name}={value}; set it {allowed}"
 
 
 class Checked:
-    """A dataclass that refuses to be made with a field out of its range, with a ValueError."""
+    """Base of dataclasses that raise a ValueError if a field is out of its range."""
 
     def __post_init__(self) -> None:
         if faults := list(out_of_range(self)):
@@ -96,9 +111,9 @@ class Checked:
 
 @functools.cache
 def _allowed(schema: type) -> dict[str, Range | OneOf | NameOf]:
-    found: dict[str, Range | OneOf | NameOf] = {}
+    allowed: dict[str, Range | OneOf | NameOf] = {}
     for name, hint in get_type_hints(schema, include_extras=True).items():
-        for kind in (hint, *get_args(hint)):  # in `Count | None` it is a part of the type
+        for kind in (hint, *get_args(hint)):  # in `Count | None` the annotation is on a part of the type
             for part in getattr(kind, "__metadata__", ()):
-                found[name] = part
-    return found
+                allowed[name] = part
+    return allowed

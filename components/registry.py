@@ -1,13 +1,13 @@
-"""Plug-ins: optional capabilities that the values of options load by kind and name.
+"""Registry of plug-ins, whose objects are loaded by kind and name, as the values of options set them.
 
 A plug-in is a package in `plugins/`, or a package of another project with an entry point in the group
-`troupe.plugins`. The `__init__` of the package imports nothing and lists what the plug-in provides, as
+`troupe.plugins`. The `__init__` of the package imports nothing and lists the objects that the plug-in provides, as
 `module:attribute` relative to the package:
 
     PROVIDES = {"rollout engine": {"vllm": "engine:VLLMRolloutEngine"}}
 
-`load` imports a provided object. No module imports a plug-in in any other way, so that each can be deleted. The package
-`agents` provides its parts in the same way, since a run without an agent needs none of them.
+`load` imports an object. No module imports a plug-in in any other way, so that each can be deleted. The
+package `agents` provides its parts in the same way, because a run without an agent needs none of them.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from pathlib import Path
 from typing import Any
 
 GROUP = "troupe.plugins"
-"""Entry-point group of packages that bring plug-ins; the value of an entry point is the package."""
+"""Entry-point group of other projects' plug-ins. The value of an entry point is the package."""
 FOLDER = Path(__file__).resolve().parents[1] / "plugins"
+"""Folder of this project's plug-ins."""
 PACKAGE = ".".join([*__name__.split(".")[:-2], "plugins"])
-"""`plugins` in a clone, `troupe.plugins` where the wheel is installed."""
+"""Import name of that folder: `plugins` in a clone, `troupe.plugins` in an installed wheel."""
 AGENTS = ".".join([*__name__.split(".")[:-2], "agents"])
 """Package outside of `plugins/` that provides its parts as a plug-in does."""
 
 
 class MissingPlugin(ValueError):
-    """Raised when no plug-in provides what an option names."""
+    """Raised if no plug-in provides the object that an option names."""
 
 
 @dataclass(frozen=True)
 class Provided:
-    """An object that a plug-in provides, not yet imported."""
+    """Reference to an object of a plug-in that is not imported yet."""
 
     package: str
     """Import name of the plug-in."""
@@ -48,8 +49,8 @@ class Provided:
 
 
 def packages() -> list[str]:
-    """Import names of all packages that provide something: the folders in `plugins/`, `agents`, then the packages of
-    entry points.
+    """Return the import names of all packages that provide something: the folders in `plugins/`, `agents`, then the
+    packages of entry points.
     """
     folders = sorted(path.parent.name for path in FOLDER.glob("*/__init__.py"))
     installed = sorted({entry.value for entry in entry_points(group=GROUP)})
@@ -58,59 +59,62 @@ def packages() -> list[str]:
 
 @functools.cache
 def _provided() -> dict[tuple[str, str], Provided]:
-    """Everything that plug-ins provide, by kind and name.
+    """Return all objects of plug-ins by kind and name.
 
     Raises:
-        ValueError: two plug-ins provide the same.
+        ValueError: two plug-ins provide the same kind and name.
     """
     provided: dict[tuple[str, str], Provided] = {}
     for package in packages():
+        # Importing the package is cheap: its __init__ imports nothing.
         table: dict[str, dict[str, str]] = getattr(importlib.import_module(package), "PROVIDES", {})
         for kind, targets in table.items():
             for name, target in targets.items():
                 other = provided.setdefault((kind, name), Provided(package, target))
+                # Which of the two is used must not depend on the order of entry points.
                 if other.package != package:
                     raise ValueError(f"{other.package} and {package} both provide the {kind} {name!r}; remove one")
     return provided
 
 
 def names(kind: str) -> list[str]:
-    """Names that plug-ins provide for a kind, in the order of the plug-ins."""
+    """Return the names that plug-ins provide for a kind, in the order of the plug-ins."""
     return [name for provided_kind, name in _provided() if provided_kind == kind]
 
 
 def module_of(kind: str, name: str) -> str | None:
-    """Import name of the module that a plug-in provides something from; None if no plug-in provides it. Nothing is
-    imported.
-    """
+    """Return the import name of an object's module, without importing it, or None if no plug-in provides the object."""
     provided = _provided().get((kind, name))
     return provided and f"{provided.package}.{provided.target.partition(':')[0]}"
 
 
 def find(kind: str, name: str) -> Any | None:
-    """Import what a plug-in provides, or return None if no plug-in provides it."""
+    """Import an object of a plug-in, or return None if no plug-in provides it."""
     provided = _provided().get((kind, name))
-    return provided.load() if provided else None
+    return provided and provided.load()
 
 
 def load(kind: str, name: str, option: str = "") -> Any:
-    """Import what a plug-in provides.
+    """Import an object of a plug-in.
 
     Args:
-        kind: such as `rollout engine` or `weight carrier`.
-        name: such as `vllm`.
-        option: the option that names it, for the error; default: the kind. With a value, such as `log.wandb=true`,
-            where the value is not the name.
+        kind: kind of object, such as `rollout engine` or `weight carrier`.
+        name: name of the object, such as `vllm`.
+        option: option that names the object, for the error message. By default the kind. If the value of the option is
+            not the name, the option is given with its value, such as `log.wandb=true`.
 
     Raises:
-        MissingPlugin: no plug-in provides it.
+        MissingPlugin: no plug-in provides the object.
     """
     provided = _provided().get((kind, name))
     if provided is None:
-        known = ", ".join(names(kind)) or "none"
-        written, target = (option, f"the {kind} {name}") if "=" in option else (f"{option or kind}={name}", "it")
+        setting = f"{option or kind}={name}"
+        target = "it"
+        if "=" in option:
+            setting = option
+            target = f"the {kind} {name}"
         raise MissingPlugin(
-            f"{written}: no plug-in in {FOLDER.name}/ or among the installed packages provides {target}; "
-            f"provided: {known}"
+            f"{setting}: no plug-in in {FOLDER.name}/ or among the installed packages provides {target}; "
+            f"provided: {', '.join(names(kind)) or 'none'}"
         )
     return provided.load()

@@ -1,6 +1,6 @@
-"""Names with a scheme, such as `task:sort`: values of options that stand for something that a plug-in makes.
+"""Names with a scheme, such as `task:sort`: values of options for which a plug-in creates an object.
 
-A plug-in provides a callable by its scheme. The callable takes the text after the colon.
+A plug-in registers a callable under its scheme. The callable gets the text after the colon.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from components.registry import load, names
 
 _NAME = re.compile(r"([a-z][a-z0-9_]*):(?!//)(.*)", re.DOTALL)
-"""A URL has no scheme in this sense."""
+"""A name with a scheme. URLs, with `//` after the colon, do not match."""
 
 
 def has_scheme_of(kind: str, text: str) -> bool:
@@ -21,23 +21,23 @@ def has_scheme_of(kind: str, text: str) -> bool:
 
 
 def made_by_scheme(kind: str, text: str) -> Any | None:
-    """Make what a name stands for.
+    """Create the object for a name with a scheme.
 
     Args:
-        kind: of the plug-in, such as `data source`.
+        kind: kind in the registry, such as `data source`.
         text: value of an option.
 
     Returns:
-        What the plug-in's callable returns; None for a path, a URL, or a name without a scheme.
+        The result of the plug-in's callable, or None for a path, a URL, or a name without a scheme.
 
     Raises:
         MissingPlugin: no plug-in provides the scheme.
-        ValueError: the plug-in refuses the rest of the name.
+        ValueError: the plug-in rejects the rest of the name.
     """
     match = _NAME.fullmatch(text)
     if match is None:
         return None
     scheme, name = match.groups()
     if scheme not in names(kind) and Path(text).expanduser().exists():
-        return None
+        return None  # a file whose name contains a colon
     return load(kind, scheme)(name)

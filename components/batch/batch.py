@@ -1,10 +1,10 @@
 """Batch: sequences of different lengths, laid end to end without padding.
 
-B sequences; N all tokens of a batch end to end; T tokens of the longest sequence (only where something is padded).
+Shape suffixes: B sequences; N all tokens of a batch end to end; T tokens of the longest sequence (padded tensors only).
 
-Per-token columns have the length of `tokens`, and entry t speaks about token t: its log-probability given the tokens
-before it, the value of the state before it, its advantage. There is no shift to remember. `action_mask` is True where
-the policy produced the token.
+Per-token columns have the length of `tokens`. Entry t belongs to token t: its log-probability given the tokens before
+it, the value of the state before it, its advantage. No column is shifted. `action_mask` is True where the policy
+produced the token.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,11 +27,11 @@ _RESERVED = "lengths"
 class Batch(Layout):
     """B sequences with columns of three kinds: one entry per token, one per sequence, and Python objects.
 
-    Treat a batch as immutable: every method returns a new one, which may share memory with the old one. A batch that
-    came from another process may lie in read-only memory; `writable()` copies it. All tensors are on one device.
+    Treat a batch as immutable: every method returns a new batch, which may share memory with this one. A batch from
+    another process may be in read-only memory; `writable()` copies it. All tensors are on one device.
     """
 
-    __iter__ = None  # it would be ambiguous: columns or sequences?
+    __iter__ = None  # iteration would be ambiguous: over columns or over sequences
 
     def __init__(
         self,
@@ -43,15 +43,17 @@ class Batch(Layout):
         """Check that the sizes of all columns agree.
 
         Args:
-            lengths: [B] tokens in each sequence; zeros are allowed.
-            per_token: each [N], N = sum of lengths.
-            per_sequence: each [B, ...].
-            objects: each B Python objects, picklable if the batch is to cross a process.
+            lengths: [B] number of tokens in each sequence. Zeros are allowed.
+            per_token: tensors of shape [N], with N the sum of lengths.
+            per_sequence: tensors of shape [B, ...].
+            objects: lists of B Python objects. They must be picklable if the batch is sent to another process.
 
         Raises:
             ValueError: a column has the wrong size, device or kind, or its name occurs twice.
         """
-        per_token, per_sequence, objects = per_token or {}, per_sequence or {}, objects or {}
+        per_token = per_token or {}
+        per_sequence = per_sequence or {}
+        objects = objects or {}
         if not isinstance(lengths, Tensor):
             columns = chain(per_token.values(), per_sequence.values())
             device = next((x.device for x in columns if isinstance(x, Tensor)), None)
@@ -61,10 +63,7 @@ class Batch(Layout):
         self._fill(per_token, per_sequence, objects)
 
     def _fill(
-        self,
-        per_token: Mapping[str, Tensor],
-        per_sequence: Mapping[str, Tensor],
-        objects: Mapping[str, Sequence[Any]],
+        self, per_token: Mapping[str, Tensor], per_sequence: Mapping[str, Tensor], objects: Mapping[str, Sequence[Any]]
     ) -> None:
         self.per_token: Mapping[str, Tensor] = MappingProxyType({**per_token})
         """The per-token columns, each [N]."""
@@ -75,19 +74,14 @@ class Batch(Layout):
         """The columns of Python objects, each of length B."""
 
     def _check(
-        self,
-        per_token: Mapping[str, Tensor],
-        per_sequence: Mapping[str, Tensor],
-        objects: Mapping[str, Sequence[Any]],
+        self, per_token: Mapping[str, Tensor], per_sequence: Mapping[str, Tensor], objects: Mapping[str, Sequence[Any]]
     ) -> None:
-        seen = {_RESERVED}
+        seen: set[str] = set()
         for name in chain(per_token, per_sequence, objects):
+            if name == _RESERVED:
+                raise ValueError(f"column name {name!r} is reserved for the lengths of the batch; choose another name")
             if name in seen:
-                raise ValueError(
-                    f"column {name!r} is the batch's own lengths; choose another name"
-                    if name == _RESERVED
-                    else f"column {name!r} is there twice, as columns of different kinds; drop or rename one"
-                )
+                raise ValueError(f"column {name!r} exists twice, in columns of different kinds; drop or rename one")
             seen.add(name)
         for name, x_N in per_token.items():
             self._check_tensor(name, x_N, "per-token", self.num_tokens)
@@ -103,12 +97,10 @@ class Batch(Layout):
         if not isinstance(x, Tensor):
             raise ValueError(f"{kind} column {name!r} is a {type(x).__name__}; make it a tensor with torch.as_tensor")
         if x.dim() == 0 or x.shape[0] != size:
-            unit = "tokens" if kind == "per-token" else "sequences"
-            raise ValueError(f"{kind} column {name!r} has shape {list(x.shape)}, but the batch has {size} {unit}")
+            unit = kind.removeprefix("per-")
+            raise ValueError(f"{kind} column {name!r} has shape {list(x.shape)}, but the batch has {size} {unit}s")
         if x.device != self.lengths.device:
-            raise ValueError(
-                f"{kind} column {name!r} is on {x.device}, the batch on {self.lengths.device}; move one with .to()"
-            )
+            raise ValueError(f"{kind} column {name!r} is on {x.device}, the batch on {self.lengths.device}; use .to()")
 
     @classmethod
     def from_rows(
@@ -117,7 +109,7 @@ class Batch(Layout):
         per_sequence: Mapping[str, Tensor | Sequence[Any]] | None = None,
         objects: Mapping[str, Sequence[Any]] | None = None,
     ) -> Self:
-        """Build a batch from ragged rows; integers become int64, floats float32, tensors keep their dtype.
+        """Build a batch from ragged rows. Integers become int64, floats become float32, tensors keep their dtype.
 
         Raises:
             ValueError: there is no per-token column, or two of them differ in the length of a row.
@@ -125,16 +117,17 @@ class Batch(Layout):
         lengths: list[int] = []
         first = ""
         for name, rows in per_token.items():
-            found = [len(row) for row in rows]
+            row_lengths = [len(row) for row in rows]
             if not first:
-                first, lengths = name, found
-            if len(found) != len(lengths):
-                raise ValueError(f"column {name!r} has {len(found)} rows, but {first!r} has {len(lengths)}")
-            if found != lengths:
-                i = next(i for i, (a, b) in enumerate(zip(found, lengths, strict=True)) if a != b)
-                raise ValueError(f"row {i} of {name!r} has {found[i]} entries, but that of {first!r} has {lengths[i]}")
+                first = name
+                lengths = row_lengths
+            if len(row_lengths) != len(lengths):
+                raise ValueError(f"column {name!r} has {len(row_lengths)} rows, but {first!r} has {len(lengths)}")
+            for i, (length, expected) in enumerate(zip(row_lengths, lengths, strict=True)):
+                if length != expected:
+                    raise ValueError(f"row {i} of {name!r} has {length} entries, but that of {first!r} has {expected}")
         if not first:
-            raise ValueError("from_rows needs at least one per-token column, which has the lengths of the sequences")
+            raise ValueError("from_rows needs at least one per-token column, which defines the sequence lengths")
         return cls(
             lengths,
             {name: ragged.end_to_end(rows) for name, rows in per_token.items()},
@@ -142,14 +135,14 @@ class Batch(Layout):
             objects,
         )
 
-    # --- what is in it ------------------------------------------------------------------------------------------
+    # --- access to columns --------------------------------------------------------------------------------------
 
     @overload
     def __getitem__(self, name: str) -> Any: ...
     @overload
     def __getitem__(self, name: slice) -> Self: ...
     def __getitem__(self, name: str | slice) -> Any:
-        """The column of this name; of a slice the sequences, as `select` gives them."""
+        """Return the column of this name. With a slice, return these sequences as `select` does."""
         if isinstance(name, slice):
             return self.select(name)
         for columns in (self.per_token, self.per_sequence, self.objects):
@@ -170,53 +163,54 @@ class Batch(Layout):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all columns: per-token, per-sequence, objects."""
+        """Names of all columns: per-token, per-sequence, objects."""
         return (*self.per_token, *self.per_sequence, *self.objects)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors; objects are not counted."""
+        """Number of bytes of all tensors. Objects are not counted."""
         tensors = (self.lengths, *self.per_token.values(), *self.per_sequence.values())
         return sum(x.nelement() * x.element_size() for x in tensors)
 
     def row(self, i: int, name: str) -> Tensor:
-        """Sequence i's part of a per-token column, a view; i may be negative."""
+        """Return sequence i's part of a per-token column, as a view. A negative i counts from the end."""
         if not -len(self) <= i < len(self):
-            raise ValueError(f"sequence {i} of a batch of {len(self)}")
+            raise ValueError(f"index out of range: sequence {i} of a batch of {len(self)}")
         i %= len(self)
         return self._token_column(name)[int(self.offsets[i]) : int(self.offsets[i + 1])]
 
     def lists(self, name: str) -> list[list[Any]]:
-        """Every sequence's part of a per-token column, as Python numbers."""
+        """Return every sequence's part of a per-token column as Python numbers."""
         return [part.tolist() for part in self._token_column(name).split(self.lengths.tolist())]
 
     def _token_column(self, name: str) -> Tensor:
         if name not in self.per_token:
             if name in self.names:
-                raise ValueError(f"column {name!r} is no per-token column; those are {', '.join(self.per_token)}")
+                names = ", ".join(self.per_token)
+                raise ValueError(f"column {name!r} is not a per-token column; the per-token columns are {names}")
             raise self._no_column(name)
         return self.per_token[name]
 
-    # --- other columns ------------------------------------------------------------------------------------------
+    # --- change of columns --------------------------------------------------------------------------------------
 
     def with_tokens(self, **columns: Tensor) -> Self:
-        """The batch with per-token columns [N] added or replaced."""
+        """Return the batch with per-token columns [N] added or replaced."""
         return self._with(per_token={**self.per_token, **columns})
 
     def with_sequences(self, **columns: Tensor) -> Self:
-        """The batch with per-sequence columns [B, ...] added or replaced."""
+        """Return the batch with per-sequence columns [B, ...] added or replaced."""
         return self._with(per_sequence={**self.per_sequence, **columns})
 
     def with_objects(self, **columns: Sequence[Any]) -> Self:
-        """The batch with columns of B objects added or replaced."""
+        """Return the batch with columns of B objects added or replaced."""
         return self._with(objects={**self.objects, **columns})
 
     def without(self, *names: str) -> Self:
-        """The batch without these columns."""
+        """Return the batch without these columns."""
         return self._filtered(names, keep=False)
 
     def only(self, *names: str) -> Self:
-        """The batch with these columns and no others; the lengths always stay."""
+        """Return the batch with only these columns. The lengths always stay."""
         return self._filtered(names, keep=True)
 
     def _filtered(self, names: Sequence[str], keep: bool) -> Self:
@@ -235,12 +229,16 @@ class Batch(Layout):
         per_sequence: Mapping[str, Tensor] | None = None,
         objects: Mapping[str, Sequence[Any]] | None = None,
     ) -> Self:
-        """Other columns over the same lengths, whose offsets need not be worked out again."""
-        per_token = self.per_token if per_token is None else per_token
-        per_sequence = self.per_sequence if per_sequence is None else per_sequence
-        objects = self.objects if objects is None else objects
+        """Return a batch with the same lengths and other columns; kinds that are None stay."""
+        if per_token is None:
+            per_token = self.per_token
+        if per_sequence is None:
+            per_sequence = self.per_sequence
+        if objects is None:
+            objects = self.objects
         self._check(per_token, per_sequence, objects)
         new = object.__new__(type(self))
+        # Copies the cached offsets and sequence_ids too, so that they are not computed again.
         vars(new).update(vars(self))
         new._fill(per_token, per_sequence, objects)
         return new
@@ -253,7 +251,7 @@ class Batch(Layout):
         per_sequence: Mapping[str, Tensor],
         objects: Mapping[str, list[Any]],
     ) -> Self:
-        """A batch of columns whose sizes follow from those of this one."""
+        """Return a batch without a check, for columns whose sizes follow from those of this batch."""
         new = object.__new__(type(self))
         Layout.__init__(new, lengths, num_tokens)
         new._fill(per_token, per_sequence, objects)
@@ -269,19 +267,25 @@ class Batch(Layout):
         )
 
     def writable(self) -> Self:
-        """A copy whose tensors may be written into."""
+        """Return a copy whose tensors may be written into."""
         return self._map_tensors(torch.clone)
 
     def to(self, device: torch.device | str) -> Self:
-        """The batch with all tensors on a device."""
+        """Return the batch with all tensors on a device."""
         return self._map_tensors(lambda x: x.to(device))
 
-    # --- other sequences ----------------------------------------------------------------------------------------
+    # --- selection of sequences ---------------------------------------------------------------------------------
 
     def select(self, index: Tensor | Sequence[int] | slice) -> Self:
-        """The sequences at these positions, in this order; positions may repeat, be negative, or be a bool [B].
+        """Return the sequences at these positions, in this order.
 
-        A slice of step 1 is a view, everything else a copy.
+        A slice of step 1 returns a view, everything else a copy.
+
+        Args:
+            index: positions, which may repeat or be negative; a bool mask [B]; or a slice.
+
+        Raises:
+            ValueError: the index has another shape or dtype, or a position is out of range.
         """
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
@@ -291,34 +295,37 @@ class Batch(Layout):
             index = range(start, stop, step)
         index_B = self._positions(index)
         index_N = self.token_index(index_B)
-        chosen = index_B.tolist() if self.objects else []
+        positions = []
+        if self.objects:  # a device-to-host copy, which a batch without objects avoids
+            positions = index_B.tolist()
         return self._unchecked(
             self.lengths[index_B],
             len(index_N),
             {name: x_N.index_select(0, index_N) for name, x_N in self.per_token.items()},
             {name: x_B.index_select(0, index_B) for name, x_B in self.per_sequence.items()},
-            {name: [column[i] for i in chosen] for name, column in self.objects.items()},
+            {name: [column[i] for i in positions] for name, column in self.objects.items()},
         )
 
     def _positions(self, index: Tensor | Sequence[int]) -> Tensor:
-        """[number chosen] int64 positions between 0 and B."""
-        given = torch.as_tensor(index, device=self.lengths.device)
-        if given.dim() != 1:
-            raise ValueError(f"select needs a list of positions, but the index has shape {list(given.shape)}")
-        if given.dtype == torch.bool:
-            if len(given) != len(self):
-                raise ValueError(f"a bool index of {len(given)} entries for {len(self)} sequences")
-            return given.nonzero().squeeze(1)
-        if given.is_floating_point() and len(given):
-            raise ValueError(f"select needs integer positions, but the index is {given.dtype}")
-        given = given.to(torch.int64)
-        outside = (given < -len(self)) | (given >= len(self))
+        """Return int64 positions from 0 to B - 1 for any index but a slice."""
+        index = torch.as_tensor(index, device=self.lengths.device)
+        if index.dim() != 1:
+            raise ValueError(f"select needs a list of positions, but the index has shape {list(index.shape)}")
+        if index.dtype == torch.bool:
+            if len(index) != len(self):
+                raise ValueError(f"a bool index of {len(index)} entries for {len(self)} sequences")
+            return index.nonzero().squeeze(1)
+        # torch makes a float tensor of an empty list.
+        if index.is_floating_point() and len(index):
+            raise ValueError(f"select needs integer positions, but the index is {index.dtype}")
+        index = index.to(torch.int64)
+        outside = (index < -len(self)) | (index >= len(self))
         if bool(outside.any()):
-            raise ValueError(f"select of sequence {int(given[outside][0])} from a batch of {len(self)}")
-        return torch.where(given < 0, given + len(self), given)
+            raise ValueError(f"select of sequence {int(index[outside][0])} from a batch of {len(self)}")
+        return torch.where(index < 0, index + len(self), index)
 
     def _parts(self, sizes: list[int]) -> list[Self]:
-        """Contiguous parts of so many sequences each, together all; they are views."""
+        """Split into contiguous views with the given numbers of sequences, which must sum to B."""
         bounds = [0, *accumulate(sizes)]
         tokens = self.offsets[torch.tensor(bounds, device=self.offsets.device)].diff().tolist()
         lengths = self.lengths.split(sizes)
@@ -336,23 +343,25 @@ class Batch(Layout):
         ]
 
     def split(self, n: int) -> list[Self]:
-        """Cut between neighbours into n chunks whose sizes differ by at most one, the larger ones first; views."""
+        """Split into n contiguous views whose numbers of sequences differ by at most one, the larger ones first."""
         ragged.check_positive("split into", n)
         base, extra = divmod(len(self), n)
         return self._parts([base + (i < extra) for i in range(n)])
 
     @classmethod
     def concat(cls, batches: Iterable["Batch"]) -> Self:
-        """The sequences of all batches, one batch after the other. A per-sequence column `log_...`, of numbers to log,
-        may be missing in some, and is NaN there.
+        """Concatenate batches.
+
+        A per-sequence column `log_...`, which holds numbers to log, may be missing in some batches. It is NaN there.
 
         Raises:
-            ValueError: there is no batch, or another column is missing in one of them, or one differs in kind, dtype or
-                shape.
+            ValueError: there is no batch, another column is missing in one of them, or a column differs in kind, dtype
+                or shape.
         """
         parts = list(batches)
         if not parts:
             raise ValueError("concat needs at least one batch, because an empty list has no columns")
+        # Environments log different numbers, so batches of different tasks differ in these columns.
         logged = {name for part in parts for name in part.per_sequence if name.startswith("log_")}
         for i, part in enumerate(parts):
             if missing := logged - part.per_sequence.keys():
@@ -362,7 +371,7 @@ class Batch(Layout):
                 odd = set(getattr(parts[0], kind)) ^ set(getattr(part, kind))
                 if odd:
                     raise ValueError(
-                        f"batches 0 and {i} of concat differ in their {kind} columns: only one has {sorted(odd)}"
+                        f"batches 0 and {i} of concat differ in {kind} columns: only one has {sorted(odd)}"
                     )
         first = parts[0]
         return cls(
@@ -373,23 +382,23 @@ class Batch(Layout):
         )
 
     def repeat(self, n: int) -> Self:
-        """Each sequence n times, its copies adjacent."""
+        """Return each sequence n times, with its copies adjacent."""
         ragged.check_positive("repeat", n)
         return self.select(torch.arange(len(self), device=self.lengths.device).repeat_interleave(n))
 
     def group_by(self, name: str) -> dict[Any, Self]:
-        """The sequences of each value of a column, such as the responses to each prompt.
+        """Group the sequences by the value of a column, for example the responses by prompt.
 
         Args:
-            name: of a per-sequence column of integers [B], or of a column of objects that can be keys of a dict.
+            name: name of a per-sequence column of integers [B], or of a column of hashable objects.
 
         Returns:
-            The values, integers as Python's own, in the order in which each occurs first, each with its sequences in
-            the order they have here. All are views of one copy, but each is a batch to build, which takes 10 to 30 us:
-            seconds for 200,000 groups.
+            Value -> batch, in the order of first occurrence. Integers are Python integers, and sequences keep their
+            order. All batches are views of one copy. Building a batch takes 10 to 30 us, which is seconds for 200,000
+            groups.
 
         Raises:
-            ValueError: the column is of another kind, or an object is no key.
+            ValueError: the column is of another kind, or an object is not hashable.
         """
         groups: dict[Any, list[int]] = {}
         for i, key in enumerate(self._keys(name)):
@@ -397,6 +406,7 @@ class Batch(Layout):
                 groups.setdefault(key, []).append(i)
             except TypeError as error:
                 raise ValueError(f"group_by {name!r}: sequence {i} has a {type(key).__name__}; make it text") from error
+        # One copy in the order of the groups, of which every group is a contiguous view.
         order = list(chain.from_iterable(groups.values()))
         return dict(zip(groups, self.select(order)._parts([len(group) for group in groups.values()]), strict=True))
 
@@ -409,32 +419,33 @@ class Batch(Layout):
         if name in self.per_token or x.dim() != 1 or not ragged.holds_integers(x):
             kind = "per-token" if name in self.per_token else "per-sequence"
             raise ValueError(
-                f"group_by {name!r}, a {kind} column of {x.dtype} {list(x.shape)}; name a per-sequence one of integers "
-                "[B], or one of objects"
+                f"group_by {name!r}: the {kind} column has dtype {x.dtype} and shape {list(x.shape)}; name a "
+                "per-sequence column of integers [B], or a column of objects"
             )
         return x.tolist()
 
     def __shard__(self, n: int) -> list[Self]:
-        """How a call that is split over n workers cuts a batch."""
+        """Split the batch for a call that is split over n workers."""
         return self.split(n)
 
     @classmethod
     def __unshard__(cls, parts: Iterable["Batch"]) -> Self:
-        """How the workers' responses become one batch again."""
+        """Concatenate the batches that the workers returned."""
         return cls.concat(parts)
 
     # --- per-sequence sums, padding -----------------------------------------------------------------------------
 
     def sum_tokens(self, x_N: Tensor) -> Tensor:
-        """[B] sum of a per-token tensor over each sequence; 0 for an empty one. Bools are counted."""
+        """Return the sum [B] of a per-token tensor over each sequence, 0 for an empty one. Bools are counted."""
         if x_N.shape != (self.num_tokens,):
             raise ValueError(f"sum_tokens of shape {list(x_N.shape)} in a batch of {self.num_tokens} tokens")
-        x_N = x_N.to(torch.int64) if x_N.dtype == torch.bool else x_N
+        if x_N.dtype == torch.bool:
+            x_N = x_N.to(torch.int64)
         zero_B = torch.zeros(len(self), dtype=x_N.dtype, device=x_N.device)
         return zero_B.index_add(0, self.sequence_ids, x_N)
 
     def padded(self, name: str, value: float, side: Side = "right") -> Tensor:
-        """[B, T] a per-token column as a rectangle, with `value` on the given side of the shorter sequences."""
+        """Return a per-token column [B, T], with shorter sequences padded by `value` on this side."""
         x_N = self._token_column(name)
         mask_BT = self.padding_mask(side)
         out_BT = torch.full(mask_BT.shape, value, dtype=x_N.dtype, device=x_N.device)
@@ -442,15 +453,15 @@ class Batch(Layout):
         return out_BT
 
     def padding_mask(self, side: Side = "right") -> Tensor:
-        """[B, T] bool, True where `padded` holds a token and False where it holds padding."""
+        """Return a mask [B, T], True where `padded` holds a token and False where it holds padding."""
         return ragged.token_mask(self.lengths, ragged.longest(self.lengths), side)
 
     @staticmethod
     def unpad(padded_BT: Tensor, lengths: Tensor, side: Side = "right") -> Tensor:
-        """[N] what `padded` was made from; T may be larger than the longest sequence.
+        """Return the per-token column [N] of a padded tensor. T may be larger than the longest sequence.
 
         Raises:
-            ValueError: the rectangle has too few rows or columns for these lengths.
+            ValueError: the tensor has too few rows or columns for these lengths.
         """
         rows, width = padded_BT.shape
         longest = ragged.longest(lengths)
@@ -461,7 +472,7 @@ class Batch(Layout):
         return padded_BT[ragged.token_mask(lengths.to(padded_BT.device), width, side)]
 
     def packed(self, name: str = "tokens") -> Packed:
-        """A per-token column as attention kernels for sequences of different lengths take it; without a copy.
+        """Return a per-token column in the format of variable-length attention kernels, without a copy.
 
         Raises:
             ValueError: there is no such per-token column, or it has more tokens than int32 can count.
@@ -473,35 +484,41 @@ class Batch(Layout):
             )
         return Packed(tokens_N, self.positions(), self.offsets.to(torch.int32), ragged.longest(self.lengths))
 
-    # --- sharing the work ---------------------------------------------------------------------------------------
+    # --- micro-batches and ranks --------------------------------------------------------------------------------
 
     def micro_batch_indices(self, max_tokens: int, max_sequences: int = 0, packing: bool = False) -> list[Tensor]:
-        """Positions for micro-batches that fit a budget when padded; together they are every sequence once.
+        """Return positions [number of sequences] for each micro-batch. Each sequence is in exactly one micro-batch.
 
-        Sequences are sorted by length, so that little is padded, and cut so that rows times the longest row is at
-        most `max_tokens`, and rows at most `max_sequences` (0: no limit). With `packing`, which pads nothing, the sum
-        of the lengths is at most `max_tokens`. A sequence longer than the budget stands alone.
+        Sequences are sorted by length to reduce padding. A sequence longer than the budget is a micro-batch of its own.
+
+        Args:
+            max_tokens: maximum number of rows times the longest row. With `packing`, maximum sum of the lengths.
+            max_sequences: maximum number of rows; 0 for no limit.
+            packing: count tokens without padding.
+
+        Raises:
+            ValueError: max_tokens is below 1, or max_sequences below 0.
         """
         return ragged.micro_batch_indices(self.lengths, max_tokens, max_sequences, packing)
 
     def balanced_shares(self, n: int, attention: float = 0.0) -> list[Tensor]:
-        """Positions for n ranks, such that each costs about the same and has, to within one, as many sequences.
+        """Return positions for each of n ranks with about equal costs.
 
-        A sequence of L tokens costs L + attention * L^2. The most expensive one left goes to the rank with the lowest
-        cost that still has space. The same batch gives the same shares everywhere; within a share sequences keep their
-        order.
+        The numbers of sequences of two ranks differ by at most one. A sequence of L tokens costs L + attention * L^2.
+        The most expensive remaining sequence is assigned to the rank with the lowest cost that has room. The result is
+        deterministic. Sequences of a rank keep their order.
 
         Args:
-            n: how many shares.
-            attention: how much of a token's own cost each token of the sequence adds to it, at least 0. With 0 tokens
-                are counted. 1 / 24576 is what verl takes for a model of 7B (6 * hidden size, which is 4096).
+            n: number of ranks.
+            attention: cost of attention per pair of tokens, relative to the other cost per token, at least 0. With 0
+                the cost is the number of tokens. verl uses 1 / 24576 for a 7B model (6 * hidden size, which is 4096).
         """
         return ragged.balanced_shares(self.lengths, n, attention)
 
-    # --- crossing processes, files ------------------------------------------------------------------------------
+    # --- pickling, files ----------------------------------------------------------------------------------------
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as numpy arrays: they cross Ray without a copy, and a chunk takes only its own bytes along."""
+        """Pickle as numpy arrays: Ray transfers them without a copy, and a view pickles only its own bytes."""
         columns = (
             {name: batch_io.to_numpy(x) for name, x in {_RESERVED: self.lengths, **self.per_token}.items()},
             {name: batch_io.to_numpy(x) for name, x in self.per_sequence.items()},
@@ -510,20 +527,20 @@ class Batch(Layout):
         return _rebuild, (type(self), *columns)
 
     def to_table(self) -> Any:
-        """A pyarrow table with one row per sequence: per-token columns as lists, and `lengths`.
+        """Return a pyarrow table with one row per sequence: per-token columns as lists, and `lengths`.
 
-        Objects are what they are where all are of one simple kind (or None), and else JSON text: lists, dicts, and
-        columns of mixed kinds.
+        A column of objects keeps its values if all are of one simple type (or None). Lists, dicts and columns of mixed
+        types become JSON text.
 
         Raises:
-            ValueError: an object would not come back as it is (a tuple, a class of your own), or Arrow does not know
-                the dtype of a column.
+            ValueError: an object cannot be restored exactly (a tuple, a custom class), or Arrow does not support the
+                dtype of a column.
         """
         return batch_io.to_table(self.lengths, self.offsets, self.per_token, self.per_sequence, self.objects)
 
     @classmethod
     def from_table(cls, table: Any) -> Self:
-        """The batch that `to_table` wrote, also after a way through Parquet; tensors may be read-only.
+        """Return the batch of a table from `to_table`, directly or read from Parquet. Tensors may be read-only.
 
         Raises:
             ValueError: the table was not written by `to_table`.
@@ -532,9 +549,10 @@ class Batch(Layout):
         return cls(lengths_B, **columns)
 
     def save(self, path: str | Path) -> None:
-        """Write a Parquet file with one row per sequence, as `to_table` has them; data frames read it.
+        """Write a Parquet file with one row per sequence, in the format of `to_table`.
 
-        It is written beside its place and moved there when it is whole. Folders that are missing are made.
+        Data frame libraries can read it. The file is written under a temporary name in the same folder, and renamed
+        when it is complete. Missing folders are created.
 
         Raises:
             ValueError: as `to_table` does.
@@ -543,11 +561,11 @@ class Batch(Layout):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """The batch that `save` wrote, exactly; on the CPU, and its tensors may be read-only.
+        """Load a batch that `save` wrote, exactly as it was, on the CPU. Its tensors may be read-only.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: it was not written by `save`, or is not whole.
+            FileNotFoundError: the file does not exist.
+            ValueError: the file was not written by `save`, or is incomplete.
         """
         try:
             return cls.from_table(batch_io.read(Path(path)))

@@ -1,6 +1,7 @@
-"""How a batch leaves the memory of its process: as numpy arrays in a pickle, as rows of a table, as a Parquet file.
+"""Serialisation of a batch: numpy arrays for pickle, Arrow tables, and Parquet files.
 
-B sequences; N all tokens of a batch end to end. pyarrow is imported only where a table is made or read.
+Shape suffixes: B sequences; N all tokens of a batch end to end. pyarrow is imported inside the functions that need it,
+because importing it takes longer than most callers run.
 """
 
 import contextlib
@@ -16,22 +17,22 @@ import torch
 from torch import Tensor
 
 _TABLE_KEY = b"troupe.batch"
-# numpy has no such numbers; their bits travel in integers of the same width.
-_CARRIERS = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
+# numpy lacks these dtypes. Their bits are stored in integers of the same width.
+_BIT_DTYPES = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
 
 
 def to_numpy(x: Tensor) -> tuple[np.ndarray, str]:
-    """The numbers, without a copy where they are on the CPU, and the torch dtype to see them as."""
+    """Return the values as an array, without a copy if they are on the CPU, and the name of the torch dtype."""
     x = x.detach().cpu()
-    return x.view(_CARRIERS.get(x.dtype, x.dtype)).numpy(), str(x.dtype).removeprefix("torch.")
+    return x.view(_BIT_DTYPES.get(x.dtype, x.dtype)).numpy(), str(x.dtype).removeprefix("torch.")
 
 
 def from_numpy(array: np.ndarray, dtype: str) -> Tensor:
-    """The tensor that `to_numpy` took apart, without a copy; read-only memory stays read-only."""
+    """Return the tensor of an array and dtype from `to_numpy`, without a copy. Read-only memory stays read-only."""
     if array.flags.writeable:
         return torch.from_numpy(array).view(getattr(torch, dtype))
     with warnings.catch_warnings():
-        # Read-only is what a batch from another process is meant to be, and Batch says so.
+        # A batch from another process is read-only on purpose, as the docstring of Batch states.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
         return torch.from_numpy(array).view(getattr(torch, dtype))
 
@@ -43,11 +44,12 @@ def to_table(
     per_sequence: Mapping[str, Tensor],
     objects: Mapping[str, Sequence[Any]],
 ) -> Any:
-    """See `Batch.to_table`."""
+    """Return a pyarrow table; see `Batch.to_table`."""
     import pyarrow as pa
 
     arrays: dict[str, Any] = {"lengths": pa.array(to_numpy(lengths)[0])}
     described: dict[str, tuple[str, str, list[int]]] = {}
+    # int64 offsets, as LargeListArray needs them: a column may have more than 2**31 tokens.
     ends = pa.array(to_numpy(offsets)[0])
     for name, x_N in per_token.items():
         values, dtype = _to_arrow(name, x_N)
@@ -66,42 +68,45 @@ def to_table(
 def _to_arrow(name: str, x: Tensor) -> tuple[Any, str]:
     import pyarrow as pa
 
-    readable = x.float() if x.dtype in _CARRIERS else x
+    dtype = str(x.dtype).removeprefix("torch.")
+    if x.dtype in _BIT_DTYPES:
+        # As numbers, which other programs can read, instead of the bits in integers.
+        x = x.float()
     try:
-        return pa.array(to_numpy(readable)[0]), str(x.dtype).removeprefix("torch.")
+        return pa.array(to_numpy(x)[0]), dtype
     except pa.ArrowException as error:
-        raise ValueError(f"column {name!r}, {x.dtype}, fits no table ({error}); drop it with .without()") from error
+        raise ValueError(f"column {name!r} of {x.dtype} fits no table ({error}); drop it with .without()") from error
 
 
 def _objects_to_arrow(name: str, column: Sequence[Any]) -> tuple[Any, str]:
-    """An Arrow array and how it holds the objects: "" as what they are, "json" as text.
+    """Return an Arrow array of the objects and its encoding: "" for plain values, "json" for JSON text.
 
-    What has parts becomes text, and so does what differs in kind from row to row: Arrow would give all dicts the same
-    keys and make floats of whole numbers, and a column would change its type from one file to the next.
+    Nested values and columns of mixed types become JSON text. Otherwise Arrow would give all dicts the same keys and
+    convert integers to floats, and the type of a column would vary from file to file.
     """
     import pyarrow as pa
 
     kinds = {type(item) for item in column} - {type(None)}
     with contextlib.suppress(pa.ArrowException, OverflowError, UnicodeEncodeError):
         array = pa.array(column)
-        if not pa.types.is_nested(array.type) and (kinds <= {str} or _same(array.to_pylist(), column)):
+        if not pa.types.is_nested(array.type) and (kinds <= {str} or _is_same(array.to_pylist(), column)):
             return array, ""
-    # Readable letters, unless there is half a surrogate pair, which Arrow refuses.
+    # First with readable letters. Half of a surrogate pair, which Arrow rejects, needs the escaped form.
     for escaped in (False, True):
         with contextlib.suppress(TypeError, ValueError, RecursionError):
             texts = [None if item is None else json.dumps(item, ensure_ascii=escaped) for item in column]
-            if _same(_from_json(texts), column):
+            if _is_same(_from_json(texts), column):
                 return pa.array(texts, pa.string()), "json"
-    found = ", ".join(sorted(kind.__name__ for kind in kinds))
+    type_names = ", ".join(sorted(kind.__name__ for kind in kinds))
     raise ValueError(
-        f"objects {name!r} fit no table: these ({found}) would not come back as they are; make them text, numbers, or "
-        "lists and dicts of those, or drop them with .without()"
+        f"objects {name!r} fit no table: their types ({type_names}) cannot be restored exactly; make them text, "
+        "numbers, or lists and dicts of those, or drop them with .without()"
     )
 
 
-def _same(found: Sequence[Any], expected: Sequence[Any]) -> bool:
-    # Their text tells 1 from 1.0 and from True, and a list from a tuple, where == does not; NaN is NaN.
-    return repr(found) == repr(list(expected))
+def _is_same(restored: Sequence[Any], original: Sequence[Any]) -> bool:
+    # repr distinguishes 1 from 1.0 and from True, and a list from a tuple; == does not. The repr of NaN equals itself.
+    return repr(restored) == repr(list(original))
 
 
 def _from_json(texts: Sequence[str | None]) -> list[Any]:
@@ -109,7 +114,8 @@ def _from_json(texts: Sequence[str | None]) -> list[Any]:
 
 
 def from_table(table: Any) -> tuple[Tensor, Mapping[str, dict[str, Any]]]:
-    """Lengths [B], and the columns by kind; see `Batch.from_table`."""
+    """Return the lengths [B], and the columns by kind; see `Batch.from_table`."""
+    # The kinds and dtypes of columns are in the metadata, because Arrow has no bfloat16 and no per-token columns.
     written = (table.schema.metadata or {}).get(_TABLE_KEY)
     if written is None:
         raise ValueError(f"this table was not made by Batch.to_table; its columns are {table.column_names}")
@@ -135,32 +141,32 @@ def _from_arrow(values: Any) -> Tensor:
 
 
 def write(table: Any, path: Path) -> None:
-    """Write a table to a Parquet file, which has its name only when it is whole."""
+    """Write a table to a Parquet file, which gets its name when it is complete."""
     import pyarrow.parquet
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A name of its own, so that two who write the same file do not write into each other's.
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
+    # A unique temporary name, so that two writers of the same file do not write into each other's temporary file.
+    partial_path = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
-        pyarrow.parquet.write_table(table, aside)
-        aside.replace(path)
+        pyarrow.parquet.write_table(table, partial_path)
+        partial_path.replace(path)
     finally:
-        aside.unlink(missing_ok=True)
+        partial_path.unlink(missing_ok=True)
 
 
 def read(path: Path) -> Any:
-    """The table of one Parquet file.
+    """Read the table of one Parquet file.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is no Parquet file, or is damaged.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is not a Parquet file, or is damaged.
     """
     import pyarrow as pa
     import pyarrow.parquet
 
     with pa.OSFile(str(path)) as file:
         try:
-            # Not read_table, which takes names of folders such as step=3 for columns.
+            # read_table would add a column for a folder name such as step=3.
             return pyarrow.parquet.ParquetFile(file).read()
         except (pa.ArrowException, OSError) as error:
-            raise ValueError(f"no whole Parquet file ({error})") from error
+            raise ValueError(f"the file is not a complete Parquet file ({error})") from error

@@ -1,6 +1,6 @@
-"""Where sequences of different lengths lie when they are put end to end, and how to share them out.
+"""Layout of sequences of different lengths end to end, and their distribution over micro-batches and ranks.
 
-B sequences; N all tokens of a batch end to end; T tokens of the longest sequence.
+Shape suffixes: B sequences; N all tokens of a batch end to end; T tokens of the longest sequence.
 """
 
 import heapq
@@ -19,33 +19,35 @@ Row = Sequence[float] | Tensor
 
 
 class Packed(NamedTuple):
-    """Sequences end to end, as the varlen kernels of flash attention take them."""
+    """Sequences end to end, in the format of flash attention's varlen kernels."""
 
     tokens: Tensor
     """[N] the column that was packed."""
     positions: Tensor
-    """[N] int64, counted from 0 in each sequence."""
+    """[N] int64 position of each token in its sequence, from 0."""
     cumulative_lengths: Tensor
     """[B + 1] int32: sequence i is tokens cumulative_lengths[i] to cumulative_lengths[i + 1]."""
     max_length: int
-    """Tokens of the longest sequence."""
+    """Number of tokens of the longest sequence."""
 
 
 class Layout:
-    """Where the sequences of a batch lie; batches that differ only in their columns share it."""
+    """Layout of the sequences of a batch: their lengths and offsets."""
 
     def __init__(self, lengths: Tensor, num_tokens: int | None = None) -> None:
-        """Take [B] lengths of any integer dtype.
+        """Check the lengths.
 
         Args:
-            lengths: of each sequence.
-            num_tokens: their sum, where they come from another layout; then they are int64, and not checked again.
+            lengths: [B] number of tokens of each sequence, of any integer dtype.
+            num_tokens: sum of the lengths, if they come from another layout. They must then be int64 and are not
+                checked again.
 
         Raises:
-            ValueError: they are no integers, not one-dimensional, or negative.
+            ValueError: the lengths are not integers, not one-dimensional, or negative.
         """
         if num_tokens is not None:
-            self.lengths, self.num_tokens = lengths, num_tokens
+            self.lengths = lengths
+            self.num_tokens = num_tokens
             return
         if lengths.dim() != 1 or not holds_integers(lengths):
             raise ValueError(f"lengths must be [B] integers, but are {lengths.dtype} of shape {list(lengths.shape)}")
@@ -59,26 +61,26 @@ class Layout:
 
     @cached_property
     def offsets(self) -> Tensor:
-        """[B + 1]: sequence i is tokens offsets[i] to offsets[i + 1]."""
+        """Offsets [B + 1]: sequence i is tokens offsets[i] to offsets[i + 1]."""
         return torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
 
     @cached_property
     def sequence_ids(self) -> Tensor:
-        """[N]: the sequence that each token belongs to."""
+        """Index [N] of the sequence that each token belongs to."""
         ids_B = torch.arange(len(self), device=self.lengths.device)
         return repeated(ids_B, self.lengths, self.num_tokens)
 
     def positions(self) -> Tensor:
-        """[N]: how many tokens of its own sequence each token has before it."""
+        """Return the position [N] of each token in its sequence, from 0."""
         begin_N = repeated(self.offsets[:-1], self.lengths, self.num_tokens)
         return torch.arange(self.num_tokens, device=begin_N.device).sub_(begin_N)
 
     def token_index(self, index_B: Tensor) -> Tensor:
-        """Positions of the tokens of the chosen sequences, one sequence after the other."""
+        """Return the positions of the tokens of the selected sequences, one sequence after the other."""
         lengths_B = self.lengths[index_B]
         ends_B = lengths_B.cumsum(0)
-        num_tokens = int(ends_B[-1]) if len(ends_B) else 0
-        # Where each chosen sequence starts here, minus where it will start among the chosen.
+        num_tokens = int(lengths_B.sum())
+        # Start of each selected sequence in this batch, minus its start in the result.
         shift_B = self.offsets[:-1][index_B] - (ends_B - lengths_B)
         index_N = repeated(shift_B, lengths_B, num_tokens)
         index_N += torch.arange(num_tokens, device=index_N.device)
@@ -86,15 +88,15 @@ class Layout:
 
 
 def repeated(x_B: Tensor, times_B: Tensor, total: int) -> Tensor:
-    """[total] each entry so many times, `total` in all."""
+    """Repeat entry i of x times_B[i] times, which is torch.repeat_interleave; `total` is the sum of times_B."""
     if x_B.device.type == "cpu":
-        # Seven times as fast as torch, whose way is most of what `token_index` would take.
+        # numpy is seven times as fast as torch here, where `token_index` would spend most of its time.
         return torch.from_numpy(np.repeat(x_B.numpy(), times_B.numpy()))
     return x_B.repeat_interleave(times_B, output_size=total)
 
 
 def token_mask(lengths_B: Tensor, width: int, side: Side) -> Tensor:
-    """[B, width] bool, True at tokens. Read row by row, that is the order in which tokens lie end to end."""
+    """Return a mask [B, width], True at tokens. In row-major order its True entries are the tokens end to end."""
     position_T = torch.arange(width, device=lengths_B.device)
     if side == "left":
         return position_T >= width - lengths_B.unsqueeze(1)
@@ -104,45 +106,55 @@ def token_mask(lengths_B: Tensor, width: int, side: Side) -> Tensor:
 
 
 def longest(lengths_B: Tensor) -> int:
-    """Tokens of the longest sequence; 0 when there is none."""
-    return int(lengths_B.max()) if len(lengths_B) else 0
+    """Return the number of tokens of the longest sequence; 0 without a sequence."""
+    if not len(lengths_B):  # max raises an error for an empty tensor
+        return 0
+    return int(lengths_B.max())
 
 
 def micro_batch_indices(
     lengths_B: Tensor, max_tokens: int, max_sequences: int = 0, packing: bool = False
 ) -> list[Tensor]:
-    """Sort by length, and cut so that tokens are at most `max_tokens`, with padding or not, rows `max_sequences`."""
+    """Return the positions of each micro-batch; see `Batch.micro_batch_indices`."""
     check_positive("micro-batches of max_tokens =", max_tokens)
     if max_sequences < 0:
         raise ValueError(f"micro-batches of max_sequences = {max_sequences}: set at least 1, or 0 for no limit")
     most_rows = max_sequences or len(lengths_B)
+    # Stable, so that all ranks and resumed runs get the same micro-batches.
     order_B = torch.argsort(lengths_B, stable=True).cpu()
-    starts, rows, tokens = [], 0, 0
+    starts: list[int] = []
+    rows = 0
+    tokens = 0
     for i, length in enumerate(lengths_B.cpu()[order_B].tolist()):
         rows += 1
-        tokens = tokens + length if packing else rows * length
+        if packing:
+            tokens += length
+        else:  # lengths ascend, so this row is the longest one
+            tokens = rows * length
         if rows == 1 or rows > most_rows or tokens > max_tokens:
             starts.append(i)
-            rows, tokens = 1, length
+            rows = 1
+            tokens = length
     return list(order_B.tensor_split(starts[1:])) if starts else []
 
 
 def balanced_shares(lengths_B: Tensor, n: int, attention: float = 0.0) -> list[Tensor]:
-    """Give the longest sequence left to the rank with the lowest cost, L + attention * L^2, that still has room."""
+    """Return the positions of each rank; see `Batch.balanced_shares`."""
     check_positive("shares for", n)
     if not 0.0 <= attention < math.inf:
-        raise ValueError(f"shares with attention={attention}: set 0 to count tokens, or how much each adds to another")
+        raise ValueError(f"shares with attention={attention}: set 0 to count tokens, or the cost of a pair of tokens")
     base, with_one_more = divmod(len(lengths_B), n)
-    lengths = lengths_B.tolist()
-    # Whole numbers where tokens are counted, so that no sum is rounded.
-    costs = [length + attention * length**2 for length in lengths] if attention else lengths
+    # Without attention the costs stay integers, so that no sum is rounded.
+    costs = lengths_B.tolist()
+    if attention:
+        costs = [length + attention * length**2 for length in costs]
     shares: list[list[int]] = [[] for _ in range(n)]
     lightest_first: list[tuple[float, int]] = [(0, rank) for rank in range(n)]
-    # A longer sequence costs more, whatever attention is.
+    # A longer sequence costs more for every value of attention, so sorting by length sorts by cost.
     for i in torch.argsort(lengths_B, descending=True, stable=True).tolist():
         cost, rank = heapq.heappop(lightest_first)
         while len(shares[rank]) == base and with_one_more == 0:
-            cost, rank = heapq.heappop(lightest_first)  # full: it never comes back
+            cost, rank = heapq.heappop(lightest_first)  # a full rank is dropped from the heap for good
         with_one_more -= len(shares[rank]) == base
         shares[rank].append(i)
         if len(shares[rank]) <= base:
@@ -151,20 +163,20 @@ def balanced_shares(lengths_B: Tensor, n: int, attention: float = 0.0) -> list[T
 
 
 def end_to_end(rows: Sequence[Row]) -> Tensor:
-    """[N] the entries of all rows; lists of integers become int64, of floats float32."""
+    """Concatenate rows to [N]. Lists of integers become int64, lists of floats become float32."""
     if any(hasattr(row, "dtype") for row in rows):
-        # An empty list has no dtype of its own, and must not make floats of its neighbours' integers.
+        # Empty lists are left out: torch would make a float tensor of them, and the integers of other rows floats too.
         return torch.cat([torch.as_tensor(row) for row in rows if hasattr(row, "dtype") or len(row)])
     return torch.tensor(list(chain.from_iterable(rows)))
 
 
 def joined(parts: Sequence[Tensor], name: str) -> Tensor:
-    """The parts of a column one after the other.
+    """Concatenate the parts of a column.
 
     Raises:
-        ValueError: two that are not empty differ in dtype or shape.
+        ValueError: two parts that are not empty differ in dtype or shape.
     """
-    # What is empty may carry any dtype: nothing could tell it the right one.
+    # An empty part may have any dtype, because it has no value from which the dtype could be inferred.
     filled = [part for part in parts if len(part)] or [parts[0]]
     for part in filled:
         if part.dtype != filled[0].dtype or part.shape[1:] != filled[0].shape[1:]:
@@ -176,11 +188,11 @@ def joined(parts: Sequence[Tensor], name: str) -> Tensor:
 
 
 def holds_integers(x: Tensor) -> bool:
-    """Whether the dtype is one of whole numbers; bools are none."""
+    """Return True if the dtype is an integer dtype. bool is not."""
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
-def check_positive(what: str, n: int) -> None:
-    """ValueError unless n is at least 1."""
+def check_positive(purpose: str, n: int) -> None:
+    """Raise a ValueError unless n is at least 1."""
     if n < 1:
-        raise ValueError(f"{what} {n}: it must be at least 1")
+        raise ValueError(f"{purpose} {n}: it must be at least 1")

@@ -1,7 +1,7 @@
-"""Cells of rows as the text, chat messages, label or number that an option reads from them.
+"""Conversion of the cells of rows to text, chat messages, labels and numbers.
 
-Rows come from JSON, from text (CSV), and from files with types (Parquet, Arrow). The same data means the same in each:
-a null is an absent column, and responses are compared with a label as it was written.
+Rows come from JSON, from text (CSV), and from typed files (Parquet, Arrow). The same data gives the same result in
+every format: a null is an absent column, and a label is compared as it was written in the file.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 
 
 class SpelledFloat(float):
-    """A number of a JSON file that keeps its spelling, such as 0.50, beside its value."""
+    """A number of a JSON file that keeps its text, such as 0.50, in addition to its value."""
 
     spelling: str
+    """Text of the number in the file."""
 
 
 def kind_of(value: Any) -> str:
@@ -27,19 +28,21 @@ def kind_of(value: Any) -> str:
 
 
 def without_surrogates(value: Any) -> Any:
-    """Replace halves of surrogate pairs, which no tokenizer takes, by question marks in all texts of a value.
+    """Replace lone surrogates by question marks in all texts of a value.
 
-    JSON and Python can hold them, so what a program returns may.
+    JSON and Python strings may contain them, so the output of a program may too, but no tokenizer accepts them.
     """
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
     if isinstance(value, Mapping):
         return {without_surrogates(name): without_surrogates(item) for name, item in value.items()}
-    return [without_surrogates(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [without_surrogates(item) for item in value]
+    return value
 
 
 def without_nulls(value: Any) -> Any:
-    """Drop the null fields of objects, at any depth; nulls that are items of lists keep their place."""
+    """Drop the null fields of objects at any depth. Nulls that are items of lists stay."""
     if isinstance(value, dict):
         return {name: without_nulls(field) for name, field in value.items() if field is not None}
     if isinstance(value, list):
@@ -48,7 +51,8 @@ def without_nulls(value: Any) -> Any:
 
 
 def cell_at(record: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a column, or with dots that of a field of a column; None if there is none."""
+    """Return the value of a column, or of a nested field if the key has dots. None if it does not exist."""
+    # A column whose own name has dots takes precedence over a nested field.
     if key in record:
         return record[key]
     value: Any = record
@@ -60,22 +64,27 @@ def cell_at(record: Mapping[str, Any], key: str) -> Any:
 
 
 def keep_spelling(records: Any, key: str, reparse: Callable[[], Any]) -> None:
-    """Replace the labels that are floats, in place, where their text in the file was another than Python's.
+    """Replace float labels in place by a `SpelledFloat` where their text in the file differs from Python's.
 
     Args:
-        records: rows of a JSON file; anything but a list of objects is left alone.
+        records: rows of a JSON file. Anything but a list of objects is left unchanged.
         key: column of the label, see `cell_at`.
-        reparse: returns the same rows with all floats as text. It is called only if it is needed.
+        reparse: returns the same rows with all floats as text. It is called only if a label is a float.
     """
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
         return
     numbers = [number for number, record in enumerate(records) if type(cell_at(record, key)) is float]
-    spelled = reparse() if numbers else []
+    if not numbers:
+        return
+    text_records = reparse()
     for number in numbers:
-        label, spelling = cell_at(records[number], key), cell_at(spelled[number], key)
+        label = cell_at(records[number], key)
+        spelling = cell_at(text_records[number], key)
         if not isinstance(spelling, str) or spelling == repr(label):
             continue
-        parent, name = records[number], key
+        # Walk to the object that holds the label. The name of a column may contain dots itself.
+        parent = records[number]
+        name = key
         while name not in parent:
             first, _, name = name.partition(".")
             parent = parent[first]
@@ -84,24 +93,24 @@ def keep_spelling(records: Any, key: str, reparse: Callable[[], Any]) -> None:
 
 
 def text_or_messages(value: Any, where: str, mend: str) -> str | list[dict[str, Any]]:
-    """Return a cell that a model reads: text, or chat messages whose contents are text.
+    """Check a cell that a model reads, and return it: text, or chat messages whose contents are text.
 
-    A list of text parts as the content of a message is joined, and null fields of a message are dropped. The content
-    may be null only beside the tool calls of an assistant.
+    If the content of a message is a list of text parts, they are joined. Null fields of a message are dropped. The
+    content may be null only in an assistant's message with tool calls.
 
     Args:
-        value: of the cell.
-        where: names the file, the row and the column in errors.
-        mend: ends errors: what to set, or to write instead.
+        value: value of the cell.
+        where: file, row and column, for error messages.
+        mend: remedy for error messages: what to set, or what to write instead.
 
     Raises:
-        ValueError: it is something else, or has parts that are no text.
+        ValueError: the cell holds something else, or has parts that are not text.
     """
     if isinstance(value, str):
         return value
     if value is None:
         raise ValueError(
-            f"{where} is null or absent, expected a string or a list of {{role, content}} messages; take the row out, "
+            f"{where} is null or absent, expected a string or a list of {{role, content}} messages; remove the row, "
             f"or {mend}"
         )
     if (
@@ -119,24 +128,26 @@ def text_or_messages(value: Any, where: str, mend: str) -> str | list[dict[str, 
 
 
 def text_message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a chat message whose content is text, of which text parts are joined; null fields are dropped.
+    """Return a chat message whose content is text. Text parts are joined, and null fields are dropped.
 
     Args:
         item: the message.
-        where: names it in errors.
+        where: location of the message, for error messages.
 
     Raises:
-        ValueError: its content is something else, or null where the message calls no tools.
+        ValueError: its content is something else, or is null although the message calls no tools.
     """
     message = {name: field for name, field in item.items() if field is not None}
-    role, content = message.get("role"), message.get("content")
+    role = message.get("role")
+    content = message.get("content")
     if not isinstance(role, str):
         raise ValueError(f"{where}: its role must be text, such as user, found {kind_of(role)}")
+    # Some data sets write an empty list of parts for no content.
     if content is None or content == []:
         if role != "assistant" or not (message.get("tool_calls") or message.get("function_call")):
             raise ValueError(
-                f"{where}: its role is {role!r}, and its content is null or absent; only an assistant's with "
-                "tool_calls may be"
+                f"{where}: its role is {role!r}, and its content is null or absent; only an assistant's message with "
+                "tool_calls may have no content"
             )
         return {**message, "content": None}
     if isinstance(content, list):
@@ -147,7 +158,7 @@ def text_message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _part(part: Any, where: str) -> str:
-    fields = without_nulls(part) if isinstance(part, dict) else {}
+    fields: dict[str, Any] = without_nulls(part) if isinstance(part, dict) else {}
     kind = fields.get("type", "text")
     if kind != "text":
         raise ValueError(f"{where}: its content has a part of type {kind!r}; only text parts can be read")
@@ -157,10 +168,10 @@ def _part(part: Any, where: str) -> str:
 
 
 def label_of(value: Any, where: str, option: str) -> Any:
-    """Return a label: text, a number, a Boolean, a list or an object; decimals and dates as text.
+    """Check a label and return it: text, a number, a Boolean, a list or an object. Decimals and dates become text.
 
     Raises:
-        ValueError: it is null, not finite, or has no text.
+        ValueError: the label is null, not finite, or of another type.
     """
     if isinstance(value, (str, bool, int, list, dict)):
         return value
@@ -169,30 +180,34 @@ def label_of(value: Any, where: str, option: str) -> Any:
     if isinstance(value, (datetime.date, datetime.time)) or (isinstance(value, Decimal) and value.is_finite()):
         return label_text(value)
     if value is None:
-        raise ValueError(f"{where} is null or absent; take the row out, or set {option} to a column that every row has")
+        raise ValueError(f"{where} is null or absent; remove the row, or set {option} to a column that every row has")
     raise ValueError(f"{where}: a label is text, a finite number, a list or an object, found {kind_of(value)}")
 
 
 def label_text(label: Any) -> str:
-    """Return a label as what responses are compared with.
+    """Return a label as the text that responses are compared with.
 
-    A number of a JSON file is written as it was there, a number of a typed file as Python writes it, a decimal with its
-    digits, a Boolean as true or false, a date as ISO 8601.
+    A number of a JSON file keeps the text of the file. A number of a typed file is formatted as in Python, a decimal
+    with all its digits, a Boolean as true or false, and a date in ISO 8601.
     """
+    # As in JSON, because models write true and not True.
     if isinstance(label, bool):
-        return "true" if label else "false"
+        return str(label).lower()
     if isinstance(label, SpelledFloat):
         return label.spelling
-    return label.isoformat() if isinstance(label, (datetime.date, datetime.time)) else str(label)
+    if isinstance(label, (datetime.date, datetime.time)):
+        return label.isoformat()
+    return str(label)
 
 
 def number_of(value: Any, where: str) -> float:
-    """Return a cell as a number; in a CSV file it is text.
+    """Return a cell as a number. In a CSV file the cell is text.
 
     Raises:
-        ValueError: it is no finite number.
+        ValueError: the cell is not a finite number.
     """
     number = math.nan
+    # bool is a subclass of int, but True is not meant as the number 1.
     if isinstance(value, (int, float, Decimal, str)) and not isinstance(value, bool):
         try:
             number = float(value)
@@ -204,13 +219,13 @@ def number_of(value: Any, where: str) -> float:
 
 
 def check_one_kind(prompts: Iterable[Any], source: str) -> None:
-    """Refuse text in some rows and chat messages in others.
+    """Raise a ValueError if some rows hold text and others chat messages.
 
-    A reward function is called with a whole batch: it would get texts for prompts that are messages.
+    A reward function is called with a complete batch, in which prompts must be of one kind.
 
     Args:
-        prompts: of all rows, in order; None where a row has none.
-        source: names where they are from.
+        prompts: prompts of all rows, in order; None for a row without one.
+        source: file or column of the prompts, for the error message.
     """
     first: dict[bool, int] = {}
     for number, prompt in enumerate(prompts):

@@ -1,6 +1,6 @@
-"""Chat messages as data sets write them, in the form that chat templates read: `{role, content, tool_calls}`.
+"""Conversion of the chat messages of data sets to the form of chat templates: `{role, content, tool_calls}`.
 
-Understood are OpenAI's messages and ShareGPT's turns, `{from, value}`.
+Supported are OpenAI's messages and ShareGPT's turns, `{from, value}`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ SHAREGPT_ROLES = {
     "tool_response": "tool",
     "tool": "tool",
 }
-"""Who speaks in ShareGPT's turns -> the role of the chat message."""
+"""Speaker of a ShareGPT turn (`from`) -> role of the chat message."""
 CALLS = ("function_call", "tool_call")
-"""ShareGPT's turns whose value is the JSON text of a call, or of a list of calls."""
+"""Speakers of ShareGPT turns whose value is the JSON text of a call or of a list of calls."""
 ASSISTANT = "assistant"
+"""Role of messages that the model learns."""
 
 
 def are_messages(value: object) -> bool:
@@ -40,10 +41,10 @@ def are_messages(value: object) -> bool:
 
 
 def as_messages(prompt: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Wrap a string as one user turn; of chat messages the arguments of tool calls are parsed.
+    """Wrap a string as one user message. In chat messages, parse the arguments of tool calls.
 
     Raises:
-        ValueError: a tool call cannot be read.
+        ValueError: a tool call cannot be parsed.
     """
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
@@ -51,28 +52,33 @@ def as_messages(prompt: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def read_messages(value: object) -> list[dict[str, Any]] | None:
-    """Read a conversation of a data set; None where the value is none.
+    """Read a conversation of a data set. Return None if the value is not a conversation.
 
     Raises:
-        ValueError: a turn has a role that is not known, a content that is no text, or a tool call that cannot be read.
+        ValueError: a turn has an unknown role, a content that is not text, or a tool call that cannot be parsed.
     """
     if isinstance(value, str) or not isinstance(value, Sequence):
         return None
-    if not all(isinstance(turn, Mapping) and ("role" in turn or {"from", "value"} <= set(turn)) for turn in value):
+    if not all(isinstance(turn, Mapping) and ("role" in turn or _is_sharegpt(turn)) for turn in value):
         return None
-    messages = [_from_sharegpt(turn) if {"from", "value"} <= set(turn) else turn for turn in value]
+    # One conversation may mix both forms, so each turn is converted by itself.
+    messages = list(value)
+    for number, turn in enumerate(messages):
+        if _is_sharegpt(turn):
+            messages[number] = _from_sharegpt(turn)
     return as_messages([text_message(message, f"message {number}") for number, message in enumerate(messages)])
 
 
 def with_system(messages: Sequence[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:
-    """Put a system prompt before messages.
+    """Put a system prompt before messages, unless they begin with it already.
 
     Raises:
-        ValueError: they begin with another one.
+        ValueError: they begin with a different system prompt.
     """
     if system is None:
         return list(messages)
     if messages and messages[0]["role"] == "system":
+        # Two different system prompts would leave it to the template which one the model reads.
         if str(messages[0]["content"]).strip() != system.strip():
             raise ValueError(
                 f"the system prompt {system!r:.80} of its column differs from {messages[0]['content']!r:.80}, with "
@@ -83,10 +89,14 @@ def with_system(messages: Sequence[dict[str, Any]], system: str | None) -> list[
 
 
 def refuse_prefill(messages: Sequence[Mapping[str, Any]], response: Sequence[Mapping[str, Any]] = ()) -> None:
-    """Refuse a prompt that ends with a message of the assistant, before a response of its own: text, or messages.
+    """Reject a prompt that ends with a message of the assistant and is followed by the response.
+
+    Args:
+        messages: the prompt.
+        response: response as messages. Empty if the response is text, which is an assistant's message.
 
     Raises:
-        ValueError: it does.
+        ValueError: two messages of the assistant would follow each other.
     """
     if messages and messages[-1]["role"] == ASSISTANT and not (response and response[0]["role"] != ASSISTANT):
         raise ValueError(
@@ -99,22 +109,25 @@ def is_learnt(message: Mapping[str, Any]) -> bool:
     """Return True for an assistant's message that is not excluded by `weight: 0` (OpenAI) or `train: false` (axolotl).
 
     Raises:
-        ValueError: there is a weight other than 0 and 1, or a message of another role is to be learnt.
+        ValueError: a weight is neither 0 nor 1, or marks a message of another role as learnt.
     """
     marks = {name: message[name] for name in ("weight", "train") if message.get(name) is not None}
     for name, mark in marks.items():
         if not isinstance(mark, int | float) or mark not in (0, 1):
-            raise ValueError(
-                f"a message of {message['role']!r} has {name!r}: {mark!r}; give 1 (it is learnt) or 0 (it is not)"
-            )
+            raise ValueError(f"a message of {message['role']!r} has {name!r}: {mark!r}; give 1 (learnt) or 0 (not)")
         if mark and message["role"] != ASSISTANT:
             raise ValueError(
                 f"a message of {message['role']!r} has {name!r}: {mark!r}, and only the assistant's messages are "
                 "learnt; remove it, or set it to 0"
             )
+    # axolotl's marks of parts of a message would need character offsets after the template is applied.
     if message.get("train_detail"):
-        raise ValueError("a message has 'train_detail', which marks parts of it; give 'weight' for the whole message")
+        raise ValueError("a message has 'train_detail', which marks parts of it; set 'weight' for the whole message")
     return message["role"] == ASSISTANT and all(marks.values())
+
+
+def _is_sharegpt(turn: Mapping[str, Any]) -> bool:
+    return {"from", "value"} <= set(turn)
 
 
 def _from_sharegpt(turn: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,12 +141,16 @@ def _from_sharegpt(turn: Mapping[str, Any]) -> dict[str, Any]:
     if speaker not in CALLS:
         return {"role": SHAREGPT_ROLES[speaker], "content": turn["value"], **others}
     calls = _parsed(turn["value"], "the value of a turn of 'function_call'")
-    calls = calls if isinstance(calls, list) else [calls]
+    if not isinstance(calls, list):
+        calls = [calls]
     return {"role": ASSISTANT, "content": "", "tool_calls": calls, **others}
 
 
 def _with_parsed_calls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a message; its calls are objects, where OpenAI's form has JSON text, which a template would encode again."""
+    """Copy a message with its tool calls parsed.
+
+    OpenAI's form has the arguments as JSON text, which a chat template would encode a second time.
+    """
     copy = dict(message)
     calls = copy.get("tool_calls")
     if calls is None and isinstance(copy.get("function_call"), Mapping):
@@ -149,11 +166,13 @@ def _with_parsed_calls(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    # OpenAI nests the call under `function`; other data sets have it at the top level.
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _with_parsed_arguments(call["function"])}
     name = call.get("name")
     if not isinstance(name, str):
         raise ValueError(f"a tool call has no name: {dict(call)!r:.80}; give {{name, arguments}}")
+    # Templates iterate over the arguments, so a call without any gets an empty object.
     if call.get("arguments") is None:
         return {**call, "arguments": {}}
     arguments = _parsed(call["arguments"], f"the arguments of the tool call {name!r}")
@@ -162,21 +181,25 @@ def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "arguments": arguments}
 
 
-def _parsed(value: Any, what: str) -> Any:
-    """Parse JSON text; other values stay as they are."""
+def _parsed(value: Any, location: str) -> Any:
+    """Parse JSON text. Return other values unchanged.
+
+    Raises:
+        ValueError: the text is not valid JSON. The message begins with `location`.
+    """
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{what} is not valid JSON ({error}): {value!r:.80}; mend or remove the row") from error
+        raise ValueError(f"{location} is not valid JSON ({error}): {value!r:.80}; correct or remove the row") from error
 
 
 def parse_tools(value: Any) -> list[dict[str, Any]]:
-    """Read definitions of tools: a list of JSON schemas, or JSON text of it or of its members.
+    """Parse definitions of tools: a list of JSON schemas, or JSON text of the list or of its items.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the value is something else.
     """
     tools = _parsed(value, "column 'tools'")
     if isinstance(tools, Mapping):

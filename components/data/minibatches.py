@@ -9,13 +9,13 @@ if TYPE_CHECKING:
 
 
 def shuffled_minibatches(count: int, parts: int, epochs: int, *, seed: int, step: int) -> list[Tensor]:
-    """Indices of each optimizer step of one training step, in order: every epoch is shuffled by (seed, step, epoch).
+    """Return the indices of each optimizer step of one training step. Each epoch is shuffled by (seed, step, epoch).
 
     Args:
-        count: responses of the step.
-        parts: optimizer steps of an epoch; their sizes differ by at most one.
-        epochs: how often the responses are gone through.
-        seed: of the run.
+        count: number of responses of the step.
+        parts: number of optimizer steps per epoch. Their sizes differ by at most one.
+        epochs: number of passes over the responses.
+        seed: seed of the run.
         step: number of the training step.
     """
     import numpy as np
@@ -23,6 +23,7 @@ def shuffled_minibatches(count: int, parts: int, epochs: int, *, seed: int, step
 
     order: list[Tensor] = []
     for epoch in range(epochs):
+        # A generator per epoch, so that a resumed run shuffles as the interrupted one would have.
         shuffled = np.random.default_rng([seed, step, epoch]).permutation(count)
         order += torch.from_numpy(shuffled).tensor_split(parts)
     return order

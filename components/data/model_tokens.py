@@ -1,4 +1,4 @@
-"""Tokens that a model's files and its chat template use: those that end a response, and those without an embedding."""
+"""Tokens of a model and its chat template: end tokens of responses, and tokens without an embedding."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from components.net.hub import cached_folder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_ROWS, _CHECKED, _TURN_END = "embedding_rows", "checked_template", "turn_end"
-"""Attributes of a tokenizer: the rows of the model's embedding and the model, the template that was checked against
-them, and a template with the token that ends its turns.
-"""
+_ROWS = "embedding_rows"
+"""Attribute that is set on a tokenizer: the number of rows of the model's embedding, and the path of the model."""
+_CHECKED = "checked_template"
+"""Attribute that is set on a tokenizer: the chat template that was checked against these rows."""
+_TURN_END = "turn_end"
+"""Attribute that is set on a tokenizer: a chat template, and the token that ends its turns."""
 _RESPONSE = "troupe"
-"""Text of the assistant's turn in sample conversations."""
+"""Text of the assistant's message in sample conversations."""
 _TOOL = {
     "type": "function",
     "function": {
@@ -28,7 +30,8 @@ _TOOL = {
     },
 }
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-_USER, _ASSISTANT = {"role": "user", "content": "hello"}, {"role": "assistant", "content": _RESPONSE}
+_USER = {"role": "user", "content": "hello"}
+_ASSISTANT = {"role": "assistant", "content": _RESPONSE}
 CONVERSATIONS: tuple[tuple[list[dict[str, Any]], dict[str, Any]], ...] = (
     ([_USER], {"add_generation_prompt": True}),
     ([_USER, _ASSISTANT], {}),
@@ -44,20 +47,21 @@ CONVERSATIONS: tuple[tuple[list[dict[str, Any]], dict[str, Any]], ...] = (
         {"tools": [_TOOL]},
     ),
 )
-"""Conversations, and arguments of the chat template, that together use every role and the tools."""
+"""Sample conversations with arguments of the chat template. Together they use every role and tools."""
 
 
 def turn_end_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the special token that the chat template writes after an assistant's turn.
+    """Return the id of the special token that the chat template writes after an assistant's message.
 
-    None without a template, and where anything else than one special token and blanks follows the turn. A template is
-    asked once for a tokenizer.
+    None without a template, and if anything but one special token and white space follows the message. The result is
+    cached on the tokenizer.
     """
-    known = getattr(tokenizer, _TURN_END, None)
-    if known is None or known[0] != tokenizer.chat_template:
-        known = tokenizer.chat_template, _find_turn_end(tokenizer)
-        setattr(tokenizer, _TURN_END, known)
-    return known[1]
+    cached = getattr(tokenizer, _TURN_END, None)
+    # The template is part of the cache, because it can be replaced after the tokenizer was loaded.
+    if cached is None or cached[0] != tokenizer.chat_template:
+        cached = (tokenizer.chat_template, _find_turn_end(tokenizer))
+        setattr(tokenizer, _TURN_END, cached)
+    return cached[1]
 
 
 def _find_turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -65,43 +69,49 @@ def _find_turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     _, response, end = text.rpartition(_RESPONSE)
     if not response:
         return None
+    # Only special tokens: an ordinary word after the message would also occur inside of responses.
     token = end.strip()
     special = {added.content: index for index, added in tokenizer.added_tokens_decoder.items() if added.special}
     return special.get(token)
 
 
 def end_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that end a response: the tokenizer's end token, then the one that ends a turn, if another."""
+    """Return the ids of the tokens that end a response: the end token, and the token that ends a turn if it differs."""
     ids = [tokenizer.eos_token_id, turn_end_id(tokenizer)]
     return list(dict.fromkeys(index for index in ids if isinstance(index, int)))
 
 
 def embedding_rows(path: str | Path) -> int | None:
-    """Return the vocabulary size in the config.json of a model; None where there is none."""
+    """Return the vocabulary size in the config.json of a model, or None if it cannot be read."""
     folder = Path(path).expanduser()
     try:
         if not folder.is_dir():
             folder = cached_folder(str(path))
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        # Models of several modalities have the vocabulary size in a nested configuration.
         rows = config.get("text_config", config).get("vocab_size", config.get("vocab_size"))
     except (OSError, ValueError, AttributeError, RecursionError):
-        return None  # what is wrong with a config.json is reported where the model is checked
+        return None  # errors of a config.json are reported where the model is checked
     return rows if isinstance(rows, int) else None
 
 
 def limit_rows(tokenizer: PreTrainedTokenizerBase, model_path: str | Path) -> None:
-    """Let `check_ids` refuse tokens that a model has no row for, and refuse such a token that every sequence can have.
+    """Set the limit of token ids for `check_ids`, and check the tokens that every sequence may have.
 
     Args:
-        tokenizer: the limit is an attribute of it, which no file gets.
-        model_path: the model that reads its tokens; without a config.json there is no limit.
+        tokenizer: the limit is set as an attribute of it, which is not saved.
+        model_path: model that reads the tokens. Without a config.json there is no limit.
 
     Raises:
-        ValueError: the end token, the padding token or the first token of every text has no row.
+        ValueError: the end token, the padding token or the first token of every text has no embedding.
     """
     rows = embedding_rows(model_path)
-    setattr(tokenizer, _ROWS, (sys.maxsize if rows is None else rows, str(model_path)))
+    if rows is None:
+        rows = sys.maxsize
+    setattr(tokenizer, _ROWS, (rows, str(model_path)))
+    # Checked here, because every sequence has these tokens, while others depend on the data.
     named = {"eos_token": tokenizer.eos_token_id, "pad_token": tokenizer.pad_token_id}
+    # The first token of a text is the BOS token of tokenizers that add one.
     named["bos_token"] = next(iter(tokenizer("a")["input_ids"]), None)
     for name, index in named.items():
         if isinstance(index, int):
@@ -112,12 +122,12 @@ def check_ids(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase, where: str
     """Check that the model has an embedding for each token.
 
     Args:
-        ids: of a text.
-        tokenizer: loaded by `load_tokenizer`; for any other nothing is known, and nothing is checked.
-        where: the text, for the message.
+        ids: token ids of a text.
+        tokenizer: a tokenizer from `load_tokenizer`. For any other one nothing is checked.
+        where: description of the text, for the error message.
 
     Raises:
-        ValueError: a token is beyond the rows of the embedding.
+        ValueError: an id is not below the number of rows of the embedding.
     """
     rows, model_path = getattr(tokenizer, _ROWS, (sys.maxsize, ""))
     largest = max(ids, default=-1)
@@ -131,12 +141,12 @@ def check_ids(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase, where: str
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that the model has an embedding for each token that the chat template writes, for any role and tools.
+    """Check that the model has an embedding for each token that the chat template writes, for all roles and tools.
 
-    A template is checked once for a tokenizer.
+    A template is checked once per tokenizer.
 
     Raises:
-        ValueError: it has none for some token.
+        ValueError: a token has no embedding.
     """
     if not hasattr(tokenizer, _ROWS) or getattr(tokenizer, _CHECKED, None) == tokenizer.chat_template:
         return
@@ -147,7 +157,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], **options: Any) -> str:
-    """Return what the chat template makes of a conversation; nothing where it refuses it."""
+    """Render a conversation with the chat template. Return an empty text if the template rejects it."""
     if not tokenizer.chat_template:
         return ""
     try:

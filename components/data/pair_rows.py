@@ -1,4 +1,4 @@
-"""Rows of preference pairs: which columns hold the prompt and the two responses, and what a model reads of them."""
+"""Rows of preference pairs: selection of columns, and conversion to the texts that a model reads."""
 
 from __future__ import annotations
 
@@ -44,31 +44,32 @@ if TYPE_CHECKING:
 
 Messages = list[dict[str, Any]]
 ANSWER_MARK = "\n\nAssistant:"
-"""Before each response of dialogues that are one string, as in hh-rlhf."""
+"""Text before each response in dialogues that are a single string, as in hh-rlhf."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairFormat:
-    """Where a row has its pair."""
+    """Columns of a row that hold its pair, and how they are rendered."""
 
     prompt_key: str | None = None
-    """Column of what both responses follow: text, or chat messages. None: that of PROMPTS which the row has, or else
-    what the responses begin with alike."""
+    """Column of the prompt: text, or chat messages. None selects the first column of PROMPTS that the row has, or the
+    common start of the two responses if it has none."""
     chosen_key: str = "chosen"
     """Column of the better response."""
     rejected_key: str = "rejected"
-    """Column of the other."""
+    """Column of the worse response."""
     apply_chat_template: bool = False
-    """Take prompt and response as a user's and an assistant's message. Chat messages always go through the template."""
+    """Render prompt and response as a user's and an assistant's message. Chat messages are always rendered with the
+    chat template."""
     input_template: str | None = None
-    """Text with one `{}` for a prompt that does not go through the chat template."""
+    """Text with one `{}` for the prompt, used without the chat template."""
     with_margin: bool = False
-    """Read the column `margin`, a number; otherwise margins are 0."""
+    """Read the margin from the column `margin`. False sets all margins to 0."""
     ignored_columns: tuple[str, ...] = ()
-    """Columns that are left out, although their names have a well-known meaning."""
+    """Columns that are ignored although their names have a well-known meaning."""
 
     def of(self, source: str) -> PairFormat:
-        """The format of a source's rows: drawn ones have it where they always do."""
+        """Return the format of a source's rows. Generated rows have fixed columns."""
         if not is_drawn(source):
             return self
         return PairFormat(
@@ -76,22 +77,25 @@ class PairFormat:
         )
 
     def prompt_column(self, row: Mapping[str, Any]) -> str | None:
-        """Return the column with the prompt of a row; None where there is none."""
+        """Return the column with the prompt of a row, or None if there is none."""
         if self.prompt_key is not None:
             return self.prompt_key
         others = {self.chosen_key, self.rejected_key, *self.ignored_columns}
         conversations = [(name, read_messages(row[name])) for name in filled(row, CONVERSATIONS, others)]
-        # One that ends with a response is the chosen one again.
+        # A conversation that ends with a response repeats the chosen response, so it is not a prompt.
         open_ended = [name for name, messages in conversations if messages and messages[-1]["role"] != ASSISTANT]
         return next(iter([*filled(row, PROMPTS, others), *open_ended]), None)
 
     def columns_of(self, row: Mapping[str, Any]) -> list[str]:
         """Return the columns of a row that are read."""
         key = self.prompt_column(row)
-        prompt = () if key is None or key not in row else read_prompt(row, key, self.ignored_columns).columns
-        system = read_system(row, self.ignored_columns)[1]
-        others = [TOOLS] * bool(filled(row, [TOOLS], self.ignored_columns)) + ["margin"] * self.with_margin
-        return [*system, *prompt, self.chosen_key, self.rejected_key, *others]
+        _, columns = read_system(row, self.ignored_columns)
+        if key is not None and key in row:
+            columns = [*columns, *read_prompt(row, key, self.ignored_columns).columns]
+        columns = [*columns, self.chosen_key, self.rejected_key, *filled(row, [TOOLS], self.ignored_columns)]
+        if self.with_margin:
+            columns.append("margin")
+        return columns
 
     def describe_columns(self, rows: Sequence[Mapping[str, Any]]) -> str:
         """Describe in one line which columns of rows are used, and which are not."""
@@ -100,23 +104,26 @@ class PairFormat:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two responses to the same, as a model reads them, without end token."""
+    """Two responses to the same prompt, as the texts that a model reads, without end token."""
 
     prompt: str
+    """Text of the prompt, the common start of both sequences."""
     chosen: str
-    """What follows the prompt."""
+    """Text of the better response, which follows the prompt."""
     rejected: str
+    """Text of the worse response, which follows the prompt."""
     margin: float
-    """By how much the one is better; 0 where nobody says."""
+    """Difference in quality between the two; 0 without a margin."""
     opening: str
-    """What the conversation begins with, by which pairs are told apart when some are held out."""
+    """Start of the conversation. Pairs with the same opening are held out together."""
 
 
 def read_pair(row: Mapping[str, Any], form: PairFormat, tokenizer: PreTrainedTokenizerBase) -> Pair:
-    """Write out the pair of a row as text; `preferences.read_pairs` describes the rows.
+    """Render the pair of a row as text. `preferences.read_pairs` describes the rows.
 
     Raises:
-        ValueError: a column is missing or holds something else, or one of a well-known meaning would not be read.
+        ValueError: a column is missing or has a value of the wrong kind, or a column with a well-known meaning would
+            not be read.
     """
     ignored = form.ignored_columns
     prompt, chosen, rejected, margin = check_columns(row, form)
@@ -139,8 +146,10 @@ def read_pair(row: Mapping[str, Any], form: PairFormat, tokenizer: PreTrainedTok
             )
         before = with_system(as_messages(prompt), system)
         refuse_prefill(before)
-        better, worse = ([*before, {"role": ASSISTANT, "content": response}] for response in (chosen, rejected))
-        return _from_messages(better, worse, len(before), margin, tokenizer, tools)
+        chosen = [*before, {"role": ASSISTANT, "content": chosen}]
+        rejected = [*before, {"role": ASSISTANT, "content": rejected}]
+        return _from_messages(chosen, rejected, len(before), margin, tokenizer, tools)
+    # From here the pair is plain text, in which tools and a separate system prompt have no place.
     if tools:
         raise needs_template(TOOLS, tools)
     if system is not None and not _begin_with(system, prompt, chosen, rejected):
@@ -149,10 +158,11 @@ def read_pair(row: Mapping[str, Any], form: PairFormat, tokenizer: PreTrainedTok
 
 
 def check_columns(row: Mapping[str, Any], form: PairFormat) -> tuple[Any, Any, Any, float]:
-    """Read the prompt (None without a column of it), the two responses and the margin of a row; no tokenizer is needed.
+    """Read the prompt (None if no column holds it), the two responses and the margin of a row, without a tokenizer.
 
     Raises:
-        ValueError: a column is missing or holds something else, or one of a well-known meaning would not be read.
+        ValueError: a column is missing or has a value of the wrong kind, or a column with a well-known meaning would
+            not be read.
     """
     ignored = form.ignored_columns
     refuse_weight(row, ignored)
@@ -162,7 +172,9 @@ def check_columns(row: Mapping[str, Any], form: PairFormat) -> tuple[Any, Any, A
     key = form.prompt_column(row)
     prompt = None
     if key is not None:
-        prompt = _column(row, key, read_prompt(row, key, ignored).value if key in row else None, "prompt_key")
+        if key in row:
+            prompt = read_prompt(row, key, ignored).value
+        prompt = _column(row, key, prompt, "prompt_key")
     _refuse_unread(row, form, prompt, chosen, rejected)
     return prompt, chosen, rejected, _margin(row, form)
 
@@ -173,7 +185,7 @@ def _margin(row: Mapping[str, Any], form: PairFormat) -> float:
     try:
         return number_of(row.get("margin"), "its column 'margin'")
     except ValueError as error:
-        raise ValueError(f"{error}, or leave algorithm.margin_loss out") from error
+        raise ValueError(f"{error}, or do not set algorithm.margin_loss") from error
 
 
 def _from_text(
@@ -182,8 +194,8 @@ def _from_text(
     if prompt is None:
         if form.input_template is not None:
             raise ValueError(
-                f"data.input_template={form.input_template!r} goes around a prompt of its own column, and the row has "
-                "none; set data.prompt_key, or leave it out"
+                f"data.input_template={form.input_template!r} needs a column with the prompt, and the row has none; "
+                "set data.prompt_key, or do not set data.input_template"
             )
         prompt = _common_start(chosen, rejected)
         return _pair(prompt, chosen[len(prompt) :], rejected[len(prompt) :], margin, tokenizer)
@@ -192,99 +204,119 @@ def _from_text(
 
 
 def _begin_with(text: str, prompt: str | None, *responses: str) -> bool:
-    """Return True where a text is in the prompt, or in all responses, if these hold the prompt."""
-    return all(text.strip() in whole for whole in ([prompt] if prompt is not None else responses))
+    """Return True if a text is in the prompt. Without a prompt: if it is in all responses, which then contain it."""
+    if prompt is not None:
+        return text.strip() in prompt
+    return all(text.strip() in response for response in responses)
 
 
 def _split(
     prompt: Any, chosen: Messages, rejected: Messages, system: str | None, key: str | None
 ) -> tuple[Messages, Messages, Messages]:
-    """Split pairs of conversations: the prompt, as far as its column has it, and what is left of both.
+    """Split a pair of conversations into the messages of the prompt column and the rest of both conversations.
 
-    Conversations may repeat the prompt of the column, with or without its system prompt. Text is repeated where it is
-    a message of the user's before the responses part.
+    Conversations may repeat the prompt of the column, with or without its system prompt. If the prompt is text and the
+    conversations have it as a user's message in their common start, the prompt column adds nothing: the first result is
+    empty.
 
     Raises:
-        ValueError: they begin with neither the prompt nor a response to it.
+        ValueError: the conversations begin neither with the prompt nor with a response to it.
     """
+    # UltraFeedback has the prompt as text, and again as the first message of both conversations.
     if isinstance(prompt, str) and prompt.strip() in _common_requests(chosen, rejected):
         prompt = None
     if prompt is None:
         return [], with_system(chosen, system), with_system(rejected, system)
-    first, before = _without_system(as_messages(prompt))
-    systems = [first, *(_without_system(part)[0] for part in (chosen, rejected))]
-    texts = {str(message["content"]).strip() for message in systems if message is not None}
+    prompt_system, before = _without_system(as_messages(prompt))
+    chosen_system, chosen = _without_system(chosen)
+    rejected_system, rejected = _without_system(rejected)
+    # Any of the three may have the system prompt, but they must agree.
+    systems = [message for message in (prompt_system, chosen_system, rejected_system) if message is not None]
+    texts = {str(message["content"]).strip() for message in systems}
     if len(texts) > 1:
         raise ValueError(
             f"the prompt and its responses have different system prompts, {sorted(texts)!r:.200}; keep one"
         )
-    head = next((message for message in systems if message is not None), None)
-    parts = [_without_system(part)[1] for part in (chosen, rejected)]
-    if before and all(_are_alike(part[: len(before)], before) for part in parts):
-        parts = [part[len(before) :] for part in parts]
-    if not all(_follows(part, before) for part in parts):
+    if before and all(_are_alike(part[: len(before)], before) for part in (chosen, rejected)):
+        chosen = chosen[len(before) :]
+        rejected = rejected[len(before) :]
+    if not _follows(chosen, before) or not _follows(rejected, before):
         raise ValueError(
             f"the responses do not repeat the prompt of column {key!r} ({prompt!r:.80}), and do not begin with a "
             "message that may follow it; give the assistant's messages alone, or whole conversations and "
             f"data.ignored_columns={key}"
         )
-    return with_system([*([head] if head else []), *before], system), parts[0], parts[1]
+    return with_system([*systems[:1], *before], system), chosen, rejected
 
 
-def _are_alike(some: Messages, others: Messages) -> bool:
-    """Return True where messages say the same, whatever else they hold."""
-    first, second = (
-        [(message["role"], str(message["content"]).strip(), message.get("tool_calls")) for message in messages]
-        for messages in (some, others)
-    )
-    return first == second
+def _are_alike(messages: Messages, others: Messages) -> bool:
+    """Return True if two lists of messages have the same roles, stripped contents and tool calls."""
+    return [_content(message) for message in messages] == [_content(message) for message in others]
+
+
+def _content(message: Mapping[str, Any]) -> tuple[Any, ...]:
+    return message["role"], str(message["content"]).strip(), message.get("tool_calls")
 
 
 def _follows(response: Messages, before: Messages) -> bool:
-    """Return True where messages may be a response to those before."""
+    """Return True if messages may be a response to the messages before."""
     if not response:
         return False
-    role, last = response[0]["role"], before[-1]["role"] if before else None
-    return last != ASSISTANT if role == ASSISTANT else role in ("user", "tool") and last in (None, ASSISTANT)
+    last_role = before[-1]["role"] if before else None
+    if response[0]["role"] == ASSISTANT:
+        return last_role != ASSISTANT
+    return response[0]["role"] in ("user", "tool") and last_role in (None, ASSISTANT)
 
 
 def _common_requests(chosen: Messages, rejected: Messages) -> list[str]:
-    """Return the texts of the user's messages that both conversations begin with."""
+    """Return the texts of the user's messages in the common start of both conversations."""
     alike = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected))
     return [str(message["content"]).strip() for message, _ in alike if message["role"] == "user"]
 
 
 def _without_system(messages: Messages) -> tuple[dict[str, Any] | None, Messages]:
-    """Split the system's message off that messages begin with, if they do."""
-    return (messages[0], messages[1:]) if messages and messages[0]["role"] == "system" else (None, messages)
+    """Split off the leading system message. It is None if there is none."""
+    if messages and messages[0]["role"] == "system":
+        return messages[0], messages[1:]
+    return None, messages
 
 
 def _refuse_unread(
     row: Mapping[str, Any], form: PairFormat, prompt: Any, chosen: str | Messages, rejected: str | Messages
 ) -> None:
-    """Refuse a row with content in columns of a known meaning that are not read and were not decided against."""
+    """Reject a row with content in a column of a well-known meaning that is neither read nor ignored by the user."""
     columns = form.columns_of(row)
-    names = ["context", *(() if form.prompt_key is not None else (*PROMPTS, *CONVERSATIONS))]
-    read = texts_of(*([] if prompt is None else [prompt]), chosen, rejected)
+    names = ["context"]
+    if form.prompt_key is None:  # with a prompt_key the user has decided against the other columns
+        names += [*PROMPTS, *CONVERSATIONS]
+    texts = texts_of(chosen, rejected)
+    if prompt is not None:
+        texts += texts_of(prompt)
     remedy = "set data.prompt_key to the column with the prompt"
-    refuse_unread(row, [name for name in names if name not in columns], read, form.ignored_columns, remedy)
+    refuse_unread(row, [name for name in names if name not in columns], texts, form.ignored_columns, remedy)
 
 
 def _column(row: Mapping[str, Any], name: str, value: Any, option: str) -> Any:
-    """Return the text or the messages of a column, `value`; ValueError where it holds something else."""
+    """Return the text or the messages in `value`, the content of a column.
+
+    Raises:
+        ValueError: the content is something else.
+    """
     messages = read_messages([value] if isinstance(value, Mapping) else value)
-    value = value if messages is None else messages
+    if messages is not None:
+        value = messages
     if isinstance(value, str) or (value and are_messages(value)):
         return value
-    found = f"found {kind_of(row.get(name))}"
+    content = f"found {kind_of(row.get(name))}"
     if row.get(name) is None:
-        found = f"but it is null or absent; there are the columns {sorted(map(str, row))}"
+        content = f"but it is null or absent; there are the columns {sorted(map(str, row))}"
     remedy = "" if option == "prompt_key" else _remedy(row)
-    raise ValueError(f"column {name!r} must hold text or a list of chat messages, {found}; set data.{option}{remedy}")
+    raise ValueError(f"column {name!r} must hold text or a list of chat messages, {content}; set data.{option}{remedy}")
 
 
 def _remedy(row: Mapping[str, Any]) -> str:
-    """Return what to set for the file of a row, if it has pairs in other columns, or what it has in their place."""
+    """Return the options for a row with pairs in other columns, or a hint for a row with demonstrations."""
+    # Only columns that could hold a response, not scores such as `chosen_rating`.
     texts = [str(name) for name, value in row.items() if isinstance(value, str | list)]
     chosen, rejected = (next((name for name in texts if kind in name), None) for kind in PREFERENCES)
     if chosen and rejected:
@@ -295,26 +327,34 @@ def _remedy(row: Mapping[str, Any]) -> str:
 
 
 def _common_start(chosen: str, rejected: str) -> str:
+    """Return the common start of two texts, up to the last ANSWER_MARK, or else up to the last blank or newline."""
     common = os.path.commonprefix([chosen, rejected])  # noqa: RUF071 - of texts, character by character
     mark = common.rfind(ANSWER_MARK)
-    return common[: mark + len(ANSWER_MARK)] if mark >= 0 else common[: max(common.rfind(" "), common.rfind("\n"), 0)]
+    if mark >= 0:
+        return common[: mark + len(ANSWER_MARK)]
+    # The prompt must not end inside of a word that both responses begin with.
+    return common[: max(common.rfind(" "), common.rfind("\n"), 0)]
 
 
 def _from_messages(
     chosen: list[dict[str, Any]],
     rejected: list[dict[str, Any]],
-    given: int,
+    prompt_length: int,
     margin: float,
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[Mapping[str, Any]],
 ) -> Pair:
-    """`given` messages are known to be the prompt; so are those that follow and are alike, but for the last of each."""
+    """Render a pair of conversations.
+
+    The first `prompt_length` messages are the prompt. The prompt continues with the following messages that are equal
+    in both, except for the last message of each conversation.
+    """
     limit = min(len(chosen), len(rejected)) - 1
-    count = given
+    count = prompt_length
     while count < limit and chosen[count] == rejected[count]:
         count += 1
-    while count > given and chosen[count - 1].get("role") == "assistant":
-        count -= 1  # what follows it is no response
+    while count > prompt_length and chosen[count - 1].get("role") == "assistant":
+        count -= 1  # a prompt must not end with the assistant's message: what follows would not be a response
     if not all(is_learnt(message) for message in (*chosen[count:], *rejected[count:]) if message["role"] == ASSISTANT):
         raise ValueError(
             "a message of a response has 'weight': 0 or 'train': false, and of a pair all messages after the prompt "
@@ -323,33 +363,37 @@ def _from_messages(
     if tools:
         check_tools_written(chosen, tools, tokenizer)
     prompt = render_prompt(chosen[:count], tokenizer, tools=tools) if count else ""
+    # The complete conversation is rendered, because the end of a message depends on the template.
     texts = [render_conversation(messages, tokenizer, tools) for messages in (chosen, rejected)]
     if not all(text.startswith(prompt) for text in texts):
         raise ValueError(
             "the chat template writes the prompt differently once there is a response (some drop earlier reasoning), "
-            "so the model would not be scored on what it reads; mend the template, or write the responses out as "
-            "strings"
+            "so the model would not be scored on what it reads; correct the template, or give the responses as strings"
         )
-    # Not the first message: a system's may be the same everywhere.
+    # The first user's message instead of the first message: all conversations may begin with the same system message.
     opening = next((str(message.get("content")) for message in chosen[:count] if message.get("role") == "user"), "")
-    better, worse = (text[len(prompt) :] for text in texts)
-    return _pair(prompt, better, worse, margin, tokenizer, opening=opening)
+    chosen_text, rejected_text = (text[len(prompt) :] for text in texts)
+    return _pair(prompt, chosen_text, rejected_text, margin, tokenizer, opening=opening)
 
 
 def _pair(
     prompt: str, chosen: str, rejected: str, margin: float, tokenizer: PreTrainedTokenizerBase, opening: str = ""
 ) -> Pair:
     opening = opening or prompt.partition(ANSWER_MARK)[0] or prompt.strip() or chosen
-    better, worse = (without_end(response, tokenizer) for response in (chosen, rejected))
-    return Pair(prompt, better, worse, float(margin), opening)
+    return Pair(prompt, without_end(chosen, tokenizer), without_end(rejected, tokenizer), float(margin), opening)
 
 
 def without_end(response: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a response without the tokenizer's end token; one that ends a turn by another token keeps that, as its
-    last token.
+    """Remove the end token from the end of a response.
+
+    A token that ends a turn is kept as the last token, if the chat template uses another one than the end token. White
+    space after it is removed.
     """
-    end, turn_end = str(tokenizer.eos_token), turn_end_id(tokenizer)
-    while (cut := response.rstrip()).endswith(end):
-        response = cut.removesuffix(end)
-    is_ended = turn_end is not None and cut.endswith(str(tokenizer.convert_ids_to_tokens(turn_end)))
-    return cut if is_ended else response
+    # Data sets contain end tokens, sometimes twice. Encoding adds exactly one.
+    end = str(tokenizer.eos_token)
+    while (stripped := response.rstrip()).endswith(end):
+        response = stripped.removesuffix(end)
+    turn_end = turn_end_id(tokenizer)
+    if turn_end is not None and stripped.endswith(str(tokenizer.convert_ids_to_tokens(turn_end))):
+        return stripped
+    return response

@@ -1,11 +1,12 @@
-"""Pairs of responses of which one is better: from rows to texts, to token batches, and to what is held out.
+"""Preference pairs: from rows to texts and token batches, and the held-out split.
 
-P pairs; B = 2P sequences, a pair's chosen response first and the rejected one next; N all tokens of a batch end to end.
+Shape suffixes: P pairs; B = 2P sequences, the chosen response of a pair followed by the rejected one; N all tokens of a
+batch end to end.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,23 +30,23 @@ from components.data.text import TextEncoder
 
 @dataclass(frozen=True)
 class PreferenceData:
-    """Encoded pairs, and the count of what could not be used."""
+    """Encoded pairs, and the number of pairs that could not be used."""
 
     batch: Batch
-    """2P sequences: `tokens` [N]; `loss_mask` [N] bool, True on the responses, if it was asked for; `margin` [B] and
-    `row` [B] int64, which say the same of both."""
+    """2P sequences with columns `tokens` [N]; `loss_mask` [N] bool, True on the responses, only if encoded with a mask;
+    `margin` [B] and `row` [B] int64, equal for both sequences of a pair."""
     openings: list[str]
-    """Of each pair in the batch."""
+    """Start of the conversation of each pair in the batch."""
     dropped: dict[str, int]
-    """Pairs left out, counted by reason: `too_long` (one of the two above max_tokens), `identical` responses."""
+    """Number of dropped pairs by reason: `too_long` (a sequence above max_tokens), `identical` (equal responses)."""
     repeated: int
-    """Pairs in the batch that stand there before."""
+    """Number of pairs in the batch that repeat an earlier pair."""
 
     def __len__(self) -> int:
         return len(self.openings)
 
     def describe_first(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        """Describe both responses of the first pair, one in a line, with marks around what is learnt of each."""
+        """Describe both responses of the first pair, one line each, with marks around the learnt tokens."""
         lines: list[str] = []
         for index, name in enumerate(("chosen", "rejected")):
             ids = self.batch.row(index, "tokens").tolist()
@@ -58,30 +59,32 @@ class PreferenceData:
 
 
 def load_pairs(
-    source: str,
-    *,
-    split: str = "train",
-    max_rows: int | None = None,
-    seed: int = 0,
-    note: Note | None = None,
+    source: str, *, split: str = "train", max_rows: int | None = None, seed: int = 0, note: Note | None = None
 ) -> list[dict[str, Any]]:
-    """Read rows of pairs from what `read_records` takes, or draw those of a plug-in's data source: 10,000, or
-    `max_rows`. `note` is called with a sentence if `max_rows` leaves rows out.
+    """Read or generate rows of pairs.
+
+    Args:
+        source: a source of `read_records`, or a data source of a plug-in, which generates `max_rows` (10,000) rows.
+        split: split of a data set to read.
+        max_rows: maximum number of rows. None sets no limit for rows that are read.
+        seed: seed of generated rows.
+        note: called with a sentence if `max_rows` leaves rows out.
     """
-    if (drawn := data_source(source)) is not None:
-        return drawn.pairs(max_rows or DEFAULT_ROWS, seed)
+    if (generator := data_source(source)) is not None:
+        return generator.pairs(max_rows or DEFAULT_ROWS, seed)
     return first_rows(read_records(source, split=split), max_rows, source, note)
 
 
 def read_pairs(rows: Sequence[Mapping[str, Any]], form: PairFormat, tokenizer: PreTrainedTokenizerBase) -> list[Pair]:
-    r"""Write out the pairs of rows as text.
+    r"""Render the pairs of rows as text.
 
-    Responses are strings or lists of chat messages, in both columns the same. Messages may repeat the prompt, with its
-    system prompt or without. Without a prompt, messages that both begin with are the prompt; of strings it is the text
-    up to the last "\n\nAssistant:" that both have, or else up to the last blank.
+    Responses are strings or lists of chat messages, of the same kind in both columns. Messages may repeat the prompt,
+    with or without its system prompt. Without a prompt column, the prompt is the common start of both responses: the
+    equal messages, or the text up to the last "\n\nAssistant:" of the common start, or else up to its last blank.
 
     Raises:
-        ValueError: a column is missing or holds something else, or the chat template does not fit. It names the row.
+        ValueError: a column is missing or has a value of the wrong kind, or the chat template cannot render the pair.
+            The message names the row.
     """
     pairs = []
     for number, row in enumerate(rows):
@@ -93,10 +96,10 @@ def read_pairs(rows: Sequence[Mapping[str, Any]], form: PairFormat, tokenizer: P
 
 
 def check_pairs(rows: Sequence[Mapping[str, Any]], form: PairFormat) -> None:
-    """See that all rows have their columns, without a tokenizer.
+    """Check the columns of all rows, without a tokenizer.
 
     Raises:
-        ValueError: as of `read_pairs`.
+        ValueError: as in `read_pairs`.
     """
     for number, row in enumerate(rows):
         try:
@@ -107,10 +110,10 @@ def check_pairs(rows: Sequence[Mapping[str, Any]], form: PairFormat) -> None:
 
 
 def check_pair_tokens(pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that each pair can be encoded with tokens that the model has.
+    """Check that the model has an embedding for every token of each pair.
 
     Raises:
-        ValueError: one cannot. It names the row.
+        ValueError: it has none for a token. The message names the row.
     """
     encoder = TextEncoder(tokenizer)
     for number, pair in enumerate(pairs):
@@ -122,20 +125,20 @@ def check_pair_tokens(pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase)
 
 
 def encode_pairs(
-    pairs: Sequence[Pair],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_tokens: int | None = None,
-    with_mask: bool = False,
+    pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase, *, max_tokens: int | None = None, with_mask: bool = False
 ) -> PreferenceData:
-    """Tokenize pairs, each response with one end token.
+    """Tokenize pairs, with one end token after each response.
 
     Args:
-        pairs: as `read_pairs` gives them.
-        tokenizer: must have an end token.
-        max_tokens: of prompt and response together; pairs with a longer one are dropped and counted, never cut.
-        with_mask: tokenize prompts and answers apart, as in generation, and say which tokens are responses. Otherwise
-            the whole text is tokenized at once, as anybody does who has a text to score.
+        pairs: result of `read_pairs`.
+        tokenizer: a tokenizer with an end token.
+        max_tokens: maximum number of tokens of prompt and response together. A pair with a longer sequence is dropped
+            and counted, never truncated.
+        with_mask: tokenize prompt and response separately, as in generation, and add the column `loss_mask`. False
+            tokenizes the complete text at once, as a reward model does that scores a text.
+
+    Raises:
+        ValueError: no pair can be used, or the tokenizer has no end token.
     """
     encoder = TextEncoder(tokenizer)
     dropped = {"too_long": 0, "identical": 0}
@@ -143,85 +146,101 @@ def encode_pairs(
     masks: list[Tensor] = []
     kept: list[int] = []
     for number, pair in enumerate(pairs):
+        # Both log-probabilities are always equal, so such a pair has no gradient.
         if pair.chosen == pair.rejected:
             dropped["identical"] += 1
             continue
-        both = [_encode(pair.prompt, response, encoder, with_mask) for response in (pair.chosen, pair.rejected)]
-        if max_tokens is not None and max(len(ids) for ids, _ in both) > max_tokens:
+        encoded = [_encode(pair.prompt, response, encoder, with_mask) for response in (pair.chosen, pair.rejected)]
+        # Both are dropped together: a truncated response would be compared with a complete one.
+        if max_tokens is not None and max(len(ids) for ids, _ in encoded) > max_tokens:
             dropped["too_long"] += 1
             continue
         kept.append(number)
-        tokens += [ids for ids, _ in both]
-        masks += [torch.arange(len(ids)) >= start for ids, start in both]
+        tokens += [ids for ids, _ in encoded]
+        masks += [torch.arange(len(ids)) >= start for ids, start in encoded]
     if not kept:
-        raise ValueError(
-            f"none of the {len(pairs)} pairs can be used (dropped: {dropped}); raise data.max_tokens, or give others"
-        )
-    chosen = [pairs[number] for number in kept]
+        raise ValueError(f"none of the {len(pairs)} pairs can be used (dropped: {dropped}); raise data.max_tokens")
+    columns: dict[str, Any] = {"tokens": tokens}
+    if with_mask:
+        columns["loss_mask"] = masks
+    kept_pairs = [pairs[number] for number in kept]
     batch = Batch.from_rows(
-        {"tokens": tokens} | ({"loss_mask": masks} if with_mask else {}),
+        columns,
         per_sequence={
-            "margin": torch.tensor([pair.margin for pair in chosen], dtype=torch.float32).repeat_interleave(2),
+            "margin": torch.tensor([pair.margin for pair in kept_pairs], dtype=torch.float32).repeat_interleave(2),
             "row": torch.tensor(kept, dtype=torch.int64).repeat_interleave(2),
         },
     )
-    texts = Counter((pair.prompt, pair.chosen, pair.rejected) for pair in chosen)
-    return PreferenceData(batch, [pair.opening for pair in chosen], dropped, len(chosen) - len(texts))
+    # Repeated pairs are kept, but reported, because they count more in the loss.
+    distinct = {(pair.prompt, pair.chosen, pair.rejected) for pair in kept_pairs}
+    return PreferenceData(batch, [pair.opening for pair in kept_pairs], dropped, len(kept_pairs) - len(distinct))
 
 
 def pair_texts(rows: Sequence[Mapping[str, Any]], form: PairFormat) -> Iterator[str]:
-    """All texts of rows, for who learns a vocabulary; what is wrong with a row is said by `read_pairs`."""
+    """Yield all texts of rows, to build a vocabulary from. Rows are not checked; `read_pairs` does that."""
     for row in rows:
         prompt = form.prompt_column(row)
         for column in filter(None, (prompt, form.chosen_key, form.rejected_key)):
-            messages = read_messages(row.get(column))
-            yield from texts_of(row.get(column, "") if messages is None else messages)
+            text = row.get(column, "")
+            messages = read_messages(text)
+            if messages is not None:
+                text = messages
+            yield from texts_of(text)
 
 
 def scored_tokens(text: str, encoder: TextEncoder) -> list[int]:
-    """Ids of a text to score, prompt and response, as a reward model is trained on them: with one end token."""
+    """Return the token ids of a text to score (prompt and response), with one end token as in reward-model training."""
     return _encode("", text, encoder, apart=False)[0]
 
 
 def hold_out(openings: Sequence[str], count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Choose at least `count` pairs to hold out, such that no conversation is on both sides.
+    """Choose at least `count` pairs to hold out, so that no conversation is in both splits.
 
-    Openings are the same when they differ only in case and blanks.
+    Openings that differ only in case and white space are equal.
 
     Returns:
-        Positions of the pairs to train on and of those held out, in order; int64.
+        Ascending int64 positions of the pairs to train on, and of the pairs that are held out.
 
     Raises:
-        ValueError: nothing would be left to train on.
+        ValueError: no pair would be left to train on.
     """
-    places: dict[str, list[int]] = defaultdict(list)
-    for place, opening in enumerate(openings):
-        places[" ".join(opening.split()).casefold()].append(place)
-    groups = list(places.values())
+    positions: dict[str, list[int]] = defaultdict(list)
+    for position, opening in enumerate(openings):
+        positions[" ".join(opening.split()).casefold()].append(position)
+    groups = list(positions.values())
     held: list[int] = []
+    # A second number in the seed separates this order from other uses of the run's seed.
     for index in np.random.default_rng([seed, 1]).permutation(len(groups)):
         if len(held) >= count:
             break
         held += groups[index]
     if len(held) == len(openings):
         raise ValueError(
-            f"{count} of {len(openings)} pairs are to be held out, of {len(groups)} conversations, which leaves none "
+            f"{count} of {len(openings)} pairs from {len(groups)} conversations are to be held out, which leaves none "
             "to train on; set evaluation.held_out lower"
         )
     return torch.tensor(sorted(set(range(len(openings))) - set(held))), torch.tensor(sorted(held), dtype=torch.int64)
 
 
 def select_pairs(batch: Batch, index_P: Tensor) -> Batch:
-    """The pairs at these positions, both sequences of each."""
+    """Return both sequences of the pairs at these positions."""
+    # Pair i is the sequences 2i and 2i + 1.
     return batch.select((2 * index_P.view(-1, 1) + torch.arange(2)).flatten())
 
 
 def _encode(prompt: str, response: str, encoder: TextEncoder, apart: bool) -> tuple[list[int], int]:
-    """Ids of prompt, response and end token, and where the response begins; 0 where they are not told apart."""
+    """Return the token ids of prompt, response and end token, and the index at which the response begins.
+
+    Args:
+        prompt: text of the prompt.
+        response: text of the response.
+        encoder: encoder of texts.
+        apart: tokenize prompt and response separately. Otherwise the index is 0.
+    """
     tokenizer = encoder.tokenizer
     end = tokenizer.eos_token_id
     if not isinstance(end, int):
-        raise ValueError("the tokenizer has no end token (eos), and responses end with one; set it")
+        raise ValueError("the tokenizer has no end token (eos), but every response must end with one; set eos_token")
     if not apart:
         return _ended(encoder.encode_prompt(without_end(prompt + response, tokenizer)), end, encoder), 0
     before = encoder.encode_prompt(prompt)
@@ -229,5 +248,5 @@ def _encode(prompt: str, response: str, encoder: TextEncoder, apart: bool) -> tu
 
 
 def _ended(ids: list[int], end: int, encoder: TextEncoder) -> list[int]:
-    """Return `ids` with an end token; the one that ends a turn is one."""
+    """Append the end token, unless the ids end with it or with the token that ends a turn."""
     return ids if ids and ids[-1] in encoder.end_ids else [*ids, end]

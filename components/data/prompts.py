@@ -1,7 +1,7 @@
-"""Rows of prompts with labels, blended from any number of sources, handed out, shuffled, as token batches.
+"""Prompts with labels from one or several sources, as shuffled token batches.
 
-P prompts, N all tokens of a batch end to end. Loading and checking rows needs no torch: a recipe's `main.py`
-does it before anything heavy starts.
+Shape suffixes: P prompts; N all tokens of a batch end to end. Loading and checking rows does not import torch, because
+a recipe's `main.py` does it before it starts anything that takes long.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from components.batch import Batch
 
 Overlong = Literal["leave_out", "left", "right", "middle"]
-"""What becomes of a prompt that is too long: it is left out, or tokens are cut away on that side of it."""
+"""Treatment of a prompt that is too long: leave it out, or remove tokens on this side."""
 
 
 def load_rows(
@@ -45,42 +45,46 @@ def load_rows(
     note: Note | None = None,
     ignored: Collection[str] = (),
 ) -> list[dict[str, Any]]:
-    """Load prompts as rows of `{"input", "label", "datasource"}`, with `extra_info` where there are further columns.
+    """Load prompts as rows of `{"input", "label", "datasource"}`, with `extra_info` if the data has further columns.
 
-    A row also has `system`, a system prompt, and `tools`, definitions for the chat template, where columns of these
-    names hold them, and `columns`, the names of those that its prompt is made of.
-
-    `datasource` says where a row came from: a task's name, the row's own field `datasource`, or "default".
+    A row also has `system`, a system prompt, and `tools`, definitions for the chat template, if columns with these
+    meanings hold them. `columns` lists the columns that its prompt was read from. `datasource` is the origin of a row:
+    the name of a task, the row's field `datasource`, or "default".
 
     Args:
-        source: parts with commas between them; each is what `read_records` takes, or `<scheme>:<name>` of a plug-in
-            that draws rows, such as `task:sort` (see components/data/sources.py).
-        prompt_key: the field with the prompt: a string or a list of chat messages. Drawn rows need no keys.
-        label_key: the field handed to the scorer as the label, with dots a field of a field; None means that every
-            label is "".
-        split: of every part; None is "train", and "heldout" of drawn rows where `heldout` is set.
-        heldout: the rows are for evaluation.
-        max_rows: the first so many rows in all; a drawn source that is the only part draws exactly so many.
-        seed: for drawing and for blending.
-        probs: with which probability the next row comes from which part: a positive number for each, with commas
-            between them, 1 in all. They continue until every row of every part was used, so those of small parts come
-            more than once. None lays the parts end to end.
-        note: is called with a sentence for each source of which `max_rows` leaves rows out.
-        ignored: columns that the policy is not to read, although their names have a well-known meaning.
+        source: comma-separated sources. Each is a source of `read_records`, or `<scheme>:<name>` of a plug-in that
+            generates rows, such as `task:sort` (see components/data/sources.py).
+        prompt_key: field with the prompt: a string or a list of chat messages. Generated rows need no keys.
+        label_key: field with the label for the scorer. Dots select a nested field. None sets every label to "".
+        split: split of every source. None selects "train", and "heldout" of generated rows if `heldout` is True.
+        heldout: True if the rows are for evaluation.
+        max_rows: maximum number of rows in total. A generated source draws exactly this number if it is the only one.
+        seed: seed of generated rows and of the order of a mixture.
+        probs: comma-separated positive numbers that sum to 1, the probability of each source for the next row. Rows are
+            drawn until every row of every source was used, so rows of small sources occur more than once. None
+            concatenates the sources.
+        note: called with a sentence for each source of which `max_rows` leaves rows out.
+        ignored: columns that the policy must not read, although their names have a well-known meaning.
+
+    Raises:
+        ValueError: a source cannot be read, or a row has no prompt or no label. The message names the row.
     """
     names = source_names(source)
     probabilities = mixture_probabilities(probs, len(names))
+    generated_split = split or "train"
+    if heldout:
+        generated_split = split or "heldout"
+    count = DEFAULT_ROWS if max_rows is None else max_rows
+    # In a mixture with files, a generated source should not dominate only because it has no end.
+    if len(names) > 1:
+        count = min(count, DEFAULT_ROWS)
     parts: list[list[dict[str, Any]]] = []
     for name in names:
-        drawn = data_source(name)
-        if drawn is not None:
-            count = DEFAULT_ROWS if max_rows is None else max_rows
-            if len(names) > 1:
-                count = min(count, DEFAULT_ROWS)
-            drawn_split = split or ("heldout" if heldout else "train")
-            parts.append(drawn.prompts(cast(Split, drawn_split), count, seed))
+        generator = data_source(name)
+        if generator is not None:
+            parts.append(generator.prompts(cast(Split, generated_split), count, seed))
         else:
-            # More than the first max_rows of a part are never among the first max_rows of a blend.
+            # A mixture of max_rows rows never uses more than the first max_rows rows of a source.
             records = read_records(name, split=split or "train", label_key=label_key)
             records = first_rows(records, max_rows, name, note)
             parts.append(read_rows(records, name, prompt_key, label_key, ignored))
@@ -89,140 +93,147 @@ def load_rows(
 
 @dataclass(eq=False)
 class PromptSource:
-    """Hands out prompts without end: each epoch is every row that is short enough once, in an order of its own.
+    """Endless source of prompts. Each epoch yields every row that is short enough once, in an order of its own.
 
-    The order follows from the seed and the epoch, so the state is two numbers.
+    The order is a function of the seed and the epoch, so the state is two numbers.
     """
 
     rows: Sequence[Mapping[str, Any]]
-    """As `load_rows` gives them; they may have `extra_info` besides."""
+    """Rows of `load_rows`."""
     tokenizer: PreTrainedTokenizerBase
-    """Turns text into ids."""
+    """Tokenizer of the policy."""
     seed: int
-    """Of the order; unused without `shuffle`."""
+    """Seed of the order. Unused without `shuffle`."""
     _: KW_ONLY
     shuffle: bool = True
-    """False keeps the order of the rows, as evaluation wants it."""
+    """Shuffle each epoch. False keeps the order of the rows, as needed for evaluation."""
     apply_chat_template: bool = False
     """See `render_prompt`."""
     input_template: str | None = None
-    """See `render_prompt`; holds `{}` once."""
+    """See `render_prompt`. Contains `{}` once."""
     max_prompt_tokens: int | None = None
-    """Longer prompts are left out and counted in `too_long`, or cut and counted in `cut`; None sets no limit."""
+    """Maximum number of tokens. Longer prompts are left out and counted in `too_long`, or truncated and counted in
+    `cut`. None sets no limit."""
     overlong: Overlong = "leave_out"
-    """Which of the two. What is cut away may be the beginning (left), the end (right), or what is between the first
-    and the last half of the tokens that stay (middle)."""
+    """Leave out longer prompts, or remove tokens at their start (left), at their end (right), or between the first and
+    the second half of the remaining tokens (middle)."""
 
     def __post_init__(self) -> None:
-        """Read every prompt once, find those that are too long, and stand at the start of the first epoch.
+        """Encode every prompt once, find those that are too long, and start the first epoch.
 
         Raises:
-            ValueError: a prompt cannot be written out or encoded, with the number of its row; or all are too long.
+            ValueError: a prompt cannot be rendered or encoded (the message names its row), or all are too long.
         """
         if not self.rows:
             raise ValueError("the prompt source has no rows; give it at least one")
         self.taken = 0
-        """Prompts handed out so far, over all epochs; the next one follows from it."""
+        """Number of prompts taken so far, over all epochs. The position in the epoch follows from it."""
         self._encoder = TextEncoder(self.tokenizer)
+        # All prompts are encoded once at the start, so that a bad row fails the run before training and not during it.
         lengths = np.fromiter(self._lengths(), dtype=np.int64, count=len(self.rows))
         self.longest = int(lengths.argmax()), int(lengths.max())
-        """The row of the longest prompt, and its tokens before any are cut away."""
+        """Row of the longest prompt, and its number of tokens before truncation."""
         self._kept = self._find_kept(lengths)
         self.too_long = int((~self._kept).sum())
-        """Rows left out because they exceed `max_prompt_tokens`."""
-        limit = self.max_prompt_tokens
-        self.cut = 0 if limit is None else int((lengths[self._kept] > limit).sum())
-        """Rows that are cut because they exceed it."""
-        longest = int(lengths[self._kept].max())
-        self.longest_kept = longest if limit is None else min(longest, limit)
-        """Tokens of the longest prompt that is handed out."""
+        """Number of rows left out because they exceed `max_prompt_tokens`."""
+        self.cut = 0
+        """Number of rows that are truncated to `max_prompt_tokens`."""
+        self.longest_kept = int(lengths[self._kept].max())
+        """Number of tokens of the longest prompt after truncation."""
+        if self.max_prompt_tokens is not None:
+            self.cut = int((lengths[self._kept] > self.max_prompt_tokens).sum())
+            self.longest_kept = min(self.longest_kept, self.max_prompt_tokens)
         self._has_extra = any("extra_info" in row for row in self.rows)
         self.prefilled = sum(_is_prefilled(row["input"]) for row in self.rows)
-        """Rows whose prompt ends with a message of the assistant, which the policy continues."""
+        """Number of rows whose prompt ends with a message of the assistant, which the policy continues."""
         self._order = 0, self._shuffled(0)
 
     def __len__(self) -> int:
-        """Count the prompts of one epoch."""
+        """Return the number of prompts of one epoch."""
         return len(self.rows) - self.too_long
 
     @property
     def epoch(self) -> int:
-        """The epoch of the prompt that was handed out last, counted from 0."""
+        """Epoch of the prompt that was taken last, from 0."""
         return max(self.taken - 1, 0) // len(self)
 
     def left(self, passes: int) -> int:
-        """Count the prompts that were not yet handed out, of so many epochs in all."""
+        """Return the number of prompts that remain out of `passes` epochs."""
         return max(passes * len(self) - self.taken, 0)
 
     def take(self, count: int) -> Batch:
-        """Give the next `count` prompts, over the end of an epoch if need be.
+        """Return the next `count` prompts, across the end of an epoch if needed.
 
         Returns:
-            A batch of P = count prompts: `tokens` [N]; `prompt_id` [P] int64, which is epoch * rows + row, counting
-            those left out too, so it never repeats in a run; `prompt` (the text, of what was cut what is left),
-            `label` and `datasource` lists, and `extra_info` (None of a row without it) where rows have it.
+            A batch of P = count prompts: `tokens` [N]; `prompt_id` [P] int64, which is epoch * rows + row and includes
+            rows that are left out, so it is unique within a run; lists `prompt` (text, after truncation), `label` and
+            `datasource`; and `extra_info` if any row has it (None for a row without it).
         """
-        # Not at the top: a plan check loads rows without torch.
+        # Imported here, because a plan check loads rows without torch.
         import torch
 
         from components.batch import Batch
 
-        taken: list[int] = []
+        row_numbers: list[int] = []
         prompt_ids: list[int] = []
-        for place in range(self.taken, self.taken + count):
-            epoch, row = self._row_at(place)
-            taken.append(row)
+        for number in range(self.taken, self.taken + count):
+            epoch, row = self._row_at(number)
+            row_numbers.append(row)
             prompt_ids.append(epoch * len(self.rows) + row)
         self.taken += count
-        prompts, tokens = self._prompts(taken)
-        extra = {"extra_info": [self.rows[row].get("extra_info") for row in taken]} if self._has_extra else {}
-        return Batch.from_rows(
-            {"tokens": tokens},
-            per_sequence={"prompt_id": torch.tensor(prompt_ids, dtype=torch.int64)},
-            objects={
-                "prompt": prompts,
-                "label": [self.rows[row]["label"] for row in taken],
-                "datasource": [self.rows[row].get("datasource", DEFAULT_DATASOURCE) for row in taken],
-                **extra,
-            },
-        )
+        prompts, tokens = self._prompts(row_numbers)
+        rows = [self.rows[row] for row in row_numbers]
+        objects: dict[str, list[Any]] = {
+            "prompt": prompts,
+            "label": [row["label"] for row in rows],
+            "datasource": [row.get("datasource", DEFAULT_DATASOURCE) for row in rows],
+        }
+        if self._has_extra:
+            objects["extra_info"] = [row.get("extra_info") for row in rows]
+        prompt_id_P = torch.tensor(prompt_ids, dtype=torch.int64)
+        return Batch.from_rows({"tokens": tokens}, per_sequence={"prompt_id": prompt_id_P}, objects=objects)
 
     def first(self) -> tuple[str, list[int]]:
-        """Give the prompt that `take` will hand out next, as text and as ids, without taking it."""
+        """Return the next prompt as text and as ids, without taking it."""
         _, row = self._row_at(self.taken)
         prompts, tokens = self._prompts([row])
         return prompts[0], tokens[0]
 
     def describe_first(self, limit: int = MOST_CHARACTERS) -> str:
-        """Show `first()` in one line."""
+        """Describe `first()` in one line."""
         return f"first prompt {described(*self.first(), limit)}"
 
     def check_savable(self) -> None:
-        """See that batches with these labels can be written to a file, which a queue of them is at each checkpoint.
+        """Check that batches with these labels can be saved, as needed for the queue of batches in a checkpoint.
 
         Raises:
-            ValueError: they cannot.
+            ValueError: they cannot be saved.
         """
         from components.batch import Batch
 
+        # The first row stands for all, because a check of every row would take long for large data.
         first = {name: [self.rows[0][name]] for name in ("label", "extra_info") if name in self.rows[0]}
         try:
             Batch.from_rows({"tokens": [[0]]}, objects=first).to_table()
         except ValueError as error:
             raise ValueError(
-                f"batches are generated ahead, and no checkpoint can hold their labels or columns ({error}); make "
+                f"batches are generated ahead, and a checkpoint cannot hold their labels or columns ({error}); make "
                 "these text, numbers, lists or objects of these, or train without asynchronous.enabled (async_train)"
             ) from error
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what `load_state_dict` needs to continue with the very next prompt."""
+        """Return the state from which `load_state_dict` continues with the next prompt."""
         position = self.taken - self.epoch * len(self)
         return {"epoch": self.epoch, "position": position, "seed": self.seed, "rows": self._fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another source with the same rows and seed stood."""
-        mine = {"seed": self.seed, "rows": self._fingerprint}
-        for key, value in mine.items():
+        """Continue from the state of a source with the same rows and seed.
+
+        Raises:
+            ValueError: the rows or the seed differ.
+        """
+        expected = {"seed": self.seed, "rows": self._fingerprint}
+        for key, value in expected.items():
             if state[key] != value:
                 raise ValueError(
                     f"the saved prompt order has {key}={state[key]!r}, this run has {value!r}; resume with the same "
@@ -230,34 +241,40 @@ class PromptSource:
                 )
         self.taken = state["epoch"] * len(self) + state["position"]
 
-    def _row_at(self, place: int) -> tuple[int, int]:
-        """The epoch and the row of the prompt before which `place` were handed out."""
-        epoch, position = divmod(place, len(self))
+    def _row_at(self, number: int) -> tuple[int, int]:
+        """Return the epoch and the row of the prompt with this number, counted from 0 over all epochs."""
+        epoch, position = divmod(number, len(self))
+        # Only the current order is kept: the order of any epoch can be computed again.
         if self._order[0] != epoch:
             self._order = epoch, self._shuffled(epoch)
         return epoch, int(self._order[1][position])
 
     def _find_kept(self, lengths: np.ndarray) -> np.ndarray:
-        """Tell for each row whether it is handed out."""
-        limit = self.max_prompt_tokens if self.overlong == "leave_out" else None
-        kept = np.ones(len(lengths), dtype=bool) if limit is None else lengths <= limit
+        """Return a mask of the rows that are not left out.
+
+        Raises:
+            ValueError: all rows would be left out.
+        """
+        if self.max_prompt_tokens is None or self.overlong != "leave_out":
+            return np.ones(len(lengths), dtype=bool)
+        kept = lengths <= self.max_prompt_tokens
         if not kept.any():
             raise ValueError(
-                f"all {len(lengths)} prompts are longer than max_prompt_tokens={limit}; the shortest has "
-                f"{lengths.min()} tokens: raise it"
+                f"all {len(lengths)} prompts are longer than max_prompt_tokens={self.max_prompt_tokens}; the shortest "
+                f"has {lengths.min()} tokens: raise it"
             )
         return kept
 
     def _lengths(self) -> Iterator[int]:
-        """Tokens of each prompt, in one pass that keeps no ids."""
-        # As many as the tokenizer needs to be worth calling, and few enough to hold.
+        """Yield the number of tokens of each prompt, in one pass that keeps no ids."""
+        # Large enough for a fast tokenizer call, and small enough for the ids to fit into memory.
         chunk = 1024
         for begin in range(0, len(self.rows), chunk):
             _, tokens = self._encode(range(begin, min(begin + chunk, len(self.rows))))
             yield from map(len, tokens)
 
     def _prompts(self, rows: Sequence[int]) -> tuple[list[str], list[list[int]]]:
-        """Write out and encode prompts, and cut those that are too long; their text is that of what is left."""
+        """Render, encode and truncate prompts. The text of a truncated prompt is decoded from its remaining tokens."""
         texts, tokens = self._encode(rows)
         for i, ids in enumerate(tokens):
             if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
@@ -266,7 +283,7 @@ class PromptSource:
         return texts, tokens
 
     def _encode(self, rows: Sequence[int]) -> tuple[list[str], list[list[int]]]:
-        """Write out and encode prompts; an error says which row it is about."""
+        """Render and encode prompts. Errors name the row."""
         texts: list[str] = []
         for row in rows:
             check_prompt(self.rows[row]["input"], f"row {row}")
@@ -282,8 +299,16 @@ class PromptSource:
         return texts, tokens
 
     def _render(self, row: Mapping[str, Any]) -> str:
-        """Write out a prompt with its system prompt and its tools."""
-        prompt, tools, system = row["input"], row.get(TOOLS, ()), row.get("system")
+        """Render a prompt with its system prompt and its tools.
+
+        Raises:
+            ValueError: a system prompt or tools would not be written, because the prompt does not go through the chat
+                template.
+        """
+        prompt = row["input"]
+        tools = row.get(TOOLS, ())
+        system = row.get("system")
+        # Plain text does not go through the chat template, so there is no place for tools or a system prompt.
         is_plain = isinstance(prompt, str) and not self.apply_chat_template
         if is_plain and tools:
             raise needs_template(TOOLS, tools)
@@ -303,13 +328,15 @@ class PromptSource:
         )
 
     def _shuffled(self, epoch: int) -> np.ndarray:
-        count = len(self.rows)
-        # Of all rows, so that the order of those that stay does not hang on how many are left out.
-        order = np.random.default_rng([self.seed, epoch]).permutation(count) if self.shuffle else np.arange(count)
+        if not self.shuffle:
+            return np.flatnonzero(self._kept)
+        # A permutation of all rows, so that the order of the kept rows does not depend on the number of left-out rows.
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
         return order[self._kept[order]]
 
     @cached_property
     def _fingerprint(self) -> str:
+        # It includes the mask of kept rows, because another length limit changes the order of prompts.
         digest = hashlib.blake2b(self._kept.tobytes(), digest_size=8)
         for row in self.rows:
             digest.update(repr((row["input"], row["label"])).encode())
@@ -319,9 +346,9 @@ class PromptSource:
 
 
 def _with_all_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Give every row all further columns of the data, None where its file or line lacks one, as a table has them.
+    """Give every row all further columns of the data, with None for a missing one, as in a table.
 
-    Otherwise a reward function would lack a column of its parameters wherever no row beside it has that column.
+    Otherwise a reward function would miss a column among its arguments in every batch whose rows all lack it.
     """
     columns: dict[str, None] = {name: None for row in rows for name in row.get("extra_info") or {}}
     for row in rows:
@@ -333,7 +360,9 @@ def _with_all_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _cut(ids: list[int], most: int, side: Overlong) -> list[int]:
     if side == "left":
         return ids[-most:]
-    head = most if side == "right" else most // 2
+    if side == "right":
+        return ids[:most]
+    head = most // 2
     return ids[:head] + ids[len(ids) - most + head :]
 
 

@@ -1,4 +1,4 @@
-"""Rows from anything that holds some: a file, a folder, a data set of the Hugging Face hub.
+"""Rows from a file, a folder, or a data set of the Hugging Face hub.
 
 JSON is read here. A plug-in provides the readers of everything else: the `data file` of a file's type (`csv`) takes
 its path, and the `data records` of `folder` and of `hub` take a folder or a name, a folder inside it, and a split.
@@ -20,34 +20,40 @@ from components.registry import load
 JSON_TYPES = (".json", ".jsonl")
 FILE_TYPES = (*JSON_TYPES, ".parquet", ".csv", ".arrow")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-"""What may be half of a character in the text of JSON."""
+"""Escape of a surrogate, which may be half of a character, in JSON text."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+"""Name of a data set on the hub."""
 
 
 def read_records(source: str | Path, *, split: str = "train", label_key: str | None = None) -> list[dict[str, Any]]:
     """Read a list of objects with plain Python values.
 
-    A column that is null in a row is absent from it. Null fields of objects are dropped as well where a file has types
-    (Parquet, Arrow, the hub); in a JSON file, which writes what is meant, they stay. Every cell of a CSV file is text.
+    A column that is null in a row is absent from the row. Nested null fields are dropped in typed files (Parquet,
+    Arrow, the hub), where every object has all fields. They stay in JSON files, where the author wrote them. Every cell
+    of a CSV file is text.
 
     Args:
-        source: a .json, .jsonl, .parquet, .csv or .arrow file, of text also gzipped (.jsonl.gz); a folder that
-            `save_to_disk` of `datasets` wrote, or one with data files whose names tell their splits; or the name of a
-            data set on the hub. `<folder>@<data_dir>` and `<name>@<data_dir>` take the files of one folder inside it,
-            and `json@<folder>` is that folder.
-        split: which part of a folder or a data set; a file has only "train".
-        label_key: column whose numbers keep their spelling in a JSON file, for `label_of`.
+        source: a .json, .jsonl, .parquet, .csv or .arrow file, text files also gzipped (.jsonl.gz); a folder that
+            `save_to_disk` of `datasets` wrote; a folder with data files whose names contain their split; or the name of
+            a data set on the hub. `<folder>@<data_dir>` and `<name>@<data_dir>` read the files of a subfolder, and
+            `json@<folder>` reads that folder.
+        split: split of a folder or a data set. A file has only "train".
+        label_key: column whose numbers keep their text in a JSON file, for `label_of`.
 
     Raises:
-        ValueError: it is not there, cannot be read, has no such split, or holds no objects.
+        ValueError: the source does not exist, cannot be read, has no such split, or holds no objects.
     """
-    name, data_dir = str(source), None
+    name = str(source)
+    data_dir: str | None = None
     path = Path(name).expanduser()
+    # A path may contain an @ itself.
     if "@" in name and not path.exists():
         name, data_dir = name.rsplit("@", 1)
         path = Path(name).expanduser()
+        # OpenRLHF's form json@FOLDER.
         if f".{name}" in FILE_TYPES and Path(data_dir).expanduser().is_dir():
-            path, data_dir = Path(data_dir).expanduser(), None
+            path = Path(data_dir).expanduser()
+            data_dir = None
     if path.is_dir():
         records = load("data records", "folder", f"data={source!s}")(path, data_dir, split, label_key)
     elif path.is_file():
@@ -71,8 +77,10 @@ def read_records(source: str | Path, *, split: str = "train", label_key: str | N
 
 
 def file_type(path: Path) -> str:
-    """The ending that tells what a file holds, gzipped or not."""
-    return path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    """Return the extension of the file type, without .gz."""
+    if path.suffix == ".gz":
+        path = path.with_suffix("")
+    return path.suffix
 
 
 def read_file(path: Path, label_key: str | None) -> Any:
@@ -96,19 +104,17 @@ def _read_json(path: Path, label_key: str | None) -> Any:
     try:
         text = read_bytes(path).decode("utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"data file {str(path)!r} cannot be read as UTF-8 text ({error}); mend or convert it"
-        ) from error
-    except ValueError as error:  # of its size
+        raise ValueError(f"data file {str(path)!r} cannot be read as UTF-8 text ({error}); convert it") from error
+    except ValueError as error:  # the file unpacks to more than the limit
         raise ValueError(f"data file {str(path)!r} cannot be read: {error}") from error
     if file_type(path) == ".json":
         try:
             return _parse_json(text, str(path), label_key)
         except ValueError as error:
-            # Many are JSON lines by another name.
+            # Many .json files contain JSON lines, whose second line is extra data to the parser.
             if "Extra data" not in str(error):
                 raise
-    # Not splitlines(): a string may hold any of the other line separators.
+    # splitlines() would also split at other line separators, which a JSON string may contain.
     lines = enumerate(text.split("\n"), 1)
     return [_parse_json(line, f"{path}, line {n}", label_key) for n, line in lines if line.strip()]
 
@@ -116,15 +122,16 @@ def _read_json(path: Path, label_key: str | None) -> Any:
 def _parse_json(text: str, where: str, label_key: str | None) -> Any:
     try:
         value = json.loads(text)
-    except ValueError as error:  # of JSON, or of a number with too many digits
-        raise ValueError(f"{where}: not valid JSON ({error}); mend or remove it") from error
+    except ValueError as error:  # invalid JSON, or a number with too many digits
+        raise ValueError(f"{where}: not valid JSON ({error}); correct or remove it") from error
     except RecursionError:
         raise ValueError(f"{where}: its brackets are nested too deeply to be read; remove it") from None
-    # Half of a pair of escapes, which no tokenizer takes.
-    if _SURROGATE.search(text) and (half := _half_character(value)):
-        raise ValueError(f"{where}: \\u{ord(half):04x} alone is no character; mend or remove it")
+    # json accepts a lone surrogate, but no tokenizer does.
+    if _SURROGATE.search(text) and (surrogate := _lone_surrogate(value)):
+        raise ValueError(f"{where}: \\u{ord(surrogate):04x} alone is not a character; correct or remove it")
     if label_key is not None:
         rows = _as_list(value)
+        # Parsed a second time only if a label is a float, with its text in place of the number.
         keep_spelling(rows, label_key, lambda: _as_list(json.loads(text, parse_float=str)))
     return value
 
@@ -133,8 +140,8 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _half_character(value: Any) -> str:
-    """The first lone surrogate in the texts of a value; empty where there is none."""
+def _lone_surrogate(value: Any) -> str:
+    """Return the first lone surrogate in the texts of a value, or an empty text."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

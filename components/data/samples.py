@@ -1,6 +1,6 @@
-"""Rollouts as a batch: prompts repeated for their samples, rewards as columns, samples compared within a prompt.
+"""Rollouts as a batch: repeated prompts, reward columns, corrections, comparisons within a prompt, and mini-batches.
 
-B responses or episodes, N all their tokens end to end.
+Shape suffixes: B responses or episodes; N all their tokens end to end.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from components.rewards.base import RewardOutput, RewardSource
 
 NAMED_FAILURES = 3
-"""So many responses of a batch whose reward failed are named on the terminal; all are counted."""
+"""Maximum number of responses with a failed reward that are reported one by one. The others are only counted."""
 
 
 def for_samples(prompts: Batch, count: int) -> Batch:
-    """Each prompt `count` times, side by side, distinguished by `sample_id`."""
+    """Repeat each prompt `count` times, with adjacent copies, and add the column `sample_id` (0 to count - 1)."""
     import torch
 
     return prompts.repeat(count).with_sequences(sample_id=torch.arange(count).repeat(len(prompts)))
@@ -36,19 +36,23 @@ def add_rewards(
     info: Callable[[str], None],
     step: int = 0,
 ) -> Batch:
-    """Let reward code read the responses as text.
+    """Compute the rewards of responses and add them as columns.
 
     Args:
-        samples: with `tokens` and `prompt_length`, and the objects `prompt` and `label`; reward functions of files also
-            read `datasource` and `extra_info`, the data's other columns, where they are there.
-        source: of the rewards; None: the responses are episodes, whose environments have rewarded them.
-        tokenizer: of the policy.
-        info: is given which responses have no reward, the first few by name.
-        step: of training; such functions may read it.
+        samples: batch with the columns `tokens` and `prompt_length`, and the objects `prompt` and `label`. Reward
+            functions of files can also read `datasource` and `extra_info` (the other columns of the data) if present.
+        source: source of the rewards. None if the responses are episodes with rewards from their environments.
+        tokenizer: tokenizer of the policy.
+        info: called with messages about responses without a reward, see `log_failures`.
+        step: number of the training step, which reward functions of files can read.
 
     Returns:
-        With `reward`, `score`, `reward_failed` (1 where there is none and the other two are 0: see `drop_unrewarded`),
-        and a `log_<name>` for whatever else the source gives; see `metric_names`.
+        The batch with the per-sequence columns `reward`, `score`, `reward_failed` (1 for a failed reward, where the
+        other two are 0; see `drop_unrewarded`), and `log_<name>` for all other numbers of the source; see
+        `metric_names`.
+
+    Raises:
+        ValueError: there is no source, and the episodes have no rewards.
     """
     if source is None:
         check_rewarded(samples)
@@ -60,23 +64,25 @@ def add_rewards(
 def ask_for_rewards(
     samples: Batch, source: RewardSource, tokenizer: PreTrainedTokenizerBase, step: int = 0
 ) -> RewardOutput:
-    """What reward code says of the responses; see `add_rewards`."""
+    """Return the rewards of responses; see `add_rewards`."""
+    # Queries keep special tokens, because reward models read the chat template. Responses have none, for scorers.
     queries = tokenizer.batch_decode(samples.lists("tokens"), skip_special_tokens=False)
-    texts, rows = response_texts(samples, tokenizer), _rows(samples, step)
-    return source(queries, samples["prompt"], samples["label"], responses=texts, rows=rows)
+    texts = response_texts(samples, tokenizer)
+    return source(queries, samples["prompt"], samples["label"], responses=texts, rows=_rows(samples, step))
 
 
 def _rows(samples: Batch, step: int) -> list[dict[str, Any]]:
-    """What reward functions may read of each response beside its text; see `by_names`."""
-    others = samples["extra_info"] if "extra_info" in samples else [None] * len(samples)
-    sources = samples["datasource"] if "datasource" in samples else [""] * len(samples)
-    about = zip(sources, others, _response_tokens(samples), strict=True)
-    names = ("data_source", "columns", "completion_ids")
-    return [dict(zip(names, (source, of or {}, ids))) | {"step": step} for source, of, ids in about]
+    """Return the values of each response, besides its text, that reward functions can read; see `by_names`."""
+    extra_infos = samples.objects.get("extra_info", [None] * len(samples))
+    sources = samples.objects.get("datasource", [""] * len(samples))
+    rows: list[dict[str, Any]] = []
+    for source, extra_info, ids in zip(sources, extra_infos, _response_tokens(samples), strict=True):
+        rows.append({"data_source": source, "columns": extra_info or {}, "completion_ids": ids, "step": step})
+    return rows
 
 
 def response_texts(samples: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What follows each prompt, without special tokens."""
+    """Decode the tokens after each prompt, without special tokens."""
     return tokenizer.batch_decode(_response_tokens(samples), skip_special_tokens=True)
 
 
@@ -85,31 +91,40 @@ def _response_tokens(samples: Batch) -> list[list[int]]:
     return [row[start:] for row, start in zip(samples.lists("tokens"), starts, strict=True)]
 
 
-def with_rewards(samples: Batch, output: RewardOutput, info: Callable[[str], None], what: str = "reward") -> Batch:
-    """Add the columns of `add_rewards`; failures are said to be of `what`. An episode that ended as an error has
-    failed, whatever its text is worth.
+def with_rewards(samples: Batch, output: RewardOutput, info: Callable[[str], None], quantity: str = "reward") -> Batch:
+    """Add the columns of `add_rewards` to a batch.
+
+    An episode that ended with an error counts as failed, whatever its reward is.
+
+    Args:
+        samples: batch of responses.
+        output: their rewards.
+        info: called with messages about failures.
+        quantity: name of the failed quantity in these messages.
     """
     import torch
 
-    errors = samples["error"] if "error" in samples else [""] * len(samples)
+    errors = samples.objects.get("error", [])
     failures = output.failures | {i: reason for i, reason in enumerate(errors) if reason}
-    log_failures(failures, info, what)
+    log_failures(failures, info, quantity)
     failed_B = torch.zeros(len(samples))
     failed_B[list(failures)] = 1.0
-    reward_B, score_B = (torch.where(failed_B > 0, 0.0, x_B) for x_B in (output.reward_B, output.score_B))
+    # 0 instead of the NaN of a failed reward, which would spread to the means of other responses.
+    reward_B = torch.where(failed_B > 0, 0.0, output.reward_B)
+    score_B = torch.where(failed_B > 0, 0.0, output.score_B)
     metric_of = metric_names(output.logs)
     logs = {f"log_{metric_of[name]}": value_B for name, value_B in output.logs.items()}
     return samples.with_sequences(reward=reward_B, score=score_B, reward_failed=failed_B, **logs)
 
 
 def drop_unrewarded(samples: Batch) -> Batch:
-    """Return the responses that have a reward; the others are in no baseline, no mean and no loss."""
+    """Return the responses that have a reward. The others take part in no baseline, no mean and no loss."""
     failed_B = samples["reward_failed"] > 0
     return samples.select(~failed_B) if bool(failed_B.any()) else samples
 
 
 def check_rewarded(samples: Batch) -> None:
-    """ValueError unless an agent's executor has rewarded its episodes."""
+    """Raise a ValueError unless the executor of an agent has given its episodes a reward."""
     if "reward" not in samples:
         raise ValueError(
             "the agent's episodes have no reward; let its executor give them one (a SingleTurnAgentExecutor takes a "
@@ -117,42 +132,53 @@ def check_rewarded(samples: Batch) -> None:
         )
 
 
-def log_failures(failures: Mapping[int, str], info: Callable[[str], None], what: str = "reward") -> None:
-    """Name the first few responses that have no reward, and how many more there are."""
+def log_failures(failures: Mapping[int, str], info: Callable[[str], None], quantity: str = "reward") -> None:
+    """Report the first few responses without a reward one by one, and the number of all others."""
     for index, reason in list(failures.items())[:NAMED_FAILURES]:
-        info(f"response {index} has no {what}: {reason}")
+        info(f"response {index} has no {quantity}: {reason}")
     if len(failures) > NAMED_FAILURES:
         info(f"and {len(failures) - NAMED_FAILURES} more failed")
 
 
 def with_status(samples: Batch) -> Batch:
-    """With `status`, in words for people: finished or truncated, where it does not say more already."""
+    """Add the column `status` for display, "finished" or "truncated", unless the batch has one already."""
     if "status" in samples:
         return samples
-    return samples.with_objects(status=["truncated" if cut else "finished" for cut in samples["truncated"].tolist()])
+    is_truncated = samples["truncated"].tolist()
+    return samples.with_objects(status=["truncated" if truncated else "finished" for truncated in is_truncated])
 
 
 def compare_samples(samples: Batch, reward_B: Tensor, compare: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """What becomes of rewards that are compared within a prompt, each sample once however many sequences it has.
+    """Compare rewards within each prompt, counting a sample once even if it has several sequences (branches).
 
     Args:
-        samples: with `prompt_id`, and `branch` where samples may have branched, each beside its main sequence.
-        reward_B: [B], the same for all sequences of a sample.
-        compare: (rewards, groups) -> what each is worth beside the others of its group.
+        samples: batch with `prompt_id`, and `branch` if samples can branch. Branches follow their main sequence.
+        reward_B: [B] reward, the same for all sequences of a sample.
+        compare: function of rewards [B] and group ids [B] that returns advantages [B].
 
     Returns:
-        [B], of a branch what its main sequence has.
+        [B] advantages. A branch has the advantage of its main sequence.
     """
+    # Only agents branch. Their branches must not count as further samples in the mean of a group.
     if "branch" not in samples:
         return compare(reward_B, samples["prompt_id"])
     is_main_B = samples["branch"] == 0
-    worth = compare(reward_B[is_main_B], samples["prompt_id"][is_main_B])
-    return worth[is_main_B.cumsum(0) - 1]
+    # One entry per main sequence. The running count of main sequences maps each branch to its own.
+    advantage_M = compare(reward_B[is_main_B], samples["prompt_id"][is_main_B])
+    return advantage_M[is_main_B.cumsum(0) - 1]
 
 
 def with_correction(samples: Batch, kind: Literal["none", "tis", "icepop"], low: float, high: float) -> Batch:
-    """With `correction` [N], times which each token's loss counts for what the engine that sampled it computed
-    otherwise, or with older weights: exp(logprob - rollout_logprob), cut to low and high (tis), or 0 beyond (icepop).
+    """Add the column `correction` [N], the factor of each token's loss for the mismatch with the rollout engine.
+
+    The factor is exp(logprob - rollout_logprob). It corrects for an engine that computes other probabilities than the
+    trainer, or that sampled with older weights.
+
+    Args:
+        samples: batch with `logprob`, `rollout_logprob` and `action_mask`.
+        kind: "tis" clamps the factor to low and high; "icepop" sets it to 0 outside; "none" adds no column.
+        low: minimum factor.
+        high: maximum factor.
     """
     if kind == "none":
         return samples
@@ -163,22 +189,22 @@ def with_correction(samples: Batch, kind: Literal["none", "tis", "icepop"], low:
 
 
 def old_logprobs(micro: Batch, logprob_N: Tensor, column: str = "logprob") -> Tensor:
-    """Return the log-probabilities of the policy that a loss compares itself with.
+    """Return the log-probabilities of the old policy for the ratio of a loss.
 
-    The first optimizer step of a batch is taken by that policy itself. There the role leaves the column out, or it was
-    never computed, and the ratio is exactly 1.
+    In the first optimizer step on a batch, the policy is the old policy. The batch then has no such column, and the
+    ratio is exactly 1.
 
     Args:
         micro: the micro-batch.
-        logprob_N: [N] log-probabilities of the policy now, in nats.
-        column: name of the log-probabilities before the update.
+        logprob_N: [N] current log-probabilities of the policy, in nats.
+        column: name of the column with the log-probabilities before the update.
 
     Returns:
-        [N], without a gradient.
+        [N] without gradient.
     """
     return micro[column] if column in micro else logprob_N.detach()
 
 
 def main_branches(samples: Batch) -> Batch:
-    """The main sequence of each sample, `branch` 0; all of them where none can have several."""
+    """Return the main sequence of each sample (`branch` 0), which is all sequences without a column `branch`."""
     return samples.select(samples["branch"] == 0) if "branch" in samples else samples

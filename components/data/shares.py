@@ -9,18 +9,18 @@ if TYPE_CHECKING:
 
 
 def check_shares(ranks: int, train: Batch, heldout: Batch | None) -> None:
-    """Check that every rank gets a response of a batch that is split over the ranks.
+    """Check that every rank gets at least one response of a batch that is split over the ranks.
 
     Raises:
-        ValueError: there are too few; the message says what to set.
+        ValueError: a batch has fewer responses than ranks. The message says what to set.
     """
-    ways = {
-        "train on": (train, "give more"),
+    checks = {
+        "train on": (train, "use more data"),
         "evaluate": (heldout, "set evaluation.held_out higher, give a longer evaluation.path"),
     }
-    for use, (batch, mend) in ways.items():
+    for purpose, (batch, remedy) in checks.items():
         if batch is not None and len(batch) < ranks:
             raise ValueError(
-                f"{len(batch)} responses to {use} are too few for {ranks} ranks, each of which takes one or more; "
-                f"{mend}, or set placement.ranks_per_node lower"
+                f"{len(batch)} responses to {purpose} are too few for {ranks} ranks, each of which needs one or more; "
+                f"{remedy}, or set placement.ranks_per_node lower"
             )

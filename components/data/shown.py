@@ -1,4 +1,4 @@
-"""What a model reads and learns, in one line of plain ASCII marks, for the start of a run."""
+"""One-line descriptions, in ASCII, of the first text that a model reads or learns, for the start of a run."""
 
 from __future__ import annotations
 
@@ -10,45 +10,53 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LEARNT = "[[learnt]]", "[[/learnt]]"
-"""Marks around the text of tokens that are learnt."""
+"""Marks before and after the text of tokens that the loss counts."""
 MOST_CHARACTERS = 300
-"""Characters of a text that are shown from its beginning."""
+"""Maximum number of characters that are shown from the start of a text."""
 MOST_IDS = 32
-"""Token ids that are shown."""
+"""Maximum number of token ids that are shown."""
 MOST_STRETCHES = 8
-"""Stretches of tokens, learnt or not, that are shown of an example."""
+"""Maximum number of stretches that are shown of an example. A stretch is a run of tokens that are all learnt, or all
+not."""
 
 
 def described(text: str, ids: Sequence[int], limit: int = MOST_CHARACTERS) -> str:
-    """Describe what a policy reads in one line: the text, up to so many characters, and the first ids."""
+    """Describe a prompt in one line: its text, up to about `limit` characters, and its first token ids."""
     return f"({len(text)} characters, {len(ids)} tokens): {_shortened(text, limit)}; {_ids(ids)}"
 
 
 def described_example(
     ids: Sequence[int], is_learnt: Sequence[bool], tokenizer: PreTrainedTokenizerBase, limit: int = MOST_CHARACTERS
 ) -> str:
-    """Describe an example to learn from in one line: its text with marks around what is learnt, and the first ids.
+    """Describe a training example in one line: its text with marks around learnt tokens, and its first token ids.
 
     Args:
-        ids: of the tokens.
-        is_learnt: of each, True where the loss counts it.
-        tokenizer: of the model.
-        limit: characters that are shown of each stretch.
+        ids: token ids of the example.
+        is_learnt: for each token, True if the loss counts it.
+        tokenizer: tokenizer of the model.
+        limit: maximum number of characters from the start of each stretch.
     """
     stretches = list(_stretches(is_learnt))
-    first, last = MOST_STRETCHES - MOST_STRETCHES // 2, MOST_STRETCHES // 2
+    last = MOST_STRETCHES // 2
+    first = MOST_STRETCHES - last
     left_out = max(len(stretches) - first - last, 0)
     parts: list[str] = []
-    for number, (begin, end, learnt) in enumerate(stretches):
+    for number, (begin, end, is_counted) in enumerate(stretches):
         if left_out and first <= number < first + left_out:
-            parts += [f" ... ({left_out} stretches left out) ... "] if number == first else []
+            if number == first:
+                parts.append(f" ... ({left_out} stretches left out) ... ")
             continue
+        # Decoded in one piece per stretch, because a character may consist of several tokens.
         shown = _shortened(str(tokenizer.decode(list(ids[begin:end]))), limit)
-        parts.append(f"{LEARNT[0]}{shown}{LEARNT[1]}" if learnt else shown)
-    learnt = [f"{begin} to {end - 1}" for begin, end, is_on in stretches if is_on]
-    places = ", ".join(learnt[:MOST_STRETCHES]) + (", ..." if len(learnt) > MOST_STRETCHES else "")
+        if is_counted:
+            shown = f"{LEARNT[0]}{shown}{LEARNT[1]}"
+        parts.append(shown)
+    learnt = [f"{begin} to {end - 1}" for begin, end, is_counted in stretches if is_counted]
+    ranges = ", ".join(learnt[:MOST_STRETCHES])
+    if len(learnt) > MOST_STRETCHES:
+        ranges += ", ..."
     count = sum(map(bool, is_learnt))
-    return f"({len(ids)} tokens, learnt are {count}: {places or 'none'}): {''.join(parts)}; {_ids(ids)}"
+    return f"({len(ids)} tokens, learnt are {count}: {ranges or 'none'}): {''.join(parts)}; {_ids(ids)}"
 
 
 def _stretches(is_learnt: Sequence[bool]) -> Iterator[tuple[int, int, bool]]:
@@ -60,7 +68,8 @@ def _stretches(is_learnt: Sequence[bool]) -> Iterator[tuple[int, int, bool]]:
 
 
 def _shortened(text: str, limit: int) -> str:
-    """Return the text as Python writes it, without what is in the middle of a long one."""
+    """Return the repr of a text, without the middle of a long one."""
+    # The end is shown too: it has the generation prompt or the end token, where templates often go wrong.
     end = limit // 5
     if len(text) <= limit + end:
         return repr(text)
@@ -68,5 +77,6 @@ def _shortened(text: str, limit: int) -> str:
 
 
 def _ids(ids: Sequence[int]) -> str:
-    more = f", the first {MOST_IDS} of {len(ids)}" if len(ids) > MOST_IDS else ""
-    return f"token ids{more}: {list(ids[:MOST_IDS])}"
+    if len(ids) > MOST_IDS:
+        return f"token ids, the first {MOST_IDS} of {len(ids)}: {list(ids[:MOST_IDS])}"
+    return f"token ids: {list(ids)}"

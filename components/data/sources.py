@@ -1,6 +1,6 @@
-"""Data sources of plug-ins: rows that are drawn, and not read, where a path of data is `<scheme>:<name>`.
+"""Contract of the data sources of plug-ins, which generate rows for a data path of the form `<scheme>:<name>`.
 
-Nothing here needs torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from components.registry import names
 from components.schemes import has_scheme_of, made_by_scheme
 
 KIND = "data source"
-"""Kind of the plug-ins, which provide subclasses of `DataSource` by their schemes."""
+"""Kind of plug-in in the registry. It maps a scheme to a subclass of `DataSource`."""
 Split = Literal["train", "heldout"]
+"""Split of the generated prompts."""
 
 DEFAULT_ROWS = 10_000
 """Number of rows that are drawn if the caller sets no limit."""
 HELDOUT_SHARE = 10
-"""One prompt in this many belongs to the held-out split."""
+"""One in this number of prompts belongs to the held-out split."""
 MAX_MISSES = 2_000
-"""Number of draws in a row without a new prompt after which a request for distinct prompts is refused."""
+"""Maximum number of consecutive draws without a new prompt. More of them fail a request for distinct prompts."""
 
 
 class DataSource(ABC):
@@ -33,7 +34,7 @@ class DataSource(ABC):
             name: the text after the scheme.
 
         Raises:
-            ValueError: there is no such source.
+            ValueError: the source does not exist.
         """
         self.name = name
 
@@ -44,49 +45,49 @@ class DataSource(ABC):
 
     @abstractmethod
     def prompts(self, split: Split, count: int, seed: int) -> list[dict[str, Any]]:
-        """Draw `count` different prompts as `{"input", "label", "datasource"}`. The splits share no prompt.
+        """Draw `count` distinct prompts as `{"input", "label", "datasource"}`. The splits have no prompt in common.
 
         Raises:
-            ValueError: there is no such split, or there are too few prompts.
+            ValueError: the split is unknown, or has too few prompts.
         """
 
     def demonstrations(self, count: int, seed: int) -> list[dict[str, Any]]:  # noqa: ARG002 - for sources that have some
-        """Draw demonstrations as `{"prompt", "response"}` or `{"messages"}`; none of them is of a held-out prompt.
+        """Draw demonstrations as `{"prompt", "response"}` or `{"messages"}`, none of them for a held-out prompt.
 
         Raises:
-            ValueError: the source has none.
+            ValueError: the source has no demonstrations.
         """
         raise ValueError(f"{self.name!r} has prompts and no demonstrations; set data.path to a file of demonstrations")
 
     def pairs(self, count: int, seed: int) -> list[dict[str, Any]]:  # noqa: ARG002 - for sources that have some
-        """Draw pairs of responses as `{"prompt", "chosen", "rejected"}`; none of them is of a held-out prompt.
+        """Draw pairs of responses as `{"prompt", "chosen", "rejected"}`, none of them for a held-out prompt.
 
         Raises:
-            ValueError: the source has none.
+            ValueError: the source has no pairs.
         """
         raise ValueError(f"{self.name!r} has prompts and no pairs of responses; set data.path to a file of pairs")
 
 
 def is_drawn(source: str) -> bool:
-    """Return True if a plug-in draws the rows of a source."""
+    """Return True if a plug-in generates the rows of a source."""
     return has_scheme_of(KIND, source)
 
 
 def data_source(source: str) -> DataSource | None:
-    """Return the generator of a source's rows; None for a file, a folder, or a data set on the hub.
+    """Return the generator of a source's rows, or None for a file, a folder, or a data set on the hub.
 
     Raises:
         MissingPlugin: no plug-in provides the scheme.
-        ValueError: there is no source of that name.
+        ValueError: the plug-in has no source of that name.
     """
     return made_by_scheme(KIND, source)
 
 
 def check_sources(path: str) -> None:
-    """Check that a plug-in draws the rows of each source whose name has a scheme. Files are not looked at.
+    """Check that a plug-in generates the rows of each source that has a scheme. Files are not checked.
 
     Args:
-        path: sources, with commas between them.
+        path: comma-separated sources.
 
     Raises:
         ValueError: see `data_source`.
@@ -96,15 +97,16 @@ def check_sources(path: str) -> None:
 
 
 def source_forms() -> str:
-    """Return the forms of the sources that are no files, for messages: `a name on the hub or task:<name>`."""
+    """Return the forms of sources other than files, for error messages: `a name on the hub or task:<name>`."""
     *forms, last = ["a name on the hub", *(f"{scheme}:<name>" for scheme in names(KIND))]
     return f"{', '.join(forms)} or {last}" if forms else f"or {last}"
 
 
 def is_heldout(prompt: str) -> bool:
-    """Return True if a prompt is kept for evaluation.
+    """Return True if a prompt belongs to the held-out split.
 
-    It depends on the prompt's text alone, so no seed, process or version can move a prompt to the other split.
+    This depends only on the text of the prompt, so no seed, process or version can move a prompt to the other split.
     """
+    # Python's own hash differs from process to process.
     digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % HELDOUT_SHARE == 0

@@ -1,6 +1,6 @@
-"""Demonstrations as token batches: which tokens are there, and which of them are learnt.
+"""Demonstrations as token batches with a loss mask.
 
-B sequences, N all tokens of a batch end to end.
+Shape suffixes: B sequences; N all tokens of a batch end to end.
 """
 
 from __future__ import annotations
@@ -52,47 +52,52 @@ PAIRS = (
     ("problem", "solution"),
     ("input", "output"),
 )
-"""Columns of a prompt and its response that need no option; an `instruction` is read with its `input` or `context`."""
+"""Pairs of columns (prompt, response) that are found without an option. An `instruction` is read together with its
+`input` or `context`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemonstrationFormat:
-    """Where a row has its demonstration, and how it is written out."""
+    """Columns of a row that hold its demonstration, and how it is rendered."""
 
     prompt_key: str | None = None
-    """Column of the prompt, text or chat messages; where there is no `response_key`, of whole conversations. None:
-    that of CONVERSATIONS or PAIRS which the row has."""
+    """Column of the prompt: text or chat messages. Without a `response_key` it holds complete conversations. None
+    selects the column of CONVERSATIONS or PAIRS that the row has."""
     response_key: str | None = None
-    """Column of the response, text or chat messages. None: that of PAIRS, or none beside a `prompt_key`."""
+    """Column of the response: text or chat messages. None selects the column of PAIRS, or no column if `prompt_key` is
+    set."""
     apply_chat_template: bool = False
-    """Take prompt and response as a user's and an assistant's turn. Chat messages always go through the template."""
+    """Render prompt and response as a user's and an assistant's message. Chat messages are always rendered with the
+    chat template."""
     input_template: str | None = None
-    """Text with one `{}` for a prompt that does not go through the chat template."""
+    """Text with one `{}` for the prompt, used without the chat template."""
     multiturn: bool = True
-    """Learn every turn of the assistant in a conversation; otherwise only the last one."""
+    """Learn every message of the assistant in a conversation. False learns only the last one."""
     plain_text: bool = False
-    """Rows are texts, in `prompt_key`, `text` or `input`, of which every token is learnt."""
+    """Rows are plain texts, in `prompt_key`, `text` or `input`. Every token of them is learnt."""
     ignored_columns: tuple[str, ...] = ()
-    """Columns that are left out, although their names have a well-known meaning."""
+    """Columns that are ignored although their names have a well-known meaning."""
 
     def of(self, source: str) -> DemonstrationFormat:
-        """The format of a source's rows: drawn ones have it where they always do."""
+        """Return the format of a source's rows. Generated rows have fixed columns."""
         if not is_drawn(source):
             return self
         return replace(self, prompt_key=None, response_key=None, plain_text=False, ignored_columns=())
 
     def read(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Read a row as `{"messages"}`, `{"prompt", "response"}` or `{"text"}`, with `tools` where it has some.
+        """Read a row as `{"messages"}`, `{"prompt", "response"}` or `{"text"}`, with `tools` if it has any.
 
         Raises:
-            ValueError: a column is missing or holds something else, or one of a well-known meaning would not be read.
+            ValueError: a column is missing or has a value of the wrong kind, or a column with a well-known meaning
+                would not be read.
         """
         return self.read_columns(record)[0]
 
     def read_columns(self, record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """As `read`, and the names of the columns that were read."""
+        """Return the row of `read`, and the names of the columns that were read."""
         ignored = self.ignored_columns
         refuse_weight(record, ignored)
+        # Plain texts are read before the other checks: their rows may have any further columns.
         if self.plain_text:
             return self._read_text(record)
         refuse_without_a_place(record, ignored)
@@ -102,24 +107,32 @@ class DemonstrationFormat:
         row: dict[str, Any]
         if response_key is None:
             messages = _conversation(record[prompt_key], prompt_key)
-            row, columns = {"messages": with_system(messages, system)}, [prompt_key]
+            row = {"messages": with_system(messages, system)}
+            columns = [prompt_key]
         else:
             prompt = read_prompt(record, prompt_key, ignored)
+            row = {"prompt": prompt.value, "response": record[response_key]}
             response = read_messages(record[response_key])
-            row = {"prompt": prompt.value, "response": record[response_key] if response is None else response}
+            if response is not None:
+                row["response"] = response
             columns = [*prompt.columns, response_key]
             _check_pair(row, prompt_key)
             self._add_system(row, system, names, tools)
-        self._refuse_unread(record, [*columns, *names], row)
-        return row | ({TOOLS: tools} if tools else {}), [*columns, *names, *([TOOLS] if tools else [])]
+        columns += names
+        self._refuse_unread(record, columns, row)
+        if tools:
+            row[TOOLS] = tools
+            columns.append(TOOLS)
+        return row, columns
 
     def _keys(self, record: Mapping[str, Any]) -> tuple[str, str | None]:
-        """Return the column of the prompt or the conversation, and of the response; None: there is none."""
-        prompt_key, response_key = self.prompt_key, self.response_key
+        """Return the column of the prompt or the conversation, and of the response (None without one)."""
+        prompt_key = self.prompt_key
+        response_key = self.response_key
         if prompt_key is None and response_key is None:
             if conversations := filled(record, CONVERSATIONS, self.ignored_columns):
                 return conversations[0], None
-            # A column that is there and empty is an error of its own.
+            # Blank columns count too: `_check_pair` reports them with a better message than a missing column.
             pairs = [pair for pair in PAIRS if {*pair} <= {*record}.difference(self.ignored_columns)]
             if not pairs:
                 raise ValueError(_missing(record))
@@ -132,7 +145,9 @@ class DemonstrationFormat:
         return prompt_key, response_key
 
     def _read_text(self, record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        key = self.prompt_key or ("input" if "input" in record and "text" not in record else "text")
+        key = self.prompt_key or "text"
+        if self.prompt_key is None and "text" not in record and "input" in record:
+            key = "input"
         if key not in record:
             raise ValueError(_missing(record, key))
         if not isinstance(record[key], str):
@@ -142,7 +157,11 @@ class DemonstrationFormat:
     def _add_system(
         self, row: dict[str, Any], system: str | None, names: list[str], tools: list[dict[str, Any]]
     ) -> None:
-        """Put the system prompt into the prompt of a row, which must go through the chat template then."""
+        """Put the system prompt into the prompt of a row.
+
+        Raises:
+            ValueError: the row does not go through the chat template, so a system prompt or tools would not be written.
+        """
         has_text = isinstance(row["prompt"], str) and isinstance(row["response"], str)
         if has_text and not self.apply_chat_template:
             if tools:
@@ -153,47 +172,56 @@ class DemonstrationFormat:
             row["prompt"] = with_system(as_messages(row["prompt"]), system)
 
     def _refuse_unread(self, record: Mapping[str, Any], columns: list[str], row: Mapping[str, Any]) -> None:
-        """Refuse a row with content in columns of a known meaning that are not read and were not decided against."""
+        """Reject a row with content in a column of a well-known meaning that is neither read nor ignored."""
         has_pair = "response" in row
         names = ["context"]
-        # Who names a column has decided between it and the others of its kind.
+        # With an option for a column, the user has decided against the other columns of that kind.
         if self.prompt_key is None:
             names += ["text", *CONVERSATIONS, *PROMPTS]
         if self.prompt_key is None and self.response_key is None:
-            names += [*RESPONSES, *(PREFERENCES if has_pair else ())]
+            names += RESPONSES
+            if has_pair:
+                names += PREFERENCES
         others = [name for name in names if name not in columns]
-        keys = f"data.prompt_key={columns[0]}" + (f" data.response_key={columns[-1]}" if has_pair else "")
+        keys = f"data.prompt_key={columns[0]}"
+        if has_pair:
+            keys += f" data.response_key={columns[-1]}"
         refuse_unread(record, others, texts_of(*row.values()), self.ignored_columns, f"choose columns, as {keys}")
         label = record.get("label")
+        # A Boolean label is KTO's mark of good and bad responses; supervised training would learn the bad ones too.
         if isinstance(label, bool) and self.response_key is None and "label" not in self.ignored_columns:
             raise ValueError(
                 f"column 'label' is {label}, which marks responses as wanted or not (KTO), and all would be learnt; "
-                "keep the wanted rows and set data.ignored_columns=label"
+                "keep only the wanted rows and set data.ignored_columns=label"
             )
 
 
 @dataclass(frozen=True)
 class SupervisedData:
-    """Encoded demonstrations, and the count of what could not be used."""
+    """Encoded demonstrations, and the number of rows that could not be used."""
 
     batch: Batch
-    """B sequences in the order of their rows: `tokens` [N], `loss_mask` [N] bool, True on what is learnt;
-    `row` [B] int64, where each came from."""
+    """B sequences in the order of their rows, with columns `tokens` [N]; `loss_mask` [N] bool, True on learnt tokens;
+    `row` [B] int64, the number of the row."""
     kept: int
-    """Rows in the batch, which is B."""
+    """Number of rows in the batch, which is B."""
     dropped: dict[str, int]
-    """Rows left out, counted by reason: `too_long` (above max_tokens), `nothing_to_learn` (no assistant turn)."""
+    """Number of dropped rows by reason: `too_long` (above max_tokens), `nothing_to_learn` (no message of the assistant
+    to learn)."""
     cut: int = 0
-    """Plain texts whose end was cut away."""
+    """Number of truncated plain texts."""
 
     def describe_first(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """Describe the first demonstration in one line, with marks around what is learnt."""
-        ids, mask = self.batch.row(0, "tokens").tolist(), self.batch.row(0, "loss_mask").tolist()
+        """Describe the first demonstration in one line, with marks around the learnt tokens."""
+        ids = self.batch.row(0, "tokens").tolist()
+        mask = self.batch.row(0, "loss_mask").tolist()
         return described_example(ids, mask, tokenizer)
 
 
 @dataclass(frozen=True)
 class _Example:
+    """Tokens of a demonstration, and for each of them True if it is learnt."""
+
     tokens: list[int]
     loss_mask: list[bool]
 
@@ -208,15 +236,22 @@ def load_demonstrations(
     note: Note | None = None,
     info: Note | None = None,
 ) -> list[dict[str, Any]]:
-    """Read rows, as `DemonstrationFormat.read` gives them, from what `read_records` takes, or draw those of a
-    plug-in's data source: 10,000, or `max_rows`. `note` is called with a sentence if `max_rows` leaves rows out, `info`
-    with the columns that are used, and those that are not.
+    """Read or generate demonstrations as rows of `DemonstrationFormat.read`.
+
+    Args:
+        source: a source of `read_records`, or a data source of a plug-in, which generates `max_rows` (10,000) rows.
+        form: columns of the rows.
+        split: split of a data set to read.
+        max_rows: maximum number of rows. None sets no limit for rows that are read.
+        seed: seed of generated rows.
+        note: called with a sentence if `max_rows` leaves rows out.
+        info: called with a sentence on the columns that are used and not used.
 
     Raises:
-        ValueError: the source cannot be read, or a row has no demonstration. It names the row.
+        ValueError: the source cannot be read, or a row has no demonstration. The message names the row.
     """
-    if (drawn := data_source(str(source))) is not None:
-        return drawn.demonstrations(max_rows or DEFAULT_ROWS, seed)
+    if (generator := data_source(str(source))) is not None:
+        return generator.demonstrations(max_rows or DEFAULT_ROWS, seed)
     rows: list[dict[str, Any]] = []
     used: dict[str, None] = {}
     records = first_rows(read_records(source, split=split), max_rows, str(source), note)
@@ -241,18 +276,22 @@ def encode_demonstrations(
     *,
     max_tokens: int | None = None,
 ) -> SupervisedData:
-    """Tokenize demonstrations and mark what is learnt: responses, each with one end token.
+    """Tokenize demonstrations and mark the learnt tokens: responses, each with one end token.
 
-    A row of `{"prompt", "response"}` is the prompt's text, the response and the end token. A row of
-    `{"messages"}` goes through the chat template; of every learnt turn all tokens up to and including its
-    first end token are learnt, and what follows the last learnt token is left off. A row of `{"text"}` is learnt whole,
-    without an end token.
+    - `{"prompt", "response"}`: the text of the prompt, the response and the end token.
+    - `{"messages"}`: rendered with the chat template. In every learnt message, all tokens up to and including its first
+      end token are learnt. Tokens after the last learnt token are removed.
+    - `{"text"}`: all tokens are learnt, without an end token.
 
     Args:
-        rows: as `load_demonstrations` or a task gives them.
-        tokenizer: must have an end token.
-        form: how prompts and responses are written out.
-        max_tokens: longer sequences are dropped and counted, and only plain texts are cut; None sets no limit.
+        rows: rows of `load_demonstrations` or of a task.
+        tokenizer: a tokenizer with an end token.
+        form: rendering of prompts and responses.
+        max_tokens: maximum number of tokens. Longer sequences are dropped and counted; plain texts are truncated. None
+            sets no limit.
+
+    Raises:
+        ValueError: no row can be used, a row cannot be rendered, or the tokenizer has no end token.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no end token (eos); a policy trained without one never stops: set it")
@@ -266,6 +305,7 @@ def encode_demonstrations(
         except ValueError as error:
             raise ValueError(f"row {number}: {error}") from error
         is_long = max_tokens is not None and len(example.tokens) > max_tokens
+        # The start of a plain text is still a valid text, but a truncated response would not end.
         if is_long and "text" in row:
             example = _Example(example.tokens[:max_tokens], example.loss_mask[:max_tokens])
             cut += 1
@@ -292,10 +332,10 @@ def encode_demonstrations(
 def check_demonstrations(
     rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, form: DemonstrationFormat
 ) -> None:
-    """Check that each row can be written out and encoded with tokens that the model has.
+    """Check that each row can be rendered, and that the model has an embedding for each of its tokens.
 
     Raises:
-        ValueError: one cannot. It names the row.
+        ValueError: a row fails the check. The message names the row.
     """
     encoder = TextEncoder(tokenizer)
     for number, row in enumerate(rows):
@@ -308,37 +348,45 @@ def check_demonstrations(
 def _encode(row: Mapping[str, Any], encoder: TextEncoder, form: DemonstrationFormat) -> _Example:
     if "text" in row:
         tokens = encoder.encode_prompt(row["text"])
-        # Nothing says how likely the first token is.
+        # The first token is not learnt: it has no probability, because no token comes before it.
         return _Example(tokens, [index > 0 for index in range(len(tokens))])
     tools = row.get(TOOLS, ())
+    before: list[dict[str, Any]] = []
     if "messages" in row:
-        before, after = [], as_messages(row["messages"])
+        after = as_messages(row["messages"])
     elif form.apply_chat_template or not isinstance(row["response"], str):
         response = row["response"]
+        if isinstance(response, str):
+            response = [{"role": "assistant", "content": response}]
         before = as_messages(row["prompt"])
-        after = [{"role": "assistant", "content": response}] if isinstance(response, str) else as_messages(response)
+        after = as_messages(response)
         refuse_prefill(before, after)
     else:
         return _encode_pair(row, encoder, form.input_template)
     if tools:
         check_tools_written([*before, *after], tools, encoder.tokenizer)
+    # Messages of the prompt are never learnt, even if the assistant wrote some of them.
     turns = [len(before) + index for index, message in enumerate(after) if message["role"] == "assistant"]
-    turns = turns if form.multiturn else turns[-1:]
+    if not form.multiturn:
+        turns = turns[-1:]
     learnt = {len(before) + index for index, message in enumerate(after) if is_learnt(message)}
     return _encode_messages([*before, *after], encoder, [turn for turn in turns if turn in learnt], tools)
 
 
 def _encode_pair(row: Mapping[str, Any], encoder: TextEncoder, input_template: str | None) -> _Example:
-    tokenizer, tools = encoder.tokenizer, row.get(TOOLS, ())
-    templated = not isinstance(row["prompt"], str)
-    if templated:
+    tokenizer = encoder.tokenizer
+    tools = row.get(TOOLS, ())
+    if not isinstance(row["prompt"], str):
         refuse_prefill(as_messages(row["prompt"]))
+        input_template = None  # messages go through the chat template, which excludes it
     if tools:
         check_tools_written(as_messages(row["prompt"]), tools, tokenizer)
-    text = render_prompt(row["prompt"], tokenizer, input_template=None if templated else input_template, tools=tools)
-    # Prompt and response are tokenized apart, as at generation time the prompt's ids are fixed by then.
+    text = render_prompt(row["prompt"], tokenizer, input_template=input_template, tools=tools)
+    # Prompt and response are tokenized separately, as in generation, where the ids of the prompt are fixed first.
+    # Tokenized together, a token could span the border of the two.
     prompt_ids = encoder.encode_prompt(text)
     response_ids = encoder.encode(row["response"])
+    # The data may have end tokens already. Exactly one is learnt.
     while response_ids and response_ids[-1] == tokenizer.eos_token_id:
         response_ids.pop()
     if not response_ids or response_ids[-1] not in encoder.end_ids:
@@ -352,36 +400,44 @@ def _encode_messages(
     learnt_turns: Sequence[int],
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> _Example:
-    """Render the conversation turn by turn, so that the tokens of each turn that is learnt are known exactly."""
+    """Render the conversation up to each learnt message, so that the tokens of that message are known exactly.
+
+    Raises:
+        ValueError: the chat template renders earlier messages differently once a message is added.
+    """
     tokenizer = encoder.tokenizer
     tokens: list[int] = []
     mask: list[bool] = []
-    done = ""
+    encoded_text = ""
     for index in learnt_turns:
-        # Definitions of tools stand before a conversation that the assistant begins.
-        opened = render_prompt(messages[:index], tokenizer, tools=tools) if index else ""
+        opened = ""
+        if index:  # no prompt is rendered if the assistant begins; `closed` then has the definitions of tools
+            opened = render_prompt(messages[:index], tokenizer, tools=tools)
         closed = render_conversation(messages[: index + 1], tokenizer, tools)
-        if not (opened.startswith(done) and closed.startswith(opened)):
+        if not (opened.startswith(encoded_text) and closed.startswith(opened)):
             raise ValueError(
                 f"the chat template writes the turns before turn {index} differently once it is added "
                 "(some drop earlier reasoning), so no text fits all turns; keep one assistant turn per row, or set "
                 "data.multiturn=false"
             )
-        before = encoder.encode(opened[len(done) :]) if done else encoder.encode_prompt(opened)
+        # The start of a sequence may need a BOS token, which `encode_prompt` adds.
+        before = encoder.encode(opened[len(encoded_text) :]) if encoded_text else encoder.encode_prompt(opened)
         response = encoder.encode(closed[len(opened) :])
         if not opened and before == response[:1]:
-            # Nothing stands before an assistant's first turn but the BOS, which the template writes as well.
+            # If the assistant begins, `before` is only the BOS token, which the template writes too.
             response = response[1:]
-        # The end of a turn may be another token than the tokenizer's end token.
-        learnt = next((place + 1 for place, token in enumerate(response) if token in encoder.end_ids), len(response))
+        # The token that ends a turn may differ from the tokenizer's end token.
+        learnt = next((i + 1 for i, token in enumerate(response) if token in encoder.end_ids), len(response))
         tokens += before + response
         mask += [False] * len(before) + [True] * learnt + [False] * (len(response) - learnt)
-        done = closed
+        encoded_text = closed
     if True in mask:
         end = len(mask) - mask[::-1].index(True)
-        tokens, mask = tokens[:end], mask[:end]
+        del tokens[end:], mask[end:]
+        # Some templates write no token at the end of a message. Without one the policy would never stop.
         if tokens[-1] not in encoder.end_ids:
-            tokens, mask = [*tokens, _eos(tokenizer)], [*mask, True]
+            tokens.append(_eos(tokenizer))
+            mask.append(True)
     return _Example(tokens, mask)
 
 
@@ -394,14 +450,15 @@ def _conversation(value: Any, key: str) -> list[dict[str, Any]]:
     messages = read_messages(value)
     if messages is None:
         raise ValueError(
-            f"{key!r} must be a list of {{role, content}}, found {value!r:.80}; set data.response_key where it is a "
-            "prompt, or data.plain_text where all of it is learnt"
+            f"{key!r} must be a list of {{role, content}}, found {value!r:.80}; set data.response_key if it is a "
+            "prompt, or data.plain_text if all of it is learnt"
         )
     return messages
 
 
 def _check_pair(row: Mapping[str, Any], prompt_key: str) -> None:
-    prompt, response = row["prompt"], row["response"]
+    prompt = row["prompt"]
+    response = row["response"]
     if is_blank(prompt) or not (isinstance(prompt, str) or are_messages(prompt)):
         raise ValueError(
             f"column {prompt_key!r} must hold a prompt, found {prompt!r:.80}; set data.prompt_key to another column, "
@@ -412,10 +469,12 @@ def _check_pair(row: Mapping[str, Any], prompt_key: str) -> None:
 
 
 def _missing(record: Mapping[str, Any], key: str | None = None) -> str:
-    """Describe that a row has no demonstration, or lacks a column, and what to set for its file."""
+    """Return the error message for a row without a demonstration, or without the column `key`, with the remedy."""
     columns = sorted(map(str, record))
     known = ", ".join(f"{prompt!r} with {response!r}" for prompt, response in PAIRS)
-    missing = f"there is no column {key!r}, only {columns}" if key else f"the columns {columns} are no demonstration"
+    missing = f"the columns {columns} are no demonstration"
+    if key:
+        missing = f"there is no column {key!r}, only {columns}"
     prompt, _ = likely_keys(record)
     response = next((name for name in (*RESPONSES, "chosen", "target", "label") if name in record), None)
     if prompt and response:
@@ -424,5 +483,6 @@ def _missing(record: Mapping[str, Any], key: str | None = None) -> str:
         remedy = "for this file set data.plain_text=true, which learns all of 'text'"
     else:
         remedy = "set data.prompt_key and data.response_key"
-    pairs = " (rows of 'chosen' and 'rejected' are for the recipes dpo and reward_model)" if "chosen" in record else ""
-    return f"{missing}; {remedy}{pairs}. Known without options are 'messages', 'conversations', and {known}"
+    if "chosen" in record:
+        remedy += " (rows of 'chosen' and 'rejected' are for the recipes dpo and reward_model)"
+    return f"{missing}; {remedy}. Known without options are 'messages', 'conversations', and {known}"

@@ -1,4 +1,4 @@
-"""Where text meets token ids: loading a tokenizer, writing out prompts, encoding them."""
+"""Loading of tokenizers, rendering of prompts and conversations, and encoding of text to token ids."""
 
 from __future__ import annotations
 
@@ -26,28 +26,30 @@ def load_tokenizer(
     pad_with_end: bool = False,
     model_path: str | Path | None = None,
 ) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer and check that it can be trained with: it has an end token and one for padding.
+    """Load a model's tokenizer and check that it is suited for training: it has an end token and a padding token.
 
-    Tokens that the model has no embedding for are an error wherever a text is encoded with them, see `TextEncoder`.
+    Encoding a text with a token that the model has no embedding for raises an error, see `TextEncoder`.
 
     Args:
-        path: a folder or a name on the hub, as `from_pretrained` takes it.
-        chat_template: Jinja text, or a file that holds it; None keeps the tokenizer's own.
-        pad_token: a token of the vocabulary; None keeps the tokenizer's own. None is ever added, as the model would
-            have no embedding for it.
-        pad_with_end: where there is none for padding, the end token is that too; otherwise it is an error.
-        model_path: the model that reads its tokens. Default: the one at `path`.
+        path: folder or name on the hub, as for `from_pretrained`.
+        chat_template: Jinja text, or the path to a file with it. None keeps the tokenizer's own template.
+        pad_token: token of the vocabulary for padding. None keeps the tokenizer's own. A new token is never added,
+            because the model would have no embedding for it.
+        pad_with_end: use the end token for padding if the tokenizer has no padding token. False raises an error.
+        model_path: model that reads the tokens. By default the model at `path`.
 
     Raises:
-        ValueError: there is none, or it cannot be trained with; the message says what to set.
+        ValueError: there is no tokenizer, or it is not suited for training. The message says what to set.
     """
-    template = None if chat_template is None else _template_text(chat_template)
-    try_tokenizer(path, template)
-    from transformers import AutoTokenizer
+    if chat_template is None:
+        try_tokenizer(path)
+    else:
+        try_tokenizer(path, _template_text(chat_template))
+    from transformers import AutoTokenizer  # imports torch, so not before the cheap checks
 
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # the loaders of a hundred model families raise what they like
+    except Exception as error:  # the loaders of the model families may raise any exception
         raise ValueError(
             f"no tokenizer can be loaded from {str(path)!r} ({first_line(error)}); give a folder or a name on the hub "
             "that has a tokenizer"
@@ -60,8 +62,8 @@ def load_tokenizer(
     if pad_token is not None:
         if pad_token not in tokenizer.get_vocab():
             raise ValueError(
-                f"pad_token={pad_token!r} is no token of {str(path)!r}, and the model has no embedding for a new one; "
-                f"set it to one of its tokens, such as pad_token={tokenizer.eos_token!r}"
+                f"pad_token={pad_token!r} is not a token of {str(path)!r}, and the model has no embedding for a new "
+                f"one; set it to one of its tokens, such as pad_token={tokenizer.eos_token!r}"
             )
         tokenizer.pad_token = pad_token
     if tokenizer.pad_token_id is None and pad_with_end:
@@ -78,67 +80,78 @@ def load_tokenizer(
 
 
 def set_template_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    """Set variables of the chat template at its beginning, so that they hold wherever the template is used.
+    """Set variables at the start of the chat template, so that they apply wherever the template is used.
 
     Raises:
-        ValueError: there is no template, or it reads no such variable.
+        ValueError: there is no template, or it does not read one of the variables.
     """
     template = tokenizer.chat_template
     if not arguments:
         return tokenizer
     if not isinstance(template, str):
-        raise ValueError("model.template_arguments are of a chat template, and the tokenizer has none; leave them out")
+        raise ValueError("model.template_arguments needs a chat template, and the tokenizer has none; do not set it")
     if unread := [name for name in arguments if not re.search(rf"\b{re.escape(name)}\b", template)]:
         raise ValueError(f"model.template_arguments has {', '.join(unread)}, which the chat template does not read")
-    # Jinja reads JSON's true and false, and has another word for null.
-    texts = {name: "none" if value is None else json.dumps(value) for name, value in arguments.items()}
-    lines = "".join(f"{{%- set {name} = {text} -%}}" for name, text in texts.items())
-    if not template.startswith(lines):  # as the template that such a run has saved does
-        tokenizer.chat_template = lines + template
+    settings = ""
+    for name, value in arguments.items():
+        # Jinja accepts JSON's true and false, but calls null none.
+        text = "none" if value is None else json.dumps(value)
+        settings += f"{{%- set {name} = {text} -%}}"
+    if not template.startswith(settings):  # a tokenizer that such a run has saved has them already
+        tokenizer.chat_template = settings + template
     return tokenizer
 
 
 def same_vocabulary(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bool:
-    """Tell whether ids of one tokenizer mean the same tokens to the other."""
+    """Return True if two tokenizers have the same token for every id."""
     return a.get_vocab() == b.get_vocab()
 
 
 class TextEncoder:
-    """Turns text into token ids.
+    """Encoder of text to token ids.
 
-    It refuses characters that a character tokenizer would silently lose, and tokens that the model of a tokenizer from
-    `load_tokenizer` has no embedding for.
+    It raises an error for characters that a character tokenizer would silently drop, and for tokens without an
+    embedding in the model, if the tokenizer is from `load_tokenizer`.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self._alphabet = _alphabet(tokenizer)
-        # A slow property, and this class is called once per text.
+        # Cached, because the property is slow and is needed for every text.
         self._special_tokens = list(tokenizer.all_special_tokens)
-        self._bos = [] if tokenizer.bos_token_id is None else [cast(int, tokenizer.bos_token_id)]
+        self._bos: list[int] = []
+        if tokenizer.bos_token_id is not None:
+            self._bos = [cast(int, tokenizer.bos_token_id)]
         self._adds_bos = self._find_adds_bos()
 
     @cached_property
     def end_ids(self) -> list[int]:
-        """Tokens that end a response: the tokenizer's end token first, see `end_ids` of model_tokens.py."""
+        """Ids of the tokens that end a response, with the tokenizer's end token first; see model_tokens.py."""
         return end_ids(self.tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        """Give the ids of `text`, nothing added; special tokens written in the text count as such."""
+        """Encode a text without adding tokens. Special tokens in the text are encoded as such.
+
+        Raises:
+            ValueError: a character has no token, or a token has no embedding in the model.
+        """
         self._check_alphabet(text)
         ids = self._tokenize([text])[0]
         check_ids(ids, self.tokenizer, f"the text {text!r:.200}")
         return ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Give the ids of a text that begins a sequence: with one BOS if this tokenizer uses one, and no end token.
+        """Encode a text that begins a sequence, with one BOS token if this tokenizer uses one, and no end token.
 
-        Whether the text or its template writes the BOS, or the tokenizer adds it by itself, there is exactly one.
+        There is exactly one BOS token, whether the text contains it or the tokenizer adds it.
+
+        Raises:
+            ValueError: as in `encode`, or the text contains two BOS tokens.
         """
         return self._with_bos(text, self._tokenize([text])[0])
 
     def encode_prompts(self, texts: Sequence[str], rows: Sequence[int]) -> list[list[int]]:
-        """Give `encode_prompt` of each text, at less cost than one by one; errors name the row."""
+        """Encode several texts as `encode_prompt` does, in one faster call. Errors name the row."""
         prompts: list[list[int]] = []
         for text, row, ids in zip(texts, rows, self._tokenize(texts)):
             try:
@@ -157,27 +170,32 @@ class TextEncoder:
         if self._bos and ids[:2] == self._bos * 2:
             raise ValueError(
                 f"the prompt {text!r:.200} begins with two {self.tokenizer.bos_token!r}, written by its text or by its "
-                "template (the tokenizer adds none where there is one); take one of them out"
+                "template (the tokenizer adds none if there is one); remove one of them"
             )
-        return self._bos + ids if self._adds_bos and ids[:1] != self._bos else ids
+        if self._adds_bos and ids[:1] != self._bos:
+            return self._bos + ids
+        return ids
 
     def _check_alphabet(self, text: str) -> None:
         if self._alphabet is None:
             return
+        # Special tokens may be longer than one character, so they are removed before the comparison.
         plain = text
         for token in self._special_tokens:
             plain = plain.replace(token, "")
-        lost = "".join(sorted(set(plain) - self._alphabet))
-        if lost:
+        unknown = "".join(sorted(set(plain) - self._alphabet))
+        if unknown:
             raise ValueError(
-                f"the tokenizer has no token for the characters {lost!r} of {text!r}; it knows "
+                f"the tokenizer has no token for the characters {unknown!r} of {text!r}; it knows "
                 f"{''.join(sorted(self._alphabet))!r}: use a model that was made for this data"
             )
 
     def _find_adds_bos(self) -> bool:
-        """Tell whether this tokenizer puts a BOS in front of text by itself; its settings do not say it reliably."""
-        word = max(self._alphabet) if self._alphabet else "a"
-        with_special, plain = (self.tokenizer(word, add_special_tokens=add)["input_ids"] for add in (True, False))
+        """Return True if this tokenizer adds a BOS token by itself."""
+        # Tested with a sample text, because the settings of tokenizers are not reliable.
+        sample = max(self._alphabet or "a")
+        with_special = self.tokenizer(sample, add_special_tokens=True)["input_ids"]
+        plain = self.tokenizer(sample, add_special_tokens=False)["input_ids"]
         return with_special[:1] == self._bos != plain[:1]
 
 
@@ -190,16 +208,19 @@ def render_prompt(
     tools: Sequence[Mapping[str, Any]] | None = None,
     continue_final_message: bool = False,
 ) -> str:
-    """Write out the text that the policy reads.
+    """Render a prompt as the text that the policy reads.
 
     Args:
-        prompt: a string, or chat messages (these always go through the chat template).
-        tokenizer: the owner of the chat template.
-        apply_chat_template: treat a string as a user's turn and end with the start of the assistant's.
-        input_template: text with one `{}` for a string prompt; not together with the chat template.
+        prompt: a string, or chat messages. Chat messages are always rendered with the chat template.
+        tokenizer: tokenizer with the chat template.
+        apply_chat_template: render a string as a user's message, followed by the start of the assistant's message.
+        input_template: text with one `{}` for a string prompt. Not allowed together with the chat template.
         tools: definitions of tools for the chat template, as JSON schemas of functions.
-        continue_final_message: where the last message is the assistant's, end with its text, which the policy
-            continues (a prefill); otherwise a new turn of the assistant is begun.
+        continue_final_message: if the last message is the assistant's, end with its text, which the policy continues (a
+            prefill). Otherwise a new message of the assistant is started.
+
+    Raises:
+        ValueError: there is no chat template, it rejects the messages, or it is combined with `input_template`.
     """
     if apply_chat_template or not isinstance(prompt, str):
         if input_template is not None:
@@ -208,8 +229,10 @@ def render_prompt(
         if continue_final_message and messages[-1]["role"] == ASSISTANT:
             return _templated(messages, tokenizer, tools=tools, continue_final_message=True)
         return _templated(messages, tokenizer, tools=tools, add_generation_prompt=True)
-    # Not str.format: prompts of code and maths are full of braces of their own.
-    return prompt if input_template is None else input_template.replace("{}", prompt, 1)
+    if input_template is None:
+        return prompt
+    # str.format would fail on the braces of templates for code and maths.
+    return input_template.replace("{}", prompt, 1)
 
 
 def render_conversation(
@@ -217,18 +240,19 @@ def render_conversation(
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
-    """Write out chat messages, the responses of the assistant included, by the chat template."""
+    """Render chat messages, including the responses of the assistant, with the chat template."""
     return _templated(as_messages(messages), tokenizer, tools=tools)
 
 
 def check_tools_written(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Check that the chat template writes the definitions of tools that come with messages.
+    """Check that the chat template writes the definitions of tools.
 
     Raises:
-        ValueError: it leaves them out.
+        ValueError: the text is the same with and without tools.
     """
+    # Templates ignore variables that they do not use, without an error.
     if tools and render_conversation(messages, tokenizer, tools) == render_conversation(messages, tokenizer):
         raise ValueError(
             f"the row has definitions of tools ({tools[0]!r:.80}), which the chat template does not write; set "
@@ -242,7 +266,7 @@ def _templated(
     tools: Sequence[Mapping[str, Any]] | None = None,
     **options: Any,
 ) -> str:
-    schemas = [dict(tool) for tool in tools] if tools else None
+    schemas = [dict(tool) for tool in tools or ()] or None
     if not tokenizer.chat_template:
         raise ValueError(
             "the tokenizer has no chat template; set apply_chat_template=False and give prompts as strings"
@@ -251,7 +275,7 @@ def _templated(
         text = _filled(messages, tokenizer, {"tools": schemas, **options})
     except Exception as error:  # a template is a program and can raise anything
         raise ValueError(
-            f"the chat template refuses the messages {messages!r:.200} ({first_line(error)}); mend the one or the other"
+            f"the chat template rejects the messages {messages!r:.200} ({first_line(error)}); correct one of the two"
         ) from error
     assert isinstance(text, str)
     check_template(tokenizer)
@@ -259,63 +283,69 @@ def _templated(
 
 
 def _filled(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> Any:
-    """Fill in the chat template. A content that is null, beside tool calls, is not written as the word None."""
+    """Fill in the chat template, without writing the word None for the null content of a message with tool calls."""
     if all(message.get("content") is not None for message in messages):
         return tokenizer.apply_chat_template(messages, tokenize=False, **options)
     empty = [{**message, "content": message.get("content") or ""} for message in messages]
     with_empty = tokenizer.apply_chat_template(empty, tokenize=False, **options)
     try:
-        # The form that OpenAI's API has; some templates test for it.
+        # Null is the form of OpenAI's API, and some templates test for it.
         with_null = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    except TypeError:  # a template that joins contents to other text
+    except TypeError:  # a template that concatenates contents with other text
         return with_empty
     return with_empty if str(with_null).count("None") > str(with_empty).count("None") else with_null
 
 
 def pad_apart_from_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """See that the token for padding is not the end token, with which a sequence may rightly end.
+    """Choose a padding token that differs from the end token.
 
-    transformers' classifiers find the end of a row by its last token that is no padding. The place is taken by a
-    special token that is there for something else, or else by the last piece with a sign for the blank before it: as a
-    special token it is looked for in texts as it is written, with that sign, and no text has that.
+    Classifiers of transformers use the last token that is not padding as the end of a row, so an end token that is also
+    the padding token would not be seen. The first other special token becomes the padding token. Without one, it is the
+    last piece of the vocabulary with a marker for the blank before it. Special tokens are matched literally in texts,
+    and no text contains that marker.
 
     Returns:
-        The token that was chosen; None where the tokenizer's own will do.
+        The chosen token, or None if the tokenizer's own padding token differs already.
 
     Raises:
         ValueError: there is no such token.
     """
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != tokenizer.eos_token_id:
         return None
-    spare = [token for token in tokenizer.all_special_tokens if token != tokenizer.eos_token]
+    candidates = [token for token in tokenizer.all_special_tokens if token != tokenizer.eos_token]
     pieces = sorted(tokenizer.get_vocab().items(), key=lambda piece: -piece[1])
-    spare += [piece for piece, _ in pieces if len(piece) > 1 and piece[0] in "Ġ▁"][:1]
-    if not spare:
+    candidates += [piece for piece, _ in pieces if len(piece) > 1 and piece[0] in "Ġ▁"][:1]
+    if not candidates:
         raise ValueError("the tokenizer has no token for padding but its end token; set another in its pad_token")
-    tokenizer.pad_token = spare[0]
-    return spare[0]
+    tokenizer.pad_token = candidates[0]
+    return candidates[0]
 
 
 def read_template(chat_template: str) -> str:
-    """Return the Jinja text of a chat template, given as such or as the name of a file.
+    """Return the Jinja text of a chat template.
+
+    Args:
+        chat_template: Jinja text, or the path to a file with it.
 
     Raises:
-        ValueError: it is neither, or no valid Jinja.
+        ValueError: the file cannot be read, or the text is not valid Jinja.
     """
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 
     chat_template = _template_text(chat_template)
     try:
-        # Of no conversation at all: it is compiled, with the tags that chat templates have of their own, and not run.
+        # Without a conversation the template is compiled, with the additional tags of chat templates, but not run.
         render_jinja_template([], chat_template=chat_template)
     except TemplateSyntaxError as error:
-        raise ValueError(f"chat_template is no valid Jinja: line {error.lineno}: {error.message}; mend it") from error
+        raise ValueError(
+            f"chat_template is not valid Jinja: line {error.lineno}: {error.message}; correct it"
+        ) from error
     return chat_template
 
 
 def _template_text(chat_template: str) -> str:
-    # Jinja without a tag would be the same prompt for everybody: it is the name of a file.
+    # A template without a tag would give the same prompt for every row, so such a text is a path.
     if not any(tag in chat_template for tag in ("{{", "{%")):
         file = Path(chat_template).expanduser()
         try:
@@ -329,10 +359,10 @@ def _template_text(chat_template: str) -> str:
 
 
 def _alphabet(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | None:
-    """Find the characters of a tokenizer whose every token is one character; None for any other."""
+    """Return the characters of a tokenizer of single characters, or None for any other tokenizer."""
     largest_character_vocabulary = 256
     if len(tokenizer) > largest_character_vocabulary:
         return None
     special = set(tokenizer.all_special_ids)
     characters = [str(tokenizer.decode([index])) for index in range(len(tokenizer)) if index not in special]
-    return frozenset(characters) if all(len(character) == 1 for character in characters) else None
+    return None if any(len(character) != 1 for character in characters) else frozenset(characters)

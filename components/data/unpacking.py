@@ -1,4 +1,4 @@
-"""The limit on what a file of rows may unpack to, so that a small file cannot fill the memory."""
+"""Limit on the unpacked size of a file of rows, so that a small file cannot exhaust the memory."""
 
 from __future__ import annotations
 
@@ -9,16 +9,24 @@ from pathlib import Path
 LIMIT_VARIABLE = "TROUPE_MAX_UNPACKED_GB"
 """Environment variable that sets the limit for every file, in GB."""
 LIMIT_BYTES = 2**30
-"""Bytes that any file may unpack to."""
+"""Number of bytes that any file may unpack to."""
 LIMIT_RATIO = 50
-"""A large file may unpack to this many times its size."""
+"""Number of times its size that a large file may unpack to."""
 _PART = 2**24
+"""Number of unpacked bytes that are read at once from a gzipped file."""
 
 
 class Allowance:
-    """Counts the bytes that a file unpacks to."""
+    """Counter of the bytes that a file unpacks to, with a limit."""
 
     def __init__(self, path: Path) -> None:
+        """
+        Args:
+            path: the packed file, whose size sets the limit.
+
+        Raises:
+            ValueError: the environment variable of the limit is not a positive number.
+        """
         self._path = path
         self._count = 0
         self._limit = max(LIMIT_BYTES, LIMIT_RATIO * path.stat().st_size)
@@ -31,16 +39,16 @@ class Allowance:
                 raise ValueError(f"{LIMIT_VARIABLE}={setting} must be a positive number of GB; set it, or unset it")
 
     def add(self, count: int) -> None:
-        """Count bytes.
+        """Add to the number of bytes.
 
         Raises:
-            ValueError: they are more than the file may have.
+            ValueError: the number exceeds the limit.
         """
         self._count += count
         if self._count > self._limit:
             raise ValueError(
                 f"its {self._path.stat().st_size:,} bytes unpack to {self._count / 1e9:.1f} GB or more, above the "
-                f"limit of {self._limit / 1e9:.1f} GB; set {LIMIT_VARIABLE} higher if that is right"
+                f"limit of {self._limit / 1e9:.1f} GB; if the file is right, set {LIMIT_VARIABLE} higher"
             )
 
 

@@ -1,4 +1,4 @@
-"""What our HTTP servers have in common: uvicorn, quiet, and limits on what a client sends and how long it takes."""
+"""Common parts of our HTTP servers: the configuration of uvicorn, and limits on the time and size of requests."""
 
 from __future__ import annotations
 
@@ -15,24 +15,32 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-TOO_SLOW, TOO_LARGE, GONE, BUSY = 408, 413, 499, 503
+TOO_SLOW = 408
+"""Status: the request has not arrived in time."""
+TOO_LARGE = 413
+"""Status: the request exceeds a limit of size."""
+GONE = 499
+"""Status: the client has closed the connection."""
+BUSY = 503
+"""Status: all requests together exceed a limit of size."""
 SENDING_S = 60.0
-"""Seconds that a client usually has for the head of a request, and for its body."""
+"""Default timeout in seconds for receiving the head of a request, and for receiving its body."""
 BODY_MB = 64.0
+"""Default maximum size of a body in MB."""
 HEAD_BYTES = 2**16
-"""Of a request's head; uvicorn itself takes any."""
+"""Maximum size of the head of a request in bytes. uvicorn itself sets no limit."""
 _PROTOCOL: Any = HttpToolsProtocol
-"""uvicorn's other parser takes requests whose length is given in two ways."""
+"""Parser of uvicorn. The other one accepts requests with two different lengths."""
 
 
 def server_config(app: Any, head_s: float = SENDING_S, **options: Any) -> uvicorn.Config:
-    """How uvicorn serves an app.
+    """Return the uvicorn configuration of an app.
 
     Args:
-        app: of Starlette or FastAPI.
-        head_s: seconds from the start of a connection, or from the first byte of a later request, until the head of the
-            request has to be there. uvicorn itself waits without end, and each that waits holds a descriptor.
-        options: further ones of `uvicorn.Config`.
+        app: app of Starlette or FastAPI.
+        head_s: timeout in seconds for the head of a request, from the start of the connection or from the first byte of
+            a later request. uvicorn itself waits forever, and every waiting connection holds a file descriptor.
+        options: further options of `uvicorn.Config`.
     """
 
     class Connection(_PROTOCOL):
@@ -90,65 +98,71 @@ def server_config(app: Any, head_s: float = SENDING_S, **options: Any) -> uvicor
 
 @dataclass(kw_only=True)
 class BodyLimits:
-    """Limits on the bodies of requests of JSON, of one server; they are checked while a body arrives, before it is
-    parsed. A parsed value can take a hundred times the memory of its text.
+    """Limits on the JSON bodies of requests to one server.
+
+    They are checked while a body arrives, before it is parsed, because a parsed value can take a hundred times the
+    memory of its text.
     """
 
     mb: float = BODY_MB
-    """Size of one body."""
+    """Maximum size of a body in MB."""
     values: int = 1_000_000
-    """Number of values in one body."""
+    """Maximum number of values in a body."""
     text_mb: float = 1.0
-    """Size of one text in it."""
+    """Maximum size of a text in a body in MB."""
     depth: int | None = None
-    """Number of brackets in brackets. Default: as many as the parser takes."""
+    """Maximum depth of nested brackets. None leaves the limit to the parser."""
     seconds: float = SENDING_S
-    """Time that a client has to send one."""
+    """Timeout in seconds for receiving a body."""
     all_mb: float = 256.0
-    """Size of all bodies together that are being received or worked on."""
+    """Maximum total size in MB of all bodies that are being received or processed."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Options that set `mb`, `values` and `text_mb`, where a user can set them."""
+    """Options that set `mb`, `values` and `text_mb`, for error messages."""
     held_bytes: int = 0
+    """Current total size in bytes of all bodies that are being received or processed."""
 
     @asynccontextmanager
     async def body(self, request: Request) -> AsyncIterator[bytes]:
-        """The body of a request, which counts as held until the end of the context.
+        """Receive the body of a request. It counts towards `all_mb` until the end of the context.
 
         Raises:
-            HTTPException: with status 413 where a limit is exceeded, 503 where all bodies together are too large, or
-                as `read_body`.
+            HTTPException: status 413 if a limit is exceeded, 503 if all bodies together are too large, or as in
+                `read_body`.
         """
         meter = _Meter(self)
-        taken = 0
+        received = 0
 
-        def note(part: bytes) -> None:
-            nonlocal taken
-            taken += len(part)
+        def count(part: bytes) -> None:
+            nonlocal received
+            received += len(part)
             self.held_bytes += len(part)
             if self.held_bytes > self.all_mb * 1e6:
-                why = f"requests under way have more than {self.all_mb:g} MB; try again"
-                raise HTTPException(BUSY, why, {"Retry-After": "1"})
+                reason = f"requests under way have more than {self.all_mb:g} MB; try again"
+                raise HTTPException(BUSY, reason, {"Retry-After": "1"})
             meter.feed(part)
 
         try:
-            yield await read_body(request, self.mb, self.seconds, note, self._named("mb"))
+            yield await read_body(request, self.mb, self.seconds, count, self._named("mb"))
         finally:
-            self.held_bytes -= taken
+            self.held_bytes -= received
 
     def _named(self, limit: str) -> str:
-        return f" ({self.names[limit]})" if limit in self.names else ""
+        if limit not in self.names:
+            return ""
+        return f" ({self.names[limit]})"
 
-    def refuse(self, limit: str, what: str) -> NoReturn:
-        """Refuse a body that exceeds a limit."""
-        raise HTTPException(TOO_LARGE, f"{what}{self._named(limit)}; send less")
+    def refuse(self, limit: str, fault: str) -> NoReturn:
+        """Raise the HTTPException for a body that exceeds a limit."""
+        raise HTTPException(TOO_LARGE, f"{fault}{self._named(limit)}; send less")
 
 
 class _Meter:
-    """Counts the values of JSON and measures its texts, while it arrives. It need not be valid."""
+    """Incremental count of the values in JSON, and of the sizes of its texts. The JSON may be invalid."""
 
     _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
-    """A text, the last one up to the end of what is there."""
+    """A text, complete or up to the end of the data."""
     _WHOLE_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+    """A complete text."""
     _BRACKET = re.compile(rb"[\[\]{}]")
 
     def __init__(self, limits: BodyLimits) -> None:
@@ -156,14 +170,20 @@ class _Meter:
         self._values = 1
         self._depth = 0
         self._begun = b""
-        """How a text begins that is not complete: a quote, and a backslash where one has come last."""
+        """Replacement for the start of an incomplete text: a quote, and a backslash if its last byte is one."""
         self._begun_bytes = 0
+        """Size of the start of an incomplete text."""
 
     def feed(self, part: bytes) -> None:
-        """Count what has come further."""
+        """Count the next part of the data.
+
+        Raises:
+            HTTPException: a limit is exceeded.
+        """
         data = self._begun + part
         texts = self._TEXT.findall(data)
         others = self._TEXT.split(data)
+        # The last text is incomplete if the data ends inside of it.
         is_open = bool(texts) and not others[-1] and self._WHOLE_TEXT.fullmatch(texts[-1]) is None
         sizes = [len(text) - 2 for text in texts]
         if is_open:
@@ -175,12 +195,14 @@ class _Meter:
         self._begun = b""
         if is_open:
             backslashes = len(texts[-1]) - len(texts[-1].rstrip(b"\\"))
+            # An unpaired backslash escapes the first byte of the next part.
             self._begun = b'"\\' if backslashes % 2 else b'"'
             self._begun_bytes = sizes[-1]
         self._count(b"".join(others))
 
     def _count(self, outside: bytes) -> None:
-        """Count the values between which these marks stand."""
+        """Count the values and the depth in the data outside of texts."""
+        # Each of these marks is followed by one more value.
         self._values += sum(outside.count(mark) for mark in (b",", b":", b"[", b"{"))
         if self._values > self._limits.values:
             self._limits.refuse("values", f"the body has more than {self._limits.values} values")
@@ -199,21 +221,23 @@ async def read_body(
     note: Callable[[bytes], None] | None = None,
     named: str = "",
 ) -> bytes:
-    """The body of a request, read no further than it may be long.
+    """Receive the body of a request, up to a maximum size.
 
     Args:
-        request: it.
-        most_mb: its size.
-        seconds: time that its sender has.
-        note: called with each part as it comes; what it raises ends the reading.
-        named: names the option that sets the size, for the message.
+        request: the request.
+        most_mb: maximum size in MB.
+        seconds: timeout in seconds.
+        note: called with each part of the body. An exception that it raises ends the reading.
+        named: option that sets the size, for the error message.
 
     Raises:
-        HTTPException: it is longer, has not come in time, or its sender has gone.
+        HTTPException: the body is too large (413), has not arrived in time (408), or the client has closed the
+            connection (499).
     """
     body = bytearray()
     too_large = HTTPException(TOO_LARGE, f"the body is larger than {most_mb:g} MB{named}; send less")
     length = request.headers.get("content-length", "")
+    # The declared length is checked first, so that a large body is rejected before it arrives.
     if length.isdecimal() and int(length[:20]) > most_mb * 1e6:
         raise too_large
     try:
@@ -225,19 +249,19 @@ async def read_body(
                 if note is not None:
                     note(part)
     except TimeoutError as error:
-        raise HTTPException(TOO_SLOW, f"the body has not come in {seconds:g} s") from error
+        raise HTTPException(TOO_SLOW, f"the body has not arrived within {seconds:g} s") from error
     except ClientDisconnect as error:
-        raise HTTPException(GONE, "the caller has gone") from error
+        raise HTTPException(GONE, "the client has closed the connection") from error
     return bytes(body)
 
 
 def read_json(body: bytes) -> Any:
-    """Parse JSON in UTF-8, the one encoding in which `BodyLimits` has measured it.
+    """Parse JSON in UTF-8, the only encoding that `BodyLimits` can measure.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the body is not UTF-8, or not valid JSON.
     """
     try:
         return json.loads(body.decode())
     except RecursionError as error:
-        raise ValueError("it has too many brackets in brackets") from error
+        raise ValueError("its brackets are nested too deeply") from error

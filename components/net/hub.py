@@ -1,6 +1,7 @@
-"""What the Hugging Face hub has, asked once and with a deadline: its libraries try again for up to a minute.
+"""Models and data sets of the Hugging Face hub, with a single request and a timeout.
 
-Nothing here needs torch: a recipe's `main.py` checks its inputs before anything heavy starts.
+The libraries of the hub retry for up to a minute. This module does not import torch, because a recipe's `main.py`
+checks its inputs before it starts anything that takes long.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 HUB_TIMEOUT_S = 10
-"""Seconds in which the hub has to answer before what is in the local cache is all there is."""
+"""Timeout of a request to the hub in seconds. After it only the local cache is used."""
 MOST_CONFIG_BYTES = 16_000_000
+"""Maximum size of a config.json in bytes."""
 MOST_SIZES = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer"), 2_000),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 1_000_000),
@@ -25,7 +27,7 @@ MOST_SIZES = {
     "vocab_size": 100_000_000,
     "max_position_embeddings": 1_000_000_000,
 }
-"""Sizes in a config.json, at most: far above those of any model, and small enough to compute with."""
+"""Maximum sizes in a config.json. They are far above those of any model, and small enough to compute with."""
 
 
 WEIGHTS = ("*.safetensors", "*.bin")
@@ -33,20 +35,20 @@ WEIGHTS = ("*.safetensors", "*.bin")
 
 
 class ModelNotFound(ValueError):
-    """Raised for a model that this machine does not have, though another one may."""
+    """Raised for a model that does not exist on this machine. Another machine may have it."""
 
 
 def why_unreachable(name: str, kind: Literal["model", "dataset"]) -> str | None:
-    """Say why the hub cannot be asked about a model or data set; None when it answers, whatever it answers."""
+    """Return the reason why the hub does not respond to a request for a model or data set, or None if it responds."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
     api = HfApi()
-    ask = api.model_info if kind == "model" else api.dataset_info
+    request = api.model_info if kind == "model" else api.dataset_info
     try:
-        ask(name, timeout=HUB_TIMEOUT_S)
+        request(name, timeout=HUB_TIMEOUT_S)
     except HfHubHTTPError:
-        # It will answer the same when the thing itself is asked for, and that message is the better one.
+        # The hub has responded with an error. The download will get the same error, with a better message.
         return None
     except Exception as error:  # noqa: BLE001 - which HTTP library's errors these are depends on the version
         return first_line(error)
@@ -54,70 +56,80 @@ def why_unreachable(name: str, kind: Literal["model", "dataset"]) -> str | None:
 
 
 def cache_root() -> Path:
-    """Find the folder for what can be made again: $TROUPE_CACHE, $XDG_CACHE_HOME/troupe or ~/.cache/troupe."""
+    """Return the folder for files that can be created again.
+
+    It is $TROUPE_CACHE, $XDG_CACHE_HOME/troupe or ~/.cache/troupe.
+    """
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(os.environ.get("TROUPE_CACHE") or f"{base}/troupe").expanduser().absolute()
 
 
 def cached_folder(name: str) -> Path:
-    """Return the folder where the hub's library keeps the newest cached model of this name; it may not exist."""
+    """Return the folder of the newest model of this name in the hub's local cache. It may not exist."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
         config = try_to_load_from_cache(name, "config.json")
-    except ValueError:
+    except ValueError:  # the name cannot be a name on the hub
         config = None
-    return Path(config).parent if isinstance(config, str) else Path(name)
+    if not isinstance(config, str):
+        return Path(name)
+    return Path(config).parent
 
 
 def find_model(path: str) -> PretrainedConfig:
-    """The config.json of a model, in a folder, in the local cache, or on the hub.
+    """Return the configuration of a model in a folder, in the local cache, or on the hub.
 
     Raises:
-        ModelNotFound: no folder, cache or hub has the model; the message continues after `option=path: `.
-        ValueError: it is there and cannot be used.
+        ModelNotFound: no folder, cache or hub has the model. The message is written to follow `option=path: `.
+        ValueError: the model exists and cannot be used.
     """
     from transformers import AutoConfig
 
     folder = Path(path).expanduser()
     is_folder = folder.exists() or path.startswith(("/", ".", "~"))
+    # A path that does not exist must not be sent to the hub as a name.
     if is_folder and not folder.exists():
         raise ModelNotFound("it does not exist")
     if is_folder and not (folder / "config.json").is_file():
         raise ValueError("there is no model (no config.json in it); give a folder that has one")
-    reason = None if is_folder else why_unreachable(path, "model")
-    check_sizes((folder if is_folder else cached_folder(path)) / "config.json")
+    if is_folder:
+        check_sizes(folder / "config.json")
+        try:
+            return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(f"its config.json cannot be used: {first_line(error)}") from error
+    reason = why_unreachable(path, "model")
+    check_sizes(cached_folder(path) / "config.json")
     try:
-        return AutoConfig.from_pretrained(
-            folder if is_folder else path, local_files_only=reason is not None, trust_remote_code=False
-        )
+        # Offline, transformers would otherwise retry before it reads its cache.
+        return AutoConfig.from_pretrained(path, local_files_only=reason is not None, trust_remote_code=False)
     except (OSError, ValueError, RecursionError) as error:
         reason = reason or first_line(error)
-        if is_folder:
-            raise ValueError(f"its config.json cannot be used: {reason}") from error
         raise ModelNotFound(f"it is no folder here, and the hub did not give it ({reason})") from error
 
 
 def check_sizes(file: Path) -> None:
-    """Check the sizes in a config.json, before a library makes lists of so many layers; it need not be there.
+    """Check the sizes in a config.json, before a library allocates lists of that length. The file need not exist.
 
     Raises:
-        ValueError: a size is no number that a model has; the message names it.
+        ValueError: the file is too large or not valid, or a size is not plausible. The message names the size.
     """
     if not file.is_file():
         return
     if file.stat().st_size > MOST_CONFIG_BYTES:
-        raise ValueError(f"its config.json has {file.stat().st_size} bytes; {MOST_CONFIG_BYTES} are the most")
+        raise ValueError(f"its config.json has {file.stat().st_size} bytes; the maximum is {MOST_CONFIG_BYTES}")
     try:
         config = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"its config.json cannot be used: {first_line(error)}") from error
     if not isinstance(config, dict):
         raise ValueError(f"its config.json cannot be used: it is a {type(config).__name__}, not an object")
+    # Models of several modalities have nested configurations.
     for settings in (config, *(value for value in config.values() if isinstance(value, dict))):
         for name, most in MOST_SIZES.items():
             value = settings.get(name)
-            least = 0 if "experts" in name else 1
+            least = 0 if "experts" in name else 1  # a model without experts may have 0 of them
             is_size = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
             if value is not None and not is_size:
                 raise ValueError(
@@ -126,5 +138,5 @@ def check_sizes(file: Path) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of a library says, short enough for a message of ours."""
+    """Return the first line of an error's message, or its type if the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

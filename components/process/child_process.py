@@ -1,9 +1,9 @@
-"""Users' code in processes of its own: how they are started, spoken to and ended, and how a file is loaded.
+"""Child processes for users' code: start, requests, end, and loading of a user's file.
 
-Caller and child exchange frames over a socket pair: 8 bytes of length, then a pickle of plain data. A reply has the
-number of its request, and only the process that was asked sends one: what the user's code forks, and what that writes,
-is not taken for another's reply. The child is not made by multiprocessing, which would import the caller's main module
-again.
+Parent and child exchange frames over a socket pair: 8 bytes of length, then a pickle of plain data. A reply has the
+number of its request, and only the child itself sends one. Processes that the user's code forks cannot reply, and bytes
+that they write are recognised as foreign. multiprocessing is not used, because it would import the main module of the
+parent again.
 """
 
 from __future__ import annotations
@@ -34,40 +34,46 @@ from components.process.import_path import import_path
 from components.process.streams import accept_any_text
 
 LOAD_TIMEOUT_S = 600.0
-"""Seconds for importing the user's file, which may load a model."""
+"""Timeout in seconds for importing the user's file, which may load a model."""
 _ROUNDS = 20
-"""Searches for what a process has started: between two of them what was found may have started more."""
+"""Maximum number of searches for descendants of a process, which may start new ones between two searches."""
 END_TIMEOUT_S = 2.0
-"""Seconds that an idle child is given to end by itself."""
+"""Seconds within which an idle child should end by itself."""
 
 
 class Child:
-    """One process, as its owner sees it; it lives no longer than the thread that made it."""
+    """Handle of a child process. The child ends with the thread that created it."""
 
     def __init__(self, module: str, **environment: str) -> None:
-        """Start `module`, which calls `run_child`, with these variables besides those of this process."""
+        """Start a child process.
+
+        Args:
+            module: module to run, which calls `run_child`.
+            environment: environment variables in addition to those of this process.
+        """
         self._dead = False
         self._number = 0
-        self.channel, theirs = socket.socketpair()
-        with theirs:
-            # -P: a folder called components, or a random.py, where the caller happens to stand is not ours.
-            # -u, and stderr for stdout: what the user's code prints is seen at once, among our own messages.
-            # -B: bytecode of a file that was changed twice within a second would be taken for the new one's.
-            # A process group: what the child has started ends with it, and Ctrl-C reaches us alone, who close it.
+        self.channel, child_channel = socket.socketpair()
+        with child_channel:
+            # -P: do not import modules from the working directory, where a file could be called random.py.
+            # -u, and stderr for stdout: output of the user's code appears at once, among our own messages.
+            # -B: for a file that was changed twice within a second, Python would use outdated bytecode.
+            # A process group: descendants can be killed together, and Ctrl-C reaches only this process, which closes
+            # the child.
             self._process = subprocess.Popen(
-                [sys.executable, "-uPBm", module, str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-uPBm", module, str(child_channel.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_channel.fileno()],
                 env=with_our_path({**os.environ, **loopback_variables(), **environment}),
                 process_group=0,
             )
 
     def request(self, message: object, timeout_s: float) -> Any:
-        """Send a message and return the reply, by convention a tuple: "ok" and the results, or "failed", the reason in
-        one line and a traceback.
+        """Send a message and return the reply.
 
-        A child that does not reply in time, or with another's reply, is killed, and "failed" is returned.
+        By convention the reply is a tuple: "ok" and the results, or "failed", a one-line reason and a traceback. If the
+        child does not reply within `timeout_s` seconds, or with a foreign reply, it is killed and "failed" is returned.
         """
         deadline = time.monotonic() + timeout_s
         self._number += 1
@@ -84,41 +90,46 @@ class Child:
         except (EOFError, ConnectionError):
             return "failed", f"the process that ran it ended: {self.wait()}", ""
 
-    def load(self, setup: object, what: str) -> Any:
-        """Have a child load what it is for and return what it replies; ValueError, and the child is ended, when it
-        cannot.
+    def load(self, setup: object, source: str) -> Any:
+        """Send the first message, with which the child loads the user's code, and return the first result of the reply.
+
+        Args:
+            setup: the message.
+            source: name of the code in error messages.
+
+        Raises:
+            ValueError: the code cannot be loaded. The child is then ended.
         """
         status, *results = self.request(setup, LOAD_TIMEOUT_S)
         if status == "ok":
-            return results[0] if results else None
+            return next(iter(results), None)
         self.kill()
         self.end()
         reason, trace = results
-        error = ValueError(f"{what} cannot be loaded: {reason}")
+        error = ValueError(f"{source} cannot be loaded: {reason}")
         if trace:
             error.add_note(trace)
         raise error
 
     def is_dead(self) -> bool:
-        """Tell whether an idle child is gone: it says nothing unasked, so all that can be read is the end."""
+        """Return True if an idle child has ended."""
+        # An idle child sends nothing, so a readable channel means end of file.
         return self._dead or bool(select.select([self.channel], [], [], 0)[0])
 
     def kill(self) -> None:
-        """End it and what it has started; it stays for `wait` or `end` to collect."""
+        """Kill the child and its descendants. `wait` or `end` must still reap it."""
         self._dead = True
         end_tree(self._process.pid)
 
     def wait(self) -> str:
-        """Say how it ended."""
+        """Wait for the end of the child, for at most END_TIMEOUT_S seconds, and describe it."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_TIMEOUT_S)
         code = self._process.returncode
-        if code is None:
-            return "it closed its connection"
-        return exit_reason(code)
+        return "it closed its connection" if code is None else exit_reason(code)
 
     def end(self) -> None:
-        """Let it end by itself if it is idle, and make sure that it does."""
+        """End the child: an idle child by itself, any other by a signal."""
         self.channel.close()
         if not self._dead:
             with suppress(subprocess.TimeoutExpired):
@@ -128,7 +139,7 @@ class Child:
 
 
 def with_our_path(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a Python that finds our modules before all others, wherever it is started."""
+    """Return an environment in which Python finds our modules before all others, in any working directory."""
     return {**environment, "PYTHONPATH": import_path(environment.get("PYTHONPATH"))}
 
 
@@ -139,17 +150,18 @@ async def run_program(
     until: Collection[asyncio.Future[Any]] = (),
     **options: Any,
 ) -> int | None:
-    """Run a program in a process group of its own, and end what is left of that, also when nobody waits any more.
+    """Run a program in its own process group, and kill the group at the end, also if the caller is cancelled.
 
     Args:
         command: the program and its arguments.
-        limit_s: seconds that it may take.
-        started: called once it runs.
-        until: the program is ended as soon as one of these is done.
-        options: as `asyncio.create_subprocess_exec` takes them.
+        limit_s: timeout in seconds.
+        started: called when the program has started.
+        until: futures. The program is killed as soon as one of them is done.
+        options: options of `asyncio.create_subprocess_exec`.
 
     Returns:
-        Its exit code, below 0 the number of the signal that ended it; None: it took longer, or `until` ended it.
+        The exit code, or the negated number of the signal that ended the program. None after the timeout, or if a
+        future of `until` was done first.
     """
     program = await asyncio.create_subprocess_exec(*command, start_new_session=True, **options)
     try:
@@ -165,11 +177,12 @@ async def run_program(
 
 
 def end_tree(pid: int) -> None:
-    """End a process of ours that `keep_orphans`, with all that it has started, in whatever session. It is not yet
-    collected, so the number still means it.
+    """Kill a child process that called `keep_orphans`, and all its descendants in any session.
+
+    The child must not be reaped yet, because its process id could belong to another process otherwise.
     """
     with suppress(ProcessLookupError):
-        # It starts nothing more, and takes in whatever loses its parent meanwhile.
+        # A stopped process starts no further processes, and still adopts orphans among its descendants.
         os.kill(pid, signal.SIGSTOP)
     end_descendants(pid)
     with suppress(ProcessLookupError):
@@ -177,7 +190,7 @@ def end_tree(pid: int) -> None:
 
 
 def end_descendants(pid: int) -> None:
-    """End all that a process has started that `keep_orphans`."""
+    """Kill all descendants of a process that called `keep_orphans`."""
     for _ in range(_ROUNDS):
         descendants = _descendants(pid)
         if not descendants:
@@ -188,49 +201,51 @@ def end_descendants(pid: int) -> None:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Living processes that a process has started, and that these have."""
+    """Return the ids of all descendants of a process, without zombies."""
     children: dict[int, list[int]] = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
+            # The second field, the name of the program, may contain blanks and parentheses.
             state, parent = file.read_text(errors="replace").rpartition(")")[2].split()[:2]
             if state != "Z":
                 children.setdefault(int(parent), []).append(int(file.parent.name))
-    found = list(children.get(pid, ()))
-    for descendant in found:
-        found += children.get(descendant, ())
-    return found
+    descendants = list(children.get(pid, ()))
+    for descendant in descendants:  # the list grows during the loop
+        descendants += children.get(descendant, ())
+    return descendants
 
 
 def exit_reason(code: int) -> str:
-    """Say what an exit code means; below 0 it is a signal's."""
+    """Describe an exit code. A negative one is the number of a signal."""
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-# Frames, for both sides.
+# Frames, for parent and child.
 
 
 class ForeignReplyError(ValueError):
-    """What was read is no reply to what was asked."""
+    """Raised for bytes on the channel that are not the reply to the current request."""
 
 
-def reply_to(number: int, numbered: Any) -> Any:
-    """What a reply holds, once it is known for the one to this request.
+def reply_to(number: int, numbered_reply: Any) -> Any:
+    """Return the content of a reply after a check of its number.
 
     Raises:
-        ForeignReplyError: it is another's.
+        ForeignReplyError: it is not the reply to the request with this number.
     """
-    if isinstance(numbered, tuple) and len(numbered) == 2 and numbered[0] == number:
-        return numbered[1]
+    if isinstance(numbered_reply, tuple) and len(numbered_reply) == 2 and numbered_reply[0] == number:
+        return numbered_reply[1]
     raise ForeignReplyError(
-        "what was read is no reply to this request; does the code write to descriptors that it has not opened?"
+        "the bytes read are not the reply to this request; does the code write to descriptors that it has not opened?"
     )
 
 
 _LENGTH = struct.Struct("!Q")
+"""Length of a frame."""
 
 
 def frame(message: object) -> bytes:
-    """Write a message the way it crosses."""
+    """Encode a message as a frame."""
     body = pickle.dumps(message)
     return _LENGTH.pack(len(body)) + body
 
@@ -241,13 +256,22 @@ def send(channel: socket.socket, message: object) -> None:
 
 
 def receive(channel: socket.socket, deadline: float = math.inf) -> Any:
-    """Wait for a message; EOFError when the other side has closed, TimeoutError past `deadline` (time.monotonic)."""
+    """Wait for a message.
+
+    Raises:
+        EOFError: the other side has closed the channel.
+        TimeoutError: `deadline` (of time.monotonic) has passed.
+    """
     (length,) = _LENGTH.unpack(_read(channel, _LENGTH.size, deadline))
     return _loaded(_read(channel, length, deadline))
 
 
 async def receive_from(reader: asyncio.StreamReader) -> Any:
-    """Wait for a message where others are waited for too; EOFError when the other side has closed."""
+    """Wait for a message in an event loop.
+
+    Raises:
+        EOFError: the other side has closed the channel.
+    """
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     return _loaded(await reader.readexactly(length))
 
@@ -256,14 +280,14 @@ def _loaded(body: bytes) -> Any:
     try:
         return pickle.loads(body)
     except Exception as error:
-        raise ForeignReplyError(f"what was read is no message ({error}); does the code patch builtins?") from error
+        raise ForeignReplyError(f"the bytes read are not a message ({error}); does the code patch builtins?") from error
 
 
 def _read(channel: socket.socket, size: int, deadline: float) -> bytes:
     body = bytearray()
     while len(body) < size:
         if deadline < math.inf:
-            # 0 would mean: do not wait at all, and raise something else.
+            # At least 1 ms: 0 would make the socket non-blocking, with a different exception.
             channel.settimeout(max(deadline - time.monotonic(), 0.001))
         part = channel.recv(min(size - len(body), 2**20))
         if not part:
@@ -274,74 +298,76 @@ def _read(channel: socket.socket, size: int, deadline: float) -> bytes:
 
 def load_file(path: Path) -> ModuleType:
     """Run a file as a module, under the same name in every process."""
-    # The name is made from the path: no installed package is called like this.
+    # The name is a hash of the path, so that it cannot be the name of an installed package.
     name = f"troupe_file_{hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickling look their module up here while the file still runs.
+    # Registered before the file runs, because dataclasses and pickle look up their module meanwhile.
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
 
 def short_line(text: str, length: int = 300) -> str:
-    """One line of at most `length` characters."""
-    line = " ".join(text.split())
-    return line if len(line) <= length else f"{line[:length]}..."
+    """Return a text as one line of at most `length` characters, followed by ... if it was longer."""
+    joined = " ".join(text.split())
+    return f"{joined[:length]}..." if len(joined) > length else joined
 
 
 def cut_text(text: str, length: int) -> str:
-    """Return the first `length` characters, and a line that notes it if there are more."""
-    return text if len(text) <= length else f"{text[:length]}\n... ({len(text)} characters, cut after {length})"
+    """Return the first `length` characters of a text, followed by a note if it was longer."""
+    if len(text) > length:
+        return f"{text[:length]}\n... ({len(text)} characters, cut after {length})"
+    return text
 
 
-# What follows runs in a child.
+# The rest of this module runs in a child process.
 
 
 def described(error: BaseException) -> tuple[str, str]:
-    """One line, and the whole traceback."""
+    """Return a one-line description of an error, and its traceback."""
     return short_line(f"{type(error).__name__}: {error}"), "".join(traceback.format_exception(error)).rstrip()
 
 
 def die_with(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when its parent ends, even while it is stuck in the user's code."""
+    """Make the kernel send this process a signal when its parent ends, even if the user's code hangs."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, by)
     if os.getppid() != parent:
-        # It died before it could be asked for.
+        # The parent died before prctl, so no signal will come.
         sys.exit(1)
 
 
 def serve_calls(channel: socket.socket, reply: Callable[[Any], Any]) -> None:
-    """Reply to each message until the owner closes the connection. `reply` may raise EOFError to end this earlier."""
-    this = os.getpid()
+    """Reply to each message until the parent closes the channel. `reply` may raise EOFError to end earlier."""
+    server_pid = os.getpid()
     while True:
         number, message = receive(channel)
-        found = reply(message)
-        end_fork(this)
-        send(channel, (number, found))
+        result = reply(message)
+        end_fork(server_pid)
+        send(channel, (number, result))
 
 
-def end_fork(this: int) -> None:
-    """End a process that the user's code has forked from the process `this`, and that has come back from it."""
-    if os.getpid() != this:
+def end_fork(server_pid: int) -> None:
+    """End this process if it is a fork of `server_pid` that the user's code made and returned from."""
+    if os.getpid() != server_pid:
         os._exit(0)
 
 
 def keep_orphans() -> None:
-    """Stay the ancestor of all that is started from here, also of what leaves its parent and its session."""
+    """Make this process the ancestor of all its descendants, even of those that leave their parent or session."""
     pr_set_child_subreaper = 36
     ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
 
 
 def run_child(serve: Callable[[socket.socket], None]) -> None:
-    """Be a child: all that a module does that `Child` starts."""
+    """Run as a child process. A module that `Child` starts calls this function and does nothing else."""
     die_with(int(sys.argv[2]))
     keep_orphans()
     accept_any_text()
     with socket.socket(fileno=int(sys.argv[1])) as channel, suppress(EOFError, ConnectionError):
-        # What the user's code starts must not hold the connection open.
+        # Otherwise processes that the user's code starts would keep the connection open.
         channel.set_inheritable(False)
         sys.argv[1:] = []
         serve(channel)

@@ -1,7 +1,7 @@
-"""Signs that work makes progress, for who watches for hangs.
+"""Heartbeats that report progress, for the detection of hung calls.
 
-A call of an hour is no hang while tokens are drawn, micro-batches computed, responses rewarded, tensors written or
-sent. Whatever does one of these says so with `beat`; whoever wants to hear of it in this process calls `listen` once.
+A call of an hour is not hung while tokens are sampled, micro-batches computed, responses rewarded, or tensors written
+or sent. The code that does one of these calls `beat`. A watcher in the same process registers a callback with `listen`.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 _listeners: list[Callable[[], None]] = []
+"""Callbacks of this process."""
 
 
 def listen(listener: Callable[[], None]) -> None:
-    """Call `listener` at every beat, on the thread that beats; it has to be quick."""
+    """Register a callback for every heartbeat. It runs on the thread that calls `beat` and must return quickly."""
     if listener not in _listeners:
         _listeners.append(listener)
 
 
 def beat() -> None:
-    """A piece of work is done."""
+    """Report that a piece of work is done: call all registered callbacks."""
     for listener in _listeners:
         listener()

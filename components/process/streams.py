@@ -1,4 +1,4 @@
-"""Standard output and error of a program, whatever text is written to them."""
+"""Encoding errors of standard output and standard error."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import sys
 
 
 def accept_any_text() -> None:
-    """Let stdout and stderr of this process take every text: of a character that their encoding lacks, such as an emoji
-    in an ASCII terminal, or of half a surrogate pair, the code is written. The encoding stays.
+    """Make stdout and stderr of this process accept every text.
+
+    A character that their encoding lacks, such as an emoji in an ASCII terminal, or a lone surrogate, is written as an
+    escape. The encoding does not change.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -1,7 +1,7 @@
-"""Rewards: a scorer by name, a function in a Python file, servers, or a sum of them, opened and called the same way.
+"""Reward sources: a scorer by name, a function in a Python file, servers, or a sum of these, with one interface.
 
-B sequences. Nothing here imports torch before the first rewards are there, so that a plan check can call
-`check_reward`.
+Shape suffix: B sequences. torch is imported with the first rewards, so that a plan check can call `check_reward`
+without it.
 """
 
 from __future__ import annotations
@@ -29,74 +29,85 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FUNCTION_NAME = "reward_func"
+"""Default name of the function in a reward file."""
 FUNCTION_NAMES = (FUNCTION_NAME, "compute_score")
-"""What a reward file calls its function, where its name does not follow the path, as in `style.py:brevity`."""
+"""Names of the function in a reward file that need not be given after the path, as in `style.py:brevity`."""
 
 READ_COLUMNS = ("tokens", "prompt_length", "prompt", "label", "datasource", "extra_info")
-"""Columns of a batch of rollouts that reward code reads, `extra_info` with all further columns of the data. A batch
-that is sent to another process for its rewards needs those of them that it has."""
+"""Columns of a batch of rollouts that reward code reads. `extra_info` holds all further columns of the data. A batch
+that is sent to another process for its rewards needs those of these columns that it has."""
 
 FUNCTION_NODES = (ast.FunctionDef, ast.AsyncFunctionDef)
+"""Syntax nodes that define a function."""
 _FILE = re.compile(r"(?P<path>.+\.py)(:(?P<name>[^\W\d]\w*))?")
+"""A reward file, with the name of a function or without."""
 
 FLOAT32_MAX = 3.4028234663852886e38
+"""Largest finite number of float32."""
 MOST_NESTED = 16
-"""Levels of nested lists that are read; a server may send hundreds."""
+"""Maximum depth of nested lists that are read. A server may send hundreds of levels."""
 
 _WEIGHT = re.compile(r"(?:^|\s\+\s)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*\*")
+"""Weight at the start of a part of a weighted sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSettings(Checked):
-    """How reward code is run, and how reward servers are asked."""
+    """Settings of the processes that run reward code, and of requests to reward servers."""
 
     workers: Count = 1
-    """Processes that run reward code."""
+    """Number of processes that run reward code."""
     timeout_s: Seconds = 60.0
-    """Seconds that reward code may take for one response, or for one chunk of them, before its process is killed."""
+    """Timeout in seconds of reward code for one response, or for one chunk of responses. Its process is then killed."""
     max_failed_share: Share = 0.1
-    """Share of a batch's responses, from 0 to 1, that may fail in reward code; above it the run stops."""
+    """Maximum share of a batch's responses, from 0 to 1, that may fail in reward code. Above it the run stops."""
     url_timeout_s: Seconds = 180.0
-    """Seconds that one HTTP request may take."""
+    """Timeout of one HTTP request in seconds."""
     url_tries: Count = 5
-    """How often a request is sent before the run stops."""
+    """Maximum number of tries of a request before the run stops."""
     url_batch_size: Count = 64
-    """Responses in one HTTP request."""
+    """Number of responses in one HTTP request."""
 
 
 @dataclass(frozen=True)
 class RewardOutput:
-    """The rewards of one batch, in its order."""
+    """Rewards of a batch, in its order."""
 
     reward_B: Tensor
-    """[B] float32: what the policy is trained on."""
+    """[B] float32 reward that the policy is trained on."""
     score_B: Tensor
-    """[B] float32: how good the response is, from 0 to 1; filters and evaluation read it. The reward, unless given."""
+    """[B] float32 quality of the response from 0 to 1, for filters and evaluation. The reward, if the code returns no
+    score."""
     logs: dict[str, Tensor]
-    """Further numbers to log, each [B] float32; a single number was repeated for every sequence it was given for."""
+    """Further numbers to log, each [B] float32. A single number for several sequences is repeated for each."""
     failures: dict[int, str] = field(default_factory=dict)
-    """Why there is no reward, in one line, by place in the batch; reward and score are 0 there, and logs NaN."""
+    """Index in the batch -> one-line reason for a missing reward. The reward and score are 0, and the logs NaN."""
     texts: dict[str, list[str | None]] = field(default_factory=dict)
-    """Other texts about each."""
+    """Further texts to log, one for each response or None."""
     absent: list[int] = field(default_factory=list)
-    """Places for which a part of a sum has no reward (None); it stands as 0 above."""
+    """Indices for which a part of a sum returned None as reward. Their reward and score are 0."""
 
 
 class Responses(NamedTuple):
-    """What is known of B responses; see `RewardSource`."""
+    """Inputs of a reward for B responses; see `RewardSource.__call__`."""
 
     queries: Sequence[str]
+    """Prompt and response as one text."""
     prompts: Sequence[str]
+    """Text of each prompt."""
     labels: Sequence[Any]
+    """Label of each response, as in the data."""
     responses: Sequence[str] | None
+    """Text of each response, or None."""
     rows: Sequence[Mapping[str, Any]]
+    """Further values of each response; see `by_names` of functions.py."""
 
 
 class RewardSource(ABC):
-    """Whatever rewards a batch. It may hold processes or connections until it is closed, as at the end of a `with`."""
+    """Interface of rewards. A source may hold processes or connections until it is closed. It is a context manager."""
 
     source: str
-    """What errors call it."""
+    """Name of the source in error messages."""
 
     def __call__(
         self,
@@ -107,33 +118,36 @@ class RewardSource(ABC):
         responses: Sequence[str] | None = None,
         rows: Sequence[Mapping[str, Any]] | None = None,
     ) -> RewardOutput:
-        """Reward B sequences.
+        """Compute the rewards of B sequences.
 
         Args:
-            queries: prompt and response as one text, special tokens as the caller decoded them.
-            prompts: the prompts' text.
-            labels: as the data has them.
-            responses: the responses alone, without special tokens. The built-in scorers read them; left out, a
-                response is what follows the prompt in its query.
-            rows: what else is known of each, see `by_names` of functions.py; only functions of files read it.
+            queries: prompt and response as one text, with special tokens as decoded by the caller.
+            prompts: texts of the prompts.
+            labels: labels as in the data.
+            responses: texts of the responses without special tokens, which the built-in scorers read. By default the
+                part of each query after its prompt.
+            rows: further values of each response, see `by_names` of functions.py. Only functions of files read them.
 
         Raises:
-            ValueError: there are more or fewer of some than queries.
+            ValueError: a list has another length than `queries`.
+            RewardError: too many responses have no reward.
         """
         count = len(queries)
-        given = Responses(queries, prompts, labels, responses, [{}] * count if rows is None else rows)
-        for name, column in given._asdict().items():
+        if rows is None:
+            rows = [{}] * count
+        samples = Responses(queries, prompts, labels, responses, rows)
+        for name, column in samples._asdict().items():
             if column is not None and len(column) != count:
                 raise ValueError(f"{self.source}: {count} queries came with {len(column)} {name}; give one for each")
-        return self.reward(given)
+        return self.reward(samples)
 
     @abstractmethod
-    def reward(self, given: Responses) -> RewardOutput:
-        """Reward all of them."""
+    def reward(self, samples: Responses) -> RewardOutput:
+        """Compute the rewards of B responses."""
 
     @abstractmethod
     def close(self) -> None:
-        """End what was started."""
+        """End the processes and connections of the source."""
 
     def __enter__(self) -> Self:
         return self
@@ -143,7 +157,11 @@ class RewardSource(ABC):
 
 
 def check_reward(spec: str) -> None:
-    """Refuse what `open_reward` could not open, without running the user's file or asking a server."""
+    """Check that `open_reward` can open a reward, without running the user's file or calling a server.
+
+    Raises:
+        ValueError: it cannot.
+    """
     for _, part in reward_parts(spec):
         if is_server(part):
             check_servers(part)
@@ -154,115 +172,137 @@ def check_reward(spec: str) -> None:
 
 
 def is_reward_file(part: str) -> bool:
-    """Whether a part of a reward is a Python file, maybe with the name of a function of it."""
+    """Return True if a part of a reward is a Python file, with the name of a function or without."""
     return _FILE.fullmatch(part) is not None
 
 
 def reward_function(part: str) -> tuple[Path, str]:
-    """The file of a part, and the name of its function: the one that is given, else one of FUNCTION_NAMES, else the
-    only one that the file defines. The file is not run.
+    """Return the file of a part and the name of its function, without running the file.
+
+    The function is the one that the part names. Without a name it is one of FUNCTION_NAMES, or else the only public
+    function of the file.
 
     Raises:
-        ValueError: it is not there, no valid Python, or does not define it.
+        ValueError: the file does not exist, is not valid Python, or does not define the function.
     """
-    found = _FILE.fullmatch(part)
-    assert found is not None, part
-    path, name = found["path"], found["name"]
+    match = _FILE.fullmatch(part)
+    assert match is not None, part
+    path = match["path"]
+    name = match["name"]
     usage = "reward_func(queries, prompts, labels, **kwargs), or give the name of a function: FILE.py:NAME"
     if name is not None:
         check_defines(path, "reward file", [name], f"{name}, which {part!r} names")
         return Path(path).expanduser().resolve(), name
+    # Parsed and not imported: the user's file may load a model, and runs only in child processes.
     tree = parse_file(path, "reward file")
     public = [node.name for node in tree.body if isinstance(node, FUNCTION_NODES) and node.name[0] != "_"]
-    wanted = FUNCTION_NAMES if len(public) != 1 or names_in(tree).intersection(FUNCTION_NAMES) else public
-    defined = names_in(check_defines(path, "reward file", wanted, usage))
-    return Path(path).expanduser().resolve(), next(name for name in wanted if name in defined)
+    candidates: Sequence[str] = FUNCTION_NAMES
+    if len(public) == 1 and names_in(tree).isdisjoint(FUNCTION_NAMES):
+        candidates = public
+    defined = names_in(check_defines(path, "reward file", candidates, usage))
+    return Path(path).expanduser().resolve(), next(name for name in candidates if name in defined)
 
 
 def reward_parts(spec: str) -> list[tuple[float, str]]:
-    """The parts of a weighted sum with their weights, or all of `spec` with a weight of 1.
+    """Split a weighted sum into weights and parts. A spec without weights is one part of weight 1.
 
-    Only ` + ` before a number and `*` parts it: both may be in the name of a file, and neither in a URL.
+    The separator is ` + ` followed by a number and `*`. ` + ` alone may be part of the name of a file.
 
     Raises:
         ValueError: a part has no weight, or one that is not above 0.
     """
-    found = list(_WEIGHT.finditer(spec))
-    if not found and (" + " not in spec or Path(spec).expanduser().is_file()):
+    weights = list(_WEIGHT.finditer(spec))
+    if not weights and (" + " not in spec or Path(spec).expanduser().is_file()):
         return [(1.0, spec)]
-    ends = [*(match.start() for match in found[1:]), len(spec)]
-    parts = [(float(match[1]), spec[match.end() : end].strip()) for match, end in zip(found, ends)]
-    whole = bool(found) and not spec[: found[0].start()].strip()
-    if not whole or not all(0 < weight < math.inf and part for weight, part in parts):
+    # A part ends where the next weight begins.
+    ends = [*(match.start() for match in weights[1:]), len(spec)]
+    parts = [(float(match[1]), spec[match.end() : end].strip()) for match, end in zip(weights, ends)]
+    begins_with_weight = bool(weights) and not spec[: weights[0].start()].strip()
+    if not begins_with_weight or not all(0 < weight < math.inf and part for weight, part in parts):
         raise ValueError(
-            f"the reward {spec!r} is no sum: give each part a weight above 0, as in 0.7*gsm8k + 0.3*style.py (a "
+            f"the reward {spec!r} is not a sum: give each part a weight above 0, as in 0.7*gsm8k + 0.3*style.py (a "
             "penalty is a part whose rewards are below 0)"
         )
     return parts
 
 
-def parse_file(spec: str, what: str) -> ast.Module:
-    """Parse a user's file, which errors call `what`, without running it.
+def parse_file(spec: str, kind: str) -> ast.Module:
+    """Parse a user's file without running it. `kind` names the file in error messages, such as "reward file".
 
     Raises:
-        ValueError: it is not there, or no valid Python.
+        ValueError: the file does not exist, or is not valid Python.
     """
     path = Path(spec).expanduser()
     if not path.is_file():
-        raise ValueError(f"{what} {spec!r} does not exist (looked in {Path.cwd()}); give the path of a .py file")
+        raise ValueError(f"{kind} {spec!r} does not exist (looked in {Path.cwd()}); give the path of a .py file")
     try:
         return ast.parse(path.read_bytes(), filename=str(path))
     except (SyntaxError, ValueError) as error:
-        raise ValueError(f"{what} {spec!r} is not valid Python: {error}") from error
+        raise ValueError(f"{kind} {spec!r} is not valid Python: {error}") from error
 
 
-def check_defines(spec: str, what: str, names: Collection[str], usage: str) -> ast.Module:
-    """Parse a user's file, and see that it defines one of these names; `usage` says what errors ask for.
+def check_defines(spec: str, kind: str, names: Collection[str], usage: str) -> ast.Module:
+    """Parse a user's file, and check that it defines one of these names.
+
+    Args:
+        spec: path of the file.
+        kind: name of the file in error messages, such as "reward file".
+        names: names of which one must be defined.
+        usage: the expected definition, for error messages.
 
     Raises:
-        ValueError: it is not there, no valid Python, or defines none of these.
+        ValueError: the file does not exist, is not valid Python, or defines none of the names.
     """
-    tree = parse_file(spec, what)
-    found = names_in(tree)
-    if not found.intersection(names):
-        raise ValueError(f"{what} {spec!r} does not define {usage}; found: {', '.join(sorted(found)) or 'nothing'}")
+    tree = parse_file(spec, kind)
+    defined = names_in(tree)
+    if defined.isdisjoint(names):
+        raise ValueError(f"{kind} {spec!r} does not define {usage}; found: {', '.join(sorted(defined)) or 'nothing'}")
     return tree
 
 
 def names_in(tree: ast.Module) -> set[str]:
-    """What a file defines at its top level, as far as can be seen."""
-    found = set[str]()
+    """Return the names that a file defines at its top level by def, class, assignment or import."""
+    defined = set[str]()
     for node in tree.body:
         if isinstance(node, (*FUNCTION_NODES, ast.ClassDef)):
-            found.add(node.name)
+            defined.add(node.name)
         elif isinstance(node, ast.Assign):
-            found.update(target.id for target in node.targets if isinstance(target, ast.Name))
+            defined.update(target.id for target in node.targets if isinstance(target, ast.Name))
+        # A reward file may only re-export a function of a package.
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            found.update(alias.asname or alias.name for alias in node.names)
-    return found
+            defined.update(alias.asname or alias.name for alias in node.names)
+    return defined
 
 
-# What is below is shared by reward code and reward servers: the same columns go in, the same responses are accepted.
+# The rest of this module is shared by reward code and reward servers, which accept the same results.
 
 
 @dataclass(frozen=True)
 class Columns:
-    """What one call gave, as plain numbers, one for each of its responses; it crosses processes without torch."""
+    """Result of one call as plain numbers, one for each response. It can be sent to a process without torch."""
 
     rewards: list[float]
+    """Reward of each response."""
     scores: list[float]
+    """Score of each response."""
     logs: dict[str, list[float]]
+    """Further numbers to log by name."""
     texts: dict[str, list[str | None]] = field(default_factory=dict)
+    """Further texts to log by name."""
     absent: list[int] = field(default_factory=list)
-    """For which of them there is no reward, without anything having failed; it stands as 0 above."""
+    """Indices of responses without a reward (None), which is not a failure. Their reward and score are 0."""
     failures: dict[int, tuple[str, str]] = field(default_factory=dict)
-    """Reason and traceback of each response whose reward failed alone; it stands as 0 above."""
+    """Index -> reason and traceback of a response whose reward failed by itself. Its reward and score are 0."""
 
 
 def read_columns(result: Any, count: int) -> Columns:
-    """Read what a reward function returned, or a server sent, for `count` responses; ValueError names what is wrong.
+    """Read the result of a reward function, or the reply of a server, for `count` responses.
 
-    Numbers may come as lists, tuples, tensors or arrays, of B or of [B, 1]; WrongCountError for other shapes.
+    Numbers may be lists, tuples, tensors or arrays of shape [B] or [B, 1].
+
+    Raises:
+        WrongCountError: numbers have another shape.
+        ValueError: the result is not understood, or a number is not finite.
     """
     if not isinstance(result, Mapping) or "rewards" not in result:
         keys = f" with the keys {sorted(map(str, result))}" if isinstance(result, Mapping) else ""
@@ -271,115 +311,133 @@ def read_columns(result: Any, count: int) -> Columns:
             "of a dict, which may have 'scores' and 'extra_logs' too"
         )
     rewards = _numbers(result["rewards"], count, "'rewards'")
-    given = result.get("scores")
-    scores = rewards if given is None else _numbers(given, count, "'scores'")
+    scores = _numbers(result["scores"], count, "'scores'") if result.get("scores") is not None else rewards
     for name, column in (("rewards", rewards), ("scores", scores)):
         for value in column:
-            # Written so that NaN is caught too; what float32 cannot hold would become infinite.
+            # `not <=` also rejects NaN. A larger number would become infinite in float32.
             if not abs(value) <= FLOAT32_MAX:
                 raise ValueError(f"'{name}' holds {value}; return finite numbers")
-    extra = result.get("extra_logs")
-    if not isinstance(extra, Mapping | None):
-        raise ValueError(f"'extra_logs' is a {type(extra).__name__}; return a dict of names and numbers")
-    given = extra or {}
-    logs = {str(name): _numbers(given[name], count, f"extra_logs[{name!r}]", repeat=True) for name in given}
+    extra_logs = result.get("extra_logs")
+    if not isinstance(extra_logs, Mapping | None):
+        raise ValueError(f"'extra_logs' is a {type(extra_logs).__name__}; return a dict of names and numbers")
+    # A number to log may apply to the whole batch, unlike a reward.
+    logs: dict[str, list[float]] = {}
+    for name, values in (extra_logs or {}).items():
+        logs[str(name)] = _numbers(values, count, f"extra_logs[{name!r}]", repeat=True)
     return Columns(rewards, scores, logs)
 
 
 def join_columns(
     count: int, parts: Sequence[tuple[Sequence[int], Columns]], failures: Mapping[int, str]
 ) -> RewardOutput:
-    """Put the columns of all calls together: each part names which responses of the batch it is about.
+    """Join the columns of all calls to the output of a batch.
 
-    A number to log that is not there for all of them is NaN for those without it.
+    A number to log that is missing for some responses is NaN there.
+
+    Args:
+        count: number of responses of the batch.
+        parts: for each call, the indices of its responses in the batch, and its columns.
+        failures: index -> reason of responses without a reward.
     """
     import torch
 
     names = {name for _, columns in parts for name in columns.logs}
-    rewards, scores = [0.0] * count, [0.0] * count
+    rewards = [0.0] * count
+    scores = [0.0] * count
+    # NaN for responses without a number: 0 would change the mean of the metric.
     logs = {name: [math.nan] * count for name in sorted(names)}
     texts: dict[str, list[str | None]] = {}
-    for places, columns in parts:
+    for indices, columns in parts:
         pairs: list[tuple[list[Any], list[Any]]] = [(rewards, columns.rewards), (scores, columns.scores)]
         pairs += [(logs[name], values) for name, values in columns.logs.items()]
         pairs += [(texts.setdefault(name, [None] * count), values) for name, values in columns.texts.items()]
         for column, values in pairs:
-            for place, value in zip(places, values, strict=True):
-                column[place] = value
+            for index, value in zip(indices, values, strict=True):
+                column[index] = value
     return RewardOutput(
         reward_B=torch.tensor(rewards, dtype=torch.float32),
         score_B=torch.tensor(scores, dtype=torch.float32),
         logs={name: torch.tensor(values, dtype=torch.float32) for name, values in logs.items()},
         failures=dict(sorted(failures.items())),
         texts=dict(sorted(texts.items())),
-        absent=sorted(places[place] for places, columns in parts for place in columns.absent),
+        absent=sorted(indices[i] for indices, columns in parts for i in columns.absent),
     )
 
 
 def in_threads(works: Sequence[Callable[[], T]]) -> Iterator[T]:
-    """Do all of these, each in a thread of its own, and give what they return as they end.
+    """Run all functions in parallel threads, and yield their results in the order of completion.
 
-    The first error is raised; nobody waits for the others then.
+    The first error is raised at once, without waiting for the other threads.
     """
-    found: SimpleQueue[tuple[T, None] | tuple[None, Exception]] = SimpleQueue()
+    outcomes: SimpleQueue[tuple[T, None] | tuple[None, Exception]] = SimpleQueue()
 
-    def do(work: Callable[[], T]) -> None:
+    def run(work: Callable[[], T]) -> None:
         try:
-            found.put((work(), None))
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is raised where the caller waits
-            found.put((None, error))
+            outcomes.put((work(), None))
+        except Exception as error:  # noqa: BLE001 - any error is raised in the caller's thread
+            outcomes.put((None, error))
 
     for work in works:
-        threading.Thread(target=do, args=(work,), daemon=True).start()
+        # Daemon threads, so that a request that hangs does not keep the process alive.
+        threading.Thread(target=run, args=(work,), daemon=True).start()
     for _ in works:
-        result, error = found.get()
+        result, error = outcomes.get()
         if error is not None:
             raise error
         yield cast(T, result)
 
 
-def _numbers(value: Any, count: int, what: str, *, repeat: bool = False) -> list[float]:
-    """Read a number for each response; with `repeat` also a single one for all, however it is wrapped."""
+def _numbers(value: Any, count: int, name: str, *, repeat: bool = False) -> list[float]:
+    """Read one number for each response. With `repeat`, a single number applies to all responses.
+
+    Raises:
+        WrongCountError: there are more or fewer numbers than responses.
+        ValueError: a value is not a number. The message begins with `name`.
+    """
     if type(value) is list and len(value) == count and all(type(item) is float for item in value):
-        return value  # as nearly always
-    found = _listed(value)
-    flat = _flat(found)
+        return value  # the common case, without a copy
+    lists = _listed(value)
+    flat = _flat(lists)
     for item in flat:
         if not isinstance(item, numbers.Real):
-            raise ValueError(f"{what} must be numbers, found a {type(item).__name__} among them")
-    # [B, 1] is a common way to write B numbers; [2, B/2] is a mistake.
+            raise ValueError(f"{name} must be numbers, found a {type(item).__name__} among them")
+    # [B, 1] is a common shape of B numbers, but [2, B/2] is a mistake.
     if repeat and len(flat) == 1:
         flat *= count
-    elif _shape(found) not in ((count,), (count, 1)) or len(flat) != count:
+    elif _shape(lists) not in ((count,), (count, 1)) or len(flat) != count:
         raise WrongCountError(
-            f"{what} holds {len(flat)} numbers, in the shape {_shape(found)}, for {count} queries; give one for each"
+            f"{name} holds {len(flat)} numbers, in the shape {_shape(lists)}, for {count} queries; give one for each"
         )
     return [_number(item) for item in flat]
 
 
 def _listed(value: Any, depth: int = 0) -> Any:
-    """Turn tensors, arrays and tuples into lists, wherever they stand, without importing what they come from.
+    """Convert tensors, arrays and tuples to lists at any depth, without importing their libraries.
 
     Raises:
-        ValueError: for lists that are nested deeper than any array of numbers.
+        ValueError: lists are nested deeper than any array of numbers.
     """
     if depth > MOST_NESTED:
         raise ValueError(f"lists are nested more than {MOST_NESTED} deep; return one list of numbers")
     if hasattr(value, "tolist"):
         value = value.tolist()
-    return [_listed(item, depth + 1) for item in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return [_listed(item, depth + 1) for item in value]
+    return value
 
 
 def _flat(value: Any) -> list[Any]:
-    return [item for part in value for item in _flat(part)] if isinstance(value, list) else [value]
+    if not isinstance(value, list):
+        return [value]
+    return [item for part in value for item in _flat(part)]
 
 
 def _number(value: numbers.Real) -> float:
     try:
         return float(value)
-    except OverflowError:
+    except OverflowError:  # an integer or fraction beyond float; the caller rejects infinity
         return math.inf
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    return (len(value), *(_shape(value[0]) if value else ())) if isinstance(value, list) else ()
+    return (len(value), *_shape((value or [None])[0])) if isinstance(value, list) else ()

@@ -2,12 +2,12 @@
 
 
 class RewardError(RuntimeError):
-    """Too many responses have no reward; training would continue with made-up ones."""
+    """Raised if too many responses have no reward."""
 
 
 class RefusedError(RewardError, ValueError):
-    """A server answered what no new try would change; once somebody has mended it, a run can continue."""
+    """Raised for a reply of a server that a retry would not change. The run can be resumed after a correction."""
 
 
 class WrongCountError(ValueError):
-    """A function for many responses that returned another number of rewards. Nobody can say which reward is whose."""
+    """Raised if a function returns another number of rewards than responses, so that they cannot be assigned."""

@@ -1,11 +1,12 @@
-"""Reward functions as people have them already: each is called by the names of its parameters.
+"""Users' reward functions in several signatures. Each function is called by the names of its parameters.
 
     reward_func(queries, prompts, labels, responses, **columns)                     OpenRLHF's signature, and ours
     accuracy(prompts, completions, completion_ids, trainer_state, **columns)        TRL's
     compute_score(data_source, solution_str, ground_truth, extra_info)              verl's, for one response
     compute_score(data_sources, solution_strs, ground_truths, extra_infos)          verl's, for all of them
 
-Any column of the data may be a parameter. B responses. Nothing here imports torch; it runs where the function does.
+Any column of the data may be a parameter. B is the number of responses. This module runs in the process of the function
+and does not import torch.
 """
 
 from __future__ import annotations
@@ -33,47 +34,48 @@ from components.rewards.scorers import Scorer, get_scorer, module_of
 RewardFunction = Callable[..., Any]
 
 OF_ONE = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""verl's parameters; a function that takes one of the first three is called for each response alone."""
+"""verl's parameters. A function with one of the first three is called once for each response."""
 OF_ALL = tuple(f"{name}s" for name in OF_ONE)
 """verl's parameters of a function for all responses."""
 OURS = ("queries", "prompts", "labels", "responses")
-"""OpenRLHF's parameters and one more; the first three are given by their places where they are called otherwise."""
+"""OpenRLHF's parameters and `responses`. The first three are passed by position to functions with other names."""
 CONCURRENT_CALLS = 64
 """Maximum number of calls of an async function for one response that a process awaits at the same time."""
 TRL = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""TRL's parameters."""
 
 
 PREDICTION = "pred"
-"""What a function says that it took for the answer: text, whatever it looks like."""
+"""Key of the answer that a function extracted from a response. It is logged as text, even if it looks like a number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardCode:
-    """Code that rewards responses in processes of its own."""
+    """Reward code that runs in child processes."""
 
     source: str
-    """What errors call it."""
+    """Name of the code in error messages."""
     load: Callable[[], Callable[..., Columns]]
-    """Returns, in such a process, a function that `by_names` has wrapped."""
+    """Called in a child process. Returns a function wrapped by `by_names`."""
     reads_rows: bool = True
-    """Whether it reads more than queries, prompts, labels and responses."""
+    """True if the code reads more than queries, prompts, labels and responses."""
     of_one: bool = False
-    """It takes one response at a time: chunks are as long as it is fast."""
+    """True if the code handles one response at a time. The size of chunks is then adapted to its speed."""
     of_batch: bool = False
-    """One call gets all responses of a batch, and the time of all of them."""
+    """True if one call handles all responses of a batch. Its timeout is then that of all responses together."""
 
 
 def code_of(spec: str, arguments: Mapping[str, Any] | None = None, of_one: bool | None = None) -> RewardCode:
-    """The code of a scorer, or of a function of a user's file.
+    """Return the code of a scorer, or of a function of a user's file.
 
     Args:
-        spec: the scorer's name, or `FILE.py` or `FILE.py:NAME`.
-        arguments: further ones of a file's function.
-        of_one: a file's function is called for each response alone (or, False, for all of a batch at once). Default:
-            as its parameters are named.
+        spec: name of a scorer, `FILE.py` or `FILE.py:NAME`.
+        arguments: further arguments of a file's function.
+        of_one: True calls a file's function once for each response, False once for all responses of a batch. By default
+            the names of its parameters decide.
 
     Raises:
-        ValueError: there is no such scorer or function.
+        ValueError: the scorer or function does not exist.
     """
     if is_reward_file(spec):
         path, name = reward_function(spec)
@@ -85,11 +87,11 @@ def code_of(spec: str, arguments: Mapping[str, Any] | None = None, of_one: bool 
 
 
 def scored(scorer: Scorer, solution_str: str, ground_truth: Any) -> float | dict[str, float]:
-    """A scorer in verl's signature."""
+    """Call a scorer with the arguments of verl's signature."""
     return scorer(solution_str, label_text(ground_truth))
 
 
-# What follows runs in a child.
+# The rest of this module runs in a child process.
 
 
 def _load_function(
@@ -103,7 +105,7 @@ def _load_function(
 
 def _load_scorer(scorer: Scorer, module: str | None) -> Callable[..., Columns]:
     if module is not None:
-        # Now, and not within the time that the first responses have.
+        # Imported at the start, because the import could exceed the timeout of the first responses.
         importlib.import_module(module)
     return by_names(partial(scored, scorer))
 
@@ -111,39 +113,42 @@ def _load_scorer(scorer: Scorer, module: str | None) -> Callable[..., Columns]:
 def by_names(
     function: RewardFunction, arguments: Mapping[str, Any] | None = None, of_one: bool | None = None
 ) -> Callable[..., Columns]:
-    """Wrap a reward function, which is called by the names of its parameters, as a function of five columns.
+    """Wrap a reward function as a function of five columns. The function is called by the names of its parameters.
 
-    The columns are queries, prompts, labels, responses and rows. An entry of `rows` holds what else is known of a
-    response: `data_source`, `columns` (a mapping, the data's other columns), `completion_ids` and `step`.
+    The columns are queries, prompts, labels, responses and rows. An entry of `rows` holds further values of a response:
+    `data_source`, `columns` (a mapping with the other columns of the data), `completion_ids` and `step`.
 
-    The function may be async. It returns for each response a number, None (there is no reward) or a dict with `score`,
-    in any kind of list; or a dict with `rewards` (see `read_columns`). Prompts are text. A function that takes
-    `completions` is given chat messages for both, as by TRL, where the data's prompts are messages.
+    The function may be async. It returns a list (or tensor, or array) with a number, None (no reward) or a dict with
+    `score` for each response; or a dict with `rewards` (see `read_columns`). Prompts are text. A function with the
+    parameter `completions` gets prompts and completions as chat messages, as in TRL, if the prompts of the data are
+    messages.
 
     Args:
-        function: in one of the signatures above.
+        function: a function with one of the signatures above.
         arguments: further keyword arguments.
-        of_one: call the function for each response alone (or, False, for all responses at once). Default: as its
-            parameters are named.
+        of_one: True calls the function once for each response, False once for all responses. By default the names of
+            its parameters decide.
     """
     parameters = list(inspect.signature(function).parameters.values())
     names = {parameter.name for parameter in parameters}
-    takes_one = bool(names.intersection(OF_ONE[:3])) if of_one is None else of_one
-    if takes_one:
-        return _for_one(function, parameters, dict(arguments or {}))
-    usual = OURS if of_one is None else OF_ALL
-    return _for_all(function, parameters, dict(arguments or {}), TRL if _is_trl(names) else usual)
+    keyword_arguments = dict(arguments or {})
+    if of_one or (of_one is None and not names.isdisjoint(OF_ONE[:3])):
+        return _for_one(function, parameters, keyword_arguments)
+    if _is_trl(names):
+        return _for_all(function, parameters, keyword_arguments, TRL)
+    return _for_all(function, parameters, keyword_arguments, OURS if of_one is None else OF_ALL)
 
 
 def _for_one(
     function: RewardFunction, parameters: Sequence[inspect.Parameter], arguments: dict[str, Any]
 ) -> Callable[..., Columns]:
-    """Wrap a function for one response. An async function is awaited for several responses at the same time."""
-    offered = {*OF_ONE, *arguments}
+    """Wrap a function for one response. An async function is awaited for several responses concurrently."""
+    kwargs_names = {*OF_ONE, *arguments}
 
     def call_one(*row: Any) -> Any:
-        return function(**_chosen(parameters, _of_one(*row) | arguments, offered))
+        return function(**_chosen(parameters, _of_one(*row) | arguments, kwargs_names))
 
+    # An object with an async __call__ counts as an async function too.
     if any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
         return ConcurrentCalls(call_one)
     return lambda *columns: read_scores([_awaited(call_one(*row)) for row in zip(*columns)])
@@ -158,10 +163,10 @@ def _for_all(
     """Wrap a function for all responses.
 
     Args:
-        function: of the user.
-        parameters: of the function.
+        function: function of the user.
+        parameters: parameters of the function.
         arguments: further keyword arguments.
-        signature: names that a function with `**kwargs` is given: OURS, TRL or OF_ALL.
+        signature: names of the arguments that a function with `**kwargs` gets: OURS, TRL or OF_ALL.
     """
 
     def call(queries: Sequence[str], *columns: Sequence[Any]) -> Columns:
@@ -171,23 +176,23 @@ def _for_all(
         def log_extra(name: str, values: Sequence[Any]) -> None:
             texts[str(name)] = [str(value) for value in values]
 
-        known = _of_all(queries, *columns) | {"log_metric": logs.__setitem__, "log_extra": log_extra}
+        values = _of_all(queries, *columns) | {"log_metric": logs.__setitem__, "log_extra": log_extra}
         if signature is TRL:
-            _as_messages(known)
-        known |= arguments
-        offered = {*signature, *arguments}
-        if signature is not OF_ALL:  # verl gives no columns of the data
-            offered.update(name for row in columns[-1] for name in row.get("columns", {}))
-        returned = _awaited(_call(function, parameters, known, offered))
-        read = read_rewards(returned, len(queries))
-        logged = read_columns({"rewards": read.rewards, "extra_logs": logs}, len(queries)).logs
-        return Columns(read.rewards, read.scores, read.logs | logged, read.texts | texts, read.absent)
+            _as_messages(values)
+        values |= arguments
+        kwargs_names = {*signature, *arguments}
+        if signature is not OF_ALL:  # verl does not pass columns of the data to **kwargs
+            kwargs_names.update(name for row in columns[-1] for name in row.get("columns", {}))
+        result = read_rewards(_awaited(_call(function, parameters, values, kwargs_names)), len(queries))
+        logged = read_columns({"rewards": result.rewards, "extra_logs": logs}, len(queries)).logs
+        return Columns(result.rewards, result.scores, result.logs | logged, result.texts | texts, result.absent)
 
     return call
 
 
 def column_parameters(function: RewardFunction) -> list[str]:
-    """Return the parameters of a function in TRL's or verl's signature that only columns of the data can fill."""
+    """Return the required parameters of a function in TRL's or verl's signature that must be columns of the data."""
+    # Optional parameters need no column: the function has a default for them.
     parameters = inspect.signature(function).parameters.values()
     required = [
         p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
@@ -204,25 +209,30 @@ def _is_trl(names: Collection[str]) -> bool:
 
 @dataclass
 class ConcurrentCalls:
-    """An async function for one response that is awaited for up to CONCURRENT_CALLS responses at the same time.
+    """Async function for one response, awaited for up to CONCURRENT_CALLS responses at the same time.
 
-    A response whose call raises, takes longer than the timeout or returns no number fails alone.
+    A call that raises, exceeds the timeout or returns no number fails only for its own response.
     """
 
     call: Callable[..., Coroutine[Any, Any, Any]]
-    """Takes the columns of one response."""
+    """Function of the columns of one response."""
     timeout_s: float | None = None
-    """Seconds that one call may take. None: no limit."""
+    """Timeout of one call in seconds. None sets no limit."""
 
     def __call__(self, *columns: Sequence[Any]) -> Columns:
-        """Return the rewards of all responses, with the failures by place."""
+        """Return the rewards of all responses, and the failures by index."""
         outcomes = _run(self._gather(list(zip(*columns))))
-        failures = {place: outcome for place, outcome in enumerate(outcomes) if isinstance(outcome, tuple)}
-        read = read_scores([None if isinstance(outcome, tuple) else outcome for outcome in outcomes])
-        absent = [place for place in read.absent if place not in failures]
-        return Columns(read.rewards, read.scores, read.logs, read.texts, absent, failures)
+        failures: dict[int, tuple[str, str]] = {}
+        for i, outcome in enumerate(outcomes):
+            if isinstance(outcome, tuple):
+                failures[i] = outcome
+                outcomes[i] = None
+        result = read_scores(outcomes)
+        absent = [i for i in result.absent if i not in failures]
+        return Columns(result.rewards, result.scores, result.logs, result.texts, absent, failures)
 
     async def _gather(self, rows: Sequence[Sequence[Any]]) -> list[Any]:
+        # Unlimited concurrency would exhaust the connections of the services that such functions call.
         slots = asyncio.Semaphore(CONCURRENT_CALLS)
 
         async def outcome_of(row: Sequence[Any]) -> Any:
@@ -232,44 +242,59 @@ class ConcurrentCalls:
         return await asyncio.gather(*map(outcome_of, rows))
 
     async def _outcome_of(self, row: Sequence[Any]) -> Any:
-        """Return what the function returned, if it is readable, or a tuple of reason and traceback."""
-        limit = asyncio.timeout(self.timeout_s)
+        """Return the result of the function if it can be read, or a tuple of reason and traceback."""
+        timeout = asyncio.timeout(self.timeout_s)
         try:
-            async with limit:
+            async with timeout:
                 value = await self.call(*row)
+            # Read once by itself, so that an unreadable result fails only this response.
             read_scores([value])
-            return list(value) if isinstance(value, tuple) else value
+            if isinstance(value, tuple):  # a tuple would be taken for a failure
+                return list(value)
+            return value
         except Exception as error:  # noqa: BLE001 - the user's function may raise anything, and fails for one response
-            if limit.expired():
-                return f"no result after {self.timeout_s:g} s", ""
-            return described(error)
+            return (f"no result after {self.timeout_s:g} s", "") if timeout.expired() else described(error)
 
 
-def read_rewards(found: Any, count: int) -> Columns:
-    """Read what a function returned for `count` responses; ValueError says what is wrong."""
-    found = found.tolist() if hasattr(found, "tolist") else found
-    # A set has no order, and the items of bytes are numbers that nobody meant.
-    if isinstance(found, (Mapping, str, bytes, bytearray, set, frozenset)) or not hasattr(found, "__len__"):
-        return read_columns(found, count)
-    values = list(found)
+def _plain(value: Any) -> Any:
+    """Convert a tensor or an array to Python numbers. Other values are returned unchanged."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def read_rewards(result: Any, count: int) -> Columns:
+    """Read the result of a function for `count` responses.
+
+    Raises:
+        WrongCountError: there are more or fewer rewards than responses.
+        ValueError: the result is not understood, or a number is not finite.
+    """
+    result = _plain(result)
+    # `read_columns` rejects sets, which have no order, and bytes, whose items happen to be numbers.
+    if isinstance(result, (Mapping, str, bytes, bytearray, set, frozenset)) or not hasattr(result, "__len__"):
+        return read_columns(result, count)
+    values = list(result)
     if len(values) != count:
-        of_type = f", of type {type(values[0]).__name__}" if values else ""
+        types = "".join(f", of type {type(value).__name__}" for value in values[:1])
         raise WrongCountError(
-            f"returned {len(values)} rewards for {count} responses{of_type}; return one number for each response"
+            f"returned {len(values)} rewards for {count} responses{types}; return one number for each response"
         )
     if any(isinstance(value, Mapping) for value in values):
         return read_scores(values)
-    absent = [place for place, value in enumerate(values) if value is None]
-    columns = read_columns({"rewards": [0.0 if value is None else value for value in values]}, count)
+    absent = [i for i, value in enumerate(values) if value is None]
+    # A placeholder, because rewards must be numbers; `absent` marks it.
+    for i in absent:
+        values[i] = 0.0
+    columns = read_columns({"rewards": values}, count)
     return Columns(columns.rewards, columns.scores, {}, {}, absent)
 
 
 def _of_one(query: str, prompt: str, label: Any, response: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a function for one response may take."""
+    """Return all possible arguments of a function for one response, by name."""
+    # Data in verl's layout has a column `extra_info`. For other data all columns take its place.
     columns = row.get("columns", {})
-    extra = columns.get("extra_info", columns)
-    known = dict(zip(OF_ONE, (row.get("data_source", ""), response, label, extra)))
-    return columns | known | {"query": query, "prompt": prompt}
+    extra_info = columns.get("extra_info", columns)
+    arguments = dict(zip(OF_ONE, (row.get("data_source", ""), response, label, extra_info)))
+    return columns | arguments | {"query": query, "prompt": prompt}
 
 
 def _of_all(
@@ -279,94 +304,113 @@ def _of_all(
     responses: Sequence[str],
     rows: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """What a function for all responses may take; the data's columns come first."""
-    others = [row.get("columns", {}) for row in rows]
-    sources = [row.get("data_source", "") for row in rows]
-    extras = [of.get("extra_info", of) for of in others]
-    known: dict[str, Any] = {name: [of.get(name) for of in others] for of in others for name in of}
-    known |= dict(zip(OURS, (queries, prompts, labels, responses)))
-    known |= {"completions": responses, "completion_ids": [row.get("completion_ids", []) for row in rows]}
-    known["trainer_state"] = SimpleNamespace(global_step=rows[0].get("step", 0) if rows else 0)
-    return known | dict(zip(OF_ALL, (sources, responses, labels, extras)))
+    """Return all possible arguments of a function for all responses, by name.
 
-
-def _as_messages(known: dict[str, Any]) -> None:
-    """Replace prompt and completion by chat messages, as TRL has them, in rows whose prompt in the data is such.
-
-    Each row decides for itself, so that a result does not depend on the rows beside it in a chunk. A message of the
-    assistant that the policy has continued is the beginning of the completion.
+    Columns of the data come first, so that the names of the signatures win over columns with the same name.
     """
-    prompts = known.get("prompt") or [None] * len(known["prompts"])
+    columns = [row.get("columns", {}) for row in rows]
+    sources = [row.get("data_source", "") for row in rows]
+    extra_infos = [row_columns.get("extra_info", row_columns) for row_columns in columns]
+    values: dict[str, Any] = {}
+    for name in dict.fromkeys(name for row_columns in columns for name in row_columns):
+        values[name] = [row_columns.get(name) for row_columns in columns]
+    values |= dict(zip(OURS, (queries, prompts, labels, responses)))
+    values |= {"completions": responses, "completion_ids": [row.get("completion_ids", []) for row in rows]}
+    steps = [row.get("step", 0) for row in rows]
+    values["trainer_state"] = SimpleNamespace(global_step=next(iter(steps), 0))
+    return values | dict(zip(OF_ALL, (sources, responses, labels, extra_infos)))
+
+
+def _as_messages(values: dict[str, Any]) -> None:
+    """Replace prompts and completions by chat messages, as in TRL, in rows whose prompt in the data is messages.
+
+    Each row is decided by itself, so that a result does not depend on the other rows of its chunk. If the policy
+    continued a message of the assistant, that message is the start of the completion.
+    """
+    prompts = values.get("prompt") or [None] * len(values["prompts"])
     if not any(map(are_messages, prompts)):
         return
-    rows = zip(prompts, known["prompts"], known["completions"])
-    pairs = [
-        _conversation(messages, completion) if are_messages(messages) else (text, completion)
-        for messages, text, completion in rows
-    ]
-    known["prompts"], known["completions"] = map(list, zip(*pairs))
+    texts = list(values["prompts"])
+    completions = list(values["completions"])
+    for i, messages in enumerate(prompts):
+        if are_messages(messages):
+            texts[i], completions[i] = _conversation(messages, completions[i])
+    values["prompts"] = texts
+    values["completions"] = completions
 
 
 def _conversation(prompt: Any, completion: str) -> tuple[list[Any], list[dict[str, str]]]:
-    """Return the prompt's messages and the completion as a message of the assistant, which may have begun it."""
-    begun = prompt[-1]["content"] if prompt and prompt[-1]["role"] == ASSISTANT else None
-    before = list(prompt) if begun is None else list(prompt[:-1])
-    return before, [{"role": ASSISTANT, "content": (begun or "") + completion}]
+    """Return the messages of the prompt, and the completion as a message of the assistant.
+
+    A last message of the assistant in the prompt is the start of the completion, unless it only calls tools.
+    """
+    before = list(prompt)
+    if before and before[-1]["role"] == ASSISTANT and before[-1]["content"] is not None:
+        completion = before.pop()["content"] + completion
+    return before, [{"role": ASSISTANT, "content": completion}]
 
 
 def _call(
-    function: RewardFunction, parameters: Sequence[inspect.Parameter], known: dict[str, Any], offered: Collection[str]
+    function: RewardFunction,
+    parameters: Sequence[inspect.Parameter],
+    values: dict[str, Any],
+    kwargs_names: Collection[str],
 ) -> Any:
     """Call a function for all responses by the names of its parameters.
 
-    A function in OpenRLHF's signature may name its first three parameters as it likes, or take `*args` alone: it gets
-    queries, prompts and labels by position.
+    A function in OpenRLHF's signature may have other names for its first three parameters, or only `*args`. It then
+    gets queries, prompts and labels by position.
 
     Args:
-        function: of the user.
-        parameters: of the function.
-        known: values of all arguments, by name.
-        offered: names of those that a function with `**kwargs` is given.
+        function: function of the user.
+        parameters: parameters of the function.
+        values: values of all possible arguments, by name.
+        kwargs_names: names of the arguments that a function with `**kwargs` gets.
     """
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     required = [p.name for p in positional if p.default is p.empty][:3]
-    has_own_names = OURS[0] in offered and len(required) == 3 and not {*required} <= known.keys()
-    takes_args_alone = not positional and any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    if not has_own_names and not takes_args_alone:
-        return function(**_chosen(parameters, known, offered))
+    has_other_names = OURS[0] in kwargs_names and len(required) == 3 and not {*required} <= values.keys()
+    has_only_args = not positional and any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if not has_other_names and not has_only_args:
+        return function(**_chosen(parameters, values, kwargs_names))
+    # These three are passed by position, so they must not be passed by name again.
     first = OURS[:3]
     others = [p for p in parameters if p.name not in required]
-    return function(*(known[name] for name in first), **_chosen(others, known, {*offered}.difference(first)))
+    arguments = _chosen(others, values, {*kwargs_names}.difference(first))
+    return function(*(values[name] for name in first), **arguments)
 
 
 def _chosen(
-    parameters: Sequence[inspect.Parameter], known: Mapping[str, Any], others: Collection[str]
+    parameters: Sequence[inspect.Parameter], values: Mapping[str, Any], kwargs_names: Collection[str]
 ) -> dict[str, Any]:
-    """The arguments of a function by name; with `**` it is given `others` too.
+    """Select the arguments of a function by the names of its parameters. A function with `**` gets `kwargs_names` too.
 
     Raises:
-        TypeError: it takes something that is not known.
+        TypeError: a required parameter has no value.
     """
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    lacking = [p.name for p in named if p.default is p.empty and p.name not in known]
-    if lacking:
+    missing = [p.name for p in named if p.default is p.empty and p.name not in values]
+    if missing:
         raise TypeError(
-            f"it takes {', '.join(map(repr, lacking))}, and there is no such column in the data; there are "
-            f"{', '.join(sorted(known))}"
+            f"it takes {', '.join(map(repr, missing))}, and there is no such column in the data; there are "
+            f"{', '.join(sorted(values))}"
         )
     names = {p.name for p in named}
+    # Not all values: functions of OpenRLHF do not expect TRL's arguments in **kwargs, and vice versa.
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        names.update(others)
-    return {name: known[name] for name in known if name in names}
+        names.update(kwargs_names)
+    return {name: values[name] for name in values if name in names}
 
 
 _run: Callable[[Coroutine[Any, Any, Any]], Any] = asyncio.run
+"""Function that runs a coroutine; `one_event_loop` replaces it."""
 
 
 @contextmanager
 def one_event_loop() -> Iterator[None]:
-    """Await all async functions of this process in one event loop, so that a client which they keep stays usable."""
+    """Await all async functions of this process in one event loop, so that clients that they keep stay usable."""
     global _run
+    # HTTP clients are bound to their event loop, and asyncio.run makes a new one for every call.
     with asyncio.Runner() as runner:
         _run = runner.run
         try:
@@ -375,38 +419,43 @@ def one_event_loop() -> Iterator[None]:
             _run = asyncio.run
 
 
-def _awaited(found: Any) -> Any:
-    """Return what a function returned; an awaitable is awaited."""
+def _awaited(result: Any) -> Any:
+    """Return the result of a function. An awaitable result is awaited first."""
+    if not inspect.isawaitable(result):
+        return result
 
     async def wait() -> Any:
-        return await found
+        return await result
 
-    return _run(wait()) if inspect.isawaitable(found) else found
+    return _run(wait())
 
 
-def read_scores(found: Sequence[Any]) -> Columns:
-    """Read what a function returned for each response: a number, None (there is no reward), or a dict with `score`.
+def read_scores(results: Sequence[Any]) -> Columns:
+    """Read the result of a function for each response: a number, None (no reward), or a dict with `score`.
 
-    Other numbers of a dict are logged, NaN where a response lacks one; whatever else it holds is kept as text.
+    Other numbers of a dict are logged, as NaN for responses without them. All other values of a dict are kept as text.
+
+    Raises:
+        ValueError: a result is not understood, or is not finite.
     """
-    rows = [dict(item) if isinstance(item, Mapping) else {"score": item} for item in found]
-    absent = [place for place, row in enumerate(rows) if row.get("score", 0) is None]
-    for place in absent:
-        rows[place]["score"] = 0.0
+    rows = [dict(result) if isinstance(result, Mapping) else {"score": result} for result in results]
+    absent = [i for i, row in enumerate(rows) if row.get("score", 0) is None]
+    for i in absent:
+        rows[i]["score"] = 0.0
     for row in rows:
         if "score" not in row:
             raise ValueError(f"returned a dict with the keys {sorted(map(str, row))}; it needs 'score'")
     try:
         scores = read_columns({"rewards": [row.pop("score") for row in rows]}, len(rows)).rewards
-    except WrongCountError as error:  # one of the values is a list: a fault of that response
+    except WrongCountError as error:  # a value is a list, which is an error of that response and not of the batch
         raise ValueError(str(error)) from error
     logs: dict[str, list[float]] = {}
     texts: dict[str, list[str | None]] = {}
-    for place, row in enumerate(rows):
-        for name, given in row.items():
-            value = given.tolist() if hasattr(given, "tolist") else given
+    for i, row in enumerate(rows):
+        for name, item in row.items():
+            value = _plain(item)
             if isinstance(value, numbers.Real) and name != PREDICTION:
-                logs.setdefault(str(name), [math.nan] * len(rows))[place] = float(value)
+                logs.setdefault(str(name), [math.nan] * len(rows))[i] = float(value)
             elif value is not None:
-                texts.setdefault(str(name), [None] * len(rows))[place] = str(value)
+                texts.setdefault(str(name), [None] * len(rows))[i] = str(value)
     return Columns(scores, scores, logs, texts, absent)

@@ -1,4 +1,4 @@
-"""Names of metrics that come from reward code: unique, and different from those that a run gives its own metrics."""
+"""Names of metrics from reward code: unique, and different from the run's own metrics."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from components.rewards.base import FUNCTION_NAMES, is_reward_file, reward_funct
 from components.rewards.servers import is_server
 
 RUN_NAMES = re.compile(
-    r"reward|score|shaped|failed|group_std|zero_variance_share"  # of a step's rewards
-    r"|pass\d+|response_length_mean|truncated_rate"  # of an evaluation, by source
-    r"|model(_\d+)?|function|overlong(_reward)?"  # parts that recipes log themselves
+    r"reward|score|shaped|failed|group_std|zero_variance_share"  # rewards of a step
+    r"|pass\d+|response_length_mean|truncated_rate"  # an evaluation, by source
+    r"|model(_\d+)?|function|overlong(_reward)?"  # parts of rewards that recipes log
 )
-"""Names after `reward/`, and after the source in `eval/`, that a run gives its own metrics."""
+"""Names of the run's own metrics after `reward/`, and after the source in `eval/`."""
 PREFIX = "log_"
-"""Put before a name that the run uses itself."""
+"""Prefix of metrics whose name the run uses itself."""
 
 _log = logging.getLogger(__name__)
 
@@ -28,12 +28,16 @@ _log = logging.getLogger(__name__)
 def metric_names(logged: Iterable[str], *, warns: bool = True) -> dict[str, str]:
     """Return the name of the metric of each number that reward code or an environment logs.
 
-    A name of the run's own is prefixed with `log_`: `score` becomes `log_score`. The first time this is a warning,
-    unless the caller tells the user (`warns`).
+    The prefix `log_` is added to names that the run uses itself: `score` becomes `log_score`.
+
+    Args:
+        logged: names that are logged.
+        warns: log a warning the first time a name is changed. False if the caller informs the user.
     """
+    # The user's unchanged names are reserved first, so that a renamed one never takes another's name.
     names = list(logged)
     taken = {name for name in names if not RUN_NAMES.fullmatch(name)}
-    found: dict[str, str] = {}
+    metrics: dict[str, str] = {}
     for name in names:
         metric = name
         if name not in taken:
@@ -43,31 +47,32 @@ def metric_names(logged: Iterable[str], *, warns: bool = True) -> dict[str, str]
             taken.add(metric)
             if warns:
                 _warn_renamed(name, metric)
-        found[name] = metric
-    return found
+        metrics[name] = metric
+    return metrics
 
 
 @functools.cache
 def _warn_renamed(name: str, metric: str) -> None:
-    _log.warning("the reward logs %r, which the run logs itself: it is renamed %s", name, metric)
+    _log.warning("the reward logs %r, which is a metric of the run: it is renamed to %s", name, metric)
 
 
 def part_names(specs: Sequence[str]) -> list[str]:
     """Return the name of each part of a weighted sum in logs.
 
-    It is the function's, the scorer's, or the server's host and path. A function with one of the usual names
-    (`FUNCTION_NAMES`) is called by its file. Functions of several files that have the same name, or a name that the run
-    uses, get their file's before it; what is still the same is numbered in the order of the sum.
+    It is the name of the function or the scorer, or the host and path of the server. A function with one of the usual
+    names (`FUNCTION_NAMES`) gets the name of its file. If functions of several files have the same name, or a name that
+    the run uses, the name of the file is put before it. Equal names are then numbered in the order of the sum.
     """
-    plain = [_part_name(spec) for spec in specs]
-    counts = Counter(plain)
-    names = [
-        _with_file(spec, name) if counts[name] > 1 or RUN_NAMES.fullmatch(name) else name
-        for spec, name in zip(specs, plain)
-    ]
+    names = [_part_name(spec) for spec in specs]
+    counts = Counter(names)
+    for i, name in enumerate(names):
+        if counts[name] > 1 or RUN_NAMES.fullmatch(name):
+            names[i] = _with_file(specs[i], name)
     unique: list[str] = []
     for name in names:
-        number, candidate = 1, name
+        number = 1
+        candidate = name
+        # A numbered name must not be the name of another part, such as a function that is called style_2.
         while candidate in unique or (number > 1 and candidate in names):
             number += 1
             candidate = f"{name}_{number}"
@@ -77,6 +82,7 @@ def part_names(specs: Sequence[str]) -> list[str]:
 
 def _part_name(spec: str) -> str:
     if is_server(spec):
+        # Several URLs are copies of one server, so the first one names the part.
         url = urlsplit(spec.partition(",")[0])
         return _plain(f"{url.hostname}{url.path}")
     if not is_reward_file(spec):
@@ -86,10 +92,12 @@ def _part_name(spec: str) -> str:
 
 
 def _with_file(spec: str, name: str) -> str:
-    stem = _plain(Path(spec.rpartition(".py")[0]).name) if is_reward_file(spec) else name
+    if not is_reward_file(spec):
+        return name
+    stem = _plain(Path(spec.rpartition(".py")[0]).name)
     return name if stem == name else f"{stem}_{name}"
 
 
 def _plain(text: str) -> str:
-    """Replace what no name of a metric should hold."""
+    """Replace all characters but letters, digits and underscores by underscores."""
     return re.sub(r"\W+", "_", text).strip("_")

@@ -1,6 +1,6 @@
-"""Opens a reward by what it is called: a scorer, a Python file, reward servers, or a weighted sum of these.
+"""Opening of a reward by its specification: a scorer, a Python file, reward servers, or a weighted sum of these.
 
-B sequences, P parts of the sum.
+Shape suffixes: B sequences; P parts of the sum.
 """
 
 from __future__ import annotations
@@ -30,10 +30,15 @@ if TYPE_CHECKING:
 
 
 def open_reward(spec: str, settings: RewardSettings | None = None) -> RewardSource:
-    """Open a reward: the name of a scorer, a function of a .py file (`FILE.py` or `FILE.py:NAME`), or
-    URLs with commas between them.
+    """Open a reward.
 
-    Or a weighted sum of such, each with its weight: `0.7*gsm8k + 0.3*style.py + 1*http://a:5000/score`.
+    Args:
+        spec: name of a scorer, function of a .py file (`FILE.py` or `FILE.py:NAME`), or comma-separated URLs; or a
+            weighted sum of these: `0.7*gsm8k + 0.3*style.py + 1*http://a:5000/score`.
+        settings: settings of processes and requests.
+
+    Raises:
+        ValueError: the reward cannot be opened.
     """
     check_reward(spec)
     settings = settings or RewardSettings()
@@ -49,52 +54,61 @@ def _open_one(spec: str, settings: RewardSettings, *, in_sum: bool = False) -> R
 
 
 class RewardSum(RewardSource):
-    """Rewards every sequence by each part, at the same time, and adds up.
+    """Weighted sum of rewards. All parts are computed in parallel.
 
-    A response that failed in one part has failed. One for which a part has no reward, None, is rewarded by the others
-    alone; where no part has one, it has failed. Logs: `<part>`, the reward of each, `<part>/score`, and what it logs
-    itself as `<part>/<name>`, with NaN where a part has no reward; see `part_names`.
+    A response that fails in one part has failed. If a part returns None for a response, the other parts reward it
+    alone; if all parts return None, it has failed. Logs: `<part>` (the reward of a part), `<part>/score`, and
+    `<part>/<name>` for the numbers that a part logs. They are NaN where a part has no reward. See `part_names`.
     """
 
     def __init__(self, parts: Sequence[tuple[float, str]], settings: RewardSettings) -> None:
-        """Open the parts: weight and specification of each, as `reward_parts` gives them."""
+        """Open the parts.
+
+        Args:
+            parts: weight and specification of each part, as in the result of `reward_parts`.
+            settings: settings of processes and requests.
+        """
         self._settings = settings
         self._weights = [weight for weight, _ in parts]
         self._names = part_names([spec for _, spec in parts])
         self.source = f"the sum of {', '.join(self._names)}"
+        # If one part cannot be opened, the stack closes those that were opened before it.
         with ExitStack() as opened:
             self._sources = [opened.enter_context(_open_one(spec, settings, in_sum=True)) for _, spec in parts]
             self._opened = opened.pop_all()
 
-    def reward(self, given: Responses) -> RewardOutput:
-        """Reward B sequences: the reward is the weighted sum of the parts' rewards, and the score the weighted mean of
-        their scores, so that a response which is right in every part has a score of 1 whatever the weights are.
+    def reward(self, samples: Responses) -> RewardOutput:
+        """Return the weighted sum of the parts' rewards, and the weighted mean of their scores.
 
-        What a part raises is raised; RewardError when more responses fail, in any part, than `max_failed_share` allows.
+        A response with a score of 1 in every part thus has a score of 1, whatever the weights are.
+
+        Raises:
+            RewardError: the share of responses that failed in any part is above `max_failed_share`.
+            Exception: any error of a part, with a note that names the part.
         """
 
-        def ask(index: int) -> tuple[int, RewardOutput]:
+        def reward_part(index: int) -> tuple[int, RewardOutput]:
             try:
-                return index, self._sources[index].reward(given)
+                return index, self._sources[index].reward(samples)
             except Exception as error:
                 error.add_note(f"in the part {self._names[index]!r} of a sum of rewards")
                 raise
 
-        outputs = dict(in_threads([partial(ask, index) for index in range(len(self._sources))]))
+        # In parallel: parts wait for processes and servers, not for this process.
+        outputs = dict(in_threads([partial(reward_part, index) for index in range(len(self._sources))]))
         return self._added([output for _, output in sorted(outputs.items())])
 
     def close(self) -> None:
-        """End what the parts have started."""
+        """Close all parts."""
         self._opened.close()
 
     def _added(self, outputs: list[RewardOutput]) -> RewardOutput:
         import torch
 
-        failures = {
-            place: f"{name}: {reason}"
-            for name, output in zip(self._names, outputs)
-            for place, reason in output.failures.items()
-        }
+        failures: dict[int, str] = {}
+        for name, output in zip(self._names, outputs):
+            for index, reason in output.failures.items():
+                failures[index] = f"{name}: {reason}"
         count = len(outputs[0].reward_B)
         absent = [set(output.absent) for output in outputs]
         failures |= dict.fromkeys(set.intersection(*absent), "every part of the sum of rewards returned None")
@@ -111,15 +125,19 @@ class RewardSum(RewardSource):
             logs |= {name: output.reward_B.clone(), f"{name}/score": output.score_B.clone()} | columns
             for column in (name, f"{name}/score"):
                 logs[column][output.absent] = math.nan
-        # In double precision, so that all parts right is a score of 1 and not a little beside it.
+        # In float64, so that the score of a response with a score of 1 in all parts is exactly 1.
         weight_P = torch.tensor(self._weights, dtype=torch.float64)
         reward_B = weight_P @ torch.stack([output.reward_B.double() for output in outputs])
         counts_PB = torch.ones(len(outputs), count, dtype=torch.float64)
-        for part, places in enumerate(absent):
-            counts_PB[part, list(places)] = 0.0
+        for part, indices in enumerate(absent):
+            counts_PB[part, list(indices)] = 0.0
+        # The lower bound only prevents a division by 0 where no part has a reward. These responses have failed.
         weight_B = (weight_P @ counts_PB).clamp(min=weight_P.min())
         score_B = weight_P @ torch.stack([output.score_B.double() for output in outputs]) / weight_B
-        reward_B, score_B = reward_B.float(), score_B.float()
-        for column_B, nothing in ((reward_B, 0.0), (score_B, 0.0), *((log_B, math.nan) for log_B in logs.values())):
-            column_B[list(failures)] = nothing
-        return RewardOutput(reward_B, score_B, logs, dict(sorted(failures.items())))
+        output = RewardOutput(reward_B.float(), score_B.float(), logs, dict(sorted(failures.items())))
+        failed = list(failures)
+        output.reward_B[failed] = 0.0
+        output.score_B[failed] = 0.0
+        for log_B in logs.values():
+            log_B[failed] = math.nan
+        return output

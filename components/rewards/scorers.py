@@ -1,4 +1,4 @@
-"""Scorers by name: each gives one response a number, from its text and its label's, and maybe others to log."""
+"""Scorers by name. A scorer returns the score of a response from its text and its label, and further numbers to log."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from components.data.sources import data_source
 from components.registry import MissingPlugin, load, names
 
 KIND = "scorer"
-"""Kind of the plug-ins that provide scorers by their names."""
+"""Kind of plug-in in the registry. It maps a name to a scorer."""
 
 Scorer = Callable[[str, str], float | dict[str, float]]
-"""Scores one response against its label, both without special tokens; beside `score` a dict has numbers to log."""
+"""Function of a response and its label, both without special tokens. It returns the score, or a dict with `score` and
+further numbers to log."""
 S = TypeVar("S", bound=Scorer)
 _PACKAGE = "needed_package"
-"""Attribute of a scorer that needs a package."""
+"""Attribute that is set on a scorer that needs a package."""
 
-# A number as people write it: commas between groups of three, a point; sign and dollar before it in either order.
+# A number as people write it: commas between groups of three, a decimal point; sign and dollar in either order.
 _DIGITS = r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
-# What follows must not make it another number: `3/4` is not 3, and `1.2.3` is not 1.2.
-# Nothing is given back: in a long row of spaces each way to share them would be tried.
+# The text after it must not make it another number: `3/4` is not 3, and `1.2.3` is not 1.2.
+# Possessive quantifiers, because backtracking over a long run of spaces would take quadratic time or more.
 _STATED_NUMBER = re.compile(rf"\s*+(?:\\?\$)?+\s*+(?P<sign>[-+−]?+)\s*+(?:\\?\$)?+\s*+{_DIGITS}(?!\s*[/^]|[.,:]?[0-9])")
-# In running text a minus is a sign only where nothing stands before it that it could be taken from: `10-3` ends in 3.
+# In running text a minus is a sign only if no operand of a subtraction is before it: `10-3` ends in 3.
 _ANY_NUMBER = re.compile(rf"(?P<sign>(?<![\w)])[-−](?=\\?\$?[0-9.]))?(?:\\?\$)?{_DIGITS}")
 
 
 @dataclass(frozen=True)
 class Package:
-    """A package that a scorer imports when it is first called."""
+    """Package that a scorer imports at its first call."""
 
     module: str
     """Import name."""
@@ -45,7 +46,7 @@ class Package:
 
 
 def needs(package: Package) -> Callable[[S], S]:
-    """Return a decorator that records the package which a scorer imports, so that it is checked before a run."""
+    """Return a decorator that records the package of a scorer, so that it can be checked before a run."""
 
     def record(scorer: S) -> S:
         setattr(scorer, _PACKAGE, package)
@@ -55,49 +56,65 @@ def needs(package: Package) -> Callable[[S], S]:
 
 
 def exact_match(response: str, label: str) -> float:
-    """Give 1.0 when the response is the label, but for white space at the ends."""
-    return 1.0 if response.strip() == str(label).strip() else 0.0
+    """Return 1.0 if the response equals the label, up to white space at both ends."""
+    return float(response.strip() == str(label).strip())
 
 
 def gsm8k(response: str, label: str) -> float:
-    """Give 1.0 when the response states the label's number as `#### N`; the last such line counts.
+    """Return 1.0 if the number after the last `####` in the response equals the label's number.
 
     Args:
         response: any text.
-        label: a solution of GSM8K, which ends in `#### N`, or the number alone.
+        label: a solution of GSM8K, which ends in `#### N`, or only the number.
+
+    Raises:
+        ValueError: the label has no number.
     """
-    wanted = _label_value(label)
-    _, stated, answer = response.rpartition("####")
-    found = _STATED_NUMBER.match(answer) if stated else None
-    return 1.0 if found and _value(found) == wanted else 0.0
+    label_value = _label_value(label)
+    _, separator, answer = response.rpartition("####")
+    if not separator:
+        return 0.0
+    match = _STATED_NUMBER.match(answer)
+    return float(match is not None and _value(match) == label_value)
 
 
 def gsm8k_flexible(response: str, label: str) -> float:
-    """Give 1.0 when the last number in the response, wherever it stands, is the label's; the label as in `gsm8k`."""
-    wanted = _label_value(label)
-    found = list(_ANY_NUMBER.finditer(response))
-    return 1.0 if found and _value(found[-1]) == wanted else 0.0
+    """Return 1.0 if the last number anywhere in the response equals the label's number.
+
+    Args:
+        response: any text.
+        label: as in `gsm8k`.
+
+    Raises:
+        ValueError: the label has no number.
+    """
+    label_value = _label_value(label)
+    matches = list(_ANY_NUMBER.finditer(response))
+    return float(bool(matches) and _value(matches[-1]) == label_value)
 
 
 @needs(Package("math_verify", "math-verify", "math"))
 def math_answer(response: str, label: str) -> float:
-    r"""Give 1.0 when the answer found in the response equals the label's as mathematics, by math-verify.
+    r"""Return 1.0 if the answer in the response is mathematically equal to the label's, as decided by math-verify.
 
     Args:
-        response: any text; the last \boxed{} counts before other formulas, these before bare numbers.
-        label: an answer in LaTeX or plain, or a solution with \boxed{}.
+        response: any text. The last \boxed{} takes precedence over other formulas, and these over plain numbers.
+        label: an answer in LaTeX or plain text, or a solution with \boxed{}.
+
+    Raises:
+        ValueError: the label has no mathematical answer.
     """
     from math_verify import parse, verify
 
-    # It warns that without its timeouts somebody else has to end what hangs: whoever runs a scorer does.
+    # math-verify warns that it has no timeout of its own here. The process that runs a scorer has one.
     for module in ("parser", "grader"):
         logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
-    # Without marks around it, only numbers would be found in a label such as \sqrt{2}.
-    marked = label if "$" in label or "\\boxed" in label else f"\\boxed{{{label}}}"
-    gold = parse(marked, parsing_timeout=0)
+    # Without a delimiter, math-verify would read only numbers from a label such as \sqrt{2}.
+    marked_label = label if "$" in label or "\\boxed" in label else f"\\boxed{{{label}}}"
+    gold = parse(marked_label, parsing_timeout=0)
     if not gold:
         raise ValueError(f"the label {label!r} holds no mathematical answer; set the label key to the field that does")
-    return 1.0 if verify(gold, parse(response, parsing_timeout=0), timeout_seconds=0) else 0.0
+    return float(bool(verify(gold, parse(response, parsing_timeout=0), timeout_seconds=0)))
 
 
 _SCORERS: dict[str, Scorer] = {
@@ -109,14 +126,18 @@ _SCORERS: dict[str, Scorer] = {
 
 
 def register_scorer(name: str, scorer: Scorer) -> None:
-    """Make a scorer available under a name of its own; other processes must be able to import it."""
+    """Register a scorer under a new name. Other processes must be able to import it.
+
+    Raises:
+        ValueError: the name exists already.
+    """
     if name in scorer_names():
         raise ValueError(f"there is a scorer named {name!r} already; choose another name")
     _SCORERS[name] = scorer
 
 
 def scorer_names() -> list[str]:
-    """List the names that `get_scorer` knows: the scorers here, the registered ones, and those of plug-ins."""
+    """Return the sorted names of all scorers: built-in, registered, and of plug-ins."""
     return sorted({*_SCORERS, *names(KIND)})
 
 
@@ -124,7 +145,7 @@ def get_scorer(name: str) -> Scorer:
     """Return the scorer of a name.
 
     Raises:
-        MissingPlugin: there is no such scorer.
+        MissingPlugin: the scorer does not exist.
         ValueError: a package that it needs is not installed.
     """
     try:
@@ -134,6 +155,7 @@ def get_scorer(name: str) -> Scorer:
         raise MissingPlugin(
             f"there is no scorer {name!r}, and no plug-in provides it; set it to one of: {known}, or a .py file"
         ) from error
+    # Checked here, because a missing package would otherwise fail in a child process with the first responses.
     package: Package | None = getattr(scorer, _PACKAGE, None)
     if package is not None and importlib.util.find_spec(package.module) is None:
         raise ValueError(
@@ -149,34 +171,36 @@ def _load(name: str) -> Scorer:
 
 
 def module_of(scorer: Scorer) -> str | None:
-    """Name the module that a scorer imports when it is first called: whoever runs it can do so before that."""
+    """Return the module that a scorer imports at its first call, so that it can be imported before, or None."""
     package: Package | None = getattr(scorer, _PACKAGE, None)
     return package and package.module
 
 
 def default_scorer(source: str) -> str | None:
-    """Name the scorer of data that bring one, by their source in `load_rows`; None where the parts do not bring one.
+    """Return the scorer of a data source of `load_rows`, if all its comma-separated parts have the same one, or None.
 
     Raises:
-        ValueError: no plug-in draws the rows of a part whose name has a scheme.
+        ValueError: no plug-in generates the rows of a part whose name has a scheme.
     """
-    drawn = [data_source(name.strip()) for name in source.split(",")]
-    scorers = {None if part is None else part.scorer for part in drawn}
-    return scorers.pop() if len(scorers) == 1 else None
+    scorers: set[str | None] = set()
+    for name in source.split(","):
+        generator = data_source(name.strip())
+        scorers.add(generator and generator.scorer)
+    return None if len(scorers) > 1 else scorers.pop()
 
 
-def _value(found: re.Match[str]) -> Decimal:
-    # Decimal, and not float: every digit counts, however many there are.
-    number = Decimal(found["digits"].replace(",", ""))
-    return number.copy_negate() if found["sign"] in ("-", "−") else number
+def _value(match: re.Match[str]) -> Decimal:
+    # Decimal instead of float, which would round long numbers so that different ones are equal.
+    number = Decimal(match["digits"].replace(",", ""))
+    return number.copy_negate() if match["sign"] in ("-", "−") else number
 
 
 def _label_value(label: str) -> Decimal:
     answer = label.rpartition("####")[2]
-    found = _STATED_NUMBER.match(answer)
-    if found is None or answer[found.end() :].strip(" \t\r\n.%$"):
+    match = _STATED_NUMBER.match(answer)
+    if match is None or answer[match.end() :].strip(" \t\r\n.%$"):
         raise ValueError(
             f"the label {label[-80:]!r} is neither a number nor a solution that ends in '#### N'; set the label key "
             "to the field that is"
         )
-    return _value(found)
+    return _value(match)

@@ -1,4 +1,4 @@
-"""Reward servers: their URLs in a reward, and their token."""
+"""Reward servers: URLs in a reward specification, and the bearer token."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 from components.registry import load, names
 
 TOKEN = "TROUPE_REWARD_TOKEN"
-"""Environment variable of the bearer token, for servers and for those that ask them."""
+"""Environment variable of the bearer token, for servers and their clients."""
 KIND = "reward source"
-"""Kind of the plug-ins that ask servers, by the scheme of the URLs: a callable of a list of URLs and `RewardSettings`
+"""Kind of plug-in in the registry. It maps a URL scheme to a client: a function of a list of URLs and `RewardSettings`
 that returns a `RewardSource`.
 """
 
@@ -22,56 +22,57 @@ def is_server(part: str) -> bool:
 
 
 def reward_urls(spec: str) -> list[str]:
-    """Split a list of http(s) URLs with commas between them.
+    """Split a comma-separated list of http(s) URLs.
 
     Raises:
-        ValueError: it holds anything else.
+        ValueError: an item is not such a URL.
     """
     urls = [part.strip() for part in spec.split(",")]
     for url in urls:
         try:
             parts = urlsplit(url)
-            good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+            is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         except ValueError:
-            good = False
-        if not good or any(character.isspace() for character in url):
+            is_valid = False
+        if not is_valid or any(character.isspace() for character in url):
             raise ValueError(
-                f"{url!r} in the reward {spec!r} is no URL of a server; set it to one .py file, one scorer, or to "
-                "http://HOST:PORT/PATH, several with commas between them"
+                f"{url!r} in the reward {spec!r} is not a URL of a server; set it to one .py file, one scorer, or to "
+                "http://HOST:PORT/PATH, several separated by commas"
             )
     return urls
 
 
 def check_servers(part: str) -> None:
-    """Check URLs without asking a server.
+    """Check URLs without a request to a server.
 
     Raises:
-        MissingPlugin: no plug-in asks such servers.
-        ValueError: one is no URL of a server.
+        MissingPlugin: no plug-in has a client for these servers.
+        ValueError: an item is not a URL of a server.
     """
     urls = reward_urls(part)
-    if urlsplit(urls[0]).scheme not in names(KIND):  # otherwise the client's libraries are not loaded for a check
+    # `client_of` raises the error. With a known scheme it is not called, because it imports the client's libraries.
+    if urlsplit(urls[0]).scheme not in names(KIND):
         client_of(urls)
 
 
 def client_of(urls: list[str]) -> Any:
-    """Return what asks servers; see `KIND`.
+    """Return the client of servers; see `KIND`.
 
     Raises:
-        MissingPlugin: no plug-in asks such servers.
+        MissingPlugin: no plug-in has a client for these servers.
     """
     return load(KIND, urlsplit(urls[0]).scheme)
 
 
-def reward_token(given: str | None = None) -> str | None:
-    """Return the bearer token of reward servers: `given`, or the environment's; None if there is none.
+def reward_token(option: str | None = None) -> str | None:
+    """Return the bearer token of reward servers from an option or the environment, or None without one.
 
     Raises:
-        ValueError: it is empty, or no header can hold it.
+        ValueError: the option is empty, or the token has characters that an HTTP header cannot hold.
     """
-    if given is not None and not given.strip():
-        raise ValueError("token is empty, so that everybody would be let in; set one, or leave it out")
-    token = (given or os.environ.get(TOKEN, "")).strip()
-    if not (token.isascii() and token.isprintable()):  # what the HTTP library would say of it shows it
-        raise ValueError(f"{TOKEN} holds characters that no HTTP header can; set it to the server's token")
+    if option is not None and not option.strip():
+        raise ValueError("token is empty, so the server would accept every client; set a token, or do not set it")
+    token = (option or os.environ.get(TOKEN, "")).strip()
+    if not (token.isascii() and token.isprintable()):  # the error of the HTTP library would print the token
+        raise ValueError(f"{TOKEN} holds characters that an HTTP header cannot hold; set it to the server's token")
     return token or None

@@ -1,12 +1,13 @@
-"""Reward code in processes of its own: what hangs or crashes in it costs one response, and not the run.
+"""Reward code in child processes, so that code that hangs or crashes costs a response and not the run.
 
-    caller -> one thread for each worker -> its child: python -m components.rewards.workers FD PARENT
+    caller -> one thread per worker -> its child process: python -m components.rewards.workers FD PARENT
 
-A batch is cut into chunks that the workers share out. A chunk that fails is asked for again one response at a time, so
-that the guilty ones are known. A function that returns another number of rewards than it was given responses ends the
-batch instead: called with one response it might seem right. Not a pool of pebble's or loky's: a chunk is one task
-there, while here each of its responses has a deadline, and the child inherits neither descriptors nor modules of the
-run.
+A batch is split into chunks, which are distributed over the workers. A failed chunk is repeated one response at a time
+to identify the responses that fail. If a function returns another number of rewards than responses, the batch fails
+instead, because a call with a single response might return one reward by chance.
+
+Process pools such as pebble or loky are not used: a chunk would be one task there, while here each response has its own
+deadline. The child inherits neither descriptors nor modules of the run.
 """
 
 from __future__ import annotations
@@ -30,54 +31,56 @@ from components.rewards.errors import RewardError, WrongCountError
 from components.rewards.functions import CONCURRENT_CALLS, ConcurrentCalls, RewardCode, code_of, one_event_loop
 
 CHUNKS_PER_WORKER = 4
-"""More than one, so that a worker with slow responses does not hold up the others."""
+"""Number of chunks per worker. More than one, so that a worker with slow responses does not delay the batch."""
 MAX_CHUNK = 64
+"""Maximum number of responses in a chunk."""
 CHUNK_S = 0.05
-"""Seconds of work that a chunk for a function of single responses should be."""
+"""Target duration in seconds of a chunk for a function of single responses."""
 MAX_CONCURRENT_CHUNK = 4 * CONCURRENT_CALLS
-"""Maximum number of responses in a chunk of concurrent calls. Each chunk is a sign of life of the run."""
+"""Maximum number of responses in a chunk of concurrent calls. Each chunk sends a heartbeat."""
 CONCURRENT_GRACE_S = 5.0
 """Seconds after the last deadline of concurrent calls until their process counts as hung."""
 FEW_FAILURES = 2
-"""So many never end a run, unless nobody else was rewarded or none may fail."""
+"""Number of failures that never end a run, unless no other response has a reward or no failure is allowed."""
 
 WRONG_COUNT = "wrong count"
-"""Status of a call that returned another number of rewards than it was given responses."""
+"""Status of a call that returned another number of rewards than responses."""
 
 _log = logging.getLogger(__name__)
 
 
 def allowed_failures(count: int, share: float) -> float:
-    """How many of `count` may fail, when a share of them may; of a few, one is a large share, and still says little."""
-    allowed = share * count + 1e-9  # 0.29 * 100 is a little below 29
+    """Return the maximum number of failures among `count` responses for a maximum share.
+
+    It is at least FEW_FAILURES (unless the share is 0), because a single failure in a small batch exceeds most shares.
+    """
+    allowed = share * count + 1e-9  # 0.29 * 100 is slightly below 29 in floating point
     return max(allowed, FEW_FAILURES) if share > 0 and count > FEW_FAILURES else allowed
 
 
 class WorkerReward(RewardSource):
-    """Reward code in child processes. One call at a time uses all of them."""
+    """Reward code in child processes. It must be called from one thread at a time, which uses all processes."""
 
     def __init__(
         self, code: str | RewardCode, settings: RewardSettings, *, in_sum: bool = False, in_one_call: bool = False
     ) -> None:
-        """Start the children.
+        """Start the child processes.
 
         Args:
-            code: what they run, or how a scorer or a file is named.
-            settings: how it is run.
-            in_sum: a response without a reward, None, is no failure: another part of a sum has one.
-            in_one_call: the function gets each batch whole and once, also where that fails. For a trial.
+            code: reward code, or the specification of a scorer or a file.
+            settings: settings of the processes.
+            in_sum: do not count a reward of None as a failure, because another part of a sum may have a reward.
+            in_one_call: pass each batch in a single call, and do not repeat failed calls. For trials.
 
         Raises:
-            ValueError: it cannot be loaded, or cannot be sent to another process.
+            ValueError: the code cannot be loaded, or cannot be sent to another process.
         """
-        self._code = code_of(code) if isinstance(code, str) else code
-        self.source = self._code.source
+        if isinstance(code, str):
+            code = code_of(code)
+        self._code = code
+        self.source = code.source
         try:
-            self._setup = {
-                "path": sys.path,
-                "load": pickle.dumps(self._code.load),
-                "timeout_s": settings.timeout_s,
-            }
+            self._setup = {"path": sys.path, "load": pickle.dumps(code.load), "timeout_s": settings.timeout_s}
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ValueError(
                 f"{self.source} cannot be sent to another process ({short_line(str(error))}); register a function "
@@ -88,9 +91,9 @@ class WorkerReward(RewardSource):
         self._in_one_call = in_one_call
         self._is_concurrent = False
         self._closed = False
-        # One by one at first: slow responses each have a deadline of their own then, and are not asked for twice.
+        # Chunks of one response at first: then each slow response has its own deadline and is not computed twice.
         self._size = 1
-        # Linux ends a child with the thread that has started it; these last until `close`.
+        # Linux ends a child when the thread that started it ends (PR_SET_PDEATHSIG). These threads live until `close`.
         self._threads = ThreadPoolExecutor(settings.workers)
         self._children = set[Child]()
         self._busy = set[Child]()
@@ -102,14 +105,20 @@ class WorkerReward(RewardSource):
             self.close()
             raise
 
-    def reward(self, given: Responses) -> RewardOutput:
-        """Reward B sequences; RewardError when more of them fail than `max_failed_share` allows."""
-        count = len(given.queries)
-        if given.responses is None:
-            given = given._replace(responses=list(map(_response_of, given.queries, given.prompts)))
+    def reward(self, samples: Responses) -> RewardOutput:
+        """Compute the rewards of B responses.
+
+        Raises:
+            RewardError: the share of failed responses is above `max_failed_share`, or a call returned another number of
+                rewards than responses.
+        """
+        count = len(samples.queries)
+        if samples.responses is None:
+            samples = samples._replace(responses=list(map(_response_of, samples.queries, samples.prompts)))
+        # Scorers read no rows, and these can be large (token ids, columns of the data), so they are not sent.
         if not self._code.reads_rows:
-            given = given._replace(rows=[{}] * count)
-        batch = _Batch(self.source, given, self._settings.max_failed_share)
+            samples = samples._replace(rows=[{}] * count)
+        batch = _Batch(self.source, samples, self._settings.max_failed_share)
         self._check_open(batch)
         size = self._chunk_size(count)
         chunks = [range(start, min(start + size, count)) for start in range(0, count, size)]
@@ -118,18 +127,20 @@ class WorkerReward(RewardSource):
         try:
             parts = [part for task in as_completed(tasks) for part in task.result()]
         except BaseException as error:
+            # KeyboardInterrupt too: the other chunks must stop before the caller goes on.
             batch.error = error
             self._interrupt()
             wait(tasks)
             raise
         if count and self._code.of_one and not self._is_concurrent:
             one_s = (time.monotonic() - began) * self._settings.workers / count
+            # Fast functions get larger chunks, because a message costs more time than such a call.
             self._size = max(1, min(MAX_CHUNK, int(CHUNK_S / one_s), math.ceil(count / self._settings.workers)))
-        reasons = {place: reason for place, (reason, _) in batch.failures.items()}
+        reasons = {index: reason for index, (reason, _) in batch.failures.items()}
         return join_columns(count, parts, reasons)
 
     def close(self) -> None:
-        """End all children, busy or not."""
+        """End all child processes, including busy ones."""
         if self._closed:
             return
         self._closed = True
@@ -146,38 +157,40 @@ class WorkerReward(RewardSource):
             return self._size
         return max(1, min(MAX_CHUNK, math.ceil(count / (CHUNKS_PER_WORKER * self._settings.workers))))
 
-    def _reward_chunk(self, batch: _Batch, places: Sequence[int]) -> list[tuple[Sequence[int], Columns]]:
-        """Reward some responses of a batch, in a thread; those whose chunk fails once more, each alone."""
-        status, *results = self._ask(
-            batch, [[column[place] for place in places] for column in batch.columns], self._limit_s(len(places))
-        )
+    def _reward_chunk(self, batch: _Batch, indices: Sequence[int]) -> list[tuple[Sequence[int], Columns]]:
+        """Compute the rewards of some responses of a batch. Responses of a failed chunk are repeated one at a time."""
+        message = [[column[index] for index in indices] for column in batch.columns]
+        status, *results = self._request(batch, message, self._limit_s(len(indices)))
         if status == "ok":
             beat()
             columns: Columns = results[0]
-            for place, failure in columns.failures.items():
-                batch.fail(places[place], *failure)
-            for place in () if self._in_sum else columns.absent:
-                batch.fail(places[place], "it returned None", "")
-            return [(places, columns)]
+            for i, failure in columns.failures.items():
+                batch.fail(indices[i], *failure)
+            if not self._in_sum:
+                for i in columns.absent:
+                    batch.fail(indices[i], "it returned None", "")
+            return [(indices, columns)]
+        # Not repeated one at a time: a single response might get one number by chance.
         if status == WRONG_COUNT:
             raise RewardError(f"{self.source} {results[0]}")
-        if len(places) == 1 or self._in_one_call:
-            for place in places:
-                batch.fail(place, *results)
+        if len(indices) == 1 or self._in_one_call:
+            for index in indices:
+                batch.fail(index, *results)
             return []
-        again = f"asking again for each of its {len(places)} responses alone"
-        _log.warning("%s: %s; %s", self.source, results[0], again)
-        return [part for place in places for part in self._reward_chunk(batch, [place])]
+        _log.warning("%s: %s; repeating its %d responses one at a time", self.source, results[0], len(indices))
+        return [part for index in indices for part in self._reward_chunk(batch, [index])]
 
     def _limit_s(self, count: int) -> float:
-        """Return the seconds that a child may take for one chunk."""
-        limit_s = self._settings.timeout_s
+        """Return the timeout of a chunk in seconds."""
+        timeout_s = self._settings.timeout_s
         if self._is_concurrent:
-            return limit_s * math.ceil(count / CONCURRENT_CALLS) + CONCURRENT_GRACE_S
-        return limit_s * count if self._code.of_batch else limit_s
+            return timeout_s * math.ceil(count / CONCURRENT_CALLS) + CONCURRENT_GRACE_S
+        if self._code.of_batch:
+            return timeout_s * count
+        return timeout_s
 
-    def _ask(self, batch: _Batch, message: object, timeout_s: float) -> Any:
-        """Return the reply of an idle child, as `Child.request` does. A child that has died is replaced before."""
+    def _request(self, batch: _Batch, message: object, timeout_s: float) -> Any:
+        """Return the reply of an idle child, as `Child.request` does. A dead child is replaced first."""
         child = self._idle.get()
         try:
             if child is not None and child.is_dead():
@@ -186,6 +199,7 @@ class WorkerReward(RewardSource):
                 child = None
             child = child or self._start()
             self._busy.add(child)
+            # Checked before and after: the batch may end while this thread waits for a child or for its reply.
             self._check_open(batch)
             reply = child.request(message, timeout_s)
             self._check_open(batch)
@@ -208,28 +222,35 @@ class WorkerReward(RewardSource):
         return child
 
     def _interrupt(self) -> None:
-        """End the children that are busy."""
+        """Kill the busy children, so that the threads that wait for their replies return."""
         for child in list(self._busy):
             child.kill()
 
 
 @dataclass
 class _Batch:
-    """The responses of one call, and which of them have failed."""
+    """The responses of one call, and the failures among them."""
 
     source: str
+    """Name of the code in error messages."""
     columns: Sequence[Any]
-    """Of `Responses`."""
+    """Fields of `Responses`."""
     max_failed_share: float
+    """Maximum share of failed responses."""
     failures: dict[int, tuple[str, str]] = field(default_factory=dict)
-    """Reason and traceback, by place."""
+    """Index -> reason and traceback."""
     error: BaseException | None = None
-    """For which it was given up: its other chunks raise the same, and call the function no more."""
+    """Error that ended the batch. Its other chunks raise it too, instead of calling the function."""
 
-    def fail(self, place: int, reason: str, trace: str) -> None:
-        """Note that a response has no reward; RewardError when it is one too many."""
-        count, prompt = len(self.columns[0]), self.columns[1][place]
-        self.failures[place] = f"{reason} (response {place}, prompt {short_line(repr(prompt), 80)})", trace
+    def fail(self, index: int, reason: str, trace: str) -> None:
+        """Record that a response has no reward.
+
+        Raises:
+            RewardError: too many responses have failed.
+        """
+        count = len(self.columns[0])
+        prompt = short_line(repr(self.columns[1][index]), 80)
+        self.failures[index] = f"{reason} (response {index}, prompt {prompt})", trace
         if len(self.failures) <= allowed_failures(count, self.max_failed_share):
             return
         first, trace = next(iter(self.failures.values()))
@@ -248,17 +269,18 @@ def _response_of(query: str, prompt: str) -> str:
     return query[len(prompt) :]
 
 
-# What follows runs in a child.
+# The rest of this module runs in a child process.
 
 
 def _serve(channel: socket.socket) -> None:
-    """Load what the first frame names, then reward responses until the parent closes the connection."""
+    """Load the function of the first message, then compute rewards until the parent closes the connection."""
     functions = list[Callable[..., Columns]]()
 
     def reply(message: Any) -> tuple[Any, ...]:
         try:
             if functions:
                 return "ok", functions[0](*message)
+            # The parent's import path, so that modules beside the user's script can be imported here.
             sys.path[:] = list(dict.fromkeys([*message["path"], *sys.path]))
             functions.append(pickle.loads(message["load"])())
             function = functions[0]

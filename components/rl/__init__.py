@@ -1,1 +1,1 @@
-"""RL maths: pure functions, tensors in and tensors out. Each names the paper and equation that it computes."""
+"""RL maths: pure functions from tensors to tensors. Each one cites the paper and the equation that it computes."""

@@ -16,17 +16,21 @@ from components.rl.masked import (
 
 
 def group_mean_baseline(reward_B: Tensor, group_B: Tensor) -> Tensor:
-    """Reward minus the mean of its group, the responses to one prompt.
+    """Reward minus the mean reward of its group (the responses to one prompt).
 
-    Source: Liu et al. 2025 (Dr. GRPO, arXiv 2503.20783), GRPO's advantage without its division; the group mean of
-    Hu et al. 2025 (REINFORCE++-baseline, arXiv 2501.03262).
+    Source: Liu et al. 2025 (Dr. GRPO, arXiv 2503.20783), which is GRPO's advantage without the division by the
+    standard deviation. Hu et al. 2025 (REINFORCE++-baseline, arXiv 2501.03262) use the same group mean.
 
     Args:
         reward_B: [B] reward of each response.
-        group_B: [B] integers, equal for the responses to one prompt; any numbers, in any order, of groups of any size.
+        group_B: [B] integer ids, equal for the responses to one prompt. Ids may be any integers in any order, and
+            groups may differ in size.
 
     Returns:
-        [B] float32 without gradient. 0 for a response that is alone in its group.
+        [B] float32 without gradient. 0 for the only response in a group.
+
+    Raises:
+        ValueError: shapes differ, or group_B is not of integers. The other group functions raise it too.
     """
     return Groups(reward_B, group_B).centred_B.float()
 
@@ -38,50 +42,57 @@ def rloo(reward_B: Tensor, group_B: Tensor) -> Tensor:
 
     Args:
         reward_B: [B] reward of each response.
-        group_B: [B] integers, as in `group_mean_baseline`.
+        group_B: [B] integer ids, as in `group_mean_baseline`.
 
     Returns:
-        [B] float32 without gradient. 0 for a response that is alone in its group: there are no others to compare with,
-        and its bare reward would be an advantage without a baseline among others that have one. (verl's rloo keeps it,
-        its rloo_vectorized does not.)
+        [B] float32 without gradient. 0 for the only response in a group. Its plain reward would be an advantage
+        without a baseline, next to others that have one. (verl's rloo returns the plain reward, its rloo_vectorized
+        returns 0.)
     """
     groups = Groups(reward_B, group_B)
-    # R - (n mean - R) / (n - 1) = (R - mean) n / (n - 1)
+    # R - (n mean - R) / (n - 1) = (R - mean) n / (n - 1). This form is exactly 0 for equal rewards.
     return (groups.centred_B * groups.size_B / (groups.size_B - 1).clamp(min=1)).float()
 
 
 def group_norm(reward_B: Tensor, group_B: Tensor, epsilon: float = 1e-4) -> Tensor:
-    """Reward minus the mean of its group, divided by the group's standard deviation: (R - mean) / (std + epsilon).
+    """Reward normalised within its group: (R - mean) / (std + epsilon).
 
-    Source: Shao et al. 2024 (GRPO, arXiv 2402.03300), section 4.1.2; the deviation is the unbiased one, as in OpenRLHF
-    and verl.
+    Source: Shao et al. 2024 (GRPO, arXiv 2402.03300), section 4.1.2. The standard deviation is the unbiased one, as in
+    OpenRLHF and verl.
 
     Args:
         reward_B: [B] reward of each response.
-        group_B: [B] integers, as in `group_mean_baseline`.
-        epsilon: TRL has 1e-4, verl 1e-6, OpenRLHF 1e-9. Rewards of 1 that a float32 sum left one digit apart get an
-            advantage of 0.0009, 0.08 or 1.5.
+        group_B: [B] integer ids, as in `group_mean_baseline`.
+        epsilon: added to the standard deviation. TRL uses 1e-4, verl 1e-6, OpenRLHF 1e-9. Two rewards of 1 that differ
+            in the last digit of a float32 sum get an advantage of 0.0009, 0.08 or 1.5 respectively.
 
     Returns:
-        [B] float32 without gradient. Exactly 0 in a group whose rewards are all equal, as in a group of one. (verl
-        leaves the reward of a group of one as it is.)
+        [B] float32 without gradient. Exactly 0 in a group whose rewards are all equal, including a group of one. (verl
+        returns the plain reward in a group of one.)
     """
     groups = Groups(reward_B, group_B)
     return (groups.centred_B / (groups.std_B + epsilon)).float()
 
 
 def group_std(reward_B: Tensor, group_B: Tensor) -> Tensor:
-    """[B] the unbiased standard deviation of the rewards of each response's group; exactly 0 where they are all
-    equal.
+    """Return the unbiased standard deviation [B] of the rewards in each response's group.
+
+    It is exactly 0 where all rewards of a group are equal.
     """
     return Groups(reward_B, group_B).std_B.float()
 
 
 class Groups:
-    """Rewards beside those of their group.
+    """Statistics of rewards within their groups, in float64.
 
-    In float64 the sum of equal float32 numbers is exact, so that their mean is that number. In float32 it may differ
-    in the last digit, and a difference of 1e-8 divided by a deviation of as much would be an advantage of 1.
+    In float64 the sum of equal float32 numbers is exact, so their mean is exactly that number. In float32 the mean may
+    differ in the last digit: a difference of 1e-8 divided by a standard deviation of 1e-8 would be an advantage of 1.
+
+    Attributes:
+        index_B: [B] index of each response's group, from 0.
+        size_B: [B] number of responses in each response's group.
+        mean_B: [B] mean reward of each response's group.
+        centred_B: [B] reward minus `mean_B`.
     """
 
     def __init__(self, reward_B: Tensor, group_B: Tensor) -> None:
@@ -96,13 +107,13 @@ class Groups:
 
     @property
     def std_B(self) -> Tensor:
-        """[B] unbiased standard deviation of each response's group; 0 in a group of one."""
+        """Unbiased standard deviation [B] of each response's group; 0 in a group of one."""
         return (self.sums(self.centred_B.square()) / (self.size_B - 1).clamp(min=1)).sqrt()
 
     def sums(self, x_B: Tensor) -> Tensor:
-        """[B] the sum of x over each response's group."""
+        """Return the sum [B] of x over each response's group."""
         return torch.zeros_like(x_B).index_add(0, self.index_B, x_B)[self.index_B]
 
     def largest(self, x_B: Tensor) -> Tensor:
-        """[B] the largest x of each response's group."""
+        """Return the maximum [B] of x over each response's group."""
         return torch.full_like(x_B, -math.inf).scatter_reduce(0, self.index_B, x_B, "amax")[self.index_B]

@@ -1,8 +1,10 @@
-"""From what each token costs to the number that is minimised.
+"""Aggregation of per-token losses to the scalar that is minimised.
 
-B sequences; N all tokens of a micro-batch end to end. Everything is a sum over the micro-batch divided by a count over
-the whole optimizer step on all ranks, so that sums over micro-batches and ranks are means over the step: where a batch
-is cut, and by how many ranks, changes nothing.
+Shape suffixes: B sequences; N all tokens of a micro-batch end to end.
+
+Every result is a sum over the micro-batch divided by a count over the complete optimizer step on all ranks. Summed over
+micro-batches and ranks, the results are means over the step. The number of micro-batches and ranks therefore does not
+change the loss.
 """
 
 from dataclasses import dataclass, field
@@ -14,39 +16,39 @@ from torch import Tensor
 from components.rl.masked import check_columns, check_lengths, chosen, sequence_means, sequence_sums, token_mean
 
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
-"""How tokens are weighed against each other, by verl's names."""
+"""Weighting of tokens and sequences in the loss, with verl's names; see `aggregate`."""
 
 
 @dataclass(frozen=True)
 class Totals:
-    """What losses are divided by: counts over the whole optimizer step, on all ranks."""
+    """Denominators of the losses: counts over the complete optimizer step, on all ranks."""
 
     tokens: int
-    """Tokens that are trained on."""
+    """Number of tokens that are trained on."""
     sequences: int
-    """Sequences that have such a token."""
+    """Number of sequences with at least one such token."""
     rows: int = 0
-    """All sequences, those without such a token too."""
+    """Number of all sequences, including those without such a token."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """What a loss function gives for each token of a micro-batch."""
+    """Result of a loss function: one value per token of a micro-batch."""
 
     loss_N: Tensor
-    """[N] what is minimised, 0 where the policy did not act."""
+    """[N] loss of each token, 0 where the policy did not act."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
-    """Each [N] without gradient, numbers or bools; their mean over the tokens of the step is logged."""
+    """Numbers or bools without gradient, each [N]. Their mean over the tokens of the step is logged."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """A micro-batch's part of the step's loss."""
+    """Contribution of one micro-batch to the loss of the optimizer step."""
 
     loss: Tensor
     """Scalar to minimise."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
-    """Scalars without gradient, which add up over micro-batches and ranks as the loss does."""
+    """Scalars without gradient. Like the loss, they are summed over micro-batches and ranks."""
 
 
 def aggregate(
@@ -57,29 +59,30 @@ def aggregate(
     aggregation: Aggregation = "token-mean",
     max_length: int | None = None,
 ) -> Tensor:
-    """This micro-batch's part of the mean of x over an optimizer step.
+    """Return the micro-batch's contribution to the mean of x over an optimizer step.
 
-    - `token-mean`: sum over tokens / tokens of the step. Each token counts the same (Yu et al. 2025, DAPO, arXiv
+    - `token-mean`: sum over tokens / tokens of the step. Every token has the same weight (Yu et al. 2025, DAPO, arXiv
       2503.14476, section 3.3).
-    - `token-sum`: the sum over tokens of the step, not divided; its size is that of the batch.
-    - `seq-mean-token-mean`: the mean over a sequence's tokens, then over sequences; each sequence counts the same, a
-      token of a long one less (Shao et al. 2024, GRPO, arXiv 2402.03300, equation 3).
-    - `seq-mean-token-sum`: the sum over a sequence's tokens, then the mean over sequences.
-    - `seq-mean-token-sum-norm`: that divided by a constant, `max_length` (Liu et al. 2025, Dr. GRPO, arXiv 2503.20783,
-      section 3.2). verl takes the longest row of the batch where none is given, which then depends on its padding.
+    - `token-sum`: sum over the tokens of the step, without a division. It grows with the batch size.
+    - `seq-mean-token-mean`: mean over a sequence's tokens, then over sequences. Every sequence has the same weight, so
+      a token of a long sequence has less (Shao et al. 2024, GRPO, arXiv 2402.03300, equation 3).
+    - `seq-mean-token-sum`: sum over a sequence's tokens, then the mean over sequences.
+    - `seq-mean-token-sum-norm`: the previous one divided by the constant `max_length` (Liu et al. 2025, Dr. GRPO, arXiv
+      2503.20783, section 3.2). Without a constant verl divides by the longest row of the batch, which depends on the
+      padding.
 
-    A sequence in which the policy never acted is no sequence of any of these means.
+    Sequences without an action token are not counted in any of these means.
 
     Args:
-        x_N: [N]; entries outside the mask may be anything, NaN too.
+        x_N: [N] values. Entries outside the mask may have any value, including NaN.
         mask_N: [N] bool, True where the policy produced the token.
-        lengths_B: [B] tokens in each sequence.
-        totals: of the whole optimizer step, on all ranks.
-        aggregation: one of the five.
-        max_length: tokens that a response may have; only read, and then needed, by the last one.
+        lengths_B: [B] number of tokens in each sequence.
+        totals: counts over the complete optimizer step, on all ranks.
+        aggregation: one of the five names above.
+        max_length: maximum number of tokens of a response. Required by `seq-mean-token-sum-norm`, ignored otherwise.
 
     Raises:
-        ValueError: shapes differ, a total is not positive, `max_length` is missing, or the name is none of the five.
+        ValueError: shapes differ, a total is not positive, `max_length` is missing, or the aggregation is unknown.
     """
     if aggregation == "token-mean":
         return token_mean(x_N, mask_N, totals.tokens)
@@ -112,13 +115,13 @@ def reduce_loss(
     max_length: int | None = None,
     weight_N: Tensor | None = None,
 ) -> LossOutput:
-    """This micro-batch's part of a loss, and of the means of its metrics over tokens.
+    """Return the micro-batch's contribution to the loss, and to the means of its metrics over tokens.
 
     Args:
-        token_loss: of each token.
-        mask_N: [N] bool, as in `aggregate`, like what is not named here.
-        weight_N: [N] without gradient, times which the loss of each token counts, such as `correction` gives it; the
-            counts that are divided by stay as they are, and so do the metrics.
+        token_loss: loss and metrics of each token.
+        mask_N: [N] bool, as in `aggregate`, like all arguments that are not listed here.
+        weight_N: [N] factor of each token's loss, without gradient, for example from `correction`. It changes neither
+            the denominators nor the metrics.
 
     Raises:
         ValueError: as in `aggregate`, or the weights or a metric are not [N].
@@ -129,7 +132,8 @@ def reduce_loss(
         loss_N = loss_N * chosen(mask_N, weight_N.detach())
     loss = aggregate(loss_N, mask_N, lengths_B, totals, aggregation, max_length)
     with torch.no_grad():
-        # A share of tokens counts a NaN as a no; the 0 * NaN says that there is one.
-        flaw = 0.0 * loss
-        metrics = {name: token_mean(x_N, mask_N, totals.tokens) + flaw for name, x_N in token_loss.metrics.items()}
+        # A bool metric is False where the loss is NaN, so the NaN would not show. Adding 0.0 * NaN makes it NaN too.
+        nan_or_zero = 0.0 * loss
+        metrics = {name: token_mean(x_N, mask_N, totals.tokens) for name, x_N in token_loss.metrics.items()}
+        metrics = {name: mean + nan_or_zero for name, mean in metrics.items()}
     return LossOutput(loss=loss, metrics=metrics)

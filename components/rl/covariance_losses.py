@@ -17,12 +17,12 @@ from components.rl.surrogate import checked_advantages, distance_metrics
 
 
 def covariances(old_logprob_N: Tensor, advantage_N: Tensor, action_mask_N: Tensor) -> Tensor:
-    """[N] (log p - mean log p)(A - mean A), the means over all tokens given: where it is large, entropy is lost.
+    """Return (log p - mean log p)(A - mean A) [N]. Tokens with a large value reduce the entropy most.
 
-    Source: Cui et al. 2025 (The Entropy Mechanism, arXiv 2505.22617), equation 10. It is taken once for an optimizer
-    step, of the old log-probabilities, because a mean over a micro-batch would make results depend on how the step is
-    cut. verl takes it over each micro-batch, of the log-probabilities now, and leaves tokens that are clipped already
-    out of Clip-Cov's choice; before the first update of a batch of samples it is the same.
+    Source: Cui et al. 2025 (The Entropy Mechanism, arXiv 2505.22617), equation 10. Call it once per optimizer step,
+    with the old log-probabilities: a mean over a micro-batch would make the result depend on the micro-batch size. verl
+    computes it per micro-batch from the current log-probabilities, and excludes tokens that are already clipped from
+    the selection of Clip-Cov. Before the first update on a batch of samples the two are the same.
     """
     advantage_N = checked_advantages(old_logprob_N, old_logprob_N, advantage_N, action_mask_N)
     logprob_N = chosen(action_mask_N, old_logprob_N.detach())
@@ -34,34 +34,37 @@ def covariances(old_logprob_N: Tensor, advantage_N: Tensor, action_mask_N: Tenso
 def clip_cov_tokens(
     covariance_N: Tensor, action_mask_N: Tensor, uniform_N: Tensor, *, share: float, low: float, high: float
 ) -> Tensor:
-    """[N] bool, the tokens that `clip_cov_loss` drops: a share of all, at random among those between two covariances.
+    """Return a mask [N] of the tokens that `clip_cov_loss` drops, drawn among those with a covariance within bounds.
 
-    Source: Cui et al. 2025 (arXiv 2505.22617), equation 11; at least one token where any is between.
+    Source: Cui et al. 2025 (arXiv 2505.22617), equation 11. At least one token is dropped if any is within the bounds.
 
     Args:
-        covariance_N: [N] of `covariances`, over the whole optimizer step, like everything here.
-        uniform_N: [N] random numbers; those with the smallest are dropped, so that the choice moves with the tokens.
-        share: of all action tokens, 0 to 1; the paper has 2e-4.
-        low: covariances above it; the paper has 1.
-        high: and below it; the paper has 5.
+        covariance_N: [N] result of `covariances` over the complete optimizer step, like all arguments here.
+        uniform_N: [N] random numbers. The candidates with the smallest numbers are dropped, so the choice does not
+            depend on the order of the tokens.
+        share: share of all action tokens to drop, 0 to 1. The paper uses 2e-4.
+        low: exclusive lower bound of the covariance. The paper uses 1.
+        high: exclusive upper bound of the covariance. The paper uses 5.
     """
     check_columns(action_mask_N, covariance_N=covariance_N, uniform_N=uniform_N)
     _check_share(share)
     candidate = (action_mask_N & (covariance_N > low) & (covariance_N < high)).nonzero().squeeze(1)
     count = min(max(int(share * int(action_mask_N.sum())), 1), len(candidate))
     dropped_N = torch.zeros_like(action_mask_N)
+    # The smallest of random numbers are a random choice, which the caller's seed determines.
     dropped_N[candidate[uniform_N[candidate].argsort()[:count]]] = True
     return dropped_N
 
 
 def kl_cov_tokens(covariance_N: Tensor, action_mask_N: Tensor, *, share: float) -> Tensor:
-    """[N] bool, the tokens that `kl_cov_loss` holds back: the share with the largest covariances, at least one.
+    """Return a mask [N] of the tokens that `kl_cov_loss` penalises: the ones with the largest covariances.
 
     Source: Cui et al. 2025 (arXiv 2505.22617), equation 13.
 
     Args:
-        covariance_N: [N] of `covariances`, over the whole optimizer step.
-        share: of all action tokens, 0 to 1; the paper has 2e-3 for 7B and 2e-4 for 32B parameters.
+        covariance_N: [N] result of `covariances` over the complete optimizer step.
+        share: share of all action tokens, 0 to 1, rounded down but at least one token. The paper uses 2e-3 for 7B and
+            2e-4 for 32B parameters.
     """
     check_columns(action_mask_N, covariance_N=covariance_N)
     _check_share(share)
@@ -82,45 +85,41 @@ def clip_cov_loss(
     clip_low: float,
     clip_high: float,
 ) -> TokenLoss:
-    """The clipped surrogate without the tokens that would cost the most entropy.
+    """Clipped surrogate without the tokens that would reduce the entropy most.
 
     Source: Cui et al. 2025 (Clip-Cov, arXiv 2505.22617), equation 12.
 
     Args:
-        dropped_N: [N] bool of `clip_cov_tokens`.
+        dropped_N: [N] bool, result of `clip_cov_tokens`.
     """
     check_columns(dropped_N, action_mask_N=action_mask_N)
-    whole = ppo_loss(logprob_N, old_logprob_N, advantage_N, action_mask_N, clip_low=clip_low, clip_high=clip_high)
-    # A NaN is not dropped: it is there to be seen.
-    loss_N = torch.where(dropped_N & ~whole.loss_N.isnan(), 0.0, whole.loss_N)
-    return TokenLoss(loss_N, whole.metrics | {"dropped_share": dropped_N})
+    ppo = ppo_loss(logprob_N, old_logprob_N, advantage_N, action_mask_N, clip_low=clip_low, clip_high=clip_high)
+    # A NaN is not dropped, so that it stays visible in the loss.
+    loss_N = torch.where(dropped_N & ~ppo.loss_N.isnan(), 0.0, ppo.loss_N)
+    return TokenLoss(loss_N, ppo.metrics | {"dropped_share": dropped_N})
 
 
 def kl_cov_loss(
-    logprob_N: Tensor,
-    old_logprob_N: Tensor,
-    advantage_N: Tensor,
-    action_mask_N: Tensor,
-    held_N: Tensor,
-    *,
-    coef: float,
+    logprob_N: Tensor, old_logprob_N: Tensor, advantage_N: Tensor, action_mask_N: Tensor, held_N: Tensor, *, coef: float
 ) -> TokenLoss:
-    """-r A, and coef |log r| on the tokens that would cost the most entropy.
+    """KL-Cov loss: -r A, plus coef |log r| on the tokens that would reduce the entropy most.
 
-    Source: Cui et al. 2025 (KL-Cov, arXiv 2505.22617), equation 14; the penalty is that of its listing 1.
+    Source: Cui et al. 2025 (KL-Cov, arXiv 2505.22617), equation 14, with the penalty of its listing 1.
 
     Args:
-        held_N: [N] bool of `kl_cov_tokens`.
-        coef: loss per nat that such a token's log-probability moves, at least 0; the paper has 1.
+        held_N: [N] bool, result of `kl_cov_tokens`.
+        coef: penalty per nat of change in the log-probability of such a token, at least 0. The paper uses 1.
     """
     if not coef >= 0:
         raise ValueError(f"coef={coef}; set the loss per nat to 0 or more")
     check_columns(held_N, action_mask_N=action_mask_N)
     advantage_N = checked_advantages(logprob_N, old_logprob_N, advantage_N, action_mask_N)
-    own_N = log_ratio(logprob_N, old_logprob_N, action_mask_N)
-    ratio_N = own_N.exp()
-    penalty_N = torch.where(held_N & action_mask_N, coef * own_N.abs(), 0.0)
-    return TokenLoss(penalty_N - ratio_N * advantage_N, {"held_share": held_N, **distance_metrics(own_N, ratio_N)})
+    log_ratio_N = log_ratio(logprob_N, old_logprob_N, action_mask_N)
+    ratio_N = log_ratio_N.exp()
+    penalty_N = torch.where(held_N & action_mask_N, coef * log_ratio_N.abs(), 0.0)
+    return TokenLoss(
+        penalty_N - ratio_N * advantage_N, {"held_share": held_N, **distance_metrics(log_ratio_N, ratio_N)}
+    )
 
 
 def _check_share(share: float) -> None:

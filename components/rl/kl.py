@@ -1,6 +1,6 @@
-"""The KL divergence between policy and reference: estimators, one sample per token, and the weight that it gets.
+"""KL divergence between policy and reference: estimators per sampled token, and the adaptive coefficient.
 
-N all tokens of a batch end to end.
+Shape suffix: N all tokens of a batch end to end.
 Source: John Schulman, "Approximating KL Divergence" (2020), which names k1, k2 and k3.
 """
 
@@ -13,30 +13,37 @@ from torch import Tensor
 from components.rl.masked import LOG_RATIO_LIMIT, check_columns, chosen
 
 KLKind = Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"]
+"""Name of an estimator; see `kl_estimate`."""
 
 KL_LIMIT = 10.0
+"""Maximum absolute value of an estimate in nats, as in OpenRLHF."""
 
 
 def kl_estimate(logprob_N: Tensor, ref_logprob_N: Tensor, action_mask_N: Tensor, kind: KLKind) -> Tensor:
-    """KL(policy, reference) of each token in nats, for tokens that the policy sampled.
+    """Estimate KL(policy, reference) in nats at each token that the policy sampled.
 
-    With d = log p - log p_ref: k1 = d, without bias, of either sign; k2 = d^2 / 2, biased, its gradient is that of
-    the KL; k3 = exp(-d) - 1 + d, without bias, never negative; abs = |d|. As a loss, the gradient of k1 has mean 0 and
-    that of k3 is that of KL(reference, policy): a "+" behind the name keeps the value and takes the gradient of k2, d,
-    the one that is right in expectation (Tang and Munos 2025, arXiv 2506.09477). So k1 suits rewards; k2 and all "+"
-    losses.
+    With d = log p - log p_ref:
 
-    d is kept within +-20, and every estimate within +-10, k1, k2 and abs too, as in OpenRLHF (verl cuts k3 alone).
-    Where it is cut its gradient is 0; that of a "+" is 0 only where |d| is beyond 20.
+    - k1 = d: unbiased, may be negative.
+    - k2 = d^2 / 2: biased. Its gradient is that of the KL.
+    - k3 = exp(-d) - 1 + d: unbiased, never negative.
+    - abs = |d|.
+
+    As a loss, k1 has a gradient of mean 0, and k3 has the gradient of KL(reference, policy). A "+" after the name keeps
+    the value and uses the gradient of k2, which is the correct one in expectation (Tang and Munos 2025, arXiv
+    2506.09477). k1 is therefore suited to rewards, and k2 and all "+" variants to losses.
+
+    d is clamped to +-20, and every estimate (k1, k2 and abs too) to +-10, as in OpenRLHF. verl clamps only k3. The
+    gradient of a clamped estimate is 0; that of a "+" variant is 0 only where |d| is above 20.
 
     Args:
         logprob_N: [N] log-probability under the policy, nats.
-        ref_logprob_N: [N] the same token under the reference.
-        action_mask_N: [N] bool, True where the policy produced the token; elsewhere anything may stand.
-        kind: which estimator.
+        ref_logprob_N: [N] log-probability of the same token under the reference, nats.
+        action_mask_N: [N] bool, True where the policy produced the token. Entries elsewhere may have any value.
+        kind: name of the estimator.
 
     Returns:
-        [N] float32, 0 where the policy did not act.
+        [N] float32, 0 outside the mask.
 
     Raises:
         ValueError: the shapes differ, or `kind` is unknown.
@@ -66,24 +73,23 @@ def _estimate(d_N: Tensor, kind: str) -> Tensor:
 
 
 def adapted_kl_coef(coef: float, kl: float, *, target: float, horizon: float, samples: int) -> float:
-    """The weight of the KL after a step whose policy was `kl` away: larger beyond the target, smaller within it.
+    """Return the KL coefficient for the next step: larger if `kl` is above the target, smaller if it is below.
 
     Source: Ziegler et al. 2019 (arXiv 1909.08593), section 2.2: coef (1 + clip(kl / target - 1, -0.2, 0.2) samples /
-    horizon). A fixed weight needs no function. With as many samples as five horizons the weight could become 0, from
-    where it never comes back, or turn its sign.
+    horizon). With samples of five horizons or more the coefficient could become 0, where it would stay, or negative.
 
     Args:
-        coef: weight during the step, at least 0.
-        kl: mean KL of the step in nats; per token or per sequence, whatever the target is of.
-        target: the KL to stay near, above 0.
-        horizon: samples over which the weight may change by at most a fifth of itself.
-        samples: responses of the step, fewer than five times the horizon.
+        coef: coefficient during the step, at least 0.
+        kl: mean KL of the step in nats, per token or per sequence, as the target.
+        target: KL to stay near, above 0.
+        horizon: number of samples over which the coefficient may change by at most 20 %.
+        samples: number of responses of the step, fewer than five times the horizon.
 
     Raises:
         ValueError: the KL is not finite.
     """
     if not math.isfinite(kl):
         raise ValueError(
-            f"the KL of the step is {kl}, to which no weight can be adapted; look at its log-probabilities"
+            f"the KL of the step is {kl}, so its coefficient cannot be adapted; check the log-probabilities"
         )
     return coef * (1.0 + min(max(kl / target - 1.0, -0.2), 0.2) * samples / horizon)

@@ -1,11 +1,16 @@
-"""Policy losses: what is minimised to make good actions likelier.
+"""Policy losses: per-token losses whose minimisation increases the probability of good actions.
 
-B sequences; N all tokens of a micro-batch end to end. Each function gives the loss of every token, [N]; `aggregation`
-makes one number of it. `logprob_N` is the log-probability now, in nats, and the only thing that gradients flow through;
-`old_logprob_N` is the same before the first update on these samples; `action_mask_N` is True where the policy produced
-the token, and what is outside of it may be anything, NaN too. r = exp(logprob - old_logprob) is the ratio, with the
-log-ratio kept within +-20. Metrics: `ratio_mean` and `approx_kl`, the k3 estimate of the KL from the old policy in
-nats, which is 0 only while every token's ratio is 1; and `clip_frac` of tokens that a clip range changes.
+Shape suffixes: B sequences; N all tokens of a micro-batch end to end. Each function returns the loss [N] of every
+token; `aggregation` reduces it to a scalar. Common arguments:
+
+- `logprob_N`: [N] current log-probability in nats. Gradients flow only through it.
+- `old_logprob_N`: [N] log-probability in nats before the first update on these samples.
+- `advantage_N`: [N] advantage of each token.
+- `action_mask_N`: [N] bool, True where the policy produced the token. Entries elsewhere may have any value, even NaN.
+
+r = exp(logprob - old_logprob) is the ratio, with the log-ratio clamped to +-20. Metrics: `ratio_mean`; `approx_kl`, the
+k3 estimate of the KL from the old policy in nats, which is 0 only while every token's ratio is 1; and `clip_frac`, the
+share of tokens that a clip range changes. All functions raise a ValueError if shapes differ.
 """
 
 from torch import Tensor
@@ -32,16 +37,16 @@ def ppo_loss(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> TokenLoss:
-    """Clipped surrogate, max(-r A, -clip(r, 1 - low, 1 + high) A): what the ratio gains outside does not count.
+    """Clipped surrogate of PPO: max(-r A, -clip(r, 1 - low, 1 + high) A).
 
     Source: Schulman et al. 2017 (arXiv 1707.06347), equation 7; two separate bounds: Yu et al. 2025 (DAPO, arXiv
     2503.14476), equation 8; the dual clip: Ye et al. 2020 (arXiv 1912.09729), equation 5.
 
     Args:
-        clip_low: the ratio is kept above 1 - clip_low, 0 to 1.
-        clip_high: the ratio is kept below 1 + clip_high, at least 0.
-        dual_clip: more than 1: a token with a negative advantage costs at most -dual_clip A, however likely it has
-            become. `dual_clip_frac` says on how many tokens. None: no such bound.
+        clip_low: the lower bound of the ratio is 1 - clip_low, 0 to 1.
+        clip_high: the upper bound of the ratio is 1 + clip_high, at least 0.
+        dual_clip: above 1: the loss of a token with a negative advantage is at most -dual_clip A, whatever its ratio.
+            The metric `dual_clip_frac` is the share of tokens with that loss. None sets no such bound.
     """
     advantage_N = checked_advantages(logprob_N, old_logprob_N, advantage_N, action_mask_N)
     return clipped_surrogate(
@@ -59,16 +64,16 @@ def gspo_loss(
     clip_low: float,
     clip_high: float,
 ) -> TokenLoss:
-    """The clipped surrogate on the ratio of the whole response, the geometric mean of its tokens' ratios.
+    """Clipped surrogate on the ratio of the response, which is the geometric mean of its tokens' ratios.
 
-    Source: Zheng et al. 2025 (GSPO, arXiv 2507.18071), equation 14 (GSPO-token): every token has the response's ratio
-    as its value and its own gradient, so tokens may differ in advantage. With equal advantages and the aggregation
-    seq-mean-token-mean it is equation 5.
+    Source: Zheng et al. 2025 (GSPO, arXiv 2507.18071), equation 14 (GSPO-token). Every token has the value of the
+    response's ratio and the gradient of its own, so advantages may differ between tokens. With equal advantages and the
+    aggregation seq-mean-token-mean it is equation 5.
 
     Args:
-        lengths_B: [B] tokens in each sequence.
-        clip_low: as in `ppo_loss`; the paper has 3e-4.
-        clip_high: as in `ppo_loss`; the paper has 4e-4.
+        lengths_B: [B] number of tokens in each sequence.
+        clip_low: as in `ppo_loss`. The paper uses 3e-4.
+        clip_high: as in `ppo_loss`. The paper uses 4e-4.
     """
     advantage_N = checked_advantages(logprob_N, old_logprob_N, advantage_N, action_mask_N, lengths_B)
     own_N = log_ratio(logprob_N, old_logprob_N, action_mask_N)
@@ -82,7 +87,9 @@ def gspo_loss(
 
 
 def reinforce_loss(logprob_N: Tensor, advantage_N: Tensor, action_mask_N: Tensor) -> TokenLoss:
-    """-A log p, for one update per batch of samples: nothing holds the policy near the one that made them.
+    """REINFORCE loss, -A log p.
+
+    Use it with one update per batch of samples: nothing keeps the policy near the one that generated them.
 
     Source: Williams 1992, REINFORCE; with `advantages.gpg` it is the loss of GPG.
     """
@@ -91,12 +98,12 @@ def reinforce_loss(logprob_N: Tensor, advantage_N: Tensor, action_mask_N: Tensor
 
 
 def entropy_loss(entropy_N: Tensor, action_mask_N: Tensor) -> TokenLoss:
-    """-H: to be added with a small weight, so that the policy keeps trying.
+    """Negative entropy, to be added to the loss with a small weight, so that the policy keeps exploring.
 
     Source: Williams and Peng 1991; Mnih et al. 2016 (A3C, arXiv 1602.01783), section 4.
 
     Args:
-        entropy_N: [N] nats, of the distribution that each token was drawn from, with gradient.
+        entropy_N: [N] entropy of each token's distribution in nats, with gradient.
     """
     check_columns(action_mask_N, entropy_N=entropy_N)
     entropy_N = chosen(action_mask_N, entropy_N)

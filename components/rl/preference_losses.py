@@ -1,6 +1,7 @@
-"""Preference losses: what is minimised to rank the better of two responses first. P pairs of a micro-batch.
+"""Preference losses: losses that rank the better of two responses first.
 
-As in `aggregation`, everything is a sum over the micro-batch divided by the pairs of the whole optimizer step.
+Shape suffix: P pairs of a micro-batch. As in `aggregation`, every result is a sum over the micro-batch divided by the
+number of pairs of the complete optimizer step.
 """
 
 from torch import Tensor
@@ -12,29 +13,33 @@ from components.rl.aggregation import LossOutput
 def bradley_terry_loss(
     chosen_P: Tensor, rejected_P: Tensor, total_pairs: float, margin_P: Tensor | None = None
 ) -> LossOutput:
-    """Negative log-likelihood that the chosen response wins, if rewards are log-odds of winning.
+    """Bradley-Terry loss, -log sigmoid(chosen - rejected - margin).
 
-    -log sigmoid(chosen - rejected - margin) (Ouyang et al. 2022, arXiv 2203.02155, equation 1; the margin: Touvron et
-    al. 2023, arXiv 2307.09288, equation 2).
+    It is the negative log-likelihood that the chosen response wins, with rewards as log-odds of winning.
+
+    Source: Ouyang et al. 2022, arXiv 2203.02155, equation 1; the margin: Touvron et al. 2023, arXiv 2307.09288,
+    equation 2.
 
     Args:
         chosen_P: [P] rewards of the chosen responses.
-        rejected_P: [P] those of the rejected ones.
-        total_pairs: pairs of the whole optimizer step, on all ranks.
-        margin_P: [P] by how much the one should be better; None: 0.
+        rejected_P: [P] rewards of the rejected responses.
+        total_pairs: number of pairs of the complete optimizer step, on all ranks.
+        margin_P: [P] minimum difference between the two rewards; None means 0.
 
     Returns:
-        The loss, and the metrics `accuracy` (share of pairs ranked right, a tie is half of one), `chosen_reward`,
-        `rejected_reward` and `margin`, means over the pairs.
+        The loss, and means over the pairs as metrics: `accuracy` (share of pairs that are ranked correctly; a tie
+        counts half), `chosen_reward`, `rejected_reward` and `margin`.
 
     Raises:
         ValueError: shapes differ, or total_pairs is not positive.
     """
-    columns = {"rejected_P": rejected_P} | ({} if margin_P is None else {"margin_P": margin_P})
-    _check("chosen_P", chosen_P, total_pairs, **columns)
+    _check("chosen_P", chosen_P, total_pairs, rejected_P=rejected_P)
     gap_P = chosen_P.float() - rejected_P.float()
-    loss_P = -logsigmoid(gap_P if margin_P is None else gap_P - margin_P)
-    return _mean(loss_P, total_pairs, {"accuracy": _wins(gap_P), **_rewards(chosen_P, rejected_P)})
+    metrics = {"accuracy": _wins(gap_P), **_rewards(chosen_P, rejected_P)}
+    if margin_P is not None:
+        _check("chosen_P", chosen_P, total_pairs, margin_P=margin_P)
+        gap_P = gap_P - margin_P
+    return _mean(-logsigmoid(gap_P), total_pairs, metrics)
 
 
 def dpo_loss(
@@ -48,24 +53,26 @@ def dpo_loss(
     label_smoothing: float = 0.0,
     ipo: bool = False,
 ) -> LossOutput:
-    """Direct preference optimisation: the policy is its own reward model, beta times its log-ratio to the reference.
+    """Direct preference optimisation (DPO), conservative DPO, or IPO.
 
-    With z the chosen response's log-ratio minus the rejected one's:
+    The implicit reward of a response is beta times its log-ratio to the reference. With z the log-ratio of the chosen
+    response minus that of the rejected one:
 
-    - -(1 - e) log sigmoid(beta z) - e log sigmoid(-beta z), e = label_smoothing: DPO (Rafailov et al. 2023, arXiv
-      2305.18290, equation 7), and for e > 0 conservative DPO (Mitchell 2023): a share e of the labels is wrong.
-    - (z - 1 / (2 beta))^2: IPO (Azar et al. 2023, arXiv 2310.12036, equation 17). Log-ratios are sums over the
-      response, as there; some libraries take means.
+    - DPO: -(1 - e) log sigmoid(beta z) - e log sigmoid(-beta z) with e = label_smoothing (Rafailov et al. 2023, arXiv
+      2305.18290, equation 7). With e > 0 it is conservative DPO (Mitchell 2023), which assumes that a share e of the
+      labels is wrong.
+    - IPO: (z - 1 / (2 beta))^2 (Azar et al. 2023, arXiv 2310.12036, equation 17). Log-ratios are sums over the
+      response, as in the paper. Some libraries use means.
 
     Args:
-        chosen_P: [P] log-probability of the chosen response, the sum over its tokens, in nats.
-        rejected_P: [P] of the rejected one.
-        reference_chosen_P: [P] the same under the reference; no gradient flows.
-        reference_rejected_P: [P].
-        total_pairs: pairs of the whole optimizer step, on all ranks.
-        beta: how dear it is to leave the reference; above 0.
-        label_smoothing: share of labels taken to be wrong, from 0 to below 0.5.
-        ipo: the second form.
+        chosen_P: [P] log-probability of the chosen response in nats, summed over its tokens.
+        rejected_P: [P] log-probability of the rejected response in nats.
+        reference_chosen_P: [P] log-probability of the chosen response under the reference. No gradient flows.
+        reference_rejected_P: [P] log-probability of the rejected response under the reference. No gradient flows.
+        total_pairs: number of pairs of the complete optimizer step, on all ranks.
+        beta: strength of the penalty for leaving the reference, above 0.
+        label_smoothing: share of labels that are assumed to be wrong, from 0 to below 0.5.
+        ipo: use IPO instead of DPO.
 
     Returns:
         The loss, and the metrics `accuracy`, `chosen_reward`, `rejected_reward` and `margin` of the implicit rewards.
@@ -81,8 +88,9 @@ def dpo_loss(
     if ipo:
         loss_P = (gap_P - 1 / (2 * beta)).square()
     else:
-        right_P, wrong_P = logsigmoid(beta * gap_P), logsigmoid(-beta * gap_P)
-        loss_P = -(1 - label_smoothing) * right_P - label_smoothing * wrong_P
+        logp_correct_P = logsigmoid(beta * gap_P)
+        logp_flipped_P = logsigmoid(-beta * gap_P)
+        loss_P = -(1 - label_smoothing) * logp_correct_P - label_smoothing * logp_flipped_P
     metrics = {"accuracy": _wins(gap_P), **_rewards(beta * chosen_ratio_P, beta * rejected_ratio_P)}
     return _mean(loss_P, total_pairs, metrics)
 
@@ -96,12 +104,13 @@ def _check(name: str, like_P: Tensor, total_pairs: float, **columns: Tensor) -> 
 
 
 def _wins(gap_P: Tensor) -> Tensor:
-    """1 where the chosen response is ahead, half where they are level."""
+    """Return 1 where the chosen response is ahead, and 0.5 where the two are equal."""
     return (gap_P.detach().sign() + 1) / 2
 
 
 def _rewards(chosen_P: Tensor, rejected_P: Tensor) -> dict[str, Tensor]:
-    chosen_P, rejected_P = chosen_P.detach().float(), rejected_P.detach().float()
+    chosen_P = chosen_P.detach().float()
+    rejected_P = rejected_P.detach().float()
     return {"chosen_reward": chosen_P, "rejected_reward": rejected_P, "margin": chosen_P - rejected_P}
 
 

@@ -1,4 +1,4 @@
-"""The loss of learning from demonstrations. N all tokens of a micro-batch end to end."""
+"""Loss of supervised fine-tuning. Shape suffix: N all tokens of a micro-batch end to end."""
 
 from torch import Tensor
 
@@ -7,12 +7,12 @@ from components.rl.masked import token_mean
 
 
 def sft_loss(logprob_N: Tensor, loss_mask_N: Tensor, total_tokens: float) -> LossOutput:
-    """Mean negative log-likelihood of the tokens to learn (cross-entropy; Ouyang et al. 2022, arXiv 2203.02155, 3.1).
+    """Mean negative log-likelihood of the masked tokens (cross-entropy; Ouyang et al. 2022, arXiv 2203.02155, 3.1).
 
     Args:
-        logprob_N: [N] log-probability of each token given those before it, nats.
+        logprob_N: [N] log-probability of each token given the tokens before it, nats.
         loss_mask_N: [N] bool, True for the tokens to learn.
-        total_tokens: tokens to learn in the whole optimizer step, on all ranks.
+        total_tokens: number of tokens to learn in the complete optimizer step, on all ranks.
 
     Returns:
         The loss, and the metric `nll` (the loss again), in nats per token.

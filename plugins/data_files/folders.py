@@ -1,4 +1,4 @@
-"""The data files of a folder, by split: its own files, whatever is written in them."""
+"""Data files of a folder by split, restricted to files inside the folder."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from components.net.hub import first_line
 from plugins.data_files.quiet import quiet
 
 _CONFIG_KEYS = {"data_files", "data_dir", "default", "description", "version"}
+"""Supported keys of a configuration in a README."""
 
 
 def read_folder(folder: Path, data_dir: str | None, split: str, label_key: str | None) -> list[Any]:
@@ -52,43 +53,49 @@ def read_folder(folder: Path, data_dir: str | None, split: str, label_key: str |
 def folder_files(folder: Path, data_dir: str | None, file_types: Sequence[str]) -> dict[str, list[Path]]:
     """Find the files of each split of a folder.
 
-    A folder that `save_to_disk` wrote lists its files. In others the names tell the splits, by the rules of `datasets`,
-    unless the README names the files of each split. All must be inside the folder: addresses, absolute paths and `..`
-    are refused. Symbolic links are the user's, and are followed. No code of the folder runs.
+    A folder that `save_to_disk` wrote lists its files. In other folders the README may name the files of each split.
+    Otherwise the split follows from the file name, by the rules of `datasets`. All files must be inside the folder:
+    URLs, absolute paths and `..` are rejected. Symbolic links are followed, because the user created them. No code of
+    the folder is run.
 
     Args:
-        folder: with data files.
-        data_dir: a folder inside it that has the files; then the README is not read.
-        file_types: endings of the files that can be read; others are left alone.
+        folder: folder with data files.
+        data_dir: subfolder with the files. The README is then not read.
+        file_types: extensions of the files that can be read. Other files are ignored.
 
     Raises:
-        ValueError: a file outside is named, or there are several configurations and none is the default.
+        ValueError: a file outside the folder is named, or there are several configurations without a default.
         OSError: there are no data files.
     """
-    place = folder / (data_dir or "")
-    if (place / "dataset_dict.json").is_file():
-        splits = json.loads((place / "dataset_dict.json").read_text())["splits"]
-        return {split: _saved_files(place / _inside(split, "dataset_dict.json")) for split in splits}
-    if (place / "state.json").is_file() and (place / "dataset_info.json").is_file():
-        return {"train": _saved_files(place)}
+    root = folder / (data_dir or "")
+    if (root / "dataset_dict.json").is_file():
+        splits = json.loads((root / "dataset_dict.json").read_text())["splits"]
+        return {split: _saved_files(root / _inside(split, "dataset_dict.json")) for split in splits}
+    # A single data set without splits, which `save_to_disk` writes without dataset_dict.json.
+    if (root / "state.json").is_file() and (root / "dataset_info.json").is_file():
+        return {"train": _saved_files(root)}
     from datasets.data_files import DataFilesDict, get_data_patterns, sanitize_patterns
 
-    config = {} if data_dir else _card_config(folder)
-    place = (place / config.get("data_dir", "")).resolve()
-    patterns = sanitize_patterns(config["data_files"]) if "data_files" in config else get_data_patterns(str(place))
-    matches = DataFilesDict.from_patterns(patterns, base_path=str(place), allowed_extensions=list(file_types))
-    # One file may fit several patterns of its split.
+    config: dict[str, Any] = {} if data_dir else _card_config(folder)
+    root = (root / config.get("data_dir", "")).resolve()
+    patterns = sanitize_patterns(config["data_files"]) if "data_files" in config else get_data_patterns(str(root))
+    matches = DataFilesDict.from_patterns(patterns, base_path=str(root), allowed_extensions=list(file_types))
+    # A file may match several patterns of its split; without dict.fromkeys its rows would be read twice.
     return {str(split): [Path(name) for name in dict.fromkeys(names)] for split, names in matches.items() if names}
 
 
 def _saved_files(folder: Path) -> list[Path]:
-    """Return the files of one data set that `save_to_disk` wrote."""
+    """Return the files of a data set that `save_to_disk` wrote."""
     state = json.loads((folder / "state.json").read_text())
     return [folder / _inside(entry["filename"], "state.json") for entry in state["_data_files"]]
 
 
 def _card_config(folder: Path) -> dict[str, Any]:
-    """Return the configuration of the data files in the README of a folder; empty if there is none."""
+    """Return the configuration of data files in the README of a folder, empty if there is none.
+
+    Raises:
+        ValueError: it names a file outside the folder, sets an unsupported key, or there is no default configuration.
+    """
     import yaml
     from datasets.utils.metadata import MetadataConfigs
     from huggingface_hub import DatasetCardData
@@ -101,8 +108,10 @@ def _card_config(folder: Path) -> dict[str, Any]:
         card |= yaml.safe_load((folder / ".huggingface.yaml").read_text(encoding="utf-8")) or {}
     configs = MetadataConfigs.from_dataset_card_data(DatasetCardData(**card))
     for name, config in configs.items():
+        # Patterns may be texts, lists of texts, or lists of objects with a split and a path.
         for pattern in _texts([config.get("data_files"), config.get("data_dir")]):
             _inside(pattern, f"the configuration {name!r} of its README")
+        # An unknown key could change the rows (for example `features`), so it must not be ignored.
         if unknown := sorted(set(config) - _CONFIG_KEYS):
             raise ValueError(f"the configuration {name!r} of its README sets {unknown[0]!r}, which is not supported")
     chosen = configs.get_default_config_name()
@@ -111,25 +120,30 @@ def _card_config(folder: Path) -> dict[str, Any]:
             f"its README has the configurations {', '.join(map(repr, configs))}, and none is the default; name a "
             "folder inside it as <folder>@<folder inside>"
         )
-    return configs[chosen] if chosen is not None else {}
+    if chosen is None:
+        return {}
+    return configs[chosen]
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts in lists and objects."""
+    """Yield all texts in nested lists and dicts."""
+    if isinstance(value, dict):
+        value = list(value.values())
     if isinstance(value, str):
         yield value
-    elif isinstance(value, (list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
+    elif isinstance(value, list):
+        for item in value:
             yield from _texts(item)
 
 
 def _inside(name: str, source: str) -> str:
-    """Return the name of a file inside a folder.
+    """Check that the name of a file is inside the folder, and return it.
 
     Raises:
-        ValueError: it is outside, or is an address.
+        ValueError: the file is outside, or the name is a URL.
     """
     path = PurePosixPath(name)
+    # The folder may come from the hub: a file outside could be any file of this machine.
     if path.is_absolute() or ".." in path.parts or ":" in name or name.startswith("~"):
-        raise ValueError(f"{source} names {name!r}, which is outside of the folder; take it out")
+        raise ValueError(f"{source} names {name!r}, which is outside of the folder; remove it")
     return name

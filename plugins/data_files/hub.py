@@ -49,7 +49,7 @@ def read_hub(name: str, data_dir: str | None, split: str) -> list[dict[str, Any]
 
 
 def _reason(error: BaseException) -> str:
-    """Say what went wrong; some wrap it in an error that says only that something did."""
+    """Return the first line of an error's message, without the wrapper of `datasets`, which has no details."""
     from datasets.exceptions import DatasetGenerationError
 
     while isinstance(error, DatasetGenerationError) and error.__cause__ is not None:

@@ -38,21 +38,23 @@ def _csv_batches(path: Path) -> list[Any]:
 
     content = read_bytes(path)
     parse = pyarrow.csv.ParseOptions(newlines_in_values=True)
-    # In one piece: a row that lies across two cannot be read, and prompts can be long.
+    # The file is one block: pyarrow cannot read a row that spans three blocks or more, and prompts can be long.
     read = pyarrow.csv.ReadOptions(block_size=min(max(len(content), 2**20), 2**31 - 1))
-    # All cells stay as they are written: a label such as 0.50, 007 or a date is compared with what the model writes.
-    # Text that is not UTF-8 is found later, with its row.
+    # All cells are text: a label such as 0.50, 007 or a date is compared with the text that the model writes.
+    # UTF-8 is checked later, where the error can name the row.
     convert = pyarrow.csv.ConvertOptions(default_column_type=pyarrow.string(), check_utf8=False)
     return pyarrow.csv.read_csv(pyarrow.BufferReader(content), read, parse, convert).to_batches()
 
 
 def rows_of(batches: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return the rows of Arrow record batches as objects, without null fields at any depth.
+    """Return the rows of Arrow record batches as dicts, without null fields at any depth.
 
-    A table has the fields of all its structs in each: a tool call with a city gets the zone of another one as a null.
+    In a table every struct has the fields of all structs of its column: a tool call with a `city` gets the `zone` of
+    another call as a null.
 
     Raises:
-        ValueError: two columns have one name, or a cell has no value in Python. It names the row and the column.
+        ValueError: two columns have the same name, or a cell cannot be converted to Python. The message names the row
+            and the column.
     """
     import pyarrow
 
@@ -61,12 +63,14 @@ def rows_of(batches: Iterable[Any]) -> list[dict[str, Any]]:
         names = batch.schema.names
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"there are several columns {repeated[0]!r}; rename all but one")
-        # It takes three times as long, and most tables have no maps.
-        maps: Any = "strict" if "map<" in str(batch.schema) else None
+        maps: Any = None
+        if "map<" in str(batch.schema):  # only then, because it takes three times as long
+            maps = "strict"
         try:
             records = _shortest_floats(batch).to_pylist(maps_as_pydicts=maps)
         except (pyarrow.ArrowException, ValueError, OverflowError, KeyError) as error:
             raise _bad_cell(batch, len(rows), error) from error
+        # A reader per column costs time for every cell, and only `datasets` writes this type.
         if "arrow.json" in str(batch.schema):
             readers = {field.name: _json_reader(field.type) for field in batch.schema}
             records = [{name: readers[name](cell) for name, cell in record.items()} for record in records]
@@ -75,18 +79,19 @@ def rows_of(batches: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def _shortest_floats(batch: Any) -> Any:
-    """Make 0.1 of a float32 that is shown as 0.1, and not 0.10000000149011612."""
+    """Convert float32 columns to the float64 with the shortest text: 0.1 instead of 0.10000000149011612."""
     import pyarrow
 
-    for place, field in enumerate(batch.schema):
+    for index, field in enumerate(batch.schema):
         if pyarrow.types.is_float32(field.type) or pyarrow.types.is_float16(field.type):
-            wide = batch.column(place).cast(pyarrow.string()).cast(pyarrow.float64())
-            batch = batch.set_column(place, field.name, wide)
+            # Through text: Arrow prints the shortest text that identifies the float32.
+            float64_column = batch.column(index).cast(pyarrow.string()).cast(pyarrow.float64())
+            batch = batch.set_column(index, field.name, float64_column)
     return batch
 
 
 def _bad_cell(batch: Any, start: int, error: Exception) -> ValueError:
-    """Find the first cell that has no value in Python, such as text with half of a surrogate pair."""
+    """Return the error for the first cell that cannot be converted to Python, such as half of a surrogate pair."""
     import pyarrow
 
     for name, column in zip(batch.schema.names, batch.columns):
@@ -99,18 +104,23 @@ def _bad_cell(batch: Any, start: int, error: Exception) -> ValueError:
 
 
 def _json_reader(kind: Any) -> Callable[[Any], Any]:
-    """Return a function that decodes the JSON texts in values of an Arrow type; `datasets` writes mixed types so."""
+    """Return a function that decodes the JSON texts in values of an Arrow type.
+
+    `datasets` stores values of mixed types as JSON text.
+    """
     import pyarrow
 
     if isinstance(kind, pyarrow.JsonType):
         return lambda text: None if text is None else json.loads(text)
     if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
         read_item = _json_reader(kind.value_type)
-        return lambda items: None if items is None else [read_item(item) for item in items]
+        return lambda items: items and [read_item(item) for item in items]
     if pyarrow.types.is_struct(kind):
         return partial(_read_fields, {field.name: _json_reader(field.type) for field in kind})
     return lambda value: value
 
 
 def _read_fields(readers: Mapping[str, Callable[[Any], Any]], value: Mapping[str, Any] | None) -> Any:
-    return None if value is None else {name: readers[name](field) for name, field in value.items()}
+    if value is None:
+        return None
+    return {name: readers[name](field) for name, field in value.items()}

@@ -10,11 +10,13 @@ from typing import Any
 from components.data.unpacking import LIMIT_BYTES, Allowance
 
 ROW_BYTES = 64
-"""Memory of an empty row, and so the least that a row takes."""
+"""Memory of an empty row in bytes, which is the minimum of a row."""
 VALUE_BYTES = 8
-"""Memory of a reference, and so the least that a value takes."""
+"""Memory of a reference in bytes, which is the minimum of a value."""
 _BATCH_ROWS = 1024
+"""Maximum number of rows of a record batch."""
 _DELTA = "DELTA_BYTE_ARRAY"
+"""Parquet encoding of texts that share a prefix with the previous text."""
 _DICTIONARY_BATCH, _RECORD_BATCH = 2, 3
 
 
@@ -23,19 +25,20 @@ def parquet_batches(path: Path) -> Iterator[Any]:
     import pyarrow.parquet
 
     allowance = Allowance(path)
+    # The metadata is read first, because the checks below must precede any row.
     with pyarrow.parquet.ParquetFile(path) as file:
         metadata = file.metadata
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     columns = [group.column(number) for group in groups for number in range(group.num_columns)]
-    # Before anything is unpacked: run lengths make a billion values of a few bytes.
+    # Checked before anything is unpacked, because run lengths can encode a billion values in a few bytes.
     declared = sum(max(column.total_uncompressed_size, VALUE_BYTES * column.num_values) for column in columns)
     Allowance(path).add(declared + ROW_BYTES * metadata.num_rows)
     deltas = {column.path_in_schema for column in columns if _DELTA in column.encodings}
     leaves = [metadata.schema.column(number) for number in range(len(metadata.schema))]
-    # Decimals can be stored as bytes too, but have no dictionaries in Arrow.
+    # Decimals can be stored as bytes too, but Arrow has no dictionaries of them.
     texts = {leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY" and leaf.converted_type != "DECIMAL"}
     _check_dictionaries(path, metadata.num_row_groups, sorted(texts - deltas))
-    # Texts that share the beginning of the one before are written out by the reader, so few of them are read at once.
+    # The reader writes out the shared prefix of every text. Few rows are read at once, so that a batch stays small.
     longest = max((column.total_uncompressed_size for column in columns if column.path_in_schema in deltas), default=1)
     rows = min(_BATCH_ROWS, max(1, LIMIT_BYTES // (8 * max(longest, 1))))
     with pyarrow.parquet.ParquetFile(path) as file:
@@ -45,9 +48,9 @@ def parquet_batches(path: Path) -> Iterator[Any]:
 
 
 def _check_dictionaries(path: Path, groups: int, columns: list[str]) -> None:
-    """Count the texts of a Parquet file before its dictionaries are written out.
+    """Count the bytes of the texts of a Parquet file before its dictionaries are expanded.
 
-    A text of 20 MB in a thousand rows is stored once.
+    A text of 20 MB in a thousand rows is stored once, and would expand to 20 GB.
     """
     import pyarrow.parquet
 
@@ -61,18 +64,19 @@ def _check_dictionaries(path: Path, groups: int, columns: list[str]) -> None:
 
 
 def ipc_batches(path: Path) -> Iterator[Any]:
-    """Read the record batches of an Arrow file, a stream or one with an index at its end."""
+    """Read the record batches of an Arrow file, in the stream format or in the file format."""
     import pyarrow
 
     allowance = Allowance(path)
+    # Mapped into memory, so that uncompressed buffers are not copied.
     with pyarrow.memory_map(str(path)) as file:
         try:
             reader = pyarrow.ipc.open_stream(file)
         except pyarrow.ArrowInvalid:
-            # `datasets` writes streams; others write the format with an index at its end.
+            # `datasets` writes streams. Other programs write the file format: 8 bytes, a stream, and an index.
             _check_buffers(path, start=8)
-            whole = pyarrow.ipc.open_file(file)
-            batches = (whole.get_batch(number) for number in range(whole.num_record_batches))
+            reader = pyarrow.ipc.open_file(file)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
         else:
             _check_buffers(path, start=0)
             batches = iter(reader)
@@ -82,7 +86,7 @@ def ipc_batches(path: Path) -> Iterator[Any]:
 
 
 def unpacked_bytes(data: Any) -> int:
-    """Return the bytes of an Arrow array or record batch with its dictionaries written out."""
+    """Return the number of bytes of an Arrow array or record batch with its dictionaries expanded."""
     import pyarrow
     from pyarrow.compute import call_function
 
@@ -90,11 +94,16 @@ def unpacked_bytes(data: Any) -> int:
         return ROW_BYTES * data.num_rows + sum(map(unpacked_bytes, data.columns))
     if isinstance(data.type, pyarrow.BaseExtensionType):
         return unpacked_bytes(data.storage)
-    types, kind, count = pyarrow.types, data.type, len(data)
+    types = pyarrow.types
+    kind = data.type
+    count = len(data)
     if types.is_dictionary(kind):
         values = data.dictionary
-        if types.is_large_string(kind.value_type) or types.is_string(kind.value_type):
-            values = values.view(pyarrow.large_binary() if types.is_large_string(kind.value_type) else pyarrow.binary())
+        # As bytes, because the length of a string is its number of characters.
+        if types.is_large_string(kind.value_type):
+            values = values.view(pyarrow.large_binary())
+        elif types.is_string(kind.value_type):
+            values = values.view(pyarrow.binary())
         if types.is_binary(values.type) or types.is_large_binary(values.type):
             lengths = call_function("binary_length", [values]).take(data.indices).cast(pyarrow.int64())
             return VALUE_BYTES * count + int(call_function("sum", [lengths]).as_py() or 0)
@@ -105,29 +114,31 @@ def unpacked_bytes(data: Any) -> int:
         return ROW_BYTES * count + sum(map(unpacked_bytes, data.flatten()))
     if types.is_map(kind):
         return ROW_BYTES * count + unpacked_bytes(data.keys) + unpacked_bytes(data.items)
-    # Views and run lengths can show one value many times; at worst each row shows all of them.
+    # Views and run lengths can repeat a value. In the worst case each row contains all values.
     if types.is_list_view(kind) or types.is_large_list_view(kind) or types.is_run_end_encoded(kind):
         return max(count, 1) * unpacked_bytes(data.values)
     return max(data.nbytes, VALUE_BYTES * count)
 
 
 def _check_buffers(path: Path, start: int) -> None:
-    """Count what the compressed buffers of an Arrow file unpack to, before one of them is."""
+    """Count the bytes that the compressed buffers of an Arrow file unpack to, before any is unpacked."""
     import pyarrow
 
     allowance = Allowance(path)
     with pyarrow.memory_map(str(path)) as file:
         file.seek(start)
         for message in pyarrow.ipc.MessageReader.open_stream(file):
-            body = memoryview(message.body) if message.body is not None else memoryview(b"")
+            body = memoryview(message.body or b"")
             for offset, length in _compressed_buffers(memoryview(message.metadata)):
                 if length >= 8:
-                    (declared,) = struct.unpack_from("<q", body, offset)
-                    allowance.add(length if declared < 0 else declared)
+                    (unpacked_length,) = struct.unpack_from("<q", body, offset)
+                    if unpacked_length < 0:  # -1 marks a buffer that is stored uncompressed
+                        unpacked_length = length
+                    allowance.add(unpacked_length)
 
 
 def _compressed_buffers(metadata: memoryview) -> list[tuple[int, int]]:
-    """Return offset and length of the buffers of a message that are compressed.
+    """Return the offsets and lengths of the compressed buffers of a message.
 
     Source: Message.fbs and the FlatBuffers binary format of the Arrow specification.
     """
@@ -148,7 +159,7 @@ def _compressed_buffers(metadata: memoryview) -> list[tuple[int, int]]:
 
 
 def _field(data: memoryview, table: int, number: int) -> int:
-    """Return the position of a field of a FlatBuffers table; 0 if the table has none."""
+    """Return the position of a field of a FlatBuffers table, or 0 if the table does not have the field."""
     vtable = table - struct.unpack_from("<i", data, table)[0]
     entry = 4 + 2 * number
     if entry >= struct.unpack_from("<H", data, vtable)[0]:

@@ -12,7 +12,7 @@ from tests.messages import says
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A package of somebody else with an entry point, and what it provides."""
+    """Install a package of another project with an entry point, and return the objects that it provides."""
     files = {
         "theirs/__init__.py": 'PROVIDES = {"colour": {"red": "paint:RED"}}',
         "theirs/paint.py": "RED = 3",

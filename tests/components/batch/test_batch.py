@@ -1,4 +1,4 @@
-"""Batch: ragged columns, cut, joined, ordered, padded and packed."""
+"""Batch: columns, selection, splitting, concatenation, grouping, padding and packing."""
 
 from typing import Any
 
@@ -82,7 +82,7 @@ def test_iterating_over_a_batch_is_refused_as_ambiguous() -> None:
 # --- wrong input ------------------------------------------------------------------------------------------------
 
 
-def test_a_column_of_the_wrong_size_is_named() -> None:
+def test_a_column_of_the_wrong_size_is_named_in_the_error() -> None:
     batch = batch_of([1, 2])
     with pytest.raises(ValueError, match=says("'value'", [2], "3 tokens")):
         batch.with_tokens(value=torch.zeros(2))
@@ -97,19 +97,19 @@ def test_a_per_token_column_has_one_dimension() -> None:
         batch_of([1, 2]).with_tokens(value=torch.zeros(3, 1))
 
 
-def test_a_column_that_is_no_tensor_is_named() -> None:
+def test_a_column_that_is_not_a_tensor_is_named_in_the_error() -> None:
     with pytest.raises(ValueError, match=says("'reward'", "list")):
         Batch([1], {"tokens": torch.zeros(1)}, {"reward": [0.5]})  # pyright: ignore[reportArgumentType]
 
 
-def test_a_name_belongs_to_one_kind_only() -> None:
+def test_a_name_used_in_two_kinds_of_columns_raises_an_error() -> None:
     with pytest.raises(ValueError, match="'reward'"):
         batch_of([1, 2]).with_tokens(reward=torch.zeros(3))
     with pytest.raises(ValueError, match="'lengths'"):
         batch_of([1, 2]).with_sequences(lengths=torch.zeros(2))
 
 
-def test_a_column_on_another_device_is_named() -> None:
+def test_a_column_on_another_device_is_named_in_the_error() -> None:
     with pytest.raises(ValueError, match=says("'value'", "meta", "cpu", ".to()")):
         batch_of([1]).with_tokens(value=torch.zeros(1, device="meta"))
 
@@ -121,7 +121,7 @@ def test_lengths_are_non_negative_integers() -> None:
         Batch(torch.tensor([1.0]), {})
 
 
-def test_ragged_rows_that_disagree_are_named() -> None:
+def test_ragged_rows_of_differing_lengths_are_named_in_the_error() -> None:
     with pytest.raises(ValueError, match=says("row 1 ", "'value'", "1 entries", "'tokens'", 2)):
         Batch.from_rows({"tokens": [[1], [2, 3]], "value": [[0.0], [0.0]]})
     with pytest.raises(ValueError, match=says("'value'", "1 rows", "'tokens'", 2)):
@@ -296,15 +296,15 @@ def test_objects_are_keys_too() -> None:
     assert {key: group["label"] for key, group in groups.items()} == {"b": ["label 0", "label 2"], None: ["label 1"]}
 
 
-def test_columns_that_name_no_groups_are_refused() -> None:
+def test_group_by_rejects_columns_of_other_kinds() -> None:
     batch = batch_of([1, 2]).with_sequences(pair=torch.zeros(2, 2, dtype=torch.int64), won=torch.tensor([True, False]))
-    with pytest.raises(ValueError, match=says("group_by", "'reward'", "torch.float32 [2]", "[B]")):
+    with pytest.raises(ValueError, match=says("group_by", "'reward'", "dtype torch.float32", "shape [2]", "[B]")):
         batch.group_by("reward")
-    with pytest.raises(ValueError, match=says("'pair'", "per-sequence", "torch.int64 [2, 2]")):
+    with pytest.raises(ValueError, match=says("'pair'", "per-sequence", "dtype torch.int64 and shape [2, 2]")):
         batch.group_by("pair")
     with pytest.raises(ValueError, match=says("'won'", "torch.bool")):
         batch.group_by("won")
-    with pytest.raises(ValueError, match=says("'tokens'", "per-token", "torch.int64 [3]")):
+    with pytest.raises(ValueError, match=says("'tokens'", "per-token", "dtype torch.int64 and shape [3]")):
         batch.group_by("tokens")
     with pytest.raises(ValueError, match=says("'label'", "sequence 1 ", "dict")):
         batch.with_objects(label=["a", {}]).group_by("label")
@@ -324,9 +324,9 @@ def test_groups_are_those_of_a_loop_over_the_sequences(drawn: list[tuple[int, in
         batch = batch.with_objects(key=list(map(str, keys)))
     else:
         batch = batch.with_sequences(key=torch.tensor(keys, dtype=torch.int64))
-    found = {key: rows_of(group) for key, group in batch.group_by("key").items()}
-    assert found == expected
-    assert list(found) == list(expected)
+    actual = {key: rows_of(group) for key, group in batch.group_by("key").items()}
+    assert actual == expected
+    assert list(actual) == list(expected)
 
 
 # --- sums, padding, packing -------------------------------------------------------------------------------------
@@ -393,7 +393,7 @@ def test_packed_positions_begin_anew_in_each_sequence() -> None:
     assert batch_of([1, 1]).packed("action_mask").tokens.tolist() == [False, True]
 
 
-def test_what_kernels_cannot_count_is_not_packed() -> None:
+def test_a_batch_with_more_tokens_than_int32_cannot_be_packed() -> None:
     # One number in memory, seen 2**31 times.
     batch = Batch([2**31], {"tokens": torch.zeros(1, dtype=torch.int8).expand(2**31)})
     with pytest.raises(ValueError, match="2147483648 tokens"):
@@ -413,7 +413,7 @@ def test_the_sequences_can_be_cut_out_of_what_was_packed(lengths: list[int]) -> 
     assert_alike(again, batch.only("tokens"))
 
 
-def test_a_number_to_log_that_a_batch_lacks_is_nan_in_the_whole() -> None:
+def test_a_logged_column_missing_in_one_batch_is_nan_after_concat() -> None:
     plain = Batch.from_rows({"tokens": [[1], [2, 3]]})
     whole = Batch.concat([plain.with_sequences(log_a=torch.ones(2)), plain])
     assert whole["log_a"].nan_to_num(-1).tolist() == [1, 1, -1, -1]

@@ -1,4 +1,4 @@
-"""Batch: shared out over ranks and micro-batches, and the time that its operations take."""
+"""Batch: distribution over ranks and micro-batches, and the duration of operations."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -90,7 +90,7 @@ def test_attention_is_a_number_from_0(attention: float) -> None:
 
 
 def slow_shares(lengths: Sequence[int], n: int, attention: float) -> list[list[int]]:
-    """The longest left (of equals the first) to the cheapest rank (of equals the first) that still has room."""
+    """Assign the longest remaining sequence to the cheapest rank that has room; the first one of equals."""
     shares: list[list[int]] = [[] for _ in range(n)]
     costs = [0.0] * n
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -161,7 +161,7 @@ def test_200_000_sequences_are_cut_ordered_and_joined_without_delay() -> None:
 
 
 def fastest(operation: Callable[[], Any], limit: float) -> float:
-    """Seconds on the CPU, whatever else runs on it: the best of three, or the first that keeps the limit."""
+    """Return the CPU time in seconds: the minimum of three runs, or the first one within the limit."""
     best = float("inf")
     for _ in range(3):
         began = time.process_time()

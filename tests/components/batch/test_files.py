@@ -1,4 +1,4 @@
-"""Batch: through a pickle, a table, and a Parquet file."""
+"""Batch: pickling, Arrow tables and Parquet files."""
 
 import copy
 import datetime
@@ -38,10 +38,13 @@ def unpickled(data: bytes) -> Batch:
 
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
-    """Batches of every dtype and shape, with objects of one kind or of several."""
+    """Strategy for batches of every dtype and shape, with objects of one type or of several types."""
     lengths = draw(st.lists(st.integers(0, 5) | st.integers(0, 40), max_size=6))
-    number, size = len(lengths), sum(lengths)
-    per_token, per_sequence, objects = {}, {}, {}
+    number = len(lengths)
+    size = sum(lengths)
+    per_token = {}
+    per_sequence = {}
+    objects = {}
     for i in range(draw(st.integers(0, 3))):
         per_token[f"t{i}"] = tensor_of(draw, [size])
     for i in range(draw(st.integers(0, 3))):
@@ -93,7 +96,7 @@ def test_reading_read_only_memory_leaves_the_warning_filters_as_they_were() -> N
     assert list(warnings.filters) == before
 
 
-def test_a_chunk_takes_only_its_own_bytes_along() -> None:
+def test_a_chunk_pickles_only_its_own_bytes() -> None:
     batch = batch_of([1000] * 100).only("tokens")
     assert len(pickle.dumps(batch.split(100)[7])) < 8 * 1000 + 1000
 
@@ -140,7 +143,7 @@ def test_a_table_has_one_row_per_sequence() -> None:
     assert rows[2]["label"] == "label 2"
 
 
-def test_a_batch_survives_the_way_through_parquet(tmp_path: Path) -> None:
+def test_a_batch_survives_a_parquet_round_trip(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(with_everything().to_table(), tmp_path / "b.parquet")
     assert_alike(Batch.from_table(pyarrow.parquet.read_table(tmp_path / "b.parquet")), with_everything())
 
@@ -155,7 +158,7 @@ def test_a_batch_without_token_columns_keeps_its_lengths_in_a_table() -> None:
 
 
 class Own:
-    """A class that no table knows."""
+    """A class that an Arrow table cannot hold."""
 
 
 @pytest.mark.parametrize(
@@ -171,7 +174,7 @@ def test_a_dtype_that_fits_no_table_is_named() -> None:
         batch_of([1]).with_tokens(phase=torch.zeros(1, dtype=torch.complex64)).to_table()
 
 
-def test_a_table_of_somebody_else_is_refused() -> None:
+def test_a_table_of_another_program_raises_an_error() -> None:
     with pytest.raises(ValueError, match=says("Batch.to_table", ["x"])):
         Batch.from_table(pyarrow.table({"x": [1]}))
 
@@ -181,7 +184,7 @@ def test_a_table_of_somebody_else_is_refused() -> None:
 
 @given(batch=batches())
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_what_is_loaded_is_what_was_saved(batch: Batch, tmp_path: Path) -> None:
+def test_a_loaded_batch_equals_the_saved_one(batch: Batch, tmp_path: Path) -> None:
     batch.save(tmp_path / "b.parquet")
     assert_alike(Batch.load(tmp_path / "b.parquet"), batch)
     assert [path.name for path in tmp_path.iterdir()] == ["b.parquet"]
@@ -230,7 +233,7 @@ def test_a_folder_that_is_missing_is_made_and_a_file_that_is_there_is_replaced(t
     assert_alike(Batch.load(str(path)), batch_of([2, 3]))
 
 
-def test_what_cannot_be_written_leaves_nothing_behind_and_the_old_file_as_it_was(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_no_partial_file_and_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "b.parquet"
     batch_of([1]).save(path)
     with pytest.raises(ValueError, match="'label'"):
@@ -243,7 +246,7 @@ def test_what_cannot_be_written_leaves_nothing_behind_and_the_old_file_as_it_was
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b.parquet", "folder"]
 
 
-def test_a_file_that_is_no_batch_is_refused_with_its_name(tmp_path: Path) -> None:
+def test_a_file_without_a_batch_raises_an_error_with_its_name(tmp_path: Path) -> None:
     path = tmp_path / "b.parquet"
     path.write_text("tokens")
     with pytest.raises(ValueError, match=says("b.parquet", "Parquet")):

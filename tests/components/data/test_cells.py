@@ -24,7 +24,7 @@ CALLS = [
     [{"function": {"name": "t", "arguments": {"zone": "CET"}}}],
     [{"function": {"name": "n", "arguments": {}}}],
 ]
-"""Tool calls with other arguments in each row."""
+"""Tool calls with different arguments in each row."""
 TURNS = [
     {
         "id": number,
@@ -35,13 +35,14 @@ TURNS = [
 
 
 def saved(folder: Path, kind: str, rows: list[dict[str, Any]]) -> str:
-    """Rows in a file or folder of this kind, which gives all structs the fields of each."""
+    """Write rows to a file or folder of this kind, in which all structs have the fields of each."""
     if kind == "save_to_disk":
         datasets.Dataset.from_list(rows).save_to_disk(folder / "data")
         return str(folder / "data")
     if kind.startswith("folder"):
         (folder / "data").mkdir()
-        folder, kind = folder / "data", kind.removeprefix("folder of ")
+        folder = folder / "data"
+        kind = kind.removeprefix("folder of ")
     path = folder / f"train.{kind}"
     if kind == "jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -113,7 +114,8 @@ def test_a_scorer_compares_with_the_text_of_a_label(tmp_path: Path) -> None:
 
 
 def test_a_label_of_a_typed_file_is_its_value_as_json_writes_it(tmp_path: Path) -> None:
-    day, moment = datetime.date(2024, 1, 31), datetime.datetime(2024, 1, 31, 12, 30)
+    day = datetime.date(2024, 1, 31)
+    moment = datetime.datetime(2024, 1, 31, 12, 30)
     columns = {
         "0.5": pyarrow.array([0.5]),
         "0.1": pyarrow.array([0.1], pyarrow.float32()),
@@ -214,5 +216,5 @@ def test_maps_and_decimals_of_a_table_are_objects_and_numbers(tmp_path: Path) ->
     assert row == {"m": {"a": 1}, "d": Decimal("12345678901234567890.50"), "b": b"\xff"}
 
 
-def test_halves_of_surrogate_pairs_are_replaced_wherever_they_are() -> None:
+def test_lone_surrogates_are_replaced_at_any_depth() -> None:
     assert without_surrogates({"a\ud83d": ["b\udc00", 1, None], "c": "😀"}) == {"a?": ["b?", 1, None], "c": "😀"}

@@ -1,4 +1,4 @@
-"""Columns of data: what a model reads and learns of common layouts, and which rows are refused."""
+"""Columns of data: tokens that a model reads and learns from common layouts, and rows that are rejected."""
 
 import json
 import string
@@ -28,7 +28,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "weather", "argument
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A token per character, and a template that writes roles, tools and calls."""
+    """A tokenizer with a token per character, and a template that writes roles, tools and calls."""
     made = character_tokenizer(string.printable)
     made.chat_template = CHAT
     return made
@@ -43,10 +43,11 @@ def assistant(text: str, **more: Any) -> dict[str, Any]:
 
 
 def learnt(row: dict[str, Any], tokenizer: PreTrainedTokenizerFast, **form: Any) -> tuple[str, str]:
-    """The text of a demonstration, and what of it is learnt."""
+    """Return the text of a demonstration, and its learnt part."""
     made = DemonstrationFormat(**form)
     data = encode_demonstrations([made.read(row)], tokenizer, made)
-    ids, mask = data.batch.row(0, "tokens"), data.batch.row(0, "loss_mask")
+    ids = data.batch.row(0, "tokens")
+    mask = data.batch.row(0, "loss_mask")
     return str(tokenizer.decode(ids)), str(tokenizer.decode(ids[mask]))
 
 
@@ -158,7 +159,9 @@ def test_tools_are_written_and_calls_are_encoded_once(
         ("{bad", ["'tool_calls'", "not valid JSON"]),
     ],
 )
-def test_a_call_that_cannot_be_read_is_refused_with_its_row(call: Any, facts: list[str], tmp_path: Path) -> None:
+def test_a_tool_call_that_cannot_be_parsed_raises_an_error_with_its_row(
+    call: Any, facts: list[str], tmp_path: Path
+) -> None:
     turn = assistant("", tool_calls=call if isinstance(call, str) else [{"type": "function", "function": call}])
     path = write(tmp_path / "rows.jsonl", {"messages": [user("?"), assistant("a")]}, {"messages": [user("?"), turn]})
     with pytest.raises(ValueError, match=says("row 1", *facts)):
@@ -288,7 +291,8 @@ def test_the_prompt_of_a_pair_is_read_once_without_options(
     (pair,) = read_pairs([row], PairFormat(**form), tokenizer)
     assert (pair.prompt, pair.chosen.strip(), pair.rejected.strip()) == (prompt, "b", "c")
     data = encode_pairs([pair], tokenizer, with_mask=True)
-    tokens, mask = data.batch.row(0, "tokens"), data.batch.row(0, "loss_mask")
+    tokens = data.batch.row(0, "tokens")
+    mask = data.batch.row(0, "loss_mask")
     assert tokenizer.decode(tokens[mask]) == "b<eos>"
     assert tokenizer.decode(tokens[~mask]) == prompt
 

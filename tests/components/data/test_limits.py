@@ -1,4 +1,4 @@
-"""All rows are used unless a limit is set, and what it leaves out is reported."""
+"""All rows are used unless a limit is set, and the number of rows left out is reported."""
 
 import json
 from pathlib import Path

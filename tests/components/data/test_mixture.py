@@ -1,4 +1,4 @@
-"""Several sources as one: end to end, or drawn."""
+"""Combination of several sources: concatenated or interleaved."""
 
 from collections import Counter
 
@@ -13,17 +13,18 @@ def test_without_probabilities_parts_come_one_after_the_other() -> None:
 
 
 def test_rows_of_a_small_part_come_again_until_all_of_the_large_one_were_drawn() -> None:
-    small, large = ["s"], [f"l{i}" for i in range(300)]
-    found = mixed([small, large], mixture_probabilities("0.25,0.75", 2), seed=1)
-    counts = Counter(found)
+    small = ["s"]
+    large = [f"l{i}" for i in range(300)]
+    actual = mixed([small, large], mixture_probabilities("0.25,0.75", 2), seed=1)
+    counts = Counter(actual)
     assert {row: counts[row] for row in large} == dict.fromkeys(large, 1)
     # 300 draws of the large part go with 100 of the other; the standard deviation of these is 11.5.
     assert abs(counts["s"] - 100) < 50
-    assert found == mixed([small, large], [0.25, 0.75], seed=1)
-    assert found != mixed([small, large], [0.25, 0.75], seed=2)
+    assert actual == mixed([small, large], [0.25, 0.75], seed=1)
+    assert actual != mixed([small, large], [0.25, 0.75], seed=2)
 
 
-def test_parts_are_told_apart_by_commas_and_none_is_empty() -> None:
+def test_parts_of_a_source_are_separated_by_commas_and_not_empty() -> None:
     assert source_names("a.jsonl, task:sort") == ["a.jsonl", "task:sort"]
     with pytest.raises(ValueError, match=says("a.jsonl,", "empty")):
         source_names("a.jsonl,")

@@ -1,4 +1,4 @@
-"""What becomes of prompts that are too long, and what is handed out beside prompt and label."""
+"""Truncation of prompts that are too long, and further columns of prompts."""
 
 import json
 from typing import Any
@@ -28,7 +28,7 @@ def source(overlong: Overlong, most: int | None, rows: list[dict[str, Any]] = RO
         ("middle", 1, ["g", "b", "f"]),
     ],
 )
-def test_a_prompt_that_is_too_long_is_cut_where_it_is_asked_for(
+def test_a_prompt_that_is_too_long_is_truncated_on_the_set_side(
     overlong: Overlong, most: int, expected: list[str]
 ) -> None:
     cut = source(overlong, most)
@@ -41,7 +41,7 @@ def test_a_prompt_that_is_too_long_is_cut_where_it_is_asked_for(
     assert cut.cut == sum(len(row["input"]) > most for row in ROWS)
 
 
-def test_without_a_side_long_prompts_are_left_out_and_without_a_limit_nothing_is_long() -> None:
+def test_without_a_side_long_prompts_are_left_out_and_without_a_limit_none_is_long() -> None:
     left_out = source("leave_out", 6)
     assert (len(left_out), left_out.too_long, left_out.cut) == (2, 1, 0)
     assert (source("left", None).cut, source("left", 7).cut) == (0, 0)

@@ -1,4 +1,4 @@
-"""Pairs of responses: how rows are read, what becomes of them as tokens, and what is held out."""
+"""Preference pairs: reading of rows, tokenization, and the held-out split."""
 
 import re
 import string
@@ -40,7 +40,7 @@ TURNS = (
 
 @pytest.fixture(scope="module")
 def letters() -> PreTrainedTokenizerFast:
-    """A token per character, and a template that says who speaks."""
+    """A tokenizer with a token per character, and a template that writes roles."""
     tokenizer = character_tokenizer(string.ascii_letters + "\n :.?![]<>/")
     tokenizer.chat_template = TURNS
     return tokenizer
@@ -105,7 +105,9 @@ def test_a_prompt_column_of_text_stands_before_both_answers(letters: PreTrainedT
 
 
 def test_messages_go_through_the_template_with_a_prompt_column_and_without(letters: PreTrainedTokenizerFast) -> None:
-    before, good, bad = [user("Hi"), assistant("Yes"), user("Who?")], [assistant("me")], [assistant("you")]
+    before = [user("Hi"), assistant("Yes"), user("Who?")]
+    good = [assistant("me")]
+    bad = [assistant("you")]
     expected = ("[u]Hi[a]Yes<eos>\n[u]Who?[a]", "me", "you")
     pairs = [
         read({"prompt": before, "chosen": good, "rejected": bad}, letters, prompt_key="prompt"),
@@ -135,7 +137,7 @@ def test_messages_that_part_early_have_the_prompt_that_an_answer_follows(letters
     assert parts(pair) == ("", "[a]a", "[a]b")
 
 
-def test_a_conversation_is_known_by_the_first_words_of_its_user(letters: PreTrainedTokenizerFast) -> None:
+def test_the_opening_of_a_conversation_is_the_first_message_of_the_user(letters: PreTrainedTokenizerFast) -> None:
     system = {"role": "system", "content": "Be kind"}
     row = {"chosen": [system, user("Hi"), assistant("a")], "rejected": [system, user("Hi"), assistant("b")]}
     assert read(row, letters).opening == "Hi"
@@ -157,7 +159,8 @@ def test_an_answer_ends_with_one_end_token_whatever_its_text_ends_with(
     ]
     data = encode_pairs(read_pairs(rows, PairFormat(prompt_key="prompt"), letters), letters, with_mask=with_mask)
     a, b, c, d = letters("abcd")["input_ids"]
-    eos, blank = letters.eos_token_id, [letters(" ")["input_ids"][0]] * end.startswith(" ")
+    eos = letters.eos_token_id
+    blank = [letters(" ")["input_ids"][0]] * end.startswith(" ")
     assert data.batch.lists("tokens") == [
         [a, b, c, *blank, eos],
         [a, b, d, eos],
@@ -261,7 +264,7 @@ def test_the_pairs_of_a_task_and_of_a_file_are_loaded_up_to_a_number(tmp_path: P
     assert [len(load_pairs(f"{tmp_path}/pairs.jsonl", max_rows=most)) for most in (2, None)] == [2, 3]
 
 
-def test_a_task_has_its_pairs_where_it_always_has_them() -> None:
+def test_pairs_of_a_task_have_fixed_columns() -> None:
     form = PairFormat(prompt_key="ask", chosen_key="good", apply_chat_template=True, with_margin=True)
     assert form.of("pairs.jsonl") is form
     assert form.of("task:sort") == PairFormat(prompt_key="prompt", apply_chat_template=True, with_margin=True)
@@ -318,8 +321,8 @@ def test_another_seed_holds_out_other_conversations_and_all_of_them_are_refused(
 def test_pairs_are_selected_with_both_of_their_answers(letters: PreTrainedTokenizerFast) -> None:
     rows = [{"prompt": "a", "chosen": letter, "rejected": letter.upper()} for letter in "bcd"]
     batch = encode_pairs(read_pairs(rows, PairFormat(prompt_key="prompt"), letters), letters).batch
-    found = select_pairs(batch, torch.tensor([2, 0]))
-    assert [letters.decode(ids[1:2]) for ids in found.lists("tokens")] == ["d", "D", "b", "B"]
+    actual = select_pairs(batch, torch.tensor([2, 0]))
+    assert [letters.decode(ids[1:2]) for ids in actual.lists("tokens")] == ["d", "D", "b", "B"]
     assert len(select_pairs(batch, torch.tensor([], dtype=torch.int64))) == 0
 
 
@@ -333,7 +336,7 @@ def test_ranks_that_would_have_nothing_to_evaluate_are_refused() -> None:
         check_shares(3, pairs[1], None)
 
 
-def test_hh_rlhf_is_read_as_it_is(tmp_path: Path) -> None:
+def test_hh_rlhf_is_read_without_options(tmp_path: Path) -> None:
     path = hh_rlhf_file(tmp_path)
     rows = read_records(path)
     assert (len(rows) == 2312) == (path == FILE)

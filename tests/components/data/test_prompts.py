@@ -1,4 +1,4 @@
-"""Loading rows, blending them, and handing them out epoch by epoch."""
+"""Loading of prompts, mixtures of sources, and the order of epochs."""
 
 import json
 import re
@@ -78,7 +78,7 @@ def test_a_task_needs_no_file_and_no_keys() -> None:
     assert len(load_rows("task:sort", max_rows=10_001)) == 10_001
 
 
-def test_for_evaluation_data_gives_its_train_split_unless_another_is_named(
+def test_evaluation_reads_the_train_split_of_files_unless_another_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -94,7 +94,8 @@ def test_for_evaluation_data_gives_its_train_split_unless_another_is_named(
 
 
 def test_parts_come_one_after_the_other_and_the_first_so_many_are_taken(tmp_path: Path) -> None:
-    first, second = write_inputs(tmp_path / "1.jsonl", "abc"), write_inputs(tmp_path / "2.jsonl", "de")
+    first = write_inputs(tmp_path / "1.jsonl", "abc")
+    second = write_inputs(tmp_path / "2.jsonl", "de")
     assert inputs(load_rows(f"{first} , {second}")) == "abcde"
     assert inputs(load_rows(f"{first},{second}", max_rows=4)) == "abcd"
     both = load_rows(f"task:sort,{first}", max_rows=20)
@@ -117,8 +118,9 @@ def test_a_blend_uses_every_row_and_keeps_to_its_probabilities(tmp_path: Path) -
         assert (again == rows[:500]) == same
 
 
-def test_what_is_wrong_with_a_blend_is_said(tmp_path: Path) -> None:
-    a, b = write_inputs(tmp_path / "a.jsonl", "a"), write_inputs(tmp_path / "b.jsonl", "b")
+def test_a_bad_mixture_is_described_in_the_error(tmp_path: Path) -> None:
+    a = write_inputs(tmp_path / "a.jsonl", "a")
+    b = write_inputs(tmp_path / "b.jsonl", "b")
     assert Counter(inputs(load_rows(f"{a},{b}", probs="0.3333334,0.6666667"))) >= Counter("ab")
     for probs in ("1", "0.5,0.6", "0,1", "1.5,-0.5", "0.2,0.3,0.5", "nan,1"):
         with pytest.raises(ValueError, match=says(f"probs='{probs}'", "2 parts")):
@@ -129,7 +131,7 @@ def test_what_is_wrong_with_a_blend_is_said(tmp_path: Path) -> None:
         load_rows(f"{a},")
 
 
-def test_what_is_wrong_with_the_data_is_said_with_file_and_row(tmp_path: Path) -> None:
+def test_bad_data_is_described_in_the_error_with_file_and_row(tmp_path: Path) -> None:
     good = write(tmp_path / "good.jsonl", RECORDS)
     with pytest.raises(ValueError, match=says(good, "row 0", "'prompt'", "'question'", "'answer'", "'more'")):
         load_rows(good, "prompt")
@@ -141,7 +143,8 @@ def test_what_is_wrong_with_the_data_is_said_with_file_and_row(tmp_path: Path) -
 
 def test_an_epoch_is_every_row_once_and_the_next_has_another_order(tokenizer: PreTrainedTokenizerFast) -> None:
     source = PromptSource(letters(10), tokenizer, seed=0)
-    first, second = source.take(10)["label"], source.take(10)["label"]
+    first = source.take(10)["label"]
+    second = source.take(10)["label"]
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second
     assert PromptSource(letters(10), tokenizer, seed=0).take(10)["label"] == first
@@ -202,7 +205,7 @@ def test_leaving_rows_out_keeps_the_order_of_the_others(tokenizer: PreTrainedTok
 
 
 @pytest.mark.full
-def test_of_100_000_rows_all_are_read_and_counted(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_all_of_100_000_rows_are_read_and_counted(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     text = "".join(json.dumps({"input": row["input"], "label": ""}) + "\n" for row in letters(10))
     (tmp_path / "data.jsonl").write_text(text * 10_000)
     source = PromptSource(load_rows(f"{tmp_path}/data.jsonl"), tokenizer, seed=0, max_prompt_tokens=9)
@@ -224,7 +227,7 @@ def test_the_first_prompt_is_shown_without_being_taken(tokenizer: PreTrainedToke
 
 
 @pytest.mark.parametrize("taken", [0, 4, 9, 10, 13])
-def test_a_source_goes_back_to_where_so_many_were_taken(tokenizer: PreTrainedTokenizerFast, taken: int) -> None:
+def test_a_source_can_be_set_back_to_a_number_of_taken_prompts(tokenizer: PreTrainedTokenizerFast, taken: int) -> None:
     source = PromptSource(letters(10), tokenizer, seed=0)
     if taken:
         source.take(taken)
@@ -248,7 +251,7 @@ def test_a_template_wraps_the_prompt_and_leaves_other_braces_alone(tokenizer: Pr
     assert batch["prompt"] == ["c:a{b}:d"]
 
 
-def test_characters_without_a_token_are_refused_before_any_is_taken(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_characters_without_a_token_raise_an_error_before_the_first_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(ValueError, match=says("'xy'", "'axby'", "':abcdefghij{}'")):
         PromptSource([{"input": "axby", "label": ""}], tokenizer, 0)
     with pytest.raises(ValueError, match=says("row 0", "''")):
@@ -272,7 +275,7 @@ def test_a_prompt_that_cannot_be_written_out_is_an_error_with_its_row() -> None:
         PromptSource(rows, tokenizer, 0)
 
 
-def test_labels_that_no_checkpoint_could_hold_are_found_before_a_queue_of_them_is_made(
+def test_labels_that_a_checkpoint_cannot_hold_raise_an_error_at_the_start(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     PromptSource([{"input": "ab", "label": {"a": [1, "b"]}}], tokenizer, 0).check_savable()

@@ -1,4 +1,4 @@
-"""Rows from files, from folders, and from a hub."""
+"""Rows from files, folders and a hub."""
 
 import gzip
 import json
@@ -49,7 +49,7 @@ def write(path: Path, records: list[dict[str, Any]] = RECORDS) -> Path:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the test's own; the library read its place when it was imported."""
+    """Use a temporary cache folder. The library has read its location at import."""
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
     return folder
@@ -63,7 +63,7 @@ def test_all_file_types_give_the_same_records(tmp_path: Path, suffix: str) -> No
         read_records(str(path), split="test")
 
 
-def test_an_arrow_file_of_datasets_is_a_stream_and_reads_like_any_other(tmp_path: Path) -> None:
+def test_an_arrow_stream_of_datasets_reads_like_any_other_file(tmp_path: Path) -> None:
     datasets.Dataset.from_list(RECORDS).save_to_disk(tmp_path)
     assert read_records(next(tmp_path.glob("*.arrow"))) == RECORDS
 
@@ -118,9 +118,7 @@ def test_a_saved_data_set_has_its_splits(tmp_path: Path, capfd: pytest.CaptureFi
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_folder_of_data_files_has_the_splits_that_their_names_tell(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_splits_of_a_folder_follow_from_file_names(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     mixed = [{"input": "a", "label": {"x": 1}}, {"input": "b", "label": ["1", 2.5, None]}, {"input": "c", "label": "d"}]
     write(tmp_path / "train.jsonl", mixed[::-1])
     write(tmp_path / "test.jsonl", mixed)
@@ -135,7 +133,7 @@ def test_a_folder_of_data_files_has_the_splits_that_their_names_tell(
     assert datasets.is_progress_bar_enabled() == before
 
 
-def test_what_is_wrong_with_a_file_or_folder_is_said_in_one_line(tmp_path: Path) -> None:
+def test_a_bad_file_or_folder_is_described_in_a_one_line_error(tmp_path: Path) -> None:
     def refused(name: str, content: bytes | None, *facts: object) -> None:
         path = tmp_path / name
         if content is not None:
@@ -168,14 +166,14 @@ def test_what_is_wrong_with_a_file_or_folder_is_said_in_one_line(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["./data", "~/no/such", "../data", "nothing.csv", "some/nothing.jsonl.gz", "a/b/c"])
-def test_what_looks_like_a_path_is_not_looked_for_on_the_hub(name: str) -> None:
+def test_a_name_that_looks_like_a_path_is_not_requested_from_the_hub(name: str) -> None:
     with pytest.raises(ValueError, match=says(f"'{name}'", ".json", ".parquet")) as caught:
         read_records(name)
     # What the hub says comes as the cause.
     assert caught.value.__cause__ is None
 
 
-def test_a_file_type_is_not_taken_for_a_data_set_of_the_files_lying_around(
+def test_the_name_of_a_file_type_does_not_read_files_of_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "data.csv")
@@ -188,7 +186,7 @@ SHA = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Just so much of a hub that its clients find one data set, troupe/letters, with one file."""
+    """A minimal hub with a single data set, troupe/letters, which has one file."""
 
     content = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
     name = "data/train.jsonl"
@@ -211,8 +209,8 @@ class Hub(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def do_POST(self) -> None:
-        asked = self.rfile.read(int(self.headers["Content-Length"])).decode()
-        self.response(200, [self.entry] if "train.jsonl" in asked else [])
+        requested_paths = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        self.response(200, [self.entry] if "train.jsonl" in requested_paths else [])
 
     def listing(self, folder: str) -> list[dict[str, Any]]:
         if folder == "data" or "recursive=true" in self.path.lower():
@@ -229,7 +227,7 @@ class Hub(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Do not log requests."""
 
 
 @contextmanager
@@ -243,7 +241,7 @@ def hub() -> Iterator[str]:
 
 
 def read_in_process(sources: list[str], home: Path, endpoint: str) -> list[str]:
-    """What a process with this hub and its own cache prints of each source, and whether it sleeps between two tries."""
+    """Return the output of a process with this hub and its own cache for each source, and whether it slept."""
     code = "import sys, time; from components.data.records import read_records as read\n"
     code += "time.sleep = lambda seconds: print('sleeps')\n"
     code += "for source in sys.argv[1:]:\n try: print(read(source))\n except ValueError as error: print(error)"
@@ -258,9 +256,9 @@ def read_in_process(sources: list[str], home: Path, endpoint: str) -> list[str]:
 
 def test_a_name_is_read_from_the_hub_and_later_without_it_or_refused_at_once_in_one_line(tmp_path: Path) -> None:
     with hub() as endpoint:
-        found = read_in_process(["troupe/letters", "troupe/letters@data", "troupe/other"], tmp_path, endpoint)
-    assert found[:2] == [str(RECORDS)] * 2
-    (refusal,) = found[2:]
+        actual = read_in_process(["troupe/letters", "troupe/letters@data", "troupe/other"], tmp_path, endpoint)
+    assert actual[:2] == [str(RECORDS)] * 2
+    (refusal,) = actual[2:]
     # The library's own words come along.
     assert re.search(says("'troupe/other'", "'train'", "doesn't exist on the Hub"), refusal)
     # The libraries alone would try five times more for what they do not have, and sleep in between.
@@ -270,13 +268,13 @@ def test_a_name_is_read_from_the_hub_and_later_without_it_or_refused_at_once_in_
     assert re.search(says("'troupe/more'", "Connection refused"), other)
 
 
-def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_not_part_of_the_data(tmp_path: Path) -> None:
     for name, text in (("a.jsonl", '{"input": "a"}\n'), ("a.json", '[{"input": "a"}]')):
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
         assert read_records(tmp_path / name) == [{"input": "a"}]
 
 
-def test_a_value_that_is_none_in_python_is_refused_with_its_file(tmp_path: Path) -> None:
+def test_a_value_without_a_python_equivalent_raises_an_error_with_its_file(tmp_path: Path) -> None:
     no_text = pyarrow.array([b"\xff"], pyarrow.binary()).view(pyarrow.string())
     no_date = pyarrow.array([2**50], pyarrow.timestamp("ms"))
     for column in (no_text, no_date):

@@ -1,4 +1,4 @@
-"""Demonstrations as token batches: which tokens are learnt."""
+"""Demonstrations as token batches with a loss mask."""
 
 import json
 from pathlib import Path
@@ -39,14 +39,14 @@ def test_the_end_token_comes_exactly_once(tokenizer: PreTrainedTokenizerFast) ->
     assert [data.batch.row(i, "tokens").tolist() for i in range(4)] == [[3, 4, 2], [3, 4, 2], [3, 4, 2], [3, 2]]
 
 
-def test_of_a_conversation_only_the_assistants_turns_are_learnt(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_only_the_assistants_messages_of_a_conversation_are_learnt(tokenizer: PreTrainedTokenizerFast) -> None:
     messages = [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]
     data = encode_demonstrations([{"messages": messages}], tokenizer)
     assert data.batch["tokens"].tolist() == [3, 4, 2, 5, 6, 2]
     assert data.batch["loss_mask"].tolist() == [False, True, True, False, True, True]
 
 
-def test_what_follows_the_last_learnt_token_is_left_off(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_tokens_after_the_last_learnt_token_are_removed(tokenizer: PreTrainedTokenizerFast) -> None:
     data = encode_demonstrations([{"messages": [turn("assistant", "b"), turn("user", "c")]}], tokenizer)
     assert data.batch["tokens"].tolist() == [4, 2]
 
@@ -128,7 +128,8 @@ def test_columns_are_named_and_two_usual_pairs_need_no_name(tmp_path: Path) -> N
         path.write_text(json.dumps(row | {"id": 7}))
         return load_demonstrations(path, DemonstrationFormat(**form))[0]
 
-    pair, talk = {"prompt": "a", "response": "b"}, [turn("user", "a"), turn("assistant", "b")]
+    pair = {"prompt": "a", "response": "b"}
+    talk = [turn("user", "a"), turn("assistant", "b")]
     assert loaded({"input": "a", "output": "b"}) == pair
     assert loaded({"q": "a", "a": "b"}, prompt_key="q", response_key="a") == pair
     assert loaded({"prompt": "a", "answer": "b"}, response_key="answer") == pair
@@ -149,7 +150,7 @@ def test_a_task_keeps_its_columns_whatever_those_of_a_file_are() -> None:
     assert [set(row) >= {"prompt", "response"} for row in rows] == [True] * 3
 
 
-def test_of_a_conversation_the_last_turn_alone_can_be_learnt(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_last_message_of_a_conversation_can_be_learnt_alone(tokenizer: PreTrainedTokenizerFast) -> None:
     messages = [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]
     data = encode_demonstrations([{"messages": messages}], tokenizer, DemonstrationFormat(multiturn=False))
     assert data.batch["tokens"].tolist() == [3, 4, 2, 5, 6, 2]
@@ -168,7 +169,7 @@ def test_a_template_that_rewrites_earlier_turns_fits_where_the_last_turn_alone_i
     assert learnt(data) == [6, 2]
 
 
-def test_of_a_prompt_with_turns_of_the_assistant_the_response_alone_is_learnt(
+def test_only_the_response_is_learnt_after_a_prompt_with_messages_of_the_assistant(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     prompt = [turn("user", "a"), turn("assistant", "b"), turn("user", "c")]
@@ -178,7 +179,7 @@ def test_of_a_prompt_with_turns_of_the_assistant_the_response_alone_is_learnt(
     assert learnt(data) == learnt(data, 1) == [6, 2]
 
 
-def test_of_plain_text_every_token_but_the_first_is_learnt_and_what_is_too_long_is_cut(
+def test_every_token_of_plain_text_but_the_first_is_learnt_and_long_texts_are_truncated(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     rows = [{"text": "abc"}, {"text": "abcdab"}, {"text": "a"}]

@@ -1,4 +1,4 @@
-"""Loading tokenizers, writing out prompts, and encoding them with exactly one BOS."""
+"""Loading of tokenizers, rendering of prompts, and encoding with exactly one BOS token."""
 
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,15 @@ from components.data.text import (
 from plugins.demo.tiny_model import character_tokenizer
 from tests.messages import says
 
-BOS, EOS, NO, YES = 1, 2, 3, 4
+BOS = 1
+EOS = 2
+NO = 3
+YES = 4
 """Ids of `word_tokenizer`: unk 0, bos 1, eos 2, no 3, yes 4."""
 
 
 def word_tokenizer(adds: str = "$A", template: str | None = None, **special: str) -> PreTrainedTokenizerFast:
-    """The words no and yes; `adds` is what it puts around a text by itself, with $A for the text."""
+    """A tokenizer with the words no and yes. `adds` is what it adds by itself, with $A for the text."""
     tokens = ["<unk>", "<s>", "</s>", "no", "yes"]
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -41,7 +44,10 @@ TURNS = (
     "{% for m in messages %}{{ m['content'] }} {% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
 BOS_AND_TURNS = "{{ bos_token }}" + TURNS
-ADDS_BOS, ADDS_BOTH, ADDS_EOS, ADDS_NOTHING = "<s> $A", "<s> $A </s>", "$A </s>", "$A"
+ADDS_BOS = "<s> $A"
+ADDS_BOTH = "<s> $A </s>"
+ADDS_EOS = "$A </s>"
+ADDS_NOTHING = "$A"
 
 
 @pytest.mark.parametrize(
@@ -61,7 +67,7 @@ def test_a_prompt_has_the_bos_that_its_tokenizer_adds_once_and_no_end(adds: str,
     assert TextEncoder(word_tokenizer(adds)).encode_prompt(text) == ids
 
 
-def test_a_tokenizer_whose_bos_is_also_its_end_is_not_taken_for_one_that_adds_it_in_front() -> None:
+def test_a_tokenizer_whose_bos_is_its_end_token_does_not_count_as_adding_a_bos() -> None:
     both = word_tokenizer("$A </s>", bos_token="</s>")
     assert TextEncoder(both).encode_prompt("no yes") == [NO, YES]
     assert TextEncoder(word_tokenizer("</s> $A", bos_token="</s>")).encode_prompt("no yes") == [EOS, NO, YES]
@@ -73,7 +79,7 @@ def test_a_tokenizer_of_characters_gets_no_bos() -> None:
 
 
 @pytest.mark.parametrize("adds", [ADDS_BOS, ADDS_NOTHING])
-def test_two_bos_in_front_are_refused_with_who_may_have_written_them(adds: str) -> None:
+def test_two_bos_tokens_raise_an_error_that_names_their_possible_origin(adds: str) -> None:
     tokenizer = word_tokenizer(adds, BOS_AND_TURNS)
     with pytest.raises(ValueError, match=says("row 1", "'<s>'", "<s> no")):
         PromptSource([row("no"), row("<s> no")], tokenizer, 0, apply_chat_template=True)
@@ -127,7 +133,7 @@ def test_chat_messages_and_the_chat_option_go_through_the_template() -> None:
         render_prompt(turns, tokenizer)
 
 
-def test_a_conversation_is_written_out_with_its_answers_and_nothing_that_asks_for_another() -> None:
+def test_a_rendered_conversation_has_its_responses_and_no_generation_prompt() -> None:
     asking = TURNS + "{% if add_generation_prompt %}?{% endif %}"
     tokenizer = word_tokenizer(template=asking)
     turns = [{"role": "user", "content": "no"}, {"role": "assistant", "content": "yes"}]
@@ -151,7 +157,7 @@ def test_a_conversation_is_written_out_with_its_answers_and_nothing_that_asks_fo
         ({"bos_token": "</s>"}, "<unk>"),
     ],
 )
-def test_padding_is_no_end(special: dict[str, str], chosen: str | None) -> None:
+def test_the_padding_token_does_not_end_a_response(special: dict[str, str], chosen: str | None) -> None:
     tokenizer = word_tokenizer(**special)
     before = tokenizer.pad_token
     assert pad_apart_from_end(tokenizer) == chosen
@@ -161,7 +167,7 @@ def test_padding_is_no_end(special: dict[str, str], chosen: str | None) -> None:
     assert len(tokenizer) == 5  # none was added, for which the model would have no embedding
 
 
-def test_where_only_the_end_is_special_padding_is_a_piece_that_no_text_is_read_by(tmp_path: Path) -> None:
+def test_if_only_the_end_token_is_special_padding_is_a_piece_that_no_text_contains(tmp_path: Path) -> None:
     texts = ["wow!!! the end", "the the end Ø ö", "an end  of  it"]
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -178,7 +184,7 @@ def test_where_only_the_end_is_special_padding_is_a_piece_that_no_text_is_read_b
     assert again(texts)["input_ids"] == before
 
 
-def test_where_no_token_is_left_for_padding_that_is_said() -> None:
+def test_a_tokenizer_without_a_token_for_padding_raises_an_error() -> None:
     with pytest.raises(ValueError, match="pad_token"):
         pad_apart_from_end(word_tokenizer(bos_token="</s>", unk_token="</s>"))
 
@@ -199,7 +205,7 @@ def test_a_template_that_raises_is_an_error_with_its_reason(template: str, reaso
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer with an end token, but none for padding and no chat template."""
+    """A tokenizer with an end token, but without padding token and chat template."""
     path = tmp_path_factory.mktemp("tokenizer")
     word_tokenizer(ADDS_BOS).save_pretrained(path)
     return path
@@ -239,7 +245,7 @@ def test_arguments_of_a_template_hold_wherever_it_is_used(folder: Path, tmp_path
         set_template_arguments(tokenizer, {"thinks": False})
 
 
-def test_what_is_wrong_with_a_tokenizer_is_said_in_one_line(folder: Path, tmp_path: Path) -> None:
+def test_a_bad_tokenizer_is_described_in_a_one_line_error(folder: Path, tmp_path: Path) -> None:
     def refused(path: Path, *facts: object, **options: Any) -> None:
         with pytest.raises(ValueError, match=says(*facts)) as caught:
             load_tokenizer(path, **options)

@@ -1,4 +1,4 @@
-"""A tokenizer or a template that hangs, aborts or takes all memory is one line, and harms no other process."""
+"""A tokenizer or template that hangs, aborts or exhausts the memory raises a one-line error and harms nothing else."""
 
 import json
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def backtracks(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("change", [grows_a_thousandfold, backtracks])
-def test_a_tokenizer_that_does_not_end_well_is_refused(
+def test_a_tokenizer_that_hangs_or_grows_too_large_raises_an_error(
     change: Callable[[dict[str, Any]], None], tmp_path: Path, own_cache: Path
 ) -> None:
     folder = chat_model(tmp_path / "model")
@@ -63,7 +63,7 @@ def test_a_tokenizer_that_does_not_end_well_is_refused(
     ],
     ids=["loop", "one text", "one text in the model", "many texts"],
 )
-def test_a_template_that_does_not_end_well_is_refused(
+def test_a_template_that_hangs_or_grows_too_large_raises_an_error(
     template: str, fact: str, is_option: bool, tmp_path: Path, own_cache: Path
 ) -> None:
     folder = chat_model(tmp_path / "model", template=CHATML)
@@ -76,7 +76,7 @@ def test_a_template_that_does_not_end_well_is_refused(
     assert not own_cache.exists()
 
 
-def test_what_has_passed_is_not_tried_again_and_what_has_changed_is(tmp_path: Path, own_cache: Path) -> None:
+def test_a_passed_tokenizer_is_not_tried_again_and_a_changed_one_is(tmp_path: Path, own_cache: Path) -> None:
     folder = chat_model(tmp_path / "model")
     load_tokenizer(folder)
     (first,) = own_cache.iterdir()

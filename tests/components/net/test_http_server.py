@@ -1,4 +1,4 @@
-"""Clients that send too slowly, too much, or nothing keep nobody from being answered, and no connection for long."""
+"""Clients that send too slowly, too much, or nothing do not block other clients and do not hold connections."""
 
 import asyncio
 import socket
@@ -20,7 +20,7 @@ HEAD = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n"
 
 
 LIMITS = {"mb": 0.01, "values": 40, "text_mb": 0.001, "depth": 9, "all_mb": 0.015}
-"""Of the server in these tests, as `BodyLimits` has them."""
+"""Arguments of `BodyLimits` for the server in these tests."""
 _limits = BodyLimits(**LIMITS, names={"values": "max_values"})
 
 
@@ -39,7 +39,7 @@ ROUTES = [Route("/", echo, methods=["POST"]), Route("/json", parsed, methods=["P
 
 @asynccontextmanager
 async def serving(head_s: float) -> AsyncIterator[int]:
-    """A server in this process; gives its port."""
+    """Run a server in this process and yield its port."""
     config = server_config(Starlette(routes=ROUTES), head_s, lifespan="off")
     config.load()
     state = ServerState()
@@ -55,7 +55,7 @@ async def serving(head_s: float) -> AsyncIterator[int]:
 
 
 async def replied(port: int, sent: bytes, *later: bytes) -> bytes:
-    """All that comes back to what is sent, until the server ends the connection; the rest is sent bit by bit."""
+    """Return all bytes that the server sends until it closes the connection. The rest is sent in parts."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(sent)
     try:
@@ -87,7 +87,7 @@ async def answered(port: int) -> None:
     ],
     ids=["nothing", "a byte", "half a head", "a head without an end", "empty lines", "half a head after a request"],
 )
-def test_a_head_that_does_not_come_ends_its_connection_and_no_other(sent: list[bytes]) -> None:
+def test_a_head_that_does_not_arrive_ends_only_its_own_connection(sent: list[bytes]) -> None:
     async def many() -> None:
         async with serving(head_s=1.0) as port:
             slow = [asyncio.create_task(replied(port, *sent)) for _ in range(40)]
@@ -99,7 +99,7 @@ def test_a_head_that_does_not_come_ends_its_connection_and_no_other(sent: list[b
     asyncio.run(many())
 
 
-def test_a_head_of_any_size_is_not_kept() -> None:
+def test_a_head_above_the_limit_ends_its_connection() -> None:
     async def send() -> None:
         async with serving(head_s=GUARD_S) as port:
             reply = await replied(port, HEAD, *[b"X: " + b"a" * HEAD_BYTES] * 9)

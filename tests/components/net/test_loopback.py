@@ -1,4 +1,4 @@
-"""Loopback addresses are told from others, and no client is sent to a proxy for them."""
+"""Loopback addresses are recognised, and clients reach them without a proxy."""
 
 import os
 
@@ -13,7 +13,7 @@ from components.net.loopback import direct_loopback, is_loopback, loopback_varia
     ["127.0.0.1", "localhost", "LocalHost.", "a.localhost", "::1", "[::1]", "127.9.9.9", "127.1", "0.0.0.0", "::"]
     + ["::ffff:127.0.0.1"],
 )
-def test_every_form_of_the_loopback_is_known(host: str) -> None:
+def test_every_form_of_a_loopback_address_is_recognised(host: str) -> None:
     assert is_loopback(host)
 
 
@@ -23,8 +23,8 @@ def test_other_hosts_are_no_loopback(host: str) -> None:
 
 
 def test_variables_keep_the_users_entries_and_are_left_alone_without_a_proxy() -> None:
-    found = loopback_variables({"https_proxy": "http://p:1", "NO_PROXY": "intra, b", "no_proxy": "c"})
-    assert found == dict.fromkeys(("no_proxy", "NO_PROXY"), "c,intra,b,127.0.0.1,localhost,::1")
+    actual = loopback_variables({"https_proxy": "http://p:1", "NO_PROXY": "intra, b", "no_proxy": "c"})
+    assert actual == dict.fromkeys(("no_proxy", "NO_PROXY"), "c,intra,b,127.0.0.1,localhost,::1")
     assert loopback_variables({"NO_PROXY": "intra", "http_proxy": ""}) == {}
 
 

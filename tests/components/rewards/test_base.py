@@ -1,4 +1,4 @@
-"""Rewards by name, from a file or from servers: what is refused, and what a function may return."""
+"""Rewards by name, from a file or from servers: specifications that are rejected, and results of functions."""
 
 import subprocess
 import sys
@@ -15,7 +15,9 @@ from plugins.remote_reward.scorer import RemoteReward
 from tests.messages import says
 
 PROJECT = Path(__file__).resolve().parents[3]
-QUERIES, PROMPTS, LABELS = ["ba>ab", "dc>dc"], ["ba>", "dc>"], ["ab", "cd"]
+QUERIES = ["ba>ab", "dc>dc"]
+PROMPTS = ["ba>", "dc>"]
+LABELS = ["ab", "cd"]
 
 
 def reward_file(folder: Path, body: str) -> str:
@@ -53,7 +55,7 @@ def test_columns_of_different_lengths_are_refused_and_an_empty_batch_is_none(sor
     assert sort_reward([], [], []).reward_B.shape == (0,)
 
 
-def test_what_cannot_be_opened_is_refused_without_running_the_file(tmp_path: Path) -> None:
+def test_a_reward_that_cannot_be_opened_raises_an_error_without_running_the_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=says("'sorted'", "exact_match", "gsm8k", "sort,", ".py")):
         check_reward("sorted")
     with pytest.raises(ValueError, match=says(tmp_path / "nothing.py")):
@@ -86,7 +88,7 @@ def test_a_list_with_anything_but_whole_urls_is_refused(spec: str) -> None:
         check_reward(spec)
 
 
-def test_urls_are_opened_without_asking_the_servers() -> None:
+def test_urls_are_opened_without_a_request_to_the_servers() -> None:
     spec = "http://127.0.0.1:9/score, https://[::1]:9"
     check_reward(spec)
     with open_reward(spec) as reward:
@@ -104,7 +106,7 @@ def test_urls_are_opened_without_asking_the_servers() -> None:
         ("max_failed_share", 1.5),
     ],
 )
-def test_settings_that_cannot_work_are_refused(name: str, value: float) -> None:
+def test_settings_that_cannot_work_raise_an_error(name: str, value: float) -> None:
     settings: dict[str, Any] = {name: value}
     with pytest.raises(ValueError, match=says(f"{name}={value}")):
         RewardSettings(**settings)
@@ -124,7 +126,7 @@ def test_a_plan_can_check_rewards_in_a_process_without_libraries() -> None:
 
 
 def test_numbers_come_as_tensors_arrays_lists_of_either_and_plain_numbers() -> None:
-    found = read_columns(
+    actual = read_columns(
         {
             "rewards": torch.tensor([[1.5], [2.0]], requires_grad=True),
             "scores": [torch.tensor(1.0), torch.tensor([0.5]).numpy()],
@@ -132,9 +134,9 @@ def test_numbers_come_as_tensors_arrays_lists_of_either_and_plain_numbers() -> N
         },
         2,
     )
-    assert (found.rewards, found.scores) == ([1.5, 2.0], [1.0, 0.5])
-    assert found.logs.pop("nan")[0] == 1.0
-    assert found.logs == {"each": [1.0, 1.0], "one": [3.0, 3.0], "wrapped": [4.0, 4.0]}
+    assert (actual.rewards, actual.scores) == ([1.5, 2.0], [1.0, 0.5])
+    assert actual.logs.pop("nan")[0] == 1.0
+    assert actual.logs == {"each": [1.0, 1.0], "one": [3.0, 3.0], "wrapped": [4.0, 4.0]}
     assert read_columns({"rewards": (1, 2), "extra_logs": None}, 2).scores == [1.0, 2.0]
 
 
@@ -161,6 +163,6 @@ def test_numbers_come_as_tensors_arrays_lists_of_either_and_plain_numbers() -> N
         ({"rewards": [1.0, 1.0], "extra_logs": [1.0]}, ["'extra_logs'", "list", "dict"]),
     ],
 )
-def test_what_is_returned_wrongly_is_said(result: Any, facts: list[str]) -> None:
+def test_a_wrong_result_is_described_in_the_error(result: Any, facts: list[str]) -> None:
     with pytest.raises(ValueError, match=says(*facts)):
         read_columns(result, 2)

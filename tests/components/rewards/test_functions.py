@@ -1,4 +1,4 @@
-"""Functions written for TRL, OpenRLHF and verl are called as they are there, by the names of their parameters."""
+"""Reward functions for TRL, OpenRLHF and verl are called as in these libraries, by the names of their parameters."""
 
 import json
 from collections.abc import Callable
@@ -23,7 +23,7 @@ ROWS = [
 
 
 def called(function: Callable[..., Any], rows: list[dict[str, Any]] | None = None) -> Columns:
-    """A function's rewards of RESPONSES to the prompts p0, p1 and p2, whose labels are 10, 11 and 12."""
+    """Return a function's rewards of RESPONSES to the prompts p0, p1 and p2 with labels 10, 11 and 12."""
     prompts = [f"p{i}" for i in range(3)]
     queries = [prompt + response for prompt, response in zip(prompts, RESPONSES)]
     return by_names(function)(queries, prompts, [10, 11, 12], RESPONSES, ROWS if rows is None else rows)
@@ -67,12 +67,12 @@ def verl_one(data_source, solution_str, ground_truth, extra_info=None):
 def verl_all(data_sources, solution_strs, ground_truths, extra_infos, **kwargs):
     return [info["index"] for info in extra_infos]
 """
-"""As the docs of TRL, OpenRLHF and verl write them, without types."""
+"""Functions as in the documentation of TRL, OpenRLHF and verl, without type annotations."""
 
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    """The module of these functions."""
+    """Return the module with these functions."""
     path = tmp_path_factory.mktemp("theirs") / "theirs.py"
     path.write_text(THEIRS)
     return load_file(path)
@@ -101,16 +101,16 @@ def test_each_function_gets_what_its_parameters_are_called(
 
 
 def test_numbers_and_words_of_a_dict_and_of_trls_loggers_are_kept(theirs: ModuleType) -> None:
-    found = called(theirs.verl_one)
-    assert (found.logs, found.texts) == ({"index": [0.0, 1.0, 2.0]}, {"pred": ["s0", "s1", "s2"]})
+    actual = called(theirs.verl_one)
+    assert (actual.logs, actual.texts) == ({"index": [0.0, 1.0, 2.0]}, {"pred": ["s0", "s1", "s2"]})
 
     def logging(completions: list[str], log_metric: Any, log_extra: Any) -> list[float]:
         log_metric("mean_length", 4 / 3)
         log_extra("first", [completion[0] for completion in completions])
         return [0.0] * len(completions)
 
-    found = called(logging)
-    assert (found.logs, found.texts) == ({"mean_length": [4 / 3] * 3}, {"first": ["4", "5", "2"]})
+    actual = called(logging)
+    assert (actual.logs, actual.texts) == ({"mean_length": [4 / 3] * 3}, {"first": ["4", "5", "2"]})
 
 
 def test_chat_messages_of_the_data_reach_trls_functions_as_messages_and_others_as_text() -> None:
@@ -133,8 +133,9 @@ def test_chat_messages_of_the_data_reach_trls_functions_as_messages_and_others_a
     assert seen[2] == ["p0", "p1", "p2"]
 
 
-def test_a_turn_that_the_policy_has_continued_reaches_trls_functions_whole() -> None:
-    request, begun = {"role": "user", "content": "p"}, {"role": "assistant", "content": "It is "}
+def test_a_continued_message_reaches_trl_functions_with_its_start() -> None:
+    request = {"role": "user", "content": "p"}
+    begun = {"role": "assistant", "content": "It is "}
     rows = [{"columns": {"prompt": turns}} for turns in ([request, begun], [request], [request])]
     seen: list[Any] = []
 
@@ -147,7 +148,7 @@ def test_a_turn_that_the_policy_has_continued_reaches_trls_functions_whole() -> 
     assert [turns[0]["content"] for turns in seen[1]] == ["It is 4", "5", "22"]
 
 
-def test_what_is_asked_for_and_not_there_is_named_beside_what_is() -> None:
+def test_a_missing_column_is_named_together_with_the_existing_ones() -> None:
     def lost(completions: Any, answer: Any) -> list[float]:
         return [0.0] * len(completions)
 
@@ -168,7 +169,7 @@ def test_a_file_names_its_function_by_convention_by_being_alone_or_in_the_path(t
         assert reward(["pa"], ["p"], [""]).reward_B.tolist() == [1.0]
 
 
-def test_none_is_a_part_that_does_not_apply_and_no_reward_where_it_is_all_there_is(tmp_path: Path) -> None:
+def test_none_leaves_out_a_part_and_fails_the_response_if_all_parts_are_none(tmp_path: Path) -> None:
     path = tmp_path / "parts.py"
     path.write_text(
         "def math(completions, kind, **kwargs):\n"
@@ -179,15 +180,15 @@ def test_none_is_a_part_that_does_not_apply_and_no_reward_where_it_is_all_there_
     count = 40
     kinds = ["math", "code"] * (count // 2 - 1) + ["math", "prose"]
     rows = [{"columns": {"kind": kind}} for kind in kinds]
-    given = ["p"] * count
+    placeholders = ["p"] * count
     with open_reward(f"3*{path}:math + 1*{path}:code") as reward:
-        output = reward(given, given, given, responses=given, rows=rows)
+        output = reward(placeholders, placeholders, placeholders, responses=placeholders, rows=rows)
     # 3 * 1, and 1 * .5 alone; their mean scores are 3 / 3 and .5 / 1; nobody rewards the last.
     assert output.reward_B.tolist() == [3.0, 0.5] * (count // 2 - 1) + [3.0, 0.0]
     assert output.score_B.tolist() == [1.0, 0.5] * (count // 2 - 1) + [1.0, 0.0]
     assert list(output.failures) == [count - 1]
     with open_reward(f"{path}:math") as reward, pytest.raises(RewardError, match=says("None", "math")):
-        reward(given, given, given, responses=given, rows=rows)
+        reward(placeholders, placeholders, placeholders, responses=placeholders, rows=rows)
 
 
 def test_columns_of_the_data_are_kept_beside_prompt_and_label(tmp_path: Path) -> None:

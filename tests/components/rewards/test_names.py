@@ -1,4 +1,4 @@
-"""Names of metrics that reward code logs: unique, of the function, and never those of the run's own metrics."""
+"""Names of metrics from reward code: unique, named after the function, and different from the run's own metrics."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ OF_THE_RUN = ["score", "reward", "failed", "group_std", "shaped", "zero_variance
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Reward files where the test stands."""
+    """Write reward files into the working directory of the test."""
     monkeypatch.chdir(tmp_path)
     result = "(completions, **kwargs):\n    return [1.0] * len(completions)\n"
     for name, functions in {
@@ -44,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["http://h:5000/score", "http://h:6000/score"], ["h_score", "h_score_2"]),
     ],
 )
-def test_a_part_is_called_by_its_function(specs: list[str], names: list[str], folder: Path) -> None:
+def test_a_part_of_a_sum_has_the_name_of_its_function(specs: list[str], names: list[str], folder: Path) -> None:
     assert part_names(specs) == names
 
 
@@ -68,7 +68,7 @@ def test_a_part_without_a_reward_for_a_response_is_not_in_its_mean(folder: Path)
 
 
 def responses(logs: dict[str, float]) -> Batch:
-    """Four responses to two prompts whose reward logs these numbers."""
+    """Return four responses to two prompts whose reward logs these numbers."""
     per_sequence = {
         "prompt_id": torch.tensor([0, 0, 1, 1]),
         "truncated": torch.zeros(4, dtype=torch.bool),
@@ -82,9 +82,9 @@ def responses(logs: dict[str, float]) -> Batch:
 def test_a_log_with_a_name_of_the_runs_leaves_the_runs_metric_as_it_is() -> None:
     plain = rollout_metrics(responses({}))
     assert {name.removeprefix("reward/") for name in plain if name.startswith("reward/")} <= set(OF_THE_RUN)
-    found = rollout_metrics(responses(dict.fromkeys([*OF_THE_RUN, "mine", "log_score"], 99.0)))
-    assert {name: found[name] for name in plain} == plain
-    assert {name for name in found if name not in plain} == {
+    actual = rollout_metrics(responses(dict.fromkeys([*OF_THE_RUN, "mine", "log_score"], 99.0)))
+    assert {name: actual[name] for name in plain} == plain
+    assert {name for name in actual if name not in plain} == {
         *(f"reward/log_{name}" for name in OF_THE_RUN),
         "reward/log_log_score",
         "reward/mine",
@@ -101,9 +101,9 @@ def test_a_log_with_a_name_of_the_evaluation_leaves_that_as_it_is() -> None:
     plain = measured({})
     names = [name.removeprefix("s_") for name in plain if name.startswith("s_")]
     assert all(RUN_NAMES.fullmatch(name) for name in names)
-    found = measured(dict.fromkeys(names, 99.0))
-    assert {name: found[name] for name in plain} == plain
-    assert {f"s_log_{name}" for name in names} <= found.keys()
+    actual = measured(dict.fromkeys(names, 99.0))
+    assert {name: actual[name] for name in plain} == plain
+    assert {f"s_log_{name}" for name in names} <= actual.keys()
 
 
 def test_a_renamed_log_is_a_warning_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""What reward code may do to itself: the run has its rewards, or says which responses have none."""
+"""Harmful reward code: the run gets its rewards, or an error that names the responses without one."""
 
 import os
 import subprocess
@@ -49,14 +49,14 @@ def rewarded(spec: str, count: int = 4) -> list[float]:
 )
 def test_patched_builtins_give_the_right_rewards_or_none(tmp_path: Path, patch: str) -> None:
     try:
-        found = rewarded(reward_file(tmp_path, f"{patch}\n{WORTH}"))
+        actual = rewarded(reward_file(tmp_path, f"{patch}\n{WORTH}"))
     except RewardError:
         return
-    assert found == [0.0, 1.0, 2.0, 3.0]
+    assert actual == [0.0, 1.0, 2.0, 3.0]
 
 
 @pytest.mark.full
-def test_ten_gigabytes_and_a_gigabyte_of_lines_change_no_reward(tmp_path: Path) -> None:
+def test_ten_gigabytes_of_memory_and_a_gigabyte_of_output_change_no_reward(tmp_path: Path) -> None:
     large = "held = bytearray(10 * 2**30)\nheld[::4096] = b'x' * len(held[::4096])\ndel held\n"
     lines = "for _ in range(2**10):\n    sys.stdout.write('x' * (2**20 - 1) + '\\n')\n"
     program = f"""

@@ -1,4 +1,4 @@
-"""Results of reward functions of every form: read, or refused with both lengths; and async functions that overlap."""
+"""Results of reward functions: accepted forms, errors with both lengths, and concurrent async functions."""
 
 import asyncio
 import math
@@ -22,7 +22,7 @@ from tests.messages import says
 
 
 def opened(folder: Path, body: str, count: int, **settings: Any) -> RewardOutput:
-    """Rewards of the responses "0", "1", ... by the function of a file."""
+    """Return the rewards of the responses "0", "1", ... by the function of a file."""
     (folder / "own.py").write_text(body)
     texts = list(map(str, range(count)))
     with open_reward(str(folder / "own.py"), RewardSettings(**settings)) as reward:
@@ -51,7 +51,7 @@ def test_numbers_in_every_kind_of_list_are_read(result: Any) -> None:
     assert read_rewards(result, 2).rewards == [1.0, 2.5]
 
 
-def test_truth_values_are_numbers_and_none_is_no_reward() -> None:
+def test_bools_are_numbers_and_none_is_no_reward() -> None:
     assert read_rewards([True, np.bool_(False)], 2).rewards == [1.0, 0.0]
     assert read_rewards([1.0, None], 2).absent == [1]
     assert read_rewards([{"score": 1}, None], 2).absent == [1]
@@ -86,7 +86,7 @@ def test_another_number_of_rewards_is_an_error_with_both_lengths(result: Any) ->
     ],
     ids=repr,
 )
-def test_what_is_no_reward_is_refused_with_what_was_returned(result: Any, facts: list[str]) -> None:
+def test_a_result_that_is_no_reward_is_shown_in_the_error(result: Any, facts: list[str]) -> None:
     with pytest.raises(ValueError, match=says(*facts)):
         read_rewards(result, 2)
 
@@ -105,9 +105,7 @@ def test_lists_nested_hundreds_deep_are_refused() -> None:
 
 
 @pytest.mark.parametrize("returned", ["[0.5]", "{'rewards': [0.5]}", "[0.5] * (len(queries) + 1)"])
-def test_one_value_for_many_responses_ends_the_batch_and_no_response_is_asked_for_alone(
-    returned: str, tmp_path: Path
-) -> None:
+def test_one_value_for_many_responses_ends_the_batch_without_single_calls(returned: str, tmp_path: Path) -> None:
     calls = tmp_path / "calls"
     body = (
         "def reward_func(queries, prompts, labels):\n"

@@ -1,4 +1,4 @@
-"""Weighted sums of rewards: what is one, what it adds up to, and what happens when a part fails."""
+"""Weighted sums of rewards: syntax, values, and failures of parts."""
 
 import re
 from collections.abc import Iterator
@@ -12,12 +12,14 @@ from components.rewards.opening import RewardSum, open_reward
 from tests.components.helpers.reward_server import Answer, Request, RewardServer
 from tests.messages import says
 
-QUERIES, PROMPTS, LABELS = ["q ab", "q abc", "q b", "q bb"], ["q "] * 4, ["ab", "ab", "b", "b"]
+QUERIES = ["q ab", "q abc", "q b", "q bb"]
+PROMPTS = ["q "] * 4
+LABELS = ["ab", "ab", "b", "b"]
 
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Reward files in the folder where a test stands."""
+    """Write reward files into the working directory of the test."""
     monkeypatch.chdir(tmp_path)
     length = "[float(len(q) - 2) for q in queries]"
     for name, result in (
@@ -36,10 +38,10 @@ def server() -> Iterator[RewardServer]:
     def response(request: Request, number: int) -> Answer:
         return 200, {"rewards": [10.0] * len(request["query"]), "scores": [1.0] * len(request["query"])}, {}
 
-    found = RewardServer(response)
-    yield found
-    found.shutdown()
-    found.server_close()
+    values = RewardServer(response)
+    yield values
+    values.shutdown()
+    values.server_close()
 
 
 def test_a_sum_of_a_scorer_a_file_and_a_server_adds_up_and_logs_each(files: Path, server: RewardServer) -> None:
@@ -61,14 +63,14 @@ def test_a_sum_of_a_scorer_a_file_and_a_server_adds_up_and_logs_each(files: Path
     assert output.failures == {}
 
 
-def test_all_parts_right_is_a_score_of_exactly_1() -> None:
+def test_a_response_correct_in_all_parts_has_a_score_of_exactly_1() -> None:
     with open_reward("0.1*exact_match + 0.2*exact_match + 0.7*exact_match") as reward:
         output = reward(["q1"], ["q"], ["1"])
     assert output.score_B.tolist() == [1.0] and output.reward_B.tolist() == [1.0]
     assert {name.partition("/")[0] for name in output.logs} == {"exact_match", "exact_match_2", "exact_match_3"}
 
 
-def test_the_parts_work_at_the_same_time(files: Path) -> None:
+def test_the_parts_of_a_sum_run_in_parallel(files: Path) -> None:
     # Each part waits for the two others to be there.
     (files / "meets.py").write_text(
         "import os, time\n"

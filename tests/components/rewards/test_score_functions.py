@@ -1,4 +1,4 @@
-"""Reward functions in verl's signature: what they are given, what they may return, and which one is asked."""
+"""Reward functions in verl's signature: arguments, results, and selection by data source."""
 
 import math
 import re
@@ -18,7 +18,7 @@ from tests.messages import says
 
 
 def scored(code: ScoreCode, sources: Sequence[str], responses: Sequence[str], **settings: Any) -> RewardOutput:
-    """Scores of answers to the prompts "p0", "p1", ... with the labels 0, 1, ... and extra_info {"i": label}."""
+    """Return scores of responses to the prompts "p0", "p1", ... labels 0, 1, ... and extra_info {"i": label}."""
     labels = list(range(len(sources)))
     return ask(code, sources, responses, labels, [{"i": label} for label in labels], **settings)
 
@@ -43,7 +43,7 @@ def file_of(folder: Path, text: str, **code: Any) -> ScoreCode:
     return ScoreCode(path=str(folder / "score.py"), **code)
 
 
-def test_a_function_is_given_one_answer_by_name_and_its_own_arguments(tmp_path: Path) -> None:
+def test_a_function_gets_one_response_by_name_and_its_further_arguments(tmp_path: Path) -> None:
     body = (
         "def rate(data_source, solution_str, ground_truth, extra_info=None, bonus=0):\n"
         "    assert extra_info == {'i': ground_truth}\n"
@@ -78,7 +78,7 @@ def test_numbers_beside_the_score_are_logged_and_words_are_kept(tmp_path: Path) 
     assert list(output.logs) == ["acc"]
 
 
-def test_a_batch_function_is_given_all_answers_at_once_as_lists(tmp_path: Path) -> None:
+def test_a_batch_function_gets_all_responses_in_one_call_as_lists(tmp_path: Path) -> None:
     body = (
         "def compute_score(data_sources, solution_strs, ground_truths, extra_infos, base=0):\n"
         "    assert extra_infos == [{'i': label} for label in ground_truths]\n"
@@ -91,7 +91,7 @@ def test_a_batch_function_is_given_all_answers_at_once_as_lists(tmp_path: Path) 
     assert set(output.logs["n"].tolist()) == {100.0}
 
 
-def test_answers_fail_alone_and_what_is_logged_is_nan_of_them(tmp_path: Path) -> None:
+def test_failed_responses_have_nan_in_the_logs(tmp_path: Path) -> None:
     body = (
         "def compute_score(solution_str, **others):\n"
         "    if solution_str == 'die': os._exit(3)\n"
@@ -106,7 +106,7 @@ def test_answers_fail_alone_and_what_is_logged_is_nan_of_them(tmp_path: Path) ->
     assert output.logs["acc"].isnan().tolist() == [answer != "a" for answer in answers]
 
 
-def test_answers_without_end_fail_each_at_its_own_deadline_and_a_batch_has_the_time_of_all(
+def test_hanging_responses_have_separate_deadlines_and_a_batch_has_the_sum_of_them(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     body = "def compute_score(**columns):\n    while True: time.sleep(1)\n"
@@ -129,13 +129,13 @@ def test_answers_without_end_fail_each_at_its_own_deadline_and_a_batch_has_the_t
         ("return float('nan')", ["'rewards'", "nan"]),
     ],
 )
-def test_what_a_function_returns_wrongly_is_said(tmp_path: Path, body: str, facts: list[str]) -> None:
+def test_a_wrong_result_of_a_function_is_described_in_the_error(tmp_path: Path, body: str, facts: list[str]) -> None:
     code = file_of(tmp_path, f"def compute_score(**columns):\n    {body}\n")
     with pytest.raises(RewardError, match=says("compute_score", tmp_path / "score.py", "1 of 1", *facts)):
         scored(code, ["s"], ["a"])
 
 
-def test_a_batch_function_that_returns_too_few_is_found(tmp_path: Path) -> None:
+def test_a_batch_function_that_returns_too_few_rewards_raises_an_error(tmp_path: Path) -> None:
     code = file_of(tmp_path, "def compute_score(**columns):\n    return [1.0] * 2\n", lists=True)
     with pytest.raises(RewardError, match=says("2 rewards", "3 responses")):
         scored(code, ["s"] * 3, ["a"] * 3)
@@ -148,7 +148,7 @@ def test_a_file_is_checked_without_being_run(tmp_path: Path) -> None:
         ScoreCode(path="nowhere.py").check()
 
 
-def test_the_data_source_says_which_function_is_asked() -> None:
+def test_the_data_source_selects_the_function() -> None:
     answers = {
         "openai/gsm8k": ("#### 7", "so 7"),
         "gsm8k_flexible": ("so 7", "so 8"),
@@ -202,7 +202,7 @@ def test_one_row_of_each_data_source_shows_that_its_labels_can_be_read() -> None
 
 
 def test_scores_may_come_from_torch_and_numpy() -> None:
-    found = read_scores([torch.tensor(1.5), {"score": torch.tensor([2.0]), "x": torch.tensor(3), "y": None}])
-    assert found.rewards == [1.5, 2.0]
-    assert found.logs["x"][1] == 3.0
-    assert "y" not in {**found.logs, **found.texts}
+    actual = read_scores([torch.tensor(1.5), {"score": torch.tensor([2.0]), "x": torch.tensor(3), "y": None}])
+    assert actual.rewards == [1.5, 2.0]
+    assert actual.logs["x"][1] == 3.0
+    assert "y" not in {**actual.logs, **actual.texts}

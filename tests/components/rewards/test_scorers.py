@@ -109,7 +109,7 @@ def test_an_answer_is_compared_as_a_number_however_it_is_written(answer: str, la
         "#### \\boxed{72}",
     ],
 )
-def test_strict_gsm8k_wants_the_number_after_the_last_four_signs(response: str) -> None:
+def test_strict_gsm8k_reads_the_number_after_the_last_separator(response: str) -> None:
     assert gsm8k(response, "72") == 0.0
 
 
@@ -211,7 +211,7 @@ def test_math_works_in_any_thread() -> None:
         ("", None),
     ],
 )
-def test_data_that_bring_one_scorer_name_it(source: str, scorer: str | None) -> None:
+def test_data_with_a_single_scorer_name_it(source: str, scorer: str | None) -> None:
     assert default_scorer(source) == scorer
 
 

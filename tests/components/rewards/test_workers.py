@@ -1,4 +1,4 @@
-"""Reward code in processes of its own: what it is given, what fails in it, and that nothing of it is left."""
+"""Reward code in child processes: arguments, failures, and the end of all processes."""
 
 import os
 import re
@@ -21,11 +21,11 @@ from tests.processes import is_alive, wait_until_gone
 
 PROJECT = Path(__file__).resolve().parents[3]
 GUARD_S = 120
-"""After so many seconds a test that hangs fails."""
+"""Timeout of a test that hangs, in seconds."""
 
 
 def reward_file(folder: Path, body: str, *, imports: str = "") -> str:
-    """A file whose reward_func is `body`."""
+    """Write a reward file whose function is `body`."""
     indented = "".join(f"    {line}\n" for line in body.splitlines())
     path = folder / "reward.py"
     path.write_text(f"import os, time\n{imports}\ndef reward_func(queries, prompts, labels, **kwargs):\n{indented}")
@@ -33,7 +33,7 @@ def reward_file(folder: Path, body: str, *, imports: str = "") -> str:
 
 
 def rewarded(spec: str, count: int, **settings: float) -> RewardOutput:
-    """Rewards of the responses "0", "1", ...; their prompts are "p0", "p1", ..."""
+    """Return the rewards of the responses "0", "1", ... to the prompts "p0", "p1", ..."""
     with WorkerReward(spec, RewardSettings(**settings)) as reward:  # pyright: ignore[reportArgumentType]
         return ask(reward, count)
 
@@ -45,7 +45,7 @@ def ask(reward: WorkerReward, count: int) -> RewardOutput:
 
 
 def pids_in(file: Path, count: int) -> list[int]:
-    """The ids that a reward function has written, once there are so many."""
+    """Wait until a reward function has written this number of process ids, and return them."""
     deadline = time.monotonic() + GUARD_S
     while not file.is_file() or len(file.read_text().split()) < count:
         assert time.monotonic() < deadline, "the reward function did not start"
@@ -98,7 +98,7 @@ def test_rewards_do_not_depend_on_how_a_batch_is_cut(tmp_path: Path, count: int,
     assert output.logs["chunk"].max() == chunk
 
 
-def test_workers_work_at_the_same_time(tmp_path: Path) -> None:
+def test_workers_run_in_parallel(tmp_path: Path) -> None:
     # Each of the first two chunks waits for the other one to be there.
     body = (
         f"folder = {str(tmp_path)!r}\nopen(f'{{folder}}/{{os.getpid()}}.here', 'w').close()\n"
@@ -124,7 +124,9 @@ def test_a_function_without_kwargs_gets_only_what_it_takes(tmp_path: Path) -> No
     assert rewarded(str(path), 2).reward_B.tolist() == [7.0, 7.0]
 
 
-def test_what_a_function_prints_disturbs_nothing_and_is_seen(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_of_a_function_is_shown_and_does_not_disturb_the_rewards(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     body = "print('hello from the reward')\nos.write(1, b'raw\\n')\nreturn {'rewards': [1.0] * len(queries)}"
     assert rewarded(reward_file(tmp_path, body), 1).reward_B.tolist() == [1.0]
     out, err = capfd.readouterr()
@@ -186,7 +188,7 @@ def test_a_file_that_cannot_be_loaded_is_refused_with_its_traceback(tmp_path: Pa
         ("os.kill(os.getpid(), 11)", ["SIGSEGV"]),
     ],
 )
-def test_only_the_guilty_answers_fail_and_they_are_named(tmp_path: Path, misdeed: str, facts: list[str]) -> None:
+def test_only_the_responses_that_crash_fail_and_they_are_named(tmp_path: Path, misdeed: str, facts: list[str]) -> None:
     body = (
         f"if '7' in labels:\n    {misdeed}\n"
         "return {'rewards': [1.0] * len(labels), 'extra_logs': {'x': [2.0] * len(labels)}}"
@@ -200,7 +202,7 @@ def test_only_the_guilty_answers_fail_and_they_are_named(tmp_path: Path, misdeed
     assert re.search(says(*facts, "response 7", "'p7'"), output.failures[7])
 
 
-def test_an_answer_without_end_fails_at_its_deadline_and_its_process_is_ended(tmp_path: Path) -> None:
+def test_a_response_that_hangs_fails_at_its_deadline_and_its_process_is_killed(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     # The regular expression takes exponential time, and the interpreter is held all the while.
     body = write_pid(pids) + "re.match('(a+)+$', 'a' * 60 + 'b')"
@@ -237,7 +239,7 @@ def test_as_many_failures_as_are_allowed_pass_and_one_more_stops_the_run(tmp_pat
     assert "in reward_func" in caught.value.__notes__[0]
 
 
-def test_a_function_that_always_fails_is_given_up_soon(tmp_path: Path) -> None:
+def test_a_function_that_always_fails_ends_the_batch_early(tmp_path: Path) -> None:
     calls = tmp_path / "calls"
     path = reward_file(tmp_path, write_pid(calls) + "raise OSError('disk full')")
     with pytest.raises(RewardError, match="101 of 1000"):
@@ -262,7 +264,7 @@ def test_after_a_batch_that_was_given_up_the_next_one_is_rewarded(tmp_path: Path
             assert ask(reward, 10).reward_B.sum() == 10
 
 
-def test_a_child_that_died_idle_is_replaced_and_no_answer_pays_for_it(tmp_path: Path) -> None:
+def test_a_child_that_died_while_idle_is_replaced_without_a_failed_response(tmp_path: Path) -> None:
     body = "return {'rewards': [1.0] * len(labels), 'extra_logs': {'pid': os.getpid()}}"
     with WorkerReward(reward_file(tmp_path, body), RewardSettings(max_failed_share=0)) as reward:
         first = int(ask(reward, 4).logs["pid"][0])
@@ -300,9 +302,9 @@ def test_closing_ends_every_process_and_what_it_has_started(tmp_path: Path) -> N
     threads = set(threading.enumerate())
     with WorkerReward(reward_file(tmp_path, body, imports=sleeper), RewardSettings(workers=2)) as reward:
         ask(reward, 16)
-        found = set(pids_in(pids, 4))
-        assert all(map(is_alive, found))
-    wait_until_gone(*found, timeout_s=GUARD_S)
+        actual = set(pids_in(pids, 4))
+        assert all(map(is_alive, actual))
+    wait_until_gone(*actual, timeout_s=GUARD_S)
     assert set(threading.enumerate()) <= threads
     with pytest.raises(RuntimeError, match=says("reward.py")):
         ask(reward, 1)
@@ -355,8 +357,8 @@ def test_no_child_outlives_its_parent_even_when_it_holds_the_interpreter(
 
 def test_a_function_that_forks_and_comes_back_twice_shifts_no_reward(tmp_path: Path) -> None:
     body = "pid = os.fork()\ntime.sleep(0.05 * (pid == 0))\nreturn {'rewards': [float(r) for r in labels]}"
-    found = rewarded(reward_file(tmp_path, body), 32, workers=2, max_failed_share=0.0)
-    assert found.reward_B.tolist() == [float(place) for place in range(32)]
+    actual = rewarded(reward_file(tmp_path, body), 32, workers=2, max_failed_share=0.0)
+    assert actual.reward_B.tolist() == [float(place) for place in range(32)]
 
 
 def test_a_function_that_writes_to_the_connection_fails_and_gives_no_reward(tmp_path: Path) -> None:
@@ -371,11 +373,11 @@ def test_a_function_that_writes_to_the_connection_fails_and_gives_no_reward(tmp_
         "        continue\n"
         "return {'rewards': [1.0] * len(labels)}"
     )
-    with pytest.raises(RewardError, match=says("no reply", "descriptors")):
+    with pytest.raises(RewardError, match=says("not the reply", "descriptors")):
         rewarded(reward_file(tmp_path, body, imports=imports), 2, workers=1, max_failed_share=0.0)
 
 
-def test_what_reward_code_starts_in_a_session_of_its_own_ends_with_it(tmp_path: Path) -> None:
+def test_processes_that_reward_code_starts_in_a_new_session_end_with_it(tmp_path: Path) -> None:
     file = tmp_path / "pids"
     # Forked twice, so that its parent has ended and it is no child of the reward process.
     body = (

@@ -55,7 +55,7 @@ def columns(step: Batch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def make_step(lengths: list[int], seed: int, kind: str = "usual", acting: float = 0.7) -> Batch:
-    """A step whose numbers are sixteenths: exact in float32, so that no ratio lies within rounding of a limit."""
+    """Strategy for a step of multiples of 1/16: exact in float32, so no ratio is within rounding of a limit."""
     generator = torch.Generator().manual_seed(seed)
     size = sum(lengths)
 
@@ -68,13 +68,16 @@ def make_step(lengths: list[int], seed: int, kind: str = "usual", acting: float 
     if kind == "equal advantages":
         advantage_N = torch.full((size,), -1.5 if seed % 2 else 0.75)
     if kind == "zeros":
-        advantage_N, x_N = torch.zeros(size), torch.where(integers(0, 1) > 0, x_N, old_N)
+        advantage_N = torch.zeros(size)
+        x_N = torch.where(integers(0, 1) > 0, x_N, old_N)
     if kind == "extreme":
-        far_N, side_N = integers(0, 4) == 0, integers(0, 1) > 0
+        far_N = integers(0, 4) == 0
+        side_N = integers(0, 1) > 0
         x_N = torch.where(far_N, torch.where(side_N, 0.0, -1e4), x_N)
         old_N = torch.where(far_N, torch.where(side_N, -1e4, 0.0), old_N)
     mask_N = torch.rand(size, generator=generator) < acting
-    covariance_N, uniform_N = covariances(old_N, advantage_N, mask_N), torch.rand(size, generator=generator)
+    covariance_N = covariances(old_N, advantage_N, mask_N)
+    uniform_N = torch.rand(size, generator=generator)
     return Batch(
         torch.tensor(lengths, dtype=torch.int64),
         {
@@ -89,20 +92,20 @@ def make_step(lengths: list[int], seed: int, kind: str = "usual", acting: float 
 
 
 def steps(*kinds: str) -> st.SearchStrategy[Batch]:
-    """Up to four sequences of 1 to 40 tokens, with gaps in the mask, or no action at all."""
+    """Strategy for up to four sequences of 1 to 40 tokens, with gaps in the mask, or without any action."""
     lengths = st.lists(st.one_of(st.just(1), st.integers(1, 40)), min_size=1, max_size=4)
     acting = st.sampled_from([0.7, 1.0, 0.2, 0.0])
     return st.builds(make_step, lengths, st.integers(0, 10**6), st.sampled_from(kinds or KINDS), acting)
 
 
 def totals_of(step: Batch) -> Totals:
-    """Of a whole step, at least 1 each, as for a part of a larger step."""
+    """Return the counts of a complete step, at least 1 each."""
     acting = [bool(step.row(i, "mask").any()) for i in range(len(step))]
     return Totals(tokens=max(int(step["mask"].sum()), 1), sequences=max(sum(acting), 1))
 
 
 def reduced(loss: Loss, x_N: Tensor, step: Batch, totals: Totals) -> dict[Aggregation, LossOutput]:
-    """By each aggregation; the metrics, which do not depend on it, are with the first."""
+    """Return the loss with each aggregation. The metrics, which do not depend on it, are in the first one."""
     token_loss = loss(x_N, step)
     outputs: dict[Aggregation, LossOutput] = {}
     for name in AGGREGATIONS:

@@ -20,14 +20,14 @@ PARAMETERS = 5
 
 
 def whole_step() -> Batch:
-    """Nine sequences, so that ranks get shares of different sizes; one of them has no action."""
+    """Return nine sequences, so that ranks get shares of different sizes. One sequence has no action."""
     step = make_step([5, 1, 17, 40, 3, 1, 8, 2, 30], seed=3)
     mask_N = torch.where(step.sequence_ids == 1, False, step["mask"])
     return step.with_tokens(mask=mask_N, dropped=step["dropped"] & mask_N, held=step["held"] & mask_N)
 
 
 def evaluate(parts: list[Batch], totals: Totals) -> Sums:
-    """Of each loss and aggregation the loss, its metrics, and the gradient of a parameter, summed over the parts."""
+    """Return loss, metrics and the gradient of a parameter for each loss and aggregation, summed over the parts."""
     sums: Sums = {}
     for name, loss in LOSSES.items():
         for part in parts:
@@ -37,15 +37,17 @@ def evaluate(parts: list[Batch], totals: Totals) -> Sums:
             outputs = reduced(loss, part["x"] + features_ND @ parameter_D, part, totals)
             for aggregation, out in outputs.items():
                 (gradient_D,) = torch.autograd.grad(out.loss, parameter_D, retain_graph=True)
-                found = {"loss": out.loss.detach(), "gradient": gradient_D, **out.metrics}
-                for what, x in found.items():
+                values = {"loss": out.loss.detach(), "gradient": gradient_D, **out.metrics}
+                for what, x in values.items():
                     key = f"{name}, {aggregation}, {what}"
                     sums[key] = sums[key] + x if key in sums else x
     return sums
 
 
 def main() -> None:
-    output, rank, world_size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    output = sys.argv[1]
+    rank = int(sys.argv[2])
+    world_size = int(sys.argv[3])
     meeting = f"file://{output}/meeting"
     guard = timedelta(seconds=200)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size, timeout=guard)

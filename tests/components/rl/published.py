@@ -17,12 +17,12 @@ from torch import Tensor
 
 @dataclass
 class Step:
-    """Sequences end to end in float32, as our functions take them, and padded in float64, as the formulas here do."""
+    """A step as sequences end to end in float32, for our functions, and padded in float64, for the formulas here."""
 
     lengths: Tensor
     mask_N: Tensor
     group_B: Tensor
-    """Uneven groups in any order, a group of one among them unless asked for otherwise."""
+    """Groups of different sizes in random order, including a group of one by default."""
     reward_B: Tensor
     columns: dict[str, Tensor] = field(default_factory=dict)
 
@@ -106,16 +106,17 @@ def assert_same(ours: Tensor, theirs: Tensor, tolerance: float = 1e-6) -> None:
 
 
 def assert_same_tokens(ours_N: Tensor, theirs_BT: Tensor, step: Step) -> None:
-    """On the tokens of the policy; elsewhere ours has zeros."""
+    """Compare the tokens of the policy. Our result is 0 elsewhere."""
     assert_same(ours_N[step.mask_N], step.flat(theirs_BT)[step.mask_N])
     assert not ours_N[~step.mask_N].any()
 
 
 def assert_same_loss(ours: Callable[[Tensor], Tensor], theirs: Callable[[Tensor], Tensor], step: Step) -> None:
-    """The loss of each token, and the gradient when each has a weight of its own."""
+    """Return the loss of each token, and the gradient of their sum with a different weight for each."""
     x_N = step["x"].clone().requires_grad_()
     x_BT = step.row("x").requires_grad_()
-    loss_N, loss_BT = ours(x_N), theirs(x_BT)
+    loss_N = ours(x_N)
+    loss_BT = theirs(x_BT)
     assert_same_tokens(loss_N, loss_BT, step)
     (loss_N * step["weight"]).sum().backward()
     (loss_BT * step.mask * step.row("weight")).sum().backward()
@@ -153,7 +154,8 @@ def openrlhf_token_rewards(reward_B: Tensor, kl_BT: Tensor, beta: float, mask_BT
 def openrlhf_gae(
     reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lambd: float
 ) -> tuple[Tensor, Tensor]:
-    reward_BT, value_BT = reward_BT * mask_BT, value_BT * mask_BT
+    reward_BT = reward_BT * mask_BT
+    value_BT = value_BT * mask_BT
     advantage_BT = torch.zeros_like(reward_BT)
     next_value_B = next_advantage_B = torch.zeros(len(reward_BT), dtype=torch.float64)
     for t in reversed(range(reward_BT.shape[1])):
@@ -172,8 +174,10 @@ def openrlhf_returns(reward_BT: Tensor, mask_BT: Tensor, gamma: float) -> Tensor
 
 def openrlhf_whiten(x_BT: Tensor, mask_BT: Tensor, no_std_norm: bool) -> Tensor:
     mean = (x_BT * mask_BT).sum() / mask_BT.sum()
+    if no_std_norm:
+        return x_BT - mean
     variance = ((x_BT - mean).square() * mask_BT).sum() / mask_BT.sum()
-    return (x_BT - mean) * (1.0 if no_std_norm else variance.clamp(min=1e-8).rsqrt())
+    return (x_BT - mean) * variance.clamp(min=1e-8).rsqrt()
 
 
 def openrlhf_kl(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
@@ -182,28 +186,34 @@ def openrlhf_kl(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
 
 
 def adaptive_kl(value: float, kl: float, target: float, horizon: float, steps: int) -> float:
-    """Both systems', but each with a KL of its own."""
+    """Rewards of both systems, which differ in their KL."""
     return value * (1 + min(max(kl / target - 1, -0.2), 0.2) * steps / horizon)
 
 
 def openrlhf_overlong(reward: float, length: int, max_length: int, buffer: int, factor: float) -> float:
     exceed = min(length - (max_length - buffer), buffer)
-    return reward - exceed / buffer * factor if exceed > 0 else reward
+    if exceed <= 0:
+        return reward
+    return reward - exceed / buffer * factor
 
 
 def openrlhf_stop_properly(reward: float, truncated: bool, coef: float) -> float:
     if not truncated:
         return reward
-    return reward * coef if coef >= 0 else coef
+    if coef < 0:
+        return coef
+    return reward * coef
 
 
 # OpenRLHF: losses.
 
 
 def surrogate(ratio: Tensor, advantage: Tensor, low: float, high: float, dual: float | None = None) -> Tensor:
-    """Both systems': OpenRLHF writes it as gains, verl as costs."""
+    """PPO loss of both systems. OpenRLHF writes it as a gain, verl as a cost."""
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
-    return -gain if dual is None else -torch.where(advantage < 0, torch.maximum(gain, dual * advantage), gain)
+    if dual is None:
+        return -gain
+    return -torch.where(advantage < 0, torch.maximum(gain, dual * advantage), gain)
 
 
 def token_ratio(logprob: Tensor, old_logprob: Tensor) -> Tensor:
@@ -218,7 +228,7 @@ def openrlhf_gspo_ratio(logprob_BT: Tensor, old_logprob_BT: Tensor, mask_BT: Ten
 def openrlhf_correction(
     old_BT: Tensor, rollout_BT: Tensor, mask_BT: Tensor, kind: str, low: float, high: float
 ) -> Tensor:
-    """[B, T] times which each token's loss counts."""
+    """Factor [B, T] of each token's loss."""
     w_BT = (old_BT - rollout_BT).exp()
     if kind == "tis":
         return w_BT.clamp(low, high)
@@ -229,7 +239,7 @@ def openrlhf_correction(
 
 
 def openrlhf_aggregate(loss_BT: Tensor, mask_BT: Tensor, mode: str, batch_tokens: int, batch_size: int) -> Tensor:
-    """On one rank; the counts are those of the whole optimizer step."""
+    """Aggregation on one rank, with the counts of the complete optimizer step."""
     if mode == "token":
         return (loss_BT * mask_BT).sum() / batch_tokens
     count_B = mask_BT.sum(1)
@@ -248,7 +258,8 @@ def openrlhf_value(value: Tensor, old_value: Tensor, target: Tensor, clip: float
 def verl_kl(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
     d = logprob - ref_logprob
     if kind.endswith("+"):
-        k2, value = d.square() / 2, verl_kl(logprob, ref_logprob, kind[:-1])
+        k2 = d.square() / 2
+        value = verl_kl(logprob, ref_logprob, kind[:-1])
         return k2 - k2.detach() + value.detach()
     if kind == "k3":
         minus = (-d).clamp(-20, 20)
@@ -283,7 +294,7 @@ def verl_gae(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float,
 
 
 def each_group(reward_B: Tensor, group_B: Tensor, of_group: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """[B] of what `of_group` makes of each group's rewards and their places."""
+    """Results [B] of `of_group`, which is called with the rewards of each group and their positions."""
     out_B = torch.zeros_like(reward_B)
     for group in group_B.unique():
         place = (group_B == group).nonzero().squeeze(1)
@@ -292,14 +303,18 @@ def each_group(reward_B: Tensor, group_B: Tensor, of_group: Callable[[Tensor, Te
 
 
 def verl_centred(reward: Tensor) -> Tensor:
-    """A group's; alone, its mean is 0."""
-    return reward if len(reward) == 1 else reward - reward.mean()
+    """Rewards of a group minus their mean. The mean of a group of one counts as 0."""
+    if len(reward) == 1:
+        return reward
+    return reward - reward.mean()
 
 
 def verl_grpo(reward_B: Tensor, group_B: Tensor, by_std: bool) -> Tensor:
     def of_group(reward: Tensor, place: Tensor) -> Tensor:
+        if not by_std:
+            return verl_centred(reward)
         std = torch.ones(()) if len(reward) == 1 else reward.std()
-        return verl_centred(reward) / (std + 1e-6) if by_std else verl_centred(reward)
+        return verl_centred(reward) / (std + 1e-6)
 
     return each_group(reward_B, group_B, of_group)
 
@@ -308,9 +323,12 @@ def verl_passk(reward_B: Tensor, group_B: Tensor, by_std: bool) -> Tensor:
     def of_group(reward: Tensor, place: Tensor) -> Tensor:
         if len(reward) < 2:
             raise ValueError("a group of one has no second best")
-        out, order = torch.zeros_like(reward), reward.argsort(descending=True)
+        out = torch.zeros_like(reward)
+        order = reward.argsort(descending=True)
         lead = reward[order[0]] - reward[order[1]]
-        out[order[0]] = lead / (reward.std() + 1e-6) if by_std else lead
+        if by_std:
+            lead = lead / (reward.std() + 1e-6)
+        out[order[0]] = lead
         return out
 
     return each_group(reward_B, group_B, of_group)
@@ -318,7 +336,7 @@ def verl_passk(reward_B: Tensor, group_B: Tensor, by_std: bool) -> Tensor:
 
 def verl_rloo(reward_B: Tensor, group_B: Tensor) -> Tensor:
     def of_group(reward: Tensor, place: Tensor) -> Tensor:
-        return verl_centred(reward) * (1 if len(reward) == 1 else len(reward) / (len(reward) - 1))
+        return verl_centred(reward) * (len(reward) / max(len(reward) - 1, 1))
 
     return each_group(reward_B, group_B, of_group)
 
@@ -326,7 +344,9 @@ def verl_rloo(reward_B: Tensor, group_B: Tensor) -> Tensor:
 def verl_opo(reward_B: Tensor, length_B: Tensor, group_B: Tensor) -> Tensor:
     def of_group(reward: Tensor, place: Tensor) -> Tensor:
         weight = length_B[place].double()
-        return reward if len(reward) == 1 else reward - (weight * reward).sum() / weight.sum()
+        if len(reward) == 1:
+            return reward
+        return reward - (weight * reward).sum() / weight.sum()
 
     return each_group(reward_B, group_B, of_group)
 
@@ -377,7 +397,8 @@ def verl_gspo(
 def verl_dppo(
     logprob: Tensor, old: Tensor, advantage: Tensor, kind: Literal["tv", "kl"], low: float, high: float, cap: float
 ) -> Tensor:
-    p, p_old = logprob.detach().exp(), old.exp()
+    p = logprob.detach().exp()
+    p_old = old.exp()
     if kind == "tv":
         kept = torch.where(advantage > 0, p - p_old <= high, p - p_old >= -low)
     else:
@@ -398,8 +419,9 @@ def verl_cispo(logprob: Tensor, old: Tensor, advantage: Tensor, low: float, high
 def verl_geo_mean(
     logprob_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, low: float, high: float
 ) -> Tensor:
-    """[B], of which verl takes the mean over the rows of a micro-batch."""
-    d_BT, sign_BT = logprob_BT - old_BT, advantage_BT.sign()
+    """Loss [B] of each row, of which verl takes the mean over a micro-batch."""
+    d_BT = logprob_BT - old_BT
+    sign_BT = advantage_BT.sign()
     kept_BT = sign_BT * torch.minimum(sign_BT * d_BT, sign_BT * d_BT.clamp(-low, high))
     count_B = mask_BT.sum(1) + 1e-8
     ratio_B = ((kept_BT * mask_BT).sum(1) / count_B).exp()
@@ -412,19 +434,24 @@ def verl_covariances(logprob_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) 
 
 
 def verl_count(share: float, mask_BT: Tensor) -> int:
-    """How many tokens Clip-Cov and KL-Cov choose, if there are as many."""
+    """Return the maximum number of tokens that Clip-Cov and KL-Cov select."""
     return max(int(share * int(mask_BT.sum())), 1)
 
 
 def verl_agg(loss_BT: Tensor, mask_BT: Tensor, mode: str, tokens: int, sequences: int, scale: int | None) -> Tensor:
-    """On one rank; the counts are those of the whole mini-batch."""
-    sum_B, count_B = (loss_BT * mask_BT).sum(1), mask_BT.sum(1)
-    if mode in ("token-mean", "token-sum"):
-        return sum_B.sum() / (tokens if mode == "token-mean" else 1)
+    """Aggregation on one rank, with the counts of the complete mini-batch."""
+    sum_B = (loss_BT * mask_BT).sum(1)
+    count_B = mask_BT.sum(1)
+    if mode == "token-sum":
+        return sum_B.sum()
+    if mode == "token-mean":
+        return sum_B.sum() / tokens
     if mode == "seq-mean-token-mean":
         return (sum_B / (count_B + 1e-8))[count_B > 0].sum() / sequences
     total = sum_B[count_B > 0].sum() / sequences
-    return total if mode == "seq-mean-token-sum" else total / (scale or loss_BT.shape[1])
+    if mode == "seq-mean-token-sum":
+        return total
+    return total / (scale or loss_BT.shape[1])
 
 
 # verl: rollout correction, with d = log p - log q.
@@ -434,11 +461,13 @@ def verl_is(d_BT: Tensor, mask_BT: Tensor, level: str, high: float, low: float |
     if level == "sequence":
         d_BT = (d_BT * mask_BT).sum(1, keepdim=True).expand_as(d_BT)
     w_BT = d_BT.clamp(-20, 20).exp() * mask_BT
-    return w_BT.clamp(max=high) if low is None else torch.where((w_BT >= low) & (w_BT <= high), w_BT, 0.0)
+    if low is None:
+        return w_BT.clamp(max=high)
+    return torch.where((w_BT >= low) & (w_BT <= high), w_BT, 0.0)
 
 
 def verl_rs(d_BT: Tensor, mask_BT: Tensor, option: str, high: float, low: float = 0.0) -> Tensor:
-    """[B, T] by which verl multiplies the mask; option is such as token_k1, seq_sum_k2 or seq_mean_k3."""
+    """Factor [B, T] of verl's mask. `option` is, for example, token_k1, seq_sum_k2 or seq_mean_k3."""
     level, kind = option.rsplit("_", 1)
     d_BT = d_BT.clamp(-20, 20)
     stat_BT = {"k1": -d_BT, "k2": d_BT.square() / 2, "k3": d_BT.exp() - 1 - d_BT}[kind] * mask_BT
@@ -452,7 +481,8 @@ def verl_rs(d_BT: Tensor, mask_BT: Tensor, option: str, high: float, low: float 
 
 
 def verl_offpolicy(d_BT: Tensor, mask_BT: Tensor) -> dict[str, float]:
-    safe_BT, sum_B = d_BT.clamp(-20, 20), (d_BT * mask_BT).sum(1).clamp(-20, 20)
+    safe_BT = d_BT.clamp(-20, 20)
+    sum_B = (d_BT * mask_BT).sum(1).clamp(-20, 20)
     return {
         "kl": verl_mean(-d_BT, mask_BT).item(),
         "k3_kl": verl_mean(d_BT.exp() - d_BT - 1, mask_BT).item(),

@@ -1,4 +1,4 @@
-"""From what each token costs to one number. B sequences, N tokens end to end."""
+"""Aggregation of per-token losses to a scalar. B sequences, N tokens end to end."""
 
 import math
 
@@ -13,11 +13,12 @@ from components.rl.aggregation import Aggregation, TokenLoss, Totals, aggregate,
 from tests.components.rl.loss_cases import AGGREGATIONS, steps
 from tests.messages import says
 
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 
 
 def slow_weights(step: Batch, totals: Totals, aggregation: str, max_length: int) -> list[float]:
-    """How much each token counts, which is the whole gradient."""
+    """Return the weight of each token, which is the gradient of the aggregated loss."""
     weights: list[float] = []
     for i in range(len(step)):
         mask = step.row(i, "mask").tolist()
@@ -46,7 +47,8 @@ def slow_weights(step: Batch, totals: Totals, aggregation: str, max_length: int)
 def test_three_sequences_by_hand(aggregation: Aggregation, expected: float) -> None:
     x_N = torch.tensor([1.0, 2.0, 5.0, 7.0, 9.0])
     mask_N = torch.tensor([True, False, True, False, True])
-    lengths_B, totals = torch.tensor([3, 1, 1]), Totals(tokens=3, sequences=2)
+    lengths_B = torch.tensor([3, 1, 1])
+    totals = Totals(tokens=3, sequences=2)
     assert aggregate(x_N, mask_N, lengths_B, totals, aggregation, max_length=4).item() == expected
     # As the third part of a larger step.
     larger = Totals(tokens=9, sequences=6)
@@ -63,9 +65,9 @@ def test_aggregates_agree_with_a_scalar_loop(
     totals = Totals(tokens=int(step["mask"].sum()) + of_more or 1, sequences=len(step) + of_more)
     slow = slow_weights(step, totals, aggregation, max_length)
     x_N = step["advantage"].clone().requires_grad_()
-    found = aggregate(x_N, step["mask"], step.lengths, totals, aggregation, max_length)
-    assert found.item() == pytest.approx(sum(w * x for w, x in zip(slow, x_N.tolist())), rel=1e-4, abs=1e-5)
-    found.backward()
+    actual = aggregate(x_N, step["mask"], step.lengths, totals, aggregation, max_length)
+    assert actual.item() == pytest.approx(sum(w * x for w, x in zip(slow, x_N.tolist())), rel=1e-4, abs=1e-5)
+    actual.backward()
     assert x_N.grad is not None
     assert x_N.grad.tolist() == pytest.approx(slow, rel=1e-5)
 
@@ -73,10 +75,11 @@ def test_aggregates_agree_with_a_scalar_loop(
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_a_nan_counts_only_where_the_policy_acted(aggregation: Aggregation) -> None:
     x_N = torch.tensor([NAN, 2.0, INF, -INF], requires_grad=True)
-    lengths_B, totals = torch.tensor([2, 2]), Totals(tokens=1, sequences=1)
-    found = aggregate(x_N, torch.tensor([False, True, False, False]), lengths_B, totals, aggregation, 1)
-    found.backward()
-    assert found.item() == 2.0
+    lengths_B = torch.tensor([2, 2])
+    totals = Totals(tokens=1, sequences=1)
+    actual = aggregate(x_N, torch.tensor([False, True, False, False]), lengths_B, totals, aggregation, 1)
+    actual.backward()
+    assert actual.item() == 2.0
     assert x_N.grad is not None
     assert x_N.grad.tolist() == [0.0, 1.0, 0.0, 0.0]
     assert aggregate(x_N, torch.tensor([True, True, False, False]), lengths_B, totals, aggregation, 1).isnan()
@@ -86,10 +89,11 @@ def test_a_nan_counts_only_where_the_policy_acted(aggregation: Aggregation) -> N
 @pytest.mark.parametrize("lengths", [[], [0, 0], [3, 2]])
 def test_a_part_without_action_adds_nothing(lengths: list[int], aggregation: Aggregation) -> None:
     x_N = torch.full((sum(lengths),), NAN, requires_grad=True)
-    lengths_B, mask_N = torch.tensor(lengths, dtype=torch.int64), torch.zeros(sum(lengths)).bool()
-    found = aggregate(x_N, mask_N, lengths_B, Totals(tokens=5, sequences=2), aggregation, 4)
-    found.backward()
-    assert found.item() == 0.0
+    lengths_B = torch.tensor(lengths, dtype=torch.int64)
+    mask_N = torch.zeros(sum(lengths)).bool()
+    actual = aggregate(x_N, mask_N, lengths_B, Totals(tokens=5, sequences=2), aggregation, 4)
+    actual.backward()
+    assert actual.item() == 0.0
     assert x_N.grad is not None
     assert x_N.grad.tolist() == [0.0] * sum(lengths)
 
@@ -97,7 +101,9 @@ def test_a_part_without_action_adds_nothing(lengths: list[int], aggregation: Agg
 def two_tokens(weight_N: Tensor | None, aggregation: Aggregation = "token-mean") -> tuple[float, dict[str, Tensor]]:
     loss_N = torch.tensor([1.0, 3.0, NAN], requires_grad=True)
     metrics = {"share": torch.tensor([1.0, 0.0, NAN]), "mean": torch.tensor([2.0, 6.0, INF])}
-    mask_N, lengths_B, totals = torch.tensor([True, True, False]), torch.tensor([1, 2]), Totals(tokens=4, sequences=2)
+    mask_N = torch.tensor([True, True, False])
+    lengths_B = torch.tensor([1, 2])
+    totals = Totals(tokens=4, sequences=2)
     out = reduce_loss(TokenLoss(loss_N, metrics), mask_N, lengths_B, totals, aggregation, 5, weight_N)
     assert not any(x.requires_grad for x in out.metrics.values())
     return out.loss.item(), out.metrics
@@ -109,8 +115,8 @@ def test_weights_change_the_loss_and_neither_counts_nor_metrics() -> None:
     assert two_tokens(None)[0] == 1.0
     assert two_tokens(weight_N)[0] == 0.875
     assert two_tokens(torch.zeros(3))[0] == 0.0
-    for found in (two_tokens(None), two_tokens(weight_N), two_tokens(torch.zeros(3), "seq-mean-token-sum")):
-        assert {name: x.item() for name, x in found[1].items()} == {"share": 0.25, "mean": 2.0}
+    for actual in (two_tokens(None), two_tokens(weight_N), two_tokens(torch.zeros(3), "seq-mean-token-sum")):
+        assert {name: x.item() for name, x in actual[1].items()} == {"share": 0.25, "mean": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -123,8 +129,10 @@ def test_weights_count_in_each_aggregation(aggregation: Aggregation, expected: f
 
 
 def test_no_gradient_flows_into_weights_and_a_nan_that_counts_comes_out() -> None:
-    loss_N, weight_N = torch.ones(2, requires_grad=True), torch.tensor([3.0, 5.0], requires_grad=True)
-    mask_N, totals = torch.tensor([True, False]), Totals(tokens=1, sequences=1)
+    loss_N = torch.ones(2, requires_grad=True)
+    weight_N = torch.tensor([3.0, 5.0], requires_grad=True)
+    mask_N = torch.tensor([True, False])
+    totals = Totals(tokens=1, sequences=1)
     reduce_loss(TokenLoss(loss_N), mask_N, torch.tensor([2]), totals, weight_N=weight_N).loss.backward()
     assert weight_N.grad is None
     assert loss_N.grad is not None
@@ -133,8 +141,11 @@ def test_no_gradient_flows_into_weights_and_a_nan_that_counts_comes_out() -> Non
     assert reduce_loss(TokenLoss(loss_N), mask_N, torch.tensor([2]), totals, weight_N=nan_N).loss.isnan()
 
 
-def test_what_has_no_mean_is_refused() -> None:
-    x_N, mask_N, lengths_B, one = torch.ones(2), torch.ones(2).bool(), torch.tensor([2]), Totals(1, 1)
+def test_a_step_without_tokens_or_sequences_raises_an_error() -> None:
+    x_N = torch.ones(2)
+    mask_N = torch.ones(2).bool()
+    lengths_B = torch.tensor([2])
+    one = Totals(1, 1)
     with pytest.raises(ValueError, match="total_tokens=0"):
         aggregate(x_N, mask_N, lengths_B, Totals(tokens=0, sequences=1))
     for aggregation in AGGREGATIONS[2:]:
@@ -159,8 +170,8 @@ def test_what_has_no_mean_is_refused() -> None:
         reduce_loss(TokenLoss(x_N, {"mean": torch.ones(3)}), mask_N, lengths_B, one)
 
 
-def test_a_share_of_tokens_does_not_hide_that_one_was_no_number() -> None:
+def test_a_share_of_tokens_is_nan_if_one_token_is_nan() -> None:
     tokens = TokenLoss(torch.tensor([math.nan, 1.0]), {"clip_frac": torch.tensor([False, True])})
-    found = reduce_loss(tokens, torch.ones(2).bool(), torch.tensor([2]), Totals(tokens=2, sequences=1))
-    assert found.loss.isnan()
-    assert found.metrics["clip_frac"].isnan()
+    actual = reduce_loss(tokens, torch.ones(2).bool(), torch.tensor([2]), Totals(tokens=2, sequences=1))
+    assert actual.loss.isnan()
+    assert actual.metrics["clip_frac"].isnan()

@@ -37,7 +37,7 @@ Columns = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def columns(batch: list[Tokens]) -> Columns:
-    """Log p, log q, mask and lengths; outside the mask stands NaN."""
+    """Return log p, log q, mask and lengths. Log-probabilities are NaN outside the mask."""
     flat = [token for part in batch for token in part]
     return (
         torch.tensor([q + d if acts else NAN for acts, d, q in flat], dtype=torch.float32),
@@ -48,7 +48,7 @@ def columns(batch: list[Tokens]) -> Columns:
 
 
 def of(*sequences: list[float]) -> Columns:
-    """Sequences in which the policy produced every token, with log q = 0."""
+    """Return sequences in which the policy produced every token, with log q = 0."""
     return columns([[(True, d, 0.0) for d in part] for part in sequences])
 
 
@@ -57,7 +57,7 @@ def cut(x: float) -> float:
 
 
 def slow_levels(of_token: list[float], level: str) -> list[float]:
-    """Of the action tokens of one sequence."""
+    """Values of the action tokens of one sequence."""
     total = sum(of_token)
     shared = {"sequence": total, "geometric": total / max(1, len(of_token))}
     return [x if level == "token" else shared[level] for x in of_token]
@@ -101,9 +101,9 @@ HAND = columns(
 )
 def test_weights_without_bounds_are_the_ratios(level: Level, expected: list[float]) -> None:
     for outside in get_args(Outside):
-        found = importance_weights(*HAND, level=level, low=0.0, high=math.inf, outside=outside)
-        assert found.tolist() == pytest.approx(expected)
-        assert found.dtype == torch.float32
+        actual = importance_weights(*HAND, level=level, low=0.0, high=math.inf, outside=outside)
+        assert actual.tolist() == pytest.approx(expected)
+        assert actual.dtype == torch.float32
 
 
 def test_truncation_takes_the_bound_and_icepop_takes_zero() -> None:
@@ -171,7 +171,7 @@ def test_a_sequence_may_be_left_out_for_its_worst_token() -> None:
     assert rejection_weights(*of(), level="max", estimator="k3", low=None, high=1.0).tolist() == []
 
 
-def test_what_cancels_in_the_ratio_of_a_sequence_does_not_in_an_estimate() -> None:
+def test_opposite_deviations_cancel_in_the_sequence_ratio_but_not_in_an_estimate() -> None:
     batch = of([5.0, -5.0], [0.125, -0.125])
     assert rejection_weights(*batch, level="sequence", estimator="k1", low=0.9, high=1.1).tolist() == [1.0] * 4
     assert rejection_weights(*batch, level="sequence", estimator="k2", low=None, high=1.0).tolist() == [0, 0, 1, 1]
@@ -190,10 +190,10 @@ def test_ratios_stay_finite_whatever_the_log_probabilities_are() -> None:
     batch = of([1e30, -1e30], [30.0, 30.0], [-math.inf])
     expected_of: dict[Level, list[float]] = {"token": [20, -20, 20, 20, -20], "sequence": [0, 0, 20, 20, -20]}
     for level, expected in expected_of.items():
-        found = importance_weights(*batch, level=level, low=0.0, high=math.inf, outside="zero")
-        assert found.tolist() == pytest.approx([math.exp(x) for x in expected])
-    found = rejection_weights(*batch, level="token", estimator="k3", low=None, high=1e30)
-    assert found.tolist() == [1.0] * 5
+        actual = importance_weights(*batch, level=level, low=0.0, high=math.inf, outside="zero")
+        assert actual.tolist() == pytest.approx([math.exp(x) for x in expected])
+    actual = rejection_weights(*batch, level="token", estimator="k3", low=None, high=1e30)
+    assert actual.tolist() == [1.0] * 5
 
 
 @given(batches, levels, pairs, st.sampled_from(get_args(Outside)))
@@ -202,8 +202,8 @@ def test_weights_agree_with_a_scalar_loop(
     batch: list[Tokens], level: Level, bounds: tuple[float, float], outside: Outside
 ) -> None:
     low, high = bounds
-    found = importance_weights(*columns(batch), level=level, low=low, high=high, outside=outside)
-    assert found.tolist() == pytest.approx(slow_weights(batch, level, low, high, outside), rel=1e-5)
+    actual = importance_weights(*columns(batch), level=level, low=low, high=high, outside=outside)
+    assert actual.tolist() == pytest.approx(slow_weights(batch, level, low, high, outside), rel=1e-5)
 
 
 @given(batches, levels, pairs)
@@ -211,8 +211,8 @@ def test_weights_agree_with_a_scalar_loop(
 def test_rejection_by_ratio_agrees_with_a_scalar_loop(
     batch: list[Tokens], level: Level, bounds: tuple[float, float]
 ) -> None:
-    found = rejection_weights(*columns(batch), level=level, estimator="k1", low=bounds[0], high=bounds[1])
-    assert found.tolist() == slow_rejection(batch, level, "k1", *bounds)
+    actual = rejection_weights(*columns(batch), level=level, estimator="k1", low=bounds[0], high=bounds[1])
+    assert actual.tolist() == slow_rejection(batch, level, "k1", *bounds)
 
 
 @given(batches, levels, st.sampled_from(["k2", "k3"]), st.sampled_from([0.001, 0.3, 0.5, 3.0, 1e3, math.inf]))
@@ -220,8 +220,8 @@ def test_rejection_by_ratio_agrees_with_a_scalar_loop(
 def test_rejection_by_estimate_agrees_with_a_scalar_loop(
     batch: list[Tokens], level: Level, estimator: Estimator, high: float
 ) -> None:
-    found = rejection_weights(*columns(batch), level=level, estimator=estimator, low=None, high=high)
-    assert found.tolist() == slow_rejection(batch, level, estimator, 0.0, high)
+    actual = rejection_weights(*columns(batch), level=level, estimator=estimator, low=None, high=high)
+    assert actual.tolist() == slow_rejection(batch, level, estimator, 0.0, high)
 
 
 @given(batches, st.sampled_from(["k2", "k3"]), st.sampled_from([0.001, 0.3, 0.5, 3.0, 1e3, math.inf]))
@@ -229,15 +229,16 @@ def test_rejection_by_estimate_agrees_with_a_scalar_loop(
 def test_rejection_by_the_worst_token_is_that_of_its_sequence(
     batch: list[Tokens], estimator: Estimator, high: float
 ) -> None:
-    found = rejection_weights(*columns(batch), level="max", estimator=estimator, low=None, high=high)
-    each = slow_rejection(batch, "token", estimator, 0.0, high)
-    wanted, start = list[float](), 0
+    actual = rejection_weights(*columns(batch), level="max", estimator=estimator, low=None, high=high)
+    token_weights = slow_rejection(batch, "token", estimator, 0.0, high)
+    expected: list[float] = []
+    start = 0
     for tokens in batch:
-        own = each[start : start + len(tokens)]
+        weights = token_weights[start : start + len(tokens)]
         start += len(tokens)
-        kept = all(weight == 1.0 for weight, (acts, *_) in zip(own, tokens, strict=True) if acts)
-        wanted += [float(kept and acts) for acts, *_ in tokens]
-    assert found.tolist() == wanted
+        is_kept = all(weight == 1.0 for weight, (acts, *_) in zip(weights, tokens, strict=True) if acts)
+        expected += [float(is_kept and acts) for acts, *_ in tokens]
+    assert actual.tolist() == expected
 
 
 @pytest.mark.parametrize("level", get_args(Level))
@@ -248,11 +249,11 @@ def test_a_nan_that_counts_stays_in_its_token_or_sequence(level: Level) -> None:
     )
     expected = [1.0, 0.0, NAN, 1.0 if level == "token" else NAN, 1.0]
     for outside in get_args(Outside):
-        found = importance_weights(*batch, level=level, low=0.5, high=2.0, outside=outside)
-        assert found.tolist() == pytest.approx(expected, nan_ok=True)
+        actual = importance_weights(*batch, level=level, low=0.5, high=2.0, outside=outside)
+        assert actual.tolist() == pytest.approx(expected, nan_ok=True)
     for estimator in get_args(Estimator):
-        found = rejection_weights(*batch, level=level, estimator=estimator, low=None, high=2.0)
-        assert found.tolist() == pytest.approx(expected, nan_ok=True)
+        actual = rejection_weights(*batch, level=level, estimator=estimator, low=None, high=2.0)
+        assert actual.tolist() == pytest.approx(expected, nan_ok=True)
 
 
 @pytest.mark.parametrize("level", get_args(Level))
@@ -283,8 +284,8 @@ def test_mismatch_by_hand() -> None:
     batch = columns(
         [[(True, LOG2, -1.0), (True, -LOG2, -1.0)], [(False, 0.0, 0.0)], [(True, 2 * LOG2, -1.0), (False, 0.0, 0.0)]]
     )
-    found = mismatch_metrics(*batch, low=0.6, high=3.0)
-    assert found == pytest.approx(
+    actual = mismatch_metrics(*batch, low=0.6, high=3.0)
+    assert actual == pytest.approx(
         {
             "mismatch_kl": -2 * LOG2 / 3,  # -(log 2 - log 2 + 2 log 2) / 3
             "mismatch_k3": (1 - 0.5 + 3 - 2 * LOG2) / 3,  # w - 1 of each, and the same logs
@@ -295,7 +296,7 @@ def test_mismatch_by_hand() -> None:
         },
         rel=1e-6,
     )
-    assert list(mismatch_metrics(*batch)) == [name for name in found if name != "outside_share"]
+    assert list(mismatch_metrics(*batch)) == [name for name in actual if name != "outside_share"]
 
 
 @pytest.mark.parametrize(
@@ -326,10 +327,10 @@ def slow_metrics(batch: list[Tokens], low: float, high: float) -> dict[str, floa
 @given(batches, pairs)
 @settings(max_examples=60, deadline=None)
 def test_metrics_agree_with_a_scalar_loop(batch: list[Tokens], bounds: tuple[float, float]) -> None:
-    found = mismatch_metrics(*columns(batch), low=bounds[0], high=bounds[1])
-    assert found == pytest.approx(slow_metrics(batch, *bounds), rel=1e-6, abs=1e-9)
-    assert 0.0 < found["effective_sample_size"] <= 1.0
-    assert found["mismatch_k3"] >= 0.0
+    actual = mismatch_metrics(*columns(batch), low=bounds[0], high=bounds[1])
+    assert actual == pytest.approx(slow_metrics(batch, *bounds), rel=1e-6, abs=1e-9)
+    assert 0.0 < actual["effective_sample_size"] <= 1.0
+    assert actual["mismatch_k3"] >= 0.0
 
 
 @given(st.lists(st.floats(-(2**-10), 2**-10, width=32), min_size=1, max_size=40))
@@ -340,7 +341,7 @@ def test_a_small_mismatch_keeps_its_digits(ds: list[float]) -> None:
     assert mismatch_metrics(*of(ds))["mismatch_k3"] == pytest.approx(slow, rel=1e-5, abs=1e-15)
 
 
-def test_a_small_estimate_is_told_from_none() -> None:
+def test_a_small_estimate_differs_from_zero() -> None:
     # d = 2^-12: k3 is d^2 / 2 = 3e-8, where float32 exp(d) - 1 - d is 0.
     batch = of([2**-12])
     for high, expected in ((1e-8, [0.0]), (4e-8, [1.0])):
@@ -348,14 +349,14 @@ def test_a_small_estimate_is_told_from_none() -> None:
 
 
 @pytest.mark.parametrize("d", [-4.875, -0.25, 0.0, 3.0])
-def test_equal_weights_are_worth_all_tokens_and_not_more(d: float) -> None:
+def test_the_effective_sample_size_of_equal_weights_is_exactly_1(d: float) -> None:
     for size in (1, 3, 6, 39):
         share = mismatch_metrics(*of([d] * size))["effective_sample_size"]
         assert share <= 1.0
         assert share == pytest.approx(1.0)
 
 
-def test_without_actions_nothing_is_amiss() -> None:
+def test_sequences_without_actions_are_accepted() -> None:
     zeros = dict.fromkeys(("mismatch_kl", "mismatch_k3", "chi_square_token", "chi_square_sequence"), 0.0)
     for batch in (columns([]), columns([[(False, 1.0, -1.0)], []])):
         assert mismatch_metrics(*batch) == {**zeros, "effective_sample_size": 1.0}
@@ -363,12 +364,12 @@ def test_without_actions_nothing_is_amiss() -> None:
 
 
 def test_a_nan_that_counts_is_seen_in_every_metric() -> None:
-    found = mismatch_metrics(*of([0.0, NAN], [0.0]), low=0.5, high=2.0)
-    assert len(found) == 6
-    assert all(math.isnan(x) for x in found.values())
+    actual = mismatch_metrics(*of([0.0, NAN], [0.0]), low=0.5, high=2.0)
+    assert len(actual) == 6
+    assert all(math.isnan(x) for x in actual.values())
 
 
-def test_names_and_shapes_that_cannot_be_are_named() -> None:
+def test_unknown_names_and_bad_shapes_are_named_in_the_error() -> None:
     logprob_N, rollout_N, mask_N, lengths_B = batch = of([0.0, 0.0])
     with pytest.raises(ValueError, match=says("level='turn'", *get_args(Level))):
         importance_weights(*batch, level="turn", low=0.0, high=2.0, outside="clamp")  # pyright: ignore[reportArgumentType]

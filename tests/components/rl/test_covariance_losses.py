@@ -1,4 +1,4 @@
-"""Clip-Cov and KL-Cov: which tokens cost the most entropy, and what is done to them."""
+"""Clip-Cov and KL-Cov: selection of the tokens that reduce the entropy most, and their losses."""
 
 import math
 
@@ -13,7 +13,8 @@ from components.rl.covariance_losses import clip_cov_loss, clip_cov_tokens, cova
 from tests.components.rl.loss_cases import LOSSES, steps
 from tests.messages import says
 
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 LN2 = math.log(2.0)
 shares = st.sampled_from([0.0, 2e-3, 0.1, 0.5, 1.0])
 
@@ -73,9 +74,11 @@ def test_kl_cov_holds_the_largest_covariances_back() -> None:
 @given(step=steps(), share=shares, seed=st.integers(0, 10**6))
 @settings(max_examples=60, deadline=None)
 def test_the_chosen_tokens_agree_with_a_scalar_loop(step: Batch, share: float, seed: int) -> None:
-    covariance_N, mask_N = covariances_of(step), step["mask"]
+    covariance_N = covariances_of(step)
+    mask_N = step["mask"]
     uniform_N = torch.rand(step.num_tokens, generator=torch.Generator().manual_seed(seed))
-    covariance, acting = covariance_N.tolist(), mask_N.nonzero().squeeze(1).tolist()
+    covariance = covariance_N.tolist()
+    acting = mask_N.nonzero().squeeze(1).tolist()
     count = max(int(share * len(acting)), 1)
     between = sorted((uniform_N[t].item(), t) for t in acting if 0.1 < covariance[t] < 2.0)
     dropped_N = clip_cov_tokens(covariance_N, mask_N, uniform_N, share=share, low=0.1, high=2.0)
@@ -89,7 +92,7 @@ def test_the_chosen_tokens_agree_with_a_scalar_loop(step: Batch, share: float, s
 
 @given(step=steps("usual"), share=shares, seed=st.integers(0, 10**6))
 @settings(max_examples=60, deadline=None)
-def test_what_is_chosen_does_not_depend_on_the_order_of_sequences_or_on_what_the_environment_wrote(
+def test_the_selection_does_not_depend_on_the_order_of_sequences_or_environment_tokens(
     step: Batch, share: float, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -100,7 +103,8 @@ def test_what_is_chosen_does_not_depend_on_the_order_of_sequences_or_on_what_the
     )
 
     def choose(of: Batch) -> Batch:
-        covariance_N, mask_N = covariances_of(of), of["mask"]
+        covariance_N = covariances_of(of)
+        mask_N = of["mask"]
         dropped_N = clip_cov_tokens(covariance_N, mask_N, of["uniform"], share=share, low=0.0, high=0.2)
         return of.with_tokens(dropped=dropped_N, held=kl_cov_tokens(covariance_N, mask_N, share=share))
 
@@ -108,7 +112,8 @@ def test_what_is_chosen_does_not_depend_on_the_order_of_sequences_or_on_what_the
     limits_N = torch.cat([covariances_of(step)[step["mask"]], torch.tensor([0.0, 0.2])]).sort().values
     assume(bool((limits_N.diff() > 1e-5).all()))
     order = torch.randperm(len(step), generator=generator)
-    chosen, moved = choose(step), choose(step.select(order))
+    chosen = choose(step)
+    moved = choose(step.select(order))
     written = {name: torch.where(step["mask"], step[name], NAN) for name in ("old", "advantage", "uniform")}
     touched = choose(step.with_tokens(**written))
     for name in ("dropped", "held"):
@@ -117,18 +122,20 @@ def test_what_is_chosen_does_not_depend_on_the_order_of_sequences_or_on_what_the
 
 
 def two_tokens(chosen: list[bool], name: str) -> tuple[list[float], list[float], dict[str, list[float]]]:
-    """Loss, gradient and metrics of ratios 2 and 1/2 with advantages -1 and 3."""
+    """Return loss, gradient and metrics for ratios 2 and 1/2 with advantages -1 and 3."""
     x_N = torch.tensor([-LN2, -3 * LN2], requires_grad=True)
     old_N = torch.full((2,), -2 * LN2)
-    advantage_N, mask_N, chosen_N = torch.tensor([-1.0, 3.0]), torch.ones(2).bool(), torch.tensor(chosen)
+    advantage_N = torch.tensor([-1.0, 3.0])
+    mask_N = torch.ones(2).bool()
+    chosen_N = torch.tensor(chosen)
     if name == "clip":
-        found = clip_cov_loss(x_N, old_N, advantage_N, mask_N, chosen_N, clip_low=0.2, clip_high=0.2)
+        actual = clip_cov_loss(x_N, old_N, advantage_N, mask_N, chosen_N, clip_low=0.2, clip_high=0.2)
     else:
-        found = kl_cov_loss(x_N, old_N, advantage_N, mask_N, chosen_N, coef=0.5)
-    found.loss_N.sum().backward()
+        actual = kl_cov_loss(x_N, old_N, advantage_N, mask_N, chosen_N, coef=0.5)
+    actual.loss_N.sum().backward()
     assert x_N.grad is not None
-    assert not any(of_N.requires_grad for of_N in found.metrics.values())
-    return found.loss_N.tolist(), x_N.grad.tolist(), {metric: of_N.tolist() for metric, of_N in found.metrics.items()}
+    assert not any(of_N.requires_grad for of_N in actual.metrics.values())
+    return actual.loss_N.tolist(), x_N.grad.tolist(), {metric: of_N.tolist() for metric, of_N in actual.metrics.items()}
 
 
 def test_clip_cov_by_hand() -> None:
@@ -154,7 +161,7 @@ def test_kl_cov_by_hand() -> None:
 def slow_token(
     name: str, x: float, old: float, advantage: float, chosen: bool
 ) -> tuple[float, float, dict[str, float]]:
-    """Loss, its derivative by the log-probability, and metrics."""
+    """Return the loss, its derivative with respect to the log-probability, and metrics."""
     moved = x - old
     inside = abs(moved) <= 20
     d = moved if inside else math.copysign(20.0, moved)
@@ -179,17 +186,18 @@ def slow_token(
 @given(step=steps())
 @settings(max_examples=60, deadline=None)
 def test_losses_agree_with_a_scalar_loop(name: str, column: str, step: Batch) -> None:
-    x_N, acts_N = step["x"].clone().requires_grad_(), step["mask"]
-    found = LOSSES[name](x_N, step)
-    found.loss_N.sum().backward()
+    x_N = step["x"].clone().requires_grad_()
+    acts_N = step["mask"]
+    actual = LOSSES[name](x_N, step)
+    actual.loss_N.sum().backward()
     assert x_N.grad is not None
     tokens = zip(*(step[of][acts_N].tolist() for of in ("x", "old", "advantage", column)))
     slow = [slow_token(name, *token) for token in tokens]
-    assert found.loss_N[acts_N].tolist() == close_to([loss for loss, _, _ in slow])
+    assert actual.loss_N[acts_N].tolist() == close_to([loss for loss, _, _ in slow])
     assert x_N.grad[acts_N].tolist() == close_to([slope for _, slope, _ in slow])
-    for metric, of_N in found.metrics.items():
+    for metric, of_N in actual.metrics.items():
         assert of_N[acts_N].tolist() == close_to([of_token[metric] for _, _, of_token in slow]), metric
-    assert not found.loss_N[~acts_N].any()
+    assert not actual.loss_N[~acts_N].any()
     assert not x_N.grad[~acts_N].any()
 
 
@@ -202,15 +210,17 @@ def test_clip_cov_that_drops_nothing_is_ppo_and_kl_cov_that_holds_nothing_does_n
             "mask": torch.tensor([True, True, False]),
         },
     )
-    x_N, none_N = torch.tensor([-0.2, -2.5, -3.0]), torch.zeros(3).bool()
+    x_N = torch.tensor([-0.2, -2.5, -3.0])
+    none_N = torch.zeros(3).bool()
     step = step.with_tokens(dropped=none_N, held=none_N)
     assert torch.equal(LOSSES["clip_cov"](x_N, step).loss_N, LOSSES["ppo"](x_N, step).loss_N)
     assert LOSSES["kl_cov"](x_N, step).loss_N.tolist() == pytest.approx([-math.exp(0.8), math.exp(-0.5), 0.0])
 
 
 @pytest.mark.parametrize("size", [0, 3])
-def test_where_nobody_acts_nothing_is_chosen(size: int) -> None:
-    nan_N, mask_N = torch.full((size,), NAN), torch.zeros(size).bool()
+def test_without_action_tokens_nothing_is_selected(size: int) -> None:
+    nan_N = torch.full((size,), NAN)
+    mask_N = torch.zeros(size).bool()
     assert covariances(nan_N, nan_N, mask_N).tolist() == [0.0] * size
     assert not clip_cov_tokens(nan_N, mask_N, nan_N, share=1.0, low=-1.0, high=1.0).any()
     assert not kl_cov_tokens(nan_N, mask_N, share=1.0).any()
@@ -222,8 +232,9 @@ def test_a_nan_that_counts_comes_out_of_the_covariances() -> None:
     assert found_N.isnan().all()
 
 
-def test_what_cannot_be_is_refused() -> None:
-    one_N, mask_N = torch.ones(2), torch.ones(2).bool()
+def test_bad_arguments_raise_an_error() -> None:
+    one_N = torch.ones(2)
+    mask_N = torch.ones(2).bool()
     for share in (-0.1, 1.5, NAN):
         with pytest.raises(ValueError, match=says(f"share={share}")):
             clip_cov_tokens(one_N, mask_N, one_N, share=share, low=0.0, high=1.0)
@@ -245,6 +256,6 @@ def test_what_cannot_be_is_refused() -> None:
 
 def test_a_nan_is_not_dropped() -> None:
     columns = (torch.tensor([math.nan, -3.0]), torch.full((2,), -3.0), torch.ones(2), torch.ones(2).bool())
-    found = clip_cov_loss(*columns, torch.tensor([True, True]), clip_low=0.2, clip_high=0.2)
-    assert found.loss_N[0].isnan()
-    assert found.loss_N[1] == 0
+    actual = clip_cov_loss(*columns, torch.tensor([True, True]), clip_low=0.2, clip_high=0.2)
+    assert actual.loss_N[0].isnan()
+    assert actual.loss_N[1] == 0

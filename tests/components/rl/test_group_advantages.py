@@ -1,4 +1,4 @@
-"""Advantages from comparing the responses to one prompt. B responses."""
+"""Advantages relative to the other responses to one prompt. B responses."""
 
 import math
 from collections.abc import Callable
@@ -61,7 +61,8 @@ ESTIMATORS: dict[str, Estimator] = {
 def test_baselines_from_groups_by_hand(
     rewards: list[float], groups: list[int], mean_baseline: list[float], left_out: list[float], normed: list[float]
 ) -> None:
-    reward_B, group_B = torch.tensor(rewards, dtype=torch.float32), torch.tensor(groups, dtype=torch.int64)
+    reward_B = torch.tensor(rewards, dtype=torch.float32)
+    group_B = torch.tensor(groups, dtype=torch.int64)
     assert group_mean_baseline(reward_B, group_B).tolist() == pytest.approx(mean_baseline)
     assert rloo(reward_B, group_B).tolist() == pytest.approx(left_out)
     assert group_norm(reward_B, group_B, 1e-9).tolist() == pytest.approx(normed, abs=1e-6)
@@ -79,7 +80,7 @@ def test_rewards_all_equal_give_exactly_zero(name: str, reward: float) -> None:
 
 
 def slow_estimate(name: str, reward: float, group: list[float], telling: float) -> float:
-    """`telling`: all responses over those whose group has different rewards."""
+    """Advantages by a scalar loop. `telling` is the ratio of all responses to those in groups with unequal rewards."""
     n = len(group)
     if n == 1 or len(set(group)) == 1:
         return 0.0
@@ -106,7 +107,8 @@ def test_baselines_agree_with_a_scalar_loop(name: str, batch: list[tuple[int, fl
     reward_B = torch.tensor([reward for _, reward in batch], dtype=torch.float32)
     group_B = torch.tensor([group for group, _ in batch], dtype=torch.int64)
     found_B = ESTIMATORS[name](reward_B, group_B)
-    rewards, groups = reward_B.tolist(), group_B.tolist()
+    rewards = reward_B.tolist()
+    groups = group_B.tolist()
     members = {group: [r for r, other in zip(rewards, groups, strict=True) if other == group] for group in groups}
     telling = len(rewards) / max(1, sum(len(set(members[group])) > 1 for group in groups))
     for i, group in enumerate(groups):
@@ -116,7 +118,7 @@ def test_baselines_agree_with_a_scalar_loop(name: str, batch: list[tuple[int, fl
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_baselines_carry_no_gradient_and_refuse_what_cannot_be(name: str) -> None:
+def test_baselines_have_no_gradient_and_reject_bad_shapes(name: str) -> None:
     reward_B = torch.tensor([1.0, 2.0], requires_grad=True)
     assert not ESTIMATORS[name](reward_B, torch.tensor([0, 0])).requires_grad
     with pytest.raises(ValueError, match=says("reward_B", "[2]", "[3]")):
@@ -141,16 +143,18 @@ def test_a_nan_reward_stays_in_its_group(name: str) -> None:
     assert found_B.isnan().tolist() == [True, True, False, False]
 
 
-def test_rewards_that_differ_by_rounding_alone_teach_next_to_nothing() -> None:
+def test_rewards_that_differ_only_by_rounding_have_tiny_advantages() -> None:
     # One of four is 2^-23 above 1: 0.75 * 2^-23 over the deviation of 2^-24 and 1e-4 is 0.0009; over 1e-9, 1.5.
-    reward_B, group_B = torch.tensor([1.0, 1.0, 1.0, 1.0 + 2**-23]), torch.zeros(4, dtype=torch.int64)
+    reward_B = torch.tensor([1.0, 1.0, 1.0, 1.0 + 2**-23])
+    group_B = torch.zeros(4, dtype=torch.int64)
     assert group_norm(reward_B, group_B).abs().max() == pytest.approx(0.0009, abs=1e-5)
     assert group_norm(reward_B, group_B, 1e-9).max() > 1.4
 
 
 def test_a_larger_epsilon_makes_advantages_smaller() -> None:
     # 1 and 0: mean 1/2, deviation 0.707107; 0.5 / 1.207107 = 0.414214.
-    reward_B, group_B = torch.tensor([1.0, 0.0, 3.0]), torch.tensor([1, 1, 2])
+    reward_B = torch.tensor([1.0, 0.0, 3.0])
+    group_B = torch.tensor([1, 1, 2])
     assert group_norm(reward_B, group_B, 0.5).tolist() == pytest.approx([0.414214, -0.414214, 0.0], abs=1e-6)
 
 
@@ -167,18 +171,22 @@ def test_long_answers_weigh_more_in_the_baseline_of_opo() -> None:
 @given(responses, st.lists(st.integers(0, 40), min_size=40, max_size=40))
 @settings(max_examples=60, deadline=None)
 def test_opo_agrees_with_a_scalar_loop(batch: list[tuple[int, float]], lengths: list[int]) -> None:
-    rewards, groups = [reward for _, reward in batch], [group for group, _ in batch]
-    found = opo(torch.tensor(rewards), torch.tensor(lengths[: len(batch)]), torch.tensor(groups, dtype=torch.int64))
+    rewards = [reward for _, reward in batch]
+    groups = [group for group, _ in batch]
+    actual = opo(torch.tensor(rewards), torch.tensor(lengths[: len(batch)]), torch.tensor(groups, dtype=torch.int64))
     for i, group in enumerate(groups):
-        own = [(r, n) for r, n, other in zip(rewards, lengths, groups, strict=False) if other == group]
-        tokens = sum(n for _, n in own)
-        baseline = sum(r * n for r, n in own) / tokens if tokens else sum(r for r, _ in own) / len(own)
-        assert found[i].item() == pytest.approx(rewards[i] - baseline, rel=1e-4, abs=1e-3)
+        members = [(r, n) for r, n, other in zip(rewards, lengths, groups, strict=False) if other == group]
+        tokens = sum(n for _, n in members)
+        baseline = sum(r for r, _ in members) / len(members)
+        if tokens:
+            baseline = sum(r * n for r, n in members) / tokens
+        assert actual[i].item() == pytest.approx(rewards[i] - baseline, rel=1e-4, abs=1e-3)
 
 
-def test_groups_that_say_nothing_do_not_dilute_gpg() -> None:
+def test_groups_of_equal_rewards_do_not_dilute_gpg() -> None:
     # Four responses, two of them in a group that says something: its differences of 1/2 count twice; half of it at 2.
-    reward_B, group_B = torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1])
+    reward_B = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    group_B = torch.tensor([0, 0, 1, 1])
     assert gpg(reward_B, group_B).tolist() == [1.0, -1.0, 0.0, 0.0]
     assert gpg(reward_B, group_B, scale=2.0).tolist() == [0.5, -0.5, 0.0, 0.0]
     assert gpg(torch.ones(3), torch.zeros(3).long()).tolist() == [0.0] * 3
@@ -186,9 +194,10 @@ def test_groups_that_say_nothing_do_not_dilute_gpg() -> None:
         gpg(reward_B, group_B, scale=0)
 
 
-def test_only_an_answer_ahead_of_all_others_counts_for_pass_at_k() -> None:
+def test_only_a_response_ahead_of_all_others_has_a_pass_at_k_advantage() -> None:
     # 5 is 2 ahead of 3; deviation of 1, 3, 5 is 2. Two best responses share the lead; one alone leads nobody.
-    reward_B, group_B = torch.tensor([1.0, 5.0, 3.0, 1.0, 1.0, 0.0, 9.0]), torch.tensor([0, 0, 0, 1, 1, 1, 2])
+    reward_B = torch.tensor([1.0, 5.0, 3.0, 1.0, 1.0, 0.0, 9.0])
+    group_B = torch.tensor([0, 0, 0, 1, 1, 1, 2])
     assert grpo_passk(reward_B, group_B, divide_by_std=False).tolist() == [0, 2, 0, 0, 0, 0, 0]
     assert grpo_passk(reward_B, group_B).tolist() == pytest.approx([0, 1, 0, 0, 0, 0, 0], abs=1e-6)
 
@@ -204,12 +213,13 @@ def test_each_reward_is_normalised_before_they_are_summed() -> None:
 @given(rewards_of_two)
 @settings(max_examples=60, deadline=None)
 def test_gdpo_agrees_with_a_scalar_loop(rows: list[tuple[int, float, float]]) -> None:
-    weights, sums = (0.75, 0.5), [0.0] * len(rows)
+    weights = (0.75, 0.5)
+    sums = [0.0] * len(rows)
     for k, weight in enumerate(weights, 1):
         for i, row in enumerate(rows):
-            own = [other[k] for other in rows if other[0] == row[0]]
-            mean = sum(own) / len(own)
-            std = math.sqrt(sum((x - mean) ** 2 for x in own) / max(1, len(own) - 1))
+            members = [other[k] for other in rows if other[0] == row[0]]
+            mean = sum(members) / len(members)
+            std = math.sqrt(sum((x - mean) ** 2 for x in members) / max(1, len(members) - 1))
             sums[i] += weight * (row[k] - mean) / (std + 1e-6)
     mean = sum(sums) / max(1, len(sums))
     variance = sum((x - mean) ** 2 for x in sums) / max(1, len(sums))

@@ -1,7 +1,7 @@
-"""What must not change a loss: the order of sequences, cuts, ranks, and all that the environment wrote.
+"""Invariance of losses to the order of sequences, micro-batches, ranks, and environment tokens.
 
-B sequences; N all tokens of a step end to end. Of each loss and each aggregation the loss, the metrics and the gradient
-are looked at.
+B sequences; N all tokens of a step end to end. The loss, the metrics and the gradient of each loss with each
+aggregation are compared.
 """
 
 import math
@@ -22,7 +22,8 @@ from tests.components.rl.loss_cases import AGGREGATIONS, LOSSES, make_step, redu
 from tests.components.rl.loss_ranks import evaluate, whole_step
 from tests.messages import says
 
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 COLUMNS = ("x", "old", "advantage")
 every_loss = pytest.mark.parametrize("name", LOSSES)
 Found = dict[str, Tensor]
@@ -33,7 +34,7 @@ WEIGHTS = (1.0, 0.3, 0.07, 0.5)
 
 def looked_at(step: Batch, totals: Totals | None = None) -> Found:
     totals = totals or totals_of(step)
-    found: Found = {}
+    actual: Found = {}
     weighed: list[Tensor] = []
     trained = {name: step["x"].clone().requires_grad_() for name in LOSSES}
     for name, loss in LOSSES.items():
@@ -41,24 +42,24 @@ def looked_at(step: Batch, totals: Totals | None = None) -> Found:
         for weight, (aggregation, out) in zip(WEIGHTS, outputs.items()):
             assert not any(x.requires_grad for x in out.metrics.values())
             weighed.append(weight * out.loss)
-            found[f"{name}, {aggregation}"] = out.loss.detach()
-            found |= {f"{name}, {metric}": x for metric, x in out.metrics.items()}
+            actual[f"{name}, {aggregation}"] = out.loss.detach()
+            actual |= {f"{name}, {metric}": x for metric, x in out.metrics.items()}
     gradients = torch.autograd.grad(torch.stack(weighed).sum(), list(trained.values()))
-    return found | {f"{name}, gradient": x_N for name, x_N in zip(LOSSES, gradients)}
+    return actual | {f"{name}, gradient": x_N for name, x_N in zip(LOSSES, gradients)}
 
 
-def assert_same(found: Found, expected: Found) -> None:
-    assert found.keys() == expected.keys()
+def assert_same(actual: Found, expected: Found) -> None:
+    assert actual.keys() == expected.keys()
     for name, x in expected.items():
-        assert torch.allclose(found[name], x, rtol=1e-5, atol=1e-5), name
+        assert torch.allclose(actual[name], x, rtol=1e-5, atol=1e-5), name
 
 
-def gradients_at(found: Found, index_N: Tensor) -> Found:
-    return {name: x[index_N] if name.endswith("gradient") else x for name, x in found.items()}
+def gradients_at(values: Found, index_N: Tensor) -> Found:
+    return {name: x[index_N] if name.endswith("gradient") else x for name, x in values.items()}
 
 
 def garbage(step: Batch, seed: int) -> Batch:
-    """The same step, where the environment has written anything."""
+    """Return the same step with arbitrary environment tokens."""
     generator = torch.Generator().manual_seed(seed)
     choices = torch.tensor([NAN, INF, -INF, 0.0, 1e30, -1e30, 1.0])
 
@@ -80,7 +81,7 @@ def test_the_order_of_sequences_changes_nothing(step: Batch, seed: int) -> None:
 
 @given(step=steps("usual"), cuts=st.lists(st.integers(0, 4), min_size=1, max_size=2))
 @settings(max_examples=40, deadline=None)
-def test_where_a_step_is_cut_changes_nothing(step: Batch, cuts: list[int]) -> None:
+def test_the_size_of_micro_batches_does_not_change_the_loss(step: Batch, cuts: list[int]) -> None:
     # A part may be empty, and may hold no action.
     edges = [0, *sorted(min(cut, len(step)) for cut in cuts), len(step)]
     totals = totals_of(step)
@@ -108,34 +109,33 @@ def test_tokens_of_the_environment_put_in_anywhere_change_nothing(step: Batch, s
             longer[~is_new] = step.row(i, column)
             rows[column].append(longer)
     filled = garbage(Batch.from_rows(rows), seed)
-    found = looked_at(filled)
-    for key, x in found.items():
+    actual = looked_at(filled)
+    for key, x in actual.items():
         assert not key.endswith("gradient") or not x[filled["is_new"]].any(), key
-    assert_same(gradients_at(found, ~filled["is_new"]), looked_at(step))
+    assert_same(gradients_at(actual, ~filled["is_new"]), looked_at(step))
 
 
 @given(step=steps(), seed=st.integers(0, 10**6))
 @settings(max_examples=40, deadline=None)
-def test_what_the_environment_writes_moves_no_bit_and_all_is_finite_however_far_the_policy_has_moved(
-    step: Batch, seed: int
-) -> None:
-    expected, found = looked_at(step), looked_at(garbage(step, seed))
+def test_environment_tokens_change_no_bit_and_losses_are_finite_for_any_policy(step: Batch, seed: int) -> None:
+    expected = looked_at(step)
+    actual = looked_at(garbage(step, seed))
     for key, x in expected.items():
-        assert torch.equal(found[key], x), key
+        assert torch.equal(actual[key], x), key
         assert x.isfinite().all(), key
         assert not key.endswith("gradient") or not x[~step["mask"]].any(), key
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0], [3], [1, 0, 4]])
-def test_without_action_loss_metrics_and_gradients_are_zero(lengths: list[int]) -> None:
+def test_without_action_tokens_loss_metrics_and_gradients_are_zero(lengths: list[int]) -> None:
     step = garbage(make_step(lengths, seed=1, acting=0.0), seed=1)
-    found = looked_at(step, Totals(tokens=3, sequences=2))
-    for key, x in found.items():
+    actual = looked_at(step, Totals(tokens=3, sequences=2))
+    for key, x in actual.items():
         assert x.tolist() == ([0.0] * sum(lengths) if key.endswith("gradient") else 0.0), key
 
 
 REACHES_ITS_ANSWER = {"gspo": ("x", "old"), "geo_mean": COLUMNS}
-"""The columns whose NaN is a NaN at all tokens that the policy produced in that response; elsewhere at its own."""
+"""Columns in which a NaN gives a NaN at all action tokens of the response. In other columns, only at its own token."""
 NOT_READ = {
     "reinforce": ("old",),
     **dict.fromkeys([k for k in LOSSES if k[:2] in ("k1", "k2", "k3", "ab")], ("advantage",)),
@@ -146,7 +146,8 @@ NOT_READ = {
 @every_loss
 def test_a_nan_that_counts_comes_out_where_it_belongs(name: str, column: str) -> None:
     step = make_step([6, 9, 4], seed=2)
-    acting_N, own_N = step["mask"], step.sequence_ids == 1
+    acting_N = step["mask"]
+    own_N = step.sequence_ids == 1
     # Not one that is dropped or held, and not the only one of its response.
     place = int((acting_N & own_N & ~step["dropped"] & ~step["held"]).nonzero()[1])
     step = step.with_tokens(**{column: step[column].index_fill(0, torch.tensor([place]), NAN)})
@@ -171,7 +172,7 @@ def test_the_columns_have_to_be_as_long_as_the_mask(name: str) -> None:
         LOSSES[name](step["x"], step.with_tokens(mask=step["mask"].float()))
 
 
-def test_the_number_of_ranks_changes_neither_losses_nor_gradients(tmp_path: Path) -> None:
+def test_the_number_of_ranks_does_not_change_losses_or_gradients(tmp_path: Path) -> None:
     script = Path(__file__).with_name("loss_ranks.py")
     ranks = [
         subprocess.Popen(

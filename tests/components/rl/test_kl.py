@@ -1,4 +1,4 @@
-"""KL estimators, and the weight that follows the KL. d is log p - log p_ref."""
+"""KL estimators, and the adaptive KL coefficient. d is log p - log p_ref."""
 
 import math
 from typing import get_args
@@ -13,14 +13,15 @@ from components.rl.kl import KLKind, adapted_kl_coef, kl_estimate
 from tests.components.rl.loss_cases import steps
 from tests.messages import says
 
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 KINDS: tuple[KLKind, ...] = get_args(KLKind)
 PLAIN: tuple[KLKind, ...] = ("k1", "k2", "k3", "abs")
 LN2 = math.log(2.0)
 
 
 def slow_kl(d: float, kind: str) -> tuple[float, float]:
-    """The estimate and its derivative by log p."""
+    """Return the estimate and its derivative with respect to log p."""
     cut_d = max(-20.0, min(20.0, d))
     value, slope = {
         "k1": (cut_d, 1.0),
@@ -36,7 +37,7 @@ def slow_kl(d: float, kind: str) -> tuple[float, float]:
 
 
 def estimates(d: list[float], kind: KLKind) -> tuple[list[float], list[float]]:
-    """Of tokens that are as unlikely under the reference as -d says; and the gradient."""
+    """Return the estimates for tokens with log-ratios d, and the gradient of their sum."""
     d_N = torch.tensor(d)
     x_N = d_N.clamp(max=0.0).requires_grad_()
     kl_N = kl_estimate(x_N, (-d_N).clamp(max=0.0), torch.ones(len(d)).bool(), kind)
@@ -63,8 +64,8 @@ def estimates(d: list[float], kind: KLKind) -> tuple[list[float], list[float]]:
 def test_a_token_twice_and_half_as_likely_as_under_the_reference(
     kind: KLKind, values: list[float], slopes: list[float]
 ) -> None:
-    found = estimates([LN2, -LN2], kind)
-    assert found == (pytest.approx(values, abs=1e-6), pytest.approx(slopes, abs=1e-6))
+    actual = estimates([LN2, -LN2], kind)
+    assert actual == (pytest.approx(values, abs=1e-6), pytest.approx(slopes, abs=1e-6))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -76,9 +77,10 @@ def test_equal_distributions_have_no_divergence(kind: KLKind) -> None:
 @pytest.mark.parametrize("kind", ["k1", "k3", "k1+", "k3+"])
 def test_k1_and_k3_are_without_bias(kind: KLKind) -> None:
     # Over both outcomes weighted by p: KL = 0.5 ln(0.5 / 0.75) + 0.5 ln(0.5 / 0.25) = 0.143841.
-    p, q = torch.tensor([0.5, 0.5]), torch.tensor([0.75, 0.25])
-    found = (p * kl_estimate(p.log(), q.log(), torch.ones(2).bool(), kind)).sum().item()
-    assert found == pytest.approx(0.143841, abs=1e-6)
+    p = torch.tensor([0.5, 0.5])
+    q = torch.tensor([0.75, 0.25])
+    actual = (p * kl_estimate(p.log(), q.log(), torch.ones(2).bool(), kind)).sum().item()
+    assert actual == pytest.approx(0.143841, abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["k2", "k1+", "k2+", "k3+", "abs+"])
@@ -88,8 +90,8 @@ def test_the_expected_gradient_of_k2_and_of_all_with_a_plus_is_that_of_the_diver
     p_log = logits.log_softmax(0)
     (true,) = torch.autograd.grad((p_log.exp() * (p_log - q_log)).sum(), logits, retain_graph=True)
     kl_N = kl_estimate(p_log, q_log, torch.ones(3).bool(), kind)
-    (found,) = torch.autograd.grad((p_log.exp().detach() * kl_N).sum(), logits)
-    torch.testing.assert_close(found, true)
+    (actual,) = torch.autograd.grad((p_log.exp().detach() * kl_N).sum(), logits)
+    torch.testing.assert_close(actual, true)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,7 +130,8 @@ def test_a_plus_keeps_the_value_to_the_last_digit(kind: KLKind, step: Batch) -> 
 @given(step=steps())
 @settings(max_examples=60, deadline=None)
 def test_estimates_agree_with_a_scalar_loop(kind: KLKind, step: Batch) -> None:
-    x_N, acts_N = step["x"].clone().requires_grad_(), step["mask"]
+    x_N = step["x"].clone().requires_grad_()
+    acts_N = step["mask"]
     kl_N = kl_estimate(x_N, step["old"], acts_N, kind)
     kl_N.sum().backward()
     assert x_N.grad is not None
@@ -141,7 +144,8 @@ def test_estimates_agree_with_a_scalar_loop(kind: KLKind, step: Batch) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_nan_counts_only_where_the_policy_acted(kind: KLKind) -> None:
-    x_N, ref_N = torch.tensor([NAN, -INF, -1.0, NAN], requires_grad=True), torch.tensor([0.0, -INF, -2.0, -1.0])
+    x_N = torch.tensor([NAN, -INF, -1.0, NAN], requires_grad=True)
+    ref_N = torch.tensor([0.0, -INF, -2.0, -1.0])
     kl_N = kl_estimate(x_N, ref_N, torch.tensor([False, False, True, True]), kind)
     assert kl_N.tolist() == pytest.approx([0.0, 0.0, slow_kl(1.0, kind)[0], NAN], nan_ok=True)
     kl_N[:3].sum().backward()
@@ -154,8 +158,9 @@ def test_low_precision_comes_out_as_float32() -> None:
     assert kl_estimate(x_N, x_N, torch.tensor([True]), "k3").dtype == torch.float32
 
 
-def test_estimators_and_shapes_that_cannot_be_are_refused() -> None:
-    one_N, mask_N = torch.zeros(2), torch.ones(2).bool()
+def test_unknown_estimators_and_bad_shapes_raise_an_error() -> None:
+    one_N = torch.zeros(2)
+    mask_N = torch.ones(2).bool()
     for kind in ("k4", "k1++", "+", ""):
         with pytest.raises(ValueError, match=says(f"'{kind}'", *get_args(KLKind))):
             kl_estimate(one_N, one_N, mask_N, kind)  # pyright: ignore[reportArgumentType]
@@ -179,7 +184,7 @@ def test_the_weight_of_the_kl_follows_the_target_by_hand(kl: float, expected: fl
     assert adapted_kl_coef(2.0, kl, target=6.0, horizon=1000, samples=100) == pytest.approx(expected)
 
 
-def test_the_weight_stays_where_there_is_none_or_no_sample() -> None:
+def test_the_kl_coefficient_stays_if_it_is_0_or_there_is_no_sample() -> None:
     assert adapted_kl_coef(0.0, 9.0, target=6.0, horizon=10, samples=5) == 0.0
     assert adapted_kl_coef(1.5, 9.0, target=6.0, horizon=10, samples=0) == 1.5
     assert adapted_kl_coef(1.5, 0.0, target=6.0, horizon=10, samples=49) == pytest.approx(0.03)
@@ -191,13 +196,14 @@ def test_the_weight_agrees_with_the_formula(
     coef: float, kl: float, target: float, horizon: float, samples: int
 ) -> None:
     error = kl / target - 1
-    error = 0.2 if error > 0.2 else -0.2 if error < -0.2 else error
+    if abs(error) > 0.2:
+        error = math.copysign(0.2, error)
     slow = coef + coef * error * samples / horizon
-    found = adapted_kl_coef(coef, kl, target=target, horizon=horizon, samples=samples)
-    assert found == pytest.approx(slow, abs=1e-9)
+    actual = adapted_kl_coef(coef, kl, target=target, horizon=horizon, samples=samples)
+    assert actual == pytest.approx(slow, abs=1e-9)
 
 
 @pytest.mark.parametrize("kl", [NAN, INF, -INF])
-def test_no_weight_follows_a_kl_that_is_not_finite(kl: float) -> None:
+def test_a_kl_that_is_not_finite_raises_an_error(kl: float) -> None:
     with pytest.raises(ValueError, match=says("KL", kl)):
         adapted_kl_coef(1.0, kl, target=1.0, horizon=1.0, samples=1)

@@ -1,4 +1,4 @@
-"""What all of the maths does with masks and sequences. B sequences, N tokens end to end."""
+"""Masked operations and recurrences along sequences. B sequences, N tokens end to end."""
 
 import math
 
@@ -22,12 +22,14 @@ from components.rl.masked import (
 )
 from tests.messages import says
 
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 lengths_of = st.lists(st.integers(0, 40), max_size=8)
 
 
 def slow_carried_back(x: list[float], carry: list[float]) -> list[float]:
-    later, y = 0.0, []
+    later = 0.0
+    y = []
     for x_t, carry_t in zip(reversed(x), reversed(carry), strict=True):
         later = x_t + carry_t * later if carry_t else x_t
         y.append(later)
@@ -40,7 +42,8 @@ def close_to(expected: list[float]) -> object:
 
 def test_carried_back_by_hand() -> None:
     # From the end: 8 (what its carry brings is nothing), 4 + 8 / 2 = 8, then a carry of 0: 2, 1 + 2 * 2 = 5.
-    x_N, carry_N = torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([2.0, 0.0, 0.5, 9.0])
+    x_N = torch.tensor([1.0, 2.0, 4.0, 8.0])
+    carry_N = torch.tensor([2.0, 0.0, 0.5, 9.0])
     assert carried_back(x_N, carry_N).tolist() == [5.0, 2.0, 8.0, 8.0]
 
 
@@ -50,7 +53,8 @@ def test_carried_back_agrees_with_a_scalar_loop_over_any_number_of_blocks(size: 
     x_N = torch.randint(-4, 5, (size,), generator=generator).float()
     often_N, seldom_N = (torch.rand(size, generator=generator) > share for share in (0.1, 0.001))
     for carry_N in (torch.ones(size), seldom_N.float(), often_N * 0.875, torch.zeros(size), seldom_N * 0.999):
-        given_x_N, given_carry_N = x_N.clone(), carry_N.clone()
+        given_x_N = x_N.clone()
+        given_carry_N = carry_N.clone()
         assert carried_back(x_N, carry_N).tolist() == close_to(slow_carried_back(x_N.tolist(), carry_N.tolist()))
         # What is given stays as it was.
         assert torch.equal(x_N, given_x_N)
@@ -71,8 +75,9 @@ def test_carried_back_ends_every_sequence(lengths: list[int], seed: int, discoun
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("place", [0, 1, 63, 64, 65, 127, 128, 4095, 4096, 4199])
-def test_what_is_not_finite_stays_between_the_carries_of_zero_around_it(place: int, bad: float) -> None:
-    x_N, carry_N = torch.ones(4200), torch.ones(4200)
+def test_nonfinite_values_do_not_cross_a_carry_of_zero(place: int, bad: float) -> None:
+    x_N = torch.ones(4200)
+    carry_N = torch.ones(4200)
     # Sequences end at every 50th token.
     carry_N[49::50] = 0.0
     x_N[place] = bad
@@ -83,7 +88,8 @@ def test_what_is_not_finite_stays_between_the_carries_of_zero_around_it(place: i
 
 
 def test_a_nan_goes_through_all_earlier_blocks_of_its_sequence() -> None:
-    x_N, carry_N = torch.zeros(5000), torch.ones(5000)
+    x_N = torch.zeros(5000)
+    carry_N = torch.ones(5000)
     carry_N[999] = 0.0
     x_N[4500] = NAN
     y_N = carried_back(x_N, carry_N)
@@ -104,7 +110,8 @@ def test_sums_and_means_of_sequences_by_hand() -> None:
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
 def test_without_tokens_sums_are_zero_and_differentiable(lengths: list[int]) -> None:
-    x_N, lengths_B = torch.zeros(0, requires_grad=True), torch.tensor(lengths, dtype=torch.int64)
+    x_N = torch.zeros(0, requires_grad=True)
+    lengths_B = torch.tensor(lengths, dtype=torch.int64)
     for found_B in (sequence_sums(x_N, lengths_B), sequence_means(x_N, torch.zeros(0).bool(), lengths_B)):
         assert found_B.tolist() == [0.0] * len(lengths)
         found_B.sum().backward()
@@ -117,12 +124,19 @@ def test_without_tokens_sums_are_zero_and_differentiable(lengths: list[int]) -> 
 @settings(max_examples=60, deadline=None)
 def test_sums_means_and_spread_agree_with_scalar_loops(lengths: list[int], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    size, lengths_B = sum(lengths), torch.tensor(lengths, dtype=torch.int64)
+    size = sum(lengths)
+    lengths_B = torch.tensor(lengths, dtype=torch.int64)
     x_N = torch.randn(size, generator=generator).requires_grad_()
     mask_N = torch.rand(size, generator=generator) < 0.6
-    sums, means, at_tokens, slopes, start = [], [], [], [], 0
+    sums = []
+    means = []
+    at_tokens = []
+    slopes = []
+    start = 0
     for i, length in enumerate(lengths):
-        total, acting, count = 0.0, 0.0, 0
+        total = 0.0
+        acting = 0.0
+        count = 0
         for t in range(start, start + length):
             total += x_N[t].item()
             acting += x_N[t].item() if mask_N[t] else 0.0
@@ -189,7 +203,7 @@ def test_a_token_mean_divides_by_the_count_that_is_given() -> None:
     assert token_mean(x_N, torch.ones(3).bool(), 4).isnan()
 
 
-def test_what_would_go_wrong_unseen_is_refused() -> None:
+def test_inputs_that_would_silently_give_wrong_results_raise_an_error() -> None:
     mask_N = torch.ones(2).bool()
     with pytest.raises(ValueError, match=says("x_N", "[2, 1]", "[2]")):
         token_mean(torch.ones(2, 1), mask_N, 2)

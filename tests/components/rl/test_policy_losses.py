@@ -1,4 +1,4 @@
-"""What each token costs under each policy loss, by hand and against the formulas of the papers."""
+"""Policy losses of each token: numbers worked out by hand, and the formulas of the papers."""
 
 import math
 from collections.abc import Callable
@@ -22,7 +22,7 @@ LN2 = math.log(2.0)
 
 @dataclass
 class Acting:
-    """A token that the policy produced; `x` is a float64 that gradients are taken of, and x.item() stops them."""
+    """An action token. `x` is a float64 tensor with gradient; x.item() stops the gradient."""
 
     x: Tensor
     old: float
@@ -46,7 +46,8 @@ def near(log_ratio: Tensor) -> dict[str, float]:
 def slow_surrogate(log_ratio: Tensor, advantage: float, low: float, high: float, dual: float = math.inf) -> Cost:
     ratio = log_ratio.exp()
     kept = ratio if 1 - low <= ratio.item() <= 1 + high else torch.tensor(min(max(ratio.item(), 1 - low), 1 + high))
-    gain, kept_gain = ratio * advantage, kept * advantage
+    gain = ratio * advantage
+    kept_gain = kept * advantage
     loss = -min(gain, kept_gain, key=Tensor.item)
     metrics = {"clip_frac": float(kept_gain.item() < gain.item()), **near(log_ratio)}
     if dual < math.inf:
@@ -67,7 +68,8 @@ def slow_gspo(response: list[Acting]) -> list[Cost]:
 
 
 def slow_geo_mean(response: list[Acting]) -> list[Cost]:
-    product, metrics = torch.tensor(1.0, dtype=torch.float64), []
+    product = torch.tensor(1.0, dtype=torch.float64)
+    metrics = []
     for token in response:
         d = token.log_ratio.item()
         cut = d > 0.4 if token.advantage > 0 else d < -0.3
@@ -91,7 +93,8 @@ def slow_sapo(token: Acting) -> Cost:
 
 
 def slow_dppo(token: Acting, divergence: str, low: float, high: float, cap: float) -> Cost:
-    new, old = math.exp(token.x.item()), math.exp(token.old)
+    new = math.exp(token.x.item())
+    old = math.exp(token.old)
     if divergence == "tv":
         distance = abs(new - old)
     elif (old > 0 and new == 0) or (old < 1 and new == 1):
@@ -135,11 +138,11 @@ def close_to(expected: list[float]) -> object:
 @settings(max_examples=60, deadline=None)
 def test_losses_agree_with_a_scalar_loop(name: str, step: Batch) -> None:
     x_N = step["x"].clone().requires_grad_()
-    found = LOSSES[name](x_N, step)
+    actual = LOSSES[name](x_N, step)
     # Each token has a weight of its own, so that no two gradients can stand in for each other.
     weight_N = 1.0 + torch.arange(step.num_tokens) % 7
     acts_N = step["mask"]
-    (found.loss_N * weight_N).sum().backward()
+    (actual.loss_N * weight_N).sum().backward()
     assert x_N.grad is not None
     costs: list[Cost] = []
     acting: list[Acting] = []
@@ -157,15 +160,15 @@ def test_losses_agree_with_a_scalar_loop(name: str, step: Batch) -> None:
     if slow_loss.requires_grad:
         slow_loss.backward()
     slopes = [0.0 if token.x.grad is None else token.x.grad.item() for token in acting]
-    assert found.loss_N[acts_N].tolist() == close_to([cost.item() for cost, _ in costs])
+    assert actual.loss_N[acts_N].tolist() == close_to([cost.item() for cost, _ in costs])
     # Float32 has few digits left for the slope of a gate that is almost open.
     assert x_N.grad[acts_N].tolist() == pytest.approx(slopes, rel=1e-4, abs=1e-4)
-    for metric, of_N in found.metrics.items():
+    for metric, of_N in actual.metrics.items():
         assert of_N[acts_N].tolist() == close_to([of_token[metric] for _, of_token in costs]), metric
         assert not of_N.requires_grad
-    assert all(of_token.keys() == found.metrics.keys() for _, of_token in costs)
+    assert all(of_token.keys() == actual.metrics.keys() for _, of_token in costs)
     # Where the policy did not act: no loss, no gradient.
-    assert not found.loss_N[~acts_N].any()
+    assert not actual.loss_N[~acts_N].any()
     assert not x_N.grad[~acts_N].any()
 
 
@@ -176,14 +179,14 @@ def of_ratios(
     lengths: list[int] | None = None,
     **limits: Any,
 ) -> tuple[list[float], list[float], dict[str, list[float]]]:
-    """Loss, gradient and metrics of tokens that were one eighth likely before, all of which the policy produced."""
+    """Return loss, gradient and metrics of action tokens whose old probability is 1/8."""
     old_N = torch.full((len(ratios),), -3 * LN2)
     x_N = (old_N + torch.tensor(ratios).log()).requires_grad_()
     more = [torch.tensor(lengths)] if lengths else []
-    found = loss(x_N, old_N, torch.tensor(advantages), torch.ones(len(ratios)).bool(), *more, **limits)
-    found.loss_N.sum().backward()
+    values = loss(x_N, old_N, torch.tensor(advantages), torch.ones(len(ratios)).bool(), *more, **limits)
+    values.loss_N.sum().backward()
     assert x_N.grad is not None
-    return found.loss_N.tolist(), x_N.grad.tolist(), {name: of_N.tolist() for name, of_N in found.metrics.items()}
+    return values.loss_N.tolist(), x_N.grad.tolist(), {name: of_N.tolist() for name, of_N in values.metrics.items()}
 
 
 def test_ppo_by_hand() -> None:
@@ -230,11 +233,11 @@ def test_gspo_by_hand() -> None:
     assert metrics["approx_kl"] == pytest.approx([1 - LN2, LN2 - 0.5, 3 - 2 * LN2, 0.0], abs=1e-6)
 
 
-def test_all_tokens_of_an_answer_have_its_ratio_to_the_last_digit() -> None:
+def test_all_tokens_of_a_response_have_exactly_its_ratio() -> None:
     # With the paper's clip range of a few 1e-4, digits lost to a token's own large ratio would decide what is clipped.
     moved_N = torch.tensor([8.0, -7.0, 0.1, -1.0, 3e-4])
-    found = gspo_loss(moved_N, 0 * moved_N, torch.ones(5), moved_N < 9, torch.tensor([5]), clip_low=1, clip_high=1)
-    assert len(set(found.loss_N.tolist())) == 1
+    actual = gspo_loss(moved_N, 0 * moved_N, torch.ones(5), moved_N < 9, torch.tensor([5]), clip_low=1, clip_high=1)
+    assert len(set(actual.loss_N.tolist())) == 1
 
 
 def test_the_geometric_mean_by_hand() -> None:
@@ -298,25 +301,26 @@ def test_dppo_by_hand() -> None:
 
 def test_reinforce_by_hand() -> None:
     x_N = torch.tensor([-1.0, -2.0], requires_grad=True)
-    found = reinforce_loss(x_N, torch.tensor([3.0, -0.5]), torch.ones(2).bool())
-    found.loss_N.sum().backward()
-    assert found.loss_N.tolist() == [3.0, -1.0]
+    actual = reinforce_loss(x_N, torch.tensor([3.0, -0.5]), torch.ones(2).bool())
+    actual.loss_N.sum().backward()
+    assert actual.loss_N.tolist() == [3.0, -1.0]
     assert x_N.grad is not None
     assert x_N.grad.tolist() == [-3.0, 0.5]
-    assert found.metrics == {}
+    assert actual.metrics == {}
 
 
 @pytest.mark.parametrize("name", sorted(SLOW.keys() - {"geo_mean"}))
 def test_at_the_first_update_the_gradient_is_that_of_reinforce(name: str) -> None:
     x_N = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
-    advantage_N, mask_N = torch.tensor([2.0, -1.0, 4.0]), torch.ones(3).bool()
+    advantage_N = torch.tensor([2.0, -1.0, 4.0])
+    mask_N = torch.ones(3).bool()
     step = Batch([2, 1], {"old": x_N.detach(), "advantage": advantage_N, "mask": mask_N})
-    found = LOSSES[name](x_N, step)
-    found.loss_N.sum().backward()
+    actual = LOSSES[name](x_N, step)
+    actual.loss_N.sum().backward()
     assert x_N.grad is not None
     assert x_N.grad.tolist() == [-2.0, 1.0, -4.0]
-    assert not found.metrics.get("approx_kl", torch.zeros(3)).any()
-    assert not found.metrics.get("clip_frac", torch.zeros(3)).any()
+    assert not actual.metrics.get("approx_kl", torch.zeros(3)).any()
+    assert not actual.metrics.get("clip_frac", torch.zeros(3)).any()
 
 
 def refused(facts: list[str], loss: Callable[..., TokenLoss], *more: Tensor, **limits: Any) -> None:
@@ -325,7 +329,7 @@ def refused(facts: list[str], loss: Callable[..., TokenLoss], *more: Tensor, **l
         loss(one_N, one_N, one_N, one_N.bool(), *more, **limits)
 
 
-def test_settings_that_cannot_be_are_refused() -> None:
+def test_bad_settings_raise_an_error() -> None:
     clip = {"clip_low": 0.2, "clip_high": 0.2}
     for tau in (0.0, -1.0, math.nan):
         refused([f"tau_positive={tau}", "tau_negative=1.05"], sapo_loss, tau_positive=tau)
@@ -340,15 +344,15 @@ def test_the_divergence_keeps_its_digits_where_a_token_is_nearly_certain() -> No
     # A float32 rounds such a p to 1, of which nothing is left.
     arguments = (torch.tensor([-1e-9]), torch.tensor([-1e-2]), torch.ones(1), torch.ones(1).bool())
     for limit, dropped in ((0.149, 1.0), (0.152, 0.0)):
-        found = dppo_loss(*arguments, divergence="kl", clip_low=limit, clip_high=limit)
-        assert found.metrics["clip_frac"].tolist() == [dropped]
+        actual = dppo_loss(*arguments, divergence="kl", clip_low=limit, clip_high=limit)
+        assert actual.metrics["clip_frac"].tolist() == [dropped]
 
 
 def test_the_loss_of_the_entropy_is_its_negative() -> None:
     entropy_N = torch.tensor([0.5, math.nan, 2.0], requires_grad=True)
-    found = entropy_loss(entropy_N, torch.tensor([True, False, True]))
-    assert found.loss_N.tolist() == [-0.5, 0.0, -2.0]
-    assert found.metrics["entropy"].tolist() == [0.5, 0.0, 2.0]
-    found.loss_N.sum().backward()
+    actual = entropy_loss(entropy_N, torch.tensor([True, False, True]))
+    assert actual.loss_N.tolist() == [-0.5, 0.0, -2.0]
+    assert actual.metrics["entropy"].tolist() == [0.5, 0.0, 2.0]
+    actual.loss_N.sum().backward()
     assert entropy_N.grad is not None
     assert entropy_N.grad.tolist() == [-1.0, 0.0, -1.0]

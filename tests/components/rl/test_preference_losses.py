@@ -1,4 +1,4 @@
-"""Losses of pairs: numbers worked by hand, slow loops beside them, and what must not change them. P pairs."""
+"""Losses of pairs: numbers worked out by hand, comparison with slow loops, and invariances. P pairs."""
 
 import math
 from collections.abc import Callable
@@ -15,17 +15,18 @@ from tests.messages import says
 
 LN = math.log
 Rows = list[tuple[float, float, float, float]]
-"""Of each pair four numbers: chosen, rejected, and the margin or the reference's two."""
+"""Four numbers for each pair: chosen, rejected, and the margin or the reference's two numbers."""
 
 
 def values(output: LossOutput) -> dict[str, float]:
-    """The loss and its metrics, rounded so that they can be compared with fractions."""
+    """Return the loss and its metrics, rounded so that they can be compared with fractions."""
     return {name: round(x.item(), 6) for name, x in {"loss": output.loss, **output.metrics}.items()}
 
 
 def test_bradley_terry_by_hand() -> None:
     # Gaps ln 3, 0, -ln 3: sigmoid of them 3/4, 1/2, 1/4. The tie is half of one told right.
-    chosen_P, rejected_P = torch.tensor([LN(3), 1.0, 0.0]), torch.tensor([0.0, 1.0, LN(3)])
+    chosen_P = torch.tensor([LN(3), 1.0, 0.0])
+    rejected_P = torch.tensor([0.0, 1.0, LN(3)])
     assert values(bradley_terry_loss(chosen_P, rejected_P, 3)) == {
         "loss": round(-(LN(3 / 4) + LN(1 / 2) + LN(1 / 4)) / 3, 6),
         "accuracy": 0.5,
@@ -37,7 +38,8 @@ def test_bradley_terry_by_hand() -> None:
 
 def test_a_margin_is_taken_off_the_lead_and_leaves_the_metrics_as_they_are() -> None:
     # Of a gap of ln 6 with margin ln 2, ln 3 is left: 3/4. Without a margin, a gap of ln 4: 4/5.
-    chosen_P, rejected_P = torch.tensor([LN(6), 0.0]), torch.tensor([0.0, -LN(4)])
+    chosen_P = torch.tensor([LN(6), 0.0])
+    rejected_P = torch.tensor([0.0, -LN(4)])
     margin_P = torch.tensor([LN(2), 0.0])
     with_margin = values(bradley_terry_loss(chosen_P, rejected_P, 2, margin_P))
     without = values(bradley_terry_loss(chosen_P, rejected_P, 2))
@@ -69,9 +71,10 @@ def test_dpo_by_hand() -> None:
     }
 
 
-def test_conservative_dpo_takes_a_share_of_the_labels_for_wrong() -> None:
+def test_conservative_dpo_assumes_a_share_of_wrong_labels() -> None:
     # 9/10 of -log sigmoid(3), and 1/10 of -log sigmoid(-3), which is 3 more.
-    smoothed, plain = values(dpo_loss(*HAND, 1, beta=2.0, label_smoothing=0.1)), values(dpo_loss(*HAND, 1, beta=2.0))
+    smoothed = values(dpo_loss(*HAND, 1, beta=2.0, label_smoothing=0.1))
+    plain = values(dpo_loss(*HAND, 1, beta=2.0))
     assert smoothed["loss"] == round(LN(1 + math.exp(-3)) + 0.3, 6)
     assert smoothed | {"loss": 0} == plain | {"loss": 0}
 
@@ -87,7 +90,7 @@ def test_ipo_asks_for_a_gap_of_half_of_one_over_beta() -> None:
     assert (output.loss.item(), chosen_P.grad.item()) == pytest.approx((0, 0), abs=1e-6)
 
 
-def test_a_policy_that_is_its_reference_is_level_and_learns_half_of_beta() -> None:
+def test_a_policy_equal_to_its_reference_has_accuracy_one_half_and_gradient_half_beta() -> None:
     both = [torch.tensor([-1.0, -3.0], requires_grad=True) for _ in range(2)]
     output = dpo_loss(*both, *(x_P.detach() for x_P in both), total_pairs=2, beta=0.5)
     assert values(output) == {
@@ -102,30 +105,38 @@ def test_a_policy_that_is_its_reference_is_level_and_learns_half_of_beta() -> No
     assert [x_P.grad.tolist() for x_P in both if x_P.grad is not None] == [[-0.125] * 2, [0.125] * 2]
 
 
+def win(chosen: float, rejected: float) -> float:
+    """Return 1 for a pair that is ranked correctly, and 0.5 for a tie."""
+    return ((chosen > rejected) + (chosen >= rejected)) / 2
+
+
 def slow_bradley_terry(rows: Rows, total: float) -> dict[str, float]:
-    """One pair after the other."""
-    loss, accuracy = 0.0, 0.0
+    """Loss and metrics by a loop over pairs."""
+    loss = 0.0
+    accuracy = 0.0
     for chosen, rejected, margin, _ in rows:
         loss -= math.log(sigmoid(chosen - rejected - margin)) / total
-        accuracy += (1.0 if chosen > rejected else 0.5 if chosen == rejected else 0.0) / total
+        accuracy += win(chosen, rejected) / total
     return {"loss": loss, "accuracy": accuracy}
 
 
 def slow_dpo(rows: Rows, total: float, beta: float, smoothing: float, ipo: bool) -> dict[str, float]:
-    """One pair after the other."""
-    found = {"loss": 0.0, "accuracy": 0.0, "chosen_reward": 0.0, "rejected_reward": 0.0, "margin": 0.0}
+    """Loss and metrics by a loop over pairs."""
+    values = {"loss": 0.0, "accuracy": 0.0, "chosen_reward": 0.0, "rejected_reward": 0.0, "margin": 0.0}
     for chosen, rejected, reference_chosen, reference_rejected in rows:
-        better, worse = beta * (chosen - reference_chosen), beta * (rejected - reference_rejected)
+        better = beta * (chosen - reference_chosen)
+        worse = beta * (rejected - reference_rejected)
         if ipo:
-            found["loss"] += ((better - worse) / beta - 1 / (2 * beta)) ** 2 / total
+            values["loss"] += ((better - worse) / beta - 1 / (2 * beta)) ** 2 / total
         else:
-            right, wrong = math.log(sigmoid(better - worse)), math.log(sigmoid(worse - better))
-            found["loss"] -= ((1 - smoothing) * right + smoothing * wrong) / total
-        found["accuracy"] += (1.0 if better > worse else 0.5 if better == worse else 0.0) / total
-        found["chosen_reward"] += better / total
-        found["rejected_reward"] += worse / total
-        found["margin"] += (better - worse) / total
-    return found
+            right = math.log(sigmoid(better - worse))
+            wrong = math.log(sigmoid(worse - better))
+            values["loss"] -= ((1 - smoothing) * right + smoothing * wrong) / total
+        values["accuracy"] += win(better, worse) / total
+        values["chosen_reward"] += better / total
+        values["rejected_reward"] += worse / total
+        values["margin"] += (better - worse) / total
+    return values
 
 
 def columns(rows: Rows) -> list[Tensor]:
@@ -141,8 +152,9 @@ ROWS = st.lists(st.tuples(EIGHTHS, EIGHTHS, EIGHTHS, EIGHTHS), min_size=1, max_s
 @settings(max_examples=60, deadline=None)
 def test_bradley_terry_agrees_with_a_slow_loop(rows: Rows, total: int) -> None:
     chosen_P, rejected_P, margin_P, _ = columns(rows)
-    found, expected = values(bradley_terry_loss(chosen_P, rejected_P, total, margin_P)), slow_bradley_terry(rows, total)
-    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    actual = values(bradley_terry_loss(chosen_P, rejected_P, total, margin_P))
+    expected = slow_bradley_terry(rows, total)
+    assert {name: actual[name] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 @given(
@@ -154,8 +166,8 @@ def test_bradley_terry_agrees_with_a_slow_loop(rows: Rows, total: int) -> None:
 )
 @settings(max_examples=100, deadline=None)
 def test_dpo_agrees_with_a_slow_loop(rows: Rows, total: int, beta: float, smoothing: float, ipo: bool) -> None:
-    found = values(dpo_loss(*columns(rows), total_pairs=total, beta=beta, label_smoothing=smoothing, ipo=ipo))
-    assert found == pytest.approx(slow_dpo(rows, total, beta, smoothing, ipo), rel=1e-5, abs=1e-5)
+    actual = values(dpo_loss(*columns(rows), total_pairs=total, beta=beta, label_smoothing=smoothing, ipo=ipo))
+    assert actual == pytest.approx(slow_dpo(rows, total, beta, smoothing, ipo), rel=1e-5, abs=1e-5)
 
 
 LOSSES: dict[str, Callable[[list[Tensor], float], LossOutput]] = {
@@ -171,28 +183,29 @@ every_loss = pytest.mark.parametrize("name", LOSSES)
 @every_loss
 @given(rows=ROWS, cut=st.integers(1, 8))
 @settings(max_examples=30, deadline=None)
-def test_micro_batches_add_up_to_the_whole(name: str, rows: Rows, cut: int) -> None:
+def test_micro_batches_sum_to_the_complete_step(name: str, rows: Rows, cut: int) -> None:
     def looked_at(parts: list[Rows]) -> tuple[dict[str, float], Tensor]:
         sums: dict[str, float] = {}
         gradients = []
         for part in parts:
-            own = [x_P.requires_grad_() for x_P in columns(part)]
-            output = LOSSES[name](own, len(rows))
-            gradients.append(torch.cat(torch.autograd.grad(output.loss, own[:2])).view(2, -1))
+            inputs = [x_P.requires_grad_() for x_P in columns(part)]
+            output = LOSSES[name](inputs, len(rows))
+            gradients.append(torch.cat(torch.autograd.grad(output.loss, inputs[:2])).view(2, -1))
             assert not any(metric.requires_grad for metric in output.metrics.values())
             for metric, x in {"loss": output.loss, **output.metrics}.items():
                 sums[metric] = sums.get(metric, 0.0) + x.item()
         return sums, torch.cat(gradients, 1)
 
-    whole, parts = looked_at([rows]), looked_at([part for part in (rows[:cut], rows[cut:]) if part])
+    whole = looked_at([rows])
+    parts = looked_at([part for part in (rows[:cut], rows[cut:]) if part])
     assert parts[0] == pytest.approx(whole[0], rel=1e-5, abs=1e-5)
     torch.testing.assert_close(parts[1], whole[1], atol=1e-6, rtol=1e-5)
 
 
 @every_loss
 def test_a_step_makes_the_chosen_answer_likelier_and_the_rejected_one_less_likely_by_as_much(name: str) -> None:
-    own = [x_P.requires_grad_() for x_P in columns([(-1.0, -2.0, -1.5, -1.0), (-4.0, -1.0, -1.0, -1.0)])]
-    better_P, worse_P = torch.autograd.grad(LOSSES[name](own, 2).loss, own[:2])
+    inputs = [x_P.requires_grad_() for x_P in columns([(-1.0, -2.0, -1.5, -1.0), (-4.0, -1.0, -1.0, -1.0)])]
+    better_P, worse_P = torch.autograd.grad(LOSSES[name](inputs, 2).loss, inputs[:2])
     assert (better_P < 0).all() or name == "ipo"
     assert better_P.equal(-worse_P)
     # The pair that is told wrong pulls harder.
@@ -209,30 +222,34 @@ def test_ipo_pulls_back_a_gap_that_is_too_large() -> None:
 
 
 def test_no_gradient_flows_into_the_reference() -> None:
-    own = [x_P.requires_grad_() for x_P in columns([(-1.0, -2.0, -1.5, -1.0)])]
-    dpo_loss(*own, total_pairs=1, beta=0.1).loss.backward()
-    assert [x_P.grad is not None for x_P in own] == [True, True, False, False]
+    inputs = [x_P.requires_grad_() for x_P in columns([(-1.0, -2.0, -1.5, -1.0)])]
+    dpo_loss(*inputs, total_pairs=1, beta=0.1).loss.backward()
+    assert [x_P.grad is not None for x_P in inputs] == [True, True, False, False]
 
 
 @every_loss
 @pytest.mark.parametrize("far", [1e4, -1e4, 1e8, -1e8])
 def test_extreme_values_give_finite_losses_and_gradients(name: str, far: float) -> None:
-    own = [x_P.requires_grad_() for x_P in (torch.tensor([far, 0.0]), torch.zeros(2), torch.zeros(2), torch.zeros(2))]
-    output = LOSSES[name](own, 2)
+    inputs = [
+        x_P.requires_grad_() for x_P in (torch.tensor([far, 0.0]), torch.zeros(2), torch.zeros(2), torch.zeros(2))
+    ]
+    output = LOSSES[name](inputs, 2)
     assert all(math.isfinite(x) for x in values(output).values())
-    assert all(x_P.isfinite().all() for x_P in torch.autograd.grad(output.loss, own[:2]))
+    assert all(x_P.isfinite().all() for x_P in torch.autograd.grad(output.loss, inputs[:2]))
     if name in ("bradley_terry", "with margin"):
         # Linear where all is lost, and nothing where all is won; the other pair is level.
         assert output.loss.item() == pytest.approx((max(-far, 0) + LN(2)) / 2)
 
 
 def test_losses_are_float32_whatever_the_scores_are() -> None:
-    chosen_P, rejected_P = torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([0.5], dtype=torch.bfloat16)
+    chosen_P = torch.tensor([1.0], dtype=torch.bfloat16)
+    rejected_P = torch.tensor([0.5], dtype=torch.bfloat16)
     assert bradley_terry_loss(chosen_P, rejected_P, 1).loss.dtype == torch.float32
     assert dpo_loss(*[chosen_P, rejected_P] * 2, total_pairs=1, beta=0.1).loss.dtype == torch.float32
 
 
-ONE, TWO = torch.zeros(1), torch.zeros(2)
+ONE = torch.zeros(1)
+TWO = torch.zeros(2)
 
 
 @pytest.mark.parametrize(
@@ -248,6 +265,6 @@ ONE, TWO = torch.zeros(1), torch.zeros(2)
         (lambda: dpo_loss(TWO, TWO, TWO, TWO, -1, beta=0.1), ["total_pairs=-1"]),
     ],
 )
-def test_what_cannot_be_is_refused(call: Callable[[], LossOutput], facts: list[str]) -> None:
+def test_bad_arguments_raise_an_error(call: Callable[[], LossOutput], facts: list[str]) -> None:
     with pytest.raises(ValueError, match=says(*facts)):
         call()

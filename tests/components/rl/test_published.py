@@ -128,7 +128,8 @@ def test_the_adaptive_weight_of_the_kl_is_that_of_both(
 @given(steps(), st.sampled_from([None, 1.5, 3.0]))
 @TRIES
 def test_ppo_is_that_of_both(step: Step, dual: float | None) -> None:
-    old_BT, advantage_BT = step.row("old"), step.row("advantage")
+    old_BT = step.row("old")
+    advantage_BT = step.row("advantage")
 
     def ours(x_N: Tensor) -> TokenLoss:
         clip: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.27, "dual_clip": dual}
@@ -152,7 +153,8 @@ def test_gspo_is_that_of_openrlhf_when_an_answer_has_one_advantage(step: Step) -
     advantage_N = spread(step.reward_B, step.lengths, size)
     old_BT = step.row("old")
     totals = Totals(tokens=64, sequences=16)
-    x_N, x_BT = step["x"].clone().requires_grad_(), step.row("x").requires_grad_()
+    x_N = step["x"].clone().requires_grad_()
+    x_BT = step.row("x").requires_grad_()
     tokens = gspo_loss(x_N, step["old"], advantage_N, step.mask_N, step.lengths, clip_low=0.2, clip_high=0.27)
     ours = reduce_loss(tokens, step.mask_N, step.lengths, totals, "seq-mean-token-mean").loss
     ratio_BT = published.openrlhf_gspo_ratio(x_BT, old_BT, step.mask)
@@ -214,7 +216,8 @@ def test_aggregation_is_that_of_openrlhf(step: Step) -> None:
 @given(steps())
 @TRIES
 def test_the_value_loss_is_that_of_both(step: Step) -> None:
-    old_BT, return_BT = step.row("old_value"), step.row("return")
+    old_BT = step.row("old_value")
+    return_BT = step.row("return")
     clip = 0.296875
 
     def ours(x_N: Tensor) -> Tensor:
@@ -268,7 +271,8 @@ def test_kl_and_its_gradient_are_those_of_verl(kind: KLKind, step: Step) -> None
 @TRIES
 def test_gae_over_turns_is_that_of_verl(step: Step, discount: Discounts) -> None:
     ours_N, return_N = gae(step["reward"], step["value"], step.mask_N, step.lengths, *discount)
-    reward_BT, value_BT = step.row("reward"), step.row("value")
+    reward_BT = step.row("reward")
+    value_BT = step.row("value")
     _, return_BT = published.verl_gae(reward_BT, value_BT, step.mask, *discount)
     assert_same_tokens(return_N, return_BT, step)
     theirs_BT, _ = published.verl_gae(FAR * reward_BT, FAR * value_BT, step.mask, *discount)
@@ -279,7 +283,8 @@ def test_gae_over_turns_is_that_of_verl(step: Step, discount: Discounts) -> None
 @given(step=steps(singletons=False))
 @TRIES
 def test_grpo_and_its_passk_are_those_of_verl(by_std: bool, step: Step) -> None:
-    reward_B, group_B = step.reward_B.double(), step.group_B
+    reward_B = step.reward_B.double()
+    group_B = step.group_B
     ours_B = group_norm(step.reward_B, group_B, 1e-6) if by_std else group_mean_baseline(step.reward_B, group_B)
     assert_same(ours_B, published.verl_grpo(reward_B, group_B, by_std))
     ours_B = grpo_passk(step.reward_B, group_B, divide_by_std=by_std)
@@ -289,7 +294,9 @@ def test_grpo_and_its_passk_are_those_of_verl(by_std: bool, step: Step) -> None:
 @given(steps(singletons=False, empty=False))
 @TRIES
 def test_rloo_opo_and_gpg_are_those_of_verl(step: Step) -> None:
-    reward_B, group_B, length_B = step.reward_B.double(), step.group_B, step.mask.sum(1).long()
+    reward_B = step.reward_B.double()
+    group_B = step.group_B
+    length_B = step.mask.sum(1).long()
     assert_same(rloo(step.reward_B, group_B), published.verl_rloo(reward_B, group_B))
     assert_same(opo(step.reward_B, length_B, group_B), published.verl_opo(reward_B, length_B, group_B))
     # Counts agree where no reward is 0 and no group has equal ones.

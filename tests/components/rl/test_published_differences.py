@@ -1,6 +1,6 @@
-"""Where our functions part from OpenRLHF and verl on purpose: their number and ours, each on one small case.
+"""Intended differences between our functions and those of OpenRLHF and verl: their number and ours in a small case.
 
-The formulas of both are in `published`; everything else is equal, as `test_published` holds.
+The formulas of both are in `published`. All other functions are equal, as `test_published` checks.
 """
 
 import math
@@ -35,9 +35,10 @@ FOUR = torch.tensor([4])
 ACTS = torch.tensor([True] * 4)
 
 
-def test_gae_skips_a_gap_that_openrlhf_takes_as_steps_and_verl_leaves_numbers_in() -> None:
+def test_gae_skips_a_gap_that_openrlhf_counts_as_steps_and_in_which_verl_leaves_values() -> None:
     mask = row(1, 1, 0, 0, 1, 1)
-    reward, value = row(0, 0, 0, 0, 0, 1), row(0.1, 0.2, 0, 0, 0.3, 0.4)
+    reward = row(0, 0, 0, 0, 0, 1)
+    value = row(0.1, 0.2, 0, 0, 0.3, 0.4)
     ours_N, return_N = gae(
         *(reward.flatten(), value.flatten(), mask.flatten().bool(), torch.tensor([6])), gamma=1.0, lambd=0.95
     )
@@ -53,14 +54,17 @@ def test_gae_skips_a_gap_that_openrlhf_takes_as_steps_and_verl_leaves_numbers_in
 
 
 def test_returns_skip_a_gap_that_openrlhf_discounts() -> None:
-    mask, reward = row(1, 0, 0, 1), row(0, 0, 0, 1)
+    mask = row(1, 0, 0, 1)
+    reward = row(0, 0, 0, 1)
     ours_N = discounted_returns(reward.flatten(), mask.flatten().bool(), FOUR, 0.5)
     assert ours_N.tolist() == [0.5, 0, 0, 1]
     assert published.openrlhf_returns(reward, mask, 0.5).tolist() == [[0.125, 0.25, 0.5, 1]]
 
 
-def test_an_answer_alone_in_its_group_gets_0_where_verl_keeps_its_reward_or_refuses() -> None:
-    reward_B, group_B, length_B = column(0.75), torch.tensor([3]), torch.tensor([2])
+def test_a_group_of_one_gets_0_where_verl_keeps_the_reward_or_raises() -> None:
+    reward_B = column(0.75)
+    group_B = torch.tensor([3])
+    length_B = torch.tensor([2])
     wide_B = reward_B.double()
     assert published.verl_grpo(wide_B, group_B, by_std=True).tolist() == pytest.approx([0.75], abs=1e-6)
     for theirs in (
@@ -84,9 +88,11 @@ def test_equal_rewards_give_exactly_0_where_float32_sums_leave_a_rest() -> None:
     assert group_norm(reward_B, torch.zeros(3, dtype=torch.int64)).tolist() == [0.0] * 3
 
 
-def test_whitening_has_the_variance_of_openrlhf_unless_told_and_takes_one_token() -> None:
+def test_whitening_has_the_variance_of_openrlhf_by_default_and_accepts_one_token() -> None:
     # 1 and 3: the mean is 2, the variance 1 over the count, 2 over the count less one.
-    x, mask, both = row(1, 3), row(1, 1), torch.tensor([True, True])
+    x = row(1, 3)
+    mask = row(1, 1)
+    both = torch.tensor([True, True])
     assert whiten(x.flatten(), both).tolist() == [-1.0, 1.0]
     assert published.openrlhf_whiten(x, mask, no_std_norm=False).tolist() == [[-1.0, 1.0]]
     root = math.sqrt(0.5)
@@ -97,11 +103,14 @@ def test_whitening_has_the_variance_of_openrlhf_unless_told_and_takes_one_token(
     assert whiten(x.flatten(), torch.tensor([False, True]), unbiased=True).tolist() == [0.0, 0.0]
 
 
-def test_dr_grpo_divides_by_what_it_is_told_where_openrlhf_takes_tokens_and_verl_the_padding() -> None:
+def test_dr_grpo_divides_by_max_length_where_openrlhf_uses_tokens_and_verl_the_padding() -> None:
     # Sums 2 and 4 of two sequences of 1 and 4 tokens; a response may have 8.
     mask = torch.tensor([[1.0, 0, 0, 0], [1, 1, 1, 1]]).double()
     loss = torch.tensor([[2.0, 0, 0, 0], [1, 1, 1, 1]]).double()
-    flat_N, acts_N, lengths_B, totals = column(2, 1, 1, 1, 1), torch.ones(5).bool(), torch.tensor([1, 4]), Totals(5, 2)
+    flat_N = column(2, 1, 1, 1, 1)
+    acts_N = torch.ones(5).bool()
+    lengths_B = torch.tensor([1, 4])
+    totals = Totals(5, 2)
     ours = aggregate(flat_N, acts_N, lengths_B, totals, "seq-mean-token-sum-norm", max_length=8)
     assert ours.item() == 3 / 8
     assert published.verl_agg(loss, mask, "seq-mean-token-sum-norm", 5, 2, 8).item() == 3 / 8
@@ -109,10 +118,11 @@ def test_dr_grpo_divides_by_what_it_is_told_where_openrlhf_takes_tokens_and_verl
     assert published.openrlhf_aggregate(loss, mask, "token", 5, 2).item() == pytest.approx(6 / 5)
 
 
-def test_gpg_counts_answers_of_telling_groups_where_verl_counts_rewards_that_are_not_0() -> None:
+def test_gpg_counts_responses_of_informative_groups_where_verl_counts_nonzero_rewards() -> None:
     # Three groups of two: all right, half right, all wrong. Two responses are of a group that says something; three
     # have a reward.
-    reward_B, group_B = column(1, 1, 1, 0, 0, 0), torch.tensor([0, 0, 1, 1, 2, 2])
+    reward_B = column(1, 1, 1, 0, 0, 0)
+    group_B = torch.tensor([0, 0, 1, 1, 2, 2])
     assert gpg(reward_B, group_B).tolist() == [0, 0, 0.5 * 3, -0.5 * 3, 0, 0]
     assert published.verl_gpg(reward_B.double(), group_B, 1.0).tolist() == [0, 0, 0.5 * 2, -0.5 * 2, 0, 0]
 
@@ -120,7 +130,8 @@ def test_gpg_counts_answers_of_telling_groups_where_verl_counts_rewards_that_are
 def test_gdpo_whitens_over_answers_where_verl_counts_long_ones_more() -> None:
     # One reward, one group: 1 and 0 are root 1/2 apart from their mean in deviations. Over responses that is 1 and -1.
     # Over tokens, three of them against one: mean 1/2, unbiased variance 1, so 1/2 and -3/2.
-    reward_BK, group_B = torch.tensor([[1.0], [0.0]]), torch.tensor([4, 4])
+    reward_BK = torch.tensor([[1.0], [0.0]])
+    group_B = torch.tensor([4, 4])
     assert gdpo(reward_BK, group_B, column(1)).tolist() == pytest.approx([1, -1])
     mask = torch.tensor([[1.0, 1, 1], [1, 0, 0]]).double()
     theirs = published.verl_gdpo(reward_BK.double(), group_B, [1.0], mask)
@@ -130,7 +141,9 @@ def test_gdpo_whitens_over_answers_where_verl_counts_long_ones_more() -> None:
 def test_geo_mean_weighs_answers_alike_where_verl_takes_means_over_micro_batches() -> None:
     # Three responses of one token and ratio 1, with advantages 3, 0 and 2; the second does not act. The mean over
     # responses is -(3 + 2) / 2. Cut into two and one, verl's means are -3 / 2 and -2, and the mean of these -7 / 4.
-    zeros, advantage, lengths_B = torch.zeros(3), column(3, 0, 2), torch.ones(3, dtype=torch.int64)
+    zeros = torch.zeros(3)
+    advantage = column(3, 0, 2)
+    lengths_B = torch.ones(3, dtype=torch.int64)
     acts = torch.tensor([True, False, True])
     tokens = geo_mean_loss(zeros, zeros, advantage, acts, lengths_B, clip_low=0.4, clip_high=0.4)
     assert reduce_loss(tokens, acts, lengths_B, Totals(2, 2), "seq-mean-token-mean").loss.item() == -2.5
@@ -151,7 +164,8 @@ def test_geo_mean_of_mixed_advantages_reads_tokens_of_0_that_verl_takes_as_unmov
 
 
 def test_covariances_are_of_the_step_where_verl_takes_those_of_a_micro_batch() -> None:
-    old, advantage = (-1.0, -3.0, -5.0, -7.0), (1.0, 0.0, -1.0, 0.0)
+    old = (-1.0, -3.0, -5.0, -7.0)
+    advantage = (1.0, 0.0, -1.0, 0.0)
     ours_N = covariances(column(*old), column(*advantage), ACTS)
     # Means -4 and 0 of the step; -2 and 1/2 of its first half.
     assert ours_N.tolist() == [3, 0, 1, 0]
@@ -188,7 +202,8 @@ def test_rejected_tokens_stay_in_the_count_which_verl_takes_them_out_of() -> Non
 def test_rejection_by_k1_bounds_p_over_q_where_verl_bounds_q_over_p() -> None:
     # p / q = 3 and 1 / 3, bounds 1/2 and 4.
     d = (math.log(3), -math.log(3))
-    both, two = torch.tensor([True, True]), torch.tensor([2])
+    both = torch.tensor([True, True])
+    two = torch.tensor([2])
     ours_N = rejection_weights(
         *(column(*d), torch.zeros(2), both, two), level="token", estimator="k1", low=0.5, high=4.0
     )
@@ -205,10 +220,13 @@ def test_the_effective_sample_size_is_of_the_ratios_where_verl_takes_truncated_w
     assert published.verl_eff_sample_size(weights, ALL) == pytest.approx(25 / 28)
 
 
-def test_sequences_without_an_action_count_nowhere() -> None:
+def test_sequences_without_an_action_are_not_counted() -> None:
     # One sequence acts, with a mean of 3, one does not. OpenRLHF leaves the second out of the sum, and counts both.
-    flat_N, acts_N, lengths_B = column(3, 3, 9), torch.tensor([True, True, False]), torch.tensor([2, 1])
-    loss, mask = torch.tensor([[3.0, 3], [9, 0]]).double(), torch.tensor([[1.0, 1], [0, 0]]).double()
+    flat_N = column(3, 3, 9)
+    acts_N = torch.tensor([True, True, False])
+    lengths_B = torch.tensor([2, 1])
+    loss = torch.tensor([[3.0, 3], [9, 0]]).double()
+    mask = torch.tensor([[1.0, 1], [0, 0]]).double()
     assert aggregate(flat_N, acts_N, lengths_B, Totals(2, 1), "seq-mean-token-mean").item() == 3.0
     assert published.openrlhf_aggregate(loss, mask, "sequence", 2, 2).item() == pytest.approx(1.5)
     # verl counts it in the chi-square over sequences alone: (2^2 + 1) / 2 - 1, and not 2^2 - 1.
@@ -221,7 +239,8 @@ def test_sequences_without_an_action_count_nowhere() -> None:
 
 @pytest.mark.parametrize(("kind", "expected"), [("k1", 12.0), ("abs", 12.0), ("k2", 72.0)])
 def test_every_kl_estimate_is_cut_where_verl_cuts_k3_alone(kind: KLKind, expected: float) -> None:
-    x_N, one = column(12), torch.tensor([True])
+    x_N = column(12)
+    one = torch.tensor([True])
     assert kl_estimate(x_N, torch.zeros(1), one, kind).item() == 10.0
     assert published.verl_kl(x_N.double(), torch.zeros(1), kind).item() == expected
     assert published.verl_kl(-x_N.double(), torch.zeros(1), "k3").item() == 10.0
@@ -240,7 +259,8 @@ def test_a_nan_stays_where_comparisons_of_verl_take_it_for_a_token_to_leave_out(
 
 def test_the_adaptive_kl_is_a_mean_over_tokens_where_verl_takes_sequences_alike() -> None:
     # 3 tokens of .1 and one of .5: over tokens .2, over sequences (.1 + .5) / 2. The target is .25.
-    kl_N, mask = column(0.1, 0.1, 0.1, 0.5), torch.tensor([[1.0, 1, 1], [1, 0, 0]]).double()
+    kl_N = column(0.1, 0.1, 0.1, 0.5)
+    mask = torch.tensor([[1.0, 1, 1], [1, 0, 0]]).double()
     kl = token_mean(kl_N, ACTS, 4).item()
     assert adapted_kl_coef(1.0, kl, target=0.25, horizon=10, samples=2) == pytest.approx(1 - 0.2 * 0.2)
     kl = published.verl_agg(
@@ -250,7 +270,8 @@ def test_the_adaptive_kl_is_a_mean_over_tokens_where_verl_takes_sequences_alike(
 
 
 def test_gspo_keeps_ratios_up_to_e_20_where_verl_cuts_them_at_e_10() -> None:
-    one, length = torch.tensor([True]), torch.tensor([1])
+    one = torch.tensor([True])
+    length = torch.tensor([1])
     ours = gspo_loss(column(-1), column(-13), column(-1), one, length, clip_low=0.2, clip_high=0.2).loss_N
     assert ours.item() == pytest.approx(math.exp(12))
     theirs = published.verl_gspo(row(-1), row(-13), row(-1), row(1), 0.2, 0.2)
@@ -259,8 +280,10 @@ def test_gspo_keeps_ratios_up_to_e_20_where_verl_cuts_them_at_e_10() -> None:
 
 def test_gspo_gives_each_token_its_own_gradient_where_openrlhf_shares_that_of_the_answer() -> None:
     # Ratio 1, advantages 3 and 1: -3/2 and -1/2 of the mean over two tokens; shared, -1 and -1. The losses are equal.
-    both, two = torch.tensor([True, True]), torch.tensor([2])
-    x_N, x = torch.zeros(2, requires_grad=True), torch.zeros(1, 2, dtype=torch.float64, requires_grad=True)
+    both = torch.tensor([True, True])
+    two = torch.tensor([2])
+    x_N = torch.zeros(2, requires_grad=True)
+    x = torch.zeros(1, 2, dtype=torch.float64, requires_grad=True)
     tokens = gspo_loss(x_N, torch.zeros(2), column(3, 1), both, two, clip_low=0.2, clip_high=0.2)
     ours = reduce_loss(tokens, both, two, Totals(2, 1), "seq-mean-token-mean").loss
     ratio = published.openrlhf_gspo_ratio(x, row(0, 0), row(1, 1))

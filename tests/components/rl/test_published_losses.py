@@ -59,7 +59,8 @@ LOSSES: dict[str, tuple[Callable[..., TokenLoss], Callable[..., Tensor]]] = {
 @TRIES
 def test_losses_of_single_tokens_are_those_of_verl(name: str, step: Step) -> None:
     ours, theirs = LOSSES[name]
-    old_BT, advantage_BT = step.row("old"), step.row("advantage")
+    old_BT = step.row("old")
+    advantage_BT = step.row("advantage")
     assert_same_loss(
         lambda x_N: ours(x_N, step["old"], step["advantage"], step.mask_N).loss_N,
         lambda x_BT: theirs(x_BT, old_BT, advantage_BT),
@@ -110,7 +111,8 @@ def test_clip_cov_and_what_it_drops_are_those_of_verl(step: Step, share: float, 
     dropped_N = clip_cov_tokens(covariance_N, step.mask_N, uniform_N, share=share, low=0.1, high=1.0)
     assert not (dropped_N & ~candidates_N).any()
     assert dropped_N.sum() == min(published.verl_count(share, step.mask), int(candidates_N.sum()))
-    old_BT, advantage_BT = step.row("old"), step.row("advantage")
+    old_BT = step.row("old")
+    advantage_BT = step.row("advantage")
     kept_BT = 1 - step.padded(dropped_N)
 
     def theirs(x_BT: Tensor) -> Tensor:
@@ -128,7 +130,8 @@ def test_clip_cov_and_what_it_drops_are_those_of_verl(step: Step, share: float, 
 def test_kl_cov_and_what_it_holds_back_are_those_of_verl(step: Step, share: float) -> None:
     covariance_N = covariances(step["old"], step["advantage"], step.mask_N)
     held_N = kl_cov_tokens(covariance_N, step.mask_N, share=share)
-    old_BT, advantage_BT = step.row("old"), step.row("advantage")
+    old_BT = step.row("old")
+    advantage_BT = step.row("advantage")
     theirs_N = step.flat(published.verl_covariances(old_BT, advantage_BT, step.mask))
     count = published.verl_count(share, step.mask)
     # Tokens of equal covariance may stand in for each other.
@@ -167,7 +170,8 @@ def test_aggregations_are_those_of_verl(step: Step) -> None:
 @TRIES
 def test_importance_weights_are_those_of_verl(level: Level, step: Step) -> None:
     columns = (step["old"], step["other"], step.mask_N, step.lengths)
-    old_BT, other_BT = step.row("old"), step.row("other")
+    old_BT = step.row("old")
+    other_BT = step.row("other")
     truncated_N = importance_weights(*columns, level=level, low=0.0, high=2.0, outside="clamp")
     assert_same_tokens(truncated_N, published.verl_is(old_BT - other_BT, step.mask, level, 2.0), step)
     icepop_N = importance_weights(*columns, level=level, low=0.5, high=5.0, outside="zero")
@@ -181,7 +185,8 @@ LEVELS: dict[str, Level] = {"token": "token", "seq_sum": "sequence", "seq_mean":
 @given(step=steps())
 @TRIES
 def test_rejections_are_those_of_verl(prefix: str, kind: Estimator, step: Step) -> None:
-    old_BT, other_BT = step.row("old"), step.row("other")
+    old_BT = step.row("old")
+    other_BT = step.row("other")
     columns = (step["old"], step["other"], step.mask_N, step.lengths)
     low, high = (0.625, 1.375) if kind == "k1" else (None, 0.17)
     if prefix == "seq_sum" and kind != "k1":
@@ -195,7 +200,8 @@ def test_rejections_are_those_of_verl(prefix: str, kind: Estimator, step: Step) 
 @given(steps(empty=False))
 @TRIES
 def test_mismatch_is_that_of_verl_and_openrlhf(step: Step) -> None:
-    old_BT, other_BT = step.row("old"), step.row("other")
+    old_BT = step.row("old")
+    other_BT = step.row("other")
     d_BT = (old_BT - other_BT) / 16
     ours = mismatch_metrics(step["old"] / 16, step["other"] / 16, step.mask_N, step.lengths)
     theirs = published.verl_offpolicy(d_BT, step.mask)

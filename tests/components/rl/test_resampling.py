@@ -1,4 +1,4 @@
-"""What is drawn for training, by hand."""
+"""Resampling of responses: numbers worked out by hand."""
 
 import math
 from typing import Any
@@ -15,12 +15,12 @@ from tests.messages import says
     [("pow", [4.0, 0.25, 0.0, 4.0]), ("max_min", [1.0, 0.0, 0.0, 1.0]), ("max_random", [0.4, 0.1, 0.1, 0.1])],
 )
 def test_responses_are_weighed_for_drawing_by_their_rewards(rule: Any, weights: list[float]) -> None:
-    found = selection_weights(torch.tensor([2.0, -0.5, 0.0, -2.0]), rule)
-    assert found.tolist() == pytest.approx(weights, abs=2e-8)
-    assert bool((found > 0).all())
+    actual = selection_weights(torch.tensor([2.0, -0.5, 0.0, -2.0]), rule)
+    assert actual.tolist() == pytest.approx(weights, abs=2e-8)
+    assert bool((actual > 0).all())
 
 
-def test_equal_rewards_are_drawn_alike_and_no_number_is_an_error() -> None:
+def test_equal_rewards_have_equal_weights_and_nan_raises_an_error() -> None:
     for rule in ("pow", "max_min", "max_random"):
         weights = selection_weights(torch.zeros(3), rule)
         assert weights.tolist() == [weights[0].item()] * 3

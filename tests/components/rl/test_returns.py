@@ -30,9 +30,11 @@ long_sequences = st.lists(
 
 
 def slow_gae(batch: list[list[Token]], gamma: float, lambd: float) -> tuple[list[float], list[float]]:
-    advantages, returns = [], []
+    advantages = []
+    returns = []
     for tokens in batch:
-        advantage, next_value = 0.0, 0.0
+        advantage = 0.0
+        next_value = 0.0
         part: list[tuple[float, float]] = []
         for acts, reward, value in reversed(tokens):
             if not acts:
@@ -73,7 +75,7 @@ def test_two_sequences_by_hand() -> None:
     assert return_N.tolist() == [0.0, 2.5, 2.0, 3.0]
 
 
-def test_what_the_environment_writes_takes_no_time() -> None:
+def test_environment_tokens_are_not_time_steps() -> None:
     # Reward 1 at the end, gamma 1, lambda 0.95, from the last action back:
     #   A = 1 - 0.4 = 0.6;  A = 0.4 - 0.3 + 0.95 * 0.6 = 0.67;
     #   A = 0.3 - 0.2 + 0.95 * 0.67 = 0.7365;  A = 0.2 - 0.1 + 0.95 * 0.7365 = 0.799675.
@@ -93,7 +95,7 @@ def test_with_lambda_one_the_return_is_the_discounted_sum_of_rewards() -> None:
     assert return_N.tolist() == [3.0, 4.0, 4.0]
 
 
-def test_what_is_masked_may_be_nan() -> None:
+def test_masked_entries_may_be_nan() -> None:
     nan = float("nan")
     advantage_N, return_N = gae(
         torch.tensor([nan, 1.0]), torch.tensor([nan, 0.5]), torch.tensor([False, True]), torch.tensor([2]), 1.0, 1.0
@@ -126,8 +128,10 @@ def test_gae_agrees_with_a_scalar_loop(batch: list[list[Token]], gamma: float, l
     assert return_N.tolist() == pytest.approx(slow_returns, rel=1e-4, abs=1e-4)
 
 
-def test_gae_refuses_what_cannot_be() -> None:
-    one, mask_N, lengths_B = torch.ones(2), torch.ones(2).bool(), torch.tensor([2])
+def test_gae_rejects_bad_shapes_and_parameters() -> None:
+    one = torch.ones(2)
+    mask_N = torch.ones(2).bool()
+    lengths_B = torch.tensor([2])
     with pytest.raises(ValueError, match=says("gamma=1.5")):
         gae(one, one, mask_N, lengths_B, 1.5, 1.0)
     with pytest.raises(ValueError, match=says("lambd=-1.0")):
@@ -169,20 +173,21 @@ def test_a_reward_that_is_masked_may_be_nan_and_no_tokens_have_no_returns() -> N
 def test_returns_agree_with_a_scalar_loop(batch: list[list[tuple[bool, float]]], gamma: float) -> None:
     slow: list[float] = []
     for tokens in batch:
-        later, part = 0.0, []
+        later = 0.0
+        part = []
         for acts, reward in reversed(tokens):
             if acts:
                 later = reward + gamma * later
             part.append(later if acts else 0.0)
         slow += reversed(part)
     reward_N, _, mask_N, lengths_B = columns([[(acts, reward, 0.0) for acts, reward in part] for part in batch])
-    found = discounted_returns(reward_N, mask_N, lengths_B, gamma)
-    assert found.tolist() == pytest.approx(slow, rel=1e-4, abs=1e-4)
+    actual = discounted_returns(reward_N, mask_N, lengths_B, gamma)
+    assert actual.tolist() == pytest.approx(slow, rel=1e-4, abs=1e-4)
     # With values of 0 and lambda 1 the advantage is the return.
-    assert torch.equal(found, gae(reward_N, torch.zeros_like(reward_N), mask_N, lengths_B, gamma, 1.0)[0])
+    assert torch.equal(actual, gae(reward_N, torch.zeros_like(reward_N), mask_N, lengths_B, gamma, 1.0)[0])
 
 
-def test_returns_refuse_what_cannot_be() -> None:
+def test_returns_reject_bad_shapes_and_parameters() -> None:
     with pytest.raises(ValueError, match=says("gamma=-0.1")):
         discounted_returns(torch.ones(2), torch.ones(2).bool(), torch.tensor([2]), -0.1)
     with pytest.raises(ValueError, match=says("lengths_B", "3 tokens", 2)):
@@ -191,9 +196,10 @@ def test_returns_refuse_what_cannot_be() -> None:
 
 def test_a_nan_stays_in_its_own_sequence() -> None:
     reward_N = torch.tensor([1.0, 2.0, math.nan, 1.0, 3.0])
-    mask_N, lengths_B = torch.ones(5).bool(), torch.tensor([2, 2, 1])
-    found = discounted_returns(reward_N, mask_N, lengths_B, 0.5)
-    assert found.isnan().tolist() == [False, False, True, False, False]
+    mask_N = torch.ones(5).bool()
+    lengths_B = torch.tensor([2, 2, 1])
+    actual = discounted_returns(reward_N, mask_N, lengths_B, 0.5)
+    assert actual.isnan().tolist() == [False, False, True, False, False]
     advantage_N, _ = gae(reward_N, torch.zeros(5), mask_N, lengths_B, 1.0, 0.0)
     assert advantage_N.isnan().tolist() == [False, False, True, False, False]
     assert turn_returns(reward_N, mask_N, lengths_B, 1.0).isnan().tolist() == [False, False, True, True, False]
@@ -203,17 +209,18 @@ def test_turns_are_discounted_and_not_their_tokens() -> None:
     # First: turns of rewards 1 + 2 and 8, gamma 1/2: 3 + 8 / 2 = 7 and 8. Second: one turn of 5. Third: 4 + 6 / 2 = 7.
     reward_N = torch.tensor([9.0, 1.0, 2.0, 9.0, 8.0, 9.0, 5.0, 0.0, 4.0, 9.0, 9.0, 6.0])
     mask_N = torch.tensor([0, 1, 1, 0, 1, 0, 1, 1, 1, 0, 0, 1], dtype=torch.bool)
-    found = turn_returns(reward_N, mask_N, torch.tensor([6, 2, 4]), 0.5)
-    assert found.tolist() == [0, 7, 7, 0, 8, 0, 5, 5, 7, 0, 0, 6]
+    actual = turn_returns(reward_N, mask_N, torch.tensor([6, 2, 4]), 0.5)
+    assert actual.tolist() == [0, 7, 7, 0, 8, 0, 5, 5, 7, 0, 0, 6]
 
 
 def test_turns_with_nothing_in_between_are_told_apart_by_their_number() -> None:
     # Turns of 1 + 2 and 8, gamma 1/2: 3 + 8 / 2 = 7 and 8. Without numbers they are one turn of 11.
-    reward_N, mask_N = torch.tensor([9.0, 1.0, 2.0, 8.0]), torch.tensor([False, True, True, True])
+    reward_N = torch.tensor([9.0, 1.0, 2.0, 8.0])
+    mask_N = torch.tensor([False, True, True, True])
     lengths_B = torch.tensor([4])
     assert turn_returns(reward_N, mask_N, lengths_B, 0.5).tolist() == [0, 11, 11, 11]
-    found = turn_returns(reward_N, mask_N, lengths_B, 0.5, torch.tensor([0, 1, 1, 2]))
-    assert found.tolist() == [0, 7, 7, 8]
+    actual = turn_returns(reward_N, mask_N, lengths_B, 0.5, torch.tensor([0, 1, 1, 2]))
+    assert actual.tolist() == [0, 7, 7, 8]
     with pytest.raises(ValueError, match=says("turn_N", "[3]", "[4]")):
         turn_returns(reward_N, mask_N, lengths_B, 0.5, torch.tensor([0, 1, 1]))
 
@@ -229,19 +236,21 @@ def test_turn_returns_agree_with_a_scalar_loop(batch: list[list[tuple[bool, floa
                 turns[-1].append(t)
             elif acts:
                 turns.append([t])
-        part, later = [0.0] * len(tokens), 0.0
+        part = [0.0] * len(tokens)
+        later = 0.0
         for turn in reversed(turns):
             later = sum(tokens[t][1] for t in turn) + gamma * later
             for t in turn:
                 part[t] = later
         slow += part
     reward_N, _, mask_N, lengths_B = columns([[(acts, reward, 0.0) for acts, reward in part] for part in batch])
-    found = turn_returns(reward_N, mask_N, lengths_B, gamma)
-    assert found.tolist() == pytest.approx(slow, rel=1e-4, abs=1e-4)
+    actual = turn_returns(reward_N, mask_N, lengths_B, gamma)
+    assert actual.tolist() == pytest.approx(slow, rel=1e-4, abs=1e-4)
 
 
-def test_with_one_turn_an_answer_earns_the_same_at_all_its_tokens() -> None:
-    reward_N, mask_N = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([False, True, True])
+def test_with_one_turn_all_tokens_of_a_response_have_the_same_return() -> None:
+    reward_N = torch.tensor([0.0, 1.0, 2.0])
+    mask_N = torch.tensor([False, True, True])
     assert turn_returns(reward_N, mask_N, torch.tensor([3]), 0.0).tolist() == [0.0, 3.0, 3.0]
     none = torch.zeros(0)
     assert turn_returns(none, none.bool(), none.long(), 1.0).tolist() == []
@@ -253,17 +262,18 @@ def test_turns_are_compared_with_the_same_turn_of_the_groups_other_episodes() ->
     # First turns 3, 2, 7, mean 4: -1, -2, 3. Second turns 4 and 0, mean 2: 2 and -2. Group 1 is one episode: 0.
     reward_N = torch.tensor([9.0, 0.0, 1.0, 9.0, 4.0, 2.0, 9.0, 0.0, 5.0, 9.0, 7.0])
     mask_N = torch.tensor([0, 1, 1, 0, 1, 1, 0, 1, 1, 0, 1], dtype=torch.bool)
-    lengths_B, group_B = torch.tensor([5, 3, 1, 2]), torch.tensor([7, 7, 1, 7])
-    found = turn_advantages(reward_N, mask_N, lengths_B, group_B, 0.5, group_mean_baseline)
-    assert found.tolist() == [0, -1, -1, 0, 2, -2, 0, -2, 0, 0, 3]
+    lengths_B = torch.tensor([5, 3, 1, 2])
+    group_B = torch.tensor([7, 7, 1, 7])
+    actual = turn_advantages(reward_N, mask_N, lengths_B, group_B, 0.5, group_mean_baseline)
+    assert actual.tolist() == [0, -1, -1, 0, 2, -2, 0, -2, 0, 0, 3]
     # Less the mean of the others: 3 - 9/2, 2 - 5, 7 - 5/2; 4 - 0, 0 - 4.
-    found = turn_advantages(reward_N, mask_N, lengths_B, group_B, 0.5, rloo)
-    assert found.tolist() == [0, -1.5, -1.5, 0, 4, -3, 0, -4, 0, 0, 4.5]
+    actual = turn_advantages(reward_N, mask_N, lengths_B, group_B, 0.5, rloo)
+    assert actual.tolist() == [0, -1.5, -1.5, 0, 4, -3, 0, -4, 0, 0, 4.5]
     # Told apart by their numbers, the first sequence's first two tokens are turns of 0 and 1, and its third of 4:
     # returns 0 + (1 + 4/2) / 2 = 1.5, 3 and 4.
     turn_N = torch.tensor([-1, 0, 1, -1, 2, 0, -1, 1, 0, -1, 0])
-    found = turn_advantages(reward_N, mask_N, lengths_B, group_B, 0.5, group_mean_baseline, turn_N)
-    assert found.tolist() == [0, -2, 1.5, 0, 0, -1.5, 0, -1.5, 0, 0, 3.5]
+    actual = turn_advantages(reward_N, mask_N, lengths_B, group_B, 0.5, group_mean_baseline, turn_N)
+    assert actual.tolist() == [0, -2, 1.5, 0, 0, -1.5, 0, -1.5, 0, 0, 3.5]
     with pytest.raises(ValueError, match=says("group_B", "[3]", "lengths_B", "[4]")):
         turn_advantages(reward_N, mask_N, lengths_B, group_B[:3], 0.5, group_mean_baseline)
 
@@ -279,7 +289,8 @@ def test_turns_are_compared_with_the_same_turn_of_the_groups_other_episodes() ->
 def test_turn_advantages_agree_with_a_scalar_loop(batch: list[tuple[int, list[list[float]]]], gamma: float) -> None:
     returns: list[list[float]] = []
     for _, turns in batch:
-        later, part = 0.0, list[float]()
+        later = 0.0
+        part = list[float]()
         for turn in reversed(turns):
             later = sum(turn) + gamma * later
             part.insert(0, later)
@@ -287,7 +298,8 @@ def test_turn_advantages_agree_with_a_scalar_loop(batch: list[tuple[int, list[li
     slow: list[float] = []
     tokens: list[list[tuple[bool, float, float]]] = []
     for (group, turns), mine in zip(batch, returns, strict=True):
-        row, expected = [(False, math.nan, 0.0)], [0.0]  # a prompt, and feedback after each turn
+        row = [(False, math.nan, 0.0)]  # a prompt, and feedback after each turn
+        expected = [0.0]
         for k, turn in enumerate(turns):
             others = [r[k] for (g, _), r in zip(batch, returns, strict=True) if g == group and len(r) > k]
             row += [*((True, reward, 0.0) for reward in turn), (False, math.nan, 0.0)]
@@ -296,14 +308,15 @@ def test_turn_advantages_agree_with_a_scalar_loop(batch: list[tuple[int, list[li
         slow += expected
     reward_N, _, mask_N, lengths_B = columns(tokens)
     group_B = torch.tensor([group for group, _ in batch], dtype=torch.int64)
-    found = turn_advantages(reward_N, mask_N, lengths_B, group_B, gamma, group_mean_baseline)
-    assert found.tolist() == pytest.approx(slow, rel=1e-4, abs=1e-4)
+    actual = turn_advantages(reward_N, mask_N, lengths_B, group_B, gamma, group_mean_baseline)
+    assert actual.tolist() == pytest.approx(slow, rel=1e-4, abs=1e-4)
 
 
-def test_the_optimal_token_baseline_weighs_returns_by_what_was_spent_so_far() -> None:
+def test_the_optimal_token_baseline_weighs_returns_by_cumulative_energy() -> None:
     # One response of two tokens with an environment's in between, energies 1 and 1, so W = 1, 2; another of one, W = 2;
     # and one alone in its group. Returns 1, 1; 3; 5. First tokens: (1 * 1 + 2 * 3) / 3; the second token is alone.
-    mask_N, lengths_B = torch.tensor([False, True, False, True, True, True]), torch.tensor([4, 1, 1])
+    mask_N = torch.tensor([False, True, False, True, True, True])
+    lengths_B = torch.tensor([4, 1, 1])
     reward_N = torch.tensor([9.0, 0.0, 9.0, 1.0, 3.0, 5.0])
     energy_N = torch.tensor([9.0, 1.0, 9.0, 1.0, 2.0, 1.0])
     groups = torch.tensor([7, 7, 3])
@@ -313,25 +326,26 @@ def test_the_optimal_token_baseline_weighs_returns_by_what_was_spent_so_far() ->
 
 
 def slow_token_baseline(batch: list[list[Token]], groups: list[int]) -> list[float]:
-    """Tokens are (acts, reward, energy)."""
-    found: list[float] = []
+    """Advantages by a scalar loop. Tokens are (acts, reward, energy)."""
+    values: list[float] = []
     acting = [[(r, e) for a, r, e in tokens if a] for tokens in batch]
 
-    def to_go(own: list[tuple[float, float]], place: int) -> float:
-        return sum(r for r, _ in own[place:])
+    def to_go(actions: list[tuple[float, float]], place: int) -> float:
+        return sum(r for r, _ in actions[place:])
 
-    for tokens, group, own in zip(batch, groups, acting, strict=True):
+    for tokens, group, actions in zip(batch, groups, acting, strict=True):
         place = 0
         for acts, _, _ in tokens:
             if not acts:
-                found.append(0.0)
+                values.append(0.0)
                 continue
             beside = [x for x, g in zip(acting, groups, strict=True) if g == group and len(x) > place]
             weights = [sum(e for _, e in x[: place + 1]) for x in beside]
             weighed = sum(w * to_go(x, place) for w, x in zip(weights, beside, strict=True))
-            found.append(to_go(own, place) - (weighed / (sum(weights) + 1e-8) if len(beside) > 1 else 0.0))
+            baseline = weighed / (sum(weights) + 1e-8) if len(beside) > 1 else 0.0
+            values.append(to_go(actions, place) - baseline)
             place += 1
-    return found
+    return values
 
 
 @given(sequences, st.lists(st.integers(0, 2), min_size=6, max_size=6))
@@ -340,8 +354,8 @@ def test_the_optimal_token_baseline_agrees_with_a_scalar_loop(batch: list[list[T
     # Energies are positive, where a token may be nearly sure.
     batch = [[(acts, reward, abs(energy) + 0.125) for acts, reward, energy in tokens] for tokens in batch]
     reward_N, energy_N, mask_N, lengths_B = columns(batch)
-    found, _ = optimal_token_baseline(reward_N, energy_N, mask_N, lengths_B, torch.tensor(groups[: len(batch)]).long())
-    assert found.tolist() == pytest.approx(slow_token_baseline(batch, groups[: len(batch)]), rel=1e-4, abs=1e-4)
+    actual, _ = optimal_token_baseline(reward_N, energy_N, mask_N, lengths_B, torch.tensor(groups[: len(batch)]).long())
+    assert actual.tolist() == pytest.approx(slow_token_baseline(batch, groups[: len(batch)]), rel=1e-4, abs=1e-4)
 
 
 @given(sequences)
@@ -354,11 +368,11 @@ def test_equal_returns_of_a_group_leave_no_optimal_token_advantage(batch: list[l
     reward_N = torch.zeros_like(reward_N)
     reward_N[(lengths_B.cumsum(0) - lengths_B + torch.tensor(last).long()).long()] = 0.75
     groups = torch.zeros(len(batch), dtype=torch.int64)
-    found, _ = optimal_token_baseline(reward_N, energy_N.abs() + 0.125, mask_N, lengths_B, groups)
-    assert found.abs().max() < 1e-5 if len(found) else True
+    actual, _ = optimal_token_baseline(reward_N, energy_N.abs() + 0.125, mask_N, lengths_B, groups)
+    assert actual.abs().max() < 1e-5 if len(actual) else True
 
 
-def test_the_optimal_token_baseline_of_no_sequence_is_nothing() -> None:
+def test_the_optimal_token_baseline_of_an_empty_batch_is_empty() -> None:
     none = torch.zeros(0)
     empty = (none.bool(), none.long(), none.long())
     assert [x.tolist() for x in optimal_token_baseline(none, none, *empty)] == [[], []]
@@ -367,7 +381,8 @@ def test_the_optimal_token_baseline_of_no_sequence_is_nothing() -> None:
 def test_remax_takes_the_greedy_answers_reward_off_the_returns() -> None:
     # Returns 3, 2 less 0.5; and 4 less 5.
     reward_N = torch.tensor([9.0, 1.0, 2.0, 4.0])
-    mask_N, lengths_B = torch.tensor([False, True, True, True]), torch.tensor([3, 1])
+    mask_N = torch.tensor([False, True, True, True])
+    lengths_B = torch.tensor([3, 1])
     advantage_N, return_N = remax(reward_N, torch.tensor([0.5, 5.0]), mask_N, lengths_B)
     assert advantage_N.tolist() == [0.0, 2.5, 1.5, -1.0]
     assert return_N.tolist() == [0.0, 3.0, 2.0, 4.0]
@@ -384,8 +399,8 @@ def test_remax_agrees_with_a_scalar_loop(batch: list[list[Token]], baselines: li
             sum(r for a, r, _ in tokens[t:] if a) - baseline if acts else 0.0 for t, (acts, _, _) in enumerate(tokens)
         ]
     reward_N, _, mask_N, lengths_B = columns(batch)
-    found, _ = remax(reward_N, torch.tensor(baselines[: len(batch)]), mask_N, lengths_B)
-    assert found.tolist() == pytest.approx(slow, rel=1e-4, abs=1e-4)
+    actual, _ = remax(reward_N, torch.tensor(baselines[: len(batch)]), mask_N, lengths_B)
+    assert actual.tolist() == pytest.approx(slow, rel=1e-4, abs=1e-4)
 
 
 @given(sequences, st.randoms(use_true_random=False))
@@ -403,7 +418,8 @@ def test_the_order_of_sequences_and_what_the_environment_wrote_do_not_matter(
         lambda r, v, m, n: discounted_returns(r, m, n, 0.9) + 0 * v.nan_to_num(),
         lambda r, v, m, n: turn_returns(r, m, n, 0.9) + 0 * v.nan_to_num(),
     ):
-        one, other = columns(batch), columns([changed[i] for i in order])
+        one = columns(batch)
+        other = columns([changed[i] for i in order])
         before = dict(enumerate(estimate(*one).split(one[3].tolist())))
         after = dict(zip(order, estimate(*other).split(other[3].tolist()), strict=True))
         for i in order:
@@ -414,19 +430,21 @@ def test_whitening_reads_only_what_is_masked() -> None:
     # 1, 3, 5, 7: mean 4, variance (9 + 1 + 1 + 9) / 4 = 5.
     x_N = torch.tensor([1.0, float("nan"), 3.0, 5.0, 1000.0, 7.0])
     mask_N = torch.tensor([1, 0, 1, 1, 0, 1], dtype=torch.bool)
-    a, b = 3 / math.sqrt(5), 1 / math.sqrt(5)
+    a = 3 / math.sqrt(5)
+    b = 1 / math.sqrt(5)
     assert whiten(x_N, mask_N).tolist() == pytest.approx([-a, 0.0, -b, b, 0.0, a])
     assert whiten(x_N, mask_N, scale=False).tolist() == [-3.0, 0.0, -1.0, 1.0, 0.0, 3.0]
 
 
 def test_the_unbiased_variance_divides_by_one_less() -> None:
     # 1 and 3: mean 2, variance (1 + 1) / 1 = 2.
-    x_N, mask_N = torch.tensor([1.0, 3.0]), torch.ones(2).bool()
+    x_N = torch.tensor([1.0, 3.0])
+    mask_N = torch.ones(2).bool()
     assert whiten(x_N, mask_N, unbiased=True).tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
     assert whiten(torch.tensor([5.0]), torch.tensor([True]), unbiased=True).tolist() == [0.0]
 
 
-def test_tokens_all_alike_become_zero() -> None:
+def test_equal_tokens_become_zero() -> None:
     # In float32 the mean of a thousand numbers 1000.1 is not that number, and the difference is all that is left.
     for count, number in ((3, 0.7), (1000, 1000.1), (3, 100000.3), (7, -1e30)):
         assert whiten(torch.full((count,), number), torch.ones(count).bool()).tolist() == [0.0] * count
@@ -443,5 +461,5 @@ def test_whitening_agrees_with_a_scalar_loop(tokens: list[tuple[bool, float]]) -
     mean = sum(chosen) / max(1, len(chosen))
     variance = sum((x - mean) ** 2 for x in chosen) / max(1, len(chosen))
     slow = [(x - mean) / math.sqrt(max(variance, 1e-8)) if keep else 0.0 for keep, x in tokens]
-    found = whiten(torch.tensor([x for _, x in tokens]), torch.tensor([keep for keep, _ in tokens]))
-    assert found.tolist() == pytest.approx(slow, rel=1e-4, abs=1e-4)
+    actual = whiten(torch.tensor([x for _, x in tokens]), torch.tensor([keep for keep, _ in tokens]))
+    assert actual.tolist() == pytest.approx(slow, rel=1e-4, abs=1e-4)

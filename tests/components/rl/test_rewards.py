@@ -1,4 +1,4 @@
-"""Rewards of sequences, shaped, normalised, and of their tokens; groups that teach something. B sequences."""
+"""Reward shaping, per-token rewards, and the group filter of dynamic sampling. B sequences."""
 
 import math
 import statistics
@@ -37,17 +37,17 @@ def test_the_reward_goes_to_the_last_action_token_and_the_penalty_to_all() -> No
     # Two sequences: prompt, act, act; and prompt, act, environment, act, environment.
     mask_N = torch.tensor([0, 1, 1, 0, 1, 0, 1, 0], dtype=torch.bool)
     kl_N = torch.tensor([9.0, 1.0, -2.0, 9.0, 4.0, 9.0, 8.0, 9.0])
-    found = token_rewards(torch.tensor([1.0, 2.0]), kl_N, 0.25, mask_N, torch.tensor([3, 5]))
-    assert found.tolist() == [0.0, -0.25, 1.5, 0.0, -1.0, 0.0, 0.0, 0.0]
+    actual = token_rewards(torch.tensor([1.0, 2.0]), kl_N, 0.25, mask_N, torch.tensor([3, 5]))
+    assert actual.tolist() == [0.0, -0.25, 1.5, 0.0, -1.0, 0.0, 0.0, 0.0]
 
 
 def test_a_sequence_without_an_action_token_earns_nothing() -> None:
     mask_N = torch.tensor([0, 0, 1], dtype=torch.bool)
-    found = token_rewards(torch.tensor([5.0, 7.0, 1.0]), None, 0.1, mask_N, torch.tensor([2, 0, 1]))
-    assert found.tolist() == [0.0, 0.0, 1.0]
+    actual = token_rewards(torch.tensor([5.0, 7.0, 1.0]), None, 0.1, mask_N, torch.tensor([2, 0, 1]))
+    assert actual.tolist() == [0.0, 0.0, 1.0]
 
 
-def test_a_divergence_outside_the_mask_is_not_read() -> None:
+def test_a_divergence_outside_the_mask_is_ignored() -> None:
     mask_N = torch.tensor([False, True])
     kl_N = torch.tensor([float("nan"), 1.0])
     assert token_rewards(torch.tensor([1.0]), kl_N, 0.5, mask_N, torch.tensor([2])).tolist() == [0.0, 0.5]
@@ -58,7 +58,7 @@ def test_a_coefficient_of_zero_ignores_an_infinite_divergence() -> None:
     assert token_rewards(torch.ones(1), kl_N, 0.0, torch.ones(1).bool(), torch.tensor([1])).tolist() == [1.0]
 
 
-def test_no_sequences_have_no_rewards() -> None:
+def test_an_empty_batch_has_no_rewards() -> None:
     none = torch.zeros(0)
     assert token_rewards(none, none, 0.1, none.bool(), none.long()).tolist() == []
 
@@ -67,17 +67,17 @@ def test_no_sequences_have_no_rewards() -> None:
 @settings(max_examples=100, deadline=None)
 def test_rewards_agree_with_a_scalar_loop(batch: Sequences, kl_coef: float) -> None:
     tokens = [token for _, part in batch for token in part]
-    found = token_rewards(
+    actual = token_rewards(
         torch.tensor([reward for reward, _ in batch]),
         torch.tensor([kl for _, kl in tokens]),
         kl_coef,
         torch.tensor([acts for acts, _ in tokens], dtype=torch.bool),
         torch.tensor([len(part) for _, part in batch], dtype=torch.int64),
     )
-    assert found.tolist() == pytest.approx(slow_token_rewards(batch, kl_coef), abs=1e-5)
+    assert actual.tolist() == pytest.approx(slow_token_rewards(batch, kl_coef), abs=1e-5)
 
 
-def test_sizes_that_disagree_are_named() -> None:
+def test_differing_sizes_are_named_in_the_error() -> None:
     mask_N = torch.ones(3).bool()
     with pytest.raises(ValueError, match=says("reward_B", "[1]", "2 sequences", "3 tokens")):
         token_rewards(torch.ones(1), None, 0.0, mask_N, torch.tensor([1, 2]))
@@ -94,8 +94,8 @@ def test_sizes_that_disagree_are_named() -> None:
 )
 def test_the_overlong_penalty_rises_over_the_buffer(length: int, expected: float) -> None:
     reward_B = torch.tensor([1.0, -3.0])
-    found = overlong_penalty(reward_B, torch.tensor([length, 1]), max_length=20, buffer_length=4, factor=2.0)
-    assert found.tolist() == [expected, -3.0]
+    actual = overlong_penalty(reward_B, torch.tensor([length, 1]), max_length=20, buffer_length=4, factor=2.0)
+    assert actual.tolist() == [expected, -3.0]
     assert reward_B.tolist() == [1.0, -3.0]
 
 
@@ -113,14 +113,14 @@ def test_overlong_penalties_agree_with_a_scalar_loop(
     for reward, length in responses:
         exceed = min(length - before, buffer)
         slow.append(reward - exceed / buffer * factor if exceed > 0 else reward)
-    found = overlong_penalty(
+    actual = overlong_penalty(
         torch.tensor([reward for reward, _ in responses]),
         torch.tensor([length for _, length in responses], dtype=torch.int64),
         before + buffer,
         buffer,
         factor,
     )
-    assert found.tolist() == pytest.approx(slow, abs=1e-5)
+    assert actual.tolist() == pytest.approx(slow, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -128,23 +128,28 @@ def test_overlong_penalties_agree_with_a_scalar_loop(
     [(1.0, [2.0, 2.0, -4.0]), (0.25, [2.0, 0.5, -1.0]), (0.0, [2.0, 0.0, 0.0]), (-0.5, [2.0, -0.5, -0.5])],
 )
 def test_truncated_answers_earn_a_share_or_a_fixed_negative_reward(coef: float, expected: list[float]) -> None:
-    found = stop_properly_penalty(torch.tensor([2.0, 2.0, -4.0]), torch.tensor([False, True, True]), coef)
-    assert found.tolist() == expected
+    actual = stop_properly_penalty(torch.tensor([2.0, 2.0, -4.0]), torch.tensor([False, True, True]), coef)
+    assert actual.tolist() == expected
 
 
 @given(st.lists(st.tuples(st.floats(-3, 3, width=32), st.booleans()), max_size=40), st.floats(-3, 1))
 @settings(max_examples=100, deadline=None)
 def test_penalties_of_truncation_agree_with_a_scalar_loop(responses: list[tuple[float, bool]], coef: float) -> None:
-    slow = [reward if not cut else reward * coef if coef >= 0 else coef for reward, cut in responses]
-    found = stop_properly_penalty(
+    slow = [reward for reward, _ in responses]
+    for i, (reward, is_cut) in enumerate(responses):
+        if is_cut and coef >= 0:
+            slow[i] = reward * coef
+        elif is_cut:
+            slow[i] = coef
+    actual = stop_properly_penalty(
         torch.tensor([reward for reward, _ in responses]),
         torch.tensor([cut for _, cut in responses], dtype=torch.bool),
         coef,
     )
-    assert found.tolist() == pytest.approx(slow, abs=1e-6)
+    assert actual.tolist() == pytest.approx(slow, abs=1e-6)
 
 
-def test_penalties_of_sizes_that_disagree_are_named() -> None:
+def test_penalties_with_differing_sizes_are_named_in_the_error() -> None:
     with pytest.raises(ValueError, match=says("reward_B", "[2]", "response_length_B", "[3]")):
         overlong_penalty(torch.ones(2), torch.ones(3), 20, 4, 1.0)
     with pytest.raises(ValueError, match=says("reward_B", "[2]", "truncated_B", "[1]")):
@@ -165,7 +170,8 @@ def test_penalties_of_sizes_that_disagree_are_named() -> None:
     ],
 )
 def test_groups_by_hand(scores: list[float], groups: list[int], low: float, high: float, within: list[int]) -> None:
-    score_B, group_B = torch.tensor(scores, dtype=torch.float32), torch.tensor(groups, dtype=torch.int64)
+    score_B = torch.tensor(scores, dtype=torch.float32)
+    group_B = torch.tensor(groups, dtype=torch.int64)
     assert groups_within(score_B, group_B, low, high).tolist() == within
 
 
@@ -174,14 +180,16 @@ def test_groups_by_hand(scores: list[float], groups: list[int], low: float, high
 def test_a_group_of_equal_scores_has_that_mean(score: float, dtype: torch.dtype) -> None:
     # The sum of seven numbers 0.1, divided by 7, is 0.1 or not, as rounding goes; and float32 has no 0.1.
     for size in (1, 3, 7, 49):
-        score_B, group_B = torch.full((size,), score, dtype=dtype), torch.zeros(size, dtype=torch.int64)
+        score_B = torch.full((size,), score, dtype=dtype)
+        group_B = torch.zeros(size, dtype=torch.int64)
         assert not groups_within(score_B, group_B, score, 9.0).any()
         assert not groups_within(score_B, group_B, -9.0, score).any()
 
 
-def test_a_mean_that_is_the_bound_but_for_rounding_is_the_bound() -> None:
+def test_a_mean_that_equals_the_bound_up_to_rounding_does_not_pass() -> None:
     # As float32 numbers 0.1, 0.2 and 0.3 have a mean that is 2.5e-9 above the float32 number 0.2.
-    score_B, group_B = torch.tensor([0.1, 0.2, 0.3]), torch.zeros(3, dtype=torch.int64)
+    score_B = torch.tensor([0.1, 0.2, 0.3])
+    group_B = torch.zeros(3, dtype=torch.int64)
     assert not groups_within(score_B, group_B, 0.2, 1.0).any()
 
 
@@ -205,8 +213,9 @@ def test_groups_agree_with_a_scalar_loop(responses: list[tuple[int, float]], low
     assert groups_within(score_B, group_B, low, high).tolist() == slow
 
 
-def test_scores_and_bounds_that_cannot_be_are_named() -> None:
-    score_B, group_B = torch.tensor([0.0, 1.0, 0.0]), torch.tensor([4, 4, 31])
+def test_bad_scores_and_bounds_are_named_in_the_error() -> None:
+    score_B = torch.tensor([0.0, 1.0, 0.0])
+    group_B = torch.tensor([4, 4, 31])
     for bad in (math.nan, math.inf):
         with pytest.raises(ValueError, match=says("score_B[2]", bad, "group 31")):
             groups_within(torch.tensor([0.0, 1.0, bad]), group_B, 0.0, 1.0)
@@ -221,6 +230,6 @@ def test_scores_and_bounds_that_cannot_be_are_named() -> None:
 
 
 @pytest.mark.parametrize("coef", [-1.0, 0.0, 0.5])
-def test_a_penalty_does_not_hide_a_reward_that_is_no_number(coef: float) -> None:
-    found = stop_properly_penalty(torch.tensor([math.nan, 1.0]), torch.tensor([True, False]), coef)
-    assert found.isnan().tolist() == [True, False]
+def test_a_penalty_does_not_hide_a_nan_reward(coef: float) -> None:
+    actual = stop_properly_penalty(torch.tensor([math.nan, 1.0]), torch.tensor([True, False]), coef)
+    assert actual.isnan().tolist() == [True, False]

@@ -1,4 +1,4 @@
-"""The loss of learning from demonstrations."""
+"""Loss of supervised fine-tuning."""
 
 import pytest
 import torch
@@ -22,5 +22,5 @@ def test_only_the_tokens_to_learn_count() -> None:
 @settings(max_examples=50, deadline=None)
 def test_the_loss_agrees_with_a_scalar_loop(tokens: list[tuple[bool, float]]) -> None:
     mask, logprobs = zip(*tokens)
-    found = sft_loss(torch.tensor(logprobs), torch.tensor(mask), 5).loss.item()
-    assert found == pytest.approx(-sum(x for learn, x in tokens if learn) / 5, abs=1e-5)
+    actual = sft_loss(torch.tensor(logprobs), torch.tensor(mask), 5).loss.item()
+    assert actual == pytest.approx(-sum(x for learn, x in tokens if learn) / 5, abs=1e-5)

@@ -1,4 +1,4 @@
-"""The clipped value loss."""
+"""Clipped value loss."""
 
 import math
 
@@ -12,18 +12,24 @@ from components.rl.value_losses import clipped_value_loss
 from tests.components.rl.loss_cases import steps
 from tests.messages import says
 
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 
 
 def slow_token(value: float, old: float, target: float, clip: float) -> tuple[float, float, dict[str, float]]:
-    """Loss, its derivative by the value, and metrics."""
+    """Return the loss, its derivative with respect to the value, and metrics."""
     kept = old + max(-clip, min(clip, value - old))
-    square, kept_square = (value - target) ** 2, (kept - target) ** 2
+    square = (value - target) ** 2
+    kept_square = (kept - target) ** 2
     moves = abs(value - old) <= clip
     # Where both squares are equal, each is half of the maximum, and the kept value does not move beyond the limit.
-    own = 1.0 if square > kept_square or moves else 0.5 if square == kept_square else 0.0
+    slope = 0.0
+    if square > kept_square or moves:
+        slope = 1.0
+    elif square == kept_square:
+        slope = 0.5
     metrics = {"clip_frac": float(kept_square > square), "value_mean": value, "return_mean": target}
-    return 0.5 * max(square, kept_square), own * (value - target), metrics
+    return 0.5 * max(square, kept_square), slope * (value - target), metrics
 
 
 def test_three_tokens_by_hand() -> None:
@@ -32,10 +38,10 @@ def test_three_tokens_by_hand() -> None:
     value_N = torch.tensor([1.0, 1.0, 0.25], requires_grad=True)
     return_N = torch.tensor([2.0, 0.0, 0.5], requires_grad=True)
     old_N = torch.zeros(3, requires_grad=True)
-    found = clipped_value_loss(value_N, old_N, return_N, torch.ones(3).bool(), clip=0.5)
-    found.loss_N.sum().backward()
-    assert found.loss_N.tolist() == [1.125, 0.5, 0.03125]
-    assert {name: of_N.tolist() for name, of_N in found.metrics.items()} == {
+    actual = clipped_value_loss(value_N, old_N, return_N, torch.ones(3).bool(), clip=0.5)
+    actual.loss_N.sum().backward()
+    assert actual.loss_N.tolist() == [1.125, 0.5, 0.03125]
+    assert {name: of_N.tolist() for name, of_N in actual.metrics.items()} == {
         "clip_frac": [1.0, 0.0, 0.0],
         "value_mean": [1.0, 1.0, 0.25],
         "return_mean": [2.0, 0.0, 0.5],
@@ -44,56 +50,59 @@ def test_three_tokens_by_hand() -> None:
     assert value_N.grad.tolist() == [0.0, 1.0, -0.25]
     assert old_N.grad is None
     assert return_N.grad is None
-    assert not any(of_N.requires_grad for of_N in found.metrics.values())
+    assert not any(of_N.requires_grad for of_N in actual.metrics.values())
 
 
 def test_without_a_limit_it_is_half_the_squared_error() -> None:
     one = torch.tensor([1.0])
-    found = clipped_value_loss(torch.tensor([3.0]), torch.zeros(1), one, one.bool(), clip=INF)
-    assert found.loss_N.tolist() == [2.0]
-    assert found.metrics["clip_frac"].tolist() == [0.0]
+    actual = clipped_value_loss(torch.tensor([3.0]), torch.zeros(1), one, one.bool(), clip=INF)
+    assert actual.loss_N.tolist() == [2.0]
+    assert actual.metrics["clip_frac"].tolist() == [0.0]
 
 
 def test_rounding_does_not_count_as_clipped() -> None:
     generator = torch.Generator().manual_seed(0)
-    value_N, return_N = torch.randn(1000, generator=generator), torch.randn(1000, generator=generator)
+    value_N = torch.randn(1000, generator=generator)
+    return_N = torch.randn(1000, generator=generator)
     old_N = value_N + torch.rand(1000, generator=generator) - 0.5
-    found = clipped_value_loss(value_N, old_N, return_N, torch.ones(1000).bool(), clip=0.6)
-    assert not found.metrics["clip_frac"].any()
+    actual = clipped_value_loss(value_N, old_N, return_N, torch.ones(1000).bool(), clip=0.6)
+    assert not actual.metrics["clip_frac"].any()
 
 
 @given(step=steps(), clip=st.sampled_from([0.03, 0.7, 3.0, INF]))
 @settings(max_examples=100, deadline=None)
 def test_the_loss_agrees_with_a_scalar_loop(step: Batch, clip: float) -> None:
-    value_N, acts_N = step["x"].clone().requires_grad_(), step["mask"]
-    found = clipped_value_loss(value_N, step["old"], step["advantage"], acts_N, clip=clip)
-    found.loss_N.sum().backward()
+    value_N = step["x"].clone().requires_grad_()
+    acts_N = step["mask"]
+    actual = clipped_value_loss(value_N, step["old"], step["advantage"], acts_N, clip=clip)
+    actual.loss_N.sum().backward()
     assert value_N.grad is not None
     tokens = zip(*(step[name][acts_N].tolist() for name in ("x", "old", "advantage")))
     slow = [slow_token(value, old, target, clip) for value, old, target in tokens]
-    assert found.loss_N[acts_N].tolist() == pytest.approx([loss for loss, _, _ in slow], rel=1e-4, abs=1e-5)
+    assert actual.loss_N[acts_N].tolist() == pytest.approx([loss for loss, _, _ in slow], rel=1e-4, abs=1e-5)
     assert value_N.grad[acts_N].tolist() == pytest.approx([slope for _, slope, _ in slow], rel=1e-4, abs=1e-5)
-    for name, of_N in found.metrics.items():
+    for name, of_N in actual.metrics.items():
         assert of_N[acts_N].tolist() == pytest.approx([of_token[name] for _, _, of_token in slow]), name
-    assert not found.loss_N[~acts_N].any()
+    assert not actual.loss_N[~acts_N].any()
     assert not value_N.grad[~acts_N].any()
 
 
 def test_a_nan_counts_only_where_the_policy_acted() -> None:
     value_N = torch.tensor([NAN, INF, 1.0], requires_grad=True)
-    other_N, mask_N = torch.tensor([NAN, INF, 2.0]), torch.tensor([False, False, True])
-    found = clipped_value_loss(value_N, other_N, other_N, mask_N, clip=2.0)
-    found.loss_N.sum().backward()
-    assert found.loss_N.tolist() == [0.0, 0.0, 0.5]
+    other_N = torch.tensor([NAN, INF, 2.0])
+    mask_N = torch.tensor([False, False, True])
+    actual = clipped_value_loss(value_N, other_N, other_N, mask_N, clip=2.0)
+    actual.loss_N.sum().backward()
+    assert actual.loss_N.tolist() == [0.0, 0.0, 0.5]
     assert value_N.grad is not None
     assert value_N.grad.tolist() == [0.0, 0.0, -1.0]
     for place in range(3):
         a_N, b_N, c_N = (torch.tensor([1.0, NAN]) if i == place else torch.ones(2) for i in range(3))
-        found = clipped_value_loss(a_N, b_N, c_N, torch.ones(2).bool(), clip=0.5)
-        assert found.loss_N.tolist() == pytest.approx([0.0, NAN], nan_ok=True)
+        actual = clipped_value_loss(a_N, b_N, c_N, torch.ones(2).bool(), clip=0.5)
+        assert actual.loss_N.tolist() == pytest.approx([0.0, NAN], nan_ok=True)
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_bad_arguments_raise_an_error() -> None:
     one = torch.ones(1)
     for clip in (0.0, -1.0, NAN):
         with pytest.raises(ValueError, match=says(f"clip={clip}")):

@@ -1,4 +1,4 @@
-"""A folder of data is its own files alone, and its files unpack within a limit."""
+"""Data folders: only files inside the folder are read, and they unpack within a limit."""
 
 import gzip
 import json
@@ -56,7 +56,7 @@ def test_a_readme_may_name_the_files_of_each_split(tmp_path: Path) -> None:
     assert read_records(f"{folder}@part", split="test") == [{"q": "test"}]
 
 
-def test_of_several_configurations_one_is_the_default(tmp_path: Path) -> None:
+def test_one_of_several_configurations_is_the_default(tmp_path: Path) -> None:
     several = (
         "---\nconfigs:\n- config_name: a\n  data_files: train.jsonl\n- config_name: b\n  data_files: part/*\n{}---\n"
     )
@@ -116,11 +116,11 @@ def ipc(path: Path, table: Any, *, stream: bool) -> None:
 
 
 SMALL_MB = 4
-"""Limit in these tests, so that they unpack megabytes and not gigabytes."""
+"""Limit in these tests in bytes, so that they unpack megabytes instead of gigabytes."""
 
 
 def write_bomb(path: Path) -> None:
-    """A file of some kilobytes that unpacks to 8 MB or more."""
+    """Write a file of a few kilobytes that unpacks to 8 MB or more."""
     text = "a" * 2**23
     name = path.name
     if name.endswith(".gz"):
@@ -176,7 +176,7 @@ def test_a_small_file_that_unpacks_to_a_large_one_is_refused(
 @pytest.mark.parametrize(
     "name", ["a.jsonl.gz", "a.csv.gz", "texts.parquet", "numbers.parquet", "file.arrow", "beginnings.parquet"]
 )
-def test_a_higher_limit_lets_it_in_and_it_is_one_by_default(
+def test_a_higher_limit_accepts_the_file_and_the_default_is_one_gigabyte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     path = tmp_path / name

@@ -118,12 +118,12 @@ class Lengths(RewardSource):
         self.failing = failing
         self.asked: tuple[Any, ...] = ()
 
-    def reward(self, given: Responses) -> RewardOutput:
-        assert given.responses is not None
-        self.asked = (given.queries, given.prompts, given.labels, given.responses)
-        reward_B = torch.tensor([0.0 if i in self.failing else len(text) for i, text in enumerate(given.responses)])
+    def reward(self, samples: Responses) -> RewardOutput:
+        assert samples.responses is not None
+        self.asked = (samples.queries, samples.prompts, samples.labels, samples.responses)
+        reward_B = torch.tensor([0.0 if i in self.failing else len(text) for i, text in enumerate(samples.responses)])
         failures = {i: f"no number in {i}" for i in self.failing}
-        return RewardOutput(reward_B, reward_B / 4, {"vowels": torch.ones(len(given.queries))}, failures)
+        return RewardOutput(reward_B, reward_B / 4, {"vowels": torch.ones(len(samples.queries))}, failures)
 
     def close(self) -> None:
         """Nothing was started."""
