@@ -280,7 +280,7 @@ def from_verl() -> str:
 
     def grouped(part: Mapping[str, Refused]) -> list[tuple[str, str]]:
         """Return (keys, reason) per run of neighbours with the same reason. Keys without a reason are left out."""
-        rows = groupby(part.items(), key=lambda item: bool(item[1].why) and reason(item[1]))
+        rows = groupby(part.items(), key=lambda item: reason(item[1]) if item[1].why else "")
         return [(names([name for name, _ in group]), text) for text, group in rows if text]
 
     lines = [
