@@ -83,7 +83,7 @@ def _by_two_products(
     # times less exact. Tensors that are float32 already are not copied.
     dtype = query_RKGD.dtype
     if scaling is None:
-        scaling = size**-0.5
+        scaling = float(size) ** -0.5
     scaled = query_RKGD.float() * scaling
     key_RKCD = key_RKCD.float()
     value_RKCD = value_RKCD.float()

@@ -268,7 +268,7 @@ class RunView:
     def _role_lines(self) -> list[Text]:
         if self._status == "finished":
             return []
-        rows: list[tuple[str, str, str, _Activity]] = []
+        rows: list[tuple[str, str, str, Any]] = []
         for name, role in self._roles.items():
             activity = self._activity(role)
             title = name
