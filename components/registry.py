@@ -94,7 +94,12 @@ def find(kind: str, name: str) -> Any | None:
 
 
 def load(kind: str, name: str, option: str = "") -> Any:
-    """Import what a plug-in provides.
+    """Import what a plug-in provides; see `require`."""
+    return require(kind, name, option).load()
+
+
+def require(kind: str, name: str, option: str = "") -> Provided:
+    """Return what a plug-in provides. Nothing is imported.
 
     Args:
         kind: such as `rollout engine` or `weight carrier`.
@@ -113,4 +118,4 @@ def load(kind: str, name: str, option: str = "") -> Any:
             f"{written}: no plug-in in {FOLDER.name}/ or among the installed packages provides {target}; "
             f"provided: {known}"
         )
-    return provided.load()
+    return provided

@@ -13,15 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from components.data.cells import keep_spelling, kind_of
+from components.data.readers import FILE_TYPES, JSON_TYPES, file_type, is_path, split_source
 from components.data.sources import source_forms
 from components.data.unpacking import read_bytes
 from components.registry import load
 
-JSON_TYPES = (".json", ".jsonl")
-FILE_TYPES = (*JSON_TYPES, ".parquet", ".csv", ".arrow")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """What may be half of a character in the text of JSON."""
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def read_records(source: str | Path, *, split: str = "train", label_key: str | None = None) -> list[dict[str, Any]]:
@@ -41,13 +39,7 @@ def read_records(source: str | Path, *, split: str = "train", label_key: str | N
     Raises:
         ValueError: it is not there, cannot be read, has no such split, or holds no objects.
     """
-    name, data_dir = str(source), None
-    path = Path(name).expanduser()
-    if "@" in name and not path.exists():
-        name, data_dir = name.rsplit("@", 1)
-        path = Path(name).expanduser()
-        if f".{name}" in FILE_TYPES and Path(data_dir).expanduser().is_dir():
-            path, data_dir = Path(data_dir).expanduser(), None
+    name, data_dir, path = split_source(source)
     if path.is_dir():
         records = load("data records", "folder", f"data={source!s}")(path, data_dir, split, label_key)
     elif path.is_file():
@@ -57,7 +49,7 @@ def read_records(source: str | Path, *, split: str = "train", label_key: str | N
                 "or give a folder with a file for each split"
             )
         records = read_file(path, label_key)
-    elif file_type(path) in FILE_TYPES or name.startswith(("/", ".", "~")) or not _HUB_NAME.fullmatch(name):
+    elif is_path(name):
         types = ", ".join(FILE_TYPES)
         raise ValueError(f"data file {str(source)!r} does not exist; give a {types} file, a folder, {source_forms()}")
     else:
@@ -68,11 +60,6 @@ def read_records(source: str | Path, *, split: str = "train", label_key: str | N
         if not isinstance(record, dict):
             raise ValueError(f"data {str(source)!r}, row {number}: expected an object, found {kind_of(record)}")
     return [{name: cell for name, cell in record.items() if cell is not None} for record in records]
-
-
-def file_type(path: Path) -> str:
-    """The ending that tells what a file holds, gzipped or not."""
-    return path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
 
 
 def read_file(path: Path, label_key: str | None) -> Any:
