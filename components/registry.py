@@ -95,7 +95,12 @@ def find(kind: str, name: str) -> Any | None:
 
 
 def load(kind: str, name: str, option: str = "") -> Any:
-    """Import an object of a plug-in.
+    """Import an object of a plug-in; see `require`."""
+    return require(kind, name, option).load()
+
+
+def require(kind: str, name: str, option: str = "") -> Provided:
+    """Return an object of a plug-in without importing it.
 
     Args:
         kind: kind of object, such as `rollout engine` or `weight carrier`.
@@ -117,4 +122,4 @@ def load(kind: str, name: str, option: str = "") -> Any:
             f"{setting}: no plug-in in {FOLDER.name}/ or among the installed packages provides {target}; "
             f"provided: {', '.join(names(kind)) or 'none'}"
         )
-    return provided.load()
+    return provided

@@ -13,16 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from components.data.cells import keep_spelling, kind_of
+from components.data.readers import FILE_TYPES, JSON_TYPES, file_type, is_path, split_source
 from components.data.sources import source_forms
 from components.data.unpacking import read_bytes
 from components.registry import load
 
-JSON_TYPES = (".json", ".jsonl")
-FILE_TYPES = (*JSON_TYPES, ".parquet", ".csv", ".arrow")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """Escape of a surrogate, which may be half of a character, in JSON text."""
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-"""Name of a data set on the hub."""
 
 
 def read_records(source: str | Path, *, split: str = "train", label_key: str | None = None) -> list[dict[str, Any]]:
@@ -43,17 +40,7 @@ def read_records(source: str | Path, *, split: str = "train", label_key: str | N
     Raises:
         ValueError: the source does not exist, cannot be read, has no such split, or holds no objects.
     """
-    name = str(source)
-    data_dir: str | None = None
-    path = Path(name).expanduser()
-    # A path may contain an @ itself.
-    if "@" in name and not path.exists():
-        name, data_dir = name.rsplit("@", 1)
-        path = Path(name).expanduser()
-        # OpenRLHF's form json@FOLDER.
-        if f".{name}" in FILE_TYPES and Path(data_dir).expanduser().is_dir():
-            path = Path(data_dir).expanduser()
-            data_dir = None
+    name, data_dir, path = split_source(source)
     if path.is_dir():
         records = load("data records", "folder", f"data={source!s}")(path, data_dir, split, label_key)
     elif path.is_file():
@@ -63,7 +50,7 @@ def read_records(source: str | Path, *, split: str = "train", label_key: str | N
                 "or give a folder with a file for each split"
             )
         records = read_file(path, label_key)
-    elif file_type(path) in FILE_TYPES or name.startswith(("/", ".", "~")) or not _HUB_NAME.fullmatch(name):
+    elif is_path(name):
         types = ", ".join(FILE_TYPES)
         raise ValueError(f"data file {str(source)!r} does not exist; give a {types} file, a folder, {source_forms()}")
     else:
@@ -74,13 +61,6 @@ def read_records(source: str | Path, *, split: str = "train", label_key: str | N
         if not isinstance(record, dict):
             raise ValueError(f"data {str(source)!r}, row {number}: expected an object, found {kind_of(record)}")
     return [{name: cell for name, cell in record.items() if cell is not None} for record in records]
-
-
-def file_type(path: Path) -> str:
-    """Return the extension of the file type, without .gz."""
-    if path.suffix == ".gz":
-        path = path.with_suffix("")
-    return path.suffix
 
 
 def read_file(path: Path, label_key: str | None) -> Any:

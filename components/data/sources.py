@@ -9,6 +9,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from typing import Any, Literal
 
+from components.data.readers import check_reader
 from components.registry import names
 from components.schemes import has_scheme_of, made_by_scheme
 
@@ -84,16 +85,19 @@ def data_source(source: str) -> DataSource | None:
 
 
 def check_sources(path: str) -> None:
-    """Check that a plug-in generates the rows of each source that has a scheme. Files are not checked.
+    """Check that a plug-in generates the rows of each source that has a scheme, and that each other source has a reader.
+
+    Files are not opened.
 
     Args:
         path: comma-separated sources.
 
     Raises:
-        ValueError: see `data_source`.
+        ValueError: see `data_source` and `check_reader`.
     """
-    for source in path.split(","):
-        data_source(source.strip())
+    for source in filter(None, map(str.strip, path.split(","))):
+        if data_source(source) is None:
+            check_reader(source)
 
 
 def source_forms() -> str:

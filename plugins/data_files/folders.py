@@ -8,7 +8,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from components.data.cells import kind_of
-from components.data.records import FILE_TYPES, read_file
+from components.data.readers import FILE_TYPES
+from components.data.records import read_file
 from components.net.hub import first_line
 from plugins.data_files.quiet import quiet
 

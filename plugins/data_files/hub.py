@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from components.data.records import FILE_TYPES
+from components.data.readers import FILE_TYPES
 from components.data.sources import source_forms
 from components.net.hub import first_line, why_unreachable
 from plugins.data_files.quiet import quiet

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from components.data.cells import without_nulls
-from components.data.records import file_type
+from components.data.readers import file_type
 from components.data.unpacking import read_bytes
 from components.net.hub import first_line
 from plugins.data_files.unpacking import ipc_batches, parquet_batches

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from components.data.records import FILE_TYPES, read_records
+from components.data.readers import FILE_TYPES
+from components.data.records import read_records
 
 MakeRow = Callable[[dict[str, Any], str, int, str], dict[str, Any]]
 """(record, split, index in the split, data source) -> row."""

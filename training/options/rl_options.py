@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal
 from agents.options import AgentOptions
 from components.generate.config import EVALUATION_STEP, RolloutConfig, SamplingConfig
 from components.ranges import Count, NotNegative
-from components.registry import load, names
+from components.registry import load, names, require
 from components.rewards.base import check_reward
-from components.rewards.scorers import default_scorer
+from components.rewards.scorers import default_scorer, scorer_names
 from components.train.config import FrozenConfig, TrainConfig
 from components.weights.choice import SyncSetting, choose_weight_sync, transport_fault
 from training.options.adapter import Adapter
@@ -183,6 +183,8 @@ class RLOptions(RunOptions):
             load("agents", "check")(self.agent.func_path)
         if self.reward_source is not None:
             check_reward(self.reward_source)
+            if self.reward_source not in scorer_names():
+                require("reward trial", "rewards", f"reward.source={self.reward_source}")
 
     def _faults_of_sizes(self) -> Iterator[str]:
         if self.step_size % self.mini_batch_size:

@@ -1,0 +1,50 @@
+"""Readers of data by what a source is: a file by its type, a folder, or a data set on the hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from components.registry import require
+
+JSON_TYPES = (".json", ".jsonl")
+"""Types of files that need no plug-in."""
+FILE_TYPES = (*JSON_TYPES, ".parquet", ".csv", ".arrow")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def split_source(source: str | Path) -> tuple[str, str | None, Path]:
+    """Return the name of a source, the folder inside it that is named after an `@`, and the path."""
+    name, data_dir = str(source), None
+    path = Path(name).expanduser()
+    if "@" in name and not path.exists():
+        name, data_dir = name.rsplit("@", 1)
+        path = Path(name).expanduser()
+        if f".{name}" in FILE_TYPES and Path(data_dir).expanduser().is_dir():
+            path, data_dir = Path(data_dir).expanduser(), None
+    return name, data_dir, path
+
+
+def file_type(path: Path) -> str:
+    """The ending that tells what a file holds, gzipped or not."""
+    return path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+
+
+def is_path(name: str) -> bool:
+    """Return True for a name that is not one of the hub."""
+    return file_type(Path(name)) in FILE_TYPES or name.startswith(("/", ".", "~")) or not _HUB_NAME.fullmatch(name)
+
+
+def check_reader(source: str) -> None:
+    """Check that the reader of a source is there.
+
+    Raises:
+        MissingPlugin: no plug-in provides it.
+    """
+    name, _, path = split_source(source)
+    if path.is_dir():
+        require("data records", "folder")
+    elif not path.is_file() and not is_path(name):
+        require("data records", "hub")
+    elif (kind := file_type(path)) in FILE_TYPES and kind not in JSON_TYPES:
+        require("data file", kind.removeprefix("."))
