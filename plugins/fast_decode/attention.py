@@ -82,9 +82,10 @@ def _by_two_products(
     # In float32 like torch's attention: bfloat16 rounding after each operation would make scores and weights several
     # times less exact. Tensors that are float32 already are not copied.
     dtype = query_RKGD.dtype
-    if scaling is None:
-        scaling = float(size) ** -0.5
-    scaled = query_RKGD.float() * scaling
+    scale: float = size**-0.5
+    if scaling is not None:
+        scale = scaling
+    scaled = query_RKGD.float() * scale
     key_RKCD = key_RKCD.float()
     value_RKCD = value_RKCD.float()
     score = torch.bmm(scaled.flatten(0, 1), key_RKCD.flatten(0, 1).transpose(1, 2))
