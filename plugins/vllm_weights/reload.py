@@ -131,7 +131,7 @@ def complete_reload(model: nn.Module, copied: Collection[nn.Module]) -> Iterator
             logger.removeHandler(handler)
             logger.setLevel(level)
             logger.propagate = propagate
-    arguments: list[tuple[str, Any]] = [(str(record.msg), next(iter(record.args or [""]))) for record in handler.records]
+    arguments: list[tuple[str, Any]] = [(str(each.msg), next(iter(each.args or [""]))) for each in handler.records]
     failed = Counter(str(argument) for message, argument in arguments if message == _FAILED)
     unloaded = [argument for message, argument in arguments if message.startswith(_NOT_LOADED)]
     names = sorted({name for each in unloaded for name in each if not name.endswith(_NOT_SENT)})
