@@ -63,8 +63,7 @@ MOST_EQUAL = 0.9
 MOST_TRUNCATED = 0.5
 """Of the responses."""
 MOST_IMBALANCE = 0.9
-"""Imbalance of the experts' loads, 0 to 1, from which on most tokens go to the same experts. Random routers of tiny
-mixtures: up to 0.5."""
+"""Imbalance of the experts' loads, 0 to 1, from which on nearly all tokens go to the same experts."""
 MOST_AT_START = 0.01
 """Nats per token from the reference before the first update, and of the ratio from 1 before a step's: a part of it is
 bfloat16's rounding."""

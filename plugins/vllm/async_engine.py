@@ -179,9 +179,8 @@ class AsyncVLLMEngine(AsyncEngine):
 
     async def _check_computation(self, handle: WeightHandle | None = None) -> None:
         """As `VLLMRolloutEngine._check_computation`, beside the requests in flight."""
-        check = self._engine_check
-        due = None if check is None else check.next(handle, self._asleep)
-        if due is None:
+        check: Any = self._engine_check
+        if check is None or (due := check.next(handle, self._asleep)) is None:
             return
         rows = scored_rows(due, self.positions)
         gap_N = check.gap(due, [await self._score(row) for row in rows])

@@ -91,9 +91,8 @@ class VLLMRolloutEngine(RolloutEngine):
 
     def _check_computation(self, handle: WeightHandle | None = None) -> None:
         """Compare the engine's log-probabilities with the trainer's, if that is due and it is awake."""
-        check = self._engine_check
-        due = None if check is None else check.next(handle, self._asleep)
-        if due is None:
+        check: Any = self._engine_check
+        if check is None or (due := check.next(handle, self._asleep)) is None:
             return
         rows = scored_rows(due, self.positions)
         gap_N = check.gap(due, self._scores(rows))

@@ -83,7 +83,7 @@ class SinkCopies:
             tp_rank: rank among the parts of the engine, each of which has a slice of the heads.
         """
         for layer, sinks_H in self._copies.items():
-            sinks_h = self.modules[layer].sinks
+            sinks_h: Any = self.modules[layer].sinks
             sinks_h.data.copy_(sinks_H.narrow(0, tp_rank * len(sinks_h), len(sinks_h)))
 
 
@@ -131,8 +131,9 @@ def complete_reload(model: nn.Module, copied: Collection[nn.Module]) -> Iterator
             logger.removeHandler(handler)
             logger.setLevel(level)
             logger.propagate = propagate
-    failed = Counter(str(record.args[0]) for record in handler.records if record.msg == _FAILED and record.args)
-    unloaded = [record.args[0] for record in handler.records if str(record.msg).startswith(_NOT_LOADED) and record.args]
+    arguments: list[tuple[str, Any]] = [(str(each.msg), next(iter(each.args or [""]))) for each in handler.records]
+    failed = Counter(str(argument) for message, argument in arguments if message == _FAILED)
+    unloaded = [argument for message, argument in arguments if message.startswith(_NOT_LOADED)]
     names = sorted({name for each in unloaded for name in each if not name.endswith(_NOT_SENT)})
     missing = [f"{', '.join(names)} not loaded"] if names else []
     if classes := sorted((failed - excused).elements()):

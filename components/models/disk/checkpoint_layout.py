@@ -68,7 +68,7 @@ def _groups(model: Any, names: Iterable[str]) -> Iterator[list[str]]:
         conversions = get_model_conversion_mapping(model, add_legacy=False)
     rules = [rule.reverse_transform() for rule in reversed(conversions)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
+    renamings: list[Any] = [rule for rule in rules if not isinstance(rule, WeightConverter)]
     groups: dict[str, list[str]] = {}
     for name in names:
         target, _ = rename_source_key(name, renamings, converters, reverse=True)

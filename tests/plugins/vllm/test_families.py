@@ -90,7 +90,7 @@ def test_a_family_that_fails_is_refused_by_name_before_the_run_starts(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
-    code = main(["--dry_run", f"model.path={tmp_path}", "rollout.engine=vllm"])
+    code = main(["--dry_run", f"model.path={tmp_path}", "data.path=task:sort", "rollout.engine=vllm"])
     error = capsys.readouterr().err
     assert (code, error.count("\n")) == (2, 1), error
     assert re.search(says("vllm", family, "hf"), error)
