@@ -293,11 +293,13 @@ class AgentExecutor(AgentExecutorBase):
         if draws:
             episode.status = STATUS.get(draws[-1].drawn.finish, "finished")
         score = getattr(output, "reward_score", None)
-        if self._is_rewarded and score is None:
+        if self._is_rewarded != (score is not None):
+            source, found = ("environment", "no") if self._is_rewarded else ("reward", "a")
+            other = "reward" if self._is_rewarded else "environment"
             raise ValueError(
-                "the loop returned no reward_score; set agent.rewarded_by=reward, and the run's reward scores"
+                f"the loop returned {found} reward_score with agent.rewarded_by={source}; set it to {other}"
             )
-        if self._is_rewarded and episode.turns:
+        if score is not None and episode.turns:
             episode.turns[-1].reward = episode.reward = episode.score = float(score)
         return episode
 

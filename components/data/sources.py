@@ -85,7 +85,7 @@ def data_source(source: str) -> DataSource | None:
 
 
 def check_sources(path: str) -> None:
-    """Check that a plug-in generates the rows of each source that has a scheme, and that each other source has a reader.
+    """Check that a plug-in generates the rows of each source with a scheme, and that all others have a reader.
 
     Files are not opened.
 

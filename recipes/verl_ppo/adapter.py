@@ -1,18 +1,17 @@
 """verl's keys as the options of this recipe: verl.yaml, and here what takes arithmetic."""
 
-import fnmatch
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from training.options.adapter import Translation, WrittenOption, as_text
 from training.options.ppo_options import BY_RESPONSE
 from training.options.rl_options import RLOptions
-from training.options.table_adapter import UNSET, Computed, TableAdapter
+from training.options.table_adapter import Computed
 
 from .agent_keys import read_agent
+from .dataset_keys import VerlAdapter
 from .hydra import preset, presets, with_config_file
 from .nested_keys import within
 from .reward_keys import asks_served_model, read_reward
@@ -26,8 +25,6 @@ AXES = {
     "parallel.expert": ("megatron.expert_model_parallel_size",),
     "parallel.tensor": ("megatron.tensor_model_parallel_size",),
 }
-NOT_OF_CLASS = ("data.custom_cls.path", "data.custom_cls.name", "data.train_files", "data.val_files")
-"""Keys of `data` that are no part of the config of a user's Dataset class."""
 OTHER_ENGINE = (
     "is not here: models are trained with torch's fully_shard; leave it and the keys of its own out, or set "
     "actor_rollout_ref.actor.strategy=fsdp2 and critic.strategy=fsdp2"
@@ -460,32 +457,6 @@ def plain_arguments(arguments: Sequence[str]) -> list[str]:
         if key.strip():
             plain.append(f"{key}{equals}{value}")
     return plain
-
-
-class VerlAdapter(TableAdapter):
-    """The table, with the keys that a user's Dataset class reads."""
-
-    def translate(self, written: Iterable[WrittenOption]) -> Translation:
-        """See `Adapter.translate`. Beside `data.custom_cls` all of `data` is the config of that class."""
-        options = list(written)
-        last = {option.name: option.value for option in options}
-        if as_text(last.get("data.custom_cls.path")) in UNSET:
-            return super().translate(options)
-        given, arguments = list[WrittenOption](), list[WrittenOption]()
-        refused = [name for name in self.refused if name.startswith("data.")]
-        for option in options:
-            group, _, key = option.name.partition(".")
-            if group != "data" or option.name in NOT_OF_CLASS or key.startswith("class_"):
-                given.append(option)
-                continue
-            arguments.append(replace(option, name=f"data.class_arguments.{key}"))
-            is_ours = self._target_of(option.name) is not None or option.name in self.computed
-            if is_ours or any(fnmatch.fnmatchcase(option.name, name) for name in refused):
-                given.append(option)
-        result = super().translate(given)
-        for option in arguments:
-            result.add(option, option.name.replace(".class_arguments.", "."))
-        return result
 
 
 _TABLE = VerlAdapter.load(Path(__file__).with_name("verl.yaml"), compute=compute)

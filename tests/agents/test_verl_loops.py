@@ -9,7 +9,8 @@ import pytest
 
 from agents.episode import Episode
 from agents.loading import load_agent
-from agents.verl_loops import AgentExecutor, AgentLoopBase, Draw, fill, read_loops, token_ids
+from agents.options import AgentOptions
+from agents.verl_loops import AgentExecutor, AgentLoopBase, AgentLoopOutput, Draw, fill, read_loops, token_ids
 from components.generate.async_engine import Generation
 from tests.messages import says
 from tests.recipes.tiny_models import byte_tokenizer
@@ -92,6 +93,23 @@ def test_a_file_that_cannot_be_used_says_why(tmp_path: Path, content: str, defau
         AgentExecutor(write(tmp_path, content), default)
     with pytest.raises(ValueError, match=says("agent_loop_config_path", "lost.yaml")):
         AgentExecutor(str(tmp_path / "lost.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("rewarded_by", "score", "facts"),
+    [("environment", None, ["no reward_score", "reward"]), ("reward", 0.5, ["a reward_score", "environment"])],
+)
+def test_a_score_and_what_rewards_an_episode_fit(
+    tmp_path: Path, rewarded_by: Any, score: float | None, facts: list[str]
+) -> None:
+    executor = AgentExecutor(write(tmp_path, "- {name: mine, _target_: my_loops_of_a_test.MyLoop}\n"))
+    output = AgentLoopOutput(prompt_ids=[1], response_ids=[10], response_mask=[1], reward_score=score)
+    executor.open(AgentOptions(rewarded_by=rewarded_by))
+    with pytest.raises(ValueError, match=says(*facts)):
+        executor._episode(output, [draw([1], [10])])
+    executor.open(AgentOptions(rewarded_by="reward" if rewarded_by == "environment" else "environment"))
+    episode = executor._episode(output, [draw([1], [10])])
+    assert (episode.reward, episode.is_rewarded) == (score or 0.0, score is not None)
 
 
 def test_the_chat_template_is_applied_with_and_without_what_stands_before_the_messages() -> None:
