@@ -233,8 +233,7 @@ class Gsm8kInteraction(BaseInteraction):
     async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Any:  # noqa: ARG002
         """Score the policy's last message. The episode ends when it is right."""
         answer = next((message["content"] for message in reversed(messages) if message["role"] == "assistant"), "")
-        text = _with_mark(answer)
-        score = float(default_functions()["gsm8k_flexible"]("", text, str(self._truths[instance_id])))
+        score = float(default_functions()["gsm8k_flexible"]("", _with_mark(answer), str(self._truths[instance_id])))
         if score == 1.0:
             return True, "That is right.", score, {}
         return False, "That is wrong. Find the mistake, and give another result.", score, {}
@@ -287,8 +286,7 @@ def _entries(option: str, path: str, group: str, form: str) -> list[Mapping[str,
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, Mapping) for entry in entries):
         raise ValueError(f"{option}={path} has no list `{group}`; this recipe {form}")
     for number, entry in enumerate(entries):
-        name = entry.get("class_name")
-        if not isinstance(name, str) or "." not in name:
+        if "." not in str(name := entry.get("class_name")):
             raise ValueError(f"{option}={path}, {group} {number}: class_name={name!r}; set it to module.Class")
     return entries
 

@@ -9,6 +9,6 @@ from components.process.heartbeat import beat
 
 def test_a_beat_of_components_is_one_of_core(monkeypatch: pytest.MonkeyPatch) -> None:
     assert training.__file__
-    monkeypatch.setattr(core.supervise.control, "_beaten", 0.0)
+    monkeypatch.setattr(core.supervise.control, "_last_beat", 0.0)
     beat()
-    assert core.supervise.control._beaten > 0.0
+    assert core.supervise.control._last_beat > 0.0
