@@ -45,6 +45,7 @@ def rows(folder: Path, stage: str) -> dict[str, dict[str, str]]:
     return {row["check"]: row for row in results["rows"]}
 
 
+@pytest.mark.nightly
 def test_all_cpu_checks_pass_without_ray_vllm_deepspeed_omegaconf_and_pydantic(tmp_path: Path) -> None:
     done = check_gpu(tmp_path, "--device", "cpu", "--stage", "a", "b", "--out", "gpu.json")
     assert done.returncode == 0, done.stdout + done.stderr

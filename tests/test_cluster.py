@@ -278,7 +278,7 @@ def test_a_server_that_is_not_there_is_told(toy: Path) -> None:
     assert re.search(says("toy", address, "ray[default]"), done.stderr.splitlines()[-1])
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_slurm_job_brings_up_its_nodes_and_ends_them_after_a_stop_that_saves(toy: Path, tmp_path: Path) -> None:
     tools = tmp_path / "bin"
     tools.mkdir()

@@ -19,7 +19,7 @@ def words(screen: str) -> set[str]:
     return set(re.findall(r"[a-z_]{3,}(?:\.[a-z_]+)?", re.sub(r"=\S+", "=", plan).replace("threads", "thread")))
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_the_pictures_are_made_from_a_run_and_those_of_the_docs_are_not_stale(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "pictures.py"), "--out", str(tmp_path), "max_steps=3"]
     env = os.environ | {"TROUPE_PYTHON": sys.executable}

@@ -154,6 +154,7 @@ def house(built: House) -> Iterator[House]:
     (built.wheels / "docs_part-1.0-py3-none-any.whl").unlink(missing_ok=True)
 
 
+@pytest.mark.nightly
 def test_an_extra_of_developers_that_fails_is_named_and_the_recipes_and_the_other_extras_stay_ready(
     house: House,
 ) -> None:
@@ -196,7 +197,7 @@ def test_a_kill_while_an_extra_of_developers_is_installed_leaves_the_recipes_rea
     assert (house.venv / "kept").exists()
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_kill_before_the_recipes_are_ready_makes_the_next_set_up_begin_anew(tmp_path: Path) -> None:
     house = House(tmp_path)
     house.killed_while_installing("train_part", "recipes")
@@ -206,7 +207,7 @@ def test_a_kill_before_the_recipes_are_ready_makes_the_next_set_up_begin_anew(tm
     house.check_recipe_runs()
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_set_up_that_cannot_fetch_what_core_needs_fails_and_the_next_one_goes_on(tmp_path: Path) -> None:
     house = House(tmp_path)
     (house.wheels / "base_part-1.0-py3-none-any.whl").unlink()

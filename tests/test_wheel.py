@@ -221,7 +221,7 @@ def test_a_copied_recipe_outside_of_the_wheel_imports_troupe(installed: Installe
     assert "my_algo.trainer:" in done.stdout
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_demonstration_runs_from_the_wheel_beside_a_foreign_package_agents(installed: Installed) -> None:
     done = installed.python("-m", "troupe.recipes.grpo.main", "max_steps=2", "run_dir=runs/first")
     assert done.returncode == 0, done.stdout + done.stderr

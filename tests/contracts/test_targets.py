@@ -223,7 +223,7 @@ class Single(SingleTurnAgentExecutor):
 """
 
 
-@pytest.mark.full  # the process imports transformers, openai and a server
+@pytest.mark.nightly
 def test_executors_are_tested_by_the_contracts(tmp_path: Path) -> None:
     written(tmp_path, "client.py", CLIENT % "")
     written(tmp_path, "random_client.py", ("import random\n" + CLIENT) % " + random.random()")

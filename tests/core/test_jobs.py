@@ -108,6 +108,7 @@ class Stranger:
         return os.getpid()
 
 
+@pytest.mark.nightly
 def test_two_jobs_of_one_name_run_concurrently_without_affecting_each_other_or_other_programs() -> None:
     stranger: Any = ray.remote(Stranger).options(num_cpus=0).remote()
     stranger_pid = ray.get(stranger.pid.remote())

@@ -479,8 +479,15 @@ def of_ray(driver: int, name: str) -> int:
     return match
 
 
-@pytest.mark.parametrize("way", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("raylet", signal.SIGKILL),
+        ("gcs_server", signal.SIGSTOP),
+        pytest.param("raylet", signal.SIGSTOP, marks=pytest.mark.nightly),
+        pytest.param("gcs_server", signal.SIGKILL, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_dead_or_stopped_process_of_the_own_cluster_is_named_and_the_job_restarts_on_a_new_cluster(
     on_its_own_cluster: "subprocess.Popen[str]", tmp_path: Path, name: str, way: signal.Signals
 ) -> None:

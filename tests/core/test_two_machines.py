@@ -151,26 +151,32 @@ def test_a_job_that_restarts_before_ray_has_detected_a_dead_machine_uses_the_rem
     trial("cut_spread")
 
 
+@pytest.mark.nightly
 def test_an_instance_whose_machine_loses_power_during_setup_is_started_again_on_another(trial: Trial) -> None:
     trial("cut_in_setup")
 
 
+@pytest.mark.nightly
 def test_a_job_whose_rank_dies_with_its_machine_during_setup_restarts_on_the_other(trial: Trial) -> None:
     trial("kill_rank_in_setup")
 
 
+@pytest.mark.nightly
 def test_a_job_whose_ranks_lose_their_machine_in_a_checkpoint_resumes_from_the_one_before(trial: Trial) -> None:
     trial("cut_in_a_checkpoint")
 
 
+@pytest.mark.nightly
 def test_a_job_whose_trainer_is_killed_in_a_checkpoint_resumes_from_the_one_before(trial: Trial) -> None:
     trial("kill_trainer_in_a_checkpoint")
 
 
+@pytest.mark.nightly
 def test_hung_instances_on_another_machine_are_killed_replaced_and_called_again(trial: Trial) -> None:
     trial("hang")
 
 
+@pytest.mark.nightly
 def test_a_job_whose_rank_hangs_on_another_machine_restarts(trial: Trial) -> None:
     trial("hang_rank")
 

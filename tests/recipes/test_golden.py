@@ -73,7 +73,7 @@ def test_a_recipe_without_a_trace_is_refused(
     assert re.search(says("gpro", *golden.RECIPES), capsys.readouterr().err)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_copied_recipe_gets_its_regression_test_by_one_command(tmp_path: Path) -> None:
     clone = cloned(tmp_path / "clone")
     shutil.copytree(ROOT / "tests", clone / "tests", ignore=shutil.ignore_patterns("__pycache__", "oracle"))

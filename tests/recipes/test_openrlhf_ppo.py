@@ -114,7 +114,7 @@ def test_the_exported_policy_loads_and_repeats_the_greedy_score(one_rank: Run) -
     assert score == one_rank.summary["score"]["end_greedy"]
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_two_ranks_two_engines_and_other_micro_batches_give_the_losses_of_one(
     one_rank: Run, ray_address: str, policy: Path, tmp_path: Path
 ) -> None:

@@ -106,6 +106,7 @@ def test_a_dead_and_a_slow_server_end_a_run_with_one_line_and_it_goes_on_as_if_t
     same_end(tmp_path)
 
 
+@pytest.mark.nightly
 def test_where_rewards_belong_to_the_generation_it_is_done_again(policy: Path, tmp_path: Path) -> None:
     options = [*GRPO.split(), f"model.path={policy}"]
     # The first request is of the trial before the start.

@@ -85,6 +85,7 @@ def planned(
     return code, capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_nine_in_ten_plain_text_commands_are_taken_whole(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refused = {}
     for command in PLAIN:
@@ -96,6 +97,7 @@ def test_nine_in_ten_plain_text_commands_are_taken_whole(files: Path, capsys: py
     assert refused == {}
 
 
+@pytest.mark.nightly
 def test_four_in_five_megatron_commands_are_taken_whole_with_their_axes(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,6 +21,7 @@ def reward_func(queries, prompts, labels, **kwargs):
 VLLM = ["--rollout_engine", "vllm", "--verify_weight_sync"]
 
 
+@pytest.mark.nightly
 def test_an_engine_that_has_no_memory_left_while_it_generates_is_replaced_and_no_prompt_is_lost(
     ray_cluster: None, policy: Path, tmp_path: Path
 ) -> None:

@@ -55,7 +55,7 @@ def test_patched_builtins_give_the_right_rewards_or_none(tmp_path: Path, patch: 
     assert actual == [0.0, 1.0, 2.0, 3.0]
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_ten_gigabytes_of_memory_and_a_gigabyte_of_output_change_no_reward(tmp_path: Path) -> None:
     large = "held = bytearray(10 * 2**30)\nheld[::4096] = b'x' * len(held[::4096])\ndel held\n"
     lines = "for _ in range(2**10):\n    sys.stdout.write('x' * (2**20 - 1) + '\\n')\n"

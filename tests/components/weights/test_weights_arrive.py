@@ -59,7 +59,7 @@ def test_hf_answers_as_the_trainer_whose_weights_it_received(
     "kind",
     [
         pytest.param("in process", marks=pytest.mark.full),
-        pytest.param("own process", marks=pytest.mark.full),
+        pytest.param("own process", marks=pytest.mark.nightly),
         pytest.param("two processes", marks=pytest.mark.nightly),
     ],
 )
