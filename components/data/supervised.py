@@ -119,7 +119,7 @@ class DemonstrationFormat:
             _check_pair(row, prompt_key)
             self._add_system(row, system, names, tools)
         columns += names
-        self._refuse_unread(record, columns, row)
+        self._refuse_unread(record, columns, row, response_key)
         if tools:
             row[TOOLS] = tools
             columns.append(TOOLS)
@@ -171,21 +171,22 @@ class DemonstrationFormat:
         elif system is not None:
             row["prompt"] = with_system(as_messages(row["prompt"]), system)
 
-    def _refuse_unread(self, record: Mapping[str, Any], columns: list[str], row: Mapping[str, Any]) -> None:
+    def _refuse_unread(
+        self, record: Mapping[str, Any], columns: list[str], row: Mapping[str, Any], response_key: str | None
+    ) -> None:
         """Reject a row with content in a column of a well-known meaning that is neither read nor ignored."""
-        has_pair = "response" in row
         names = ["context"]
         # With an option for a column, the user has decided against the other columns of that kind.
         if self.prompt_key is None:
             names += ["text", *CONVERSATIONS, *PROMPTS]
         if self.prompt_key is None and self.response_key is None:
             names += RESPONSES
-            if has_pair:
+            if response_key is not None:
                 names += PREFERENCES
         others = [name for name in names if name not in columns]
         keys = f"data.prompt_key={columns[0]}"
-        if has_pair:
-            keys += f" data.response_key={columns[-1]}"
+        if response_key is not None:
+            keys += f" data.response_key={response_key}"
         refuse_unread(record, others, texts_of(*row.values()), self.ignored_columns, f"choose columns, as {keys}")
         label = record.get("label")
         # A Boolean label is KTO's mark of good and bad responses; supervised training would learn the bad ones too.

@@ -142,6 +142,13 @@ def test_columns_are_named_and_two_usual_pairs_need_no_name(tmp_path: Path) -> N
         loaded(pair, prompt_key="prompt")
 
 
+def test_the_column_to_set_is_that_of_the_response_if_the_row_has_a_system_prompt_too() -> None:
+    record = {"system": "Be brief.", "instruction": "Add 3 and 4.", "output": "7", "question": "What is 5 + 5?"}
+    form = DemonstrationFormat(apply_chat_template=True)
+    with pytest.raises(ValueError, match=says("data.prompt_key=instruction data.response_key=output, or", "question")):
+        form.read(record)
+
+
 def test_a_task_keeps_its_columns_whatever_those_of_a_file_are() -> None:
     form = DemonstrationFormat(prompt_key="q", response_key="a", plain_text=True, apply_chat_template=True)
     assert form.of("rows.jsonl") is form
