@@ -44,11 +44,11 @@ class AgentInstanceBase(ABC):
 
             - `rewards`: reward of this turn, a number. The reward of an episode is the sum over its turns.
             - `scores`: score of the episode so far, a number from 0 to 1. The last one counts. Default (or None): the
-              sum of the rewards.
+                sum of the rewards.
             - `environment_feedback`: next input of the policy, text or chat messages.
             - `done`: True if the episode has ended.
             - `sampling_params` (optional): sampling parameters of the next turn, a dict as above or an object with such
-              attributes. Log-probabilities are trained at the run's temperature, top_p and top_k, so a change of these
-              logs a warning.
+                attributes. Log-probabilities are trained at the run's temperature, top_p and top_k, so a change of
+                these logs a warning.
             - `extra_logs` (optional): metrics, name -> number. Those of the last turn are logged.
         """

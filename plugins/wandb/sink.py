@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import netrc
 import os
+import sys
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -106,6 +107,9 @@ class Wandb:
         self._run.finish()
 
     def _start(self, run_dir: Path, config: Any, options: WandbConfig, mode: str, run_id: str | None) -> Any:
+        if "weave" not in sys.modules:
+            # W&B takes our package `agents` for the one of OpenAI, and would advise to install Weave in three lines.
+            os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
         resume = None
         if run_id:
             resume = "allow"

@@ -69,7 +69,6 @@ def train(model_path: str, settings: Settings) -> Iterator[dict[str, float]]:
     num_prompts = settings.steps * settings.prompts_per_step
     rows = load_rows(settings.data, label_key="label", max_rows=num_prompts, seed=settings.seed)
     source = PromptSource(rows, tokenizer, settings.seed)  # shuffled, and repeated without end
-
     # Two copies of the policy: one engine generates, with a key-value cache; the other one trains, with AdamW.
     rollout_engine = open_rollout_engine(model_path, HFRolloutConfig())
     sampling = SamplingConfig(

@@ -36,9 +36,15 @@ def recorded(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Records:
     }
 
 
+def without_loads(metrics: dict[str, float]) -> dict[str, float]:
+    """Leave out the loads of experts, which are maxima and minima within each micro-batch, whatever its size."""
+    names = ("router_load_max", "router_load_min", "router_imbalance")
+    return {name: value for name, value in metrics.items() if name not in names}
+
+
 def assert_equal(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
     for own, other in zip(found[0]["metrics"], expected["metrics"], strict=True):
-        assert own == pytest.approx(other, rel=1e-5, abs=1e-6)
+        assert without_loads(own) == pytest.approx(without_loads(other), rel=1e-5, abs=1e-6)
     assert all(record["metrics"] == found[0]["metrics"] for record in found)
     assert found[0]["weights"].keys() == expected["weights"].keys()
     for name, weight in expected["weights"].items():

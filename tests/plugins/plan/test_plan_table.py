@@ -58,7 +58,7 @@ def test_axes_of_a_large_mixture_equal_those_computed_by_hand(monkeypatch: pytes
     assert size.parameters == 235_093_634_560
     experts = 94 * 128 * 3 * 4096 * 1536
     rest = 2 * 151_936 * 4096
-    config, need = script["chosen"](size, 32, 4096)
+    config, need = script["choose"](size, 32, 4096)
     assert (config.context, config.expert, config.adam_offload) == (1, 8, True)
     # A rank's 4 sequences are one pass. A state of 2 bytes a number to 8 experts and back, 7 of 8 of them elsewhere, in
     # the forward pass, when that is computed again, and in the backward pass.
