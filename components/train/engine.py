@@ -61,7 +61,9 @@ class TrainEngine(PartitionedModel):
         torch.manual_seed(config.seed + self.rank // config.tensor)
         self.adapters = open_adapters(model, config)
         self._auxiliary_loss: AuxiliaryLoss | None = None
-        kind = find("auxiliary loss", "router") if find_routers(model).modules else None
+        # With context parallelism each rank has a slice of the tokens, so their routers' metrics would differ.
+        has_metrics = config.context == 1 and bool(find_routers(model).modules)
+        kind = find("auxiliary loss", "router") if has_metrics else None
         if config.router_aux_loss_coef:
             kind = load("auxiliary loss", "router", "train.router_aux_loss_coef")
         if kind is not None:

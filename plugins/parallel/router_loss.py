@@ -114,8 +114,7 @@ def row_share(micro: Batch, minibatch: Batch) -> float:
 def router_metrics(logits: Sequence[Tensor], counted_R: Tensor, top_k: int) -> dict[str, Tensor]:
     """Return metrics of the routers of a micro-batch, each the mean over the layers.
 
-    They depend on how a batch is cut into micro-batches. With context parallelism each rank computes them of its slice
-    of the tokens, and their mean over the slices is logged.
+    They depend on how a batch is cut into micro-batches.
 
     Args:
         logits: [R, E] of each layer.

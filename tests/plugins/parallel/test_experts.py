@@ -37,7 +37,7 @@ def recorded(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Records:
 
 
 def without_loads(metrics: dict[str, float]) -> dict[str, float]:
-    """Leave out the summaries of routers, which each rank computes of its own micro-batches or slices of tokens."""
+    """Leave out the summaries of routers, which each rank computes of its own micro-batches, whatever their sizes."""
     names = ("router_load_max", "router_load_min", "router_imbalance", "router_logsumexp")
     return {name: value for name, value in metrics.items() if name not in names}
 
