@@ -1,4 +1,4 @@
-"""How a policy talks to an environment: one turn, many turns, tools.
+"""Episodes in which a policy acts in an environment: one turn, several turns, tools.
 
 The package is loaded as a plug-in is: `training` reaches it through components/registry.py when `agent.func_path` is
 set or responses stay in flight. The names below are imported on first use, so that reading PROVIDES imports nothing.

@@ -286,7 +286,7 @@ def _entries(option: str, path: str, group: str, form: str) -> list[Mapping[str,
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, Mapping) for entry in entries):
         raise ValueError(f"{option}={path} has no list `{group}`; this recipe {form}")
     for number, entry in enumerate(entries):
-        if "." not in str(name := entry.get("class_name")):
+        if not isinstance(name := entry.get("class_name"), str) or "." not in name:
             raise ValueError(f"{option}={path}, {group} {number}: class_name={name!r}; set it to module.Class")
     return entries
 

@@ -15,18 +15,21 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 def split_source(source: str | Path) -> tuple[str, str | None, Path]:
     """Return the name of a source, the folder inside it that is named after an `@`, and the path."""
-    name, data_dir = str(source), None
+    name = str(source)
+    data_dir: str | None = None
     path = Path(name).expanduser()
+    # A path may contain an @ itself.
     if "@" in name and not path.exists():
         name, data_dir = name.rsplit("@", 1)
         path = Path(name).expanduser()
+        # OpenRLHF's form json@FOLDER.
         if f".{name}" in FILE_TYPES and Path(data_dir).expanduser().is_dir():
-            path, data_dir = Path(data_dir).expanduser(), None
+            return name, None, Path(data_dir).expanduser()
     return name, data_dir, path
 
 
 def file_type(path: Path) -> str:
-    """The ending that tells what a file holds, gzipped or not."""
+    """Return the extension of the file type, without .gz."""
     return path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
 
 

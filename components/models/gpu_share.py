@@ -13,7 +13,7 @@ import torch
 from components.train.memory_sizes import CONTEXT_BYTES
 
 MEMORY_WITHIN_S = 60.0
-"""So long an engine that starts waits for others to give the memory of its GPUs back."""
+"""Maximum time that a starting engine waits for other processes to free the memory of its GPUs."""
 _NVIDIA_SMI = ("nvidia-smi", "--query-gpu=uuid,memory.free,memory.total", "--format=csv,noheader,nounits")
 
 _log = logging.getLogger(__name__)

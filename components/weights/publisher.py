@@ -58,8 +58,8 @@ class WeightHandle:
     reader: int = 0
     """Of one that is sent: the number of the engine's first process among all readers, from 1."""
     probe: Any = None
-    """What the trainer computes with this version, by which an engine checks what it computes (plugins/engine_check);
-    picklable. None: nothing is checked."""
+    """Log-probabilities of the trainer with this version, with which an engine compares its own (plugins/engine_check).
+    Picklable. None: nothing is checked."""
 
 
 class WeightPublisher:

@@ -1,4 +1,4 @@
-"""What a user's Dataset class imports from verl, for machines without verl. The names and signatures are verl's."""
+"""Stand-ins for modules of verl that users' Dataset classes import, with verl's names and signatures."""
 
 from __future__ import annotations
 

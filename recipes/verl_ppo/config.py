@@ -457,7 +457,7 @@ class VerlPPOConfig(PPORunOptions):
 
     @property
     def has_verl_loops(self) -> bool:
-        """Whether episodes are run by a user's own agent loops."""
+        """True if a user's own agent loops run the episodes."""
         return self.agent.func_path == str(LOOP_AGENT)
 
     @property

@@ -100,9 +100,9 @@ def test_a_row_that_names_no_interaction_of_the_file_is_an_error(tmp_path: Path)
     path = write_interactions(tmp_path, "verl.interactions.gsm8k_interaction.Gsm8kInteraction", name="gsm8k")
     with pytest.raises(ValueError, match=says("interaction_kwargs.name", "'other'", "gsm8k")):
         play(AgentInstance(interaction_config_path=path), "1", interaction_kwargs={"name": "other"})
-    with pytest.raises(ValueError, match=says("interaction_config_path", "lost.Lost", "cannot be imported")):
+    with pytest.raises(ValueError, match=says("interaction_config_path", "no_such_module.Lost", "cannot be imported")):
         (tmp_path / "below").mkdir()
-        check_interactions(write_interactions(tmp_path / "below", "lost.Lost"))
+        check_interactions(write_interactions(tmp_path / "below", "no_such_module.Lost"))
 
 
 def test_functions_marked_as_tools_are_called_by_what_the_policy_writes(tmp_path: Path) -> None:

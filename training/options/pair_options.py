@@ -71,7 +71,7 @@ class PairOptions(SupervisedOptions):
         return encode_pairs(pairs, tokenizer, with_mask=self.LEARNS_RESPONSES).describe_first(tokenizer)
 
     def pair_format(self, source: str) -> PairFormat:
-        """Where the rows of a source have their pairs."""
+        """Return the columns and form of the pairs in the rows of a source."""
         from components.data.preferences import PairFormat
 
         own = self.data
