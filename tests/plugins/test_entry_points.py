@@ -75,13 +75,13 @@ def run(*options: str) -> tuple[int, str]:
 
 
 def test_a_run_uses_an_engine_and_a_carrier_of_another_project(install_package: InstallPackage, tmp_path: Path) -> None:
-    install_package("theirs", ENGINE)
+    install_package("echoing_plugin", ENGINE)
     model = f"model.path={write_untrained(tmp_path / 'model')}"
     chosen = ("rollout.engine=echoing", "rollout.weight_sync=noted")
     code, console = run(model, f"run_dir={tmp_path}/theirs", *chosen)
     assert code == 0, console
-    assert importlib.import_module("theirs.engine").calls == [("EchoingConfig", 8, 0), ("EchoingConfig", 8, 1)]
-    carrier = importlib.import_module("theirs.carrier")
+    assert importlib.import_module("echoing_plugin.engine").calls == [("EchoingConfig", 8, 0), ("EchoingConfig", 8, 1)]
+    carrier = importlib.import_module("echoing_plugin.carrier")
     assert carrier.published == [(1, "noted"), (2, "noted")]
     assert carrier.read == [1, 2]
     assert "weights by noted" in console
@@ -95,7 +95,7 @@ def test_a_run_uses_an_engine_and_a_carrier_of_another_project(install_package: 
 
 
 def test_names_that_no_plug_in_provides_are_refused_in_one_line_each(tmp_path: Path) -> None:
-    assert "theirs" not in sys.modules
+    assert "echoing_plugin" not in sys.modules
     model = f"model.path={write_untrained(tmp_path / 'model')}"
     faults = {
         "rollout.engine=echoing": "one of auto, hf, vllm, or install a plug-in that provides the rollout engine",
