@@ -23,8 +23,8 @@ from components.models.disk.blocks import Block, block_of_each, is_in_blocks
 from components.process.heartbeat import beat
 
 _ALIGNMENT = 64
-"""Alignment of each part of a message in bytes, and minimum size of a message. An empty message would be left out, and
-NCCL hangs unless all ranks take part in the first operation of a group."""
+"""Alignment of each part of a message in bytes, and minimum size of a message. No message is empty, because NCCL
+requires all ranks in the first operation of a group."""
 _NOTHING = Block(0, 0)
 
 
