@@ -100,7 +100,7 @@ def _block(tensor: DTensor, coordinate: list[int]) -> Block:
     if tensor.device_mesh.ndim > 1:
         size, place = tensor.device_mesh.size(1), coordinate[1]
         cut = tensor.placements[1]
-        # `is_in_blocks` excludes sizes that the number of ranks does not divide.
+        # A size that the number of ranks does not divide is never divided on this axis.
         if cut == Shard(0):
             rows //= size
             row = place * rows

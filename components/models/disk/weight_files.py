@@ -76,7 +76,7 @@ class WeightFiles:
         self._file_of = _files(folder)
         self._readers: dict[str, TensorReader] = {}
         self._stack = ExitStack()
-        # In a dict, so that the model is not a direct attribute here.
+        # The model is in a dict. As an attribute, a module could take it for a submodule of its own.
         self._context = {"model": model, "config": model.config}
         with self:
             self._sources = self._find(model)
