@@ -68,8 +68,7 @@ class BatchedRequest(Request):
     def finish(self, drawn: Generation | Exception) -> None:
         """Set the result or the error, and wake all waiters."""
         if isinstance(drawn, Exception):
-            self._error = drawn
-            self._trace = drawn.__traceback__
+            self._error, self._trace = drawn, drawn.__traceback__
         else:
             self._drawn = dataclasses.replace(drawn, finish="abort") if self._aborted else drawn
         self._finished.set()

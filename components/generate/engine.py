@@ -221,8 +221,7 @@ class RolloutEngine(WeightVersions):
             self._asleep = True
             return 0
         freed = self._sleep(level)
-        self._asleep = True
-        self._damaged = self._damaged or level == 2
+        self._asleep, self._damaged = True, self._damaged or level == 2
         return freed
 
     def wake(self, for_weights: bool = False) -> None:

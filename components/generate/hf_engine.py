@@ -151,8 +151,7 @@ class HFRolloutEngine(RolloutEngine):
         """Generate all rows together. A row is removed from the cache soon after its last token."""
         rows = _Rows(prompts, sampling, self.device)
         cache, logits_AV, mask_AS = self._prefill(prompts, sampling.max_new_tokens)
-        position_A = prompts.lengths.to(self.device)
-        longest = int(prompts.lengths.max())
+        position_A, longest = prompts.lengths.to(self.device), int(prompts.lengths.max())
         for k in range(sampling.max_new_tokens):
             token_A = rows.draw(logits_AV, k, sampling, self._end_tokens)
             beat()

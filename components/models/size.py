@@ -149,8 +149,7 @@ def size_of(config: dict[str, Any]) -> ModelSize | None:
         needed.append("intermediate_size")
     if kind not in (*_DENSE, *_MIXTURES) or not all(isinstance(config.get(name), int) for name in needed):
         return None
-    hidden, layers, vocabulary = (int(config[name]) for name in ("hidden_size", "num_hidden_layers", "vocab_size"))
-    heads = int(config["num_attention_heads"])
+    hidden, layers, heads, vocabulary = (int(config[name]) for name in needed[:4])
     head_size = config.get("head_dim") or hidden // heads
     key_heads = config.get("num_key_value_heads") or heads
     queries, keys = heads * head_size, key_heads * head_size

@@ -125,9 +125,8 @@ class TrainEngine(PartitionedModel):
             with self.adapters.off():
                 return self.forward(batch, compute)
         model, limits = self.model.eval(), self.config.forward_limits
-        gathered, own_tokens = self.axes.gather_batch(batch)
-        result_N = evaluate_together(model, gathered, limits, self.device, compute, self._passes_are_collective)
-        return result_N[own_tokens]
+        gathered, part = self.axes.gather_batch(batch)
+        return evaluate_together(model, gathered, limits, self.device, compute, self._passes_are_collective)[part]
 
     def train_step(self, minibatch: Batch, loss_fn: LossFunction, group_size: int = 1) -> dict[str, float]:
         """Take one optimizer step on `minibatch`.
