@@ -109,6 +109,7 @@ class BatchedEngine(AsyncEngine):
         request = BatchedRequest(self, tokens, sampling, prompt_id, sample_id)
         self._waiting[request] = None
         self._submitted += 1
+        # The task ends when the queue is empty, so a new request starts it again.
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive(), name="generate")
         return request
@@ -130,6 +131,7 @@ class BatchedEngine(AsyncEngine):
     async def receive(self, handle: WeightHandle, verify: bool = False) -> None:
         async with self._updating:
             self.engine.check_receivable(handle)
+            # All tokens of a batch are sampled with the same version, so the running batch is finished first.
             await self.pause()
             await self._in_thread(self.engine.receive, handle, verify)
             await self.resume()

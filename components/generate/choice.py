@@ -40,6 +40,8 @@ def choose_rollout_engine(name: str, gpus: int, model_path: str, *temperatures: 
         if fault:
             raise ValueError(f"the rollout engine {name} cannot be used: {fault}; {remedy}")
         return name, "as asked for"
+    # The first plug-in that can run and is expected to be faster is selected. hf is the fallback, which runs
+    # everywhere.
     reasons: list[str] = []
     for candidate in names("rollout config"):
         config = rollout_config(candidate)

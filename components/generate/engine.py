@@ -133,6 +133,7 @@ class WeightVersions(ABC):
         """
         if self._asleep:
             raise ValueError("this engine sleeps; call wake() before anything is generated")
+        # Some parameters may be of one version and some of another.
         if self._damaged:
             raise ValueError("the weights of this engine are not those of any version; receive one before you generate")
 

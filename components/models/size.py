@@ -153,6 +153,7 @@ def size_of(config: dict[str, Any]) -> ModelSize | None:
     head_size = config.get("head_dim") or hidden // heads
     key_heads = config.get("num_key_value_heads") or heads
     queries, keys = heads * head_size, key_heads * head_size
+    # Biases and norms per layer: qwen2 has biases of queries, keys and values, qwen3 has norms of queries and keys.
     vectors = {"qwen2": queries + 2 * keys, "qwen3": 2 * head_size, "qwen3_moe": 2 * head_size}.get(kind, 0)
     vectors += queries + 2 * keys + hidden if config.get("attention_bias") and kind != "qwen2" else 0
     attention = 2 * hidden * (queries + keys) + 2 * hidden + vectors

@@ -99,6 +99,7 @@ class ValueModel(StoredModel):
     def save_config(self, path: str | Path, dtype: torch.dtype) -> None:
         """Write config.json into the folder, for weights of this dtype."""
         config = copy.deepcopy(self.backbone.config)
+        # Transformers creates the head with this number of outputs when it loads the folder.
         config.num_labels = 1
         config.dtype = dtype
         classifier: Any = AutoModelForSequenceClassification._model_mapping.get(type(config), None)

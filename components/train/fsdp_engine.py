@@ -93,6 +93,7 @@ class FSDPEngine(TrainEngine):
         norm = float(squares.sqrt())
         self._check_gradient(norm)
         if 0 < self.config.max_grad_norm < norm:
+            # The small constant is that of torch's clip_grad_norm_, so that both give the same gradients.
             for gradient in gradients:
                 gradient.mul_(self.config.max_grad_norm / (norm + 1e-6))
         for group in self._adam.param_groups:

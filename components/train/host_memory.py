@@ -36,6 +36,7 @@ class HostCopies:
             self._free(tensor, is_needed=False)
         for tensor in tensors:
             self._free(tensor, is_needed=True)
+        # torch caches freed memory for itself; other processes can use it only after this call.
         if device_type == "cuda" and self._freed:
             torch.cuda.empty_cache()
 

@@ -81,6 +81,7 @@ def evaluate(
         for index in plan:
             parts.append(compute(batch.select(index).to(device)).cpu())
             beat()
+    # The plan sorts sequences into micro-batches; the results are returned to the order of the batch.
     order_B = torch.cat(plan)
     shuffled = Batch(batch.lengths[order_B], {"result": torch.cat(parts)})
     return shuffled.select(order_B.argsort())["result"]

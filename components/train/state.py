@@ -149,6 +149,7 @@ class EngineState:
         if self.rank == 0 and self.average is not None:
             averages = {f"{name}/average": tensor for name, tensor in self.average.tensors.items()}
             io.do(partial(save_file, averages, folder / AVERAGE))
+        # All ranks must have written their files before the note declares the folder complete.
         io.end()
         if self.rank == 0:
             note = self._note(parameters, writers) | {"step_count": step_count, "beneath": beneath}
@@ -306,6 +307,8 @@ class EngineState:
 
     def _begin(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        # The note of an older state must not remain while its files are overwritten: it would declare a mixture
+        # complete.
         if self.rank == 0:
             (folder / NOTE).unlink(missing_ok=True)
         tensors = {f"{name}/buffer": buffer.to("cpu", copy=True) for name, buffer in self.buffers.items()}
@@ -380,6 +383,7 @@ class EngineState:
         if self.average is not None and average:
             reader = saved.readers[average]
             self.average.restart((name, reader.whole(f"{name}/average")) for name in self.average.tensors)
+        # With another number of ranks there is no random state for each rank, and dropout restarts from the seed.
         if saved.note["world_size"] == self.world_size:
             torch.set_rng_state(saved.rank_reader.whole("cpu/random"))
             if self.device.type == saved.note["device"] == "cuda":
@@ -393,6 +397,7 @@ class EngineState:
         # ZeRO has one step number for all parameters. A parameter without a gradient has no moments in a state that was
         # saved without ZeRO, and then takes the step number of the others.
         step = saved.note["adam_step"] if _is_zeros(parameter) else entry["adam_step"]
+        # AdamW initializes its state at the first step. Moments that this engine has already would be wrong.
         if step is None or not parameter.requires_grad:
             self.adam.state.pop(part.flat, None)
             return

@@ -104,6 +104,7 @@ class BucketFiller(ABC):
                 self._on_host = torch.empty(len(self.bucket), dtype=torch.uint8, pin_memory=True)
             self._on_host[: self.end].copy_(self.bucket[: self.end], non_blocking=True)
         self.send()
+        # The copy to pinned memory is asynchronous, and must have ended before its content is read.
         if self._leaves_device:
             torch.cuda.current_stream(self.bucket.device).synchronize()
             yield from pieces_of(self._on_host, self.pieces)

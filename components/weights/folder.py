@@ -96,6 +96,7 @@ class VersionWriter:
         self._names: set[str] = set()
         self._buckets = [_Bucket(0)]
         self.nbytes = 0
+        # Reusing the file of an old version saves the allocation of new pages.
         if old is None or not self._recycle(old):
             self._start()
 
@@ -112,6 +113,7 @@ class VersionWriter:
         except BlockingIOError:
             self.remove()
             return False
+        # Without an index nobody can open the folder while its file is overwritten.
         (self._folder / _INDEX).unlink()
         size = os.fstat(self._file).st_size
         self._mapped = old.mapped
@@ -181,6 +183,7 @@ class VersionWriter:
         os.close(self._file)
         self._mapped = None
         self._start()
+        # Tensors that were written before the directory was full are moved to the next one.
         shutil.copyfile(full / _WEIGHTS, self._folder / _WEIGHTS)
         shutil.rmtree(full)
 

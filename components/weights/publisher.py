@@ -146,6 +146,7 @@ class WeightPublisher:
                 writer.write(weight, tensor)
             return writer.finish(prove(self._token, "folder"), digests), writer.nbytes
         except BaseException:
+            # An incomplete folder would take space in shared memory until the end of the run.
             writer.remove()
             raise
 

@@ -72,6 +72,7 @@ def _write(folder: Path, tensors: Mapping[str, Tensor], weights: Iterable[tuple[
     from huggingface_hub import split_torch_state_dict_into_shards
 
     split = split_torch_state_dict_into_shards(dict(tensors), filename_pattern=_PATTERN, max_shard_size=file_bytes)
+    # Old files must not remain: `from_pretrained` prefers a single file, even an old one, to new shards.
     for old in folder.iterdir():
         if old.name == _INDEX or _OURS.fullmatch(old.name):
             old.unlink()

@@ -36,6 +36,7 @@ class TensorReader:
         try:
             self._tensors = self._read_header(os.fstat(self._file).st_size)
         except ValueError:
+            # The object is not returned to a caller that could close the file.
             self.close()
             raise
 
@@ -150,6 +151,7 @@ def _header(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
         place = {"shape": list(tensor.shape), "data_offsets": [offsets[name], end]}
         entries[name] = {"dtype": _TYPES[tensor.dtype], **place}
     text = json.dumps(entries, separators=(",", ":")).encode()
+    # The format allows padding with spaces, which aligns the tensors to 8 bytes.
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     return header, {name: len(header) + offset for name, offset in offsets.items()}
