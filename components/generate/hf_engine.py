@@ -194,6 +194,7 @@ class HFRolloutEngine(RolloutEngine):
             use_cache=True,
             logits_to_keep=1,
         ).logits
+        # The samples of a prompt share its computation: the cache of each distinct prompt is copied to its rows.
         cache.batch_select_indices(place_R)
         mask_RS = nn.functional.pad(real_US[place_R].long(), (0, max_new_tokens), value=1) if padded else None
         return cache, logits_U1V[place_R, -1], mask_RS

@@ -164,6 +164,7 @@ def _predecessors(model: nn.Module, batch: Batch, *, one_follower: bool = False)
         return _Call(inputs, in_order_M if place_M is None else place_M, follower_M)
     longest = int(batch.lengths.max()) if len(batch) else 0
     tokens_BT = batch.padded("tokens", 0)[:, : max(1, longest - 1)]
+    # Index of the predecessor in the padded batch, flattened: row times width, plus the position before the token.
     state_M = sequence_N[follower_M] * tokens_BT.shape[1] + position_N[follower_M] - 1
     return _Call(_padded_inputs(tokens_BT), state_M, follower_M)
 

@@ -147,6 +147,7 @@ class _StateLogprobs(torch.autograd.Function):
             logprobs.append(logprob_K)
             entropies.append(entropy_K)
             log_totals.append(log_total_K)
+            # A single chunk fits into memory anyway, so keeping its logits saves the recomputation.
             if len(chunks) == 1 and any(ctx.needs_input_grad):
                 ctx.kept = logits_KV
         logprob_M = torch.cat(logprobs)
@@ -183,6 +184,7 @@ class _StateLogprobs(torch.autograd.Function):
             )
             if state_grad_MH is not None:
                 state_grad_MH[index_K] = (grad_KV @ head[0]).to(state_MH.dtype)
+            # addmm_ accumulates without a temporary matrix, but only if the dtypes are equal.
             if weight_grad_VH is not None and ctx.dtype == wide:
                 weight_grad_VH.addmm_(grad_KV.t(), state_KH)
             elif weight_grad_VH is not None:

@@ -100,6 +100,7 @@ def prepare_attention(
             use_packing(model, probe)
             return
         except ValueError as why:
+            # Packing that the user requested must not be replaced silently; packing by default may be.
             if packing:
                 raise
             _log.warning("sequences are padded: %s", why)

@@ -110,6 +110,7 @@ def write_gradient(
     """
     scratch = Scratch(logits_RV, len(row_N))
     label_grad_N = logprob_grad_N / scale
+    # A label in another rank's part of the vocabulary adds nothing to this rank's logits.
     if part is not None:
         label_grad_N = label_grad_N.where(part.has_label_N, 0.0)
     for chunk in scratch.chunks(len(row_N)):

@@ -19,6 +19,7 @@ def compute_in(model: nn.Module, precision: str, device: torch.device) -> None:
     Call it before a library wraps the model, because DeepSpeed disables an autocast around itself.
     """
     if precision == "bf16_autocast":
+        # The cache of autocast would keep a bfloat16 copy of every trained weight during a pass.
         autocast = torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
         model.forward = autocast(model.forward)
 

@@ -74,5 +74,6 @@ class RewardModel:
             raise ValueError(
                 f"sequence {empty[0]} of {len(batch)} has no token, so nothing can be scored; leave it out"
             )
+        # The other columns are not needed, and would be copied to the device with each micro-batch.
         score_N = self._engine.forward(batch.only("tokens"), state_values)
         return score_N[batch.offsets[1:] - 1]

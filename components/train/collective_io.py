@@ -72,6 +72,7 @@ class CollectiveIO:
             own_failure = (self.error.errno or errno.EIO if isinstance(self.error, OSError) else None, str(self.error))
         failures: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(failures, own_failure)
+        # This rank raises its own error, with its traceback.
         if self.error is not None:
             raise self.error
         for rank, failure in enumerate(failures):

@@ -43,6 +43,7 @@ class FrozenEngine(Generic[M]):
         self.model = model.eval().requires_grad_(False)
         round_products(model, config.precision)
         compute_in(model, config.precision, self.device)
+        # Sharding comes before `fill`, so that each rank reads and allocates only its shard.
         if config.is_collective:
             self._partition()
         fill(model, "cpu" if config.layout == "offloaded" else self.device)

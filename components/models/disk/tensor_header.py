@@ -94,6 +94,7 @@ def index_of(folder: Path) -> dict[str, str] | None:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is no index of weights: {error!r:.100}") from error
     for file in set(map(str, files.values())):
+        # An index from the hub must not make the process read files outside of the model's folder.
         if Path(file).name != file or file in ("", ".", ".."):
             raise ValueError(
                 f"{path} names {file!r:.100}, which is no file of this folder; weights are read from it alone"

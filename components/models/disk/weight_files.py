@@ -175,6 +175,7 @@ class WeightFiles:
     def _by_rows(self, source: _Source, name: str, whole: Tensor) -> _Source:
         """Return the source with `stacked` set, if rows of the parameter can be converted from some of its tensors."""
         counts = {sum(other == pattern for other, _ in source.keys) for pattern, _ in source.keys}
+        # One tensor per row and pattern, as for experts: then a rank reads only the tensors of its rows.
         if source.converter is None or not whole.ndim or counts != {len(whole)} or len(whole) < 2:
             return source
         stacked = _Source(source.keys, source.converter, source.target, len(whole))
