@@ -1,5 +1,6 @@
-"""Generation request by request, for callers that each wait for their own: agents, and rollouts that continue while
-weights change. Everything here runs in one asyncio loop.
+"""Interface of engines that generate single requests, each with a caller that awaits it.
+
+Agents use them, and rollouts that continue while weights are updated. Everything runs in one asyncio loop.
 """
 
 from __future__ import annotations
@@ -21,81 +22,82 @@ Finish = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens that came together."""
+    """Tokens of a request that arrived together."""
 
     tokens: list[int]
     logprobs: list[float]
-    """In nats, one per token."""
+    """Log-probability of each token, in nats."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """All that was drawn for one request."""
+    """Complete result of one request."""
 
     tokens: list[int]
     logprobs: list[float]
-    """In nats, one per token, at the sampling temperature."""
+    """Log-probability of each token in nats, at the sampling temperature."""
     versions: list[int]
-    """Version of the weights that drew each token."""
+    """Version of the weights with which each token was sampled."""
     finish: Finish
-    """An end token came, the limit was reached, or the request was aborted."""
+    """Reason for the end: "stop" for an end token, "length" for the token limit, "abort" for an aborted request."""
 
 
 class Request(ABC):
-    """A request on its way: iterate over its pieces as they come, or wait for all of it."""
+    """A request in progress. Iterate over it to receive its pieces as they are generated, or await `result`."""
 
     @abstractmethod
     def __aiter__(self) -> AsyncIterator[Piece]:
-        """The pieces that were not yet taken; for one reader.
+        """Iterate over the pieces that have not been consumed yet. Supports a single consumer.
 
         Raises:
-            what `result` raises.
+            RuntimeError, ValueError: as `result`.
         """
 
     @abstractmethod
     async def result(self) -> Generation:
-        """Everything, once it is finished or aborted.
+        """Wait until the request is finished or aborted, and return all its tokens.
 
         Raises:
-            RuntimeError: the engine has died, or was closed.
-            ValueError, RuntimeError: what the engine raises for this request and those that it drew together with it.
+            RuntimeError: the engine has died or was closed.
+            ValueError, RuntimeError: error of the engine for this request or for one in the same batch.
         """
 
     @abstractmethod
     async def abort(self) -> Generation:
-        """End it; returns what was drawn so far."""
+        """Abort the request. Return the tokens that have been generated so far."""
 
 
 class AsyncEngine(WeightVersions):
-    """Draws completions for many callers at the same time."""
+    """Rollout engine that generates completions for many callers at the same time."""
 
     positions: int | None = None
-    """Tokens of prompt and completion together, at most; None: any number."""
+    """Maximum number of tokens of prompt and completion together. None: no limit."""
 
     def __init__(self) -> None:
         super().__init__()
         self._updating = asyncio.Lock()
-        """Held while weights come in."""
+        """Lock that is held while weights are received."""
 
     @abstractmethod
     def submit(
         self, tokens: Sequence[int], sampling: SamplingConfig, *, prompt_id: int = 0, sample_id: int = 0
     ) -> Request:
-        """Continue `tokens`; returns at once.
+        """Submit a request that continues `tokens`, and return it at once.
 
         Args:
-            tokens: ids of the prompt, at least one.
-            sampling: how to draw.
-            prompt_id: with `sample_id`, `sampling.seed`, `sampling.step` and the length of the prompt it fixes the
-                random numbers, whatever else is generated.
-            sample_id: which of the prompt's samples.
+            tokens: token ids of the prompt, at least one.
+            sampling: sampling parameters.
+            prompt_id: id of the prompt. Together with `sample_id`, `sampling.seed`, `sampling.step` and the length of
+                the prompt it determines the random numbers, independently of other requests.
+            sample_id: index of the sample among those of the prompt.
 
         Raises:
-            ValueError: the prompt is empty, or too long for what is to be drawn; or weights have not arrived whole.
+            ValueError: the prompt is empty or too long for `sampling.max_new_tokens`, or the engine has no complete
+                weights.
         """
 
     def _check_request(self, tokens: Sequence[int], sampling: SamplingConfig) -> None:
-        # Requests that come while weights do wait for them.
+        # A request that arrives while weights are received waits for them. Checking now would refuse it.
         if not self._updating.locked():
             self._check_ready()
         space = self.positions
@@ -107,19 +109,19 @@ class AsyncEngine(WeightVersions):
 
     @abstractmethod
     async def pause(self) -> None:
-        """Start nothing more until `resume`; returns once nothing is being drawn. Requests wait, new ones too."""
+        """Pause generation: return once no request is running. Queued and new requests wait for `resume`."""
 
     @abstractmethod
     async def resume(self) -> None:
-        """Continue after `pause`."""
+        """Resume generation after `pause`."""
 
     @abstractmethod
     async def receive(self, handle: WeightHandle, verify: bool = False) -> None:
-        """Copy published weights over the engine's own while requests wait, which then continue.
+        """Replace the engine's weights by a published version. Requests are paused meanwhile, and continue afterwards.
 
         Raises:
-            ValueError, FileNotFoundError, RuntimeError: as `RolloutEngine.receive`. After an error in the middle of the
-                copying the engine stays paused, until a version has arrived whole.
+            ValueError, FileNotFoundError, RuntimeError: as `RolloutEngine.receive`. After an error during the copy the
+                engine remains paused until it has received a complete version.
         """
 
     @abstractmethod
@@ -128,12 +130,12 @@ class AsyncEngine(WeightVersions):
 
     @abstractmethod
     async def sleep(self, level: int = 1) -> int:
-        """Free the accelerator's memory until `wake`, see `RolloutEngine.sleep`. Requests in flight are aborted."""
+        """Free the GPU memory until `wake`; see `RolloutEngine.sleep`. Requests in flight are aborted."""
 
     @abstractmethod
     async def wake(self, for_weights: bool = False) -> None:
-        """Undo `sleep`, see `RolloutEngine.wake`."""
+        """Undo `sleep`; see `RolloutEngine.wake`."""
 
     @abstractmethod
     def close(self) -> None:
-        """End what the engine has started."""
+        """Stop the engine's threads and processes."""

@@ -1,5 +1,5 @@
-"""Engines for requests one by one, opened by the name that their configuration has. Agents and rollouts that stay in
-flight use them.
+"""Creation of the engine for single requests that a configuration names. Agents use it, and rollouts that stay in
+flight between training steps.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ if TYPE_CHECKING:
 
 
 async def open_async_engine(model_path: str | Path, config: RolloutConfig) -> AsyncEngine:
-    """Return the engine of a configuration for requests, with the weights at `model_path`, for the loop that this runs
-    in.
+    """Return an engine for single requests in the running asyncio loop, with the weights at `model_path`.
 
     A plug-in may provide the `async rollout engine` of the configuration's NAME, a class with an async class method
-    `open`. Otherwise requests are drawn in batches by its `rollout engine`.
+    `open`. Otherwise its `rollout engine` generates the requests in batches.
 
     Args:
-        model_path: folder or hub name of a causal model; for the tokens that end a response see end_tokens.py.
+        model_path: folder or hub name of a causal model. See end_tokens.py for the tokens that end a response.
         config: configuration of the engine.
     """
     engine_class = find("async rollout engine", config.NAME)

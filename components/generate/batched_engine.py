@@ -1,6 +1,6 @@
-"""Requests over an engine that draws whole batches: what waits is drawn together, and what comes meanwhile goes next.
+"""Engine for single requests on top of a batch engine. All queued requests form the next batch.
 
-The engine works in one thread of its own, so that the loop continues.
+The batch engine runs in a thread of its own, so that the asyncio loop is not blocked.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _QUIET_TURNS = 32
-"""Turns of the loop without a new request before a batch starts. Callers that wait for nothing but each other and
-tasks of their own have all asked by then, so their batches are the same in every run."""
+"""Number of consecutive iterations of the asyncio loop without a new request before a batch starts. Callers that await
+only each other and their own tasks have all submitted their requests by then, so the batches are the same in every
+run."""
 
 
 class BatchedRequest(Request):
-    """A request whose tokens all come in one piece."""
+    """A request that returns all its tokens at once."""
 
     def __init__(
         self, engine: BatchedEngine, tokens: Sequence[int], sampling: SamplingConfig, prompt_id: int, sample_id: int
@@ -36,7 +37,8 @@ class BatchedRequest(Request):
         self.prompt_id, self.sample_id = prompt_id, sample_id
         self._engine = engine
         self._aborted = self._taken = False
-        # Not a future, which a caller that stops waiting would cancel; to shield it costs more than all the rest.
+        # An event instead of a future: a caller that is cancelled while it awaits a future cancels the future too, and
+        # asyncio.shield takes more time than all other work on a request.
         self._finished = asyncio.Event()
         self._drawn: Generation | None = None
         self._error: Exception | None = None
@@ -51,20 +53,20 @@ class BatchedRequest(Request):
     async def result(self) -> Generation:
         await self._finished.wait()
         if self._error is not None:
-            # The trace as it came, not with those of others who have raised the same error.
+            # One error is raised for all requests of a batch, and each raise would extend its traceback.
             raise self._error.with_traceback(self._trace)
         assert self._drawn is not None
         return self._drawn
 
     async def abort(self) -> Generation:
-        """End it. One that waits has nothing; one that is being drawn has what it is given with its batch."""
+        """Abort the request. A queued request has no tokens. A running one is completed with its batch."""
         self._aborted = True
         if self._engine.withdraw(self):
             self.finish(Generation([], [], [], "abort"))
         return await self.result()
 
     def finish(self, drawn: Generation | Exception) -> None:
-        """Hand the result, or what went wrong, to whoever waits."""
+        """Set the result or the error, and wake all waiters."""
         if isinstance(drawn, Exception):
             self._error, self._trace = drawn, drawn.__traceback__
         else:
@@ -73,14 +75,16 @@ class BatchedRequest(Request):
 
 
 class BatchedEngine(AsyncEngine):
-    """Any `RolloutEngine`, which must not be used otherwise while requests are under way."""
+    """Engine for single requests that runs any `RolloutEngine`, which must not be used directly while requests are in
+    progress.
+    """
 
     def __init__(self, engine: RolloutEngine) -> None:
         super().__init__()
         self.engine = engine
         self.positions = engine.positions
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="generate")
-        # In the order in which they came; the values mean nothing.
+        # A dict serves as an ordered set: requests are generated in order of arrival, and withdrawn in constant time.
         self._waiting: dict[BatchedRequest, None] = {}
         self._submitted = 0
         self._driver: asyncio.Task[None] | None = None
@@ -90,7 +94,7 @@ class BatchedEngine(AsyncEngine):
 
     @property
     def weight_version(self) -> int:
-        """Version of the weights in use; 0 = as loaded."""
+        """Version of the weights in use. 0 denotes the weights that were loaded."""
         return self.engine.weight_version
 
     @property
@@ -105,12 +109,13 @@ class BatchedEngine(AsyncEngine):
         request = BatchedRequest(self, tokens, sampling, prompt_id, sample_id)
         self._waiting[request] = None
         self._submitted += 1
+        # The task ends when the queue is empty, so a new request starts it again.
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive(), name="generate")
         return request
 
     def withdraw(self, request: BatchedRequest) -> bool:
-        """Whether it still waited; it does no longer."""
+        """Remove a request from the queue. Return True if it was still queued."""
         if request not in self._waiting:
             return False
         del self._waiting[request]
@@ -126,6 +131,7 @@ class BatchedEngine(AsyncEngine):
     async def receive(self, handle: WeightHandle, verify: bool = False) -> None:
         async with self._updating:
             self.engine.check_receivable(handle)
+            # All tokens of a batch are sampled with the same version, so the running batch is finished first.
             await self.pause()
             await self._in_thread(self.engine.receive, handle, verify)
             await self.resume()
@@ -140,7 +146,7 @@ class BatchedEngine(AsyncEngine):
         await self._in_thread(self.engine.wake, for_weights)
 
     def close(self) -> None:
-        """End the thread, once what is being drawn is drawn, and the engine. Requests that wait fail."""
+        """Finish the running batch, and stop the thread and the engine. Queued requests fail."""
         for request in self._waiting:
             request.finish(RuntimeError("the engine was closed before this request was drawn"))
         self._waiting = {}
@@ -157,23 +163,25 @@ class BatchedEngine(AsyncEngine):
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
     async def _drive(self) -> None:
-        """Draw until nothing waits."""
+        """Generate batches until the queue is empty."""
         while self._waiting:
             await self._open.wait()
             await self._quiet()
-            # It may have been paused meanwhile, and requests withdrawn.
+            # While `_quiet` waited, the engine may have been paused and all requests withdrawn.
             if self._open.is_set() and self._waiting:
                 await self._draw(self._next())
 
     async def _quiet(self) -> None:
-        """Let the loop run until no new requests come."""
+        """Wait until no request has been submitted for `_QUIET_TURNS` iterations of the loop."""
         before, turns = self._submitted, 0
         while turns < _QUIET_TURNS:
             await asyncio.sleep(0)
             before, turns = self._submitted, turns + 1 if before == self._submitted else 0
 
     def _next(self) -> list[BatchedRequest]:
-        """Take the oldest request, and all those that can be drawn with it: only their limits may differ."""
+        """Remove and return the oldest request, and all requests whose sampling differs from it at most in
+        `max_new_tokens`.
+        """
         oldest = next(iter(self._waiting)).sampling
         taken = [request for request in self._waiting if _go_together(request.sampling, oldest)]
         for request in taken:
@@ -183,21 +191,21 @@ class BatchedEngine(AsyncEngine):
     async def _draw(self, taken: list[BatchedRequest]) -> None:
         self._idle.clear()
         try:
-            found: Sequence[Generation | Exception] = await self._in_thread(_generate, self.engine, taken)
-        except Exception as error:  # noqa: BLE001 - whatever it is, those who wait are told
-            found = [error] * len(taken)
+            results: Sequence[Generation | Exception] = await self._in_thread(_generate, self.engine, taken)
+        except Exception as error:  # noqa: BLE001 - every error is raised for the callers of these requests
+            results = [error] * len(taken)
         finally:
             self._idle.set()
-        for request, drawn in zip(taken, found, strict=True):
+        for request, drawn in zip(taken, results, strict=True):
             request.finish(drawn)
 
 
-def _go_together(one: SamplingConfig, other: SamplingConfig) -> bool:
-    return one is other or dataclasses.replace(one, max_new_tokens=other.max_new_tokens) == other
+def _go_together(sampling: SamplingConfig, other: SamplingConfig) -> bool:
+    return sampling is other or dataclasses.replace(sampling, max_new_tokens=other.max_new_tokens) == other
 
 
 def _generate(engine: RolloutEngine, taken: list[BatchedRequest]) -> list[Generation]:
-    """Draw requests that differ in their limits at most."""
+    """Generate the completions of requests that differ at most in `max_new_tokens`."""
     limits = [request.sampling.max_new_tokens for request in taken]
     columns = {
         "prompt_id": [request.prompt_id for request in taken],

@@ -1,4 +1,4 @@
-"""Choice of the rollout engine. Nothing here needs torch."""
+"""Choice of the rollout engine. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BASIC_ENGINES = ("auto", "hf")
 
 
 def rollout_config(name: str) -> type[RolloutConfig]:
-    """Return the class of the configuration of the rollout engine `name`.
+    """Return the configuration class of the rollout engine `name`.
 
     Raises:
         MissingPlugin: no plug-in provides the engine.
@@ -24,22 +24,24 @@ def rollout_config(name: str) -> type[RolloutConfig]:
 
 
 def choose_rollout_engine(name: str, gpus: int, model_path: str, *temperatures: float) -> tuple[str, str]:
-    """Which engine generates, and why, in a few words.
+    """Return the name of the rollout engine, and the reason for the choice in a few words.
 
     Args:
         name: name of an engine, or "auto".
-        gpus: of a machine.
-        model_path: folder, hub name, or the name of a demonstration model that is still to be made.
-        temperatures: that will be sampled at.
+        gpus: number of GPUs of a machine.
+        model_path: folder, hub name, or name of a demonstration model that has not been created yet.
+        temperatures: sampling temperatures of the run.
 
     Raises:
-        ValueError: there is no such engine, or the named one cannot be had.
+        ValueError: there is no such engine, or it cannot be used.
     """
     if name != "auto":
         fault, remedy = _fault(rollout_config(name), gpus, model_path, temperatures)
         if fault:
             raise ValueError(f"the rollout engine {name} cannot be used: {fault}; {remedy}")
         return name, "as asked for"
+    # The first plug-in that can run and is expected to be faster is selected. hf is the fallback, which runs
+    # everywhere.
     reasons: list[str] = []
     for candidate in names("rollout config"):
         config = rollout_config(candidate)
@@ -51,7 +53,7 @@ def choose_rollout_engine(name: str, gpus: int, model_path: str, *temperatures: 
 
 
 def _fault(config: type[RolloutConfig], gpus: int, model_path: str, temperatures: tuple[float, ...]) -> tuple[str, str]:
-    """Return why an engine cannot be used, empty if it can, and what to do about it."""
+    """Return the reason why an engine cannot be used (empty if it can), and the remedy."""
     if config.PACKAGE and not is_there(config.PACKAGE):
         return f"{config.TITLE} is not installed", f"run {config.INSTALL}, or choose hf"
     return config.fault(gpus, model_path, temperatures), "choose hf"
@@ -65,4 +67,5 @@ def text_config(model: Path) -> dict[str, Any]:
         config = json.loads((model / "config.json").read_text(encoding="utf-8"))
         return config.get("text_config", config)
     except (ValueError, AttributeError, RecursionError):
-        return {}  # the recipe's own checks say what is wrong with it
+        # The recipe checks the model's files and raises an error that names the fault.
+        return {}

@@ -11,31 +11,33 @@ from components.ranges import Checked, Count, CountFromZero, NotNegative, OneOf,
 from components.train.config import CHOSEN_PRECISIONS, weight_type
 
 EVALUATION_STEP = -1
-"""Step number in the counters of evaluation's random numbers: no training step has it, so evaluations always draw the
-same numbers, and two of the same weights are equal."""
+"""Step number from which the random numbers of evaluations are derived. No training step has it, so every evaluation
+uses the same random numbers, and two evaluations of the same weights give equal results."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig(Checked):
-    """Sampling of completions. Tokens depend on these fields, the prompt and its ids, and on nothing else."""
+    """Sampling parameters of completions. The sampled tokens depend only on these fields, the prompt and its ids."""
 
     temperature: NotNegative = 1.0
-    """Logits are divided by it. 0 = the likeliest token, with its log-probability at temperature 1."""
+    """Sampling temperature, by which logits are divided. 0 selects the most likely token, with its log-probability at
+    temperature 1."""
     top_p: ShareAboveZero = 1.0
-    """Draw from the likeliest tokens whose probabilities reach this sum; 1 = from all."""
+    """Top-p: sample from the smallest set of most likely tokens whose probabilities sum to at least this. 1 samples
+    from the full vocabulary."""
     top_k: CountFromZero = 0
-    """Draw from so many likeliest tokens; 0 = from all. With top_p or top_k log-probabilities are those of the tokens
-    that are left, which is not what a trainer computes."""
+    """Top-k: number of most likely tokens to sample from. 0 samples from the full vocabulary. With top_p or top_k
+    log-probabilities are normalized over the remaining tokens, so they differ from those that a trainer computes."""
     max_new_tokens: Count = 16
-    """Completions are cut after so many tokens, the end token included."""
+    """Maximum number of tokens of a completion, the end token included. Longer completions are truncated."""
     seed: int = 42
-    """The run's seed."""
+    """Seed of the run."""
     step: int = 0
-    """The generation step; another step draws other numbers for the same prompt."""
+    """Generation step. Different steps use different random numbers for the same prompt."""
 
     @property
     def is_whole(self) -> bool:
-        """True if every token can be drawn, so that log-probabilities are the trainer's."""
+        """True if every token of the vocabulary can be sampled, so that log-probabilities agree with the trainer's."""
         return self.temperature == 0 or (self.top_p == 1 and self.top_k == 0)
 
 
@@ -46,20 +48,20 @@ class RolloutSetting:
     precision: str
     """Precision that the policy is trained in."""
     max_prompt_tokens: int | None
-    """Maximum number of tokens of a prompt. None: as many as the model has positions for."""
+    """Maximum number of tokens of a prompt. None: limited by the model's number of positions."""
     shares_devices: bool
-    """Other roles use the engine's devices."""
+    """True if other roles use the engine's devices."""
     learners_sleep: bool
-    """Learners free the memory of the devices while responses are generated."""
+    """True if learners free their device memory while responses are generated."""
     engines_sleep: bool
-    """The engine leaves its devices while others work."""
+    """True if the engine frees its device memory while other roles compute."""
     lora_rank: int
-    """Rank of the adapters that the engine receives in place of whole weights. 0: it receives whole weights."""
+    """Rank of the adapters that the engine receives instead of the full weights. 0: it receives the full weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig(Checked):
-    """Configuration of one rollout engine, and the facts about that engine by which a run chooses it.
+    """Configuration of one rollout engine, and the properties of that engine by which a run chooses it.
 
     A plug-in that provides the `rollout engine` NAME provides a subclass as the `rollout config` NAME. Its module does
     not import torch.
@@ -75,10 +77,11 @@ class RolloutConfig(Checked):
     """Command that installs the library."""
 
     max_num_seqs: Count = 512
-    """Maximum number of sequences generated at the same time; others wait. Changes memory and speed, not tokens."""
+    """Maximum number of sequences generated at the same time; the others are queued. Changes memory and speed, not the
+    tokens."""
     lora_rank: CountFromZero = 0
-    """Keep the weights as they were loaded, and receive low-rank adapters of this rank that are added to them. 0:
-    receive whole weights."""
+    """Rank of the low-rank adapters that the engine receives and adds to the weights that it loaded. 0: it receives the
+    full weights."""
 
     @property
     def weights_dtype(self) -> str:
@@ -96,7 +99,7 @@ class RolloutConfig(Checked):
 
         Args:
             gpus: number of GPUs of a machine.
-            model_path: folder, hub name, or the name of a demonstration model that is still to be made.
+            model_path: folder, hub name, or name of a demonstration model that has not been created yet.
             temperatures: sampling temperatures of the run.
         """
         return ""
@@ -108,24 +111,27 @@ class RolloutConfig(Checked):
 
     @classmethod
     def adapters_fault(cls, model_path: str, lora_rank: int, is_requested: bool) -> str:  # noqa: ARG003
-        """Return why adapters must be added to the weights before the engine receives these; empty if it adds them.
+        """Return why adapters must be merged into the weights before the engine receives them. Empty: the engine takes
+        adapters.
 
         Args:
             model_path: as for `fault`.
             lora_rank: rank of the adapters.
-            is_requested: the user says that the engine can, which is believed of a model that is not here yet.
+            is_requested: the user states that the engine can. This is accepted for a model that is not on this machine
+                yet.
         """
         return f"{cls.NAME} holds whole weights"
 
 
 @dataclass(frozen=True, kw_only=True)
 class HFRolloutConfig(RolloutConfig):
-    """The generation loop over a transformers model."""
+    """Configuration of the engine `hf`, a generation loop over a transformers model."""
 
     NAME: ClassVar[str] = "hf"
 
     precision: Annotated[str, OneOf(CHOSEN_PRECISIONS)] = "fp32"
-    """"fp32", "bf16" or "bf16_autocast", as of the policy that is trained. Log-probabilities are float32 always."""
+    """Precision: "fp32", "bf16" or "bf16_autocast", as for the policy that is trained. Log-probabilities are always
+    float32."""
 
     @property
     def weights_dtype(self) -> str:
@@ -138,23 +144,27 @@ class HFRolloutConfig(RolloutConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PagedRolloutConfig(RolloutConfig):
-    """An engine that takes a share of its devices' memory at its start, for weights and a paged key-value cache."""
+    """Configuration of an engine that reserves a share of its devices' memory at start-up, for the weights and a paged
+    key-value cache.
+    """
 
     dtype: Annotated[str, OneOf(("float32", "bfloat16"))] = "float32"
-    """Dtype of weights and cache: "float32" or "bfloat16". Log-probabilities are float32 in either case."""
+    """Dtype of the weights and of the key-value cache: "float32" or "bfloat16". Log-probabilities are always
+    float32."""
     max_num_seqs: Count = 256
     tensor_parallel_size: Count = 1
-    """Devices over which the weights of one engine are spread; on a CPU processes, each with a core of its own."""
+    """Tensor-parallel degree: number of GPUs over which the weights of one engine are split. On a CPU: number of
+    processes, each with a core of its own."""
     gpu_memory_utilization: ShareAboveZero = 0.9
-    """Share of a GPU's memory that weights and cache may take. Unused on a CPU."""
+    """Share of a GPU's memory that the weights and the cache may take. Unused on a CPU."""
     cpu_cache_gb: Positive = 1.0
-    """GiB of an engine's key-value cache on a CPU. Unused on a GPU."""
+    """Size of the key-value cache on a CPU, in GiB. Unused on a GPU."""
     enforce_eager: bool = False
-    """On a GPU, run kernels one by one instead of in CUDA graphs: slower, and starts sooner. On a CPU always."""
+    """Run kernels one by one instead of in CUDA graphs: slower, with a faster start. Always the case on a CPU."""
     enable_sleep: bool = False
-    """On a GPU, be able to give its memory back between generations. On a CPU nothing is freed."""
+    """Allow the engine to free its GPU memory between generations. On a CPU nothing is freed."""
     own_process: bool = False
-    """Run the engine in a process beside this one; otherwise in this one, where a single device allows it."""
+    """Run the engine in a child process. Otherwise it runs in this process, if it uses a single device."""
 
     @property
     def weights_dtype(self) -> str:

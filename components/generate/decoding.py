@@ -1,7 +1,7 @@
-"""Attention and key-value cache of decoding token by token, as transformers has them.
+"""Attention and key-value cache of token-by-token decoding, as implemented by transformers.
 
-The plug-in fast_decode provides a subclass as the `decoding` "fast", which the hf engine uses where it is there. Both
-draw the same tokens.
+The plug-in fast_decode provides a subclass as the `decoding` "fast", which the hf engine uses if the plug-in is
+present. Both give the same tokens.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class Decoding:
-    """The attention and the key-value cache of transformers."""
+    """Decoding with the attention and the key-value cache of transformers."""
 
     def prepare(self, model: Any) -> None:
-        """Change the attention of a model, once, before it generates."""
+        """Replace the attention of a model in place, once, before it generates."""
 
     def new_cache(self, model: Any) -> DynamicCache:
         """Return an empty cache of keys and values for `model`."""

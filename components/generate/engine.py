@@ -1,6 +1,6 @@
-"""Engines that sample from a policy, whichever library generates: what every one of them does, and how one is opened.
+"""Base classes of rollout engines, which sample from a policy.
 
-Legend: `B` sequences, `N` all tokens of the batch end to end, `K` most new tokens.
+Legend: `B` sequences, `N` all tokens of the batch end to end, `K` maximum number of new tokens.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Completions:
-    """What was drawn for B prompts."""
+    """Completions of B prompts."""
 
     tokens_BK: Tensor
-    """int64; what is beyond a completion's length means nothing."""
+    """[B, K] int64 token ids. Entries beyond the length of a completion are undefined."""
     logprob_BK: Tensor
-    """float32, of the tokens drawn."""
+    """[B, K] float32 log-probabilities of the sampled tokens, in nats."""
     length_B: Tensor
-    """int64, the end token included."""
+    """[B] int64 lengths of the completions, end tokens included."""
     ended_B: Tensor
-    """bool: an end token came."""
+    """[B] bool, True if the completion ended with an end token."""
 
 
 class WeightVersions(ABC):
-    """Which weights an engine has, and which it may be given."""
+    """Version of an engine's weights, and checks of the versions that it may receive."""
 
     holds_adapters = False
-    """It keeps the weights that it loaded, and is given low-rank adapters, which it adds to them."""
+    """True if the engine keeps the weights that it loaded, and receives low-rank adapters that it adds to them."""
 
     def __init__(self) -> None:
         self._weight_version = 0
@@ -48,31 +48,35 @@ class WeightVersions(ABC):
 
     @property
     def weight_version(self) -> int:
-        """Version of the weights in use; 0 = as loaded."""
+        """Version of the weights in use. 0 denotes the weights that were loaded."""
         return self._weight_version
 
     @property
     def has_weights(self) -> bool:
-        """Whether it has all weights of a version; not after `sleep` has dropped them, or an error of `receive`."""
+        """True if the engine has all weights of a version. False after `sleep` has discarded them, and after an error
+        in `receive`.
+        """
         return not self._damaged
 
     def sent_digests(self, handle: WeightHandle) -> dict[str, str] | None:
-        """Of a version that the ranks have sent, and whose own handle comes now; None: it is not here yet."""
+        """Return the digests of a version that the ranks have sent already and whose handle arrives now. None: the
+        version has not been received yet.
+        """
         if self._sent is None or self._sent[0] != handle.version or self._damaged or handle.is_sent:
             return None
         return self._sent[1]
 
     @abstractmethod
     def _parameters(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Of every name that a parameter has: which parameter it is (tied ones are the same), and its shape."""
+        """Return the identity and the shape of each parameter by name. Tied parameters have the same identity."""
 
     def check_receivable(self, handle: WeightHandle) -> None:
-        """See that a version fits, before anything is copied.
+        """Check before copying that a version fits this engine.
 
         Raises:
-            ValueError: it is older than the one in use, has names or shapes that are not this model's, or is adapters
-                where weights are wanted, or the reverse.
-            FileNotFoundError: it is gone.
+            ValueError: the version is older than the one in use; its names or shapes differ from the model's; or it
+                contains adapters where the engine takes full weights, or the reverse.
+            FileNotFoundError: the version has been unlinked.
         """
         from components.weights.publisher import weight_shapes
 
@@ -87,8 +91,9 @@ class WeightVersions(ABC):
                 f"version {handle.version} is {kinds[0]}, and this engine takes {kinds[1]}; make it with the lora_rank "
                 "of the trainer for adapters, and without for weights"
             )
+        # Names and shapes are sent with the weights. They are checked when the handle of the written version arrives.
         if handle.is_sent:
-            return  # names and shapes come with the weights, and are looked at with the version's own handle
+            return
         unfit = adapter_misfit if self.holds_adapters else misfit
         fault = unfit(weight_shapes(handle), self._parameters())
         if fault:
@@ -98,10 +103,10 @@ class WeightVersions(ABC):
             )
 
     def received(self, handle: WeightHandle, digests: dict[str, str] | None) -> None:
-        """Note that a version is in use, once its digests, where there are some, are the publisher's.
+        """Verify the digests of a received version, if there are any, and record that the version is in use.
 
         Raises:
-            RuntimeError: they are not.
+            RuntimeError: a digest differs from the publisher's.
         """
         if handle.is_sent:
             self._sent = handle.version, digests or {}
@@ -117,40 +122,45 @@ class WeightVersions(ABC):
 
     @staticmethod
     def _can_free() -> bool:
-        """Whether there is memory of a GPU to be given back."""
+        """True if the engine uses GPU memory that it could free."""
         return torch.cuda.is_available()
 
     def _check_ready(self) -> None:
-        """See that something can be drawn."""
+        """Raise an error if the engine cannot generate now.
+
+        Raises:
+            ValueError: the engine is asleep, or its weights are incomplete.
+        """
         if self._asleep:
             raise ValueError("this engine sleeps; call wake() before anything is generated")
+        # Some parameters may be of one version and some of another.
         if self._damaged:
             raise ValueError("the weights of this engine are not those of any version; receive one before you generate")
 
 
 class RolloutEngine(WeightVersions):
-    """Draws completions; holds its own copy of the weights, replaced by `receive`."""
+    """Engine that generates completions with its own copy of the weights, which `receive` replaces."""
 
     positions: int | None = None
-    """Tokens of prompt and completion together, at most; None: any number."""
+    """Maximum number of tokens of prompt and completion together that the model supports. None: no limit."""
     max_tokens: int | None = None
-    """Maximum number of tokens of prompt and completion together that the user sets, or None. A completion has at least
-    one token."""
+    """Maximum number of tokens of prompt and completion together that the user sets, or None. A completion always has
+    at least one token."""
 
     def generate(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
-        """Draw one completion for each prompt.
+        """Generate one completion for each prompt.
 
         Args:
-            prompts: column `tokens`; per sequence `prompt_id` and `sample_id`, int64, which together with
-                `sampling.seed` and `.step` fix the random numbers; perhaps `max_new_tokens`, int64, each row's own
-                limit, 1 to `sampling.max_new_tokens`. All per-sequence and object columns are carried through.
-            sampling: how to draw.
+            prompts: per token: column `tokens`. Per sequence: `prompt_id` and `sample_id`, int64, which together with
+                `sampling.seed` and `.step` determine the random numbers; optionally `max_new_tokens`, int64, the limit
+                of each row from 1 to `sampling.max_new_tokens`. All per-sequence and object columns are returned too.
+            sampling: sampling parameters.
 
         Returns:
             Batch in the order of `prompts`. Per token: `tokens` (prompt, completion, end token),
             `action_mask` (True on the completion, end token included), `rollout_logprob` (float32, at the
-            sampling temperature, among the tokens that could be drawn; 0 on the prompt). Per sequence: `prompt_length`,
-            `truncated` (no end token came), `weight_version`.
+            sampling temperature, normalized over the tokens that could be sampled; 0 on the prompt). Per sequence:
+            `prompt_length`, `truncated` (True without an end token), `weight_version`.
         """
         if self.max_tokens is None:
             return self._generate(prompts, sampling)
@@ -163,47 +173,50 @@ class RolloutEngine(WeightVersions):
 
     @abstractmethod
     def _complete(self, prompts: Batch, sampling: SamplingConfig) -> Completions:
-        """Draw for prompts that have been checked; there may be none."""
+        """Generate completions for prompts that have been checked. There may be no prompts."""
 
     def gpu_memory(self) -> dict[str, float]:
-        """See `peak_gpu_memory`; of the first of its processes, which are alike."""
+        """Return the peak GPU memory of the engine's first process; see `peak_gpu_memory`. The others are alike."""
         return peak_gpu_memory()
 
     def receive(self, handle: WeightHandle, verify: bool = False) -> None:
-        """Copy published weights over the engine's own.
+        """Replace the engine's weights by a published version.
 
         Args:
-            handle: of the version.
-            verify: compare each tensor's digest with the publisher's, which must have made them.
+            handle: handle of the version.
+            verify: compare the digest of each tensor with the publisher's. The version must be published with digests.
 
         Raises:
-            ValueError: an older version than the one in use, or names or shapes that are not this model's; nothing was
-                copied then.
-            FileNotFoundError: the version is gone.
-            RuntimeError: with `verify`, something else has arrived than was published.
+            ValueError: the version is older than the one in use, or its names or shapes differ from the model's.
+                Nothing has been copied then.
+            FileNotFoundError: the version has been unlinked.
+            RuntimeError: with `verify`, a received tensor differs from the published one.
 
-        After an error in the middle of the copying nothing is generated until a version has arrived whole.
+        After an error during the copy, the engine generates nothing until it has received a complete version.
         """
         self.check_receivable(handle)
         digests = self.sent_digests(handle)
         if digests is None:
+            # If the copy fails, some parameters are of another version, and generation must be refused.
             self._damaged = True
             digests = self._load(handle, verify)
         self.received(handle, digests if verify else None)
 
     @abstractmethod
     def _load(self, handle: WeightHandle, with_digests: bool) -> dict[str, str]:
-        """Take over weights that fit; with digests: those of what has arrived, by published name."""
+        """Copy weights that have been checked. Return the digest of each received tensor by its published name, or an
+        empty dict if `with_digests` is False.
+        """
 
     def sleep(self, level: int = 1) -> int:
-        """Free the accelerator's memory until `wake`.
+        """Free the engine's GPU memory until `wake`.
 
         Args:
-            level: 1: the weights wait in host memory; 2: they are dropped, where the engine can, and have to be
-                received again before anything is generated.
+            level: 1: keep the weights in host memory. 2: discard them, if the engine supports it; weights must then be
+                received before the next generation.
 
         Returns:
-            Bytes of GPU memory that were given back. 0 on a CPU, where nothing is freed.
+            Number of bytes of GPU memory that were freed. 0 on a CPU, where nothing is freed.
         """
         if self._asleep or not self._can_free():
             self._asleep = True
@@ -216,7 +229,7 @@ class RolloutEngine(WeightVersions):
         """Undo `sleep`.
 
         Args:
-            for_weights: only as far as weights can be received; the engine continues sleeping otherwise.
+            for_weights: restore only what is needed to receive weights. The engine remains asleep otherwise.
         """
         if self._asleep and self._can_free():
             self._wake(for_weights)
@@ -224,14 +237,14 @@ class RolloutEngine(WeightVersions):
 
     @abstractmethod
     def _sleep(self, level: int) -> int:
-        """Move or drop what is on the GPU; returns how many bytes."""
+        """Move the engine's tensors off the GPU, or discard them. Return the number of bytes freed."""
 
     @abstractmethod
     def _wake(self, for_weights: bool) -> None:
-        """Bring it back."""
+        """Restore the engine's tensors on the GPU."""
 
     def close(self) -> None:
-        """End what the engine has started; it cannot be used afterwards."""
+        """Stop the engine's threads and processes. It cannot be used afterwards."""
 
     def _check(self, prompts: Batch, sampling: SamplingConfig) -> None:
         self._check_ready()
@@ -261,11 +274,11 @@ class RolloutEngine(WeightVersions):
             )
 
     def _assemble(self, prompts: Batch, drawn: Completions) -> Batch:
-        """Put prompts and completions together."""
+        """Return the batch of prompts with their completions, as `generate` describes it."""
         lengths_B = prompts.lengths + drawn.length_B
         start_B = lengths_B.cumsum(0) - lengths_B
         total, most = int(lengths_B.sum()), drawn.tokens_BK.shape[1]
-        # Where each prompt token, and each new token (row by row), goes in the result.
+        # Positions in the result of all prompt tokens, and of all new tokens row by row.
         prompt_N = torch.arange(prompts.num_tokens) + (start_B - prompts.offsets[:-1])[prompts.sequence_ids]
         inside_BK = torch.arange(most) < drawn.length_B[:, None]
         new_N = ((start_B + prompts.lengths)[:, None] + torch.arange(most))[inside_BK]
@@ -278,20 +291,28 @@ class RolloutEngine(WeightVersions):
             "rollout_logprob": torch.zeros(total).index_copy_(0, new_N, drawn.logprob_BK[inside_BK]),
         }
         version_B = torch.full((len(prompts),), self._weight_version, dtype=torch.int64)
-        own = {"prompt_length": prompts.lengths, "truncated": ~drawn.ended_B, "weight_version": version_B}
-        return Batch(lengths_B, per_token, {**prompts.per_sequence, **own}, prompts.objects)
+        added = {"prompt_length": prompts.lengths, "truncated": ~drawn.ended_B, "weight_version": version_B}
+        return Batch(lengths_B, per_token, {**prompts.per_sequence, **added}, prompts.objects)
 
 
 def limits(prompts: Batch, sampling: SamplingConfig) -> Tensor:
-    """[B] int64, how many tokens each prompt may be given: its own `max_new_tokens`, or that of the sampling."""
+    """Return the maximum number of new tokens of each prompt, [B] int64: its column `max_new_tokens`, or that of
+    `sampling`.
+    """
     if "max_new_tokens" in prompts:
         return prompts["max_new_tokens"]
     return torch.full((len(prompts),), sampling.max_new_tokens)
 
 
 def misfit(shapes: dict[str, tuple[int, ...]], parameters: dict[str, tuple[int, tuple[int, ...]]]) -> str:
-    """What is wrong with weights of these names and shapes for a model of these parameters; empty when nothing is."""
-    # With tied embeddings two names lead to one parameter, and the publisher sends one of them, or both.
+    """Return a message if published weights do not fit the parameters of a model; otherwise an empty string.
+
+    Args:
+        shapes: shape of each published weight by name.
+        parameters: identity and shape of each parameter by name.
+    """
+    # Tied embeddings have two names and one identity. The publisher sends one of the names, or both, so a parameter is
+    # missing only if neither name of it is present.
     present = {parameters[name][0] for name in shapes.keys() & parameters.keys()}
     missing = sorted(name for name, (identity, _) in parameters.items() if identity not in present)
     unknown = sorted(shapes.keys() - parameters.keys())
@@ -306,8 +327,11 @@ def misfit(shapes: dict[str, tuple[int, ...]], parameters: dict[str, tuple[int, 
 
 
 def adapter_misfit(shapes: dict[str, tuple[int, ...]], parameters: dict[str, tuple[int, tuple[int, ...]]]) -> str:
-    """What is wrong with adapters, by the names of peft's files, for a model of these parameters; empty when nothing
-    is.
+    """Return a message if adapters do not fit the parameters of a model; otherwise an empty string.
+
+    Args:
+        shapes: shape of each adapter matrix by its name in peft's files.
+        parameters: identity and shape of each parameter by name.
     """
     faults = []
     for name, shape in sorted(shapes.items()):

@@ -1,8 +1,8 @@
-"""Generation with a transformers model in this process: exact, and fast for tiny models.
+"""Rollout engine `hf`: a transformers model in this process. It is exact, and fast for tiny models.
 
 Legend: `B` sequences, `N` all tokens of the batch end to end, `R` rows that are generated together, `U`
-different prompts among them, `S` longest prompt among them, `A` rows still in the cache, `K` most new tokens, `J`
-tokens that follow, `V` vocabulary.
+distinct prompts among them, `S` length of the longest prompt among them, `A` rows still in the cache, `K` maximum
+number of new tokens, `J` following tokens, `V` vocabulary.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import DynamicCache
 
-# Float64 probabilities of all rows at once would be the largest thing in memory for a large vocabulary.
+# Maximum number of float64 probabilities that are computed at a time. With a large vocabulary, those of all rows
+# together would be the largest tensor in memory.
 _CHUNK_ELEMENTS = 2**25
-# Finished rows leave when no more than this share of the cache is unfinished: leaving takes a few operations.
+# Finished rows are removed from the cache when at most this share of its rows is unfinished. Removing rows copies the
+# cache, so removing each row at once would cost more than it saves.
 _DROP_BELOW = 31 / 32
-# Random numbers of so many tokens are made together.
+# Number of token positions for which random numbers are computed together. One call per token would take longer.
 _AHEAD = 32
 
 
 class _Rows:
-    """R rows being generated: what they have, and which of them are still in the cache."""
+    """State of R rows that are being generated: their tokens, and the rows that are still in the cache."""
 
     def __init__(self, prompts: Batch, sampling: SamplingConfig, device: torch.device) -> None:
         max_new_tokens = sampling.max_new_tokens
@@ -54,10 +56,10 @@ class _Rows:
         self.limit_R = self.length_R.clone() if "max_new_tokens" in prompts else None
         self.ended_R = torch.zeros(len(prompts), dtype=torch.bool, device=device)
         self.cached_A = torch.arange(len(prompts), device=device)
-        """Places among the R of the A rows in the cache, in the cache's order."""
+        """[A] int64, indices among the R rows of the rows in the cache, in the order of the cache."""
 
     def draw(self, logits_AV: Tensor, k: int, sampling: SamplingConfig, end_tokens: Tensor) -> Tensor:
-        """Append the k-th new token to the cached rows; returns it, [A]."""
+        """Sample the k-th new token of each row in the cache, append it, and return the tokens, [A] int64."""
         if k % _AHEAD == 0:
             ids = self.prompt_id_R[:, None], self.sample_id_R[:, None]
             positions = self.prompt_length_R[:, None] + range(k, k + _AHEAD)
@@ -66,30 +68,30 @@ class _Rows:
         token_A, logprob_A = _draw(logits_AV, sampling, uniform_A)
         self.tokens_RK[self.cached_A, k] = token_A
         self.logprob_RK[self.cached_A, k] = logprob_A
-        # Rows that are finished stay in the cache for a while: what they draw lies beyond their length.
+        # Finished rows remain in the cache for a while. Their further tokens are beyond their length and are ignored.
         ends_A = torch.isin(token_A, end_tokens) & self.unfinished(k)
         self.length_R[self.cached_A[ends_A]] = k + 1
         self.ended_R[self.cached_A[ends_A]] = True
         return token_A
 
     def unfinished(self, k: int) -> Tensor:
-        """[A] bool: a k-th new token is to be drawn."""
+        """Return [A] bool, True for the rows that need a k-th new token."""
         open_A = ~self.ended_R[self.cached_A]
         return open_A if self.limit_R is None else open_A & (self.limit_R[self.cached_A] > k)
 
 
 class HFRolloutEngine(RolloutEngine):
-    """A transformers model, and a loop around it."""
+    """Rollout engine that generates with a transformers model in this process."""
 
     def __init__(self, model_path: str | Path, config: HFRolloutConfig | None = None) -> None:
         """
         Args:
-            model_path: folder or hub name of a causal model; for the tokens that end a response see end_tokens.py.
-            config: of this engine.
+            model_path: folder or hub name of a causal model. See end_tokens.py for the tokens that end a response.
+            config: configuration of the engine. Default: `HFRolloutConfig()`.
         """
         super().__init__()
         self.config = config or HFRolloutConfig()
-        # With its number: another thread may have another current device.
+        # With its index, because the engine may run in another thread, whose current device may be another.
         self.device = compute_device()
         self.model: Any = load_policy(model_path, dtype=self.config.weights_dtype).eval().requires_grad_(False)
         round_products(self.model, self.config.precision)
@@ -103,6 +105,7 @@ class HFRolloutEngine(RolloutEngine):
         self.positions = getattr(self.model.config, "max_position_embeddings", None)
 
     def _complete(self, prompts: Batch, sampling: SamplingConfig) -> Completions:
+        # Rows of similar length are generated together, so that little of a chunk is padding.
         order_B = prompts.lengths.argsort(stable=True)
         chunks = order_B.split(self.config.max_num_seqs) if len(prompts) else ()
         with torch.inference_mode():
@@ -126,7 +129,8 @@ class HFRolloutEngine(RolloutEngine):
         for name, tensor in read_weights(handle, writable=False):
             target = targets[name].data.copy_(tensor)
             if with_digests:
-                # Of the weights in use, unless they are of another type than those that came.
+                # The digest of the weights in use also detects an error of the copy. With another dtype it would always
+                # differ, so the received tensor is used then.
                 digests[name] = digest(target if target.dtype == tensor.dtype else tensor)
         return digests
 
@@ -140,11 +144,11 @@ class HFRolloutEngine(RolloutEngine):
         self._copies = HostCopies(held, weights if level == 2 else (), self.device.type)
         return self._copies.nbytes
 
-    def _wake(self, for_weights: bool) -> None:  # noqa: ARG002 - it has nothing else
+    def _wake(self, for_weights: bool) -> None:  # noqa: ARG002 - the weights are all it has
         self._copies.restore()
 
     def _generate_rows(self, prompts: Batch, sampling: SamplingConfig) -> _Rows:
-        """Generate all rows together; a row leaves the cache soon after its last token."""
+        """Generate all rows together. A row is removed from the cache soon after its last token."""
         rows = _Rows(prompts, sampling, self.device)
         cache, logits_AV, mask_AS = self._prefill(prompts, sampling.max_new_tokens)
         position_A, longest = prompts.lengths.to(self.device), int(prompts.lengths.max())
@@ -170,13 +174,13 @@ class HFRolloutEngine(RolloutEngine):
         return rows
 
     def _prefill(self, prompts: Batch, max_new_tokens: int) -> tuple[DynamicCache, Tensor, Tensor | None]:
-        """Read the prompts, each different one once.
+        """Compute the prompts, each distinct one once.
 
         Returns:
-            The cache of all R rows; their logits, [R, V]; their attention mask over the slots of the prompts
-            and of all new tokens, [R, S + K], or None when no row is padded.
+            The cache of all R rows; the logits after their last tokens, [R, V]; the attention mask over the positions
+            of the prompts and of all new tokens, [R, S + K], or None if no row is padded.
         """
-        # Padding is told from token 0 by -1, or [0, 5] and [5] would be the same row.
+        # Padding is -1, because with 0 the left-padded rows [0, 5] and [5] would be the same.
         tokens_RS = prompts.padded("tokens", -1, side="left").to(self.device, torch.int64)
         tokens_US, place_R = tokens_RS.unique(dim=0, return_inverse=True)
         real_US = tokens_US >= 0
@@ -190,13 +194,16 @@ class HFRolloutEngine(RolloutEngine):
             use_cache=True,
             logits_to_keep=1,
         ).logits
+        # The samples of a prompt share its computation: the cache of each distinct prompt is copied to its rows.
         cache.batch_select_indices(place_R)
         mask_RS = nn.functional.pad(real_US[place_R].long(), (0, max_new_tokens), value=1) if padded else None
         return cache, logits_U1V[place_R, -1], mask_RS
 
 
 def _fill_gaps(unfinished_A: Tensor, remaining: int) -> Tensor:
-    """[remaining] places of the unfinished rows, so ordered that few rows move: the last ones fill the gaps."""
+    """Return the indices of the unfinished rows, [remaining] int64. The last rows fill the gaps of finished ones, so
+    that few rows move.
+    """
     keep = torch.arange(remaining, device=unfinished_A.device)
     gaps = (~unfinished_A[:remaining]).nonzero().squeeze(1)
     keep[gaps] = remaining + unfinished_A[remaining:].nonzero().squeeze(1)
@@ -204,9 +211,21 @@ def _fill_gaps(unfinished_A: Tensor, remaining: int) -> Tensor:
 
 
 def _draw(logits_AV: Tensor, sampling: SamplingConfig, uniform_A: NDArray[np.float64]) -> tuple[Tensor, Tensor]:
-    """One token for each row by inversion of its cumulative distribution, and its float32 log-probability.
+    """Sample one token for each row, by inversion of its cumulative distribution.
 
-    In float64: with 100,000 tokens the steps of a float32 sum are larger than many probabilities.
+    The distribution is summed in float64. With 100,000 tokens, the rounding error of a float32 sum exceeds many of the
+    probabilities.
+
+    Args:
+        logits_AV: [A, V] logits.
+        sampling: sampling parameters.
+        uniform_A: [A] uniform random numbers in [0, 1).
+
+    Returns:
+        [A] int64 tokens, and [A] float32 log-probabilities in nats.
+
+    Raises:
+        FloatingPointError: a row has a logit that is not a number.
     """
     logprob_AV = logits_AV.float()
     if sampling.temperature not in (0, 1):
@@ -214,7 +233,7 @@ def _draw(logits_AV: Tensor, sampling: SamplingConfig, uniform_A: NDArray[np.flo
     if not sampling.is_whole:
         logprob_AV = _likeliest(logprob_AV, sampling.top_p, sampling.top_k)
     logprob_AV = logprob_AV.log_softmax(-1)
-    # One logit that is no number makes its whole row so.
+    # A single NaN makes its whole row NaN in log_softmax, so the first column shows it.
     if bool(logprob_AV[:, 0].isnan().any()):
         raise FloatingPointError(
             "the policy's logits are not finite: its weights have diverged, or were damaged; go back to an earlier "
@@ -231,11 +250,13 @@ def _draw(logits_AV: Tensor, sampling: SamplingConfig, uniform_A: NDArray[np.flo
 
 
 def _likeliest(logits_AV: Tensor, top_p: float, top_k: int) -> Tensor:
-    """[A, V] logits, those of tokens that may not be drawn -inf: first by top_k, then by top_p among what is left."""
+    """Return [A, V] logits with -inf for the tokens that top_k excludes, and that top_p then excludes among the
+    rest.
+    """
     sorted_AV, token_AV = logits_AV.sort(dim=-1, descending=True, stable=True)
     if top_k:
         sorted_AV[:, top_k:] = -torch.inf
-    # A token stays while those before it have not reached the sum: the likeliest always does.
+    # A token is kept while the sum of the more likely tokens is below top_p, so the most likely token is always kept.
     before_AV = sorted_AV.softmax(-1).cumsum(-1).roll(1, -1)
     before_AV[:, 0] = 0
     sorted_AV[before_AV >= top_p] = -torch.inf
@@ -243,7 +264,10 @@ def _likeliest(logits_AV: Tensor, top_p: float, top_k: int) -> Tensor:
 
 
 def _invert(logprob_AV: Tensor, uniform_A: Tensor) -> Tensor:
-    """[A] first token whose cumulative probability exceeds the uniform number: never an impossible one."""
+    """Return the first token whose cumulative probability exceeds the uniform number, [A] int64.
+
+    A token with probability 0 is never returned.
+    """
     cumulative_AV = logprob_AV.double().exp().cumsum(-1)
     threshold_A1 = (uniform_A * cumulative_AV[:, -1])[:, None]
     return torch.searchsorted(cumulative_AV, threshold_A1, right=True).squeeze(1)

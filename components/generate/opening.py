@@ -1,5 +1,7 @@
-"""Rollout engines, opened by the name that their configuration has. Engines of plug-ins are imported only when needed;
-transformers at once: it takes seconds, in which other roles of a run have their set-up.
+"""Creation of the rollout engine that a configuration names.
+
+Engines of plug-ins are imported only when they are needed. transformers is imported at once, which takes seconds, while
+other roles of the run are set up.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def open_rollout_engine(model_path: str | Path, config: RolloutConfig) -> RolloutEngine:
-    """Return the engine of a configuration, with the weights at `model_path`.
+    """Return the rollout engine of a configuration, with the weights at `model_path`.
 
     A plug-in provides the class of its engine as the `rollout engine` of the configuration's NAME.
 
     Args:
-        model_path: folder or hub name of a causal model; for the tokens that end a response see end_tokens.py.
+        model_path: folder or hub name of a causal model. See end_tokens.py for the tokens that end a response.
         config: configuration of the engine.
     """
     if config.NAME == HFRolloutConfig.NAME:

@@ -1,4 +1,4 @@
-"""The calls that a rollout role makes to what generates: a rollout engine, or the runner of an agent's episodes."""
+"""Interface between a rollout role and its generator: a rollout engine, or the runner of an agent's episodes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
 
 class Sampler(Protocol):
-    """Generates rollouts with the weights that it has received last."""
+    """Generator of rollouts with the weights that it received last."""
 
     @property
     def weight_version(self) -> int:
-        """Version of the weights that are in use."""
+        """Version of the weights in use."""
         ...
 
     @property
     def has_weights(self) -> bool:
-        """False after a sleep that dropped the weights."""
+        """False after a `sleep` that discarded the weights."""
         ...
 
     def generate(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
@@ -45,16 +45,16 @@ class Sampler(Protocol):
         ...
 
     def close(self) -> None:
-        """End what the engine has started."""
+        """Stop the threads and processes of the generator."""
         ...
 
 
 @dataclass(frozen=True)
 class Collected:
-    """Rollouts that have finished since the last call."""
+    """Rollouts that have finished since the last call of `collect`."""
 
     batch: Batch | None
-    """Whole groups, all samples of a prompt side by side, in the order in which they finished."""
+    """Complete groups in the order in which they finished. The samples of a prompt are adjacent."""
     in_flight: list[int]
     """The `prompt_id` of each group that is still being generated."""
 
@@ -63,9 +63,9 @@ class GroupSampler(Sampler, Protocol):
     """A sampler whose rollouts stay in flight between calls."""
 
     def begin(self, prompts: Batch, sampling: SamplingConfig) -> None:
-        """Begin the rollouts of whole groups, which continue during later calls."""
+        """Start the rollouts of whole groups, which continue during later calls."""
         ...
 
     def collect(self, seconds: float) -> Collected:
-        """Continue until a group has finished, for at most `seconds`."""
+        """Generate until a group has finished, for at most `seconds`."""
         ...

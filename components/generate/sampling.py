@@ -1,7 +1,7 @@
-"""Random numbers for sampling as a pure function of where they are used.
+"""Random numbers for sampling, as a pure function of the position at which they are used.
 
-There is no generator state, so nothing that changes the order of work (batching, number of engines, resuming)
-changes the tokens.
+There is no generator state. The tokens therefore do not depend on the order of the work: on batching, the number of
+engines, or a resumed run.
 
 Legend: `B` sequences.
 """
@@ -21,7 +21,7 @@ _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """One output of splitmix64 for each state: a bijection of words in which every bit matters."""
+    """Return the output of splitmix64 for each state. It is a bijection, and every input bit affects the output."""
     mixed = state + _GOLDEN_GAMMA
     mixed = (mixed ^ (mixed >> np.uint64(30))) * _MULTIPLIERS[0]
     mixed = (mixed ^ (mixed >> np.uint64(27))) * _MULTIPLIERS[1]
@@ -31,17 +31,17 @@ def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def uniform(
     seed: int, step: int, prompt_id_B: ArrayLike, sample_id_B: ArrayLike, position: ArrayLike
 ) -> NDArray[np.float64]:
-    """Uniform numbers that depend on the five arguments only.
+    """Return uniform random numbers that depend only on the five arguments.
 
-    Each argument in turn is added to the mixed hash of those before it, so that (step 1, prompt 2) and (step
-    2, prompt 1) have nothing in common.
+    Each argument in turn is added to the mixed hash of the arguments before it, so that the numbers of (step 1, prompt
+    2) and (step 2, prompt 1) are unrelated.
 
     Args:
-        seed: of the run.
+        seed: seed of the run.
         step: generation step.
-        prompt_id_B: [B] integers.
-        sample_id_B: [B] integers, which of a prompt's samples.
-        position: index of the drawn token in its sequence, prompt included; one for all or [B].
+        prompt_id_B: [B] integers, ids of the prompts.
+        sample_id_B: [B] integers, index of each sample among those of its prompt.
+        position: index of the sampled token in its sequence, prompt included; a single number or [B].
 
     Returns:
         [B] float64 in [0, 1), multiples of 2**-53. Arguments of several dimensions are broadcast.
@@ -52,8 +52,9 @@ def uniform(
 def request_seeds(
     seed: int, step: int, prompt_id_B: ArrayLike, sample_id_B: ArrayLike, position_B: ArrayLike
 ) -> NDArray[np.int64]:
-    """[B] seeds, 0 to 2**62 - 1, for an engine that draws a whole completion from one; the arguments are those of
-    `uniform` at its first token.
+    """Return [B] seeds from 0 to 2**62 - 1, for an engine that samples a whole completion from one seed.
+
+    The arguments are those of `uniform` for the first token of the completion.
     """
     return (_hash(seed, step, prompt_id_B, sample_id_B, position_B) >> np.uint64(2)).astype(np.int64)
 
@@ -67,5 +68,5 @@ def _hash(*parts: ArrayLike) -> NDArray[np.uint64]:
 
 
 def _as_words(integers: ArrayLike) -> NDArray[np.uint64]:
-    """Two's complement, so that negative ids are as good as others."""
+    """Return the integers as unsigned 64-bit words in two's complement, so that negative ids are valid."""
     return np.atleast_1d(np.asarray(integers, dtype=np.int64)).view(np.uint64)

@@ -1,4 +1,4 @@
-"""Choice of the attention implementation that a model is loaded with. Nothing here needs torch."""
+"""Choice of the attention implementation that a model is loaded with. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ import importlib.util
 from components.installed import is_there
 
 
-def choose_attention(asked: str | None, gpus: int) -> str | None:
-    """The attention kernels to load models with: those asked for, and sdpa in place of flash attention that cannot run
-    there; of `auto` flash attention where it can run, else transformers' own choice, which is None.
+def choose_attention(requested: str | None, gpus: int) -> str | None:
+    """Return the attention implementation to load models with, or None for transformers' default.
+
+    Args:
+        requested: requested implementation. Flash attention that cannot run is replaced by sdpa. `auto` selects flash
+            attention if it can run, and transformers' default otherwise.
+        gpus: number of GPUs.
     """
-    if asked == "auto":
+    if requested == "auto":
         return "flash_attention_2" if gpus and importlib.util.find_spec("flash_attn") is not None else None
-    return "sdpa" if attention_note(asked, gpus) else asked
+    return "sdpa" if attention_note(requested, gpus) else requested
 
 
-def attention_note(asked: str | None, gpus: int) -> str:
-    """Why sdpa is used in place of the attention that is asked for; empty where it is not."""
-    if asked is None or not asked.startswith("flash_attention"):
+def attention_note(requested: str | None, gpus: int) -> str:
+    """Return the reason why sdpa replaces the requested attention; empty if it does not."""
+    if requested is None or not requested.startswith("flash_attention"):
         return ""
     if not gpus:
-        return f"attn_implementation={asked} needs a GPU, and there is none: sdpa is used"
-    if asked == "flash_attention_2" and not is_there("flash_attn"):
-        return f"attn_implementation={asked} needs the package flash_attn, which is not installed: sdpa is used"
+        return f"attn_implementation={requested} needs a GPU, and there is none: sdpa is used"
+    if requested == "flash_attention_2" and not is_there("flash_attn"):
+        return f"attn_implementation={requested} needs the package flash_attn, which is not installed: sdpa is used"
     return ""

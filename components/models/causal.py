@@ -1,8 +1,8 @@
 """Causal language models over ragged batches: log-probabilities of tokens, and values of states.
 
-Legend: `B` sequences, `T` longest sequence, `N` all tokens of the batch end to end, `M = N - B` tokens that
-have a token before them, `U` places of a row in which sequences share what they begin with, `E` what is read of it,
-`V` vocabulary.
+Legend: `B` sequences, `T` length of the longest sequence, `N` all tokens of the batch end to end, `M = N - B` tokens
+that have a predecessor, `U` positions of a row in which sequences share their common prefix, `E` entries that are read
+from the row, `V` vocabulary.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ class TokenOutput:
     logprob_N: Tensor
     """[N] float32, in nats; 0 for the first token of a sequence."""
     entropy_N: Tensor | None
-    """[N] float32, in nats, of the distribution the token was drawn from; None unless asked for."""
+    """[N] float32, in nats, entropy of the distribution from which the token was sampled, or None."""
 
 
 def token_logprobs(model: nn.Module, batch: Batch, temperature: float = 1.0, with_entropy: bool = False) -> TokenOutput:
-    """Log-probability of each token of `batch` given the tokens before it.
+    """Return the log-probability of each token of `batch` given the tokens before it.
 
-    They are computed from the states that the output layer is given, so that the logits of all tokens never exist;
-    from the logits where the model changes them, where the output layer has an adapter, and where the model was not
-    loaded by `load_policy`.
+    It is computed from the inputs of the output layer, so that the logits of all tokens are never held in memory. Whole
+    logits are computed if the model changes them, if the output layer has an adapter, and if the model was not loaded
+    by `load_policy`.
 
     Args:
-        model: causal language model, or an engine around one; gradients flow where they are enabled.
-        batch: with column `tokens`; only padding is made here, so the batch should be one micro-batch.
-        temperature: logits are divided by it; 0 (greedy) counts as 1.
+        model: causal language model, or an engine around one. Gradients flow if they are enabled.
+        batch: column `tokens`. The batch should be one micro-batch, because it is not split here.
+        temperature: sampling temperature, by which logits are divided. 0 (greedy) counts as 1.
         with_entropy: also compute the entropy, which costs a second pass over the logits.
     """
     slices = row_slices(model)
-    # Where whole logits are read, or ranks share the row, each place is read once.
+    # If whole logits are read, or ranks share the row, each position can be read only once.
     one_follower = slices.is_sliced or plain_head(model) is None
     call = _predecessors(model, batch, one_follower=one_follower)
     places = call.inputs["input_ids"].numel()
@@ -66,11 +66,13 @@ def token_logprobs(model: nn.Module, batch: Batch, temperature: float = 1.0, wit
 
 
 def _once_per_place(place_M: Tensor, label_M: Tensor, places: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Read each place of a row once, though several tokens follow it: it has one label, and where sequences continue
-    differently, the other labels come after all places.
+    """Return entries that read each position of a row once, although several tokens may follow it.
+
+    Each position has one label. If sequences continue differently after it, its further labels are entries after all
+    positions.
 
     Returns:
-        [E] places; [E] their labels; [M] the entry of each of the [M] pairs of place and label.
+        [E] positions; [E] their labels; [M] index of the entry of each of the M pairs of position and label.
     """
     place_U = torch.arange(places, device=place_M.device)
     label_U = torch.zeros_like(place_U).scatter_(0, place_M, label_M)
@@ -83,7 +85,7 @@ def _once_per_place(place_M: Tensor, label_M: Tensor, places: int) -> tuple[Tens
 def _read(
     model: nn.Module, inputs: dict[str, Any], state_M: Tensor, label_M: Tensor, scale: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Call the model: [M] log-probabilities of the labels after these states, and [M] entropies or None."""
+    """Call the model. Return [M] log-probabilities of the labels after these states, and [M] entropies or None."""
     head = plain_head(model)
     if head is None:
         logits_RV = model(**inputs).logits.flatten(0, 1)
@@ -94,18 +96,18 @@ def _read(
 
 
 def policy_logprobs(model: nn.Module, batch: Batch, temperature: float = 1.0) -> Tensor:
-    """[N] of `token_logprobs` alone."""
+    """Return the log-probabilities of `token_logprobs`, [N] float32 in nats."""
     return token_logprobs(model, batch, temperature).logprob_N
 
 
 def token_values(model: nn.Module, batch: Batch) -> Tensor:
-    """[N] float32: value of the state before each token; 0 for the first token of a sequence."""
+    """Return the value of the state before each token, [N] float32; 0 for the first token of a sequence."""
     call = _predecessors(model, batch)
     return _scatter(_row_values(model, call.inputs)[call.state_M], call.follower_M, batch.num_tokens)
 
 
 def state_values(model: nn.Module, batch: Batch) -> Tensor:
-    """[N] float32: value of the state after each token."""
+    """Return the value of the state after each token, [N] float32."""
     layout = layout_of(model)
     if layout.is_packed:
         inputs, place_N = packed_inputs(batch, layout)
@@ -115,19 +117,19 @@ def state_values(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _row_values(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-    """Return the values of all states of a call, laid flat."""
+    """Return the values of all states of a call, flattened."""
     slices = row_slices(model)
     return slices.gather(model(**slices.own_inputs(inputs)).flatten(), inputs["input_ids"].numel())
 
 
 class _Call(NamedTuple):
-    """A call of a model, and where in its output the state before each token is."""
+    """Arguments of a model call, and the positions in its output of the states before each token."""
 
     inputs: dict[str, Any]
     state_M: Tensor
-    """[M] int64, among all states, the place of the token before."""
+    """[M] int64, index among all states of the state before each token that has a predecessor."""
     follower_M: Tensor
-    """[M] int64, among all tokens, those that have a token before them."""
+    """[M] int64, index among all tokens of the tokens that have a predecessor."""
 
 
 def _padded_inputs(tokens_BT: Tensor) -> dict[str, Any]:
@@ -138,13 +140,13 @@ def _padded_inputs(tokens_BT: Tensor) -> dict[str, Any]:
 
 
 def _predecessors(model: nn.Module, batch: Batch, *, one_follower: bool = False) -> _Call:
-    """Return the call that gives the state before each token.
+    """Return the call that computes the state before each token.
 
-    The last token of a sequence predicts nothing, and is left out where that saves something.
+    The last token of a sequence predicts no token of the batch. It is left out if that saves computation.
 
     Args:
         model: policy or value model, or an engine around one.
-        batch: with column `tokens`.
+        batch: column `tokens`.
         one_follower: see `RowLayout.plan_row`.
     """
     tokens_N = batch["tokens"]
@@ -155,13 +157,14 @@ def _predecessors(model: nn.Module, batch: Batch, *, one_follower: bool = False)
         lengths_B = batch.lengths - 1
         before = Batch(lengths_B[lengths_B > 0], {"tokens": tokens_N[follower_M - 1]})
         if not len(follower_M):
-            # The model is still called: where it is partitioned, other ranks wait for this one.
+            # The model is called even without tokens. If it is sharded, other ranks would wait for this one otherwise.
             before = Batch.from_rows({"tokens": [[0]]}).to(tokens_N.device)
         inputs, place_M = packed_inputs(before, layout, one_follower=one_follower)
         in_order_M = torch.arange(len(follower_M), device=tokens_N.device)
         return _Call(inputs, in_order_M if place_M is None else place_M, follower_M)
     longest = int(batch.lengths.max()) if len(batch) else 0
     tokens_BT = batch.padded("tokens", 0)[:, : max(1, longest - 1)]
+    # Index of the predecessor in the padded batch, flattened: row times width, plus the position before the token.
     state_M = sequence_N[follower_M] * tokens_BT.shape[1] + position_N[follower_M] - 1
     return _Call(_padded_inputs(tokens_BT), state_M, follower_M)
 

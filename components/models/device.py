@@ -1,4 +1,4 @@
-"""Where this process computes, and which errors leave its device or its engine of no use."""
+"""Compute device of this process, and detection of errors after which the device or the engine is unusable."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import sys
 import torch
 
 SIGNS_OF_DEATH = ("CUDA out of memory", "DefaultCPUAllocator: can't allocate", "Executor failed", "in memory profiling")
-"""In errors that have no type of their own: vLLM's about its parts, torch's about host memory, and vLLM's where others
-gave memory of the GPU back while it started."""
+"""Texts of fatal errors without an exception type of their own: vLLM's about its workers, torch's about host memory,
+and vLLM's about GPU memory that other processes freed while it started."""
 
 
 def compute_device() -> torch.device:
-    """The current GPU if there is one, else the CPU.
+    """Return the current GPU if there is one, else the CPU.
 
     Raises:
-        RuntimeError: CUDA_VISIBLE_DEVICES shows this process GPUs, and torch finds none of them. It would compute on
-            the CPU, hundreds of times slower, and nobody would know.
+        RuntimeError: CUDA_VISIBLE_DEVICES names GPUs, and torch finds none of them. Computing on the CPU instead would
+            be hundreds of times slower without any sign of it.
     """
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
@@ -31,8 +31,9 @@ def compute_device() -> torch.device:
 
 
 def peak_gpu_memory() -> dict[str, float]:
-    """`gpu_memory_gb` and `gpu_memory_reserved_gb`: the most that the tensors of this process have taken so far, and
-    torch for them; nothing where it uses no GPU.
+    """Return the peak GPU memory of this process so far in GB; empty if it uses no GPU.
+
+    `gpu_memory_gb` is the memory of tensors, `gpu_memory_reserved_gb` the memory that torch has reserved for them.
     """
     if not torch.cuda.is_initialized():
         return {}
@@ -52,10 +53,10 @@ def _why_none() -> str:
 
 
 def is_engine_dead(error: BaseException) -> bool:
-    """Whether an engine, or the whole process, can do nothing more after an error, while a new process could.
+    """True if an error makes an engine or its whole process unusable, so that a new process must replace it.
 
-    An accelerator without memory or after an error of its own, a host without memory, and a vLLM whose own processes
-    have died.
+    Such errors are: an accelerator that is out of memory or has failed, a host that is out of memory, and a vLLM engine
+    whose processes have died.
     """
     dead: list[type[BaseException]] = [torch.OutOfMemoryError, torch.AcceleratorError, MemoryError]
     vllm = sys.modules.get("vllm.v1.engine.exceptions")

@@ -1,7 +1,8 @@
-"""The tokens that end a response, by everything that a model's folder says about them.
+"""Tokens that end a response: the union of all end tokens that the files of a model name.
 
-Tokenizer, config.json, generation_config.json and chat template often disagree: a base model that was tuned to chat
-ends its turns with a token that its generation_config.json does not name. Ends are the union of them.
+Tokenizer, config.json, generation_config.json and chat template often disagree. For example, a base model that was
+tuned
+for chat ends its turns with a token that its generation_config.json does not name.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 
 def use_end_tokens(model: Any, path: str | Path) -> None:
-    """Let the settings of `model` name every token that ends a response; an export has them too.
+    """Set `eos_token_id` of a model to all tokens that end a response. Exports of the model contain them too.
 
     Args:
-        model: of transformers, loaded from `path`; one that cannot generate stays as it is.
-        path: of the model, with its tokenizer.
+        model: model of transformers that was loaded from `path`. A model that cannot generate is unchanged.
+        path: path to the model and its tokenizer.
     """
     if not model.can_generate():
         return
@@ -33,7 +34,7 @@ def use_end_tokens(model: Any, path: str | Path) -> None:
 
 
 def end_tokens_of(path: str | Path) -> list[int]:
-    """Return the tokens that end a response of the model at `path`, for an engine that loads it by itself.
+    """Return the tokens that end a response of the model at `path`, for an engine that loads the model itself.
 
     Ids beyond the model's vocabulary are left out: they are never sampled, and vLLM refuses requests that name one.
     """
@@ -58,11 +59,12 @@ def _tokenizer_ends(path: str | Path) -> list[int]:
     try:
         return end_ids(AutoTokenizer.from_pretrained(path, trust_remote_code=False))
     except (OSError, ValueError):
-        return []  # a model alone may be loaded; who reads its tokens loads the tokenizer, and gets the reason
+        # A model may be loaded without its tokenizer. Callers that need the tokenizer load it and get the error.
+        return []
 
 
 def _ids(setting: int | list[int] | None) -> list[int]:
-    """Return the ids of a setting; a negative one is the older way to say that there is none."""
+    """Return the ids of a setting as a list. A negative id is the old notation for no end token, and is left out."""
     ids = [setting] if isinstance(setting, int) else setting or []
     return [index for index in ids if index >= 0]
 

@@ -1,9 +1,9 @@
-"""Log-probabilities and entropies from hidden states: the output layer and what is made of its logits, chunk by chunk.
+"""Log-probabilities and entropies from hidden states, with the output layer applied chunk by chunk.
 
-The logits of all tokens never exist. A chunk of them is computed, read, and computed again in the backward pass.
+The logits of all tokens are never held in memory. Each chunk is computed, read, and recomputed in the backward pass.
 
-Legend: `M` states that have a label, `N` those of them whose gradient is not 0, `K` those of a chunk, `H` numbers of a
-state, `V` vocabulary.
+Legend: `M` states that have a label, `N` states among them with a nonzero gradient, `K` states of a chunk, `H` hidden
+size, `V` vocabulary.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from torch.nn.functional import linear
 from components.models.logprobs import check_scale, gradients_that_count
 from components.models.vocabulary import WHOLE_VOCABULARY, Vocabulary, vocabulary_of
 
-# Logits of one chunk, and rows at least, by kind of device. What is made of the logits has smaller chunks of its own,
-# but matrix products want many rows, most of all the one that is added to the gradient of the weights.
+# Maximum number of logits of a chunk, and minimum number of rows, by device type. The softmax has smaller chunks of its
+# own. Matrix products need many rows to be efficient, above all the product that is added to the gradient of the
+# weights.
 _CHUNK = {"cpu": (2**24, 256)}
 _DEFAULT_CHUNK = (2**27, 512)
 
@@ -29,15 +30,15 @@ _MARK = "logprobs_from_states"
 
 
 def mark_plain_head(model: nn.Module, is_plain: bool) -> None:
-    """Note at a causal language model what `has_plain_head` found of it, or of another of its kind."""
+    """Store the result of `has_plain_head` in a causal language model. It may be that of another model of its kind."""
     setattr(model, _MARK, is_plain)
 
 
 def has_plain_head(model: nn.Module) -> bool:
-    """Find out whether the logits of a causal language model are what its output layer gives, unchanged.
+    """Return True if the logits of a causal language model are the unchanged outputs of its output layer.
 
-    Some cap or scale them, or cut a padded vocabulary: their logits are read as a whole. The model is asked with one
-    token, while it has its whole weights: the layer is made to answer with known numbers.
+    Some models cap or scale the logits, or cut a padded vocabulary; for these, whole logits must be computed. The test
+    calls the model with one token while its output layer returns known numbers. The model must have its whole weights.
     """
     head = _head(model)
     if head is None:
@@ -49,8 +50,10 @@ def has_plain_head(model: nn.Module) -> bool:
 
 
 def plain_head(model: nn.Module) -> nn.Linear | None:
-    """The output layer of a model, or of the model in an engine, whose logits `mark_plain_head` found unchanged."""
-    # Adapters may have replaced it since.
+    """Return the output layer of a model (or of the model in an engine) that `mark_plain_head` marked; otherwise
+    None.
+    """
+    # The layer is looked up anew, because adapters may have replaced it since.
     return _head(model) if getattr(model, _MARK, False) else None
 
 
@@ -58,14 +61,17 @@ def plain_head(model: nn.Module) -> nn.Linear | None:
 def logprobs_for_logits(
     head: nn.Linear, row_M: Tensor, label_M: Tensor, scale: float, with_entropy: bool
 ) -> Iterator[None]:
-    """Inside, the model that has this output layer returns as its logits what `state_logprobs` gives, [1, M, 1 or 2].
+    """Context manager in which the model with this output layer returns the results of `state_logprobs` in place of its
+    logits, as a tensor of shape [1, M, 1 or 2].
 
-    The layer is still called as a module, so that whoever partitions its weights gathers them.
+    The layer is still called as a module, so that the hooks of sharded weights gather them.
 
     Args:
-        head: as `plain_head` returns it.
-        row_M: [M] int64, the place of each label's state among all that the layer is given.
+        head: output layer, from `plain_head`.
+        row_M: [M] int64, index of each label's state among the inputs of the layer.
         label_M: as in `state_logprobs`, like the other arguments.
+        scale: see `state_logprobs`.
+        with_entropy: see `state_logprobs`.
     """
     vocabulary = vocabulary_of(head)
 
@@ -73,7 +79,7 @@ def logprobs_for_logits(
         state_MH = state_BTH.flatten(0, -2).index_select(0, row_M)
         with vocabulary.weights(head) as (weight_VH, bias_V):
             logprob_M, entropy_M = state_logprobs(state_MH, weight_VH, bias_V, label_M, scale, with_entropy, vocabulary)
-        # Not a view of [M, 2]: the hooks that fully_shard puts on a model's output get lost when it is one.
+        # The result is not a view of [M, 2], because a view would lose the hooks that fully_shard puts on the output.
         return torch.stack([x_M[None] for x_M in (logprob_M, entropy_M) if x_M is not None], dim=-1)
 
     with _forward_of(head, forward):
@@ -89,20 +95,20 @@ def state_logprobs(
     with_entropy: bool,
     vocabulary: Vocabulary = WHOLE_VOCABULARY,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each label under softmax((W h + b) / scale), and the entropy of that distribution.
+    """Return the log-probability of each label under softmax((W h + b) / scale), and the entropy of that distribution.
 
-    Logits have the dtype of the weights, or autocast's; what follows is float32, or float64 if they are, as are the
-    sums over chunks in the gradient of the weights. Where one chunk holds them all (2^24 on a CPU, or 256 rows), they
-    are kept for the backward pass, which is faster.
+    Logits have the dtype of the weights, or that of autocast. All later computations, and the sums over chunks in the
+    gradient of the weights, are float32, or float64 for float64 logits. If one chunk holds all logits (2^24 on a CPU,
+    or 256 rows), they are kept for the backward pass, which is faster.
 
     Args:
-        state_MH: [M, H] what the output layer is given.
-        weight_VH: [V, H] of that layer.
-        bias_V: [V], or None.
+        state_MH: [M, H] inputs of the output layer.
+        weight_VH: [V, H] weight of the output layer.
+        bias_V: [V] bias of the output layer, or None.
         label_M: [M] int64 in 0 to V - 1.
-        scale: the temperature, positive.
-        with_entropy: also give the entropy.
-        vocabulary: of the layer, as `vocabulary_of` returns it; default: the weights are those of the whole vocabulary.
+        scale: sampling temperature, positive.
+        with_entropy: also compute the entropy.
+        vocabulary: vocabulary of the layer, from `vocabulary_of`. Default: the weights cover the whole vocabulary.
 
     Returns:
         [M] log-probabilities in nats, and [M] entropies in nats or None.
@@ -132,7 +138,7 @@ class _StateLogprobs(torch.autograd.Function):
         ctx.scale, ctx.kept, ctx.vocabulary = scale, None, vocabulary
         logprobs, entropies, log_totals = [], [], []
         head = _cast(ctx.dtype, weight_VH, bias_V)
-        # One where there is no state, so that the lists are not empty.
+        # `split` gives one empty chunk if there is no state, so the lists are never empty.
         chunks = label_M.split(_chunk_rows(weight_VH))
         for state_KH, label_K in zip(state_MH.split(_chunk_rows(weight_VH)), chunks, strict=True):
             with torch.autocast(device, enabled=False):
@@ -141,6 +147,7 @@ class _StateLogprobs(torch.autograd.Function):
             logprobs.append(logprob_K)
             entropies.append(entropy_K)
             log_totals.append(log_total_K)
+            # A single chunk fits into memory anyway, so keeping its logits saves the recomputation.
             if len(chunks) == 1 and any(ctx.needs_input_grad):
                 ctx.kept = logits_KV
         logprob_M = torch.cat(logprobs)
@@ -160,10 +167,10 @@ class _StateLogprobs(torch.autograd.Function):
         if gradients is None:
             return None, None, None, None, None, None, None
         index_N, logprob_grad_N, entropy = gradients
-        wanted, wide = ctx.needs_input_grad, logprob_grad_N.dtype
-        state_grad_MH = torch.zeros_like(state_MH) if wanted[0] else None
-        weight_grad_VH = torch.zeros_like(weight_VH, dtype=wide) if wanted[1] else None
-        bias_grad_V = torch.zeros_like(bias_V, dtype=wide) if wanted[2] else None
+        needs_grad, wide = ctx.needs_input_grad, logprob_grad_N.dtype
+        state_grad_MH = torch.zeros_like(state_MH) if needs_grad[0] else None
+        weight_grad_VH = torch.zeros_like(weight_VH, dtype=wide) if needs_grad[1] else None
+        bias_grad_V = torch.zeros_like(bias_V, dtype=wide) if needs_grad[2] else None
         head = _cast(ctx.dtype, weight_VH, bias_V)
         for start in range(0, len(index_N), _chunk_rows(weight_VH)):
             chunk = slice(start, start + _chunk_rows(weight_VH))
@@ -177,6 +184,7 @@ class _StateLogprobs(torch.autograd.Function):
             )
             if state_grad_MH is not None:
                 state_grad_MH[index_K] = (grad_KV @ head[0]).to(state_MH.dtype)
+            # addmm_ accumulates without a temporary matrix, but only if the dtypes are equal.
             if weight_grad_VH is not None and ctx.dtype == wide:
                 weight_grad_VH.addmm_(grad_KV.t(), state_KH)
             elif weight_grad_VH is not None:
@@ -205,7 +213,7 @@ def _head(model: nn.Module) -> nn.Linear | None:
 
 @contextlib.contextmanager
 def _forward_of(module: nn.Module, forward: Any) -> Iterator[None]:
-    """Inside, `module` computes this, with its hooks."""
+    """Context manager in which `forward` replaces the forward method of a module. Its hooks still run."""
     before = vars(module).get("forward")
     module.forward = forward
     try:

@@ -1,9 +1,9 @@
-"""Marks of what groups of layers compute, by which two implementations of a model are compared.
+"""Marks of the outputs of layers, for the comparison of two implementations of a model.
 
-A mark is a random projection of a module's output to a few numbers per token. Transformers and vLLM give the same names
-to the blocks of a layer.
+A mark is a random projection of a module's output to a few numbers per token. Transformers and vLLM use the same names
+for the blocks of a layer.
 
-Legend: `N` tokens, `H` hidden size, `P` numbers of a mark.
+Legend: `N` tokens, `H` hidden size, `P` size of a mark.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ENDS = {
     "final norm": re.compile(r"^(?:model|transformer|gpt_neox)\.(?:norm|final_layernorm|final_layer_norm|ln_f)$"),
 }
 _NUMBERS = 4
-"""P: numbers of a mark."""
+"""P: size of a mark."""
 
 
 def group_of(module: str) -> str:
@@ -43,8 +43,8 @@ def group_of(module: str) -> str:
 
 @contextmanager
 def marked(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """Inside, the yielded dictionary collects a mark [N, P] of each group in every forward pass, in the order of
-    computation. Modules inside a compiled graph leave none.
+    """Context manager that collects the marks of all forward passes, [N, P] per pass, by group in the order of
+    computation. Modules inside a compiled graph are not included.
     """
     marks: dict[str, list[Tensor]] = {}
 
@@ -65,9 +65,9 @@ def marked(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
 
 def _mark(states: Tensor) -> Tensor:
-    """[N, P] float32 on the CPU."""
+    """Return the mark of hidden states, [N, P] float32 on the CPU."""
     size = states.shape[-1]
-    # The same projection in every process.
+    # The seed depends only on the size, so that trainer and engine use the same projection.
     projection_HP = torch.randn(size, _NUMBERS, generator=torch.Generator().manual_seed(size)) / size**0.5
     return states.reshape(-1, size).float().cpu() @ projection_HP
 

@@ -29,31 +29,32 @@ def load_policy(
     packing: bool | None = False,
     empty: bool = False,
 ) -> PreTrainedModel:
-    """A causal language model from a folder or a hub name.
+    """Load a causal language model from a folder or a hub name.
 
     Args:
-        path: what `from_pretrained` takes.
-        dtype: of the parameters, "float32" or "bfloat16".
+        path: argument of `from_pretrained`.
+        dtype: dtype of the parameters, "float32" or "bfloat16".
         gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
-        attn_implementation: as transformers names it, such as "sdpa" or "flash_attention_2"; None: its own choice.
-        packing: compute the sequences of a batch end to end in one row, without padding, each for itself; with an
-            attention of ours, unless `attn_implementation` is flash attention. None: if it can, and a warning is logged
-            that says why it cannot.
-        empty: leave the parameters on the meta device; a training engine, or `fill`, reads what a rank keeps. A model
-            that cannot be read in parts is loaded whole, and a warning with the reason is logged.
+        attn_implementation: attention implementation of transformers, such as "sdpa" or "flash_attention_2". None: the
+            default of transformers.
+        packing: concatenate the sequences of a batch in one row without padding; attention stays within each sequence.
+            It uses the attention of packed_model.py, unless `attn_implementation` is flash attention. None: pack if the
+            model supports it, and log a warning with the reason otherwise.
+        empty: leave the parameters on the meta device. A training engine, or `fill`, reads the rows that a rank keeps.
+            A model that cannot be read in parts is loaded whole, and a warning with the reason is logged.
 
     Raises:
-        ValueError: its files lack some of its weights, it cannot be packed, or its attention is more than sdpa, which
-            was asked for, computes.
+        ValueError: the files lack weights, the model cannot be packed, or the requested sdpa cannot compute its
+            attention.
     """
     model, probe = open_model(AutoModelForCausalLM, path, dtype, attn_implementation, empty)
     keep_freed_memory(model)
     use_end_tokens(model, path)
-    own: Any = probe.config._attn_implementation
-    # Flash attention is for GPUs, and the model is not on one yet.
+    attention: Any = probe.config._attn_implementation
+    # The test calls the model on the CPU, where flash attention fails.
     probe.set_attn_implementation("eager")
     mark_plain_head(model, has_plain_head(probe))
-    probe.set_attn_implementation(own)
+    probe.set_attn_implementation(attention)
     prepare_attention(model, probe, attn_implementation, packing, gradient_checkpointing)
     return model
 
@@ -61,7 +62,11 @@ def load_policy(
 def open_model(
     kind: Any, path: str | Path, dtype: str, attention: str | None, empty: bool
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """The model; and one of its kind that can compute already, which is itself where it has weights."""
+    """Load a model.
+
+    Returns:
+        The model; and a model of the same architecture that has weights, which is the model itself unless it is empty.
+    """
     if empty:
         try:
             model = empty_model(kind, path, _torch_dtype(dtype), attention)
@@ -69,10 +74,10 @@ def open_model(
         except ReadWhole as why:
             _log.warning("every process loads %s whole, which takes more host memory: %s", path, why)
     with without_progress_bars():
-        model, found = kind.from_pretrained(
+        model, loading_info = kind.from_pretrained(
             path, dtype=_torch_dtype(dtype), attn_implementation=attention, output_loading_info=True
         )
-    missing = sorted(found["missing_keys"])
+    missing = sorted(loading_info["missing_keys"])
     if missing:
         raise ValueError(
             f"{path} lacks {len(missing)} weights of {type(model).__name__}, {missing[0]} among them, which would "
@@ -82,25 +87,28 @@ def open_model(
 
 
 def prepare_attention(
-    model: PreTrainedModel, probe: PreTrainedModel, asked: str | None, packing: bool | None, checkpointing: bool
+    model: PreTrainedModel, probe: PreTrainedModel, requested: str | None, packing: bool | None, checkpointing: bool
 ) -> None:
-    """Let `model` pack, or see to it that its attention computes what the model is; and checkpoint its layers."""
+    """Enable packing and gradient checkpointing of a model. Without packing, select an attention that computes its soft
+    cap.
+    """
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    own: Any = model.config._attn_implementation
+    attention: Any = model.config._attn_implementation
     if packing is not False:
         try:
             use_packing(model, probe)
             return
         except ValueError as why:
+            # Packing that the user requested must not be replaced silently; packing by default may be.
             if packing:
                 raise
             _log.warning("sequences are padded: %s", why)
-            model.set_attn_implementation(own)
+            model.set_attn_implementation(attention)
     softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
     if softcap is None or model.config._attn_implementation != "sdpa":
         return
-    if asked == "sdpa":
+    if requested == "sdpa":
         raise ValueError(
             f"attention of {type(model).__name__} has a soft cap, which sdpa leaves out; set attn_implementation to "
             "eager or flash_attention_2, or packing=True"
@@ -110,8 +118,10 @@ def prepare_attention(
 
 @contextlib.contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Inside, transformers draws no bars, which would fill the logs of many processes, and reports no weights that a
-    backbone leaves unread, such as a head that we read ourselves.
+    """Context manager that disables the progress bars and warnings of transformers.
+
+    Bars would fill the logs of many processes. The warnings name unused weights of a backbone, such as a value head,
+    which is loaded separately.
     """
     from transformers.utils import logging
 

@@ -1,10 +1,10 @@
-"""Log-probabilities and entropies from logits, in the memory that the logits have already.
+"""Log-probabilities and entropies from logits, with little memory besides the logits.
 
-Logits are the largest thing in memory: 16,384 tokens and a vocabulary of 151,936 make 10 GB of float32. So they are
-read in chunks of rows, and nothing but their gradient is as large.
+Logits are the largest tensor in memory: 16,384 tokens and a vocabulary of 151,936 take 10 GB in float32. They are
+therefore read in chunks of rows, and only their gradient is as large.
 
-Legend: `R` rows of logits, `V` vocabulary, `M` rows that have a label, `N` those of them whose gradient
-is not 0, `K` those of a chunk.
+Legend: `R` rows of logits, `V` vocabulary, `M` rows that have a label, `N` rows among them with a nonzero gradient, `K`
+rows of a chunk.
 """
 
 from __future__ import annotations
@@ -15,33 +15,34 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# What one chunk holds by kind of device: on a CPU what a core's cache holds, elsewhere hundreds of rows of a large
-# vocabulary, since a GPU works on as many at the same time.
+# Number of logits of a chunk by device type. On a CPU a chunk fits into the cache of a core. On a GPU it has hundreds
+# of rows of a large vocabulary, because a GPU computes that many at the same time.
 _CHUNK_ELEMENTS = {"cpu": 2**18}
 _DEFAULT_CHUNK_ELEMENTS = 2**26
 
-# exp of it is 0 in float32 and in float64, and 0 times it is 0, where 0 * -inf would be NaN.
+# Finite replacement of -inf: its exp is 0 in float32 and in float64, and 0 times it is 0, whereas 0 * -inf is NaN.
 NO_CHANCE = -1000.0
 
 
 def label_logprobs(
     logits_RV: Tensor, row_M: Tensor, label_M: Tensor, scale: float = 1.0, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each label under softmax(logits / scale) of its row, and the entropy of that distribution.
+    """Return the log-probability of each label under softmax(logits / scale) of its row, and the entropy of the row.
 
     With x = logits / scale, p = softmax(x) and H = -sum_j p_j log p_j, where a logit of -inf adds nothing to H:
 
         d log p_label / d logit_j = (1[j = label] - p_j) / scale
         d H / d logit_j = -p_j (log p_j + H) / scale
 
-    A row whose label and entropy both get a gradient of 0 is not read for it: its gradient is 0, whatever it holds.
+    A row whose log-probability and entropy both have a gradient of 0 is not read in the backward pass. Its gradient is
+    0 even if it contains NaN.
 
     Args:
-        logits_RV: [R, V] of any floating dtype; computed in float32, or in float64 if that is what they are.
-        row_M: [M] integers, the row of each label; no row twice where gradients are wanted.
+        logits_RV: [R, V] of any floating dtype. Computations are in float32, or in float64 for float64 logits.
+        row_M: [M] integers, row of each label. With gradients, no row may occur twice.
         label_M: [M] int64 in 0 to V - 1.
-        scale: the temperature, positive.
-        with_entropy: also give the entropy.
+        scale: sampling temperature, positive.
+        with_entropy: also compute the entropy.
 
     Returns:
         [M] log-probabilities in nats, and [M] entropies in nats or None; float32, or float64 for float64 logits.
@@ -54,7 +55,7 @@ def label_logprobs(
 
 
 def check_scale(scale: float) -> None:
-    """ValueError unless the temperature is positive."""
+    """Raise a ValueError unless the temperature is positive."""
     if not scale > 0:
         raise ValueError(f"scale={scale}: logits are divided by it; set a positive number")
 
@@ -77,10 +78,10 @@ def read_logits(
 
 
 class PartialRows(NamedTuple):
-    """Rows of which the logits of a part of the vocabulary are here."""
+    """Rows of which this rank has the logits of a part of the vocabulary."""
 
     has_label_N: Tensor
-    """[N] bool, True where the label is in the part."""
+    """[N] bool, True if the label is in this rank's part."""
     log_total_N: Tensor
     """[N] logarithms of the sums of exp(logit / scale) over the whole vocabulary."""
 
@@ -101,14 +102,15 @@ def write_gradient(
         logits_RV: [R, V].
         target_RV: [R, V] of the same dtype.
         row_N: [N] int64, no row twice.
-        label_N: [N] int64, the label of each row; any where `part` says that it is elsewhere.
-        scale: the temperature.
+        label_N: [N] int64, label of each row. It may be any index if `part` has no label of the row.
+        scale: sampling temperature.
         logprob_grad_N: [N] gradients of the labels' log-probabilities.
         entropy: [N] gradients of the rows' entropies, and [N] the entropies; None: they have no gradient.
-        part: of rows that are a part of the vocabulary; None: the rows are whole.
+        part: description of rows with a part of the vocabulary. None: the rows are whole.
     """
     scratch = Scratch(logits_RV, len(row_N))
     label_grad_N = logprob_grad_N / scale
+    # A label in another rank's part of the vocabulary adds nothing to this rank's logits.
     if part is not None:
         label_grad_N = label_grad_N.where(part.has_label_N, 0.0)
     for chunk in scratch.chunks(len(row_N)):
@@ -130,7 +132,7 @@ def write_gradient(
 
 
 def _softmax(logits_KV: Tensor, out_KV: Tensor, log_total_K: Tensor | None) -> Tensor:
-    """Written into `out_KV`; with `log_total_K` where the rows are a part, as in `PartialRows`."""
+    """Compute the softmax into `out_KV`. Rows with a part of the vocabulary need `log_total_K`; see `PartialRows`."""
     if log_total_K is None:
         return torch.softmax(logits_KV, -1, out=out_KV)
     return _log_softmax(logits_KV, out_KV, log_total_K).exp_()
@@ -145,9 +147,10 @@ def _log_softmax(logits_KV: Tensor, out_KV: Tensor, log_total_K: Tensor | None) 
 def gradients_that_count(
     logprob_grad_M: Tensor | None, entropy_grad_M: Tensor | None, entropy_M: Tensor | None
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None] | None:
-    """Which of M gradients are not 0: their [N] indices, and what `write_gradient` is told of them; None: no gradient.
+    """Select the M gradients that are not 0. NaN counts as not 0.
 
-    A NaN counts.
+    Returns:
+        [N] indices, and the arguments `logprob_grad_N` and `entropy` of `write_gradient`; None without any gradient.
     """
     if logprob_grad_M is None and entropy_grad_M is None:
         return None
@@ -196,10 +199,10 @@ class _LabelLogprobs(torch.autograd.Function):
 
 
 class Scratch:
-    """Room for two copies of a chunk of rows, used again for each chunk.
+    """Buffers for two copies of a chunk of rows, which are reused for each chunk.
 
-    Made anew for each chunk, they let the process grow by one to two times the size of the logits: malloc did not use
-    the blocks again that were free.
+    When they were allocated anew for each chunk, the process grew by one to two times the size of the logits, because
+    malloc did not reuse the freed blocks.
     """
 
     def __init__(self, logits_RV: Tensor, num_rows: int) -> None:
@@ -208,15 +211,15 @@ class Scratch:
         shape = min(self.size, num_rows), logits_RV.shape[1]
         dtype = torch.promote_types(logits_RV.dtype, torch.float32)
         self.first_KV, self.second_KV = (logits_RV.new_empty(shape, dtype=dtype) for _ in range(2))
-        # As the logits are stored.
+        # A third buffer in the dtype of the logits, if the computation has another dtype.
         self.stored_KV = None if dtype == logits_RV.dtype else logits_RV.new_empty(shape)
 
     def chunks(self, num_rows: int) -> list[slice]:
-        """Which of the rows are handled together."""
+        """Return the slices of rows that are processed together."""
         return [slice(start, start + self.size) for start in range(0, num_rows, self.size)]
 
     def load(self, logits_RV: Tensor, row_K: Tensor, scale: float) -> Tensor:
-        """[K, V] the rows in `first_KV`, at least float32, divided by the temperature."""
+        """Copy rows to `first_KV`, in at least float32, divide them by the temperature and return them, [K, V]."""
         logits_KV = self.first_KV[: len(row_K)]
         if self.stored_KV is None:
             torch.index_select(logits_RV, 0, row_K, out=logits_KV)
@@ -225,7 +228,7 @@ class Scratch:
         return logits_KV if scale == 1.0 else logits_KV.div_(scale)
 
     def store(self, grad_KV: Tensor, target_RV: Tensor, row_K: Tensor) -> None:
-        """Write to these rows of the target, which has the dtype of the logits."""
+        """Write a chunk to these rows of the target, which has the dtype of the logits."""
         if self.stored_KV is not None:
             grad_KV = self.stored_KV[: len(row_K)].copy_(grad_KV)
         target_RV.index_copy_(0, row_K, grad_KV)

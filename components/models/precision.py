@@ -1,9 +1,9 @@
-"""In which types a model computes. All whose log-probabilities are compared compute alike: a policy, its reference, and
-the engine that samples.
+"""Precision in which a model computes. Models whose log-probabilities are compared (a policy, its reference and the
+rollout engine) use the same precision.
 
     fp32            float32 weights, float32 products
     bf16            bfloat16 weights, bfloat16 products
-    bf16_autocast   float32 weights, bfloat16 products; what is between the products is float32
+    bf16_autocast   float32 weights, bfloat16 products; all other operations are float32
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ from torch import Tensor, nn
 
 
 def compute_in(model: nn.Module, precision: str, device: torch.device) -> None:
-    """Let the passes of `model` on `device` compute in `precision`, whose `config.weight_type` it has.
+    """Enable autocast in the passes of `model` if `precision` needs it. The weights must have the dtype of
+    `weight_type`.
 
-    Call it before a library wraps the model: DeepSpeed switches off what is around itself.
+    Call it before a library wraps the model, because DeepSpeed disables an autocast around itself.
     """
     if precision == "bf16_autocast":
+        # The cache of autocast would keep a bfloat16 copy of every trained weight during a pass.
         autocast = torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
         model.forward = autocast(model.forward)
 
 
 def round_products(model: nn.Module, precision: str) -> None:
-    """Keep the weights of a model that is not trained in the type of the products that they are in: with bf16_autocast
-    half of the memory, and the same results, since each product would round them anew.
+    """Round the weights of linear layers of a frozen model to bfloat16, for bf16_autocast.
 
-    Weights that something else than a linear layer reads too, as tied embeddings, stay as they are.
+    This halves their memory and does not change results, because autocast would round them in each product. Weights
+    that other modules also use, such as tied embeddings, are unchanged.
     """
     if precision != "bf16_autocast":
         return
@@ -42,7 +44,7 @@ def _own(module: nn.Module) -> list[Tensor]:
 
 
 def as_multiplied(*tensors: Tensor) -> list[Tensor]:
-    """Tensors as a matrix product takes them: under autocast in its type."""
+    """Return the tensors in the dtype of matrix products, which is autocast's if autocast is enabled."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return list(tensors)

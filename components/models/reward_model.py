@@ -1,6 +1,6 @@
-"""A reward model: one score for a whole sequence.
+"""Reward model, which gives one score for a whole sequence.
 
-Legend: `B` sequences, `N` all tokens of the batch end to end, `T` longest sequence.
+Legend: `B` sequences, `N` all tokens of the batch end to end, `T` length of the longest sequence.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class RewardModel:
     ) -> None:
         """
         Args:
-            path: a folder or hub name that `AutoModelForSequenceClassification` with num_labels=1 wrote.
-            config: of its engine. Scores are float32 in any precision.
-            normalize: scores minus the `mean`, by the `std`, that are in the model's config.json.
-            value_head_prefix: the head's weights are called `<prefix>.weight`.
-            attn_implementation: as transformers names it; None: its own choice.
+            path: folder or hub name of a model that `AutoModelForSequenceClassification` with num_labels=1 wrote.
+            config: configuration of its engine. Scores are float32 in any precision.
+            normalize: subtract the `mean` and divide by the `std` in the model's config.json.
+            value_head_prefix: prefix of the head: its weights are named `<prefix>.weight`.
+            attn_implementation: attention implementation of transformers, or None for its default.
 
         Raises:
-            ValueError: the folder has no such head, or one of several labels, or no mean and std to normalise with.
+            ValueError: the folder has no such head, or one with several labels, or no mean and std for `normalize`.
         """
         config = config or FrozenConfig()
         model = load_value_model(
@@ -61,9 +61,10 @@ class RewardModel:
         self._engine = FrozenEngine(model, config)
 
     def score(self, batch: Batch) -> Tensor:
-        """[B] float32 on the CPU: what the head says after the last token of each sequence.
+        """Return the score of each sequence, [B] float32 on the CPU.
 
-        The last token is where the sequence ends, also when it is the padding token or the end token comes twice.
+        It is the output of the head after the last token of the sequence, even if that is the padding token or a second
+        end token.
 
         Raises:
             ValueError: a sequence has no token.
@@ -73,5 +74,6 @@ class RewardModel:
             raise ValueError(
                 f"sequence {empty[0]} of {len(batch)} has no token, so nothing can be scored; leave it out"
             )
+        # The other columns are not needed, and would be copied to the device with each micro-batch.
         score_N = self._engine.forward(batch.only("tokens"), state_values)
         return score_N[batch.offsets[1:] - 1]

@@ -1,4 +1,4 @@
-"""The routers of a mixture of experts, by what transformers says of the model's class."""
+"""Routers of a mixture of experts, from the metadata of the model's class in transformers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Routers:
-    """The modules of a model that choose experts. A dense model has none."""
+    """Modules of a model that choose experts. A dense model has none."""
 
     modules: list[nn.Module]
     index: int
-    """Position of the router logits in a module's output, where that is a tuple."""
+    """Index of the router logits in a module's output, if that is a tuple."""
 
 
 def find_routers(model: nn.Module) -> Routers:

@@ -1,6 +1,6 @@
-"""How many numbers a model has, from its weight files' headers or its config.json: nothing is loaded.
+"""Number of parameters of a model, from the headers of its weight files or its config.json. No weights are loaded.
 
-What neither tells is None, never a guess.
+Sizes that neither of them contains are None and are never guessed.
 """
 
 from __future__ import annotations
@@ -22,55 +22,63 @@ _MIXTURES = ("qwen3_moe",)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """Numbers of a model."""
+    """Sizes of a model."""
 
     parameters: int
+    """Number of parameters."""
     head: int = 0
-    """Those of them that are an output layer of its own; 0 where it is the embedding's."""
+    """Number of parameters of the output layer. 0: the output layer is tied to the embedding."""
     layers: int = 0
-    """Of a decoder; 0: another architecture, of which only the weights are known."""
+    """Number of decoder layers. 0: an unsupported architecture, of which only the number of parameters is known."""
     hidden: int = 0
+    """Hidden size."""
     heads: int = 0
-    """Of queries."""
+    """Number of query heads."""
     queries: int = 0
-    """Numbers of a token's queries in a layer, all heads together."""
+    """Size of the queries of a token in a layer, over all heads."""
     keys: int = 0
-    """The same of keys; values have as many."""
+    """Size of the keys of a token in a layer, over all heads. Values have the same size."""
     intermediate: int = 0
-    """Of the MLP; of a mixture, of all experts of a token together."""
+    """Intermediate size of the MLP. For a mixture of experts: sum over the experts of a token."""
     vocabulary: int = 0
+    """Size of the vocabulary."""
     positions: int = 0
-    """Tokens of a sequence, at most; 0: any."""
+    """Maximum number of tokens of a sequence. 0: no limit."""
     experts: int = 0
-    """Of a layer of a mixture of experts; 0: the MLP is dense."""
+    """Number of experts of a layer. 0: the MLP is dense."""
     experts_per_token: int = 0
+    """Number of experts that compute each token."""
     mixtures: int = 0
-    """Layers with experts."""
+    """Number of layers with experts."""
 
     @property
     def expert_parameters(self) -> int:
-        """Those of all experts of all layers, without routers."""
+        """Number of parameters of all experts of all layers, without routers."""
         width = self.intermediate // max(1, self.experts_per_token)
         return self.mixtures * self.experts * 3 * self.hidden * width
 
     @property
     def without_head(self) -> ModelSize:
-        """Of the same model without an output layer over the vocabulary: values and scores need none."""
+        """Sizes of the same model without an output layer, as value and reward models have."""
         return replace(self, parameters=self.parameters - self.head, head=0)
 
     @property
     def rest(self) -> int:
-        """Parameters that no layer has: embeddings and an output layer of its own."""
+        """Number of parameters outside of layers: the embedding and an untied output layer."""
         return self.vocabulary * self.hidden + self.head
 
     def cut(self, ranks: int) -> ModelSize:
-        """What each of so many ranks has that share its layers, as tensor_parallel.py cuts them."""
+        """Return the sizes of the part of each rank under tensor parallelism, as tensor_parallel.py divides the layers.
+
+        Args:
+            ranks: tensor-parallel degree.
+        """
         rest = self.rest if self.vocabulary % ranks else self.rest // ranks
         whole = 0
         keys = self.keys // ranks
         key_heads = self.keys * self.heads // max(1, self.queries)
         if key_heads % ranks:
-            # Each computes all of them, and has some for its query heads.
+            # The key heads cannot be divided. Each rank computes all of them, and keeps those of its query heads.
             whole = 2 * self.layers * self.hidden * self.keys
             keys = self.keys * math.lcm(key_heads, ranks) // (key_heads * ranks)
         return replace(
@@ -86,8 +94,8 @@ class ModelSize:
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Numbers that go in and come out of each linear layer of a decoder layer. Experts are none: their weights are
-        tensors of three dimensions.
+        """Input and output sizes of each linear layer of a decoder layer. Experts are not included, because their
+        weights are three-dimensional tensors and not linear layers.
         """
         wide, narrow = self.queries, self.keys
         attention = {"q_proj": (self.hidden, wide), "k_proj": (self.hidden, narrow), "v_proj": (self.hidden, narrow)}
@@ -99,13 +107,13 @@ class ModelSize:
 
 
 def model_size(path: str) -> ModelSize | None:
-    """Numbers of the model in a folder or the hub's local cache, or of one that a plug-in still has to make.
+    """Return the sizes of a model in a folder or in the local cache of the hub, or of one that a plug-in will create.
 
     Args:
-        path: as a recipe is given it.
+        path: model path as in the options of a recipe.
 
     Returns:
-        None where nothing is known.
+        The sizes, or None if they are unknown.
     """
     if (made := config_of(path)) is not None:
         return size_of(made)
@@ -118,7 +126,8 @@ def model_size(path: str) -> ModelSize | None:
         config = config.get("text_config", config)
         stored = _stored(folder)
     except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
-        return None  # the recipe's own checks say what is wrong with it
+        # The recipe checks the model's files and raises an error that names the fault.
+        return None
     by_config = size_of(config)
     if stored is None:
         return by_config
@@ -127,21 +136,24 @@ def model_size(path: str) -> ModelSize | None:
 
 
 def size_of(config: dict[str, Any]) -> ModelSize | None:
-    """Sizes of a decoder like Llama, dense or a mixture of experts, by its config.json; None of any other."""
+    """Return the sizes of a Llama-like decoder, dense or a mixture of experts, from its config.json. None for any other
+    architecture.
+    """
     needed = ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"]
     kind = config.get("model_type")
     if kind in _MIXTURES:
-        # As transformers has written it since version 5.
+        # transformers writes `num_local_experts` since version 5.
         config = {"num_experts": config.get("num_local_experts")} | config
         needed += ["num_experts", "num_experts_per_tok", "moe_intermediate_size"]
     else:
         needed.append("intermediate_size")
     if kind not in (*_DENSE, *_MIXTURES) or not all(isinstance(config.get(name), int) for name in needed):
         return None
-    hidden, layers, vocabulary = (int(config[name]) for name in ("hidden_size", "num_hidden_layers", "vocab_size"))
-    heads = int(config["num_attention_heads"])
+    hidden, layers, heads, vocabulary = (int(config[name]) for name in needed[:4])
     head_size = config.get("head_dim") or hidden // heads
-    queries, keys = heads * head_size, (config.get("num_key_value_heads") or heads) * head_size
+    key_heads = config.get("num_key_value_heads") or heads
+    queries, keys = heads * head_size, key_heads * head_size
+    # Biases and norms per layer: qwen2 has biases of queries, keys and values, qwen3 has norms of queries and keys.
     vectors = {"qwen2": queries + 2 * keys, "qwen3": 2 * head_size, "qwen3_moe": 2 * head_size}.get(kind, 0)
     vectors += queries + 2 * keys + hidden if config.get("attention_bias") and kind != "qwen2" else 0
     attention = 2 * hidden * (queries + keys) + 2 * hidden + vectors
@@ -165,14 +177,14 @@ def size_of(config: dict[str, Any]) -> ModelSize | None:
 
 
 def _dense(config: dict[str, Any], layers: int) -> dict[str, int]:
-    """The MLPs of all layers."""
+    """Return the number of parameters of all MLPs, and their intermediate size."""
     hidden, intermediate = int(config["hidden_size"]), int(config["intermediate_size"])
     vectors = 2 * intermediate + hidden if config.get("mlp_bias") else 0
     return {"parameters": layers * (3 * hidden * intermediate + vectors), "intermediate": intermediate}
 
 
 def _experts(config: dict[str, Any], layers: int) -> dict[str, int]:
-    """The experts and routers of all layers; some layers may have one dense MLP in their place."""
+    """Return the sizes of the experts and routers of all layers. Some layers may have a dense MLP instead."""
     hidden, width = int(config["hidden_size"]), int(config["moe_intermediate_size"])
     experts, used = int(config["num_experts"]), int(config["num_experts_per_tok"])
     every = int(config.get("decoder_sparse_step") or 1)
@@ -180,13 +192,13 @@ def _experts(config: dict[str, Any], layers: int) -> dict[str, int]:
     mixtures = sum(layer not in without and (layer + 1) % every == 0 for layer in range(layers))
     parameters = mixtures * experts * (3 * hidden * width + hidden)
     parameters += (layers - mixtures) * 3 * hidden * int(config.get("intermediate_size") or 0)
-    found = {"parameters": parameters, "intermediate": used * width}
-    return found | {"experts": experts, "experts_per_token": used, "mixtures": mixtures}
+    sizes = {"parameters": parameters, "intermediate": used * width}
+    return sizes | {"experts": experts, "experts_per_token": used, "mixtures": mixtures}
 
 
 def _stored(folder: Path) -> tuple[int, int] | None:
-    """Parameters in the weight files of a folder, and those of its output layer, from their headers; None without such
-    files, or where one of them is missing.
+    """Return the number of parameters in the weight files of a folder, and of the output layer among them, from the
+    headers of the files. None if a file is missing.
     """
     index = index_of(folder)
     count = head = 0

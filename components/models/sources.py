@@ -1,6 +1,6 @@
-"""Models of plug-ins: models that are made where an option has `<scheme>:<name>` in place of a path.
+"""Models that plug-ins create for options with `<scheme>:<name>` in place of a path.
 
-Nothing here needs torch.
+This module does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A value model: one number for each state of a causal transformer, as a critic or a reward model has."""
+"""Value model, which gives one number for each state of a causal transformer. Critics and reward models use it."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class ValueModel(StoredModel):
     ) -> None:
         """
         Args:
-            backbone: the transformer without its head.
-            seed: of the first weights of the head.
-            value_head_prefix: the head's weights are saved as `<prefix>.weight`.
-            statistics: (mean, std), by which the values are (score - mean) / std; None: the scores themselves.
+            backbone: transformer without its output layer.
+            seed: seed of the initial weights of the head.
+            value_head_prefix: prefix of the head, whose weights are saved as `<prefix>.weight`.
+            statistics: (mean, std) with which values are normalized: (score - mean) / std. None: not normalized.
         """
         super().__init__()
         self.backbone = backbone
@@ -49,7 +49,8 @@ class ValueModel(StoredModel):
         self.statistics = statistics
         hidden = _state_size(backbone.config)
         self.score = nn.Linear(hidden, 1, bias=False, dtype=backbone.dtype)
-        # Small, so that the first values are near 0 and advantages are the rewards; the same on all ranks.
+        # Small weights, so that the first values are near 0 and the advantages near the rewards. A seeded generator, so
+        # that all ranks have the same weights.
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             self.score.weight.copy_(torch.randn(1, hidden, generator=generator) / (hidden + 1))
@@ -65,9 +66,9 @@ class ValueModel(StoredModel):
         return row_slices(self.backbone)
 
     def forward(self, **inputs: Any) -> Tensor:
-        """[B, T] float32 values of the states after each input token."""
+        """Return the values of the states after each input token, [B, T] float32."""
         score_BT1 = self.score(self.backbone(**inputs).last_hidden_state)
-        # A copy: the hooks that fully_shard puts on a model's output get lost when it is a view.
+        # A copy, because a view would lose the hooks that fully_shard puts on the output.
         score_BT = score_BT1.squeeze(-1).to(torch.float32, copy=True)
         if self.statistics is None:
             return score_BT
@@ -75,13 +76,13 @@ class ValueModel(StoredModel):
         return (score_BT - mean) / std
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Write the folder that `load_value_model` loads, with the same prefix of the head and the same `normalize`.
+        """Write a folder that `load_value_model` loads, with the same prefix of the head and the same `normalize`.
 
-        With the prefix "score" transformers' `...ForSequenceClassification` loads it too, to give the scores before
-        they are normalised.
+        With the prefix "score", transformers' `...ForSequenceClassification` loads it too, and returns the scores
+        before normalization.
 
         Args:
-            path: folder, made when missing.
+            path: path to the folder, which is created if it is missing.
         """
         from safetensors.torch import save_file
 
@@ -96,15 +97,16 @@ class ValueModel(StoredModel):
         return f"{prefixes[part]}.{rest}"
 
     def save_config(self, path: str | Path, dtype: torch.dtype) -> None:
-        """Write the config.json of that folder, for weights of this type."""
+        """Write config.json into the folder, for weights of this dtype."""
         config = copy.deepcopy(self.backbone.config)
+        # Transformers creates the head with this number of outputs when it loads the folder.
         config.num_labels = 1
         config.dtype = dtype
         classifier: Any = AutoModelForSequenceClassification._model_mapping.get(type(config), None)
-        # Under another name it would not find the head, and make up a random one.
+        # With another prefix, that class would not find the head and would use random weights without an error.
         config.architectures = [classifier.__name__] if classifier and self.value_head_prefix == "score" else None
         for name in ("mean", "std"):
-            # Those of the reward model that this one started from say nothing about these scores.
+            # The backbone may come from a reward model, whose statistics do not describe the scores of this model.
             vars(config).pop(name, None)
         if self.statistics is not None:
             config.mean, config.std = self.statistics
@@ -123,25 +125,25 @@ def load_value_model(
     packing: bool | None = False,
     empty: bool = False,
 ) -> ValueModel:
-    """A value model from a value model's folder, a reward model's, or any policy's.
+    """Load a value model from the folder of a value model, a reward model or a policy.
 
     Args:
-        path: what `from_pretrained` takes.
-        dtype: of the parameters, "float32" or "bfloat16".
+        path: argument of `from_pretrained`.
+        dtype: dtype of the parameters, "float32" or "bfloat16".
         gradient_checkpointing: as in `load_policy`.
-        seed: of the value head, where the folder has none.
+        seed: seed of the value head, if the folder has none.
         attn_implementation: as in `load_policy`.
-        value_head_prefix: the folder keeps the head as `<prefix>.weight`.
-        normalize: subtract the `mean` and divide by the `std` that a reward model has in its config.json.
-        needs_head: no random head where the folder has none.
+        value_head_prefix: prefix of the head: its weights are named `<prefix>.weight`.
+        normalize: subtract the `mean` and divide by the `std` in the config.json of a reward model.
+        needs_head: raise an error if the folder has no head, instead of creating a random one.
         packing: as in `load_policy`.
-        empty: as in `load_policy`; the head is whole.
+        empty: as in `load_policy`. The head is always loaded.
 
     Raises:
-        ValueError: the folder's head does not fit, is missing though it is needed, or mean and std are; or the model
-            cannot be packed.
+        ValueError: the head has several labels or a bias, is missing though it is needed, mean or std are missing, or
+            the model cannot be packed.
     """
-    # All that is small is checked before the weights are read, which may take minutes.
+    # Faults of configuration and head are found before the weights are read, which may take minutes.
     config = AutoConfig.from_pretrained(path)
     statistics = score_statistics(config, path) if normalize else None
     head_1H = _stored_head(path, value_head_prefix)
@@ -166,16 +168,18 @@ def load_value_model(
 
 
 def _state_size(config: PretrainedConfig) -> int:
-    """Numbers in the state that a backbone gives per token; OPT may project it to the size of its embeddings."""
+    """Return the size of the state that a backbone gives per token. OPT may project it to the size of its
+    embeddings.
+    """
     text: Any = config.get_text_config()
     return getattr(text, "word_embed_proj_dim", None) or text.hidden_size
 
 
 def score_statistics(config: PretrainedConfig, path: str | Path) -> tuple[float, float]:
-    """Mean and standard deviation of the scores, as the training of the reward model wrote them down.
+    """Return mean and standard deviation of the scores, which the training of the reward model wrote into config.json.
 
     Raises:
-        ValueError: they are not in the model's config.json, or cannot be used.
+        ValueError: they are missing, or are not finite with a positive standard deviation.
     """
     mean, std = getattr(config, "mean", None), getattr(config, "std", None)
     is_mean = isinstance(mean, int | float) and math.isfinite(mean)
@@ -189,7 +193,7 @@ def score_statistics(config: PretrainedConfig, path: str | Path) -> tuple[float,
 
 
 def _stored_head(path: str | Path, prefix: str) -> Tensor | None:
-    """The value head of a saved value or reward model, [1, H]; None when there is none."""
+    """Read the value head of a saved value or reward model, [1, H]. Return None if there is none."""
     for file in sorted(model_folder(path).glob("*.safetensors")):
         with TensorReader(file) as weights:
             if f"{prefix}.bias" in weights:

@@ -1,10 +1,9 @@
-"""The softmax over the vocabulary, of the logits that an output layer gives.
+"""Softmax over the vocabulary of the logits of an output layer.
 
-Each rank has all logits. A plug-in that divides the vocabulary over ranks gives an output layer a `Vocabulary` of its
-own, once, with `set_vocabulary`.
+By default each rank has all logits. A plug-in that divides the vocabulary over ranks sets a `Vocabulary` of its own on
+an output layer, once, with `set_vocabulary`.
 
-Legend: `V` vocabulary, or the part of it that this rank has; `M` states that have a label, `K` those of a chunk, `H`
-numbers of a state.
+Legend: `V` vocabulary, or this rank's part of it; `M` states that have a label, `K` states of a chunk, `H` hidden size.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ _MARK = "vocabulary"
 
 
 class Vocabulary:
-    """A vocabulary of which this rank has all logits."""
+    """Vocabulary of which this rank has all logits."""
 
     @contextmanager
     def weights(self, head: nn.Linear) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Inside, weight and bias of the output layer as this rank multiplies by them."""
+        """Context manager that provides the weight and bias of the output layer on this rank."""
         yield head.weight, head.bias
 
     def read(
         self, logits_KV: Tensor, label_K: Tensor, scale: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Log-probabilities of the labels, and entropies, without a graph.
+        """Compute log-probabilities of the labels, and entropies, without a graph.
 
         Returns:
-            [K] log-probabilities; [K] entropies or None; and what `write_gradient` needs besides the logits: [K]
-            logarithms of the sums of exp(logit / scale), None where a rank has all logits.
+            [K] log-probabilities; [K] entropies or None; [K] logarithms of the sums of exp(logit / scale), which
+            `write_gradient` needs, or None if this rank has all logits.
         """
         row_K = torch.arange(len(label_K), device=label_K.device)
         return *read_logits(logits_KV, row_K, label_K, scale, with_entropy), None
@@ -54,7 +53,7 @@ class Vocabulary:
         Args:
             logits_KV: [K, V].
             label_K: [K] int64 in the whole vocabulary.
-            scale: the temperature.
+            scale: sampling temperature.
             logprob_grad_K: [K] gradients of the labels' log-probabilities.
             entropy: [K] gradients of the entropies, and [K] the entropies, or None.
             log_total_K: the third result of `read`.
@@ -71,7 +70,7 @@ WHOLE_VOCABULARY = Vocabulary()
 
 
 def set_vocabulary(head: nn.Module, vocabulary: Vocabulary) -> None:
-    """Let log-probabilities after this output layer be computed by `vocabulary`."""
+    """Set the vocabulary that computes log-probabilities after an output layer."""
     setattr(head, _MARK, vocabulary)
 
 

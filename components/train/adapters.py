@@ -1,4 +1,4 @@
-"""Adapters: small tensors that are trained in front of weights which stay as they are. A plug-in provides them."""
+"""Interface of adapters: small trained tensors beside frozen weights. A plug-in provides them."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from components.train.config import TrainConfig
 
 
 class Adapters(Protocol):
-    """The adapters of one model."""
+    """Adapters of one model."""
 
     note: dict[str, Any]
-    """Settings that a saved state has to agree with."""
+    """Settings that must be equal in a saved state and in the engine that loads it."""
 
     @property
     def scale(self) -> float:
-        """Factor of the product of an adapter's two matrices."""
+        """Scale of the product of an adapter's two matrices."""
         ...
 
     def off(self) -> AbstractContextManager[None]:
-        """Inside, passes are those of the model that training started from."""
+        """Return a context manager that disables the adapters: passes are those of the model before training."""
         ...
 
     def named(self, trained: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Return the adapters among the trained tensors, by their names in files."""
+        """Yield the adapters among the trained tensors, by their names in peft's files."""
         ...
 
     def merged(
         self, frozen: Iterable[tuple[str, Tensor]], trained: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Return the weights of the model without adapters that computes the same.
+        """Yield the weights of the equivalent model without adapters, into which the adapters are merged.
 
         Args:
-            frozen: whole parameters that are not trained, by their names in the model; none on ranks other than 0.
-            trained: whole parameters that are trained; none there too.
+            frozen: whole frozen parameters by their names in the model. Empty on ranks other than 0.
+            trained: whole trained parameters. Empty on ranks other than 0.
         """
         ...
 
     def save(self, folder: Path, trained: Mapping[str, Tensor]) -> None:
-        """Write the adapters, for the model that training started from."""
+        """Write the adapters to a folder, for use with the model that training started from."""
         ...
 
 
 def open_adapters(model: nn.Module, config: TrainConfig) -> Adapters | None:
-    """Put adapters into `model`, in place, or return None if all weights are trained.
+    """Insert adapters into `model` in place and return them, or return None if all weights are trained.
 
     Raises:
-        ValueError: no plug-in provides adapters, or the options do not suit the model.
+        ValueError: no plug-in provides adapters, or the options do not fit the model.
     """
     return load("adapters", "lora", "train.lora_rank")(model, config) if config.lora_rank else None

@@ -1,4 +1,4 @@
-"""Files that all ranks write or read: errors of the disk by their numbers, and an end that all ranks share."""
+"""Error handling for files that all ranks write or read: disk errors with their errno, raised on all ranks together."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACC
 
 @contextmanager
 def disk_errors(what: str) -> Iterator[None]:
-    """Turn what libraries raise in place of an OSError into one, with its number; other errors pass.
+    """Convert disk errors that libraries raise as other exceptions to OSError with an errno. Other errors pass.
 
     Args:
-        what: is being done, as in "write /runs/7".
+        what: description of the operation for the message, such as "write /runs/7".
     """
     try:
         yield
@@ -35,7 +35,9 @@ def disk_errors(what: str) -> Iterator[None]:
 
 
 def _errno_in(message: str) -> int | None:
-    """The error number that libraries written in Rust print, or that the system's words stand for."""
+    """Return the errno of a message: the number that libraries written in Rust print, or that of a system error
+    text.
+    """
     number = system_error_number(message)
     if number is not None:
         return number
@@ -43,14 +45,16 @@ def _errno_in(message: str) -> int | None:
 
 
 class CollectiveIO:
-    """Work on files between collectives. After an error it is left out, until all ranks can stop together."""
+    """Runner of file operations between collectives. After an error it skips further operations until `end`, so that
+    this rank still takes part in the collectives and all ranks stop together.
+    """
 
     def __init__(self, what: str) -> None:
         self.what = what
         self.error: OSError | ValueError | None = None
 
     def do(self, work: Callable[[], T]) -> T | None:
-        """What `work` returns; None once something has failed."""
+        """Run `work` and return its result, or None after an error."""
         if self.error is None:
             try:
                 with disk_errors(self.what):
@@ -60,15 +64,18 @@ class CollectiveIO:
         return None
 
     def end(self) -> None:
-        """Raise on all ranks if one has failed: there its own error, elsewhere one of its kind that names it."""
-        mine = None
+        """Raise an error on all ranks if a rank has failed: its own error on that rank, and on the others an error of
+        the same type that names the rank.
+        """
+        own_failure = None
         if self.error is not None:
-            mine = (self.error.errno or errno.EIO if isinstance(self.error, OSError) else None, str(self.error))
-        all_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(all_ranks, mine)
+            own_failure = (self.error.errno or errno.EIO if isinstance(self.error, OSError) else None, str(self.error))
+        failures: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(failures, own_failure)
+        # This rank raises its own error, with its traceback.
         if self.error is not None:
             raise self.error
-        for rank, failure in enumerate(all_ranks):
+        for rank, failure in enumerate(failures):
             if failure is not None:
                 code, text = failure[0], f"rank {rank} could not {self.what}: {failure[1]}"
                 raise ValueError(text) if code is None else OSError(code, text)

@@ -27,34 +27,34 @@ PRECISIONS = (*CHOSEN_PRECISIONS, "auto")
 LAYOUTS = ("whole", "sharded", "offloaded")
 SCHEDULERS = ("constant", "linear", "cosine_with_min_lr")
 WITH_ADAPTERS = {"lora_rank": True}
-"""Of an option that has an effect only where that one is set."""
+"""Metadata of the options that have an effect only if `lora_rank` is set."""
 
 AXES = ("context", "tensor", "expert")
 """Axes of ranks beside data that share a model; a plug-in provides each."""
 
 
 def weight_type(precision: str) -> str:
-    """Name of the type of a model's weights, as `load_policy` takes it, where it computes in this precision and is not
-    trained.
+    """Return the dtype of the weights of a model that computes in this precision and is not trained, as the name that
+    `load_policy` takes.
     """
     return "bfloat16" if precision == "bf16" else "float32"
 
 
 def product_type(precision: str) -> str:
-    """Name of the type of matrix products."""
+    """Return the name of the dtype in which matrix products are computed."""
     return "float32" if precision == "fp32" else "bfloat16"
 
 
 def default_engine() -> str:
-    """Return the training engine where none is named: DeepSpeed if its plug-in and the library are installed, else
-    fsdp.
+    """Return the name of the default training engine: "deepspeed" if its plug-in and the library are installed, else
+    "fsdp".
     """
     has_plugin = "deepspeed" in names("train engine")
     return "deepspeed" if has_plugin and importlib.util.find_spec("deepspeed") is not None else "fsdp"
 
 
 def choose_precision(precision: str, gpus: int) -> str:
-    """Return the precision to train in: that of the option, or bf16 on GPUs and fp32 on CPUs in place of `auto`."""
+    """Return the training precision. `auto` is resolved to bf16 on GPUs and to fp32 on CPUs."""
     if precision == "auto":
         return "bf16" if gpus else "fp32"
     return precision
@@ -62,66 +62,76 @@ def choose_precision(precision: str, gpus: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(Checked):
-    """How a model is trained, as a user chooses it: engine, optimizer, schedule, memory."""
+    """Options of the training of a model: engine, optimizer, learning-rate schedule and memory."""
 
     engine: Annotated[str, NameOf("train engine", ("fsdp",))] = field(default_factory=default_engine)
-    """Who partitions the training over the ranks: "deepspeed", or "fsdp" (torch's fully_shard)."""
+    """Training engine that shards the model over the ranks: "deepspeed", or "fsdp" (torch's fully_shard)."""
     zero_stage: Annotated[int, OneOf((0, 1, 2, 3))] = 0
-    """What is partitioned over the ranks: 0 nothing, 1 optimizer states, 2 gradients too, 3 all. fsdp partitions all
-    between optimizer steps: with 3 within a step too, with 2 parameters and gradients are whole there."""
+    """ZeRO stage, which sets the tensors that are sharded over the ranks. 0: none; 1: optimizer states; 2: gradients
+    too; 3: parameters too. fsdp needs 2 or 3 and always shards everything between optimizer steps. Within a step, 3
+    keeps parameters and gradients sharded and 2 keeps them whole."""
     precision: Annotated[str, OneOf(PRECISIONS)] = "fp32"
-    """"fp32"; "bf16": bfloat16 parameters with float32 master weights; "bf16_autocast": float32 parameters, and matrix
-    products in bfloat16; or "auto": bf16 where there is a GPU."""
+    """Precision of training. "fp32"; "bf16": bfloat16 parameters with float32 master weights; "bf16_autocast": float32
+    parameters with matrix products in bfloat16; "auto": bf16 on GPUs, fp32 on CPUs."""
     learning_rate: NotNegative = 1e-6
-    """Peak step size of AdamW. 0 leaves the weights as they are."""
+    """Peak learning rate of AdamW. 0 leaves the weights unchanged."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay per optimizer step of AdamW's first and second moments."""
+    """AdamW's betas: the decay of the first and the second moment per optimizer step."""
     eps: Positive = 1e-8
-    """Added to the root of AdamW's second moment."""
+    """AdamW's epsilon, which is added to the square root of the second moment."""
     weight_decay: NotNegative = 0.0
-    """Decoupled decay per step, in units of the learning rate. Vectors (norms, biases) are exempt."""
+    """AdamW's weight decay per step, which is multiplied by the learning rate. Vectors (norms, biases) are exempt."""
     weight_decay_all: bool = False
-    """Vectors decay too."""
+    """Apply weight decay to vectors (norms, biases) too."""
     max_grad_norm: NotNegative = 1.0
-    """Gradients whose global 2-norm is larger are scaled down to it. 0 = no clipping, only measuring."""
+    """Maximum global 2-norm of the gradients; larger gradients are scaled down to it. 0 = the norm is measured and
+    nothing is clipped."""
     lr_scheduler: Annotated[str, OneOf(SCHEDULERS)] = "constant"
-    """What follows the warm-up: "constant", "linear" (down to min_lr_ratio) or "cosine_with_min_lr"."""
+    """Learning-rate schedule after the warm-up: "constant", "linear" (down to min_lr_ratio) or
+    "cosine_with_min_lr"."""
     lr_warmup_ratio: Share = 0.0
-    """Share of the run's optimizer steps in which the learning rate rises linearly from 0."""
+    """Share of the run's optimizer steps that are warm-up, in which the learning rate rises linearly from 0."""
     lr_warmup_from_zero: bool = False
-    """The first of these has a learning rate of 0, as in transformers, and moves nothing."""
+    """Begin the warm-up with a learning rate of exactly 0, as transformers does. The first step then changes no
+    weight."""
     min_lr_ratio: Share = 0.0
-    """Where the decay ends, as a share of learning_rate. Unused by "constant"."""
+    """Final learning rate of the schedule, as a share of learning_rate. Unused by "constant"."""
     max_tokens: Count = 16384
-    """Tokens of a micro-batch with its padding; a longer sequence stands alone. Changes no results."""
+    """Maximum number of tokens of a micro-batch, with its padding. A longer sequence is a micro-batch of its own.
+    Changes no results."""
     forward_max_tokens: CountFromZero = 0
-    """`max_tokens` of passes without gradients, which need less memory. 0: as in training."""
+    """`max_tokens` of forward passes without gradients, which need less memory. 0: the value of `max_tokens`."""
     packing: bool | None = None
-    """Lay the sequences of a micro-batch end to end instead of padding them, and compute what they begin with alike, as
-    the prompt of a group, once; attention stays within each. Changes no results but for rounding. Default: where the
-    model can."""
+    """Concatenate the sequences of a micro-batch instead of padding them, and compute a common prefix, such as the
+    prompt of a group, once. Attention stays within each sequence. Changes results only by rounding. Default: enabled
+    for models that support it."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass instead of keeping them."""
+    """Recompute activations in the backward pass instead of storing them. Saves memory and costs time."""
     lora_rank: CountFromZero = 0
-    """Train low-rank adapters of this rank (peft) instead of the weights, which stay as they are. 0: train all."""
+    """Rank of the low-rank adapters (peft) that are trained instead of the weights, which are frozen. 0: train all
+    weights."""
     lora_alpha: Positive = field(default=16.0, metadata=WITH_ADAPTERS)
-    """Adapters are scaled by lora_alpha / lora_rank."""
+    """LoRA's alpha: the output of an adapter is scaled by lora_alpha / lora_rank."""
     lora_dropout: ShareBelowOne = field(default=0.0, metadata=WITH_ADAPTERS)
-    """Share of an adapter's inputs that is dropped in training."""
+    """Dropout probability of an adapter's inputs in training."""
     lora_target_modules: str = field(default="all-linear", metadata=WITH_ADAPTERS)
-    """Which layers get an adapter: names or endings with commas between, or `all-linear`: every one but the head."""
+    """Layers that get an adapter: a comma-separated list of names or name endings, or `all-linear` for all linear
+    layers except the output layer."""
     lora_path: str = ""
-    """Folder of adapters that peft has written, with which training begins. Rank, alpha and layers are theirs. Default:
-    new adapters, which change nothing at first."""
+    """Path to a folder of adapters written by peft, from which training starts. Rank, alpha and layers are read from
+    it. Default: new adapters, which do not change the model's outputs at first."""
     router_aux_loss_coef: NotNegative = 0.0
-    """Weight of the load-balancing loss of a mixture of experts, of each micro-batch. No effect on other models."""
+    """Coefficient of the load-balancing loss of a mixture of experts, which is computed per micro-batch. No effect on
+    other models."""
     adam_offload: bool = False
-    """Keep the optimizer states in host memory (fsdp: weights and gradients too). Needs zero_stage 1, 2 or 3."""
+    """Keep the optimizer states in host memory. fsdp keeps weights and gradients there too. Needs zero_stage 1, 2 or
+    3."""
     overlap_comm: bool = False
-    """Reduce gradients while the backward pass still runs. Costs buffers; of no use on CPU. fsdp always does."""
+    """Overlap the reduction of gradients with the backward pass. Takes memory for buffers and gains nothing on CPUs.
+    fsdp always overlaps."""
     ema_beta: ShareBelowOne | None = None
-    """Decay per optimizer step of an average of the weights, which save_hf writes instead of the weights themselves.
-    It takes 4 bytes per weight of rank 0's host memory. None: no average."""
+    """Decay per optimizer step of an exponential moving average of the weights, which save_hf writes instead of the
+    weights. It takes 4 bytes of rank 0's host memory per weight. None: no average is kept."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,7 +139,9 @@ class TrainOptions(Checked):
             raise ValueError(fault)
 
     def read_adapters(self, prefix: str = "") -> Iterator[str]:
-        """Take over the settings of the adapters at `lora_path`; faults of those that are given otherwise."""
+        """Set the adapter options from the files at `lora_path`. Yield a message for each option that contradicts
+        them.
+        """
         if not self.lora_path:
             return
         if missing := _missing("adapter settings", "lora", f"{prefix}lora_path={self.lora_path}"):
@@ -140,16 +152,21 @@ class TrainOptions(Checked):
         except ValueError as error:
             yield f"{prefix}{error}"
             return
-        usual = {option.name: option.default for option in fields(TrainOptions)}
+        defaults = {option.name: option.default for option in fields(TrainOptions)}
         for name, value in settings.items():
-            given = getattr(self, name)
-            if given not in (usual[name], value):
-                there = f"the adapters at {prefix}lora_path={self.lora_path} have {value}"
-                yield f"{prefix}{name}={given}, and {there}; leave it out"
+            current = getattr(self, name)
+            if current not in (defaults[name], value):
+                conflict = f"the adapters at {prefix}lora_path={self.lora_path} have {value}"
+                yield f"{prefix}{name}={current}, and {conflict}; leave it out"
+            # The dataclass is frozen, and the engine must see the rank that the files have.
             object.__setattr__(self, name, value)
 
     def faults(self, prefix: str = "") -> Iterator[str]:
-        """What cannot work besides numbers that are out of range; each begins with an option, behind a prefix."""
+        """Yield a message for each invalid combination of options. Ranges of single values are checked elsewhere.
+
+        Args:
+            prefix: text before the name of the option with which each message begins.
+        """
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             yield f"{prefix}betas={self.betas}; set two numbers from 0 to below 1"
         if self.lora_rank and (missing := _missing("adapters", "lora", f"{prefix}lora_rank={self.lora_rank}")):
@@ -165,7 +182,8 @@ class TrainOptions(Checked):
             yield f"{prefix}lora_target_modules is empty; name layers, or all-linear"
         if self.adam_offload and self.zero_stage == 0:
             yield f"{prefix}adam_offload=True works on partitioned optimizer states; set zero_stage to 1, 2 or 3"
-        # Without DeepSpeed there is no other engine: lower stages, as demonstrations set them, count as 2.
+        # Demonstrations set lower stages. Without DeepSpeed fsdp is the only engine, so a lower stage counts as 2
+        # there instead of ending the run.
         if self.engine == "fsdp" and self.zero_stage < 2 and default_engine() != "fsdp":
             yield f"{prefix}zero_stage={self.zero_stage}: engine=fsdp partitions all between steps; set 2 or 3"
         if self.engine == "fsdp" and self.overlap_comm:
@@ -173,40 +191,41 @@ class TrainOptions(Checked):
 
     @property
     def stage(self) -> int:
-        """`zero_stage` as it is used: fsdp has none below 2, and without ZeRO, DeepSpeed trains bfloat16 with a loss
-        scale of its own.
+        """Effective ZeRO stage: at least 2 with fsdp and at least 1 with bf16. Without ZeRO, DeepSpeed would train
+        bfloat16 with its own loss scaling.
         """
         if self.engine == "fsdp":
             return max(self.zero_stage, 2)
         return max(self.zero_stage, 1) if self.precision == "bf16" else self.zero_stage
 
     def for_run(self, total_steps: int, seed: int) -> TrainConfig:
-        """The engine's configuration in a run of so many optimizer steps, with that seed."""
-        own = {option.name: getattr(self, option.name) for option in fields(TrainOptions)}
-        return TrainConfig(**own, total_steps=total_steps, seed=seed)
+        """Return the engine's configuration for a run of `total_steps` optimizer steps."""
+        options = {option.name: getattr(self, option.name) for option in fields(TrainOptions)}
+        return TrainConfig(**options, total_steps=total_steps, seed=seed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(TrainOptions):
-    """What a training engine is made with: the options, and what a recipe knows of its run."""
+    """Configuration of a training engine: the options, and the facts of a run that its recipe sets."""
 
     precision: Annotated[str, OneOf(CHOSEN_PRECISIONS)] = "fp32"
     total_steps: CountFromZero = 0
-    """Optimizer steps of the whole run, where the schedule ends. 0 = unknown: no warm-up, no decay."""
+    """Number of optimizer steps of the run, at which the schedule ends. 0 = unknown: no warm-up, no decay."""
     steps_per_rate: Count = 1
-    """Optimizer steps in a row with the same learning rate, which a schedule counts as one."""
+    """Number of consecutive optimizer steps with the same learning rate. The schedule counts them as one."""
     max_sequences: CountFromZero = 0
-    """Sequences of a micro-batch, at most; 0 sets no limit. Changes no results."""
+    """Maximum number of sequences of a micro-batch. 0 sets no limit. Changes no results."""
     forward_max_sequences: CountFromZero = 0
-    """`max_sequences` of passes without gradients. 0: as in training."""
+    """`max_sequences` of forward passes without gradients. 0: the value of `max_sequences`."""
     seed: int = 42
-    """Seeds this process's torch generator (dropout) when the engine starts; the rank is added."""
+    """Seed of this process's torch generator (dropout), which is set when the engine starts. The rank is added to
+    it."""
     context: Count = 1
-    """Ranks that share each sequence, of which one computes a stretch of its tokens."""
+    """Context-parallel degree: number of ranks over which the tokens of each sequence are split."""
     tensor: Count = 1
-    """Ranks that share each layer, of which one has a part of its matrices."""
+    """Tensor-parallel degree: number of ranks over which the matrices of each layer are split."""
     expert: Count = 1
-    """Ranks that share the experts of each layer."""
+    """Expert-parallel degree: number of ranks over which the experts of each layer are spread."""
 
     def faults(self, prefix: str = "") -> Iterator[str]:
         """See `TrainOptions.faults`."""
@@ -219,35 +238,36 @@ class TrainConfig(TrainOptions):
             )
 
     def data_ranks(self, ranks: int) -> int:
-        """So many of the ranks, or groups of ranks that compute together, have sequences of their own.
+        """Return the data-parallel degree: the number of ranks, or of groups of ranks that compute together, with
+        sequences of their own.
 
         Raises:
-            ValueError: they cannot be shared out.
+            ValueError: the parallel degrees do not divide the number of ranks.
         """
         axes = {"context": self.context, "tensor": self.tensor}
-        together = math.prod(axes.values())
-        if ranks % together:
-            given = " x ".join(f"parallel.{axis}={size}" for axis, size in axes.items() if size > 1)
+        group_size = math.prod(axes.values())
+        if ranks % group_size:
+            degrees = " x ".join(f"parallel.{axis}={size}" for axis, size in axes.items() if size > 1)
             raise ValueError(
-                f"{given} does not divide {ranks} ranks; set a divisor, or another number of ranks (placement)"
+                f"{degrees} does not divide {ranks} ranks; set a divisor, or another number of ranks (placement)"
             )
         if ranks % self.expert:
             raise ValueError(
                 f"parallel.expert={self.expert} does not divide {ranks} ranks; set a divisor, or another number of "
                 "ranks (placement)"
             )
-        return ranks // together
+        return ranks // group_size
 
     @property
     def forward_limits(self) -> PassLimits:
-        """Of passes without gradients."""
+        """Limits of a micro-batch in forward passes without gradients."""
         return PassLimits(
             max_tokens=self.forward_max_tokens or self.max_tokens,
             max_sequences=self.forward_max_sequences or self.max_sequences,
         )
 
     def learning_rate_at(self, step: int) -> float:
-        """Learning rate of optimizer step `step`, counted from 0; constant beyond total_steps."""
+        """Return the learning rate of optimizer step `step`, counted from 0. It is constant beyond `total_steps`."""
         step //= self.steps_per_rate
         total_steps = self.total_steps // self.steps_per_rate
         warmup_steps = math.ceil(total_steps * self.lr_warmup_ratio)
@@ -261,13 +281,13 @@ class TrainConfig(TrainOptions):
 
 
 def parallel_faults(train: TrainOptions, *, context: int, tensor: int, expert: int) -> Iterator[str]:
-    """Why a model cannot be trained so on several axes of ranks.
+    """Yield a message for each reason why a model cannot be trained with these parallel degrees.
 
     Args:
-        train: its options.
-        context: ranks that share each sequence.
-        tensor: ranks that share each layer.
-        expert: ranks that share the experts of a layer.
+        train: options of the training.
+        context: context-parallel degree.
+        tensor: tensor-parallel degree.
+        expert: expert-parallel degree.
     """
     for axis, size in zip(AXES, (context, tensor, expert), strict=True):
         if size > 1 and (missing := _missing("parallelism", axis, f"parallel.{axis}={size}")):
@@ -297,46 +317,46 @@ def parallel_faults(train: TrainOptions, *, context: int, tensor: int, expert: i
 
 
 def _missing(kind: str, name: str, option: str) -> str:
-    """Return the fault of an option whose plug-in is missing; empty if it is there."""
+    """Return a message if no plug-in provides `name`, which `option` needs; otherwise an empty string."""
     if name in registry.names(kind):
         return ""
     return f"{option}: no plug-in in plugins/ or among the installed packages provides the {kind} `{name}`"
 
 
-def _context_faults(train: TrainOptions, given: str) -> Iterator[str]:
+def _context_faults(train: TrainOptions, option: str) -> Iterator[str]:
     if train.packing is False:
-        yield f"{given} cuts packed rows, and packing=False pads sequences; leave train.packing out"
+        yield f"{option} cuts packed rows, and packing=False pads sequences; leave train.packing out"
     if train.router_aux_loss_coef:
         yield (
-            f"{given} shows each rank the routing of its stretch alone, and router_aux_loss_coef="
+            f"{option} shows each rank the routing of its stretch alone, and router_aux_loss_coef="
             f"{train.router_aux_loss_coef} balances over whole sequences; set one of them to its default"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PassLimits:
-    """Of a micro-batch in a pass without gradients."""
+    """Limits of a micro-batch in a forward pass without gradients."""
 
     max_tokens: int = 16384
-    """Tokens with their padding; a longer sequence stands alone."""
+    """Maximum number of tokens, padding included. A longer sequence is a micro-batch of its own."""
     max_sequences: int = 0
-    """Sequences; 0 sets no limit."""
+    """Maximum number of sequences. 0 sets no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenConfig(Checked):
-    """A model that is evaluated and never trained."""
+    """Configuration of a model that is evaluated and never trained, such as a reference or reward model."""
 
     precision: Annotated[str, OneOf(CHOSEN_PRECISIONS)] = "fp32"
-    """"fp32", "bf16" or "bf16_autocast", as of the model that it is compared with."""
+    """Precision: "fp32", "bf16" or "bf16_autocast", as for the model that it is compared with."""
     limits: PassLimits = PassLimits()
     packing: bool | None = False
-    """As `load_policy` takes it."""
+    """Argument `packing` of `load_policy`."""
     layout: Annotated[str, OneOf(LAYOUTS)] = "whole"
-    """"whole" on its device; "sharded" over the ranks, which gather a layer for each pass over it; or "offloaded":
-    sharded, and what a rank keeps is in host memory."""
+    """Placement of the weights. "whole": on the device of each rank; "sharded": over the ranks, which gather each layer
+    for a pass; "offloaded": sharded, with each rank's shard in host memory."""
 
     @property
     def is_collective(self) -> bool:
-        """Whether passes gather parameters, so that every rank has to make them."""
+        """True if passes gather parameters, so that every rank has to take part in each pass."""
         return self.layout != "whole"

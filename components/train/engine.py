@@ -1,4 +1,4 @@
-"""Training one model over the ranks, whichever library partitions it: optimizer steps and passes without gradients."""
+"""Base class of training engines: optimizer steps and forward passes of one model over all ranks."""
 
 from __future__ import annotations
 
@@ -33,22 +33,23 @@ LossFunction = Callable[[nn.Module, Batch, Totals], LossOutput]
 
 
 class AuxiliaryLoss(Protocol):
-    """A loss that a plug-in adds to the loss function of every optimizer step."""
+    """Auxiliary loss that a plug-in adds to the loss function of every optimizer step."""
 
     def added_to(self, loss_fn: LossFunction, minibatch: Batch) -> LossFunction:
-        """Return the loss function of the step's micro-batches with the auxiliary loss."""
+        """Return a loss function for the micro-batches of a step that includes the auxiliary loss."""
         ...
 
 
 class TrainEngine(PartitionedModel):
-    """One model under one optimizer. All ranks make the same calls in the same order."""
+    """Training engine of one model with one optimizer. All ranks must make the same calls in the same order."""
 
     def __init__(self, model: nn.Module, config: TrainConfig) -> None:
-        """Join the other ranks, seed this one and make `model` ready. The engine of a library then takes it.
+        """Join the process group, set the seed and prepare `model`. Subclasses then shard it with their library.
 
         Args:
-            model: adapters are put into it, and automatic casting around its passes, where the config asks for it.
-            config: of this engine.
+            model: model to train. If the configuration says so, adapters are inserted and autocast is enabled, in
+                place.
+            config: configuration of the engine.
         """
         init_process_group()
         self.config = config
@@ -57,7 +58,7 @@ class TrainEngine(PartitionedModel):
         self.world_size = dist.get_world_size()
         self.device = torch.device(compute_device().type)
         self.axes = open_axes(config, self.device)
-        # Ranks that share a layer drop the same.
+        # Ranks that share a layer must use the same dropout mask, or their parts would belong to different functions.
         torch.manual_seed(config.seed + self.rank // config.tensor)
         self.adapters = open_adapters(model, config)
         self._auxiliary_loss: AuxiliaryLoss | None = None
@@ -73,24 +74,32 @@ class TrainEngine(PartitionedModel):
     @property
     @abstractmethod
     def _passes_are_collective(self) -> bool:
-        """True if a forward pass gathers parameters, so that every rank has to make it."""
+        """True if a forward pass gathers parameters, so that every rank must take part in it."""
 
     @property
     def _trained(self) -> nn.Module:
-        """The module that a loss function calls."""
+        """Module that is passed to the loss function."""
         return self.model
 
     @abstractmethod
     def _begin_pass(self, is_last: bool) -> None:
-        """Prepare one forward and backward pass, the last of its optimizer step or not."""
+        """Prepare one forward and backward pass.
+
+        Args:
+            is_last: it is the last pass of its optimizer step.
+        """
 
     @abstractmethod
     def _backward(self, loss: Tensor) -> None:
-        """Add to the gradient the average over the ranks of their losses' gradients."""
+        """Compute the gradient of `loss`, average it over the ranks and add it to the accumulated gradient."""
 
     @abstractmethod
     def _step(self, learning_rate: float) -> float:
-        """Step the optimizer, unless `_check_gradient` objects; returns the gradient's 2-norm before clipping."""
+        """Take an optimizer step and return the 2-norm of the gradient before clipping.
+
+        Raises:
+            FloatingPointError: the norm is not finite. The weights have not been changed then.
+        """
 
     @property
     def learning_rate(self) -> float:
@@ -101,12 +110,15 @@ class TrainEngine(PartitionedModel):
         """Evaluate `batch` without gradients, in micro-batches.
 
         Args:
-            batch: this rank's own; ranks may have different numbers of sequences.
-            compute: (model, micro-batch of n tokens) -> [n].
-            adapters: False: as the model was before its training, which is to have adapters.
+            batch: sequences of this rank. Ranks may have different numbers of sequences.
+            compute: function (model, micro-batch of n tokens) -> [n].
+            adapters: False disables the adapters, which gives the model before training.
 
         Returns:
             [N] on the CPU, in the order of `batch`.
+
+        Raises:
+            ValueError: `adapters` is False, and the model has none.
         """
         self._check_awake()
         if not adapters:
@@ -115,27 +127,27 @@ class TrainEngine(PartitionedModel):
             with self.adapters.off():
                 return self.forward(batch, compute)
         model, limits = self.model.eval(), self.config.forward_limits
-        gathered, own = self.axes.gather_batch(batch)
-        return evaluate_together(model, gathered, limits, self.device, compute, self._passes_are_collective)[own]
+        gathered, part = self.axes.gather_batch(batch)
+        return evaluate_together(model, gathered, limits, self.device, compute, self._passes_are_collective)[part]
 
     def train_step(self, minibatch: Batch, loss_fn: LossFunction, group_size: int = 1) -> dict[str, float]:
-        """One optimizer step on `minibatch`.
+        """Take one optimizer step on `minibatch`.
 
         Args:
-            minibatch: the global one, the same on all ranks; each rank trains on its share.
-            loss_fn: (model, micro-batch, totals) -> LossOutput, whose loss and metrics are sums over the
-                micro-batch divided by totals, so that they add up to the mean over the minibatch.
-            group_size: so many sequences that follow each other are compared by the loss, and never parted: 2 for
-                pairs.
+            minibatch: global minibatch, the same on all ranks. Each rank trains on its share of the sequences.
+            loss_fn: function (model, micro-batch, totals) -> LossOutput. Loss and metrics are sums over the
+                micro-batch divided by the totals, so that they add up to the mean over the minibatch.
+            group_size: number of consecutive sequences that the loss compares and that must be in one micro-batch, such
+                as 2 for preference pairs.
 
         Returns:
-            "loss" and the metrics of `loss_fn`, summed over micro-batches and ranks; "grad_norm" before
-            clipping; "learning_rate" of this step; on GPUs those of `_gpu_metrics`. The same on all ranks.
+            Metrics, the same on all ranks: "loss" and the metrics of `loss_fn`, summed over micro-batches and ranks;
+            "grad_norm" before clipping; "learning_rate" of this step; on GPUs also those of `_gpu_metrics`.
 
         Raises:
-            ValueError: `minibatch` is empty, trains on no token or holds part of a group.
-            FloatingPointError: the loss is not finite, or the gradient. On all ranks, and before the weights change.
-                The engine cannot continue after it.
+            ValueError: `minibatch` is empty, trains on no token or contains part of a group.
+            FloatingPointError: the loss or the gradient is not finite. It is raised on all ranks before the weights
+                change. The engine cannot be used afterwards.
         """
         self._check_awake()
         began = time.perf_counter()
@@ -145,17 +157,18 @@ class TrainEngine(PartitionedModel):
         limits = self.config.max_tokens, self.config.max_sequences
         layout = layout_of(self.model)
         plans = layout.micro_batches_by_rank(minibatch, self.axes.data, *limits, group_size)
-        own = plans[self.axes.data_rank]
-        # Everybody backpropagates equally often, because gradients are reduced together.
-        forwards = max(len(plan) for plan in plans)
+        plan = plans[self.axes.data_rank]
+        # All ranks make the same number of backward passes, because each one reduces gradients. A rank with fewer
+        # micro-batches would leave the others waiting.
+        passes = max(map(len, plans))
         self.model.train()
         sums: dict[str, Tensor] = {}
-        for i in range(forwards):
-            index = own[i] if i < len(own) else shortest_group(minibatch, group_size)
-            counts = 1.0 if i < len(own) else 0.0
-            self._begin_pass(is_last=i == forwards - 1)
+        for i in range(passes):
+            index = plan[i] if i < len(plan) else shortest_group(minibatch, group_size)
+            counts = 1.0 if i < len(plan) else 0.0
+            self._begin_pass(is_last=i == passes - 1)
             output = loss_fn(self._trained, minibatch.select(index).to(self.device), totals)
-            # Gradients are averaged over ranks, and the loss is already divided by the total of all ranks.
+            # The loss is already divided by the total of all ranks, so the averaging over ranks is undone here.
             self._backward(output.loss * (self.axes.shards.size() * counts))
             beat()
             for name, value in {"loss": output.loss, **output.metrics}.items():
@@ -167,7 +180,7 @@ class TrainEngine(PartitionedModel):
         grad_norm = self._step(learning_rate)
         self.step_count += 1
         if self.average is not None:
-            # Of the master weights, since small steps are lost in bfloat16.
+            # The average follows the float32 master weights, because small steps are rounded away in bfloat16.
             self.average.update(self._state().master_weights())
         metrics |= {"grad_norm": grad_norm, "learning_rate": learning_rate}
         if self.device.type == "cuda":
@@ -176,7 +189,13 @@ class TrainEngine(PartitionedModel):
         return metrics
 
     def _gpu_metrics(self, length_B: Tensor, computed: ComputedTokens, began: float) -> dict[str, float]:
-        """Return the peak GPU memory of any rank so far in GB, and the speed of the step that began at `began`."""
+        """Return the peak GPU memory of any rank so far in GB, and the speed of the step.
+
+        Args:
+            length_B: [B] number of tokens of each sequence.
+            computed: number of tokens that were computed.
+            began: time of the start of the step, from `time.perf_counter`.
+        """
         memory = peak_gpu_memory()
         peak = torch.tensor([*memory.values(), time.perf_counter() - began], device=self.device)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
@@ -208,16 +227,17 @@ class TrainEngine(PartitionedModel):
 
 
 def totals_of(minibatch: Batch) -> Totals:
-    """Return the numbers of tokens and sequences that are trained on: by `action_mask` where the batch has it, else
-    `loss_mask`, else all tokens.
+    """Return the numbers of tokens and sequences of a minibatch that are trained on.
+
+    The tokens are given by the column `action_mask`, else by `loss_mask`. Without either, all tokens count.
 
     Raises:
-        ValueError: nothing is trained on.
+        ValueError: the minibatch is empty, or its mask is False everywhere.
     """
     if not len(minibatch):
         raise ValueError("the minibatch is empty; give train_step at least one sequence")
     mask = next((name for name in ("action_mask", "loss_mask") if name in minibatch), None)
-    # In float64, which counts exactly.
+    # float64 counts exactly, where float32 would round sums above 2^24.
     tokens_B = sequence_sums(minibatch[mask].double(), minibatch.lengths) if mask else minibatch.lengths
     tokens = int(tokens_B.sum())
     if tokens == 0:
@@ -229,5 +249,5 @@ def totals_of(minibatch: Batch) -> Totals:
 
 
 def shortest_group(batch: Batch, group_size: int = 1) -> Tensor:
-    """Return the positions of the cheapest group, for a pass that is only made because other ranks make one."""
+    """Return the positions of the shortest group, for a pass that a rank makes only because other ranks make one."""
     return members_of(batch.lengths.view(-1, group_size).sum(1).argmin(), group_size)

@@ -1,6 +1,6 @@
-"""A model that is evaluated and never trained: a reference, a reward model.
+"""Engine of a model that is evaluated and never trained, such as a reference or reward model.
 
-It is whole on its device, or its layers are partitioned by rows over the ranks (FSDP2), on the device or on the host.
+The weights are either whole on each device, or sharded by rows over the ranks (FSDP2), on the device or in host memory.
 """
 
 from __future__ import annotations
@@ -26,20 +26,24 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class FrozenEngine(Generic[M]):
-    """One model, on the GPU when there is one. If it is sharded, all ranks make the same calls in the same order."""
+    """Engine of one frozen model, on the GPU if there is one.
+
+    If the model is sharded, all ranks must make the same calls in the same order.
+    """
 
     def __init__(self, model: M, config: FrozenConfig) -> None:
         """
         Args:
-            model: with weights of `config.weight_type`, perhaps made empty, then the engine reads what this rank
-                keeps; it is changed in place.
-            config: of this engine.
+            model: model with weights of the dtype `weight_type(config.precision)`, which is changed in place. If it was
+                created empty, the engine reads the weights that this rank keeps.
+            config: configuration of the engine.
         """
         self.config = config
         self.device = compute_device()
         self.model = model.eval().requires_grad_(False)
         round_products(model, config.precision)
         compute_in(model, config.precision, self.device)
+        # Sharding comes before `fill`, so that each rank reads and allocates only its shard.
         if config.is_collective:
             self._partition()
         fill(model, "cpu" if config.layout == "offloaded" else self.device)
@@ -55,7 +59,7 @@ class FrozenEngine(Generic[M]):
 
         init_process_group()
         offload = self.config.layout == "offloaded"
-        # Weights are kept in the types that passes use.
+        # The default policy casts nothing: the weights already have the dtypes in which passes compute.
         plain = MixedPrecisionPolicy()
         mesh = all_ranks(self.device)
         partition(self.model, self.device, plain, mesh, offload=offload, layers_let_go=True, rest_lets_go=True)
@@ -64,41 +68,50 @@ class FrozenEngine(Generic[M]):
         """Evaluate `batch` in micro-batches.
 
         Args:
-            batch: this rank's own; ranks may have different numbers of sequences.
-            compute: (model, micro-batch of n tokens) -> [n].
+            batch: sequences of this rank. Ranks may have different numbers of sequences.
+            compute: function (model, micro-batch of n tokens) -> [n].
 
         Returns:
             [N] on the CPU, in the order of `batch`.
 
         Raises:
-            ValueError: the model is sharded, and this rank has no sequence where others have some.
+            ValueError: the model is sharded, and this rank has no sequence while others have some.
         """
-        own = self.config
-        return evaluate_together(self.model, batch, own.limits, self.device, compute, own.is_collective)
+        config = self.config
+        return evaluate_together(self.model, batch, config.limits, self.device, compute, config.is_collective)
 
     @torch.no_grad()
     def mix(self, folder: str | Path, share: float) -> None:
-        """Move the weights towards those of a folder of the same model: (1 - share) * own + share * theirs, in the
-        type of the weights. Each rank reads what it keeps.
+        """Interpolate the weights towards those in a folder: (1 - share) * weights + share * weights in the folder.
+
+        The result has the dtype of the weights. Each rank reads only its shard.
+
+        Args:
+            folder: path to a model of the same architecture.
+            share: weight of the model in the folder, in [0, 1].
         """
         model: Any = self.model
         with WeightFiles(model, Path(folder)) as files:
             for name, parameter in self.model.named_parameters():
-                own = local_part(parameter.detach())
-                theirs = torch.empty_like(own)
-                files.read(name, theirs, own_block(parameter))
-                own.lerp_(theirs, share)
+                shard = local_part(parameter.detach())
+                target = torch.empty_like(shard)
+                files.read(name, target, own_block(parameter))
+                shard.lerp_(target, share)
 
     def save_hf(self, path: str | Path, *, writes: bool) -> None:
-        """Write a folder that `from_pretrained` loads. All ranks of a sharded model call this, and one of them writes,
-        as one instance of a whole one does.
+        """Write a folder that `from_pretrained` loads.
+
+        Args:
+            path: path to the folder.
+            writes: this rank writes. Of a sharded model, all ranks must call this method and one of them writes.
         """
         parameters = dict(self.model.named_parameters())
         shapes = {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in parameters.items()}
         weights = ((name, _whole(x.detach())) for name, x in parameters.items())
         if writes:
             save_model(Path(path), self.model, shapes, weights)
-        for _ in weights:  # the other ranks gather to the end
+        # Gathering is collective, so ranks that do not write must exhaust the iterator too.
+        for _ in weights:
             pass
 
 
@@ -107,14 +120,23 @@ def _whole(tensor: Any) -> Tensor:
 
 
 def is_read_by_parts(config: FrozenConfig) -> bool:
-    """Whether a model is to be made empty for such an engine: on a CPU a whole one is the file, mapped."""
+    """True if the model of such an engine should be created empty, so that the engine reads its shard.
+
+    A whole model on a CPU is loaded directly instead: its weights are the mapped file, which takes no further memory.
+    """
     return config.is_collective or torch.cuda.is_available()
 
 
 def open_frozen_policy(
     path: str | Path, config: FrozenConfig, attn_implementation: str | None = None
 ) -> FrozenEngine[nn.Module]:
-    """A causal language model under such an engine; arguments as `load_policy` takes them."""
+    """Load a causal language model into a `FrozenEngine`.
+
+    Args:
+        path: folder or hub name of the model.
+        config: configuration of the engine.
+        attn_implementation: as for `load_policy`.
+    """
     model = load_policy(
         path,
         weight_type(config.precision),

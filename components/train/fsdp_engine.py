@@ -1,11 +1,12 @@
-"""Training with torch's FSDP2 (`fully_shard`): CPU over gloo and CUDA over nccl, in a train role's ranks or alone.
+"""Training engine based on torch's FSDP2 (`fully_shard`), over gloo on CPUs and nccl on GPUs.
 
-Every decoder layer, and the rest of the model, is one group whose parameters are gathered and let go of together. What
-each rank keeps are rows of the float32 weights and of AdamW's moments. Within an optimizer step
+It runs in the ranks of a train role or in a single process. Every decoder layer is a group, and so is the rest of the
+model. The parameters of a group are gathered and freed together. Each rank keeps rows of the float32 weights and of
+AdamW's moments. Within an optimizer step
 
-    zero_stage 3    gathers a layer for each pass over it, and partitions its gradient after each backward pass;
-    zero_stage 2    gathers a layer once and keeps its whole gradient, which is partitioned after the last backward
-                    pass: more memory, and no communication for further micro-batches.
+    zero_stage 3    gathers a layer for each pass over it, and shards its gradient after each backward pass;
+    zero_stage 2    gathers a layer once and keeps its whole gradient, which is sharded after the last backward pass:
+                    more memory, and no communication for further micro-batches.
 """
 
 from __future__ import annotations
@@ -28,21 +29,22 @@ from components.weights.gather import Part, part_of
 
 
 class FSDPEngine(TrainEngine):
-    """A model whose layers torch partitions by rows."""
+    """Training engine whose layers are sharded by rows with `fully_shard`."""
 
     def __init__(self, model: nn.Module, config: TrainConfig) -> None:
         """
         Args:
-            model: the same on all ranks, or made empty by `load_policy`; its parameters become float32 and
-                partitioned, in place. With bf16 passes use them rounded.
-            config: of this engine.
+            model: the same model on all ranks, or an empty one from `load_policy`. Its parameters are converted to
+                float32 and sharded in place. With bf16, passes use them rounded to bfloat16.
+            config: configuration of the engine.
         """
         super().__init__(model, config)
         self.axes.share(model.float())
         experts = self.axes.share_experts(model)
         is_bf16 = config.precision == "bf16"
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if is_bf16 else None, reduce_dtype=torch.float32)
-        # What no layer has is needed again when the backward pass begins, at once.
+        # Parameters outside of layers stay gathered after the forward pass (`rest_lets_go` is False): the backward pass
+        # begins with them, so they would be gathered again at once.
         self._groups = partition(
             model,
             self.device,
@@ -62,11 +64,12 @@ class FSDPEngine(TrainEngine):
         return True
 
     def forward(self, batch: Batch, compute: Callable[[nn.Module, Batch], Tensor], *, adapters: bool = True) -> Tensor:
-        """Evaluate `batch` without gradients, in micro-batches; as `TrainEngine.forward` says."""
+        """See `TrainEngine.forward`."""
         try:
             return super().forward(batch, compute, adapters=adapters)
         finally:
-            # What a forward pass keeps for its backward pass stays where there is none, and would get stale.
+            # FSDP keeps gathered parameters for the backward pass. Without one they would remain in memory, and would
+            # be stale after the next optimizer step.
             for group in self._groups:
                 group.reshard()
 
@@ -81,14 +84,16 @@ class FSDPEngine(TrainEngine):
     def _step(self, learning_rate: float) -> float:
         trained = [p for p in self.model.parameters() if p.grad is not None]
         gradients = [local_part(p.grad) for p in trained]
-        # What several ranks have counts once.
+        # A gradient that several ranks have must count once in the norm.
         counted = [gradient for p, gradient in zip(trained, gradients, strict=True) if own_block(p).is_first]
-        # Each rank's part of the squares: DTensors would add them up where they lie, and nccl has no host memory.
+        # The squares are summed locally and then over the ranks. With DTensors the sum would be computed on the device
+        # of the gradients, and nccl cannot reduce tensors in host memory (adam_offload).
         squares = nn.utils.get_total_norm(counted).double().square().to(self.device)
         dist.all_reduce(squares)
         norm = float(squares.sqrt())
         self._check_gradient(norm)
         if 0 < self.config.max_grad_norm < norm:
+            # The small constant is that of torch's clip_grad_norm_, so that both give the same gradients.
             for gradient in gradients:
                 gradient.mul_(self.config.max_grad_norm / (norm + 1e-6))
         for group in self._adam.param_groups:

@@ -1,4 +1,6 @@
-"""How torch's FSDP2 (`fully_shard`) cuts a model: each layer is a group, and so is what no layer has."""
+"""Sharding of a model with torch's FSDP2 (`fully_shard`): each layer is a group, and the remaining parameters
+another.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +24,21 @@ def partition(
     experts: Sequence[nn.Module] = (),
     copies: DeviceMesh | None = None,
 ) -> list[FSDPModule]:
-    """Partition `model` by rows over the ranks of a mesh, in place.
+    """Shard `model` by rows over the ranks of a mesh, in place.
 
     Args:
-        model: on any device.
-        device: where its passes are.
-        precision: of passes and gradients.
-        mesh: of one axis.
-        offload: what each rank keeps is in host memory.
-        layers_let_go: gathered parameters of a layer are let go of after its forward pass.
-        rest_lets_go: and those of what no layer has.
-        experts: modules of layers that are partitioned apart, over the ranks that have the same experts.
-        copies: these ranks.
+        model: model on any device.
+        device: device on which passes are computed.
+        precision: dtypes of passes and of the reduction of gradients.
+        mesh: ranks, as a mesh of one axis.
+        offload: keep the shards in host memory.
+        layers_let_go: free the gathered parameters of a layer after its forward pass.
+        rest_lets_go: free the gathered parameters outside of layers after the forward pass.
+        experts: modules of layers that are sharded separately, over the ranks that have the same experts.
+        copies: ranks that have the same experts.
 
     Returns:
-        The groups, of which the last is what no layer has.
+        The groups. The last one has the parameters outside of layers.
     """
     kept = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
     groups = list[FSDPModule]()
@@ -45,12 +47,14 @@ def partition(
         group = fully_shard(
             module, mesh=copies, reshard_after_forward=layers_let_go, mp_policy=precision, offload_policy=kept
         )
-        # Their gradient is already the sum over the ranks whose tokens they had, and the others divide by all ranks.
+        # The gradient of experts is already the sum over the ranks whose tokens they processed. Dividing by the number
+        # of all ranks gives the average that the other parameters have.
         group.set_gradient_divide_factor(float(mesh.size()))
-        # gloo cannot divide while it adds. Alone a rank adds nothing, and torch would then divide twice.
+        # gloo cannot divide within a reduction, so the sum is forced there. With a single rank nothing is reduced, and
+        # torch would then divide twice.
         group.set_force_sum_reduction_for_comms(device.type == "cpu" and copies.size() > 1)
         groups.append(group)
-    # The innermost first, should layers have layers in them.
+    # Inner modules come first, because `fully_shard` must be applied to nested layers before the layer around them.
     for module in [*reversed(layers_of(model)), model]:
         lets_go = rest_lets_go if module is model else layers_let_go
         groups.append(
@@ -60,6 +64,6 @@ def partition(
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The modules that transformers calls layers."""
+    """Return the layers of a model: the modules whose classes transformers lists in `_no_split_modules`."""
     names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     return [module for module in model.modules() if type(module).__name__ in names and module is not model]

@@ -1,4 +1,4 @@
-"""The memory of a device, lent to somebody else for a while: its content waits on the host."""
+"""Temporary release of device memory: tensors are copied to the host and restored later."""
 
 from __future__ import annotations
 
@@ -9,36 +9,39 @@ import torch
 from torch import Tensor
 
 PIECE_BYTES = 2**28
-"""Of a copy that is allocated at once: torch rounds what it pins up to a power of two."""
+"""Size in bytes of the pieces in which host copies are allocated. torch rounds each pinned allocation up to a power of
+two, so a single large copy could take almost twice its size."""
 
 
 class HostCopies:
-    """What tensors of a device hold. Until `restore` they, and all views of them, stand for memory that is not there.
+    """Host copies of tensors whose device memory is freed until `restore`. Until then, neither the tensors nor any
+    views of them may be used.
 
-    Whole storages are freed, not tensors replaced, so that nobody who keeps a view has to be told.
+    Storages are resized to 0 instead of replacing tensors, so that existing views remain valid after `restore`.
     """
 
     def __init__(self, tensors: Iterable[Any], scratch: Iterable[Any] = (), device_type: str = "cuda") -> None:
         """
         Args:
-            tensors: of which those on such a device are moved; they may share memory, or be DTensors.
-            scratch: the same, but nobody needs what they hold: `restore` fills them with zeros. They may be among
-                `tensors` too.
-            device_type: of the memory that is freed.
+            tensors: tensors to move. Those on other device types are ignored. They may share memory, or be DTensors.
+            scratch: tensors whose content is discarded; `restore` fills them with zeros. They may be among `tensors`
+                too.
+            device_type: type of the device whose memory is freed.
         """
         self.nbytes = 0
-        """Of device memory that was freed."""
+        """Number of bytes of device memory that were freed."""
         self._device_type = device_type
         self._freed: list[tuple[torch.UntypedStorage, int, list[Tensor]]] = []
         for tensor in scratch:
             self._free(tensor, is_needed=False)
         for tensor in tensors:
             self._free(tensor, is_needed=True)
+        # torch caches freed memory for itself; other processes can use it only after this call.
         if device_type == "cuda" and self._freed:
             torch.cuda.empty_cache()
 
     def restore(self) -> None:
-        """Bring everything back."""
+        """Allocate the device memory again and restore its content."""
         for storage, size, copies in self._freed:
             storage.resize_(size)
             content = _content(storage)
@@ -51,7 +54,7 @@ class HostCopies:
     def _free(self, tensor: Any, is_needed: bool) -> None:
         storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
         size = storage.nbytes()
-        # A size of 0: shared with a tensor before.
+        # A size of 0 means that the storage is shared with a tensor that was freed before.
         if storage.device.type != self._device_type or not size or not storage.resizable():
             return
         copies = []
@@ -64,7 +67,7 @@ class HostCopies:
 
 
 def tensors_within(value: object) -> Iterator[Tensor]:
-    """The tensors of nested lists, tuples, sets and dicts, keys too."""
+    """Yield all tensors in nested lists, tuples, sets and dicts (keys and values)."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -76,5 +79,5 @@ def tensors_within(value: object) -> Iterator[Tensor]:
 
 
 def _content(storage: torch.UntypedStorage) -> Tensor:
-    """All bytes of it, as a view."""
+    """Return a view of all bytes of a storage, [bytes] uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,4 +1,4 @@
-"""Training engines, opened by the name that their configuration has. An engine is imported only when it is needed."""
+"""Creation of the training engine that a configuration names. An engine is imported only when it is needed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 
 
 def open_engine(model: nn.Module, config: TrainConfig) -> TrainEngine:
-    """Return the engine that `config.engine` names, around `model`. All ranks call this, with the same weights.
+    """Return the training engine that `config.engine` names. All ranks must call this with the same weights.
 
     A plug-in provides the class of its engine as the `train engine` of that name.
 
     Args:
-        model: perhaps made empty, then the engine reads its weights; it is partitioned and cast (bf16) in place.
-        config: of this engine.
+        model: model to train, which is sharded and cast (bf16) in place. If it was created empty, the engine reads its
+            weights.
+        config: configuration of the engine.
     """
     if config.engine == "fsdp":
         from components.train.fsdp_engine import FSDPEngine

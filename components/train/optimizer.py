@@ -1,4 +1,4 @@
-"""AdamW over the parameters of a model that are trained."""
+"""AdamW over the trained parameters of a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from components.train.config import TrainConfig
 
 
 def adam_of(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """The optimizer of what is trained in `model`."""
+    """Return an AdamW optimizer over the trained parameters of `model`."""
     return torch.optim.AdamW(
         _parameter_groups(model, config.weight_decay, config.weight_decay_all),
         lr=config.learning_rate,
@@ -25,8 +25,9 @@ def _parameter_groups(model: nn.Module, weight_decay: float, is_for_all: bool) -
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if weight_decay == 0 or is_for_all:
         return [{"params": parameters, "weight_decay": weight_decay}]
-    # ds_shape: of the whole parameter, which DeepSpeed may have partitioned.
+    # DeepSpeed's ZeRO 3 flattens parameters, and keeps their original shape in `ds_shape`.
     matrices = [parameter for parameter in parameters if len(getattr(parameter, "ds_shape", parameter.shape)) > 1]
     vectors = [parameter for parameter in parameters if len(getattr(parameter, "ds_shape", parameter.shape)) <= 1]
+    # Vectors are exempt from weight decay. A model may have none, and its group is left out then.
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]

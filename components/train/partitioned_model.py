@@ -1,5 +1,5 @@
-"""A model whose parameters are trained and may be partitioned over the ranks: gathered, exported, saved, resumed, and
-moved to host memory.
+"""Gathering, export, saving, resuming and offloading of a trained model whose parameters may be sharded over the
+ranks.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ if TYPE_CHECKING:
 
 
 class PartitionedModel(ABC):
-    """The parameters of one model under one optimizer. All ranks make the same calls in the same order."""
+    """Parameters of one model with one optimizer. All ranks must make the same calls in the same order."""
 
     config: TrainConfig
     model: nn.Module
-    """Partitioned parameters are empty, or parts, outside of passes."""
+    """Model. Outside of passes, its sharded parameters are empty or shards."""
     rank: int
     world_size: int
     device: torch.device
     step_count = 0
     adapters: Adapters | None
     average: WeightAverage | None = None
-    """Average of the master weights that are trained, when the config asks for it."""
+    """Average of the trained master weights, or None without `ema_beta`."""
     _asleep: HostCopies | None = None
     _adam: torch.optim.AdamW
 
     @abstractmethod
     def _part(self, parameter: nn.Parameter, dtype: torch.dtype) -> Part:
-        """Return this rank's part of a parameter, to be gathered in this type. All ranks call this."""
+        """Return this rank's shard of a parameter, to be gathered in this dtype. All ranks must call this."""
 
     @property
     def _zero(self) -> Any:
-        """DeepSpeed's optimizer around AdamW, where there is one."""
+        """DeepSpeed's ZeRO optimizer around AdamW, or None."""
         return None
 
     def _state(self) -> EngineState:
-        """Return the state of this engine, where it lies."""
+        """Return the training state of this engine, in place."""
         adapters = None if self.adapters is None else self.adapters.note
         return EngineState(self.model, self._adam, self._zero, self.config, self.device, self.average, adapters)
 
@@ -62,15 +62,16 @@ class PartitionedModel(ABC):
             self.average = WeightAverage(self.config.ema_beta, self._state().master_weights())
 
     def gathered_parameters(self, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """The whole parameters, by name, on rank 0's CPU; tied ones once, under their first name. bf16: in bfloat16.
+        """Yield the whole parameters by name on the CPU of rank 0, with bf16 in bfloat16. Tied parameters are yielded
+        once, under their first name.
 
-        Adapters are added to the weights beneath them: names and number are those of the model without adapters.
+        Adapters are merged into the weights beneath them, so the names are those of the model without adapters.
 
-        Every rank must exhaust the iterator, since gathering is collective; ranks other than 0 get no items.
-        A tensor may be the live parameter: it is valid until the next train_step.
+        Every rank must exhaust the iterator, because gathering is collective. Ranks other than 0 get no items.
+        A tensor may be the parameter itself, and is valid until the next `train_step`.
 
         Args:
-            everywhere: on every rank and its device; of a model without adapters.
+            everywhere: yield the parameters on every rank, on its device. Only for models without adapters.
         """
         trained = self._gather(self._state().parameters.items(), everywhere)
         if self.adapters is None:
@@ -79,10 +80,10 @@ class PartitionedModel(ABC):
             yield from self.adapters.merged(self._frozen(), dict(trained))
 
     def gathered_adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """The adapters alone, as `gathered_parameters` gives parameters, by the names of peft's files.
+        """Yield the adapters by the names of peft's files, in the same way as `gathered_parameters`.
 
         Raises:
-            ValueError: the model has none.
+            ValueError: the model has no adapters.
         """
         if self.adapters is None:
             raise ValueError("the model has no adapters; set lora_rank")
@@ -99,18 +100,18 @@ class PartitionedModel(ABC):
         return self._gather((name, p) for name, p in self.model.named_parameters() if not p.requires_grad)
 
     def save_hf(self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """Write a folder that `from_pretrained` loads. All ranks call this; rank 0 writes.
+        """Write a folder that `from_pretrained` loads. All ranks must call this; rank 0 writes.
 
-        It has the parameters as `gathered_parameters` gives them; with `ema_beta` the average of the weights, in the
-        same type, instead of the weights. The adapters by themselves are in its folder `adapter`, as peft writes them,
-        for the model that training started from.
+        The folder contains the parameters that `gathered_parameters` yields, or with `ema_beta` the average of the
+        weights in the same dtype. The subfolder `adapter` contains the adapters in peft's format, for use with the
+        model that training started from.
 
         Args:
-            path: folder, made when missing.
-            tokenizer: saved into the same folder.
+            path: path to the folder, which is created if it is missing.
+            tokenizer: tokenizer that is saved into the same folder, or None.
 
         Raises:
-            OSError: rank 0 cannot write there. The ranks are through with gathering then.
+            OSError: rank 0 cannot write to the folder. All ranks have finished gathering then.
         """
         self._check_awake()
         weights, adapters = self._exported()
@@ -124,12 +125,12 @@ class PartitionedModel(ABC):
                     if tokenizer is not None:
                         tokenizer.save_pretrained(path)
         finally:
-            # The other ranks gather to the end, whatever happens here.
+            # Gathering is collective: after an error here, the other ranks would wait for this one forever.
             for _ in weights:
                 pass
 
     def _exported(self) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Tensor]]:
-        """The weights as `save_hf` writes them, and what is trained beside weights that are not."""
+        """Return the weights that `save_hf` writes, and the trained adapters (empty without adapters)."""
         parameters = self._state().parameters
         averaged: Iterable[tuple[str, Tensor]] = self.average.tensors.items() if self.average is not None else ()
         in_type = ((name, tensor.to(self._type(parameters[name]))) for name, tensor in averaged)
@@ -144,7 +145,7 @@ class PartitionedModel(ABC):
         return iter(self._state().buffers.items() if self.rank == 0 else ())
 
     def _shapes(self) -> Iterator[tuple[str, Tensor]]:
-        """Names, shapes and types of what `_exported` gives, on the meta device."""
+        """Yield names, shapes and dtypes of the tensors from `_exported`, as meta tensors."""
         for name, parameter in self.model.named_parameters():
             if self.adapters is None or ".lora_" not in name:
                 plain = name.replace(".base_layer.", ".")
@@ -153,56 +154,60 @@ class PartitionedModel(ABC):
             yield name, buffer.to("meta")
 
     def save_state(self, folder: str | Path) -> None:
-        """Write everything that training resumes from. All ranks call this, and each writes a share.
+        """Write the complete training state. All ranks must call this, and each writes a share.
 
-        The float32 master weights, AdamW's moments and step numbers, `step_count`, the model's persistent buffers,
-        each rank's random state, and the average of the weights if there is one. Call it between two train_steps, and
-        not after an error of one. With adapters only what is trained is written.
+        The state consists of the float32 master weights, AdamW's moments and step numbers, `step_count`, the model's
+        persistent buffers, each rank's random state, and the average of the weights if there is one. With adapters,
+        only the trained parameters are written. Call it between two calls of `train_step`, and not after an error in
+        one.
 
         Args:
-            folder: on a file system that all ranks see; made when missing. What it has of an older state is replaced.
+            folder: path to a folder on a file system that all ranks share. It is created if it is missing. An older
+                state in it is replaced.
 
         Raises:
-            OSError: some rank cannot write. On all ranks, each of which may continue.
+            OSError: a rank cannot write. It is raised on all ranks, and the engine can still be used.
         """
         self._check_awake()
         self._state().save(Path(folder), self.step_count)
 
     def load_state(self, folder: str | Path) -> list[str]:
-        """Continue exactly where `save_state` was called. All ranks call this, and each reads what it needs.
+        """Resume from a state that `save_state` wrote. All ranks must call this, and each reads what it needs.
 
-        The engine is one just made from the same architecture; its own weights do not matter, but those beneath
-        adapters have to be the same. Learning rate,
-        schedule, AdamW's settings and `ema_beta` are those of its config. Load after the last engine of a process was
-        made, because making one seeds the generator that dropout draws from.
+        Call it on a new engine of the same architecture. Its weights are replaced, except for the weights beneath
+        adapters, which must be the same. Learning rate, schedule, AdamW's settings and `ema_beta` are taken from its
+        configuration. Load after all engines of the process have been created, because creating one seeds the generator
+        that dropout uses.
 
-        With the settings it was saved with, training continues to the last bit. With other ranks or another zero_stage
-        the state is the same to the last bit, and later results differ by the order of sums; with other ranks dropout
-        starts anew from the config's seed, and all ranks get the buffers of rank 0.
+        With the settings of the saved state, training continues bit by bit. With another number of ranks or another
+        zero_stage the loaded state is identical, and later results differ by the order of sums. With another number of
+        ranks, dropout also restarts from the seed of the configuration, and all ranks get the buffers of rank 0.
 
         Returns:
-            What will not be exact, a sentence each; nothing when all is.
+            A list of notes about state that could not be restored exactly. Empty if everything is exact.
 
         Raises:
-            ValueError: the folder is not whole, or the state of another model or of other adapters. On all ranks.
-            OSError: some rank cannot read. On all ranks.
+            ValueError: the folder is incomplete, or is the state of another model or of other adapters. It is raised on
+                all ranks.
+            OSError: a rank cannot read a file. It is raised on all ranks.
         """
         self._check_awake()
         self.step_count, inexact = self._state().load(Path(folder))
         return inexact
 
     def sleep(self) -> int:
-        """Move all that this engine has on a GPU to host memory, until `wake`; nothing else can be asked meanwhile.
+        """Move all tensors of the engine from the GPU to host memory until `wake`. No other method can be used
+        meanwhile.
 
         Returns:
-            Bytes of GPU memory that were given back. 0 on a CPU, where nothing is moved.
+            Number of bytes of GPU memory that were freed. 0 on a CPU, where nothing is moved.
         """
         if self._asleep is None:
             self._asleep = HostCopies(self._tensors(), self._scratch())
         return self._asleep.nbytes
 
     def wake(self) -> None:
-        """Bring back what `sleep` moved; nothing happens when the engine is awake."""
+        """Move the tensors back to the GPU after `sleep`. Does nothing if the engine is awake."""
         if self._asleep is not None:
             self._asleep.restore()
         self._asleep = None
@@ -212,7 +217,7 @@ class PartitionedModel(ABC):
             raise ValueError("the training engine is asleep, and what it holds is in host memory; call wake() first")
 
     def _scratch(self) -> Iterable[Tensor]:
-        """Return tensors whose content is not needed between two steps, though they take memory."""
+        """Return buffers whose content is not needed between two steps, but which take device memory."""
         return ()
 
     def _tensors(self) -> Iterator[Tensor]:
@@ -224,10 +229,10 @@ class PartitionedModel(ABC):
             yield from (value for value in moments.values() if isinstance(value, Tensor))
         yield from self.model.buffers()
         for parameter in self.model.parameters():
-            # ds_tensor: this rank's part, where DeepSpeed has partitioned it.
+            # DeepSpeed keeps this rank's shard of a sharded parameter in `ds_tensor`.
             parts = parameter, parameter.grad, getattr(parameter, "ds_tensor", None)
             yield from (part for part in parts if part is not None)
 
     def _type(self, parameter: nn.Parameter) -> torch.dtype:
-        """Return the type in which passes use a parameter; its master weight may have another."""
+        """Return the dtype in which passes use a parameter. Its master weight may have another dtype."""
         return torch.bfloat16 if self.config.precision == "bf16" else parameter.dtype

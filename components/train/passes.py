@@ -1,4 +1,4 @@
-"""Passes without gradients, over ranks that may have to make them together."""
+"""Forward passes without gradients, which the ranks of a sharded model must make together."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def evaluate_together(
     compute: Callable[[M, Batch], Tensor],
     is_collective: bool,
 ) -> Tensor:
-    """Apply `compute` to a batch in micro-batches, without gradients.
+    """Apply `compute` to the batch of each rank in micro-batches, without gradients.
 
     Args:
-        model: whose passes they are.
-        batch: this rank's; ranks may have different numbers of sequences.
-        limits: of a micro-batch.
-        device: where `compute` wants its micro-batch.
-        compute: (model, micro-batch of n tokens) -> [n].
-        is_collective: a pass gathers parameters, so that every rank has to make as many as the busiest one.
+        model: model that is evaluated.
+        batch: sequences of this rank. Ranks may have different numbers of sequences.
+        limits: limits of a micro-batch.
+        device: device of the micro-batches that `compute` receives.
+        compute: function (model, micro-batch of n tokens) -> [n].
+        is_collective: passes gather parameters, so all ranks must make the same number of passes.
 
     Returns:
         [N] on the CPU, in the order of `batch`.
 
     Raises:
-        ValueError: passes are collective, and this rank has nothing to make them with.
+        ValueError: passes are collective, and this rank has no sequence for the passes that other ranks make.
     """
     plan = layout_of(model).micro_batches(batch, limits.max_tokens, limits.max_sequences)
     most = torch.tensor(len(plan), device=device)
@@ -53,6 +53,7 @@ def evaluate_together(
             "compute together; send at least one sequence to every rank"
         )
     result_N = evaluate(batch, plan, device, partial(compute, model))
+    # The shortest sequence makes the missing passes cheap; their results are discarded.
     with torch.no_grad():
         for _ in range(extra):
             compute(model, batch.select(batch.lengths.argmin().view(1)).to(device))
@@ -66,9 +67,9 @@ def evaluate(
 
     Args:
         batch: B sequences.
-        plan: positions of each micro-batch, together every sequence once.
-        device: where `compute` wants its micro-batch.
-        compute: micro-batch of n tokens -> [n].
+        plan: positions of the sequences of each micro-batch. Every sequence occurs once.
+        device: device of the micro-batches that `compute` receives.
+        compute: function (micro-batch of n tokens) -> [n].
 
     Returns:
         [N] on the CPU, in the order of `batch`.
@@ -80,6 +81,7 @@ def evaluate(
         for index in plan:
             parts.append(compute(batch.select(index).to(device)).cpu())
             beat()
+    # The plan sorts sequences into micro-batches; the results are returned to the order of the batch.
     order_B = torch.cat(plan)
     shuffled = Batch(batch.lengths[order_B], {"result": torch.cat(parts)})
     return shuffled.select(order_B.argsort())["result"]

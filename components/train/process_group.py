@@ -1,4 +1,4 @@
-"""The default process group of torch, made from the environment."""
+"""Initialization of torch's default process group from environment variables."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from components.models.device import compute_device
 
 
 def init_process_group(timeout_s: float = 1800.0) -> None:
-    """Make the default process group that the environment describes; nothing happens when there is one.
+    """Initialize the default process group from the environment, unless there is one already.
 
-    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT give the ranks and where they meet, LOCAL_RANK the device. With
-    WORLD_SIZE absent or 1 nobody is met, and no address or port is needed. gloo on CPU, nccl on CUDA.
+    RANK and WORLD_SIZE set the ranks, MASTER_ADDR and MASTER_PORT the address of the rendezvous, LOCAL_RANK the device.
+    If WORLD_SIZE is missing or 1, no address or port is needed. The backend is gloo on CPUs and nccl on GPUs.
 
-    A script of several ranks ends best with `os._exit`, once its output is flushed. DeepSpeed's parameters keep gloo's
-    threads whatever is destroyed, and tearing the interpreter down beneath them aborts it, rarely. (Workloads of a job
-    are ended from outside.)
+    A script of several ranks should end with `os._exit` after flushing its output. DeepSpeed's parameters keep gloo's
+    threads alive even after the group is destroyed, and the shutdown of the interpreter then aborts in rare cases. (The
+    workers of a job are ended by the job.)
 
     Args:
-        timeout_s: seconds after which a collective that some rank did not join fails.
+        timeout_s: timeout of a collective in seconds, after which it fails if a rank did not join.
+
+    Raises:
+        ValueError: a variable is missing, or a group of another size exists already.
     """
     os.environ.setdefault("LOCAL_RANK", "0")
     if not torch.cuda.is_available():
-        # DeepSpeed would warn of it, whoever imports it: where peft is, saving a model does.
+        # Without the variable, DeepSpeed logs a warning when it is imported, which peft does when a model is saved.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if dist.is_initialized():
@@ -38,10 +41,11 @@ def init_process_group(timeout_s: float = 1800.0) -> None:
                 "library made that group first: make the process group before it is imported"
             )
         return
-    # NCCL complains of groups that nobody has left.
+    # NCCL logs a warning at exit if the process group has not been destroyed.
     atexit.register(_leave_process_group)
     if torch.cuda.is_available():
-        # Ray shows each process only its own devices, counted from 0; DeepSpeed reads the variable too.
+        # Ray makes only the devices of a process visible, numbered from 0, so the local rank may be too high. The
+        # variable is changed because DeepSpeed reads it too.
         os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     backend = "nccl" if compute_device().type == "cuda" else "gloo"
@@ -62,8 +66,10 @@ def init_process_group(timeout_s: float = 1800.0) -> None:
 
 
 def _meeting_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store | None:  # pyright: ignore[reportPrivateImportUsage]
-    """Return a store that listens at MASTER_ADDR alone: torch's own listens at all addresses. Return None, for torch's
-    own, if the address is a name or torchrun has a store.
+    """Return a rendezvous store that listens on MASTER_ADDR only, whereas torch's default store listens on all
+    addresses.
+
+    Return None, which selects torch's default store, if MASTER_ADDR is a host name or torchrun provides a store.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if "TORCHELASTIC_USE_AGENT_STORE" in os.environ or not address.replace(".", "").isdecimal():

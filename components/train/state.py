@@ -1,17 +1,18 @@
-"""All that training resumes from, on disk, whatever the engine, its stage and the number of ranks that wrote it.
+"""Training state on disk, independent of the engine, its ZeRO stage and the number of ranks that wrote it.
 
 <folder>/engine.json                   steps, the settings it was saved with, each parameter's shape and file
 <folder>/rank_0.safetensors            whole float32 tensors `<parameter>/weight`, `/exp_avg`, `/exp_avg_sq`
-<folder>/own_0.safetensors             what a rank has for itself: random state and buffers
-<folder>/average.safetensors           `<parameter>/average`, float32, where an average of the weights is kept
+<folder>/own_0.safetensors             state of a single rank: random state and buffers
+<folder>/average.safetensors           `<parameter>/average`, float32, if an average of the weights is kept
 
 `weight` is the master weight, the other two are AdamW's moments. Each parameter is written by one rank. Of a model with
-adapters only what is trained is there.
+adapters, only the trained parameters are saved.
 
-A format of our own, because a run resumes on another engine, stage or number of ranks: DeepSpeed's checkpoints load at
-the stage that wrote them, and torch.distributed.checkpoint does not know ZeRO's flat partitions. DeepSpeed's
-`safe_get_full_*` functions are not used. With two parameter groups, ZeRO 1 and 2 link the moments of the
-first alone; before the first step there are none to give; and their sum over the ranks turns -0.0 into 0.0.
+The format is our own, because a run may resume with another engine, stage or number of ranks. DeepSpeed's checkpoints
+load only at the stage that wrote them, and torch.distributed.checkpoint does not support ZeRO's flat partitions.
+DeepSpeed's `safe_get_full_*` functions are not used for three reasons. With two parameter groups, ZeRO 1 and 2 link the
+moments of the first group only. Before the first step they return no moments. Their sum over the ranks turns -0.0 into
+0.0.
 """
 
 from __future__ import annotations
@@ -51,29 +52,35 @@ CONSEQUENCES = {
     "expert": "gradients are added in another order",
     "device": "its kernels round differently, and dropout starts anew",
 }
-"""Of a setting that was another when the state was saved."""
+"""Consequence, by setting, of loading a state that was saved with another value."""
 PIECE = 16 * 2**20
-"""So many numbers of a parameter are gathered, written or read at a time: 64 MB in float32."""
+"""Number of elements of a parameter that are gathered, written or read at a time: 64 MB in float32."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What this rank has of one parameter, within the tensor that its AdamW steps."""
+    """This rank's shard of one parameter, within the tensor that its AdamW updates."""
 
     flat: Tensor
-    """Master weights. AdamW's state for this tensor has its moments, in the same order."""
+    """Master weights. AdamW's state of this tensor contains the moments in the same order."""
     offset: int
-    """Where the part begins in `flat`."""
+    """Offset of the shard in `flat`, in elements."""
     block: Block
-    """Of the parameter; of ZeRO's, which are cut anywhere, in rows of one number."""
+    """Position of the shard in the parameter. For ZeRO, whose cuts are not at rows, the rows have one element each."""
 
     def of(self, tensor: Tensor) -> Tensor:
-        """[rows, columns] cut out of `flat` or of a moment, as a view."""
+        """Return the shard of `flat` or of a moment, as a view of shape [rows, columns]."""
         numbers = local_part(tensor.detach()).view(-1).narrow(0, self.offset, self.block.numbers)
         return numbers.view(self.block.rows, self.block.columns)
 
     def fill(self, reader: TensorReader, name: str, into: Tensor) -> None:
-        """Read the part of a tensor of a file, a piece at a time."""
+        """Read the shard of a tensor from a file, one piece at a time.
+
+        Args:
+            reader: reader of the file.
+            name: name of the tensor in the file.
+            into: `flat`, or a moment of the same shape.
+        """
         target, block = self.of(into), self.block
         for first, last in _pieces(block.rows, block.columns):
             piece = reader.block(name, replace(block, row=block.row + first, rows=last - first))
@@ -82,31 +89,33 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Saved:
-    """A folder that is being read."""
+    """Open folder of a saved state."""
 
     note: dict[str, Any]
+    """Content of engine.json."""
     readers: dict[str, TensorReader]
-    """By file."""
-    own: TensorReader
-    """The one of what this rank has for itself; of rank 0's, when another number of ranks saved."""
+    """Reader of each file by its name."""
+    rank_reader: TensorReader
+    """Reader of this rank's random state and buffers; of rank 0's, if another number of ranks saved the state."""
 
 
 @dataclass(frozen=True)
 class EngineState:
-    """The state of one engine, where it lies. All ranks make the same calls in the same order."""
+    """Training state of one engine, in place. All ranks must make the same calls in the same order."""
 
     model: nn.Module
     adam: torch.optim.AdamW
-    """It steps the parameters (zero_stage 0), or this rank's parts of them."""
+    """Optimizer over the parameters (ZeRO 0) or this rank's shards of them."""
     zero: Any
-    """DeepSpeed's optimizer around it, which steps all parameters together; None with zero_stage 0, and without it."""
+    """DeepSpeed's ZeRO optimizer around `adam`, which steps all parameters together. None with zero_stage 0, and for
+    other engines."""
     config: TrainConfig
     device: torch.device
-    """Where collectives are computed."""
+    """Device on which collectives are computed."""
     average: WeightAverage | None = None
-    """Of the weights, on rank 0; all ranks have one or none has."""
+    """Average of the weights, whose tensors are on rank 0. Either all ranks have one, or none."""
     adapters: dict[str, Any] | None = None
-    """The options of a model's adapters. The weights beneath them are not saved."""
+    """Settings of the model's adapters, or None. The weights beneath adapters are not saved."""
 
     @property
     def rank(self) -> int:
@@ -118,12 +127,12 @@ class EngineState:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """What is saved and averaged: all, or with adapters what is trained."""
+        """Parameters that are saved and averaged: all of them, or with adapters only the trained ones."""
         named = self.model.named_parameters()
         return {name: parameter for name, parameter in named if parameter.requires_grad or self.adapters is None}
 
     def save(self, folder: Path, step_count: int) -> None:
-        """Write the folder. The note comes last: a folder that has one is whole."""
+        """Write the folder. engine.json is written last, so a folder that contains it is complete."""
         parameters, beneath = self.parameters, self._sum_beneath()
         writers = self._writers(parameters)
         io = CollectiveIO(f"write {folder}")
@@ -131,7 +140,7 @@ class EngineState:
         file = io.do(partial(self._create, folder, parameters, writers))
         for name, writer in writers.items():
             for key in self.keys_of(parameters[name]):
-                # After an error too, since the other ranks gather.
+                # The loop continues after an error too, because gathering is collective and the other ranks would wait.
                 for start, piece in self.pieces(parameters[name], key, writer):
                     if writer == self.rank and file is not None:
                         io.do(partial(file.write_part, f"{name}/{key}", piece, start))
@@ -140,6 +149,7 @@ class EngineState:
         if self.rank == 0 and self.average is not None:
             averages = {f"{name}/average": tensor for name, tensor in self.average.tensors.items()}
             io.do(partial(save_file, averages, folder / AVERAGE))
+        # All ranks must have written their files before the note declares the folder complete.
         io.end()
         if self.rank == 0:
             note = self._note(parameters, writers) | {"step_count": step_count, "beneath": beneath}
@@ -147,10 +157,14 @@ class EngineState:
         io.end()
 
     def load(self, folder: Path) -> tuple[int, list[str]]:
-        """Take everything from the folder, once all ranks have found it whole; before that nothing is changed.
+        """Load the state. Nothing is changed before all ranks have checked that the folder is complete.
 
         Returns:
-            The number of optimizer steps; and what is not exact, a sentence each.
+            The number of optimizer steps, and a list of notes about state that could not be restored exactly.
+
+        Raises:
+            ValueError: the folder is incomplete, or is the state of another model or of other adapters.
+            OSError: a rank cannot read a file.
         """
         with ExitStack() as stack:
             io = CollectiveIO(f"read {folder}")
@@ -169,9 +183,10 @@ class EngineState:
         return saved.note["step_count"], self._remarks(saved.note)
 
     def master_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The whole float32 weights that AdamW steps, by name, on rank 0's CPU; tied ones once, under their first name.
+        """Yield the whole float32 master weights by name, on the CPU of rank 0. Tied weights are yielded once, under
+        their first name.
 
-        Every rank must exhaust the iterator, since gathering is collective; ranks other than 0 get no items.
+        Every rank must exhaust the iterator, because gathering is collective. Ranks other than 0 get no items.
         """
         for name, parameter in self.parameters.items():
             pieces = [piece.to("cpu", copy=True) for _, piece in self.pieces(parameter, "weight", 0) if self.rank == 0]
@@ -179,15 +194,17 @@ class EngineState:
                 yield name, torch.cat(pieces).view(whole_shape(parameter))
 
     def _sum_beneath(self) -> int | None:
-        """A number that is another for other weights beneath the adapters, whatever the engine, its precision and the
-        ranks: the sum of their bits in bfloat16. None without adapters.
+        """Return a checksum of the weights beneath the adapters: the sum of their bits in bfloat16. None without
+        adapters.
+
+        It does not depend on the engine, its precision or the number of ranks.
         """
         if self.adapters is None:
             return None
         total = torch.zeros((), dtype=torch.int64, device=self.device)
         for parameter in self.model.parameters():
             part = None if parameter.requires_grad else self._part(parameter)
-            # What is not partitioned, every rank has whole.
+            # Every rank has the parameters that are not sharded, so only rank 0 counts them.
             if part is not None and (self.rank == 0 or hasattr(parameter, "ds_id") or _is_dtensor(parameter)):
                 bits = part.of(part.flat).to(self.device, torch.bfloat16).view(torch.int16)
                 total += bits.sum(dtype=torch.int64)
@@ -195,14 +212,14 @@ class EngineState:
         return int(total)
 
     def _part(self, parameter: Any) -> _Part | None:
-        """None where other ranks have all of it."""
+        """Return this rank's shard of a parameter, or None if other ranks have all of it."""
         if hasattr(parameter, "ds_id"):
             if parameter.requires_grad:
                 group, offset, count = self.zero.grad_position[self.zero.get_param_id(parameter)]
                 flat = self.zero.fp32_partitioned_groups_flat[group]
             else:
                 flat, offset, count = parameter.ds_tensor, 0, parameter.ds_tensor.numel()
-            # The last part is filled up to the size of the others, and may be nothing but filling.
+            # The shards of the last ranks are padded to the size of the others, and may consist of padding only.
             start = min(self.rank * count, parameter.ds_numel)
             return _Part(flat, offset, Block(start, min(count, parameter.ds_numel - start)))
         if not hasattr(parameter, "_hp_mapping"):
@@ -211,47 +228,56 @@ class EngineState:
         if mapping is None:
             return None
         flat = self.adam.param_groups[mapping.param_group_index]["params"][0]
-        master, own = mapping.hp_fragment_address, mapping.lp_fragment_address
-        return _Part(flat, master.start, Block(own.start, own.numel))
+        master, working = mapping.hp_fragment_address, mapping.lp_fragment_address
+        return _Part(flat, master.start, Block(working.start, working.numel))
 
     def _adam_step(self, parameter: nn.Parameter) -> int | None:
-        """AdamW's own number of the parameter's last step; None where it has no moments."""
+        """Return AdamW's step number of a parameter, or None if it has no moments."""
         if not parameter.requires_grad:
             return None
         if not _is_zeros(parameter):
             state = self.adam.state.get(parameter)
             return int(state["step"]) if state else None
-        # All are stepped together, and this rank may have no part of this one.
+        # ZeRO steps all parameters together. This rank may have no shard of this one, so any step number is taken.
         return max((int(state["step"]) for state in self.adam.state.values() if state), default=None)
 
     def keys_of(self, parameter: nn.Parameter) -> tuple[str, ...]:
-        """What is saved of a parameter."""
+        """Return the keys of the tensors that are saved for a parameter."""
         return ("weight",) if self._adam_step(parameter) is None else ("weight", *MOMENTS)
 
     def pieces(self, parameter: nn.Parameter, key: str, writer: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield the float32 master weight or a moment of one parameter in flat pieces, each with its start.
+        """Yield the float32 master weight or a moment of one parameter in flat pieces, each with its offset in
+        elements.
 
-        Every rank must exhaust the iterator, and the pieces are right on `writer` alone.
+        Every rank must exhaust the iterator. The pieces are valid on the rank `writer` only.
         """
         part = self._part(parameter)
         block = Block(0, 0) if part is None else part.block
-        own = torch.empty(0, 1)
+        shard = torch.empty(0, 1)
         if part is not None:
-            own = part.of(part.flat if key == "weight" else self.adam.state[part.flat][key])
+            shard = part.of(part.flat if key == "weight" else self.adam.state[part.flat][key])
         is_on_writer = self.world_size == 1 or not (_is_zeros(parameter) or _is_dtensor(parameter))
         for first, last in _pieces(whole_shape(parameter).numel() // block.width, block.width):
             beat()
             begin = max(block.row, first)
             end = max(begin, min(block.row + block.rows, last))
-            numbers = own[begin - block.row : end - block.row].float()
+            numbers = shard[begin - block.row : end - block.row].float()
             if not is_on_writer:
                 place = replace(block, row=begin - first, rows=end - begin)
                 numbers = self._collect(numbers, place, last - first, writer)
             yield first * block.width, numbers.flatten()
 
     def _collect(self, numbers: Tensor, place: Block, rows: int, writer: int) -> Tensor:
-        """Return a piece of so many rows on `writer`, to which each rank contributes its numbers at a place."""
-        # Added as integers, all but one of which are 0, the parts arrive with every bit.
+        """Gather a piece of a parameter on the rank `writer`.
+
+        Args:
+            numbers: elements of this rank.
+            place: their position in the piece.
+            rows: number of rows of the piece.
+            writer: rank that receives the piece.
+        """
+        # The bits are summed as integers. All ranks but one contribute 0, so every bit arrives unchanged; a float sum
+        # would turn -0.0 into 0.0.
         bits = torch.zeros(rows, place.width, dtype=torch.int32, device=self.device)
         if place.is_first and place.rows:
             place.of(bits).copy_(numbers.view(torch.int32))
@@ -259,7 +285,9 @@ class EngineState:
         return bits.view(torch.float32)
 
     def _writers(self, parameters: dict[str, nn.Parameter]) -> dict[str, int]:
-        """Which rank writes which parameter: equal shares at any time, so that all write together."""
+        """Return the rank that writes each parameter. The ranks take turns by size, so that all of them write at the
+        same time.
+        """
         writers: dict[str, int] = {}
         written = [0] * self.world_size
         for name, parameter in parameters.items():
@@ -268,7 +296,7 @@ class EngineState:
         return writers
 
     def _create(self, folder: Path, parameters: dict[str, nn.Parameter], writers: dict[str, int]) -> TensorFile:
-        """Begin this rank's file."""
+        """Create this rank's file."""
         tensors = {
             f"{name}/{key}": torch.empty(whole_shape(parameter), device="meta")
             for name, parameter in parameters.items()
@@ -279,13 +307,15 @@ class EngineState:
 
     def _begin(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        # The note of an older state must not remain while its files are overwritten: it would declare a mixture
+        # complete.
         if self.rank == 0:
             (folder / NOTE).unlink(missing_ok=True)
-        own = {f"{name}/buffer": buffer.to("cpu", copy=True) for name, buffer in self.buffers.items()}
-        own["cpu/random"] = torch.get_rng_state()
+        tensors = {f"{name}/buffer": buffer.to("cpu", copy=True) for name, buffer in self.buffers.items()}
+        tensors["cpu/random"] = torch.get_rng_state()
         if self.device.type == "cuda":
-            own["cuda/random"] = torch.cuda.get_rng_state()
-        save_file(own, folder / f"own_{self.rank}.safetensors")
+            tensors["cuda/random"] = torch.cuda.get_rng_state()
+        save_file(tensors, folder / f"own_{self.rank}.safetensors")
 
     def _note(self, parameters: dict[str, nn.Parameter], writers: dict[str, int]) -> dict[str, Any]:
         entries = {
@@ -310,32 +340,36 @@ class EngineState:
 
     def _settings(self) -> dict[str, Any]:
         names = ("engine", "precision", "adam_offload", "context", "tensor", "expert")
-        own = {name: getattr(self.config, name) for name in names}
-        return {"zero_stage": self.config.stage, **own, "device": self.device.type}
+        settings = {name: getattr(self.config, name) for name in names}
+        return {"zero_stage": self.config.stage, **settings, "device": self.device.type}
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """Those that are saved with the model."""
+        """Persistent buffers of the model, which are saved with it."""
         persistent = self.model.state_dict(keep_vars=True).keys()
         return {name: buffer for name, buffer in self.model.named_buffers() if name in persistent}
 
     def _open(self, folder: Path, stack: ExitStack) -> _Saved:
-        """Find all that is to be read, and refuse what is not whole or of another model."""
+        """Open all files of a saved state.
+
+        Raises:
+            ValueError: the state is incomplete, or of another model or of other adapters.
+        """
         note = _read_note(folder)
         _same_adapters(folder, note["adapters"], self.adapters)
         _same_model(folder, "parameter", note["parameters"], self.parameters)
         _same_model(folder, "buffer", note["buffers"], self.buffers)
-        own = f"own_{self.rank if note['world_size'] == self.world_size else 0}.safetensors"
+        rank_file = f"own_{self.rank if note['world_size'] == self.world_size else 0}.safetensors"
         shapes: dict[str, dict[str, list[int]]] = defaultdict(dict)
-        """Of the tensors that each file has to have."""
+        """Shapes of the tensors that each file must contain."""
         for name, entry in note["parameters"].items():
             for key in ("weight",) if entry["adam_step"] is None else ("weight", *MOMENTS):
                 shapes[entry["file"]][f"{name}/{key}"] = entry["shape"]
             if note["average"]:
                 shapes[note["average"]][f"{name}/average"] = entry["shape"]
-        shapes[own] = {f"{name}/buffer": entry["shape"] for name, entry in note["buffers"].items()}
-        readers = {file: stack.enter_context(_open(folder / file, wanted)) for file, wanted in sorted(shapes.items())}
-        return _Saved(note, readers, readers[own])
+        shapes[rank_file] = {f"{name}/buffer": entry["shape"] for name, entry in note["buffers"].items()}
+        readers = {file: stack.enter_context(_open(folder / file, of)) for file, of in sorted(shapes.items())}
+        return _Saved(note, readers, readers[rank_file])
 
     @torch.no_grad()
     def _fill(self, saved: _Saved) -> None:
@@ -344,23 +378,26 @@ class EngineState:
             if part is not None:
                 self._fill_part(name, parameter, part, saved)
         for name, buffer in self.buffers.items():
-            buffer.copy_(saved.own.whole(f"{name}/buffer"))
+            buffer.copy_(saved.rank_reader.whole(f"{name}/buffer"))
         average = saved.note["average"]
         if self.average is not None and average:
             reader = saved.readers[average]
             self.average.restart((name, reader.whole(f"{name}/average")) for name in self.average.tensors)
+        # With another number of ranks there is no random state for each rank, and dropout restarts from the seed.
         if saved.note["world_size"] == self.world_size:
-            torch.set_rng_state(saved.own.whole("cpu/random"))
+            torch.set_rng_state(saved.rank_reader.whole("cpu/random"))
             if self.device.type == saved.note["device"] == "cuda":
-                torch.cuda.set_rng_state(saved.own.whole("cuda/random"))
+                torch.cuda.set_rng_state(saved.rank_reader.whole("cuda/random"))
 
     def _fill_part(self, name: str, parameter: nn.Parameter, part: _Part, saved: _Saved) -> None:
         beat()
         entry = saved.note["parameters"][name]
         reader = saved.readers[entry["file"]]
         part.fill(reader, f"{name}/weight", into=part.flat)
-        # ZeRO steps all parameters together, also those that had no gradient, and so no moments, without it.
+        # ZeRO has one step number for all parameters. A parameter without a gradient has no moments in a state that was
+        # saved without ZeRO, and then takes the step number of the others.
         step = saved.note["adam_step"] if _is_zeros(parameter) else entry["adam_step"]
+        # AdamW initializes its state at the first step. Moments that this engine has already would be wrong.
         if step is None or not parameter.requires_grad:
             self.adam.state.pop(part.flat, None)
             return
@@ -382,7 +419,7 @@ class EngineState:
                 "order, and dropout starts anew from its seed"
             )
         for name, value in self._settings().items():
-            # Older states know no axes.
+            # States of older versions have no parallel degrees, which were 1 then.
             if (saved := note.get(name, 1)) != value:
                 remarks.append(f"saved with {name}={saved}, loaded with {name}={value}: {CONSEQUENCES[name]}")
         if self.average is not None and note["average"] is None:
@@ -398,7 +435,7 @@ class EngineState:
         return remarks
 
     def _refresh(self) -> None:
-        """Give the master weights to the passes, as DeepSpeed does at the end of a step."""
+        """Copy the master weights to the weights that passes use, as DeepSpeed does at the end of a step."""
         if self.zero is None:
             return
         if self.config.stage == 3:
@@ -411,12 +448,17 @@ class EngineState:
 
 
 def _is_zeros(parameter: nn.Parameter) -> bool:
-    """Whether DeepSpeed's ZeRO has partitioned it, or what AdamW keeps of it."""
+    """True if DeepSpeed's ZeRO has sharded the parameter or its optimizer state."""
     return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
 
 
 def _pieces(rows: int, width: int) -> Iterator[tuple[int, int]]:
-    """Rows of so many numbers, as many at a time as there are in `PIECE`."""
+    """Yield the first and the last row (exclusive) of each piece of at most `PIECE` elements, but at least one row.
+
+    Args:
+        rows: number of rows.
+        width: number of elements of a row.
+    """
     step = max(1, PIECE // width)
     for first in range(0, rows, step):
         yield first, min(first + step, rows)
@@ -427,7 +469,7 @@ def _is_dtensor(tensor: Any) -> bool:
 
 
 def whole_shape(tensor: Any) -> torch.Size:
-    """Of the whole parameter, also where a rank has a part of it."""
+    """Return the shape of the whole parameter, of which this rank may have a shard."""
     return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
 
@@ -440,26 +482,28 @@ def _read_note(folder: Path) -> dict[str, Any]:
         ) from None
     except ValueError as error:
         raise ValueError(f"{folder / NOTE} is not what save_state writes ({error}); take another state") from error
-    found = note.get("format")
-    if found != FORMAT:
-        raise ValueError(f"{folder / NOTE} has format={found!r}, and this version reads {FORMAT}; take another state")
+    saved = note.get("format")
+    if saved != FORMAT:
+        raise ValueError(f"{folder / NOTE} has format={saved!r}, and this version reads {FORMAT}; take another state")
     return note
 
 
-def _same_adapters(folder: Path, saved: dict[str, Any] | None, here: dict[str, Any] | None) -> None:
-    if saved != here:
-        there, own = (", ".join(f"{k}={v}" for k, v in (of or {"lora_rank": 0}).items()) for of in (saved, here))
-        raise ValueError(f"{folder} was saved with {there}, and this run has {own}; set what it was saved with")
+def _same_adapters(folder: Path, saved: dict[str, Any] | None, current: dict[str, Any] | None) -> None:
+    if saved != current:
+        before, now = (", ".join(f"{k}={v}" for k, v in (of or {"lora_rank": 0}).items()) for of in (saved, current))
+        raise ValueError(f"{folder} was saved with {before}, and this run has {now}; set what it was saved with")
 
 
-def _same_model(folder: Path, kind: str, saved: dict[str, Any], here: dict[str, Any]) -> None:
-    """Refuse a state whose names or shapes differ from the model's, naming the first that does."""
-    for name in [*saved, *(name for name in here if name not in saved)]:
-        there = f"shape {list(saved[name]['shape'])}" if name in saved else "absent"
-        own = f"shape {list(whole_shape(here[name]))}" if name in here else "absent"
-        if there != own:
+def _same_model(folder: Path, kind: str, saved: dict[str, Any], current: dict[str, Any]) -> None:
+    """Raise a ValueError if names or shapes of a state differ from the model's. The message has the first
+    difference.
+    """
+    for name in [*saved, *(name for name in current if name not in saved)]:
+        before = f"shape {list(saved[name]['shape'])}" if name in saved else "absent"
+        now = f"shape {list(whole_shape(current[name]))}" if name in current else "absent"
+        if before != now:
             raise ValueError(
-                f"{folder} is the state of another model: the {kind} {name} is {there} in it and {own} in the engine; "
+                f"{folder} is the state of another model: the {kind} {name} is {before} in it and {now} in the engine; "
                 "make the engine from the model that was trained there"
             )
 
@@ -472,7 +516,7 @@ def _open(path: Path, shapes: dict[str, list[int]]) -> TensorReader:
     except ValueError as error:
         raise ValueError(f"{path} is not whole ({error}); take another state") from error
     for name, shape in shapes.items():
-        found = list(reader.empty(name).shape) if name in reader else None
-        if found != shape:
-            raise ValueError(f"{path} has {name} of shape {found}, and {NOTE} beside it has {shape}; take another one")
+        stored = list(reader.empty(name).shape) if name in reader else None
+        if stored != shape:
+            raise ValueError(f"{path} has {name} of shape {stored}, and {NOTE} beside it has {shape}; take another one")
     return reader

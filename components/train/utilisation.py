@@ -1,4 +1,4 @@
-"""How much of what a GPU can do training uses (MFU), and what it draws."""
+"""Utilisation of GPUs in training: model FLOPs utilisation (MFU), tokens per second, and power."""
 
 from __future__ import annotations
 
@@ -21,26 +21,30 @@ PEAK_FLOPS = {
     "A10": 125e12,
     "RTX 4090": 165e12,
 }
-"""Dense bfloat16 operations per second, as the maker states them; the first that the device's name contains counts."""
+"""Peak dense bfloat16 operations per second by the manufacturer's data. The first key that the device's name contains
+applies."""
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Of a device, by the name that its driver gives; None: it is not known here."""
+    """Return the peak operations per second of a device by the name that its driver reports, or None if it is
+    unknown.
+    """
     return next((peak for name, peak in PEAK_FLOPS.items() if name in device_name), None)
 
 
 def training_flops(model: nn.Module, computed: ComputedTokens) -> float | None:
-    """Return the operations of a forward and backward pass, without those that checkpointing repeats.
+    """Return the number of operations of a forward and backward pass, without recomputation by gradient checkpointing.
 
-    A parameter counts 6 per token, or 4 if it is not trained; an embedding that is only looked up counts 0. Causal
-    attention counts two products of 2 * width * pairs / 2 operations per layer forward, and twice as many backward.
+    A parameter counts 6 operations per token, or 4 if it is not trained. An embedding that is only looked up counts 0.
+    Causal attention counts two products of 2 * width * pairs / 2 operations per layer in the forward pass, and twice as
+    many in the backward pass.
 
     Args:
-        model: policy or value model, whole or partitioned by FSDP or DeepSpeed, perhaps with adapters.
+        model: policy or value model, whole or sharded by FSDP or DeepSpeed, with or without adapters.
         computed: number of tokens, and sum of queries times keys.
 
     Returns:
-        None for a mixture of experts, whose tokens pass through a part of the model each.
+        The number of operations, or None for a mixture of experts, where each token passes through a part of the model.
     """
     base: Any = getattr(model, "backbone", model)
     config = base.config.get_text_config()
@@ -48,16 +52,17 @@ def training_flops(model: nn.Module, computed: ComputedTokens) -> float | None:
     heads = getattr(config, "num_attention_heads", None)
     if layers is None or heads is None or any("expert" in name for name, _ in model.named_modules()):
         return None
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     head = base.get_output_embeddings()
     embedding = base.get_input_embeddings().weight
+    # A tied embedding is also the matrix of the output layer, so it counts.
     is_tied = head is not None and head.weight is embedding
     per_token = 0
     for parameter in model.parameters():
         if parameter is not embedding or is_tied:
             size = getattr(parameter, "ds_numel", parameter.numel())
             per_token += size * (6 if parameter.requires_grad else 4)
-    return float(per_token * computed.places + 6 * layers * width * computed.pairs)
+    return float(per_token * computed.places + 6 * layers * heads * head_size * computed.pairs)
 
 
 def gpu_use(
@@ -67,15 +72,15 @@ def gpu_use(
 
     Args:
         model: as for `training_flops`.
-        length_B: number of tokens of each sequence that all GPUs together trained on.
-        computed: the tokens that they computed for it, of which there are fewer where sequences share a prompt and more
-            where rows are padded.
+        length_B: [B] number of tokens of each sequence that all GPUs together trained on.
+        computed: number of tokens that they computed. It is lower if sequences share a prompt, and higher with padding.
         seconds: wall time of the step.
         gpus: number of GPUs.
 
     Returns:
-        `tokens_per_second_and_gpu` of `length_B`. `mfu`, of what was computed, and `effective_mfu`, of what separate
-        sequences of `length_B` would take, if GPU and model are known. `gpu_power_w` at the end, if NVML knows it.
+        Metrics: `tokens_per_second_and_gpu` of `length_B`; `mfu` of the computed tokens and `effective_mfu` of the
+        operations that separate sequences of `length_B` would take, if GPU and model are known; `gpu_power_w` at the
+        end of the step, if NVML reports it.
     """
     metrics = {"tokens_per_second_and_gpu": float(length_B.sum()) / seconds / gpus}
     separate = ComputedTokens(int(length_B.sum()), int(length_B.square().sum()))
@@ -91,8 +96,10 @@ def gpu_use(
 
 
 def power_watts() -> float | None:
-    """What this process's GPU draws, averaged by NVML over a second or less; None: nvidia-ml-py is not installed, or
-    NVML does not know, as of a part of a GPU.
+    """Return the power of this process's GPU in watts, averaged by NVML over a second or less.
+
+    Returns:
+        None if nvidia-ml-py is not installed or NVML does not report the power, as for a slice of a GPU (MIG).
     """
     if importlib.util.find_spec("pynvml") is None:
         return None

@@ -1,1 +1,1 @@
-"""Weights from the policy's ranks to the engines."""
+"""Transfer of weights from the ranks of the policy to the rollout engines."""

@@ -12,29 +12,35 @@ from torch import Tensor
 
 from components.process.heartbeat import beat
 
-# Every tensor begins at a multiple of it: vector loads, and a view as any dtype, want their own alignment.
+# Every tensor begins at a multiple of this number of bytes. Vector loads and views as another dtype fail or are slow at
+# other offsets.
 ALIGNMENT = 64
 
 
 class Piece(NamedTuple):
-    """Where one tensor lies in its bucket."""
+    """Name, dtype, shape and position of one tensor in its bucket."""
 
     name: str
     dtype: str
-    """As torch names it: "float32"."""
+    """Name of the torch dtype, such as "float32"."""
     shape: tuple[int, ...]
     offset: int
-    """From the start of the bucket, in bytes."""
+    """Offset from the start of the bucket, in bytes."""
 
     @classmethod
     def of(cls, listed: list[Any]) -> Piece:
-        """What json has made a list of."""
+        """Return the piece that JSON has stored as a list."""
         name, dtype, shape, offset = listed
         return cls(name, dtype, tuple(shape), offset)
 
 
 def pieces_of(flat: Tensor, pieces: Sequence[Piece]) -> Iterator[tuple[str, Tensor]]:
-    """Names and views into a flat buffer of bytes."""
+    """Yield the name of each tensor and a view of it in a flat buffer.
+
+    Args:
+        flat: [bytes] uint8, the content of a bucket.
+        pieces: table of the bucket.
+    """
     for name, dtype_name, shape, offset in pieces:
         dtype: torch.dtype = getattr(torch, dtype_name)
         nbytes = prod(shape) * dtype.itemsize
@@ -43,14 +49,14 @@ def pieces_of(flat: Tensor, pieces: Sequence[Piece]) -> Iterator[tuple[str, Tens
 
 
 class BucketFiller(ABC):
-    """Copies tensors into one bucket on a device, which is sent, and used again, each time that it is full."""
+    """Copies tensors into one bucket on a device. A full bucket is sent and then filled again."""
 
     def __init__(self, device: torch.device, bucket_bytes: int, to_host: bool) -> None:
         """
         Args:
-            device: of the bucket.
-            bucket_bytes: of it; a larger tensor makes it larger.
-            to_host: who is given the tensors that have passed wants them on the host.
+            device: device of the bucket.
+            bucket_bytes: size of the bucket. A larger tensor enlarges it.
+            to_host: yield the tensors that were sent on the host instead of on their device.
         """
         self._bucket_bytes = bucket_bytes
         self._leaves_device = to_host and device.type == "cuda"
@@ -58,15 +64,17 @@ class BucketFiller(ABC):
         self.bucket = torch.empty(0, dtype=torch.uint8, device=device)
         self.pieces: list[Piece] = []
         self.end = 0
-        """Bytes of the bucket that are in use."""
+        """Number of bytes of the bucket that are in use."""
 
     @abstractmethod
     def send(self) -> None:
-        """Hand what is in the bucket over; it is filled again afterwards."""
+        """Send the content of the bucket, which is overwritten afterwards."""
 
     def passed(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Send tensors. From a GPU to the host they come out once their bucket is sent, and last until the next one is
-        asked for: a bucket leaves the device in one copy, into pinned memory, while it is sent.
+        """Send tensors and yield them again.
+
+        Tensors that go from a GPU to the host are yielded once their bucket has been sent, and are valid until the next
+        tensor is requested. Each bucket is copied to pinned memory in one operation while it is sent.
         """
         for name, tensor in tensors:
             start = -(-self.end // ALIGNMENT) * ALIGNMENT
@@ -83,8 +91,8 @@ class BucketFiller(ABC):
 
     def _put(self, name: str, tensor: Tensor, start: int) -> None:
         piece = Piece(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start)
-        ((_, place),) = pieces_of(self.bucket, [piece])
-        place.copy_(tensor)
+        ((_, target),) = pieces_of(self.bucket, [piece])
+        target.copy_(tensor)
         self.pieces.append(piece)
         self.end = start + tensor.nbytes
 
@@ -96,6 +104,7 @@ class BucketFiller(ABC):
                 self._on_host = torch.empty(len(self.bucket), dtype=torch.uint8, pin_memory=True)
             self._on_host[: self.end].copy_(self.bucket[: self.end], non_blocking=True)
         self.send()
+        # The copy to pinned memory is asynchronous, and must have ended before its content is read.
         if self._leaves_device:
             torch.cuda.current_stream(self.bucket.device).synchronize()
             yield from pieces_of(self._on_host, self.pieces)

@@ -1,8 +1,8 @@
 """Carriers of weights from the ranks of the policy to the engines.
 
-`FolderCarrier` is the one that always works. A plug-in provides a subclass as the `weight carrier` that
-`rollout.weight_sync` names: it may send a version while the ranks gather it, and the folder stays for engines that
-missed it. Every handle carries the carrier's name, by which a reader finds the class.
+`FolderCarrier` works everywhere. A plug-in provides a subclass as the `weight carrier` that `rollout.weight_sync`
+names. The subclass may send a version while the ranks gather it; engines that missed it read the folder instead. Every
+handle contains the name of the carrier, by which a reader finds the class.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from components.weights.publisher import WeightHandle, WeightPublisher, read_fol
 
 @dataclass(frozen=True, kw_only=True)
 class CarrierSetting:
-    """Facts of a run that a carrier is made with on each rank of the policy."""
+    """Facts of a run from which a carrier is created on each rank of the policy."""
 
     rank: int
     """Rank of the policy."""
@@ -31,15 +31,15 @@ class CarrierSetting:
     shared_dir: Path
     """Folder of the run in this machine's shared memory."""
     fallback_dir: Path
-    """Folder for versions that do not fit there."""
+    """Folder for versions that do not fit into `shared_dir`."""
     readers: int
-    """Number of processes of all engines."""
+    """Total number of processes of all engines."""
     serve: bool
-    """Engines are on other machines too."""
+    """True if there are engines on other machines, to which versions must be served."""
 
 
 class FolderCarrier:
-    """The trainer's end of a carrier, on one rank: rank 0 writes each version to a folder, which engines map."""
+    """Carrier on one rank of the policy. Rank 0 writes each version to a folder, which engines map into memory."""
 
     NAME: ClassVar[str] = FOLDER_CARRIER
     """Name of the carrier, as `rollout.weight_sync` takes it."""
@@ -82,18 +82,19 @@ class FolderCarrier:
         return replace(handle, carrier=self.NAME, route=self.route)
 
     def close(self) -> None:
-        """End what the carrier has started, and unlink its versions."""
+        """Stop the carrier's threads and servers, and unlink its versions."""
         if self.publisher is not None:
             self.publisher.close()
 
     @classmethod
     def announced(cls, version: int, shared_dir: Path, route: Any, reader: int) -> WeightHandle | None:  # noqa: ARG003
-        """Return the handle by which an engine reads a version while the ranks send it; None if they do not.
+        """Return the handle with which an engine reads a version while the ranks send it. None: the carrier does not
+        send.
 
         Args:
             version: number of the version.
-            shared_dir: folder of the run in the engine's shared memory.
-            route: of the last handle that the engine received; None before the first.
+            shared_dir: folder of the run in the shared memory of the engine's machine.
+            route: `route` of the last handle that the engine received, or None before the first.
             reader: number of the engine's first process among all readers, from 1.
         """
         return None

@@ -1,4 +1,4 @@
-"""Choice of the carrier that brings weights to rollout engines. Nothing here needs torch."""
+"""Choice of the carrier that transfers weights to rollout engines. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from components.registry import find, names
 
 FOLDER_CARRIER = "shared_memory"
-"""Name of the carrier that always works: a folder in shared memory."""
+"""Name of the carrier that works everywhere: a folder in shared memory."""
 BASIC_CARRIERS = ("auto", FOLDER_CARRIER)
 """Values of `rollout.weight_sync` that no plug-in provides."""
 
 TRANSPORT = "tcp"
-"""Name of the `weight transport` that brings versions from the folder to other machines."""
+"""Name of the `weight transport` that copies versions from the folder to other machines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,39 +23,42 @@ class SyncSetting:
     gpus: int
     """Number of GPUs of a machine."""
     apart: bool
-    """The engines are in other processes than the ranks of the policy."""
+    """True if the engines run in other processes than the ranks of the policy."""
     shares: bool
-    """Each rank of the policy has an engine on its device, in another process."""
+    """True if each rank of the policy shares its device with an engine in another process."""
     lora_rank: int
-    """Rank of the policy's adapters. 0: it has none."""
+    """Rank of the policy's low-rank adapters. 0: it has none."""
 
 
 class CarrierChoice:
-    """Conditions for a carrier. A plug-in may provide a subclass for its `weight carrier`, as the `carrier choice` of
-    the same name, in a module that does not import torch; without one a carrier is used where it is named.
+    """Conditions under which a carrier can be used.
+
+    A plug-in may provide a subclass for its `weight carrier`, as the `carrier choice` of the same name, in a module
+    that does not import torch. A carrier without one is used only if `rollout.weight_sync` names it.
     """
 
     automatic = 0
-    """Rank among the carriers that `rollout.weight_sync=auto` selects on GPUs, the highest first. 0: it never does."""
+    """Priority among the carriers that `rollout.weight_sync=auto` selects on GPUs; the highest wins. 0: never
+    selected."""
 
     def fault(self, setting: SyncSetting) -> str:  # noqa: ARG002
-        """Return why the carrier cannot be used; empty if it can."""
+        """Return the reason why the carrier cannot be used, or an empty string if it can."""
         return ""
 
     def describe(self, gpus: int) -> str:  # noqa: ARG002
-        """Describe the way of the weights in a few words. Empty: the name of the carrier says it."""
+        """Return a short description of the transfer. Empty: the name of the carrier is used."""
         return ""
 
 
 class FolderChoice(CarrierChoice):
-    """Conditions for the folder in shared memory: none."""
+    """Choice of the folder in shared memory, which can always be used."""
 
     def describe(self, gpus: int) -> str:  # noqa: ARG002
         return "shared memory, and TCP to other nodes"
 
 
 def choose_weight_sync(name: str, setting: SyncSetting) -> tuple[str, str]:
-    """Return the name of the carrier that brings weights to the engines, and a description.
+    """Return the name of the carrier that transfers weights to the engines, and a short description of it.
 
     Args:
         name: name of a carrier, or "auto".
@@ -66,6 +69,7 @@ def choose_weight_sync(name: str, setting: SyncSetting) -> tuple[str, str]:
     """
     if name == "auto":
         choices = {carrier: _choice(carrier) for carrier in names("carrier choice")} if setting.gpus else {}
+        # A carrier that is faster on GPUs may still be impossible in this run; the folder is then the fallback.
         possible = [carrier for carrier, choice in choices.items() if choice.automatic and not choice.fault(setting)]
         name = max(possible, key=lambda carrier: choices[carrier].automatic, default=FOLDER_CARRIER)
     choice = _choice(name)
@@ -75,7 +79,11 @@ def choose_weight_sync(name: str, setting: SyncSetting) -> tuple[str, str]:
 
 
 def transport_fault(nodes: int) -> Iterator[str]:
-    """Yield why weights cannot reach the engines of a run on so many machines, if they cannot."""
+    """Yield a message if weights cannot be transferred to engines on other machines.
+
+    Args:
+        nodes: number of machines of the run.
+    """
     if nodes > 1 and TRANSPORT not in names("weight transport"):
         yield (
             f"placement.nodes={nodes} needs a plug-in that provides the weight transport {TRANSPORT!r} (weights_tcp), "

@@ -1,4 +1,4 @@
-"""Digests of tensors, to see that what a sampler has is what the trainer published."""
+"""Digests of tensors, with which an engine verifies that it has received the weights that the trainer published."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import hashlib
 import torch
 from torch import Tensor
 
-# Words of four bytes that are summed together: few enough for a cache, and part of the digest's definition.
+# Number of 4-byte words that are summed together. It is small enough for the cache. It is part of the definition of the
+# digest: another value gives other digests.
 _CHUNK = 2**18
 
 
 def digest(tensor: Tensor) -> str:
-    """32 hexadecimal digits from dtype, shape and bytes; the same on every device and for every memory layout.
+    """Return a digest of the dtype, shape and bytes of a tensor: 32 hexadecimal digits.
 
-    It finds errors, not forgeries. A change within a single word of four bytes is always found; anything else with a
-    probability of 1 - 2^-32 per MiB that differs.
+    It does not depend on the device or the memory layout. It detects errors, not forgeries. A change within a single
+    4-byte word is always detected, any other change with a probability of 1 - 2^-32 per MiB that differs.
     """
     row = tensor.detach().contiguous().view(-1).view(torch.uint8)
     whole = len(row) // 4 * 4
-    # A view that does not start at a word cannot be seen as words.
+    # torch cannot view a storage as int32 from an offset that is not a multiple of 4 bytes, so such a view is copied.
     words = (row[:whole] if row.storage_offset() % 4 == 0 else row[:whole].clone()).view(torch.int32)
     tail = bytes(row[whole:].tolist())
     key = torch.arange(min(_CHUNK, len(words)), dtype=torch.int32, device=row.device)
@@ -36,7 +37,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def _mix(words: Tensor, scratch: Tensor) -> None:
-    """Scatter the bits of each word over the word, one to one, in place; products wrap around."""
+    """Mix the bits within each word in place. The mapping is a bijection; products wrap around."""
     for factor, shift in ((-1640531527, 15), (-2048144789, 13)):
         words.mul_(factor)
         torch.bitwise_right_shift(words, shift, out=scratch)
@@ -44,6 +45,6 @@ def _mix(words: Tensor, scratch: Tensor) -> None:
 
 
 def compare_digests(published: dict[str, str], received: dict[str, str]) -> list[str]:
-    """Names of what differs, or is on one side alone."""
+    """Return the sorted names of the tensors whose digests differ or that are present on one side only."""
     names = sorted(published.keys() | received.keys())
     return [name for name in names if published.get(name) != received.get(name)]

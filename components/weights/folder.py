@@ -1,9 +1,9 @@
-"""One version of the weights as a folder: all buckets in one file, and an index that says what lies where.
+"""A version of the weights in a folder: one file with all buckets, and an index of the tensors in it.
 
-Readers map the file, and hold a shared lock on it as long as anything they got from it lives. The publisher writes a
-later version into the file of one that nobody holds, since fresh memory costs more than the copy; a file that is held
-is unlinked instead, and stays as it is to those who have it. For the same reason a reader that writes nothing keeps its
-mapping, without the lock, for the next version in that file.
+Readers map the file into memory. They hold a shared lock on it as long as any tensor from it is referenced. The
+publisher reuses the file of an old version that no reader has locked, because allocating new shared memory takes longer
+than the copy. A locked file is unlinked instead, and remains readable for its readers. A reader that maps the file
+read-only keeps its mapping (without the lock) for the next version in that file, for the same reason.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from components.weights.buckets import ALIGNMENT, Piece, pieces_of
 
 _WEIGHTS, _INDEX = "weights.bin", "index.json"
 _kept: dict[tuple[int, int], _Mapping] = {}
-"""Of this process, by device and inode: a publisher has two files in turn."""
+"""Read-only mappings of this process, by device and inode. A publisher alternates between two files."""
 
 
 @dataclass(frozen=True)
 class _Mapping:
-    """A whole file that cannot be written through it."""
+    """A read-only mapping of a whole file."""
 
     file: int
     whole: mmap.mmap
@@ -42,35 +42,35 @@ class _Mapping:
 
 @dataclass(frozen=True)
 class OpenVersion:
-    """A version that stays readable, even when it is unlinked."""
+    """An open version, which remains readable after it is unlinked."""
 
     buckets: list[tuple[list[Piece], Tensor]]
-    """What lies in each flat buffer of bytes, and the buffer."""
+    """Table and content ([bytes] uint8) of each bucket."""
     digests: dict[str, str] | None
-    """Of each tensor, where the publisher was asked for them."""
+    """Digest of each tensor by name. None: the version was published without digests."""
 
 
 @dataclass
 class _Bucket:
-    """What lies where after a page's start; a reader on another machine gets it in one piece."""
+    """Table of a bucket, which starts at a page of the file. It is sent to other machines as one message."""
 
     start: int
     nbytes: int = 0
-    """Gaps of the alignment included."""
+    """Size in bytes, alignment gaps included."""
     pieces: list[Piece] = field(default_factory=list)
 
 
 @dataclass
 class WrittenVersion:
-    """What the publisher keeps of a version."""
+    """Record of a written version that the publisher keeps."""
 
     folder: Path
     mapped: Tensor | None = None
-    """The whole file, where it was written through a mapping."""
+    """Writable mapping of the whole file, or None if the file was not written through a mapping."""
 
 
 class VersionWriter:
-    """A version in the making, in the first directory that has room for all of it."""
+    """Writer of one version, in the first directory that has enough space for all of it."""
 
     def __init__(
         self,
@@ -82,11 +82,11 @@ class VersionWriter:
     ) -> None:
         """
         Args:
-            directories: to be tried in this order.
-            name: of the folder, once it is whole.
-            bucket_bytes: of tensors that lie together; a larger one stands alone.
-            headroom_bytes: must stay free.
-            old: a version that is given up; its memory is used again when nobody holds it.
+            directories: candidate directories, tried in this order.
+            name: name of the folder once it is complete.
+            bucket_bytes: maximum size of a bucket. A larger tensor gets a bucket of its own.
+            headroom_bytes: number of bytes that must remain free in the directory.
+            old: version to discard. Its file is reused if no reader has locked it.
         """
         self._candidates = list(directories)
         self._name = name
@@ -96,6 +96,7 @@ class VersionWriter:
         self._names: set[str] = set()
         self._buckets = [_Bucket(0)]
         self.nbytes = 0
+        # Reusing the file of an old version saves the allocation of new pages.
         if old is None or not self._recycle(old):
             self._start()
 
@@ -103,7 +104,8 @@ class VersionWriter:
         if old.folder.parent != self._candidates[0] or not (old.folder / _WEIGHTS).exists():
             shutil.rmtree(old.folder, ignore_errors=True)
             return False
-        # Renamed before it is locked: who looks it up after that misses it, who looked it up before holds the lock.
+        # Renaming before locking avoids a race: a reader that opens the path later does not find it, and a reader that
+        # opened it earlier holds the lock.
         self._folder = old.folder.rename(self._candidates[0] / f"{self._name}.partial")
         self._file = os.open(self._folder / _WEIGHTS, os.O_RDWR)
         try:
@@ -111,6 +113,7 @@ class VersionWriter:
         except BlockingIOError:
             self.remove()
             return False
+        # Without an index nobody can open the folder while its file is overwritten.
         (self._folder / _INDEX).unlink()
         size = os.fstat(self._file).st_size
         self._mapped = old.mapped
@@ -124,11 +127,11 @@ class VersionWriter:
         self._file = os.open(self._folder / _WEIGHTS, os.O_RDWR | os.O_CREAT)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor behind those that were written.
+        """Append a tensor to the version.
 
         Raises:
-            ValueError: the name comes a second time.
-            OSError: no directory has room.
+            ValueError: a tensor of this name was written before.
+            OSError: no directory has enough space.
         """
         if name in self._names:
             raise ValueError(f"weight {name!r} came twice; names must be unique")
@@ -148,7 +151,7 @@ class VersionWriter:
 
     @property
     def _end(self) -> int:
-        """Of the file, as far as it is used: whole pages."""
+        """End of the used part of the file in bytes, rounded up to whole pages."""
         last = self._buckets[-1]
         return last.start + -(-last.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
@@ -160,7 +163,7 @@ class VersionWriter:
             ((_, target),) = pieces_of(self._mapped[start:], [piece])
             target.copy_(tensor)
             return
-        # Not through a mapping: a full disk is an OSError here, and the end of the process there.
+        # Without a mapping, because a full disk raises an OSError here but kills the process (SIGBUS) in a mapping.
         write_at(self._file, tensor.cpu(), start + piece.offset)
         os.truncate(self._file, max(end, os.fstat(self._file).st_size))
 
@@ -180,11 +183,17 @@ class VersionWriter:
         os.close(self._file)
         self._mapped = None
         self._start()
+        # Tensors that were written before the directory was full are moved to the next one.
         shutil.copyfile(full / _WEIGHTS, self._folder / _WEIGHTS)
         shutil.rmtree(full)
 
     def finish(self, proof: str, digests: dict[str, str] | None) -> WrittenVersion:
-        """Let it appear under its name, whole."""
+        """Write the index and rename the complete folder to its final name.
+
+        Args:
+            proof: proof that readers compare with theirs, from `prove`.
+            digests: digest of each tensor by name, or None.
+        """
         if os.fstat(self._file).st_size > self._end:
             os.truncate(self._file, self._end)
             self._mapped = None
@@ -200,18 +209,18 @@ class VersionWriter:
 
 
 def prove(token: str, what: str) -> str:
-    """Return a proof that one has the token, without showing the token."""
+    """Return a proof of possession of the token (an HMAC of `what`) that does not reveal the token."""
     return hmac.digest(token.encode(), what.encode(), hashlib.sha256).hex()
 
 
 def open_version(folder: Path, proof: str, *, writable: bool) -> OpenVersion | None:
-    """None: it is not there, or is another publisher's.
+    """Open the version in a folder. Return None if it does not exist or belongs to another publisher.
 
     Args:
-        folder: of the version.
-        proof: that its publisher has left there.
-        writable: who writes into the tensors writes into a copy of their own; else they must not be written to, which
-            is quicker from the second version on.
+        folder: path to the version.
+        proof: proof that its publisher has written into the index.
+        writable: map copy-on-write, so that tensors can be written to without changing the file. False: the tensors
+            must not be written to, and the mapping is reused, which is faster from the second version on.
     """
     try:
         whole = _open(folder / _WEIGHTS, writable)
@@ -228,36 +237,43 @@ def open_version(folder: Path, proof: str, *, writable: bool) -> OpenVersion | N
 
 
 def _open(path: Path, writable: bool) -> Tensor | None:
-    """[bytes] uint8, which has the lock. None: the file was given up meanwhile."""
+    """Lock and map a file. Return [bytes] uint8, or None if the publisher has discarded the file meanwhile.
+
+    The lock is held as long as the tensor is referenced.
+    """
     file = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        found = os.fstat(file)
-        is_same = found.st_ino == path.stat().st_ino
+        status = os.fstat(file)
+        # Another inode: the publisher has replaced the file between opening and locking.
+        is_same = status.st_ino == path.stat().st_ino
     except (BlockingIOError, FileNotFoundError):
         os.close(file)
         return None
-    if not is_same or not found.st_size:
+    if not is_same or not status.st_size:
         os.close(file)
         return torch.empty(0, dtype=torch.uint8) if is_same else None
-    whole = mmap.mmap(file, 0, access=mmap.ACCESS_COPY) if writable else _mapping(path, found)
+    whole = mmap.mmap(file, 0, access=mmap.ACCESS_COPY) if writable else _mapping(path, status)
     view = memoryview(whole)
-    # Tensors keep the view alive. (What is mapped writable has a duplicate of the file, and so the lock, itself.)
+    # Closing the file releases the lock, and tensors keep the view alive. A copy-on-write mapping keeps the lock
+    # itself, because mmap duplicates the file descriptor.
     weakref.finalize(view, os.close, file)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
         return torch.frombuffer(view, dtype=torch.uint8)
 
 
-def _mapping(path: Path, found: os.stat_result) -> mmap.mmap:
-    """Of a file that this process has locked; the one it has, or a new one."""
+def _mapping(path: Path, status: os.stat_result) -> mmap.mmap:
+    """Return a read-only mapping of a file that this process has locked: the cached one, or a new one."""
+    # A mapping of an unlinked file would keep its memory allocated, and one of another size does not cover the file.
     for key, kept in list(_kept.items()):
         now = os.fstat(kept.file)
         if not now.st_nlink or now.st_size != len(kept.whole):
             del _kept[key]
             os.close(kept.file)
-    own = found.st_dev, found.st_ino
-    if own not in _kept:
-        file = os.open(path, os.O_RDONLY)  # not the one with the lock
-        _kept[own] = _Mapping(file, mmap.mmap(file, 0, access=mmap.ACCESS_READ))
-    return _kept[own].whole
+    inode = status.st_dev, status.st_ino
+    if inode not in _kept:
+        # A second descriptor: the cached mapping must not hold the lock, or the publisher could never reuse the file.
+        file = os.open(path, os.O_RDONLY)
+        _kept[inode] = _Mapping(file, mmap.mmap(file, 0, access=mmap.ACCESS_READ))
+    return _kept[inode].whole

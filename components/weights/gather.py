@@ -1,8 +1,9 @@
-"""Partitioned parameters made whole on rank 0, a bucket at a time.
+"""Gathering of sharded parameters on rank 0, one bucket at a time.
 
-What a rank has of all parameters of a bucket goes to rank 0 in one message. While rank 0 does something with the
-tensors of one bucket, those of the next are on their way, so that it holds two buckets of its own and one parameter. On
-a GPU a bucket leaves the device in one copy, into pinned memory; or every rank gets it, and it stays there.
+Each rank sends its shards of all parameters of a bucket to rank 0 in one message. The next bucket is received while
+rank 0 processes the tensors of the current one, so rank 0 holds two buckets and one whole parameter at a time. On a
+GPU, a bucket is copied to pinned host memory in one operation. Alternatively every rank receives the bucket, which then
+stays on the device.
 """
 
 from __future__ import annotations
@@ -22,54 +23,56 @@ from components.models.disk.blocks import Block, block_of_each, is_in_blocks
 from components.process.heartbeat import beat
 
 _ALIGNMENT = 64
-"""Of each part in a message, in bytes. No message is shorter: NCCL wants all ranks in the first one of a group."""
+"""Alignment of each part of a message in bytes, and minimum size of a message. No message is empty, because NCCL
+requires all ranks in the first operation of a group."""
 _NOTHING = Block(0, 0)
 
 
 @dataclass(frozen=True)
 class Part:
-    """What this rank has of one parameter."""
+    """This rank's shard of one parameter."""
 
     numbers: Tensor
-    """Flat, in any type and on any device."""
+    """The shard, flattened, of any dtype and on any device."""
     shape: torch.Size
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     dtype: torch.dtype
-    """In which it is gathered."""
+    """Dtype in which the parameter is gathered."""
     blocks: list[Block]
-    """What each rank has of the parameter; nothing where a rank before it has the same."""
+    """Shard of each rank. It is empty if a lower rank has the same shard."""
     is_on_all: bool = False
-    """Every rank has all of it."""
+    """True if every rank has the whole parameter."""
 
     @property
     def nbytes(self) -> int:
-        """Of the whole parameter."""
+        """Size of the whole parameter in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
     @property
     def is_here(self) -> bool:
-        """Rank 0 has all of it."""
+        """True if rank 0 has the whole parameter."""
         return self.blocks[0].numbers == prod(self.shape)
 
     def count(self, rank: int) -> int:
-        """Numbers that a rank sends."""
+        """Return the number of elements that a rank sends."""
         return self.blocks[rank].numbers
 
 
 def whole_part(tensor: Tensor, dtype: torch.dtype) -> Part:
-    """Of a parameter that every rank has whole."""
+    """Return the part of a parameter that every rank has whole."""
     blocks = [Block(0, tensor.numel()), *[_NOTHING] * (dist.get_world_size() - 1)]
     return Part(tensor.detach().reshape(-1), tensor.shape, dtype, blocks, is_on_all=True)
 
 
 def cut_part(numbers: Tensor, shape: torch.Size, dtype: torch.dtype, most: int) -> Part:
-    """Of a parameter that is cut into parts of `most` numbers, of which the last ranks may have fewer, or none.
+    """Return the part of a parameter that is cut into flat shards of `most` elements. The last ranks may have fewer
+    elements, or none.
 
     Args:
-        numbers: this rank's, perhaps with padding at the end.
-        shape: of the whole parameter.
-        dtype: in which it is gathered.
-        most: numbers of rank 0.
+        numbers: this rank's shard, possibly with padding at the end.
+        shape: shape of the whole parameter.
+        dtype: dtype in which the parameter is gathered.
+        most: number of elements of rank 0.
     """
     starts = [min(rank * most, prod(shape)) for rank in range(dist.get_world_size() + 1)]
     blocks = [Block(start, end - start) for start, end in pairwise(starts)]
@@ -77,8 +80,10 @@ def cut_part(numbers: Tensor, shape: torch.Size, dtype: torch.dtype, most: int) 
 
 
 def part_of(parameter: Any, dtype: torch.dtype, device: torch.device) -> Part:
-    """Of a plain tensor, or of a DTensor in any layout. All ranks call this: other layouts than blocks over all ranks
-    are made whole here, one parameter at a time.
+    """Return the part of a plain tensor, or of a DTensor in any layout.
+
+    All ranks must call this. DTensors whose shards are not blocks over all ranks are gathered here, one parameter at a
+    time.
     """
     if not isinstance(parameter, DTensor):
         return whole_part(parameter, dtype)
@@ -95,20 +100,22 @@ def part_of(parameter: Any, dtype: torch.dtype, device: torch.device) -> Part:
 def gathered(
     parts: Iterable[tuple[str, Part]], device: torch.device, bucket_bytes: int, everywhere: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Whole parameters on rank 0's CPU; nothing on other ranks, which have to exhaust it as rank 0 does.
+    """Yield the whole parameters on the CPU of rank 0. Other ranks yield nothing but must exhaust the iterator too.
 
     Args:
-        parts: of each parameter, in the same order on all ranks.
-        device: that messages leave from.
-        bucket_bytes: of whole parameters, what travels together; a larger one travels alone.
-        everywhere: on every rank, where it has its parameters, and what came from others on `device`.
+        parts: name and part of each parameter, in the same order on all ranks.
+        device: device from which messages are sent.
+        bucket_bytes: maximum size of the whole parameters in a bucket. A larger parameter gets a bucket of its own.
+        everywhere: yield the parameters on every rank instead. A parameter that this rank has whole stays on its
+            device; one that is received from other ranks is on `device`.
 
     Returns:
-        Names and tensors. One that is where it has to be, in the right type, is not copied.
+        Names and tensors. A tensor that already has the right device and dtype is not copied.
     """
     before: _Bucket | None = None
     for items in _buckets(parts, bucket_bytes):
         bucket = _Bucket(items, device, everywhere)
+        # The messages of `bucket` are in flight while the caller processes the bucket before it.
         if before is not None:
             yield from before.tensors()
             beat()
@@ -132,7 +139,7 @@ def _buckets(parts: Iterable[tuple[str, Part]], bucket_bytes: int) -> Iterator[l
 
 
 class _Bucket:
-    """Parameters on their way to rank 0, or to every rank."""
+    """Parameters that are being sent to rank 0, or to every rank."""
 
     def __init__(self, items: list[tuple[str, Part]], device: torch.device, everywhere: bool) -> None:
         self._items = items
@@ -141,7 +148,7 @@ class _Bucket:
         self._receivers = ranks if everywhere else range(1)
         self._travelling = [part for _, part in items if self._travels(part)]
         self._regions: list[Tensor] = []
-        """[bytes] uint8, what each rank sends; on ranks that receive nothing their own alone."""
+        """[bytes] uint8 per rank: the message of each rank. A rank that receives nothing has only its own message."""
         self._works: list[dist.Work] = []
         self._arrived: torch.cuda.Event | None = None
         receives = self._rank in self._receivers
@@ -150,18 +157,18 @@ class _Bucket:
         sizes = [self._size_of(rank) for rank in (ranks if receives else [self._rank])]
         flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         self._regions = list(flat.split(sizes))
-        own = self._regions[self._rank if receives else 0]
-        self._pack(own)
+        message = self._regions[self._rank if receives else 0]
+        self._pack(message)
         if self._needs_messages:
             others = [(rank, region) for rank, region in enumerate(self._regions) if receives and rank != self._rank]
             messages = [dist.P2POp(dist.irecv, region, rank) for rank, region in others]
-            messages += [dist.P2POp(dist.isend, own, rank) for rank in self._receivers if rank != self._rank]
+            messages += [dist.P2POp(dist.isend, message, rank) for rank in self._receivers if rank != self._rank]
             self._works = dist.batch_isend_irecv(messages) if messages else []
         if receives and not everywhere and device.type == "cuda":
             self._leave_device(flat, sizes)
 
     def _travels(self, part: Part) -> bool:
-        """Whether it needs a message, or is not on the right device."""
+        """True if the parameter must be sent to another rank or copied to another device."""
         return not part.is_on_all if self._everywhere else not (part.is_here and self._on_cpu)
 
     @property
@@ -179,11 +186,11 @@ class _Bucket:
             offset += _aligned(nbytes)
 
     def _leave_device(self, flat: Tensor, sizes: list[int]) -> None:
-        """Queued behind the messages; the host waits for neither."""
+        """Queue the copy to the host after the messages. The host does not block."""
         for work in self._works:
             work.wait()
         self._works = []
-        # torch keeps pinned memory that is freed, and gives it to a later bucket.
+        # Allocating per bucket is cheap: torch caches freed pinned memory and reuses it for a later bucket.
         on_host = torch.empty(len(flat), dtype=torch.uint8, pin_memory=True)
         on_host.copy_(flat, non_blocking=True)
         self._regions = list(on_host.split(sizes))
@@ -191,27 +198,32 @@ class _Bucket:
         self._arrived.record()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Wait until all has come; the whole parameters, where they were to come."""
+        """Wait for the messages, and yield the whole parameters on the ranks that receive them."""
         for work in self._works:
             work.wait()
         if self._arrived is not None:
             self._arrived.synchronize()
         if self._rank not in self._receivers:
             return
-        places = [0] * len(self._regions)
+        offsets = [0] * len(self._regions)
         for name, part in self._items:
             if self._travels(part):
-                yield name, self._joined(part, places)
+                yield name, self._joined(part, offsets)
             else:
                 yield name, part.numbers.to(part.dtype).view(part.shape)
 
-    def _joined(self, part: Part, places: list[int]) -> Tensor:
-        """The next parameter; `places` are where its parts begin in each region, and move on."""
+    def _joined(self, part: Part, offsets: list[int]) -> Tensor:
+        """Return the next parameter as a whole.
+
+        Args:
+            part: part of the parameter.
+            offsets: byte offset of its shard in the message of each rank. They are advanced past it.
+        """
         whole = torch.empty(prod(part.shape), dtype=part.dtype, device=self._regions[0].device)
         for rank, block in enumerate(part.blocks):
             nbytes = block.numbers * part.dtype.itemsize
-            piece = self._regions[rank][places[rank] : places[rank] + nbytes].view(part.dtype)
-            places[rank] += _aligned(nbytes)
+            piece = self._regions[rank][offsets[rank] : offsets[rank] + nbytes].view(part.dtype)
+            offsets[rank] += _aligned(nbytes)
             if part.is_here and rank == 0:
                 whole = piece
             elif nbytes:

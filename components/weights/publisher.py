@@ -1,9 +1,8 @@
-"""Weights from a trainer to the engines that generate, by the way that fits where the two live.
+"""Publishing of weight versions by a trainer, and reading of them by rollout engines.
 
-A version is one folder in shared memory, or on disk. It appears under its name only when it is whole, and readers map
-it into memory, so that a version that is unlinked while it is read stays readable to that reader. Readers on other
-machines pull it from the publisher (transport.py). Carriers of plug-ins may bring it while it is still being gathered
-(carrier.py).
+A version is a folder in shared memory or on disk. It gets its final name only when it is complete. Readers map it into
+memory, so a version remains readable for them after it is unlinked. Readers on other machines fetch it from the
+publisher (transport.py). Carriers of plug-ins may transfer a version while it is still being gathered (carrier.py).
 """
 
 from __future__ import annotations
@@ -32,41 +31,42 @@ _VERSION_GLOB = "weights-????????*"
 
 @dataclass(frozen=True)
 class WeightHandle:
-    """Where one version of the weights lies. Small and picklable: this is what crosses processes."""
+    """Reference to one version of the weights. It is small and picklable, and is sent to other processes."""
 
     version: int
-    """Number of the version; 0 is what the engines loaded at their start."""
+    """Number of the version. 0 denotes the weights that the engines loaded at start-up."""
     path: str
-    """Folder that holds the version, on the publisher's machine."""
+    """Path to the folder of the version on the publisher's machine."""
     nbytes: int
-    """Payload, in bytes."""
+    """Size of the weights, in bytes."""
     token: str = field(default="", repr=False)
-    """Marks the publisher's folder from one of the same name on another machine, and its readers from strangers."""
+    """Secret of the publisher. It distinguishes the folder from one of the same name on another machine, and
+    authenticates readers."""
     address: tuple[str, int] | None = None
-    """Where the publisher serves its versions to other machines; None: nowhere."""
+    """Address at which the publisher serves its versions to other machines, or None."""
     adapter_scale: float = 0.0
-    """The version is low-rank adapters alone, by the names of peft's files, and B A is to be multiplied by this before
-    it is added to the weights that were loaded. 0: it is whole weights."""
+    """Scale by which the product B A of low-rank adapters is multiplied before it is added to the loaded weights. The
+    version then contains only adapters, by the names of peft's files. 0: the version contains the full weights."""
     carrier: str = FOLDER_CARRIER
-    """Name of the carrier, whose class reads the version (carrier.py)."""
+    """Name of the carrier whose class reads the version (carrier.py)."""
     is_sent: bool = False
-    """The ranks send it as they gather it, and the version's own handle follows; `path` is then the run's folder on
-    this machine."""
+    """True if the ranks send the version while they gather it. The handle of the written version follows; `path` is
+    then the folder of the run on this machine."""
     route: Any = None
-    """Where the carrier's readers find this version, if it `is_sent`, or those that follow; set by the carrier and
-    picklable."""
+    """Address that the carrier's readers need for this version, if it `is_sent`, or for later versions. Set by the
+    carrier; picklable."""
     reader: int = 0
-    """Of one that is sent: the number of the engine's first process among all readers, from 1."""
+    """Index of the engine's first process among all readers, from 1. Used only if the version `is_sent`."""
     probe: Any = None
     """Log-probabilities of the trainer with this version, with which an engine compares its own (plugins/engine_check).
     Picklable. None: nothing is checked."""
 
 
 class WeightPublisher:
-    """Writes versions and unlinks the older ones. One per run: the publisher owns its directory.
+    """Publisher that writes versions and unlinks old ones. There is one per run, and it owns its directory.
 
-    The version before the newest stays until the next one is written: an engine that is replaced while the newest is
-    on its way to all is given it first. So two versions take space, never more.
+    The second newest version is kept until the next one is written, because an engine that is replaced while the newest
+    is being transferred receives it first. At most two versions take space.
     """
 
     def __init__(
@@ -82,18 +82,19 @@ class WeightPublisher:
     ) -> None:
         """
         Args:
-            directory: of this publisher alone, usually below /dev/shm; versions that a killed predecessor left are
-                removed.
-            fallback_directory: for versions that do not fit into `directory`; of this publisher alone.
-            bucket_bytes: a reader on another machine gets so much at a time, or one weight that is larger.
-            headroom_bytes: stay free in `directory`: a full /dev/shm kills other processes and raises no error.
-            serve: listen for readers on other machines, on a free port of `host`, which must lie in a network that you
-                trust (transport.py). Without it no socket is opened.
-            host: this machine's address as the readers reach it; nothing is bound to any other. None: MASTER_ADDR, as
-                rank 0 of a train role has it, else 127.0.0.1.
-            timeout_seconds: a reader that takes no bucket for so long is given up.
+            directory: directory that only this publisher uses, usually below /dev/shm. Versions left by a killed
+                predecessor are removed.
+            fallback_directory: directory for versions that do not fit into `directory`. Only this publisher uses it.
+            bucket_bytes: maximum size of a message to a reader on another machine. A larger weight is sent alone.
+            headroom_bytes: number of bytes that remain free in `directory`. A full /dev/shm kills other processes
+                without raising an error.
+            serve: listen for readers on other machines, on a free port of `host`, which must be in a trusted network
+                (transport.py). False: no socket is opened.
+            host: address of this machine as the readers reach it, and the only one that is bound. None: MASTER_ADDR,
+                which rank 0 of a train role has, else 127.0.0.1.
+            timeout_seconds: maximum time for which a reader may take no bucket before its transfer is aborted.
         """
-        self._directories = [Path(place) for place in (directory, fallback_directory) if place is not None]
+        self._directories = [Path(path) for path in (directory, fallback_directory) if path is not None]
         self._bucket_bytes = bucket_bytes
         self._headroom_bytes = headroom_bytes
         self._token = secrets.token_hex(16)
@@ -113,17 +114,17 @@ class WeightPublisher:
         with_digests: bool = False,
         adapter_scale: float = 0.0,
     ) -> WeightHandle:
-        """Write `tensors` as `version`; returns when it is whole.
+        """Write `tensors` as `version`, and return its handle once it is complete.
 
         Args:
-            version: newer than the last.
-            tensors: each is copied before the next is asked for.
-            with_digests: lay a digest of each tensor beside the version, for `read_digests`.
-            adapter_scale: of the handle: above 0 where the tensors are adapters.
+            version: number of the version, which must be higher than the last one.
+            tensors: names and tensors. Each tensor is copied before the next one is requested.
+            with_digests: store a digest of each tensor with the version, for `read_digests`.
+            adapter_scale: `adapter_scale` of the handle; above 0 if the tensors are adapters.
 
         Raises:
-            ValueError: `version` is not newer than the last, or a name comes twice.
-            OSError: no directory has space.
+            ValueError: `version` is not higher than the last one, or a name occurs twice.
+            OSError: no directory has enough space.
         """
         if self._newest is not None and version <= self._newest:
             raise ValueError(f"version {version} was published after version {self._newest}; versions must rise")
@@ -145,16 +146,17 @@ class WeightPublisher:
                 writer.write(weight, tensor)
             return writer.finish(prove(self._token, "folder"), digests), writer.nbytes
         except BaseException:
+            # An incomplete folder would take space in shared memory until the end of the run.
             writer.remove()
             raise
 
     def _find(self, version: int) -> OpenVersion | None:
-        """Called by the server's threads."""
+        """Open a version for the server, whose threads call this. Return None if it is gone."""
         paths = [handle.path for handle, _ in self._published if handle.version == version]
         return open_version(Path(paths[0]), prove(self._token, "folder"), writable=False) if paths else None
 
     def close(self) -> None:
-        """Unlink everything; the publisher cannot be used afterwards."""
+        """Stop serving and unlink all versions. The publisher cannot be used afterwards."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -162,14 +164,14 @@ class WeightPublisher:
             shutil.rmtree(written.folder, ignore_errors=True)
         self._published.clear()
         self._sweep()
-        for place in self._directories:
-            # Not ours to remove when something else lies in it.
+        for directory in self._directories:
+            # rmdir fails if the directory holds files of somebody else, which must not be deleted.
             with contextlib.suppress(OSError):
-                place.rmdir()
+                directory.rmdir()
 
     def _sweep(self) -> None:
-        for place in self._directories:
-            for folder in place.glob(_VERSION_GLOB):
+        for directory in self._directories:
+            for folder in directory.glob(_VERSION_GLOB):
                 shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -181,17 +183,17 @@ def _digested(tensors: Iterable[tuple[str, Tensor]], digests: dict[str, str] | N
 
 
 def weight_shapes(handle: WeightHandle) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all weights of a version, read without their payload."""
+    """Return the shape of each weight of a version by name. The weights themselves are not read."""
     opened = _open(handle, table_only=True)
     tables = opened.tables if isinstance(opened, RemoteVersion) else [pieces for pieces, _ in opened.buckets]
     return {piece.name: piece.shape for piece in chain(*tables)}
 
 
 def read_digests(handle: WeightHandle) -> dict[str, str]:
-    """Digest of each weight of a version, as it was published.
+    """Return the digest of each weight of a version by name, as computed by the publisher.
 
     Raises:
-        ValueError: it was published without.
+        ValueError: the version was published without digests.
     """
     digests = _open(handle, table_only=True).digests
     if digests is None:
@@ -202,17 +204,19 @@ def read_digests(handle: WeightHandle) -> dict[str, str]:
 def read_weights(
     handle: WeightHandle, timeout_seconds: float = 60.0, *, writable: bool = True, part: int = 0
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a version, by the carrier that its handle names. Copy what you keep.
+    """Yield the name and tensor of each weight of a version, read by the carrier that the handle names.
+
+    A tensor is valid until the next one is requested; copy it to keep it.
 
     Args:
-        handle: of the version.
-        timeout_seconds: for the publisher's response, and for each bucket through the network.
-        writable: False: who writes into a tensor that is mapped ends this process. It is quicker: the mapping is used
-            again for later versions.
-        part: this process's number among those of its engine.
+        handle: handle of the version.
+        timeout_seconds: timeout of the publisher's response, and of each bucket over the network.
+        writable: allow writing to the tensors. With False, writing to a mapped tensor kills this process; reading is
+            faster, because the mapping is reused for later versions.
+        part: index of this process among the processes of its engine.
 
     Raises:
-        FileNotFoundError: the version is gone, or was never within reach.
+        FileNotFoundError: the version has been unlinked, or cannot be reached from this machine.
         ConnectionError: the publisher is gone, or does not respond in time.
     """
     if handle.carrier == FOLDER_CARRIER:
@@ -223,8 +227,8 @@ def read_weights(
 
 
 def read_folder(handle: WeightHandle, timeout_seconds: float, *, writable: bool) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a published version, mapped where its folder is, else through the network from a publisher that
-    serves. See `read_weights`.
+    """Yield the weights of a published version. They are mapped if the folder is on this machine, and fetched from the
+    publisher over the network otherwise. See `read_weights`.
     """
     opened = _open(handle, False, timeout_seconds, writable)
     if isinstance(opened, RemoteVersion):
@@ -236,19 +240,20 @@ def read_folder(handle: WeightHandle, timeout_seconds: float, *, writable: bool)
 
 @contextlib.contextmanager
 def nearby(handle: WeightHandle, directory: Path, readers: int) -> Iterator[WeightHandle]:
-    """The version on this machine, for readers that each want all of it, as the parts of one engine do: it comes
-    through the network once.
+    """Context manager that provides a copy of a version on this machine, so that several readers of the whole version,
+    such as the parts of one engine, transfer it over the network once.
 
     Args:
-        handle: of the version; given back as it is for one reader, and when the version is on this machine.
-        directory: of the caller alone, usually below /dev/shm; removed at the end.
-        readers: how many.
+        handle: handle of the version. It is returned unchanged for a single reader, and if the version is on this
+            machine.
+        directory: directory that only the caller uses, usually below /dev/shm. It is removed at the end.
+        readers: number of readers.
     """
     opened = _open(handle, False) if readers > 1 else None
     if not isinstance(opened, RemoteVersion):
         yield handle
         return
-    # A predecessor may have been killed in here.
+    # A predecessor that was killed during a transfer has left files here, which would count as used space.
     shutil.rmtree(directory, ignore_errors=True)
     writer = VersionWriter([directory], f"weights-{handle.version:08d}", bucket_bytes=2**28, headroom_bytes=2**24)
     try:
@@ -263,9 +268,9 @@ def nearby(handle: WeightHandle, directory: Path, readers: int) -> Iterator[Weig
 def _open(
     handle: WeightHandle, table_only: bool, timeout_seconds: float = 60.0, writable: bool = False
 ) -> OpenVersion | RemoteVersion:
-    here = open_version(Path(handle.path), prove(handle.token, "folder"), writable=writable)
-    if here is not None:
-        return here
+    local_version = open_version(Path(handle.path), prove(handle.token, "folder"), writable=writable)
+    if local_version is not None:
+        return local_version
     if handle.address is None:
         raise FileNotFoundError(
             f"version {handle.version} of the weights is not at {handle.path}: it was unlinked after a newer "

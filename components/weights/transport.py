@@ -1,4 +1,4 @@
-"""Contract of a transport: it serves versions of the weights to readers on other machines."""
+"""Interface of a transport, which serves versions of the weights to readers on other machines."""
 
 from __future__ import annotations
 
@@ -16,39 +16,42 @@ from components.weights.folder import OpenVersion
 
 @dataclass(frozen=True)
 class RemoteVersion:
-    """A version at the publisher's, with its payload on the way."""
+    """A version that is being fetched from its publisher."""
 
     tables: list[list[Piece]]
+    """Table of each bucket."""
     digests: dict[str, str] | None
+    """Digest of each tensor by name. None: the version was published without digests."""
     tensors: Iterator[tuple[str, Tensor]]
-    """One bucket at a time is held here, and longer by who keeps its tensors."""
+    """Names and tensors, received one bucket at a time. A bucket stays in memory as long as one of its tensors is
+    referenced."""
 
 
 class VersionServer(ABC):
-    """A server in the publisher's process."""
+    """Server of versions in the publisher's process."""
 
     address: tuple[str, int]
     """Address that readers connect to."""
 
     @abstractmethod
     def close(self) -> None:
-        """Stop serving, once the transfers that have begun have ended."""
+        """Stop serving after the transfers in progress have ended."""
 
 
 class WeightTransport(ABC):
-    """Serves versions, and fetches them. A plug-in provides one as the `weight transport` "tcp"."""
+    """Transport that serves and fetches versions. A plug-in provides one as the `weight transport` "tcp"."""
 
     @abstractmethod
     def serve(
         self, host: str, token: str, find: Callable[[int], OpenVersion | None], timeout_seconds: float
     ) -> VersionServer:
-        """Serve versions from side threads.
+        """Serve versions from background threads.
 
         Args:
             host: address to bind to, as the readers reach it.
             token: secret that readers must have.
-            find: opens a version; returns None if it is gone.
-            timeout_seconds: for every single bucket.
+            find: function that opens a version. It returns None if the version is gone.
+            timeout_seconds: timeout of each bucket.
         """
 
     @abstractmethod
@@ -58,21 +61,21 @@ class WeightTransport(ABC):
         """Request a version from a server.
 
         Args:
-            address: of the server.
-            token: of the handle.
+            address: address of the server.
+            token: token of the handle.
             version: number of the version.
-            timeout_seconds: for the answer, and while nothing of a bucket comes.
-            table_only: fetch names, dtypes, shapes and digests, without the payload.
+            timeout_seconds: timeout of the response, and maximum time without data within a bucket.
+            table_only: fetch names, dtypes, shapes and digests, without the weights.
 
         Raises:
-            FileNotFoundError: the publisher has it no more.
-            PermissionError: the publisher at the address is another one.
-            ConnectionError: nobody is there, or no answer came in time.
+            FileNotFoundError: the publisher no longer has the version.
+            PermissionError: the address belongs to another publisher.
+            ConnectionError: the connection was refused, or the server did not respond in time.
         """
 
 
 def open_transport() -> WeightTransport:
-    """Return the transport.
+    """Return the transport between machines.
 
     Raises:
         MissingPlugin: no plug-in provides one.

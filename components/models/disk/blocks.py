@@ -1,9 +1,9 @@
-"""Which part of a parameter a rank has: some of its rows, and of each of them a stretch.
+"""Shard of a parameter on a rank: a range of rows, and within each row a range of columns.
 
-`fully_shard` gives the ranks of one axis rows. Where ranks of another axis share a layer, these are rows of what each
-of them has: of its own rows, of its own columns, or of all.
+`fully_shard` divides the rows over the ranks of one axis. If the ranks of another axis share a layer, it divides the
+rows of the part that each of them has: some of the rows, some of the columns, or the whole.
 
-Legend: `R` rows of a parameter, `W` numbers of a row, laid flat.
+Legend: `R` rows of a parameter, `W` elements of a row, flattened.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 @dataclass(frozen=True)
 class Block:
-    """A part of [R, W]."""
+    """A block of a parameter of shape [R, W]."""
 
     row: int
     rows: int
@@ -29,41 +29,43 @@ class Block:
     width: int = 1
     """W."""
     is_first: bool = True
-    """No rank before this one has the same part."""
+    """True if no lower rank has the same block."""
 
     @property
     def numbers(self) -> int:
-        """How many it has."""
+        """Number of elements of the block."""
         return self.rows * self.columns
 
     @property
     def is_stretch(self) -> bool:
-        """Its numbers follow each other in the parameter."""
+        """True if the elements of the block are contiguous in the parameter."""
         return self.columns == self.width
 
     @property
     def by_numbers(self) -> Block:
-        """The same of rows of one number, where it is a stretch."""
+        """The same block with rows of one element, if it is contiguous."""
         if not self.is_stretch:
             return self
         return Block(self.row * self.width, self.rows * self.width, is_first=self.is_first)
 
     def of(self, whole_RW: Tensor) -> Tensor:
-        """[rows, columns] as a view."""
+        """Return the block of a whole parameter, as a view of shape [rows, columns]."""
         return whole_RW[self.row : self.row + self.rows, self.column : self.column + self.columns]
 
     def columns_of(self, rows: Tensor) -> Tensor:
-        """[rows, columns] of so many whole rows; those as they are where it has all columns."""
+        """Return the columns of the block from whole rows, [rows, columns]. Rows are returned unchanged if the block
+        has all columns.
+        """
         return rows if self.is_stretch else rows.flatten(1)[:, self.column : self.column + self.columns].contiguous()
 
 
 def local_part(tensor: Any) -> Tensor:
-    """This rank's part of a DTensor; another tensor as it is."""
+    """Return this rank's shard of a DTensor. Any other tensor is returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def own_block(tensor: Any) -> Block:
-    """What `local_part` is of the whole."""
+    """Return the block of the whole tensor that `local_part` returns."""
     if not isinstance(tensor, DTensor):
         columns = tensor.shape[1:].numel()
         return Block(0, tensor.shape[:1].numel(), 0, columns, columns)
@@ -73,13 +75,13 @@ def own_block(tensor: Any) -> Block:
 
 
 def block_of_each(tensor: DTensor) -> dict[int, Block]:
-    """The same of all ranks that have a part, by rank."""
+    """Return the block of each rank that has a shard, by rank."""
     ranks = tensor.device_mesh.mesh
     return {int(ranks[tuple(place)]): _block(tensor, place) for place in torch.ones_like(ranks).nonzero().tolist()}
 
 
 def is_in_blocks(tensor: Any) -> bool:
-    """Whether the parts of a DTensor are blocks: `fully_shard` cut rows of what ranks of a second axis have."""
+    """True if the shards of a DTensor are blocks: `fully_shard` has divided the rows of the parts on a second axis."""
     if not tensor.ndim or tensor.device_mesh.ndim > 2:
         return False
     first, *others = tensor.placements
@@ -98,7 +100,7 @@ def _block(tensor: DTensor, coordinate: list[int]) -> Block:
     if tensor.device_mesh.ndim > 1:
         size, place = tensor.device_mesh.size(1), coordinate[1]
         cut = tensor.placements[1]
-        # What does not divide is not cut so.
+        # A size that the number of ranks does not divide is never divided on this axis.
         if cut == Shard(0):
             rows //= size
             row = place * rows
@@ -107,7 +109,7 @@ def _block(tensor: DTensor, coordinate: list[int]) -> Block:
             column = place * columns
         else:
             is_first = place == 0
-    # Cut as torch.chunk cuts: the last ranks may have none.
+    # The rows are divided as by torch.chunk, so the last ranks may have fewer rows or none.
     each = math.ceil(rows / tensor.device_mesh.size(0))
     skipped = min(coordinate[0] * each, rows)
     return Block(row + skipped, min(each, rows - skipped), column, columns, width, is_first)

@@ -40,14 +40,14 @@ class CheckpointLayout:
         parts = [self._convert({name: tensors[name] for name in group}) for group in groups]
         apart = {name: tensor.shape for part in parts for name, tensor in part.items()}
         if apart != {name: tensor.shape for name, tensor in self.tensors.items()}:
-            # A rule that needs all weights at once.
+            # A rule needs all weights at once, so the groups give other tensors than the whole.
             groups = [list(tensors)]
         self._group_of = {name: group for group in map(tuple, groups) for name in group}
         self.is_same = {name: t.shape for name, t in tensors.items()} == {n: t.shape for n, t in self.tensors.items()}
         """True if the files have the names and shapes of the model."""
 
     def converted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of the files, each as soon as all weights of its group have come."""
+        """Yield the tensors of the files, each as soon as all weights of its group have arrived."""
         waiting: dict[tuple[str, ...], dict[str, Tensor]] = {}
         for name, tensor in weights:
             group = self._group_of[name]
@@ -58,7 +58,7 @@ class CheckpointLayout:
 
 
 def _groups(model: Any, names: Iterable[str]) -> Iterator[list[str]]:
-    """Names of the weights that are converted together."""
+    """Yield the names of the weights that are converted together."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
 

@@ -1,4 +1,4 @@
-"""Models without weights: made on the meta device, for engines that read what each rank keeps (see weight_files)."""
+"""Models without weights, on the meta device, for engines that read only the shard of each rank (see weight_files)."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 
 def empty_model(kind: Any, path: str | Path, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
-    """What `kind.from_pretrained` makes, but for the parameters, which are on the meta device. Buffers are whole.
+    """Create the model of `kind.from_pretrained` with its parameters on the meta device. Buffers have their values.
 
     Args:
-        kind: AutoModelForCausalLM, or another of transformers' classes for all architectures.
-        path: what `from_pretrained` takes.
-        dtype: of the parameters.
-        attention: as transformers names it; None: its own choice.
+        kind: AutoModelForCausalLM, or another of transformers' auto classes.
+        path: argument of `from_pretrained`.
+        dtype: dtype of the parameters.
+        attention: attention implementation of transformers, or None for its default.
 
     Returns:
-        The model; its `weight_files` are what `fill` reads.
+        The model. Its attribute `weight_files` is used by `fill` to read the parameters.
 
     Raises:
-        ReadWhole: the model takes more to load than to read its parameters.
+        ReadWhole: loading the model takes more than reading its parameters, for example because it is quantized.
     """
     from transformers import AutoConfig
 
@@ -52,10 +52,10 @@ def empty_model(kind: Any, path: str | Path, dtype: torch.dtype, attention: str 
 
 
 def small_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A model of the same kind with few and small layers and random weights, to be asked how its kind computes.
+    """Return a model of the same architecture with few small layers and random weights, for tests of its computation.
 
     Raises:
-        ReadWhole: there is none of such a size.
+        ReadWhole: the architecture cannot be created in such a size.
     """
     config = copy.deepcopy(model.config)
     text: Any = config.get_text_config()
@@ -65,13 +65,13 @@ def small_copy(model: PreTrainedModel) -> PreTrainedModel:
             torch.manual_seed(0)
             small = type(model)._from_config(config, dtype=torch.float32, attn_implementation="eager")
     except Exception as error:
-        # Its configuration may refuse sizes in as many ways as there are architectures.
+        # Architectures refuse sizes with different exceptions, so all of them are caught.
         raise ReadWhole(f"a small copy of it cannot be made ({error})") from error
     return small.eval()
 
 
 def _make_small(text: Any) -> None:
-    """Change sizes that say nothing about how a model computes; what is computed, such as kinds of layers, stays."""
+    """Reduce the sizes in a configuration. Settings that change the computation, such as layer types, are kept."""
     layers = text.num_hidden_layers
     kinds = getattr(text, "layer_types", None)
     # One layer of each kind.
@@ -98,7 +98,9 @@ def _make_small(text: Any) -> None:
 
 
 def _make_buffers(model: PreTrainedModel, files: WeightFiles) -> None:
-    """Buffers on the CPU: those that are saved as the files have them, others as the model computes them."""
+    """Create the buffers on the CPU. Persistent buffers are read from the files, the others are computed by the
+    model.
+    """
     for tensor in model.parameters():
         tensor._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue]: transformers' mark
     with files:
@@ -114,7 +116,7 @@ def _make_buffers(model: PreTrainedModel, files: WeightFiles) -> None:
 
 
 def generation_config(path: str | Path) -> Any:
-    """Return the generation_config.json of a model, or what its config.json has in place of one."""
+    """Return the generation configuration of a model, from generation_config.json or else from config.json."""
     from transformers import GenerationConfig
 
     try:
@@ -124,7 +126,7 @@ def generation_config(path: str | Path) -> Any:
 
 
 def model_folder(path: str | Path) -> Path:
-    """Where the files of the model are; those of the hub are fetched."""
+    """Return the folder of a model's files. A model on the hub is downloaded."""
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import snapshot_download

@@ -1,4 +1,4 @@
-"""A folder that `from_pretrained` loads, written while the weights arrive: nobody has to hold all of them."""
+"""Export of a model to a folder that `from_pretrained` loads. Weights are written one by one as they arrive."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from components.models.disk.settings import save_settings
 from components.models.disk.tensor_file import TensorFile
 
 FILE_BYTES = 5 * 10**9
-"""A file has at most so many, unless a single tensor is larger."""
+"""Maximum size of a file in bytes, unless a single tensor is larger."""
 _PATTERN, _INDEX = "model{suffix}.safetensors", "model.safetensors.index.json"
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
 class StoredModel(nn.Module, ABC):
-    """A model that is not one of transformers, and defines its own files."""
+    """Base class of models that are not models of transformers and define their own files."""
 
     @abstractmethod
     def stored_name(self, name: str) -> str:
@@ -33,7 +33,7 @@ class StoredModel(nn.Module, ABC):
 
     @abstractmethod
     def save_config(self, path: str | Path, dtype: torch.dtype) -> None:
-        """Write config.json of a folder, for weights of this type."""
+        """Write config.json into a folder, for weights of this dtype."""
 
 
 def save_model(
@@ -43,14 +43,14 @@ def save_model(
     weights: Iterable[tuple[str, Tensor]],
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Write config.json and weights.
+    """Write config.json and the weights of a model.
 
     Args:
-        folder: made when missing; the weights of another model that it has are replaced.
-        model: policy or value model; its own parameters are not read.
-        tensors: what will be written: shapes and types, on the meta device, by the names of the model.
-        weights: all of `tensors`, in any order; each is let go of when it is written.
-        file_bytes: of a file, at most.
+        folder: path to the folder, which is created if it is missing. Weights of another model in it are replaced.
+        model: policy or value model. Its parameters are not read.
+        tensors: shapes and dtypes of all weights, as meta tensors, by the names of the model.
+        weights: all weights of `tensors`, in any order. Each one is freed after it has been written.
+        file_bytes: maximum size of a file in bytes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     dtype = next(iter(tensors.values())).dtype
@@ -72,6 +72,7 @@ def _write(folder: Path, tensors: Mapping[str, Tensor], weights: Iterable[tuple[
     from huggingface_hub import split_torch_state_dict_into_shards
 
     split = split_torch_state_dict_into_shards(dict(tensors), filename_pattern=_PATTERN, max_shard_size=file_bytes)
+    # Old files must not remain: `from_pretrained` prefers a single file, even an old one, to new shards.
     for old in folder.iterdir():
         if old.name == _INDEX or _OURS.fullmatch(old.name):
             old.unlink()

@@ -13,7 +13,7 @@ from components.net.hub import first_line
 
 _log = logging.getLogger(__name__)
 _MOST_FLAGS = 100
-"""Flags of a generation_config.json that are dropped before it is given up."""
+"""Maximum number of attempts to save a generation_config.json, each of which drops the flags that are refused."""
 
 
 def save_settings(folder: Path, config: Any, generation_config: Any | None) -> list[str]:

@@ -1,8 +1,8 @@
-"""Safetensors files whose tensors are read and written one at a time, or a part of one at a time, in any order.
+"""Reading and writing of safetensors files, one tensor or a part of one at a time, in any order.
 
-A file is a header, which says of each tensor its type, its shape and where its bytes lie, and then the bytes. Nothing
-is mapped into memory, where pages that were touched would stay, and of a tensor only the part that is wanted is read:
-safetensors itself does either the one or the other.
+A file consists of a header with the dtype, shape and position of each tensor, and the bytes of the tensors. Files are
+not mapped into memory, because touched pages would remain in memory, and only the requested part of a tensor is read.
+The safetensors library can do one or the other, but not both.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ _TYPES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class TensorReader:
-    """A file that is being read."""
+    """Reader of a safetensors file."""
 
     def __init__(self, path: Path) -> None:
         """
         Raises:
-            OSError: it cannot be opened.
-            ValueError: it is not whole, or has a type of numbers that torch does not compute with.
+            OSError: the file cannot be opened.
+            ValueError: the file is incomplete, or has a dtype that torch does not support.
         """
         self._file = os.open(path, os.O_RDONLY)
         try:
             self._tensors = self._read_header(os.fstat(self._file).st_size)
         except ValueError:
+            # The object is not returned to a caller that could close the file.
             self.close()
             raise
 
@@ -63,17 +64,17 @@ class TensorReader:
         return iter(self._tensors)
 
     def empty(self, name: str) -> Tensor:
-        """Shape and type of a tensor, on the meta device."""
+        """Return the shape and dtype of a tensor, as a meta tensor."""
         shape, dtype, _ = self._tensors[name]
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def whole(self, name: str) -> Tensor:
-        """All of a tensor."""
+        """Read a whole tensor."""
         shape = self._tensors[name][0]
         return self.numbers(name, 0, shape.numel()).view(shape)
 
     def block(self, name: str, block: Block) -> Tensor:
-        """[rows * columns] a part of a tensor."""
+        """Read a block of a tensor, [rows * columns]."""
         if block.is_stretch:
             return self.numbers(name, block.row * block.width, block.numbers)
         starts = range(block.row * block.width + block.column, (block.row + block.rows) * block.width, block.width)
@@ -81,7 +82,7 @@ class TensorReader:
         return torch.cat(rows or [self.numbers(name, 0, 0)])
 
     def numbers(self, name: str, start: int, count: int) -> Tensor:
-        """[count] of a tensor, laid flat, from number `start` on."""
+        """Read `count` elements of a flattened tensor from element `start` on, [count]."""
         _, dtype, offset = self._tensors[name]
         numbers = torch.empty(count, dtype=dtype)
         left = numbers.view(torch.uint8).numpy().data
@@ -94,18 +95,18 @@ class TensorReader:
         return numbers
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         os.close(self._file)
 
 
 class TensorFile:
-    """A file that is being written. Close it, or use it in `with`, once everything has come."""
+    """Writer of a safetensors file. Use it as a context manager, or close it after the last tensor."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         """
         Args:
-            path: of the file, which is replaced.
-            tensors: shapes and types of what it gets, best on the meta device.
+            path: path to the file, which is replaced.
+            tensors: shapes and dtypes of the tensors by name. Meta tensors suffice.
         """
         self._shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         self._left = {name: tensor.numel() for name, tensor in tensors.items()}
@@ -128,21 +129,21 @@ class TensorFile:
         self.write_part(name, tensor, 0)
 
     def write_part(self, name: str, part: Tensor, start: int) -> None:
-        """Write the numbers of a tensor, laid flat, from number `start` on."""
+        """Write a part of a flattened tensor from element `start` on."""
         write_at(self._file, part, self._offsets[name] + start * part.itemsize)
         self._left[name] -= part.numel()
 
     def close(self) -> None:
-        """Let go of the file, whole or not."""
+        """Close the file, complete or not."""
         os.close(self._file)
 
 
 def _header(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
-    """The first bytes of a file, and where each tensor begins in it."""
+    """Return the header of a file as bytes, and the offset of each tensor in the file."""
     offsets: dict[str, int] = {}
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    # As safetensors itself orders them: the larger types first, so that all are aligned.
+    # The order is that of the safetensors library: larger dtypes come first, so that all tensors are aligned.
     for name in sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)):
         tensor = tensors[name]
         offsets[name] = end
@@ -150,13 +151,18 @@ def _header(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
         place = {"shape": list(tensor.shape), "data_offsets": [offsets[name], end]}
         entries[name] = {"dtype": _TYPES[tensor.dtype], **place}
     text = json.dumps(entries, separators=(",", ":")).encode()
+    # The format allows padding with spaces, which aligns the tensors to 8 bytes.
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     return header, {name: len(header) + offset for name, offset in offsets.items()}
 
 
 def write_at(file: int, tensor: Tensor, offset: int) -> None:
-    """Write the numbers of a tensor into an open file; a full disk is an OSError."""
+    """Write the elements of a tensor into an open file at an offset in bytes.
+
+    Raises:
+        OSError: the disk is full, or the file cannot be written.
+    """
     if not tensor.numel():
         return
     left = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data

@@ -1,6 +1,7 @@
-"""Headers of safetensors files, read with limits: a damaged or hostile file is an error, never minutes or gigabytes.
+"""Headers of safetensors files, read with limits: a damaged or hostile file raises an error before it can take minutes
+or gigabytes.
 
-Nothing here needs torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 MOST_HEADER_BYTES = 100_000_000
-"""Limit of the format itself."""
+"""Maximum size of a header in bytes, by the format."""
 MOST_TENSORS = 100_000
-"""In a file; the largest published models have fewer in all of their files together, or little more."""
+"""Maximum number of tensors in a file. The largest published models have fewer in all files together, or little
+more."""
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -21,13 +23,13 @@ def read_header(file: int) -> tuple[int, dict[str, dict[str, Any]]]:
     """Read the header of an open safetensors file.
 
     Args:
-        file: its descriptor.
+        file: descriptor of the file.
 
     Returns:
-        The bytes before the first tensor; `dtype`, `shape` and `data_offsets` of each tensor by its name.
+        The offset of the first tensor in bytes; `dtype`, `shape` and `data_offsets` of each tensor by name.
 
     Raises:
-        ValueError: the file is cut short, or this is no header.
+        ValueError: the file is truncated, or its header is invalid.
     """
     size = os.fstat(file).st_size
     length = int.from_bytes(os.pread(file, 8, 0), "little")
@@ -55,15 +57,15 @@ def read_header(file: int) -> tuple[int, dict[str, dict[str, Any]]]:
 
 
 def check_data(entries: dict[str, dict[str, Any]], start: int, size: int) -> None:
-    """Check that tensors lie one after the other in a file, and fill it.
+    """Check that the tensors of a file are contiguous and end at the end of the file.
 
     Args:
-        entries: as `read_header` returns them.
-        start: bytes before the first tensor.
-        size: of the file, in bytes.
+        entries: entries of the header, from `read_header`.
+        start: offset of the first tensor in bytes.
+        size: size of the file in bytes.
 
     Raises:
-        ValueError: they do not: the file is cut short or damaged.
+        ValueError: the file is truncated or damaged.
     """
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
@@ -76,7 +78,7 @@ def check_data(entries: dict[str, dict[str, Any]], start: int, size: int) -> Non
 
 
 def index_of(folder: Path) -> dict[str, str] | None:
-    """Return the file of each tensor by the index of a model's folder; None without an index.
+    """Return the file name of each tensor from the index of a model's folder, or None without an index.
 
     Raises:
         ValueError: the index is damaged, or names files outside the folder.
@@ -92,6 +94,7 @@ def index_of(folder: Path) -> dict[str, str] | None:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is no index of weights: {error!r:.100}") from error
     for file in set(map(str, files.values())):
+        # An index from the hub must not make the process read files outside of the model's folder.
         if Path(file).name != file or file in ("", ".", ".."):
             raise ValueError(
                 f"{path} names {file!r:.100}, which is no file of this folder; weights are read from it alone"
@@ -100,10 +103,10 @@ def index_of(folder: Path) -> dict[str, str] | None:
 
 
 def check_weight_files(folder: Path) -> None:
-    """Check the safetensors files of a model's folder by their headers; there may be none.
+    """Check the headers of the safetensors files in a model's folder, if there are any.
 
     Raises:
-        ValueError: one is missing or damaged; the message names it.
+        ValueError: a file is missing or damaged. The message names it.
     """
     index = index_of(folder)
     names = sorted(set(index.values())) if index is not None else [SINGLE] * (folder / SINGLE).is_file()

@@ -1,10 +1,10 @@
-"""The weights of a model in its safetensors files, read by name and by rows: a process reads only what it keeps.
+"""Reading of a model's weights from its safetensors files by name and by rows: a process reads only the rows it keeps.
 
-A model that was made empty (`load_policy(..., empty=True)`) has its parameters on the meta device: names and shapes
-without memory. An engine decides which rank keeps which rows, and `fill` then reads them.
+An empty model (`load_policy(..., empty=True)`) has its parameters on the meta device: names and shapes without memory.
+The engine decides which rank keeps which rows, and `fill` then reads them.
 
-Names in the files may be older than those of the model, and a parameter may be many tensors there, as the experts of
-a layer are: transformers' rules of conversion are asked, for one parameter at a time.
+The files may have older names than the model, and may store a parameter as many tensors, such as the experts of a
+layer. The conversion rules of transformers are applied to one parameter at a time.
 """
 
 from __future__ import annotations
@@ -28,24 +28,26 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 READ_BYTES = 64 * 2**20
-"""What is read at a time on its way into a parameter, in float32; a single row may be more."""
+"""Maximum number of bytes that are read at a time into a parameter, as float32. A single row may be larger."""
 
 
 class ReadWhole(Exception):
-    """The weights of a model cannot be read in parts; the message says why."""
+    """Raised if the weights of a model cannot be read in parts. The message contains the reason."""
 
 
 @dataclass(frozen=True)
 class _Source:
-    """Where one tensor of the model comes from."""
+    """Tensors in the files from which one tensor of the model is read."""
 
     keys: list[tuple[str, str]]
-    """(pattern of the converter, name in the files), in the order that the converter wants; just one without it."""
+    """(pattern of the converter, name in the files), in the order of the converter; a single pair without a
+    converter."""
     converter: Any = None
-    """Of transformers, for `target`. None: the tensor is in the files as it is."""
+    """Converter of transformers for `target`. None: the files contain the tensor unchanged."""
     target: str = ""
     stacked: int = 0
-    """So many tensors of each pattern are the rows of the parameter, and can be converted alone. 0: they are not."""
+    """Number of tensors per pattern, if each of them is a row of the parameter and can be converted separately. 0: the
+    tensors can only be converted together."""
 
     def of_rows(self, rows: range | None) -> list[tuple[str, str]]:
         if rows is None or not self.stacked:
@@ -57,22 +59,24 @@ class _Source:
 
 
 class WeightFiles:
-    """Which tensors of safetensors files are the parameters and buffers of a model. None of them is kept in memory."""
+    """Mapping from the parameters and buffers of a model to tensors in safetensors files. No tensor is kept in
+    memory.
+    """
 
     def __init__(self, model: PreTrainedModel, folder: Path) -> None:
         """
         Args:
-            model: with its parameters on the meta device.
-            folder: what `save_pretrained` writes, or what is on the hub.
+            model: model with its parameters on the meta device.
+            folder: folder that `save_pretrained` wrote, or that was downloaded from the hub.
 
         Raises:
-            ReadWhole: something else than these files is needed to load the model.
+            ReadWhole: loading the model needs more than these files.
         """
         self._folder = folder
         self._file_of = _files(folder)
         self._readers: dict[str, TensorReader] = {}
         self._stack = ExitStack()
-        # Not an attribute that a module would take for a part of itself.
+        # The model is in a dict. As an attribute, a module could take it for a submodule of its own.
         self._context = {"model": model, "config": model.config}
         with self:
             self._sources = self._find(model)
@@ -90,7 +94,7 @@ class WeightFiles:
 
     @torch.no_grad()
     def read(self, name: str, into: Tensor, block: Block) -> None:
-        """Copy a part of a tensor of the model into `into`, in its type and on its device."""
+        """Copy a block of a tensor of the model to `into`, converted to its dtype and device."""
         source = self._sources[name]
         if not into.ndim:
             into.copy_(self._reader(source.keys[0][1]).whole(source.keys[0][1]))
@@ -110,7 +114,7 @@ class WeightFiles:
         return block.columns_of(self._converted(source, rows)[name])
 
     def _converted(self, source: _Source, rows: range | None = None, on_meta: bool = False) -> dict[str, Tensor]:
-        """Whole parameters, or these rows of them, made by transformers of what is in the files."""
+        """Return whole parameters, or some of their rows, that transformers converts from the tensors in the files."""
         converter = deepcopy(source.converter)
         for pattern, key in source.of_rows(rows):
             reader = self._reader(key)
@@ -129,7 +133,7 @@ class WeightFiles:
         return self._readers[file]
 
     def _find(self, model: PreTrainedModel) -> dict[str, _Source]:
-        """What each tensor of the model is read from: names as transformers renames them when it loads."""
+        """Return the source of each tensor of the model. Names are converted as transformers does when it loads."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
@@ -149,12 +153,14 @@ class WeightFiles:
             converter = None if pattern is None else of_pattern[pattern]
             source = sources.setdefault(name, _Source([], converter, name))
             source.keys.append((pattern or key, key))
-        # What save_pretrained has to undo.
+        # save_pretrained reverts these conversions, so that the written files have the names of the read ones.
         loaded._weight_conversions = [rule for rule in rules if rule.was_used()]
         return dict(self._checked(sources, state))
 
     def _checked(self, sources: dict[str, _Source], state: dict[str, Any]) -> Iterator[tuple[str, _Source]]:
-        """Sources by the names of what they really make, which has the shapes of the model."""
+        """Yield the sources by the names of the tensors that they give, whose shapes are checked against the
+        model's.
+        """
         for source in sources.values():
             if source.converter is None:
                 made = {source.target: self._reader(source.keys[0][1]).empty(source.keys[0][1])}
@@ -167,8 +173,9 @@ class WeightFiles:
                 yield name, self._by_rows(source, name, tensor)
 
     def _by_rows(self, source: _Source, name: str, whole: Tensor) -> _Source:
-        """The same source, with the number of its tensors where rows of the parameter can be made of some of them."""
-        counts = {sum(one == pattern for one, _ in source.keys) for pattern, _ in source.keys}
+        """Return the source with `stacked` set, if rows of the parameter can be converted from some of its tensors."""
+        counts = {sum(other == pattern for other, _ in source.keys) for pattern, _ in source.keys}
+        # One tensor per row and pattern, as for experts: then a rank reads only the tensors of its rows.
         if source.converter is None or not whole.ndim or counts != {len(whole)} or len(whole) < 2:
             return source
         stacked = _Source(source.keys, source.converter, source.target, len(whole))
@@ -176,7 +183,7 @@ class WeightFiles:
         return stacked if part.shape == (1, *whole.shape[1:]) else source
 
     def _join_tied(self, model: PreTrainedModel) -> None:
-        """Let a parameter that several modules share be read under any of its names, of which files have one."""
+        """Add the other names of tied parameters, because the files contain only one of the names."""
         names_of: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names_of.setdefault(id(parameter), []).append(name)
@@ -197,33 +204,33 @@ class WeightFiles:
 
 
 def fill(model: nn.Module, device: torch.device | str) -> None:
-    """Read the weights of a model that was made empty: of parameters that are partitioned by rows this rank's rows.
+    """Read the weights of an empty model. Of sharded parameters, only the rows of this rank are read.
 
-    Every parameter on the meta device becomes one on `device`; others, such as new adapters and heads, and buffers
-    stay where they are. A model that was not made empty is left as it is.
+    Every parameter on the meta device is replaced by one on `device`. Other parameters, such as new adapters and heads,
+    and buffers are unchanged, as is a model that is not empty.
 
     Args:
-        model: policy or value model, perhaps with adapters; perhaps under `fully_shard`.
-        device: of the parameters.
+        model: policy or value model, with or without adapters, with or without `fully_shard`.
+        device: device of the parameters.
     """
     for _ in filled(model, device):
         pass
 
 
 def filled(model: nn.Module, device: torch.device | str, reads: bool = True) -> Iterator[nn.Parameter]:
-    """The parameters of a model in their order, each made as `fill` makes it when its turn comes.
+    """Yield the parameters of a model in their order. Each one is filled as in `fill` when it is reached.
 
     Args:
-        model: as for `fill`, like `device`.
-        device: of the parameters.
-        reads: read them; otherwise they have memory, and any numbers in it.
+        model: as for `fill`.
+        device: as for `fill`.
+        reads: read the weights. Otherwise the parameters are allocated and uninitialized.
     """
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     with ExitStack() as stack:
         files: dict[str, WeightFiles] = {}
         for path, module in model.named_modules():
-            if isinstance(here := getattr(module, "weight_files", None), WeightFiles):
-                files[f"{path}." if path else ""] = stack.enter_context(here)
+            if isinstance(source := getattr(module, "weight_files", None), WeightFiles):
+                files[f"{path}." if path else ""] = stack.enter_context(source)
             for name, parameter in module.named_parameters(recurse=False):
                 places.setdefault(parameter, []).append((module, name))
         for name, parameter in list(model.named_parameters()):
@@ -233,7 +240,7 @@ def filled(model: nn.Module, device: torch.device | str, reads: bool = True) -> 
             made = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
             if reads:
                 prefix = next(prefix for prefix in files if name.startswith(prefix))
-                # A layer that has an adapter is a part of what stands in its place.
+                # peft moves a layer with an adapter to `base_layer` of the layer that replaces it.
                 stored = name.removeprefix(prefix).replace(".base_layer.", ".")
                 files[prefix].read(stored, local_part(made.detach()), own_block(made))
             for module, own_name in places[parameter]:
@@ -243,14 +250,14 @@ def filled(model: nn.Module, device: torch.device | str, reads: bool = True) -> 
 
 
 def _chunks(tensor: Tensor) -> Iterator[tuple[int, int]]:
-    """Rows to be read at a time."""
+    """Yield the first and the last row (exclusive) of each piece of a tensor that is read at a time."""
     rows = max(1, READ_BYTES * len(tensor) // max(1, 4 * tensor.numel()))
     for first in range(0, len(tensor), rows):
         yield first, min(first + rows, len(tensor))
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """In which file of the folder each tensor is."""
+    """Return the file name of each tensor in the folder."""
     index = index_of(folder)
     if index is not None:
         return index

@@ -1,1 +1,1 @@
-"""Sequences end to end in one row."""
+"""Packing of sequences end to end in one row."""

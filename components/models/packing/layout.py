@@ -19,28 +19,28 @@ _MARK = "row_layout"
 
 
 class Part(NamedTuple):
-    """Neighbouring tokens of a sequence, as queries."""
+    """Contiguous tokens of a sequence that are queries of attention."""
 
     sequence: int
     first: int
-    """Position of the first of them."""
+    """Position of the first token."""
     end: int
-    """Position after the last."""
+    """Position after the last token."""
 
 
 class RowPlan(NamedTuple):
-    """A packed row whose places several tokens share."""
+    """Plan of a packed row in which several tokens may share a place."""
 
     place_N: Tensor
-    """int64, of each token its place in the row."""
+    """[N] int64, place in the row of each token."""
     first_U: Tensor
-    """int64, of each place the first token that lies there."""
+    """[U] int64, first token of each place."""
     parts: list[Part]
     """Queries of attention. Every place of the row is in at least one of them."""
 
 
 class ComputedTokens(NamedTuple):
-    """The size of some passes of a model, as its layers compute them."""
+    """Number of tokens and attention pairs that the layers of a model compute."""
 
     places: int
     """Number of positions that every layer computes: padding counts, and a token that several sequences share counts
@@ -51,7 +51,7 @@ class ComputedTokens(NamedTuple):
 
 
 class RowLayout:
-    """Each sequence in a row of its own, which padding makes as long as the longest. Base of other layouts."""
+    """Layout with each sequence in a row of its own, padded to the longest. Base class of other layouts."""
 
     is_packed = False
     """True if all sequences lie in one row."""
@@ -122,7 +122,7 @@ class RowLayout:
 
 
 class EndToEnd(RowLayout):
-    """All sequences end to end in one row."""
+    """Layout with all sequences end to end in one row."""
 
     is_packed = True
 
@@ -135,7 +135,7 @@ PADDED, END_TO_END = RowLayout(), EndToEnd()
 
 
 def set_layout(model: nn.Module, layout: RowLayout) -> None:
-    """Let the sequences of a model be laid out so."""
+    """Set the layout of the sequences of a model."""
     setattr(model, _MARK, layout)
 
 

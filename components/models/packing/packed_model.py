@@ -1,12 +1,12 @@
-"""Sequences laid end to end in one row, of which each attends to itself only: no padding is computed. With a plug-in
-for the row layout, what several of them begin with is computed once.
+"""Packed sequences: they lie end to end in one row, and each attends only to itself, so no padding is computed. With a
+plug-in for the row layout, a common prefix of sequences is computed once.
 
-A model that packs gets the row, positions that start anew with each sequence, and where the sequences begin, under the
-names that transformers uses; its attention is the function below, whatever the layer's window, soft cap or sinks.
+A packing model receives the row, positions that restart with each sequence, and the borders of the sequences, under the
+names that transformers uses. Its attention is the function below, for any window, soft cap or sinks of a layer.
 
-    on a GPU, in half precision     torch's variable-length kernel, where it can what the layer wants
-    else                            sequences of about one length at a time (packed_row.py): torch's SDPA, or plain
-                                    tensor functions for caps and sinks
+    on a GPU, in half precision     torch's variable-length kernel, if it supports the layer
+    else                            sequences of similar length at a time (packed_row.py): torch's SDPA, or plain
+                                    tensor functions for soft caps and sinks
 
 Legend: `B` sequences, `N` all their tokens end to end, `U` places of their row, `S` queries and `T` keys of one
 sequence, `R` rows of a call, `H` query heads, `K` key heads, `D` size of a head.
@@ -36,78 +36,79 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _NAME = "troupe_packed"
 
-# How far a packed sequence may be from the same one alone, relative to the largest number of the output.
+# Maximum difference between a packed sequence and the same sequence alone, relative to the largest output.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
 
 def use_packing(model: PreTrainedModel, probe: PreTrainedModel | None = None) -> None:
-    """Let `model` take packed sequences, and give it a layout that packs.
+    """Enable packed sequences in `model`, and set a packed layout.
 
-    It gets the attention of this file, unless it was loaded with flash attention, which knows packed sequences. A small
-    packed row is compared with its sequences alone, under the model's own plain attention.
+    The model gets the attention of this file, unless it was loaded with flash attention, which supports packed
+    sequences. As a test, the outputs for a small packed row are compared with those for its sequences alone under eager
+    attention.
 
     Args:
-        model: gets the attention.
-        probe: a model of the same kind that is asked, with whole weights; None: the model itself.
+        model: model whose attention is replaced.
+        probe: model of the same architecture with whole weights, on which the test runs. None: the model itself.
 
     Raises:
-        ValueError: something else than attention looks at several tokens, or the two do not agree.
+        ValueError: a layer other than attention combines tokens, or the outputs differ.
     """
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
     AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, _mask)
-    own = model.config._attn_implementation
+    attention = model.config._attn_implementation
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     if not kinds <= {"full_attention", "sliding_attention"}:
         raise ValueError(_refusal(model, f"it has layers of the kinds {', '.join(sorted(kinds))}"))
-    asked = probe or model
-    row = _probe_row(asked)
+    tested = probe or model
+    row = _probe_row(tested)
     try:
-        asked.set_attn_implementation("eager")
+        tested.set_attn_implementation("eager")
         with torch.no_grad():
-            alone = [asked(input_ids=row.select([i])["tokens"][None], use_cache=False)[0] for i in range(len(row))]
-        asked.set_attn_implementation(_NAME)
+            alone = [tested(input_ids=row.select([i])["tokens"][None], use_cache=False)[0] for i in range(len(row))]
+        tested.set_attn_implementation(_NAME)
         expected = torch.cat(alone, 1).float()
-        distance = _distance(asked, expected, packed_inputs(row)[0])
+        distance = _distance(tested, expected, packed_inputs(row)[0])
         model.set_attn_implementation(_NAME)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(_refusal(model, f"it failed on a packed row: {error}")) from error
     if model.config._attn_implementation != _NAME:
         raise ValueError(_refusal(model, "transformers cannot give it another attention"))
-    # Not the other way round: NaN is not near.
-    if not distance <= _TOLERANCE.get(asked.dtype, 1e-3):
+    # `not <=` instead of `>`, so that NaN counts as different.
+    if not distance <= _TOLERANCE.get(tested.dtype, 1e-3):
         raise ValueError(_refusal(model, f"packed sequences gave other results than alone, {distance:.1g} apart"))
-    if own is not None and "flash" in own:
-        model.set_attn_implementation(own)
+    if attention is not None and "flash" in attention:
+        model.set_attn_implementation(attention)
         set_layout(model, END_TO_END)
     else:
-        set_layout(model, _layout_for(asked, row, expected))
+        set_layout(model, _layout_for(tested, row, expected))
 
 
 def _distance(
-    asked: PreTrainedModel, expected_1NV: Tensor, inputs: dict[str, Any], place_N: Tensor | None = None
+    model: PreTrainedModel, expected_1NV: Tensor, inputs: dict[str, Any], place_N: Tensor | None = None
 ) -> float:
     """Return the largest difference of a model's output for a row, relative to the largest expected number."""
     with torch.no_grad():
-        found_1NV = asked(**inputs)[0].float()
-    found_1NV = found_1NV if place_N is None else found_1NV[:, place_N]
-    return float((found_1NV - expected_1NV).abs().max() / expected_1NV.abs().max())
+        actual_1NV = model(**inputs)[0].float()
+    actual_1NV = actual_1NV if place_N is None else actual_1NV[:, place_N]
+    return float((actual_1NV - expected_1NV).abs().max() / expected_1NV.abs().max())
 
 
-def _layout_for(asked: PreTrainedModel, row: Batch, expected_1NV: Tensor) -> RowLayout:
-    """Return the layout of the plug-in that computes shared tokens once, if the model hands it on to its attention."""
+def _layout_for(model: PreTrainedModel, row: Batch, expected_1NV: Tensor) -> RowLayout:
+    """Return the layout of the plug-in that computes shared tokens once, or `END_TO_END` if it changes the outputs."""
     choose = registry.find("row layout", "shared prompts")
-    layout = _warn_once() if choose is None else choose(asked)
+    layout = _warn_once() if choose is None else choose(model)
     if layout is None:
         return END_TO_END
     try:
-        distance = _distance(asked, expected_1NV, *packed_inputs(row, layout))
+        distance = _distance(model, expected_1NV, *packed_inputs(row, layout))
     except (RuntimeError, TypeError, ValueError) as error:
-        _log.info("%s computes each sequence whole: %s", type(asked).__name__, error)
+        _log.info("%s computes each sequence whole: %s", type(model).__name__, error)
         return END_TO_END
-    return layout if distance <= _TOLERANCE.get(asked.dtype, 1e-3) else END_TO_END
+    return layout if distance <= _TOLERANCE.get(model.dtype, 1e-3) else END_TO_END
 
 
 @cache
@@ -116,7 +117,7 @@ def _warn_once() -> None:
 
 
 def use_own_attention(model: PreTrainedModel) -> None:
-    """Let a model that packs with flash attention use the attention of this file instead."""
+    """Replace the flash attention of a packing model by the attention of this file."""
     model.set_attn_implementation(_NAME)
 
 
@@ -126,17 +127,17 @@ def packed_inputs(
     """Return the arguments of a model that packs, for column `tokens` of at least one token.
 
     Args:
-        batch: of the sequences.
-        layout: of the model.
+        batch: batch of the sequences.
+        layout: layout of the model.
         one_follower: see `RowLayout.plan_row`.
 
     Returns:
-        Arguments of the call; and [N] the place of each token in the row, None where they are in order.
+        Arguments of the call; and [N] int64 place of each token in the row, or None if the tokens are in order.
     """
     row = PackedRow(batch, layout.plan_row(batch, one_follower=one_follower))
     packed = batch.packed()
     token_U, position_U = (x if row.first_U is None else x[row.first_U] for x in (packed.tokens, packed.positions))
-    # No cache and no mask: with either transformers takes the row for one sequence.
+    # With a cache or a mask, transformers would treat the row as a single sequence.
     inputs = {"input_ids": token_U[None], "position_ids": position_U[None], "packed_row": row, "use_cache": False}
     for side in ("q", "k"):  # for flash attention
         inputs |= {f"cu_seq_lens_{side}": row.borders, f"max_length_{side}": row.longest}
@@ -148,7 +149,7 @@ def _refusal(model: nn.Module, why: str) -> str:
 
 
 def _probe_row(model: PreTrainedModel) -> Batch:
-    """Four sequences, of which the last two begin alike."""
+    """Return four sequences, of which the last two have a common prefix."""
     vocabulary = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in (6, 1, 9)]
@@ -187,9 +188,9 @@ def _attention(
     """Attention as transformers calls it: return [R, N, H, D] and no attention weights.
 
     Args:
-        attention_mask: what `_mask` made of it.
-        s_aux: [H] sinks: logits that take their share of the softmax and give nothing.
-        packed_row: where sequences lie in the only row; None: every row is a sequence.
+        attention_mask: mask that `_mask` returned.
+        s_aux: [H] attention sinks: logits that take part in the softmax without a value.
+        packed_row: places of the sequences in the single row. None: every row is a sequence.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -201,7 +202,7 @@ def _attention(
     if is_masked:
         arguments = {"scaling": scaling, "dropout": dropout, **rest}
         return sdpa_attention_forward(module, query_RHND, key_RKND, value_RKND, attention_mask, **arguments)
-    # Under autocast rotated queries and keys come in float32, which the kernel does not take.
+    # Under autocast, rotary embeddings return float32 queries and keys, which the kernel does not support.
     query_RHND, key_RKND, value_RKND = as_multiplied(query_RHND, key_RKND, value_RKND)
     slices = WHOLE_ROWS if packed_row is None else packed_row.slices
     sinks_H = None if s_aux is None else slices.own_heads(s_aux)
@@ -268,8 +269,10 @@ def _by_hand(
 
 
 def _seen(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """[S, T] bool, True where the row's token sees the column's: itself and those before it in the window. The last
-    query is the last key.
+    """Return the causal mask [S, T] bool: True if the query attends to the key, which is in its window and not after
+    it.
+
+    The last query is the last key.
     """
     seen_ST = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     return seen_ST if window is None else seen_ST.triu(keys - queries + 1 - window)
@@ -283,11 +286,11 @@ def _has_kernel(query_RHND: Tensor, value_RKND: Tensor) -> bool:
 def _by_kernel(
     query_1HUD: Tensor, key_1KUD: Tensor, value_1KUD: Tensor, row: PackedRow, scale: float, window: int | None
 ) -> Tensor:
-    """[1, U, H, D]."""
+    """Compute attention with torch's variable-length kernel, [1, U, H, D]."""
     from torch.nn.attention.varlen import varlen_attn
 
     group = query_1HUD.shape[1] // key_1KUD.shape[1]
-    # Not the kernel's own grouping, which is not in every release of torch.
+    # Keys are repeated for grouped-query attention, because not every release of torch supports it in the kernel.
     key_1HUD, value_1HUD = (x.repeat_interleave(group, 1) if group > 1 else x for x in (key_1KUD, value_1KUD))
     inputs = (x[0].transpose(0, 1).contiguous() for x in (query_1HUD, key_1HUD, value_1HUD))
     query_NHD, key_NHD, value_NHD = (picked(x_UHD, row.place_N) for x_UHD in inputs)

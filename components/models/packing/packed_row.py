@@ -1,9 +1,9 @@
-"""Sequences in one row, as attention is given them: each by itself.
+"""Rearrangement of a packed row for attention, which computes each sequence separately.
 
-Every token is a query once: where sequences share tokens, first these by themselves, and then the rest of each
-sequence, which sees the sequence whole. Where there is no kernel for sequences of different lengths, those of about the
-same length stand as the rows of a rectangle, so that there are few calls. A token attends to nothing after it, so what
-fills a row up changes nothing.
+Every token is a query once. If sequences share tokens, the shared tokens are one part, and the rest of each sequence is
+another part that attends to the whole sequence. Without a kernel for sequences of different lengths, sequences of
+similar length are the rows of a rectangle, so that there are few calls. Padding at the end of a row changes nothing,
+because a token does not attend to later ones.
 
 Legend: `N` tokens of the sequences end to end, `U` places of the row, `P` parts of sequences, `F`
 fields of all rectangles, `R` parts of a rectangle, `S` queries and `T` keys of each, `H` heads, `D` size of a head.
@@ -25,39 +25,39 @@ from components.models.packing.row_slices import WHOLE_ROWS, RowSlices
 
 
 class Rectangles(NamedTuple):
-    """Indices that turn the row into rectangles, and these into the row."""
+    """Indices for converting a row to rectangles and back."""
 
     shapes: list[tuple[int, int, int]]
-    """R, S and T of each."""
+    """R, S and T of each rectangle."""
     query_place_F: Tensor | None
-    """int64, of each field of the queries the place whose token stands there, any where none does; None: all stand in
-    order, and keys too."""
+    """[F] int64, place in the row of each field of the queries. Fields without a token have any place. None: the fields
+    of queries and keys are in the order of the row."""
     key_place_F: Tensor | None
-    """int64, as above."""
+    """[F] int64, place in the row of each field of the keys, or None."""
     field_U: Tensor | None
-    """int64, of each place the field of the queries where its token stands."""
+    """[U] int64, field of the queries for each place of the row, or None."""
 
 
 class PackedRow:
-    """The places of sequences in a row. It is an object, so that no library looks for tensors in it."""
+    """Places of sequences in a row. It is a plain object, so that no library searches it for tensors."""
 
     slices: RowSlices = WHOLE_ROWS
-    """The part of the row that each rank computes."""
+    """Part of the row that each rank computes."""
 
     def __init__(self, batch: Batch, plan: RowPlan | None = None) -> None:
         """
         Args:
-            batch: the sequences, none of them empty.
-            plan: places that several tokens share; None: the sequences lie end to end.
+            batch: sequences, none of which is empty.
+            plan: plan of a row with shared places. None: the sequences lie end to end.
         """
         self.lengths = batch.lengths
         self.plan = plan
         self.place_N = None if plan is None else plan.place_N
-        """int64, of each token its place in the row; None: in order."""
+        """[N] int64, place in the row of each token. None: the tokens are in order."""
         self.first_U = None if plan is None else plan.first_U
-        """int64, of each place the first token that lies there; None: in order."""
+        """[U] int64, first token of each place. None: the tokens are in order."""
         self.places = batch.num_tokens if self.first_U is None else len(self.first_U)
-        """U."""
+        """U: number of places of the row."""
         packed = batch.packed()
         self.borders, self.longest = packed.cumulative_lengths, packed.max_length
 
@@ -69,8 +69,9 @@ class PackedRow:
 
     @cached_property
     def rectangles(self) -> Rectangles:
-        """Parts that begin at the same position by length, the longest first; a rectangle is filled up by a quarter at
-        most, or 8 tokens.
+        """Rectangles of parts that begin at the same position, sorted by length with the longest first.
+
+        At most a quarter of a row of a rectangle is padding, or 8 tokens if that is more.
         """
         parts = sorted(self.parts(), key=lambda part: (part.first, part.end), reverse=True)
         shapes: list[tuple[int, int, int]] = []
@@ -97,7 +98,9 @@ class PackedRow:
         return Rectangles(shapes, query_place_F.to(device), key_place_F.to(device), field_U.to(device))
 
     def _fields(self, start_P: Tensor, first_P: Tensor, end_P: Tensor, width_P: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows from `first_P` up to `width_P`: [F] int64 their places, and [F] bool where a token stands."""
+        """Return [F] int64 places of the fields from `first_P` up to `width_P`, and [F] bool, True for fields with a
+        token.
+        """
         count_P = width_P - first_P
         row_F = torch.arange(len(count_P)).repeat_interleave(count_P)
         column_F = torch.arange(len(row_F)) - (count_P.cumsum(0) - count_P - first_P)[row_F]
@@ -106,17 +109,17 @@ class PackedRow:
         return token_F if self.place_N is None else self.place_N.cpu()[token_F], is_token_F
 
     def queries(self, x_1HUD: Tensor) -> list[Tensor]:
-        """[R, H, S, D] of each rectangle."""
+        """Return the queries of each rectangle, [R, H, S, D]."""
         shapes, query_place_F, _, _ = self.rectangles
         return _split(x_1HUD, query_place_F, [(rows, queries) for rows, queries, _ in shapes])
 
     def keys(self, x_1HUD: Tensor) -> list[Tensor]:
-        """[R, H, T, D] of each rectangle; also of values."""
+        """Return the keys or values of each rectangle, [R, H, T, D]."""
         shapes, _, key_place_F, _ = self.rectangles
         return _split(x_1HUD, key_place_F, [(rows, keys) for rows, _, keys in shapes])
 
     def from_rectangles(self, parts: list[Tensor]) -> Tensor:
-        """[1, U, H, D], of [R, H, S, D] of each rectangle."""
+        """Convert the outputs of all rectangles, [R, H, S, D] each, to the row, [1, U, H, D]."""
         x_FHD = torch.cat([x_RHSD.transpose(1, 2).flatten(0, 1) for x_RHSD in parts])
         return picked(x_FHD, self.rectangles.field_U)[None]
 
@@ -128,8 +131,8 @@ def _split(x_1HUD: Tensor, place_F: Tensor | None, shapes: list[tuple[int, int]]
 
 
 def picked(x_UHD: Tensor, index_N: Tensor | None) -> Tensor:
-    """[N, H, D] the entries at an index, perhaps several times; None: as they are."""
+    """Return the entries at an index, [N, H, D]. Entries may occur several times. None: return all, unchanged."""
     if index_N is None:
         return x_UHD
-    # Its gradient sums what comes back to a place, several times as fast as that of index_select.
+    # The gradient of `embedding` sums the contributions to an entry several times as fast as that of index_select.
     return embedding(index_N, x_UHD.flatten(1)).unflatten(1, x_UHD.shape[1:])

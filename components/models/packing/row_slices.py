@@ -1,7 +1,7 @@
-"""The part of a packed row that a rank computes.
+"""Slice of a packed row that a rank computes.
 
-Each rank computes its rows whole. A plug-in whose ranks compute a row together gives the model `RowSlices` of its own,
-once, with `set_row_slices`.
+By default each rank computes whole rows. A plug-in whose ranks compute a row together sets `RowSlices` of its own on
+the model, once, with `set_row_slices`.
 
 Legend: `U` places of the row, `S` places of this rank's slice, `H` query heads, `K` key heads, `D` size of a head.
 """
@@ -16,7 +16,7 @@ _MARK = "row_slices"
 
 
 class RowSlices:
-    """Rows that this rank computes whole."""
+    """Slices of rows that this rank computes whole."""
 
     @property
     def is_sliced(self) -> bool:
@@ -32,11 +32,11 @@ class RowSlices:
         return inputs
 
     def gather(self, x_S: Tensor, places: int) -> Tensor:  # noqa: ARG002 - a whole row needs no cutting
-        """Return [U] of the slices of all ranks. The gradients of all ranks add up to that of one loss.
+        """Gather the slices of all ranks, [U]. The gradients of all ranks add up to that of one loss.
 
         Args:
-            x_S: [S] of this rank's slice.
-            places: U.
+            x_S: [S] slice of this rank.
+            places: U, the number of places of the row.
         """
         return x_S
 
@@ -63,7 +63,7 @@ WHOLE_ROWS = RowSlices()
 
 
 def set_row_slices(model: nn.Module, slices: RowSlices) -> None:
-    """Let the rows of a model be computed in these slices."""
+    """Set the slices in which the rows of a model are computed."""
     setattr(model, _MARK, slices)
 
 
