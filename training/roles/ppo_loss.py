@@ -64,7 +64,8 @@ def mark_tokens(minibatch: Batch, index: int, config: PPORunOptions, step: int) 
     mask_N = minibatch["action_mask"]
     covariance_N = covariance_losses.covariances(minibatch[config.old_policy], minibatch["advantage"], mask_N)
     if options.policy_loss == "kl_cov":
-        return minibatch.with_tokens(marked=covariance_losses.kl_cov_tokens(covariance_N, mask_N, share=options.cov_share))
+        marked_N = covariance_losses.kl_cov_tokens(covariance_N, mask_N, share=options.cov_share)
+        return minibatch.with_tokens(marked=marked_N)
     uniform_N = torch.from_numpy(np.random.default_rng([config.seed, step, index, 1]).random(minibatch.num_tokens))
     bounds = {"share": options.cov_share, "low": options.cov_low, "high": options.cov_high}
     return minibatch.with_tokens(marked=covariance_losses.clip_cov_tokens(covariance_N, mask_N, uniform_N, **bounds))
@@ -81,7 +82,8 @@ class AdaptedKL:
         """Adapt the coefficient to `kl`, the mean over the tokens of `samples` responses, in nats."""
         options = self.config.algorithm
         if options.kl_target is not None:
-            self.coef = adapted_kl_coef(self.coef, kl, target=options.kl_target, horizon=options.kl_horizon, samples=samples)
+            limits = {"target": options.kl_target, "horizon": options.kl_horizon}
+            self.coef = adapted_kl_coef(self.coef, kl, samples=samples, **limits)
 
     def state_dict(self) -> dict[str, float]:
         """Return the state for `load_state_dict`."""
