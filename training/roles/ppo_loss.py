@@ -58,16 +58,15 @@ def mark_tokens(minibatch: Batch, index: int, config: PPORunOptions, step: int) 
         config: options of the run.
         step: number of the rollout step.
     """
-    options = config.algorithm
-    if options.policy_loss not in ("clip_cov", "kl_cov"):
+    ppo = config.algorithm
+    if ppo.policy_loss not in ("clip_cov", "kl_cov"):
         return minibatch
     mask_N = minibatch["action_mask"]
     covariance_N = covariance_losses.covariances(minibatch[config.old_policy], minibatch["advantage"], mask_N)
-    if options.policy_loss == "kl_cov":
-        marked_N = covariance_losses.kl_cov_tokens(covariance_N, mask_N, share=options.cov_share)
-        return minibatch.with_tokens(marked=marked_N)
+    if ppo.policy_loss == "kl_cov":
+        return minibatch.with_tokens(marked=covariance_losses.kl_cov_tokens(covariance_N, mask_N, share=ppo.cov_share))
     uniform_N = torch.from_numpy(np.random.default_rng([config.seed, step, index, 1]).random(minibatch.num_tokens))
-    bounds = {"share": options.cov_share, "low": options.cov_low, "high": options.cov_high}
+    bounds = {"share": ppo.cov_share, "low": ppo.cov_low, "high": ppo.cov_high}
     return minibatch.with_tokens(marked=covariance_losses.clip_cov_tokens(covariance_N, mask_N, uniform_N, **bounds))
 
 
@@ -80,10 +79,9 @@ class AdaptedKL:
 
     def follow(self, kl: float, samples: int) -> None:
         """Adapt the coefficient to `kl`, the mean over the tokens of `samples` responses, in nats."""
-        options = self.config.algorithm
-        if options.kl_target is not None:
-            limits = {"target": options.kl_target, "horizon": options.kl_horizon}
-            self.coef = adapted_kl_coef(self.coef, kl, samples=samples, **limits)
+        ppo = self.config.algorithm
+        if ppo.kl_target is not None:
+            self.coef = adapted_kl_coef(self.coef, kl, target=ppo.kl_target, horizon=ppo.kl_horizon, samples=samples)
 
     def state_dict(self) -> dict[str, float]:
         """Return the state for `load_state_dict`."""

@@ -194,8 +194,7 @@ class RunCheckpoints:
         It holds the last trained step, the queued batches, and the step that is not evaluated yet. A failed write is
         reported but not raised, because the RewardError that ends the run is being raised already.
         """
-        step = self.stream.step
-        waiting = self.stream.queued
+        step, waiting = self.stream.step, self.stream.queued
         is_saved = step == self._saved_step and not waiting and self.unrecorded is None
         if is_saved or not step:  # without a trained step, a restart loses nothing, and may have other options
             return
@@ -205,8 +204,7 @@ class RunCheckpoints:
             self.info(f"warning: {error}; what was done since the checkpoint before is lost")
             return
         content = "" if self.unrecorded is None else ", whose evaluation is still to be made"
-        if waiting:
-            content += f", and {waiting} {'batch' if waiting == 1 else 'batches'} of responses"
+        content += f", and {waiting} {'batch' if waiting == 1 else 'batches'} of responses" if waiting else ""
         self.info(f"saved for when the rewards are back: step {step}{content}; the same command resumes")
 
     def record(

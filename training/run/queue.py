@@ -123,9 +123,7 @@ class RolloutQueue(Generic[Item]):
                 queued = self._next()
                 if queued is None:
                     break
-                self._at_hand = queued
-                self.metrics = queued.metrics
-                self.most_stale = queued.most_stale
+                self._at_hand, self.metrics, self.most_stale = queued, queued.metrics, queued.most_stale
                 self.dropped = queued.dropped
                 yield queued.batch
             was_left = False
@@ -230,9 +228,7 @@ class RolloutQueue(Generic[Item]):
             for name, source in self.sources.items():
                 source.load_state_dict(self._under_way[name])
             self._under_way = None
-        self._trained = self.step
-        self._left = self._done = False
-        self._error = None
+        self._trained, self._left, self._done, self._error = self.step, False, False, None
         if not self.queue_size:
             return
         # The thread needs the context variables of the loop: remote calls read the current job from one.

@@ -41,8 +41,8 @@ def rollout_metrics(
 
     Returns:
         reward/: `reward`, `score`, `shaped`, `failed` (a count) and the logged values. If prompts have several
-        responses, `group_std`, and `zero_variance_share`: the share of responses to prompts whose responses all have the
-        same reward.
+        responses, `group_std`, and `zero_variance_share`: the share of responses to prompts whose responses all have
+        the same reward.
         actor/: `kl_to_reference` in nats, if there is a reference model.
         rollout/: `response_length` in tokens, `truncated_share`, `logprob_gap_mean` and `_max` in nats, and the
         `mismatch_metrics`. For episodes, a share per status, and `turns_mean`. The staleness in weight versions:

@@ -89,7 +89,6 @@ class Run(Generic[Item]):
             The folder of the checkpoint, from which the roles resume, or None.
         """
         config = self.config
-        trainer = self.trainer
         self.stream = stream
         self.checkpoints = RunCheckpoints(
             store=config.checkpoint.store(config.run_dir, checkpoint_bytes(config)),
@@ -98,20 +97,20 @@ class Run(Generic[Item]):
             write=write,
             clock=self.clock,
             every=config.checkpoint.every,
-            config=redact(trainer.config),
-            run_id=trainer.run_id,
+            config=redact(self.trainer.config),
+            run_id=self.trainer.run_id,
             info=self.info,
         )
         resumed = self.checkpoints.load(config.resume, left)
         self.tracker = Tracker(
             config.run_dir,
             self.recipe.name,
-            trainer.config,
+            self.trainer.config,
             config.seed,
             sinks=config.log.sinks(),
             resume_step=stream.step,
             state=resumed[1]["tracker"] if resumed else None,
-            emit=trainer.emit,
+            emit=self.trainer.emit,
             shown=self.shown,
         )
         self.checkpoints.parts["tracker"] = self.tracker

@@ -41,8 +41,8 @@ def validation_metrics(
         reward_B: [B] reward of each response.
         prompt_B: [B] integers, equal for the responses to one prompt of a source, in any order.
         sources: source of each response's prompt, of length B.
-        logged: additional values by name, each [B]. A response without a value has NaN, and the draws are from the other
-            responses of its prompt.
+        logged: additional values by name, each [B]. A response without a value has NaN, and the draws are from the
+            other responses of its prompt.
         predictions: answer of each response, of length B. Equal answers vote for the same; None is a response without
             an answer. A source whose answers are all None has no majority.
 
@@ -64,8 +64,7 @@ def validation_metrics(
     for source in sorted(set(sources)):
         prompts = [rows for (prompt_source, _), rows in rows_of.items() if prompt_source == source]
         answers = [[predictions[i] for i in rows] for rows in prompts] if predictions is not None else []
-        has_answers = any(set(each) != {None} for each in answers)
-        votes = list(map(_votes, answers)) if has_answers else None
+        votes = list(map(_votes, answers)) if any(set(each) != {None} for each in answers) else None
         by_variable = {name: _of_source([x_B[rows] for rows in prompts], votes, n) for name, x_B in values.items()}
         core = "acc" if by_variable.get("acc") else "reward"
         for name, variable_metrics in by_variable.items():
