@@ -53,8 +53,8 @@ def _no_room(job: Job, bundle: int, size: int, used: Sequence[int], devices: int
         return f"{widest} asks for {count} nodes, and there {'are' if len(used) > 1 else 'is'} {nodes}; lower its nodes"
     left = ", ".join(str(devices - full) for full in used)
     return (
-        f"{' + '.join(owners)} asks for {size} device{'s' if size > 1 else ''} on one node, and of {devices} on each of "
-        f"{nodes} only {left} are left by the other roles; lower the counts, colocate roles, or set more nodes"
+        f"{' + '.join(owners)} asks for {size} device{'s' if size > 1 else ''} on one node, and of {devices} on each "
+        f"of {nodes} only {left} are left by the other roles; lower the counts, colocate roles, or set more nodes"
     )
 
 

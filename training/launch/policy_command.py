@@ -154,7 +154,6 @@ class PolicyCommand(Command[C]):
     def model_uses(self, config: C, job: Job) -> list[ModelUse]:  # noqa: ARG002 - for a subclass
         """Return the models that the roles of the job hold."""
         path = config.model.path
-        size = config.step_size
         return [
             ModelUse(
                 role=Role.ACTOR,
@@ -164,8 +163,8 @@ class PolicyCommand(Command[C]):
                 publishes=True,
                 sleeps=config.placement.learners_sleep,
             ),
-            ModelUse(role=Role.ROLLOUT, path=path, config=config.rollout_engine(), sequences=size),
-            ModelUse(role=Role.REFERENCE, path=path, config=config.frozen_engine, sequences=size),
+            ModelUse(role=Role.ROLLOUT, path=path, config=config.rollout_engine(), sequences=config.step_size),
+            ModelUse(role=Role.REFERENCE, path=path, config=config.frozen_engine, sequences=config.step_size),
         ]
 
     def models(self, config: C) -> dict[str, str]:
@@ -206,8 +205,7 @@ class PolicyCommand(Command[C]):
         count = self.count_prompts(plan, notes)
         plan.notes = [*plan.notes, *notes]
         plan.steps = config.arithmetic(count)
-        steps = config.steps(count * config.data.epochs)
-        plan.step_count = steps
+        plan.step_count = steps = config.steps(count * config.data.epochs)
         if steps < 1:
             raise ConfigError(
                 f"{config.data.path} gives {count} prompts, fewer than prompts_per_step={config.prompts_per_step}; "

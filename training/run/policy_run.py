@@ -393,7 +393,8 @@ class PolicyRun(Run[Batch]):
 
     def _least_rewarded(self, count: int) -> int:
         """Minimum number of rollouts with a reward in a step of `count` of them: one per rank and optimizer step."""
-        return (self.config.placement.actor_ranks or 1) * self.config.optimizer_steps(count)
+        ranks = self.config.placement.actor_ranks or 1
+        return ranks * self.config.optimizer_steps(count)
 
     def _open_strategy(self) -> RolloutStrategy:
         """Open the rollout strategy that the options select."""
