@@ -1,1 +1,1 @@
-"""What every run has, whatever it trains: options, launch, checkpoints, evaluation, tracking, terminal, report."""
+"""Code that all recipes share: options, launch, checkpoints, evaluation, tracking, terminal and report."""

@@ -1,4 +1,4 @@
-"""Calls that involve several roles, or the whole job. A single role is called through the trainer's role groups."""
+"""Calls to several roles or to the whole job. A single role is called through the role groups of the trainer."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,8 +10,10 @@ if TYPE_CHECKING:
 
 
 def sync_weights(version: int) -> dict[str, float]:
-    """Bring the policy as it is now to every rollout engine; their responses carry `version` from here on. Returns
-    metrics of the engines.
+    """Send the current policy to every rollout engine. Later responses have `version` as their weight version.
+
+    Returns:
+        Metrics of the engines.
     """
     publishing = publish_weights(version)
     receive_sent(version).result()
@@ -20,17 +22,17 @@ def sync_weights(version: int) -> dict[str, float]:
 
 
 def engine_metrics(engines: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Of what the engines report the largest numbers."""
-    return {f"rollout/{name}": max(own[name] for own in engines) for name in engines[0]}
+    """Return the maximum of each metric over the engines, as `rollout/<name>`."""
+    return {f"rollout/{name}": max(metrics[name] for metrics in engines) for name in engines[0]}
 
 
 def publish_weights(version: int) -> "Future[list[WeightHandle | None]]":
-    """Write the policy's weights where the engines can read them. All ranks take part; rank 0 holds the handle."""
+    """Publish the weights of the policy. All ranks take part, and only rank 0 returns a handle."""
     return RoleGroup(Role.ACTOR).call(publish_weights, version)
 
 
 def receive_sent(version: int) -> Future[list[None]]:
-    """Let every engine take what the ranks of the policy send while they gather it, where the two share devices."""
+    """Receive the weights in every engine while the ranks gather them, if engines and ranks share devices."""
     return RoleGroup(Role.ROLLOUT).call(receive_sent, version)
 
 
@@ -40,12 +42,17 @@ def receive_weights(handle: "WeightHandle") -> Future[list[dict[str, float]]]:
 
 
 def end_job() -> None:
-    """Tell ranks and engines of the policy that no call will follow."""
+    """Close the ranks and engines of the policy at the end of the job."""
     wait_all([RoleGroup(role).call(end_job) for role in (Role.ROLLOUT, Role.ACTOR)])
 
 
 def wait_all(futures: Sequence[Future[Any]]) -> None:
-    """Wait for calls that were sent in parallel; where files could not be read or written, for all of them first."""
+    """Wait for calls that were sent in parallel.
+
+    Raises:
+        OSError: the first one that a call raised. It is raised after all calls have ended, so that no worker still
+            writes to the folder. Other errors are raised at once.
+    """
     failed: list[OSError] = []
     for future in futures:
         try:

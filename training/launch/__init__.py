@@ -1,1 +1,1 @@
-"""From the command line to a running job."""
+"""Reading the command line, checking and planning a run, and starting the job."""

@@ -1,4 +1,4 @@
-"""The command line of a recipe: options, then the plan, then checks of the inputs, then the run."""
+"""The command line of a recipe: read the options, plan the run, check the inputs, and run the job."""
 
 from __future__ import annotations
 
@@ -35,39 +35,39 @@ C = TypeVar("C", bound=RunOptions)
 
 STOPPED_BY = (signal.SIGINT, signal.SIGTERM)
 _OF_CORE = {"node_num": "placement.nodes", "device_per_node": "placement.devices_per_node"}
-"""Names in messages of core, which users of a recipe know otherwise."""
+"""Names in messages of core, and the options of a recipe that they correspond to."""
 
 
 class Command(ABC, Generic[C]):
-    """What main.py of a recipe runs. A subclass says how a job is planned, and what is checked before it starts."""
+    """The command that main.py of a recipe runs. A subclass plans the job and checks its inputs before it starts."""
 
     is_adapted: bool = False
-    """Whole commands of another system are taken, which say all that their run is to be."""
+    """True if the recipe accepts complete commands of another system. Presets for GPUs do not apply to them."""
 
     def __init__(self, schema: type[C], folder: Path, build_job: Callable[[C], Job]) -> None:
         """
         Args:
-            schema: the options.
-            folder: of the recipe; its name is the recipe's. Its tiny.yaml is the demonstration; its gpu.yaml, where it
-                has one, suits a run of the user's own on GPUs.
-            build_job: what runs where, of a configuration with everything filled in.
+            schema: dataclass of the options.
+            folder: folder of the recipe. Its name is the name of the recipe. Its tiny.yaml holds the options of the
+                demonstration. Its gpu.yaml, if there is one, holds presets for runs of other models on GPUs.
+            build_job: returns the job of a configuration whose automatic values are resolved.
         """
         self.schema = schema
         self.folder = folder
         self.build_job = build_job
 
-    # --- what a kind of recipe says
+    # --- methods that a subclass defines
 
     @abstractmethod
-    def plan(self, asked: C, line: CommandLine[C]) -> Plan:
-        """What the run will use, with everything filled in that was left to the machine."""
+    def plan(self, requested: C, line: CommandLine[C]) -> Plan:
+        """Plan the requested run, with all automatic values resolved."""
 
     @abstractmethod
     def check(self, plan: Plan) -> None:
-        """See that models and data can be there, before any process starts; may complete the plan.
+        """Check models and data before any process starts. May complete the plan.
 
         Raises:
-            ValueError, OSError: they cannot.
+            ValueError, OSError: a model or the data are missing or unusable.
         """
 
     def models(self, config: C) -> dict[str, str]:  # noqa: ARG002 - for a subclass
@@ -76,52 +76,55 @@ class Command(ABC, Generic[C]):
 
     @abstractmethod
     def check_continued(self, plan: Plan, continued: Continued) -> None:
-        """Check that the run can continue from the checkpoint that it finds, before anything is written.
+        """Check that the run can resume from a checkpoint, before anything is written.
 
         Raises:
-            ValueError: it cannot; the message says what to set.
+            ValueError: it cannot. The message says what to set.
         """
 
     @abstractmethod
     def ready(self, config: C) -> C:
-        """The configuration that the job is given; makes a demonstration's model where one is asked for."""
+        """Return the configuration of the job. Create the model of the demonstration if it is used."""
 
     def check_writes(self, plan: Plan) -> list[str]:
-        """Try to write now what a run writes late; returns notes.
+        """Try the writes that a run makes late. Return notes for the user.
 
         Raises:
-            ValueError: something cannot be written; the message says what to set.
+            ValueError: a write fails. The message says what to set.
         """
         return check_writes(plan.config, self.exported(plan.config), plan.step_count)
 
     @abstractmethod
     def exported(self, config: C) -> ModelOptions | None:
-        """Return the model that the run exports; None where it is still to be made."""
+        """Return the model that the run exports, or None if it is created later."""
 
     def words(self, arguments: list[str]) -> list[str]:
-        """The command line as `CommandLine` reads it, of one that is written in another way."""
+        """Translate arguments in the syntax of another system to those of `CommandLine`."""
         return arguments
 
     def idle_presets(self, line: CommandLine[C]) -> dict[str, str]:  # noqa: ARG002 - for a subclass
-        """Options that gpu.yaml may set and that do not go with what the user asks for, and why."""
+        """Return the options of gpu.yaml that conflict with the requested options, each with the reason."""
         return {}
 
     def first_example(self, config: C) -> list[str]:  # noqa: ARG002 - for a subclass
-        """Describe what the model reads first, of data and a model that are files of this machine.
+        """Describe the first example as the model reads it. Data and model must be local files.
 
         Raises:
-            ValueError: the data cannot be read, or not by this model.
+            ValueError: the data cannot be read or do not fit the model.
         """
         return []
 
-    # --- what all have in common
+    # --- methods that all commands share
 
     def read(self, arguments: list[str]) -> C:
-        """What the user asks for."""
+        """Return the requested configuration, with automatic values unresolved."""
         return self.asked(CommandLine(self.schema, self.words(arguments)))
 
     def asked(self, line: CommandLine[C]) -> C:
-        """What the user asks for: over the demonstration, or, with a model of their own, over what suits GPUs."""
+        """Return the requested configuration: the options of the user over those of a preset.
+
+        Without model.path the preset is tiny.yaml, the demonstration. With model.path on GPUs it is gpu.yaml.
+        """
         if "model.path" not in line.named:
             line.start_from(read_file(self.schema, self.folder / "tiny.yaml"))
         elif self.takes_gpu_preset(line):
@@ -136,7 +139,7 @@ class Command(ABC, Generic[C]):
         return line.config()
 
     def takes_gpu_preset(self, line: CommandLine[C]) -> bool:
-        """Whether there are GPUs, and the user has neither a file of their own nor a command of another system."""
+        """Return True if there are GPUs, and the user gave no configuration file and no command of another system."""
         if not (self.folder / "gpu.yaml").is_file() or not detect_devices():
             return False
         if any(file.resolve().parent != self.folder.resolve() for file in line.files):
@@ -144,7 +147,7 @@ class Command(ABC, Generic[C]):
         return not (self.is_adapted and any(option != word for option, word in line.written.items()))
 
     def main(self, arguments: list[str] | None = None) -> int:
-        """Run the recipe; returns the exit code: 0 finished, 1 failed, 2 bad input, 130 stopped."""
+        """Run the recipe. Return the exit code: 0 finished, 1 failed, 2 invalid input, 130 stopped."""
         began = time.time()
         accept_any_text()
         arguments = sys.argv[1:] if arguments is None else arguments
@@ -155,20 +158,21 @@ class Command(ABC, Generic[C]):
         try:
             _check_text(arguments)
             with assuming(_machines(line)):
-                asked = self.asked(line)
-                absent = absent_models(self.models(asked)) if asked.dry_run else {}
-                plan = self.plan(asked, line)
+                requested = self.asked(line)
+                absent = absent_models(self.models(requested)) if requested.dry_run else {}
+                plan = self.plan(requested, line)
                 plan.absent = absent
                 plan.notes = [*line.notes, *(line.renamed(note) for note in plan.notes)]
-                if asked.print_config:
-                    plan.print_config(asked, line.named)
+                if requested.print_config:
+                    plan.print_config(requested, line.named)
                     return 0
-                if asked.dry_run:
+                if requested.dry_run:
                     self._dry_run(plan)
                     return 0
                 plan.check_and_show()
                 config = plan.config
-                # Before the checks of models and data, which start processes of their own.
+                # Before the checks of models and data: they start processes, which fail without a clear message if
+                # the limits of the machine are too low.
                 check_machine(config.backend, len(plan.job.placement.hosts))
                 if config.backend == "ray" and (address := os.environ.get("RAY_ADDRESS")):
                     check_reachable(address)
@@ -201,11 +205,13 @@ class Command(ABC, Generic[C]):
         )
 
     def _dry_run(self, plan: Plan) -> None:
-        """Run all checks of a run, and print the plan. Where the run is planned for other machines, faults of models
-        and data are notes: what this machine has need not be what they have.
+        """Run all checks of a run, and print the plan.
+
+        If the run is planned for other machines, errors of models and data become notes, because those machines may
+        have other files than this one.
 
         Raises:
-            ValueError, OSError: the run would be refused.
+            ValueError, OSError: the run would be rejected.
         """
         fault = None
         try:
@@ -222,16 +228,17 @@ class Command(ABC, Generic[C]):
             raise fault
 
     def _show_first(self, plan: Plan) -> None:
-        """Show the first example with a dry run, if that takes no download and no model that is still to be made."""
+        """Show the first example in a dry run, if the model and the data are local files."""
         config: Any = plan.config
         names = [name.strip() for name in config.data.path.split(",")]
         if all(Path(name).expanduser().exists() for name in (config.model.path, *names)):
-            for text in self.first_example(plan.config):
-                print(f"{self.folder.name}: {text}", file=sys.stderr)
+            for description in self.first_example(plan.config):
+                print(f"{self.folder.name}: {description}", file=sys.stderr)
 
     def run(self) -> NoReturn:
-        """`main`, as a program: Ctrl-C or SIGTERM before the job's own handling of them ends it with one line, and exit
-        code 130 or 143.
+        """Run `main` as a program, and exit with its code.
+
+        Ctrl-C or SIGTERM before the job handles them ends the program with a one-line message and code 130 or 143.
         """
         stopped_by = signal.SIGINT
 
@@ -247,7 +254,7 @@ class Command(ABC, Generic[C]):
             if is_ray_left.is_set():
                 for stream in (sys.stdout, sys.stderr):
                     stream.flush()
-                os._exit(code)  # threads of Ray's library would keep the process from ending
+                os._exit(code)  # threads of the Ray library would keep the process alive
             sys.exit(code)
         except KeyboardInterrupt:
             print(f"{self.folder.name}: stopped before the start", file=sys.stderr, flush=True)
@@ -255,7 +262,7 @@ class Command(ABC, Generic[C]):
 
 
 def _check_text(arguments: Sequence[str]) -> None:
-    """Raise ValueError for an argument that the encoding of this process cannot read: no file of a run can hold it."""
+    """Raise ValueError for an argument that this process cannot decode, because no file of a run could hold it."""
     for argument in arguments:
         try:
             argument.encode()
@@ -267,9 +274,9 @@ def _check_text(arguments: Sequence[str]) -> None:
 
 
 def _machines(line: CommandLine[Any]) -> Machines | None:
-    """What the run is planned for, where that is not this machine."""
+    """Return the machines of `assume_devices`, or None if the run is planned for this machine."""
     try:
         written = line.value("assume_devices")
         return Machines.parse(str(written)) if written not in (None, "") else None
     except ValueError:
-        return None  # as the options are read, all that is wrong with them is said
+        return None  # the options are checked later, where all errors are reported together

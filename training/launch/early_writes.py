@@ -1,6 +1,6 @@
-"""Writes that a run makes late, tried before it starts: an export, and the space on every disk that it writes to.
+"""Checks of the writes that a run makes late: a trial export, and the free space of every disk that it writes to.
 
-Nothing here needs torch for a demonstration's model; one of the user's own has been read by then, which takes it too.
+For the model of a demonstration, nothing here imports torch. Other models were read before, which imports it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from training.options.run_options import RunOptions
 
 FILES_BYTES = 1_000_000
-"""Space for logs, metrics and rollouts of a run, beside its checkpoints; a lower limit."""
+"""Lower limit for the size of logs, metrics and rollouts of a run, in bytes."""
 TEMPORARY_BYTES = 10_000_000
-"""Space for temporary files."""
+"""Space for temporary files, in bytes."""
 STATE_BYTES = 12
-"""Bytes of a trained parameter in a checkpoint: its float32 value and the two moments of AdamW."""
+"""Bytes per trained parameter in a checkpoint: its float32 value and the two moments of AdamW."""
 
 
 @dataclass(frozen=True)
 class _Need:
-    """What a run writes to one folder."""
+    """Space that a run needs in a folder."""
 
     folder: Path
     size: int
@@ -41,18 +41,18 @@ class _Need:
 
 
 def check_writes(config: Any, exported: ModelOptions | None, steps: int | None) -> list[str]:
-    """Try an export of the model as it is, and see that the disks have space for what the run will write.
+    """Try an export of the initial model, and check that the disks have space for the files of the run.
 
     Args:
-        config: of the run, with everything filled in; its run_dir exists.
-        exported: the model that the run exports; None, or a demonstration's: no export is tried.
-        steps: of the run, where they are known.
+        config: resolved options of the run. Its run_dir exists.
+        exported: model that the run exports. No export is tried for None and for the model of a demonstration.
+        steps: number of steps of the run, or None if it is not known.
 
     Returns:
         Notes for the user.
 
     Raises:
-        ValueError: something cannot be written; the message says what to set.
+        ValueError: a write fails, or a disk has too little space. The message says what to set.
     """
     _check_space(config, steps)
     store = config.checkpoint.store(config.run_dir)
@@ -70,7 +70,7 @@ def check_writes(config: Any, exported: ModelOptions | None, steps: int | None) 
 
 
 def _export(model: ModelOptions, folder: Path) -> list[str]:
-    """Write the settings and the tokenizer of a model; the names of the settings that are left out."""
+    """Write the settings and the tokenizer of a model. Return the names of settings that cannot be exported."""
     from components.models.disk.empty_model import generation_config
     from components.models.disk.settings import save_settings
 
@@ -80,48 +80,49 @@ def _export(model: ModelOptions, folder: Path) -> list[str]:
         tokenizer.save_pretrained(folder)
     except OSError:
         raise
-    except Exception as error:  # a tokenizer's class may raise anything
+    except Exception as error:  # classes of tokenizers may raise any error
         raise ValueError(f"its tokenizer cannot be saved: {first_line(error)}") from error
     try:
         settings = generation_config(model.path)
-    except Exception as error:  # transformers checks the file's values, not what kind of JSON it is
+    except Exception as error:  # transformers checks the values of the file, but not that it is a JSON object
         raise ValueError(f"its generation_config.json cannot be used: {first_line(error)}") from error
     return save_settings(folder, find_model(model.path), settings)
 
 
 def checkpoint_bytes(config: RunOptions) -> int:
-    """Return a lower limit for the size of a checkpoint: weights, optimizer and export. 0: not known."""
-    own: Any = config
-    train = own.train
-    size = model_size(own.model.path)
+    """Return a lower limit for the size of a checkpoint in bytes: weights, optimizer and export. 0 if unknown."""
+    options: Any = config
+    train = options.train
+    size = model_size(options.model.path)
     if size is None:
         return 0
     export = size.parameters * (2 if train.precision == "bf16" else 4)
     if getattr(train, "lora_rank", 0):
-        return export  # adapters alone are trained, and small
+        return export  # only adapters are trained, and their state is small
     trained = size.parameters
-    if getattr(own, "needs_critic", False):
-        critic = model_size(own.critic.path) if own.critic.path else size
+    if getattr(options, "needs_critic", False):
+        critic = model_size(options.critic.path) if options.critic.path else size
         trained += 0 if critic is None else critic.without_head.parameters
     average = 4 * size.parameters if getattr(train, "ema_beta", None) else 0
     return export + STATE_BYTES * trained + average
 
 
 def _check_space(config: Any, steps: int | None) -> None:
-    """See that every disk has space for all that is written to it.
+    """Check that every disk has space for all files that the run writes to it.
 
     Raises:
-        ValueError: one has not.
+        ValueError: a disk has too little free space.
     """
     run_dir, checkpoint = Path(config.run_dir), config.checkpoint
-    one = checkpoint_bytes(config)
+    checkpoint_size = checkpoint_bytes(config)
     folder = Path(checkpoint.path).expanduser() if checkpoint.path else run_dir / "checkpoints"
-    count = max(1, _most_checkpoints(checkpoint, one, steps) - _existing(folder))
-    what = f"{count} checkpoints of {_megabytes(one)} each" if count > 1 else f"a checkpoint of {_megabytes(one)}"
+    count = max(1, _most_checkpoints(checkpoint, checkpoint_size, steps) - _existing(folder))
+    size_text = _megabytes(checkpoint_size)
+    what = f"{count} checkpoints of {size_text} each" if count > 1 else f"a checkpoint of {size_text}"
     advice = "checkpoint.path or run_dir to a folder on a larger disk, or checkpoint.keep or checkpoint.max_gb lower"
     needs = [
         _Need(run_dir, FILES_BYTES, "logs and metrics", "run_dir to a folder on a larger disk"),
-        _Need(folder, count * one, what, advice),
+        _Need(folder, count * checkpoint_size, what, advice),
         _Need(Path(tempfile.gettempdir()), TEMPORARY_BYTES, "temporary files", "TMPDIR to a folder on a larger disk"),
     ]
     if checkpoint.export_path:
@@ -134,29 +135,29 @@ def _check_space(config: Any, steps: int | None) -> None:
     by_disk: dict[int, list[_Need]] = {}
     for need in needs:
         by_disk.setdefault(_existing_folder(need.folder).stat().st_dev, []).append(need)
-    for own in by_disk.values():
-        _check_disk(own)
+    for needs_of_disk in by_disk.values():
+        _check_disk(needs_of_disk)
     if checkpoint.export_path:
         _check_writable(Path(checkpoint.export_path).expanduser(), "checkpoint.export_path")
 
 
-def _most_checkpoints(checkpoint: Any, one: int, steps: int | None) -> int:
-    """Return how many checkpoints are on the disk at the same time, the one being written included."""
+def _most_checkpoints(checkpoint: Any, checkpoint_size: int, steps: int | None) -> int:
+    """Return the maximum number of checkpoints on the disk at the same time, including the one being written."""
     written = 1 if checkpoint.every < 1 or steps is None else max(1, math.ceil(steps / checkpoint.every))
     kept = checkpoint.keep
-    if checkpoint.max_gb is not None and one:
-        kept = min(kept, max(1, int(checkpoint.max_gb * 1e9 // one)))
-    # The oldest is removed once the new one is whole.
+    if checkpoint.max_gb is not None and checkpoint_size:
+        kept = min(kept, max(1, int(checkpoint.max_gb * 1e9 // checkpoint_size)))
+    # One more than is kept: the oldest is removed only when the new one is complete.
     return min(written, kept + 1)
 
 
 def _existing(folder: Path) -> int:
-    """Return the number of checkpoints of an earlier part of the run, whose space is taken already."""
+    """Return the number of existing checkpoints. Their space is already used."""
     return len(list(folder.glob("step_*"))) if folder.is_dir() else 0
 
 
 def _published(config: Any, run_dir: Path) -> list[_Need]:
-    """Return where two versions of the policy's weights lie for the engines: in shared memory, else in the run."""
+    """Return the space in the run folder for two versions of the published weights, if shared memory is too small."""
     size = model_size(config.model.path)
     if size is None or config.rollout.weight_sync not in ("shared_memory", "auto"):
         return []
@@ -191,7 +192,7 @@ def _check_writable(folder: Path, option: str) -> None:
 
 
 def _existing_folder(folder: Path) -> Path:
-    """Return the folder, or the nearest one above it that is there."""
+    """Return the folder, or its nearest parent that exists."""
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
 
 

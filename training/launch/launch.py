@@ -1,6 +1,6 @@
-"""From a checked job to its end: what main.py of every recipe does once it knows what is to run.
+"""Start of a checked job, its observers and its end, for main.py of every recipe.
 
-Nothing here needs torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -29,43 +29,44 @@ from training.tracking.observers import OBSERVER, RunObserver, close_observers
 logger = logging.getLogger(__name__)
 
 REPORT_WITHIN_S = 120.0
-"""So long a run waits at its end for its report (a disk may hang)."""
+"""Timeout of the report at the end of a run, in seconds. A disk may hang."""
 REPORT, HTML = "report program", "html"
-"""Kind and name of the plug-in that provides the report: the name of a module for `python -m`. It is started with the
-run folder as its argument, and ends after it has read a line, or the end, of its stdin."""
+"""Kind and name of the plug-in that provides the report: the name of a module for `python -m`. The module gets the run
+folder as its argument, and ends after it has read a line or the end of its stdin."""
 ON_BY_DEFAULT = {"alarms": (OBSERVER, "alarms"), "live view": (VIEW, LIVE), "report": (REPORT, HTML)}
-"""Capabilities that a run has without an option if their plug-ins are there: kind and name by title."""
+"""Capabilities that need no option if their plug-ins are installed: kind and name by title."""
 STOP_GRACE_S = 600.0
-"""Seconds that a step may still take after Ctrl-C, with the checkpoint that follows it."""
+"""Maximum time in seconds for the current step and its checkpoint after Ctrl-C."""
 
 
 def threads_each(workers: int, nodes: int = 1) -> int:
-    """Threads for each of so many processes that work at the same time on the cores of this machine.
+    """Return the number of threads per process, for processes that share the cores of a machine.
 
-    Those that work one after the other may each be given all of them. OMP_NUM_THREADS, where it is set, stands for the
-    number of cores. On other machines it is a part of the cores that these turn out to have.
+    Processes that work one after the other may each use all cores. OMP_NUM_THREADS, if it is set, replaces the number
+    of cores. If the cores are not known, because the run is on other machines, -n stands for 1/n of the cores.
 
     Args:
-        workers: on all nodes together.
-        nodes: over which they are spread evenly.
+        workers: number of processes on all nodes together.
+        nodes: number of nodes that they are spread over evenly.
     """
     cores = cores_here()
     if cores is None:
         return -max(1, math.ceil(workers / nodes))
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    return max(1, (int(given) if given.isdecimal() else cores) // workers)
+    threads_of_user = os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, (int(threads_of_user) if threads_of_user.isdecimal() else cores) // workers)
 
 
 def threads_text(threads: int) -> str:
-    """`2 threads`, or how they are found where the cores are not known; as `threads_each` gives them."""
+    """Describe a result of `threads_each`: "2 threads", or a share of the cores if their number is not known."""
     if threads < 0:
         return "all cores" if threads == -1 else f"1/{-threads} of the cores"
-    return f"{threads} thread{'s' * (threads > 1)}"
+    return "1 thread" if threads == 1 else f"{threads} threads"
 
 
 def printed(config: Any, named: Collection[str]) -> str:
-    """A configuration as YAML that `--config` reads: without the options that only print, and without the folder of the
-    run unless it is among the options that were named.
+    """Return a configuration as YAML for `--config`.
+
+    Options that only print are left out. So is run_dir, unless it is among the options that the user has `named`.
     """
     options = dict(redact(config))
     for name in ("print_config", "dry_run", "assume_devices", *(() if "run_dir" in named else ("run_dir",))):
@@ -85,35 +86,35 @@ def run_job(
     seconds: Mapping[str, float] | None = None,
     observers: Sequence[RunObserver] = (),
 ) -> int:
-    """Run a job to its end, close its summary, and say how it ended.
+    """Run a job to its end, write its summary, and report its status.
 
     Args:
-        job: what to run.
-        recipe: its recipe, for messages and the summary.
-        run_dir: its folder, made by `open_run_folder`.
-        seed: for the summary.
+        job: job to run.
+        recipe: name of the recipe, for messages and the summary.
+        run_dir: run folder, created by `open_run_folder`.
+        seed: seed, for the summary.
         backend: "ray" or "local".
-        began: seconds since the epoch at which the user started it.
-        lines: what a person should read before it starts.
-        seconds: what took time before it starts, as summary.json names it.
-        observers: observers of the run; they are closed at its end.
+        began: time of the start of the command, in seconds since the epoch.
+        lines: lines to print before the job starts.
+        seconds: durations before the start, by their name in summary.json.
+        observers: observers of the run. They are closed at its end.
 
     Returns:
         The exit code: 0 finished, 1 failed, 130 stopped.
     """
-    events, sizes = EventLog(run_dir / "events.jsonl"), role_sizes(job)
+    events = EventLog(run_dir / "events.jsonl")
     with reporting(run_dir):
-        with Terminal(recipe, run_dir, sizes, backend, began) as terminal:
+        with Terminal(recipe, run_dir, role_sizes(job), backend, began) as terminal:
             receivers = [events, terminal, *observers]
 
             def emit(event: Any) -> None:
                 for receiver in receivers:
                     receiver(event)
 
-            for line in (f"run folder {run_dir}", *lines):
-                terminal.info(f"{recipe}: {line}")
-            for line in (*missing_defaults(), *(line for each in observers for line in each.start(run_dir, emit))):
-                terminal.info(f"{recipe}: {line}")
+            for text in (f"run folder {run_dir}", *lines):
+                terminal.info(f"{recipe}: {text}")
+            for text in (*missing_defaults(), *(text for each in observers for text in each.start(run_dir, emit))):
+                terminal.info(f"{recipe}: {text}")
             logs = run_dir / "logs"
             result = job.submit(recipe, backend=backend, log_dir=logs, began=began, observers=receivers)
         events.close()
@@ -129,7 +130,7 @@ def run_job(
             attempts=result.attempt,
         )
     if result.output and result.status == "failed":
-        print("\n".join(printable(line) for line in result.output.splitlines()), file=sys.stderr)
+        print("\n".join(printable(text) for text in result.output.splitlines()), file=sys.stderr)
     if result.status != "finished":
         where = f"; logs in {logs}" if backend == "ray" else ""
         print(f"{recipe}: {result.status}: {printable(result.error)}{where}", file=sys.stderr)
@@ -142,29 +143,29 @@ def role_sizes(job: Job) -> dict[str, int]:
 
 
 def missing_defaults() -> list[str]:
-    """Return a line with the capabilities of `ON_BY_DEFAULT` whose plug-ins are not installed; none if all are."""
+    """Return a line with the capabilities of `ON_BY_DEFAULT` whose plug-ins are missing. Empty if none is missing."""
     missing = [title for title, (kind, name) in ON_BY_DEFAULT.items() if name not in names(kind)]
     return [f"plug-ins that are not installed: {', '.join(missing)}; the run continues without them"] if missing else []
 
 
 @contextmanager
 def reporting(run_dir: Path) -> Iterator[None]:
-    """Keep `run_dir/report.html` current in a separate process while the block lasts, and write it at its end.
+    """Update `run_dir/report.html` in a separate process during the block, and write it a last time at the end.
 
-    A failure of that process is one warning. Without a plug-in that provides the report there is none.
+    A failure of that process causes one warning. Without a plug-in for the report, nothing is written.
     """
     module: str | None = find(REPORT, HTML)
     if module is None:
         yield
         return
-    report, pipe = run_dir / "report.html", subprocess.PIPE
-    # In a session of its own, so that Ctrl-C is the run's.
-    program = start_program(module, str(run_dir), stdin=pipe, stderr=pipe, start_new_session=True)
+    report = run_dir / "report.html"
+    # In a new session, because Ctrl-C in the terminal would otherwise end the report together with the run.
+    program = start_program(module, str(run_dir), stdin=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
     try:
         yield
     finally:
         try:
-            # A line, as a process that was forked meanwhile may keep its stdin open.
+            # A line instead of closing stdin: a process that was forked in the meantime may hold the pipe open.
             _, errors = program.communicate("end\n", timeout=REPORT_WITHIN_S)
         except subprocess.TimeoutExpired:
             os.killpg(program.pid, signal.SIGKILL)
@@ -173,6 +174,6 @@ def reporting(run_dir: Path) -> Iterator[None]:
         if program.returncode != 0:
             logger.warning("%s is not up to date: %s", report, errors.strip().rpartition("\n")[2])
         else:
-            # A terminal that is gone, a pipe that nobody reads: the run has ended well all the same.
+            # The terminal may be closed, or nobody reads the pipe. That must not fail a run that has finished.
             with suppress(OSError, ValueError):
                 print(f"report: {report}", flush=True)

@@ -1,4 +1,4 @@
-"""Limits of this machine and of the user's shell that a run would meet late, or wait behind without a message."""
+"""Checks of the limits of this machine and of the shell. Without them, a run would fail late or hang silently."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Literal
 from core.shared_memory import SHARED_MEMORY
 
 FILES_OF_RAY, FILES_OF_PROCESS = 192, 16
-"""Open files that a process of Ray may need at most, and more of them for each process of the job."""
+"""Maximum number of open files of a process of Ray, and the additional number for each process of the job."""
 THREADS_OF_RAY, THREADS_OF_PROCESS = 160, 32
-"""Threads of Ray's own processes with the driver, and of each process of the job: 134 and 28 to 33 were counted."""
+"""Number of threads of the processes of Ray and the driver, and of each process of the job. Measured: 134, 28 to 33."""
 THREADS_OF_LOCAL_RUN = 16
-"""Threads of a run in one process, with its reward worker: 13 were counted."""
+"""Number of threads of a run in one process, with its reward worker. Measured: 13."""
 
 
 def check_machine(backend: Literal["ray", "local"], processes: int) -> None:
     """Check that the limits of the shell and the folders of the machine allow a run.
 
     Args:
-        backend: of the run.
-        processes: of the job.
+        backend: backend of the run.
+        processes: number of processes of the job.
 
     Raises:
-        ValueError: one does not; the message says what to set.
+        ValueError: a limit is too low, or a folder is not writable. The message says what to set.
     """
     if backend == "ray":
         check_open_files(processes)
@@ -41,10 +41,10 @@ def check_machine(backend: Literal["ray", "local"], processes: int) -> None:
 
 
 def check_open_files(processes: int) -> None:
-    """Check that the limit on open files leaves space for Ray, which waits for minutes where it does not.
+    """Check that the limit on open files is high enough for Ray, which otherwise hangs for minutes.
 
     Raises:
-        ValueError: it does not.
+        ValueError: the limit is too low.
     """
     needed = FILES_OF_RAY + FILES_OF_PROCESS * processes
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -56,13 +56,13 @@ def check_open_files(processes: int) -> None:
 
 
 def check_threads(needed: int) -> None:
-    """Check that the limit on processes of this user, which counts threads, leaves space for so many more.
+    """Check that the limit on processes of this user, which counts threads, allows `needed` more threads.
 
     Raises:
-        ValueError: it does not.
+        ValueError: the limit is too low.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    # The kernel does not hold root to it.
+    # The kernel does not apply the limit to root, so a low value must not stop a run of root.
     if soft == resource.RLIM_INFINITY or os.getuid() == 0:
         return
     used = _threads_of(os.getuid())

@@ -1,4 +1,4 @@
-"""The machines that a run is planned for: this one, or those that `assume_devices` names."""
+"""The machines that a run is planned for: this machine, or those of the option `assume_devices`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Machines:
     """Identical machines of a cluster."""
 
     devices: int
-    """Number of GPUs of each machine. 0 for machines that compute on their CPUs."""
+    """Number of GPUs of each machine. 0 for machines without GPUs."""
     nodes: int | None = None
     """Number of machines. None for as many as the run asks for."""
     device_bytes: int | None = None
-    """Memory of a GPU, or None if it is not known."""
+    """Memory of a GPU in bytes, or None if it is not known."""
     host_bytes: int | None = None
-    """Memory of a machine, or None if it is not known."""
+    """Memory of a machine in bytes, or None if it is not known."""
 
     @classmethod
     def parse(cls, text: str) -> Machines:
@@ -45,18 +45,20 @@ class Machines:
         devices, nodes, *amounts = match.groups()
         device_bytes, host_bytes = (int(gigabytes) * 10**9 if gigabytes else None for gigabytes in amounts)
         if int(devices) == 0 and host_bytes is None:
+            # Without GPUs the only memory that the text can give is that of the machine.
             device_bytes, host_bytes = None, device_bytes
         return cls(int(devices), int(nodes) if nodes else None, device_bytes, host_bytes)
 
     def __str__(self) -> str:
-        if self.nodes is None:
-            machines = "as many machines as it asks for,"
-        else:
-            machines = f"{self.nodes} machine{'s' * (self.nodes > 1)}"
+        machines = "as many machines as it asks for," if self.nodes is None else _count(self.nodes, "machine")
         each = f" of {self.device_bytes / 1e9:g} GB" if self.device_bytes else ""
-        gpus = f"{self.devices} GPU{'s' * (self.devices > 1)}{each}" if self.devices else "no GPU"
+        gpus = f"{_count(self.devices, 'GPU')}{each}" if self.devices else "no GPU"
         host = f" and {self.host_bytes / 1e9:g} GB" if self.host_bytes else ""
-        return f"{machines} with {gpus}{host}{' each' * (self.nodes != 1)}"
+        return f"{machines} with {gpus}{host}" + ("" if self.nodes == 1 else " each")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number <= 1 else f"{number} {noun}s"
 
 
 _assumed: ContextVar[Machines | None] = ContextVar("assumed_machines", default=None)
@@ -64,7 +66,7 @@ _assumed: ContextVar[Machines | None] = ContextVar("assumed_machines", default=N
 
 @contextmanager
 def assuming(machines: Machines | None) -> Iterator[None]:
-    """Plan for these machines while the block lasts. None plans for this machine."""
+    """Plan for these machines inside the block. None plans for this machine."""
     machines_token = _assumed.set(machines)
     devices_token = assumed_devices.set(machines.devices if machines else None)
     packages_token = is_elsewhere.set(machines is not None)

@@ -1,5 +1,6 @@
-"""Checks of the models that a command names, before any process starts. Nothing here needs torch before a model of the
-user's own has to be read.
+"""Checks of the models of a run before any process starts.
+
+Nothing here imports torch, unless a model other than a demonstration's has to be read.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def check_model(path: str, option: str = "model.path") -> None:
-    """See that the model that an option names can be there, before anything starts.
+    """Check that the model that an option names exists, or can be created or fetched.
 
     Raises:
-        ValueError: it cannot; the message says what to set.
+        ValueError: it does not exist or is unusable. The message says what to set.
     """
     try:
         if (made := made_model(path)) is not None:
@@ -36,8 +37,9 @@ def check_model(path: str, option: str = "model.path") -> None:
 
 
 def absent_models(models: Mapping[str, str]) -> dict[str, str]:
-    """Return the models that this machine lacks, by option, with the reason. A plan needs no more than a config.json,
-    which is fetched into the cache of the hub.
+    """Return the models that are missing on this machine, by option, with the reason.
+
+    A plan only needs the config.json of a model, which is fetched into the cache of the Hugging Face hub.
 
     Args:
         models: path of each model, by option.
@@ -59,13 +61,13 @@ def absent_models(models: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: ModelOptions) -> None:
-    """See that a model that is there knows all tokens of the tokenizer that it is to be used with.
+    """Check that a model has an embedding for every token of its tokenizer.
 
     Raises:
-        ValueError: it does not.
+        ValueError: the tokenizer has more tokens than the model has embeddings.
     """
     embedded = getattr(find_model(model.path).get_text_config(), "vocab_size", sys.maxsize)
-    # Tokens that were added later may lie beyond it: no text need hold them.
+    # vocab_size leaves out added tokens. They may exceed the embedding if no text contains them.
     if tokenizer.vocab_size > embedded:
         raise ValueError(
             f"the tokenizer of {model.tokenizer_path or model.path} has {tokenizer.vocab_size} tokens, and the "

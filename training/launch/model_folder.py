@@ -1,4 +1,4 @@
-"""A model with another tokenizer, or other settings in its config.json, as a folder that every engine loads."""
+"""Folders for a model with another tokenizer, chat template or config.json, which every engine can load."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ def model_view(
     tokenizer_path: str | None = None,
     chat_template: str | None = None,
 ) -> str:
-    """Make a folder of links to the files of a model, but for those that are to be others.
+    """Create a folder with links to the files of a model, and with new versions of the files that change.
 
     Args:
-        path: the model, a folder or a name on the hub.
-        folder: what to make; all machines of a run have to see it.
-        overrides: what config.json is to say otherwise.
-        tokenizer_path: whose tokenizer it gets. Default: its own.
-        chat_template: Jinja text, or a file that holds it; engines find the end of a turn in it. Default: its own.
+        path: path of the model: a folder or a name on the Hugging Face hub.
+        folder: folder to create. All machines of a run must be able to read it.
+        overrides: fields of config.json to replace.
+        tokenizer_path: path of the model whose tokenizer is used. Default: the tokenizer of the model.
+        chat_template: Jinja text, or path of a file with it. Engines derive the end of a turn from it. Default: the
+            template of the model.
 
     Returns:
-        The folder, or the path itself where there is nothing to change.
+        The folder, or `path` if nothing changes.
 
     Raises:
-        ValueError: there is no such model, or it has no such settings.
+        ValueError: there is no such model, or its config.json has no such field.
     """
     if not overrides and not tokenizer_path and not chat_template:
         return path
@@ -67,7 +68,7 @@ def model_view(
 
 
 def local_folder(path: str) -> Path:
-    """Where the files of a model are; one of the hub is fetched."""
+    """Return the folder of a model. A model of the hub is downloaded."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder.resolve()

@@ -1,4 +1,4 @@
-"""Models that the roles of a run hold: what a recipe tells the plan of a run."""
+"""Models that the roles of a run hold. A recipe describes them for the plan of a run."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def check_axes(size: ModelSize, config: TrainConfig) -> None:
     """Check that the axes of a training engine divide a model.
 
     Raises:
-        ValueError: the number of attention heads or experts is not divisible; the message says what to set.
+        ValueError: the number of attention heads or experts is not divisible. The message says what to set.
     """
     axes = {"context": config.context, "tensor": config.tensor}
-    given = " x ".join(f"parallel.{axis}={number}" for axis, number in axes.items() if number > 1)
+    set_axes = " x ".join(f"parallel.{axis}={number}" for axis, number in axes.items() if number > 1)
     if size.heads % (config.context * config.tensor):
-        raise ValueError(f"{given} does not divide the model's {size.heads} attention heads; set a divisor")
+        raise ValueError(f"{set_axes} does not divide the model's {size.heads} attention heads; set a divisor")
     if config.expert > 1 and size.layers and not size.experts:
         raise ValueError(f"parallel.expert={config.expert}: the model's layers have no experts; set 1")
     if size.experts % config.expert:

@@ -17,15 +17,16 @@ def nodes_of(job: Job) -> list[int]:
     Raises:
         ValueError: a role fits on no node.
     """
-    bundles, devices = job.placement.bundles, job.device_per_node if job.device_type == "GPU" else 0
+    bundles = job.placement.bundles
+    devices = job.device_per_node if job.device_type == "GPU" else 0
     together: dict[object, list[int]] = {}
     for index, bundle in enumerate(bundles):
         together.setdefault(bundle.machine or index, []).append(index)
     # Shares such as 1/3 were rounded down, so three of them may sum to a little less than one device.
-    sizes = {key: math.ceil(sum(bundles[i].accelerator for i in own) - 1e-3) for key, own in together.items()}
-    found = [0] * len(bundles)
-    machines = assumed()
-    used = [0] * ((machines and machines.nodes) or job.node_num)
+    sizes = {key: math.ceil(sum(bundles[i].accelerator for i in indices) - 1e-3) for key, indices in together.items()}
+    nodes = [0] * len(bundles)
+    node_num = getattr(assumed(), "nodes", None) or job.node_num
+    used = [0] * node_num
     taken: set[tuple[str, int]] = set()
     for key in sorted(together, key=lambda key: (isinstance(key, int), -sizes[key])):
         first, size = together[key][0], sizes[key]
@@ -38,28 +39,28 @@ def nodes_of(job: Job) -> list[int]:
         if role:
             taken.add((role, free[0]))
         for index in together[key]:
-            found[index] = free[0]
-    return found
+            nodes[index] = free[0]
+    return nodes
 
 
 def _no_room(job: Job, bundle: int, size: int, used: Sequence[int], devices: int) -> str:
     """Return an error message that names the role that fits on no node, its request, and the free devices."""
     owners = dict.fromkeys(role for host in job.placement.hosts if host.bundle == bundle for role, _ in host.workers)
     widest = max(owners, key=lambda role: job.roles[role].nnodes)
-    nodes = f"{len(used)} node{'s' * (len(used) > 1)}"
-    asked = job.roles[widest].nnodes
-    if asked > len(used):
-        return f"{widest} asks for {asked} nodes, and there {'are' if len(used) > 1 else 'is'} {nodes}; lower its nodes"
+    nodes = "1 node" if len(used) == 1 else f"{len(used)} nodes"
+    count = job.roles[widest].nnodes
+    if count > len(used):
+        return f"{widest} asks for {count} nodes, and there {'are' if len(used) > 1 else 'is'} {nodes}; lower its nodes"
     left = ", ".join(str(devices - full) for full in used)
     return (
-        f"{' + '.join(owners)} asks for {size} device{'s' * (size > 1)} on one node, and of {devices} on each of "
-        f"{nodes} only {left} are left by the other roles; lower the counts, colocate roles, or set more nodes"
+        f"{' + '.join(owners)} asks for {size} device{'s' if size > 1 else ''} on one node, and of {devices} on each "
+        f"of {nodes} only {left} are left by the other roles; lower the counts, colocate roles, or set more nodes"
     )
 
 
 def node_lines(job: Job, nodes: Sequence[int]) -> list[str]:
     """Describe the workers of each node in the layout of `nodes_of`, in one line per node."""
-    found = list[str]()
+    lines = list[str]()
     for node in range(job.node_num):
         ranks: dict[str, list[int]] = {}
         for host in job.placement.hosts:
@@ -69,16 +70,16 @@ def node_lines(job: Job, nodes: Sequence[int]) -> list[str]:
         workers = ", ".join(f"{role.lower()} {ranges(of_role)}" for role, of_role in ranks.items())
         used = sum(bundle.accelerator for bundle, on in zip(job.placement.bundles, nodes, strict=True) if on == node)
         gpus = f"; {math.ceil(used - 1e-3)} of {job.device_per_node} GPUs" if job.device_type == "GPU" else ""
-        found.append(f"node {node + 1}: {workers or 'nothing'}{gpus}")
-    return found
+        lines.append(f"node {node + 1}: {workers or 'nothing'}{gpus}")
+    return lines
 
 
 def ranges(numbers: Sequence[int]) -> str:
     """Write numbers as ranges: 0, 1, 2, 3 and 6 as `0-3,6`."""
-    found: list[list[int]] = []
+    intervals: list[list[int]] = []
     for number in sorted(numbers):
-        if found and found[-1][1] == number - 1:
-            found[-1][1] = number
+        if intervals and intervals[-1][1] == number - 1:
+            intervals[-1][1] = number
         else:
-            found.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
+            intervals.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in intervals)

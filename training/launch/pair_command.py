@@ -18,7 +18,7 @@ P = TypeVar("P", bound=PairOptions)
 
 
 class PairCommand(SupervisedCommand[P]):
-    """Of a recipe that learns from pairs."""
+    """The command of a recipe that trains on pairs of responses."""
 
     def training_data(self, config: P, scratch: str) -> TrainingData:  # noqa: ARG002 - no model is made there
         """See `SupervisedCommand.training_data`."""
@@ -28,14 +28,12 @@ class PairCommand(SupervisedCommand[P]):
         return read_training_pairs(config, config.model.path, lambda _: None)
 
     def check_data(self, config: P, rows: list[tuple[Source, Rows]], absent: Collection[str] = ()) -> None:
-        """Check that all rows hold pairs, the first ones as the tokenizer reads them, and that all models read the same
-        tokens.
-        """
+        """Check that all rows hold pairs, that the first can be tokenized, and that all models share a vocabulary."""
         made_for = {(made := made_model(path)) and made.data_source for path in config.models.values()}
         if made_for == {source.name for source, _ in rows}:
-            return  # the model is made for these very pairs, and a tokenizer takes seconds to import
+            return  # the model is created for these pairs, and the import of a tokenizer takes seconds
         if absent:
-            return  # without its models a plan knows no tokenizer
+            return  # a plan without its models has no tokenizer
         from components.data.preferences import check_pair_tokens, check_pairs, read_pairs
         from components.data.text import same_vocabulary
 
@@ -43,7 +41,7 @@ class PairCommand(SupervisedCommand[P]):
         first = config.model.path
         with naming("model.path", first):
             tokenizer = config.tokenizer(first)
-            if "model.path" in config.models:  # it is not made here, for this very tokenizer
+            if "model.path" in config.models:  # otherwise the run creates the model for this tokenizer
                 check_vocabulary(tokenizer, config.model)
         readers = {first: tokenizer}
         for option, path in config.models.items():
@@ -53,10 +51,10 @@ class PairCommand(SupervisedCommand[P]):
                     raise ValueError(
                         f"it has another vocabulary than model.path={first}; set a model of the same family"
                     )
-        for source, own in rows:
+        for source, part in rows:
             with naming(source.option, source.name):
-                check_pairs(own, config.pair_format(source.name))
-                pairs = read_pairs(own[:ENCODED_ROWS], config.pair_format(source.name), tokenizer)
-                # Models of a family may differ in the rows of their embeddings.
+                check_pairs(part, config.pair_format(source.name))
+                pairs = read_pairs(part[:ENCODED_ROWS], config.pair_format(source.name), tokenizer)
+                # Embeddings of one family may differ in size, so a token of one model can be invalid in another.
                 for reader in readers.values():
                     check_pair_tokens(pairs, reader)

@@ -1,7 +1,7 @@
 """The plan of a run, before anything starts: processes, devices and steps, as a table and as JSON.
 
-A plug-in of the kind "plan" adds the memory that each process needs, and refuses a run that cannot fit. Nothing here
-needs torch.
+A plug-in of the kind "plan" adds the memory of each process, and rejects a run that does not fit. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Plan:
     def json(self) -> str:
         """Return plan.json: the job, and the content of the table."""
         job = json.loads(self.job.model_copy(update={"config": redact(self.config)}).model_dump_json())
-        own = {
+        fields = {
             "assumed": str(assumed() or "") or None,
             "nodes": node_lines(self.job, self.nodes),
             "idle_nodes": max(self._idle_nodes(), 0),
@@ -122,16 +122,16 @@ class Plan:
             "arithmetic": self.steps,
         }
         memory = {} if self.memory is None else self.memory.fields()
-        return json.dumps({**job, **own, **memory}, indent=2)
+        return json.dumps({**job, **fields, **memory}, indent=2)
 
-    def print_config(self, asked: Any, given: Collection[str]) -> None:
+    def print_config(self, requested: Any, named: Collection[str]) -> None:
         """Print the configuration, and the notes on stderr.
 
         Args:
-            asked: the configuration before automatic values were resolved.
-            given: the options that the user has named.
+            requested: the configuration before automatic values were resolved.
+            named: the options that the user has set.
         """
-        print(printed(asked, given))
+        print(printed(requested, named))
         self._info(self.notes)
 
     def check_and_show(self, always: bool = False) -> None:
@@ -165,7 +165,7 @@ class Plan:
         return [*lines, *self.notes]
 
     def _paragraphs(self) -> list[tuple[str, str]]:
-        """Texts below the table with their headings."""
+        """Return the texts below the table with their headings."""
         paragraphs = [("steps", self.steps), ("with", "; ".join(self.choices)), ("changed", self._changed())]
         if (idle := self._idle_nodes()) > 0:
             count = idle + self.job.node_num
@@ -174,7 +174,7 @@ class Plan:
         return [(head, text) for head, text in paragraphs if text] + absent
 
     def _table(self) -> list[str]:
-        """Roles with their processes and devices, and the columns of the memory plan that have a value."""
+        """Return the table of roles, processes and devices, with the columns of the memory plan that have a value."""
         placement = self.job.placement
         threads = {role: host.threads for host in placement.hosts for role, _ in host.workers}
         processes: list[str] = []
@@ -193,7 +193,7 @@ class Plan:
         return [gap.join(row) for row in zip(*padded, strict=True)]
 
     def _node_lines(self) -> list[str]:
-        """Workers and verdict of each node, if there are several."""
+        """Return the workers and the verdict of each node, if there are several nodes."""
         if self.job.node_num == 1 and not assumed():
             return []
         texts = node_lines(self.job, self.nodes)
@@ -227,7 +227,7 @@ def short_value(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def attention_notes(asked: str | None) -> list[str]:
+def attention_notes(implementation: str | None) -> list[str]:
     """Return a note if another attention implementation than the requested one is used."""
-    note = attention_note(asked, detect_devices())
+    note = attention_note(implementation, detect_devices())
     return [f"model.{note}"] if note else []

@@ -47,38 +47,39 @@ def policy_job(
     rollout: str = "training.roles.rollout:RolloutWorker",
     reference: tuple[str, str] = (f"{REFERENCE}:ReferenceWorker", f"{REFERENCE}:ReferenceRank"),
 ) -> RLJobBuilder:
-    """What runs where; further roles may be added before `build()`.
+    """Return the builder of a job that trains a policy. Further roles may be added before `build()`.
 
     Args:
-        config: with every number of workers filled in.
-        trainer: the class of each role, as `package.module:Class`.
-        actor: the ranks that train the policy.
-        rollout: the engines that sample.
-        reference: the frozen policy, started where there is a KL; as `frozen_role` takes it.
+        config: options with all numbers of workers resolved.
+        trainer: class of the trainer, as `package.module:Class`.
+        actor: class of the ranks that train the policy.
+        rollout: class of the engines that sample.
+        reference: classes of the frozen policy, as for `frozen_role`. It is started if there is a KL penalty.
     """
-    own = config.placement
-    actors, engines, references = own.actor_ranks or 1, own.rollout_engines or 1, own.references or 1
-    # Colocated roles work one after the other, and may each use all cores; others share them.
-    learners = actors if own.colocate or not config.has_reference_role else actors + references
-    builder = RLJobBuilder().config(config).node_num(own.nodes)
+    placement = config.placement
+    actors, engines, references = placement.actor_ranks or 1, placement.rollout_engines or 1, placement.references or 1
+    # Colocated roles work one after the other, so each may use all cores. Other roles have to share them.
+    learners = actors if placement.colocate or not config.has_reference_role else actors + references
+    builder = RLJobBuilder().config(config).node_num(placement.nodes)
     gpus = detect_devices()
     if gpus:
-        builder.device_per_node(own.devices_per_node or gpus)
+        builder.device_per_node(placement.devices_per_node or gpus)
     builder.recovery(config.max_restarts, config.stall_timeout, STOP_GRACE_S, config.placement_timeout)
     builder.trainer(trainer)
-    spread = own.actor_nodes or own.nodes
+    spread = placement.actor_nodes or placement.nodes
     builder.actor(actor).nnodes(spread).nproc_per_node(actors // spread)
     builder.resource(accelerator=1, threads=threads_each(learners, spread))
     builder.rollout(rollout).total(engines).max_restarts(config.max_restarts)
     devices = config.rollout.tensor_parallel
-    builder.resource(cpu=devices, accelerator=devices, threads=threads_each(engines, min(engines, own.nodes)))
+    builder.resource(cpu=devices, accelerator=devices, threads=threads_each(engines, min(engines, placement.nodes)))
     colocated: list[str] = [Role.ACTOR, Role.ROLLOUT]
     if config.has_reference_role:
-        nodes = spread if spread == own.nodes else own.nodes - spread
+        nodes = spread if spread == placement.nodes else placement.nodes - spread
         frozen_role(builder, Role.REFERENCE, reference, references, nodes, config)
-        builder.resource(accelerator=1, threads=threads_each(references if own.colocate else learners, own.nodes))
+        sharing = references if placement.colocate else learners
+        builder.resource(accelerator=1, threads=threads_each(sharing, placement.nodes))
         colocated.append(Role.REFERENCE)
-    if own.colocate and gpus:
+    if placement.colocate and gpus:
         builder.with_collocation(*colocated)
     return builder
 
@@ -86,15 +87,15 @@ def policy_job(
 def frozen_role(
     builder: JobBuilder, role: str, classes: tuple[str, str], count: int, nodes: int, config: RLOptions
 ) -> None:
-    """Open a role of models that are not trained: of instances, or where these are sharded, of ranks that meet.
+    """Add a role of a frozen model: independent instances, or the ranks of one sharded model.
 
     Args:
-        builder: of the job.
-        role: its name.
-        classes: of an instance and of a rank, as `package.module:Class`.
-        count: of its workers.
-        nodes: that ranks are spread over, as far as their number allows.
-        config: of the run.
+        builder: builder of the job.
+        role: name of the role.
+        classes: class of an instance and class of a rank, as `package.module:Class`.
+        count: number of workers.
+        nodes: number of nodes to spread ranks over, as far as their number is divisible.
+        config: options of the run.
     """
     instance, rank = classes
     builder.role(role)
@@ -106,14 +107,14 @@ def frozen_role(
 
 
 class PolicyCommand(Command[C]):
-    """See `Command`."""
+    """The command of a recipe that trains a policy on its own rollouts."""
 
     def read_resolved(self, arguments: list[str]) -> C:
-        """What the user asks for, with everything filled in that was left to the machine."""
+        """Return the requested configuration with all automatic values resolved."""
         return self.resolved(self.read(arguments))
 
     def resolved(self, asked: C) -> C:
-        """A configuration with everything filled in that was left to the machine."""
+        """Resolve the automatic values of a configuration."""
         return resolved(asked, detect_devices())
 
     def idle_presets(self, line: CommandLine[C]) -> dict[str, str]:
@@ -122,17 +123,17 @@ class PolicyCommand(Command[C]):
             return {}
         return {"placement.learners_sleep": "asynchronous.enabled lets learners work while responses are generated"}
 
-    def plan(self, asked: C, line: CommandLine[C]) -> Plan:
+    def plan(self, requested: C, line: CommandLine[C]) -> Plan:
         """See `Command.plan`."""
-        config = self.resolved(asked)
+        config = self.resolved(requested)
         job = self.build_job(config)
         job.global_env |= {"TROUPE_SANDBOX": "unsafe"} if config.sandbox == "unsafe" else {}
         data, train = config.data, config.train
         kernels = config.model.attn_implementation
         attention = f", attention {kernels}" if kernels else ""
-        temperature = asked.evaluation.temperature
-        on_gpu, rank = job.device_type == "GPU", train.lora_rank
-        _, generates = asked.rollout.chosen(on_gpu, asked.model.path, temperature, lora_rank=rank)
+        temperature = requested.evaluation.temperature
+        on_gpu = job.device_type == "GPU"
+        _, generates = requested.rollout.chosen(on_gpu, requested.model.path, temperature, lora_rank=train.lora_rank)
         return Plan(
             recipe=self.folder.name,
             job=job,
@@ -144,26 +145,26 @@ class PolicyCommand(Command[C]):
             choices=[
                 f"{train.engine} zero_stage={config.train_engine(1).stage} {train.precision}{attention}",
                 generates,
-                f"weights by {asked.weight_sync(on_gpu)[1]}",
+                f"weights by {requested.weight_sync(on_gpu)[1]}",
             ],
-            notes=config.notes(line.named) + attention_notes(asked.model.attn_implementation),
+            notes=config.notes(line.named) + attention_notes(requested.model.attn_implementation),
             overlaps=config.asynchronous.ahead > 0,
         )
 
     def model_uses(self, config: C, job: Job) -> list[ModelUse]:  # noqa: ARG002 - for a subclass
         """Return the models that the roles of the job hold."""
-        model, size, sleeps = config.model.path, config.step_size, config.placement.learners_sleep
+        path = config.model.path
         return [
             ModelUse(
                 role=Role.ACTOR,
-                path=model,
+                path=path,
                 config=config.train_engine(1),
                 sequences=config.mini_batch_size,
                 publishes=True,
-                sleeps=sleeps,
+                sleeps=config.placement.learners_sleep,
             ),
-            ModelUse(role=Role.ROLLOUT, path=model, config=config.rollout_engine(), sequences=size),
-            ModelUse(role=Role.REFERENCE, path=model, config=config.frozen_engine, sequences=size),
+            ModelUse(role=Role.ROLLOUT, path=path, config=config.rollout_engine(), sequences=config.step_size),
+            ModelUse(role=Role.REFERENCE, path=path, config=config.frozen_engine, sequences=config.step_size),
         ]
 
     def models(self, config: C) -> dict[str, str]:
@@ -175,39 +176,36 @@ class PolicyCommand(Command[C]):
         return config.data.rows(config.seed)
 
     def first_example(self, config: C) -> list[str]:
-        """See `Command.first_example`; it is that of the first row of the data, which a run may shuffle."""
+        """See `Command.first_example`. It shows the first row of the data; a run may shuffle the rows."""
         rows = self.rows(config)[:FIRST_ROWS]
         return describe_prompts(config.data, config.data.source(rows, config.model.tokenizer(), config.seed, False))
 
     def count_prompts(self, plan: Plan, notes: list[str]) -> int:
         """Return the number of rows to train on; see `check_prompts`."""
-        own: C = plan.config
-        most = None if own.agent.func_path else own.rollout.max_new_tokens
-        reward, settings = own.reward_source, own.reward.settings()
-        encodes = "model.path" not in plan.absent
+        config: C = plan.config
+        most = None if config.agent.func_path else config.rollout.max_new_tokens
         return check_prompts(
-            own.model,
-            own.data,
-            own.evaluation,
-            reward,
-            own.seed,
-            settings,
+            config.model,
+            config.data,
+            config.evaluation,
+            config.reward_source,
+            config.seed,
+            config.reward.settings(),
             most,
             notes,
-            encodes=encodes,
-            calls_servers=not own.dry_run,
-            agent=own.agent,
+            encodes="model.path" not in plan.absent,
+            calls_servers=not config.dry_run,
+            agent=config.agent,
         )
 
     def check(self, plan: Plan) -> None:
-        """See that model, prompts and reward can be there, and count the prompts."""
+        """Check model, prompts and reward, and count the prompts."""
         config = plan.config
         notes: list[str] = []
         count = self.count_prompts(plan, notes)
         plan.notes = [*plan.notes, *notes]
         plan.steps = config.arithmetic(count)
-        steps = config.steps(count * config.data.epochs)
-        plan.step_count = steps
+        plan.step_count = steps = config.steps(count * config.data.epochs)
         if steps < 1:
             raise ConfigError(
                 f"{config.data.path} gives {count} prompts, fewer than prompts_per_step={config.prompts_per_step}; "
@@ -234,14 +232,14 @@ class PolicyCommand(Command[C]):
             raise unfinished_groups(continued.folder, len(waiting))
         rows = self.rows(config)
         if len(rows) > CHECKED_ROWS and not continued.has_changed("data.", "model."):
-            return  # the trainer compares them, without a second pass over all of them here
+            return  # the trainer compares them later; a pass over all of them here would delay the start
         try:
             config.data.source(rows, data_tokenizer(config.model), config.seed).load_state_dict(saved)
         except ValueError as error:
             raise other_data(continued, f"data.path={config.data.path}", error) from error
 
     def ready(self, config: C) -> C:
-        """With the path of the demonstration's model, which is made where it is not there yet."""
+        """See `Command.ready`. The model of the demonstration is created if it does not exist."""
         return replace(config, model=config.model.prepared(Path(config.run_dir)))
 
 
@@ -254,7 +252,7 @@ def longest_sequence(config: RLOptions) -> int:
 
 
 def _check_positions(config: RLOptions) -> None:
-    """ValueError where no prompt at all leaves room for a response; `check_prompts` looks at the prompts."""
+    """Raise ConfigError if a response alone exceeds the positions of the model. `check_prompts` checks the prompts."""
     size, most = model_size(config.model.path), config.rollout.max_new_tokens
     if not config.agent.func_path and size is not None and 0 < size.positions <= most:
         raise ConfigError(

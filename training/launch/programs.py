@@ -1,4 +1,4 @@
-"""Modules of ours as programs of their own."""
+"""Start of modules of this project as separate programs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from components.process.child_process import with_our_path
 
 
 def start_program(module: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
-    """Start `python -m module`, which finds our code wherever the caller is; options are those of Popen."""
+    """Start `python -m module` with this project on its path, in any working directory. `options` are for Popen."""
     env = with_our_path(options.pop("env", os.environ))
-    # -P keeps a `components` folder in the caller's working directory from being taken for ours.
+    # Without -P, a folder `components` in the working directory would be imported instead of ours.
     return subprocess.Popen([sys.executable, "-P", "-m", module, *arguments], env=env, text=True, **options)

@@ -11,10 +11,10 @@ from training.options.model_options import ModelOptions
 
 
 def check_reward_model(path: str, option: str, policy: ModelOptions) -> None:
-    """See that the reward model that an option names can be there, has one label, and reads the policy's tokens.
+    """Check that the reward model that an option names exists, has one label, and has the vocabulary of the policy.
 
     Raises:
-        ValueError: it cannot, or does not; the message says what to set.
+        ValueError: a check fails. The message says what to set.
     """
     from components.data.text import load_tokenizer, same_vocabulary
 
@@ -35,17 +35,17 @@ def check_reward_model(path: str, option: str, policy: ModelOptions) -> None:
 
 
 def check_reader(path: str, option: str, policy: ModelOptions) -> None:
-    """Check that a model that an option names can be there, and has an embedding for each token of the policy.
+    """Check that the model that an option names exists and has an embedding for each token of the policy.
 
     Raises:
-        ValueError: it cannot, or has not; the message says what to set.
+        ValueError: a check fails. The message says what to set.
     """
     check_model(path, option)
     if is_made(path) or is_made(policy.path):
         return
     rows = getattr(find_model(path).get_text_config(), "vocab_size", sys.maxsize)
     policy_rows = getattr(find_model(policy.path).get_text_config(), "vocab_size", sys.maxsize)
-    # Rows beyond the tokenizer's fill an embedding up, and no policy learns to draw them.
+    # Embedding rows beyond the tokenizer are padding. The policy does not learn to sample them, so they need no match.
     tokens = min(len(policy.tokenizer()), policy_rows)
     if tokens > rows:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Number of rows of a data source, where it is found quickly, before anything starts."""
+"""Number of rows of a data source before a run starts, if it can be determined quickly."""
 
 from __future__ import annotations
 

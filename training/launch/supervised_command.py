@@ -1,4 +1,4 @@
-"""The command line of a recipe that trains one model on data that is there, and the job that it runs."""
+"""The command line of a recipe that trains one model on a fixed dataset, and its job."""
 
 from __future__ import annotations
 
@@ -33,21 +33,22 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound=SupervisedOptions)
 
 FEW_BYTES = 32 * 2**20
-"""Files of data up to this size are compared with those of a checkpoint before the start, changed options or not."""
+"""Maximum size of data files that are compared with those of a checkpoint before each start. Larger ones are compared
+only if an option of the data has changed."""
 FIRST_ROWS = 100
-"""Rows of a task that are drawn before anything starts."""
+"""Number of rows of a generated task that are drawn before anything starts."""
 ENCODED_ROWS = 1_000
 """Maximum number of rows of each source that are tokenized before anything starts."""
 
 
 def supervised_job(config: SupervisedOptions, *, trainer: str, model: str, role: str = Role.ACTOR) -> JobBuilder:
-    """What runs where; further roles may be added before `build()`.
+    """Return the builder of a job that trains one model. Further roles may be added before `build()`.
 
     Args:
-        config: the options, with everything filled in.
-        trainer: its class, as `package.module:Class`.
-        model: the class of the ranks that train the model.
-        role: of these.
+        config: resolved options.
+        trainer: class of the trainer, as `package.module:Class`.
+        model: class of the ranks that train the model.
+        role: role of these ranks.
     """
     builder = JobBuilder().config(config)
     builder.recovery(config.max_restarts, config.stall_timeout, STOP_GRACE_S, config.placement_timeout)
@@ -59,20 +60,20 @@ def supervised_job(config: SupervisedOptions, *, trainer: str, model: str, role:
 
 
 class SupervisedCommand(Command[C]):
-    """See `Command`."""
+    """The command of a recipe that trains one model on a fixed dataset."""
 
-    def plan(self, asked: C, line: CommandLine[C]) -> Plan:
+    def plan(self, requested: C, line: CommandLine[C]) -> Plan:
         """See `Command.plan`."""
-        config = asked.resolved(detect_devices())
+        config = requested.resolved(detect_devices())
         job = self.build_job(config)
         size, engine = model_size(config.model.path), config.engine(1)
-        role = next(name for name, own in job.roles.items() if own.kind == "train")
+        role = next(name for name, job_role in job.roles.items() if job_role.kind == "train")
         use = ModelUse(
             role=role,
             path=config.model.path,
             config=engine,
             sequences=config.GROUP_SIZE * config.train.batch_size,
-            # A reward model has a head of its own.
+            # A reward model has a scalar head instead of an output layer over the vocabulary.
             has_head=role != Role.REWARD,
         )
         data = config.data
@@ -85,11 +86,11 @@ class SupervisedCommand(Command[C]):
             longest=min(data.max_tokens, (size and size.positions) or data.max_tokens),
             steps=steps_text(lambda count: arithmetic(config, count), data.path, data.max_samples, data.probs),
             choices=[f"{engine.engine} zero_stage={engine.stage} {engine.precision}"],
-            notes=config.notes(line.named) + attention_notes(asked.model.attn_implementation),
+            notes=config.notes(line.named) + attention_notes(requested.model.attn_implementation),
         )
 
     def check(self, plan: Plan) -> None:
-        """See that models and data can be there."""
+        """Check models and data."""
         for option, path in plan.config.models.items():
             if option not in plan.absent:
                 check_model(path, option)
@@ -104,13 +105,13 @@ class SupervisedCommand(Command[C]):
         return config.models
 
     def check_held_out(self, config: C, rows: list[tuple[Source, Rows]]) -> None:
-        """Check that the held-out examples leave some to train on.
+        """Check that examples to train on remain besides the held-out ones.
 
         Raises:
-            ConfigError: they do not.
+            ConfigError: all examples are held out.
         """
         held = 0 if config.evaluation.path else config.evaluation.held_out
-        # A generator draws as many as are wanted.
+        # A generated task has as many examples as are requested, so its rows here are no limit.
         has_drawn = any(is_drawn(source.name) for source, _ in rows)
         most = config.data.max_samples
         count = sum(len(part) for source, part in rows if source.option == "data.path")
@@ -123,19 +124,15 @@ class SupervisedCommand(Command[C]):
             )
 
     def check_data(self, config: C, rows: list[tuple[Source, Rows]], absent: Collection[str] = ()) -> None:
-        """Check that the model knows the tokens of each part of the data.
+        """Check that the model can read each part of the data.
 
         Args:
-            config: of the run.
-            rows: of each part of the data.
-            absent: options whose models this machine lacks; a plan is made without them.
-
-        Args:
-            config: of the run.
-            absent: options whose models this machine lacks; a plan is made without them.
+            config: options of the run.
+            rows: rows of each part of the data.
+            absent: options whose models are missing on this machine. They are not checked.
 
         Raises:
-            ValueError: they do not, or it does not.
+            ValueError: a tokenizer or an example does not fit the model.
         """
         for option, path in config.models.items():
             if option in absent or is_made(path):
@@ -159,11 +156,11 @@ class SupervisedCommand(Command[C]):
         """Read the rows of each part of the data, or a few of a generated task, before anything starts.
 
         Args:
-            config: of the run.
-            notes: gets how many rows max_samples leaves out.
+            config: options of the run.
+            notes: list that the number of rows left out by max_samples is appended to.
 
         Raises:
-            ValueError: a part cannot be read; the message begins with its option.
+            ValueError: a part cannot be read. The message begins with its option.
         """
         parts: list[tuple[Source, Rows]] = []
         limits = {"data.path": config.data.max_samples, "evaluation.path": config.evaluation.max_samples}
@@ -196,7 +193,7 @@ class SupervisedCommand(Command[C]):
         if not config.model.config_overrides:
             check_trained_model(continued, config.model.path, "model.path", config.train.lora_rank)
         if not _are_few(config) and not continued.has_changed("data.", "evaluation.", "model."):
-            return  # the trainer compares them, without a second pass over all of them here
+            return  # the trainer compares them later; a pass over all of them here would delay the start
         from training.run.epochs import Epochs
 
         with TemporaryDirectory() as scratch:
@@ -208,15 +205,15 @@ class SupervisedCommand(Command[C]):
 
     @abstractmethod
     def training_data(self, config: C, scratch: str) -> TrainingData:
-        """The examples as the trainer reads them.
+        """Return the tokenized examples, as for the trainer.
 
         Args:
-            config: the options, with everything filled in.
-            scratch: an empty folder, for a model that has to be made.
+            config: resolved options.
+            scratch: empty folder for a model that has to be created.
         """
 
     def ready(self, config: C) -> C:
-        """With the paths of demonstration models, which are made where they are not there yet."""
+        """See `Command.ready`. Models of the demonstration are created if they do not exist."""
         config = self.with_models(config)
         if "model.path" not in config.models:
             if config.model.config_overrides or config.model.tokenizer_path:
@@ -228,7 +225,7 @@ class SupervisedCommand(Command[C]):
         return replace(config, model=config.model.prepared(Path(config.run_dir)))
 
     def with_models(self, config: C) -> C:
-        """The same, without a folder of the run."""
+        """Replace the names of demonstration models by their paths. Creates no folder in the run folder."""
         for option, path in config.models.items():
             group, _, name = option.partition(".")
             config = replace(config, **{group: replace(getattr(config, group), **{name: resolve_model(path)})})
@@ -236,13 +233,13 @@ class SupervisedCommand(Command[C]):
 
 
 def _are_few(config: SupervisedOptions) -> bool:
-    """True where the examples are generated, or in files that are read in a second or two."""
+    """Return True if the examples are generated, or in files that are read in a second or two."""
     files = [Path(source.name) for source in config.sources if not is_drawn(source.name)]
     return all(file.is_file() for file in files) and sum(file.stat().st_size for file in files) <= FEW_BYTES
 
 
 def arithmetic(config: SupervisedOptions, count: int) -> str:
-    """The optimizer steps of so many examples, in a sentence."""
+    """Describe the number of optimizer steps for `count` examples."""
     rows, train, evaluation = config.EXAMPLES, config.train, config.evaluation
     held = 0 if evaluation.path else evaluation.held_out
     if count <= held:
@@ -256,7 +253,7 @@ def arithmetic(config: SupervisedOptions, count: int) -> str:
 
 @contextmanager
 def naming(option: str, value: str) -> Iterator[None]:
-    """Let errors begin with the option that they are about."""
+    """Prefix ValueErrors of the block with the option that they are about."""
     try:
         yield
     except ValueError as error:

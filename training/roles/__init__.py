@@ -1,1 +1,1 @@
-"""Base classes of the roles. A recipe subclasses them and says its loss; any method may be overridden."""
+"""Base classes of the roles. A recipe subclasses them and defines its loss. Any method may be overridden."""

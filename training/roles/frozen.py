@@ -1,4 +1,4 @@
-"""What every role of a model that is not trained does."""
+"""Base classes of the roles of models that are not trained."""
 
 from components.models.device import is_engine_dead
 from components.train.process_group import init_process_group
@@ -6,22 +6,23 @@ from core import BaseWorkload
 
 
 class FrozenWorker(BaseWorkload):
-    """One instance of a model."""
+    """One instance of a frozen model."""
 
     def is_fatal(self, error: Exception) -> bool:
-        """See `BaseWorkload.is_fatal`: a new instance takes the place of one that is dead or out of memory."""
+        """Return True for a dead engine or one that is out of memory. A new instance replaces it."""
         return is_engine_dead(error)
 
 
 class FrozenRank(BaseWorkload):
-    """Before the class of an instance: one rank of a model that is sharded over them. They compute together, so no
-    method in which they do is idempotent.
+    """One rank of a frozen model that is sharded over several ranks. List it before the class of an instance.
+
+    The ranks run collective operations, so methods that compute are not idempotent.
     """
 
     def setup(self) -> None:
-        """Meet the other ranks before any library can make a process group of its own."""
+        """Initialize the process group of the ranks before a library creates another one."""
         self.setup_process_group(init_process_group)
 
     def is_fatal(self, error: Exception) -> bool:  # noqa: ARG002 - as of a workload
-        """See `BaseWorkload.is_fatal`: all ranks would start again, and meet the same error."""
+        """Return False: a restart of all ranks would raise the same error again."""
         return False

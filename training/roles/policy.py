@@ -1,4 +1,4 @@
-"""The policy that is trained."""
+"""Roles that train the policy and publish its weights."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -26,19 +26,19 @@ from training.roles.trained_model import Prepare, TrainedModel, of_rank0, policy
 C = TypeVar("C", bound=RLOptions)
 
 PROBED_SHARE = 1 / 128
-"""Share of a step's responses that `step_kl` is measured on. Two passes over them take 10 ms of the 440 ms that a step
-of the demonstration takes on one core; of a large model they are 0.5 % of the training passes."""
+"""Share of a step's responses that `step_kl` is measured on. Two forward passes over them take 10 ms of a 440 ms
+step of the demonstration on one core. For a large model they take 0.5 % of the time of the training passes."""
 LEAST_PROBED, MOST_PROBED = 4, 64
-"""Bounds of their number."""
+"""Minimum and maximum number of responses that `step_kl` is measured on."""
 
 
 class TrainedPolicy(TrainedModel):
-    """One rank of the policy, whose weights go to rollout engines."""
+    """One rank of the policy. Its weights are published to the rollout engines."""
 
     carrier: FolderCarrier | None = None
-    """Carries the weights to the engines, once the policy is loaded."""
+    """Transport of the weights to the engines, or None until the policy is loaded."""
     probe: Any = None
-    """Computes what engines check themselves with; None: they check nothing."""
+    """Measures the reference values that engines check themselves against, or None if they run no checks."""
 
     def train(
         self,
@@ -48,15 +48,18 @@ class TrainedPolicy(TrainedModel):
         loss: LossFunction,
         prepare: Prepare | None = None,
     ) -> dict[str, float]:
-        """See `TrainedModel.train`. Where there is one optimizer step, `approx_kl` is 0 whatever that does, so
-        `step_kl` measures it: the KL of the policy after it from the policy before, on a sample of the responses.
+        """Run one optimizer step per mini-batch; see `TrainedModel.train`.
+
+        If there is a single optimizer step, `approx_kl` is always 0. `step_kl` is then added to the metrics: the KL
+        divergence between the policy before and after the step, in nats, on a sample of the responses.
         """
         parts = list(minibatches)
         if len(parts) != 1:
             return super().train(experience, step, parts, loss, prepare)
         sample = self._probed(experience)
         logprobs = partial(policy_logprobs, temperature=self.config.rollout.temperature)
-        # Old log-probs of the batch may come from another pass, which in bfloat16 rounds otherwise.
+        # The old log-probs of the batch may come from a pass with other micro-batches, which rounds differently in
+        # bfloat16. The difference would be counted as KL.
         before_N = self.engine.forward(sample, logprobs)
         metrics = super().train(experience, step, parts, loss, prepare)
         kl_N = kl_estimate(before_N, self.engine.forward(sample, logprobs), sample["action_mask"], "k3")
@@ -65,35 +68,43 @@ class TrainedPolicy(TrainedModel):
         return metrics | {"step_kl": float(sums[0] / sums[1].clamp(min=1))}
 
     def _probed(self, experience: Batch) -> Batch:
-        """Select this rank's part of the responses that `step_kl` is measured on, at equal distances."""
+        """Select this rank's share of the responses that `step_kl` is measured on, evenly spaced over the batch."""
         count = min(max(int(len(experience) * PROBED_SHARE), LEAST_PROBED), MOST_PROBED)
-        # Each rank needs one, as passes over a partitioned model are collective.
+        # Passes over a partitioned model are collective: a rank without a response would hang the others.
         count = max(min(count, len(experience)), self.engine.world_size)
         chosen_B = torch.arange(count) * len(experience) // count
         return experience.select(chosen_B[self.engine.rank :: self.engine.world_size])
 
     def open_policy(self, model_path: str, steps: int) -> None:
-        """Load the model and put it under the training engine; `steps` set the length of its schedule. The carrier
-        that `rollout.weight_sync` names brings weights to the rollout engines, which may be on other machines.
+        """Load the model into the training engine, and open the carrier that `rollout.weight_sync` names.
+
+        Args:
+            model_path: path of the model.
+            steps: number of training steps, which is the length of the learning-rate schedule.
         """
-        own = self.config
-        self.engine = open_engine(policy_to_train(model_path, own), own.train_engine(steps))
+        config = self.config
+        self.engine = open_engine(policy_to_train(model_path, config), config.train_engine(steps))
         setting = CarrierSetting(
             rank=self.rank,
             device=self.engine.device,
             shared_dir=self.shared_dir,
-            fallback_dir=Path(own.run_dir, "weights"),
-            readers=own.placement.rollout_engines * own.rollout.tensor_parallel,
-            serve=own.placement.nodes > 1,
+            fallback_dir=Path(config.run_dir, "weights"),
+            readers=config.placement.rollout_engines * config.rollout.tensor_parallel,
+            serve=config.placement.nodes > 1,
         )
-        self.carrier = carrier_class(own.rollout.weight_sync)(setting)
-        kind = find("engine probe", own.rollout.engine) if own.rollout.check_engine_every else None
+        self.carrier = carrier_class(config.rollout.weight_sync)(setting)
+        kind = find("engine probe", config.rollout.engine) if config.rollout.check_engine_every else None
         self.probe = None if kind is None else kind(self.engine)
 
     @rpc(remote_call.publish_weights)
     def publish_weights(self, version: int) -> WeightHandle | None:
-        """Rank 0 writes what all ranks gather, in the type of the engines' weights, and returns where. Of a model with
-        adapters these alone, where the engines hold them.
+        """Publish the weights for the rollout engines, in the dtype of the engines' weights.
+
+        All ranks gather the parameters and rank 0 writes them. If the engines hold the adapters of the model, only the
+        adapters are published.
+
+        Returns:
+            The handle of the published version on rank 0, None on the others.
         """
         assert self.carrier is not None
         sampling = self.config.rollout_engine()
@@ -105,43 +116,44 @@ class TrainedPolicy(TrainedModel):
             gathered = self.engine.gathered_adapters
         parameters = ((name, tensor.detach().to(dtype)) for name, tensor in gathered())
         verify = self.config.rollout.verify_weight_sync
-        # An engine that is replaced later checks itself with this version too.
+        # Measured with each version, because an engine that is replaced later checks itself against this version.
         probe = None if self.probe is None else self.probe.measure()
         handle = self.carrier.publish(version, parameters, with_digests=verify, adapter_scale=scale)
         return handle and replace(handle, probe=probe)
 
     @rpc(remote_call.end_job)
     def end(self) -> None:
-        """Unlink the published weights."""
+        """Remove the published weights at the end of the job."""
         if self.carrier is not None:
             self.carrier.close()
 
 
 class PolicyWorker(TrainedPolicy, Generic[C]):
-    """One rank of the policy. A recipe's subclass declares its options, and its `loss`."""
+    """One rank of the policy. The subclass of a recipe declares the type of its options and defines `loss`."""
 
     config: C
 
     @trainer_invocation(blocking=False)
     def load(self, model_path: str, steps: int) -> None:
-        """Load the model and put it under the training engine; `steps` set the length of its schedule."""
+        """Load the model into the training engine. `steps` is the length of the learning-rate schedule."""
         self.open_policy(model_path, steps)
 
     @trainer_invocation(blocking=False, post_func=Batch.concat)
     def logprobs(self, tokens: Batch, temperature: float) -> Batch:
-        """`logprob` per token, in nats; the batch is split over the ranks."""
+        """Return the column `logprob` [N], in nats, of the policy. The batch is split over the ranks."""
         logprob_N = self.engine.forward(tokens, partial(policy_logprobs, temperature=temperature))
         return Batch(tokens.lengths, {"logprob": logprob_N})
 
     @trainer_invocation(blocking=False, post_func=Batch.concat)
     def reference_logprobs(self, tokens: Batch) -> Batch:
-        """`reference_logprob` per token, in nats, at the sampling temperature: of the policy with its adapters off,
-        which is what it was at the start.
+        """Return the column `reference_logprob` [N], in nats, at the sampling temperature.
+
+        It is computed by the policy with its adapters disabled, which equals the policy before training.
         """
         compute = partial(policy_logprobs, temperature=self.config.rollout.temperature)
         return Batch(tokens.lengths, {"reference_logprob": self.engine.forward(tokens, compute, adapters=False)})
 
     @trainer_invocation(post_func=of_rank0)
     def update(self, experience: Batch, step: int) -> dict[str, float]:
-        """Train on all of a step's responses; send them with `replicate`. Returns metrics, the same on every rank."""
+        """Train on all responses of a step. Send them with `replicate`. The metrics are the same on every rank."""
         return self.train_epochs(experience, step, self.loss)

@@ -1,4 +1,7 @@
-"""PPO's loss of one micro-batch, for algorithms that differ in their advantages alone. `N` tokens of a micro-batch."""
+"""PPO loss of one micro-batch, shared by algorithms that differ only in their advantages.
+
+N: tokens of a micro-batch.
+"""
 
 from torch import nn
 
@@ -19,25 +22,27 @@ def clipped_policy_loss(
     aggregation: Aggregation = "token-mean",
     longest: int | None = None,
 ) -> LossOutput:
-    """The clipped surrogate over the tokens that the policy wrote, weighed by `correction` where there is one.
+    """Return the clipped surrogate loss over the tokens that the policy generated.
+
+    With `algorithm.correction`, each token is weighted by the column `correction`.
 
     Args:
         model: the policy.
-        micro: with `advantage`, `rollout_logprob`, and what `old_logprobs` reads.
-        totals: of the whole optimizer step, by which the loss is normalised.
-        config: of the run: clip range, correction, temperature.
-        aggregation: how tokens are weighed.
-        longest: tokens of a response at most, for seq-mean-token-sum-norm.
+        micro: a micro-batch with `advantage`, `rollout_logprob`, and the columns that `old_logprobs` reads.
+        totals: totals of the whole optimizer step, which normalise the loss.
+        config: options of the run: clip range, correction, temperature.
+        aggregation: weighting of the tokens.
+        longest: maximum number of tokens of a response, for seq-mean-token-sum-norm.
 
     Source: Schulman et al. 2017 (arXiv 1707.06347).
     """
-    own = config.algorithm
+    algorithm = config.algorithm
     mask_N = micro["action_mask"]
     output = token_logprobs(model, micro, config.rollout.temperature, with_entropy=True)
     assert output.entropy_N is not None
     columns = (output.logprob_N, old_logprobs(micro, output.logprob_N), micro["advantage"], mask_N)
-    tokens = ppo_loss(*columns, clip_low=own.clip_low, clip_high=own.clip_high)
-    weight_N = micro["correction"] if own.correction != "none" else None
+    tokens = ppo_loss(*columns, clip_low=algorithm.clip_low, clip_high=algorithm.clip_high)
+    weight_N = micro["correction"] if algorithm.correction != "none" else None
     policy = reduce_loss(tokens, mask_N, micro.lengths, totals, aggregation, longest, weight_N)
     gap_N = (output.logprob_N.detach() - micro["rollout_logprob"]).abs()
     metrics = {

@@ -1,4 +1,4 @@
-"""The reference model: the frozen policy that the KL is measured to."""
+"""Roles of the reference model: the frozen policy that the KL penalty is computed against."""
 
 from functools import partial
 
@@ -17,33 +17,40 @@ class ReferenceWorker(FrozenWorker):
 
     @trainer_invocation(blocking=False, idempotent=True, replay="last")
     def load(self, model_path: str) -> None:
-        """Load; nothing of it is ever trained. What was loaded before is let go of first."""
+        """Load the model, which is never trained. A model that was loaded earlier is freed first."""
+        # Without this, both models would be in memory while the new one loads.
         if hasattr(self, "engine"):
             del self.engine
         self.engine = open_frozen_policy(model_path, self.config.frozen_engine, self.config.model.attn_implementation)
 
     @trainer_invocation(blocking=False, idempotent=True, post_func=Batch.concat)
     def logprobs(self, tokens: Batch) -> Batch:
-        """`reference_logprob` per token, in nats, at the sampling temperature; split over the instances."""
+        """Return the column `reference_logprob` [N], in nats, at the sampling temperature."""
         compute = partial(policy_logprobs, temperature=self.config.rollout.temperature)
         return Batch(tokens.lengths, {"reference_logprob": self.engine.forward(tokens, compute)})
 
     @trainer_invocation(idempotent=True)
     def follow(self, policy: str, share: float, target: str) -> None:
-        """Move towards the policy in a folder, by this share of the way; the first writes what comes of it."""
+        """Interpolate the weights towards those of a policy; the first instance saves the result.
+
+        Args:
+            policy: folder of the policy.
+            share: weight of the policy in the result, from 0 to 1.
+            target: folder that the result is saved to.
+        """
         self.engine.mix(policy, share)
         self.engine.save_hf(target, writes=self.rank == 0)
 
 
 class ReferenceRank(FrozenRank, ReferenceWorker):
-    """One rank of a reference model that is sharded over them; they compute together."""
+    """One rank of a reference model that is sharded over several ranks."""
 
     @trainer_invocation(blocking=False, post_func=Batch.concat)
     def logprobs(self, tokens: Batch) -> Batch:
-        """See `ReferenceWorker.logprobs`; every rank has a part."""
+        """See `ReferenceWorker.logprobs`. Each rank gets a slice of the batch."""
         return super().logprobs(tokens)
 
     @trainer_invocation
     def follow(self, policy: str, share: float, target: str) -> None:
-        """See `ReferenceWorker.follow`; every rank moves what it keeps."""
+        """See `ReferenceWorker.follow`. Each rank updates its shards."""
         super().follow(policy, share, target)

@@ -1,4 +1,4 @@
-"""The engine that samples from the policy."""
+"""Roles that sample from the policy with a rollout engine."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _log = logging.getLogger(__name__)
 
 
 class SamplingWorker(BaseWorkload):
-    """What every role that samples does with its engine."""
+    """Base class of the roles that sample. It manages the engine, its weights and its memory."""
 
     sampler: Sampler
-    """A rollout engine; with an agent, or with responses that stay in flight, the runner of episodes."""
+    """A rollout engine. With an agent or partial rollouts, the runner of episodes around it."""
     received: WeightHandle | None = None
-    """The version that came last; None: the weights are as they were loaded."""
+    """Handle of the newest weights received, or None if the engine still has the weights it loaded."""
 
     def open_sampler(self, model_path: str) -> None:
-        """Load the policy as it is at the start into an engine."""
+        """Load the initial policy into an engine."""
         config = self.config
         if config.agent.func_path is None and not config.asynchronous.partial_rollout:
             engine = open_rollout_engine(model_path, config.rollout_engine())
@@ -41,89 +41,93 @@ class SamplingWorker(BaseWorkload):
 
     @rpc(remote_call.receive_weights, idempotent=True, replay="last")
     def receive_weights(self, handle: WeightHandle) -> dict[str, float]:
-        """Sample from newer weights from here on. An engine that sleeps wakes as far as they need. Returns what memory
-        of a GPU the engine has taken.
+        """Load newer weights into the engine. A sleeping engine allocates the memory of its weights first.
+
+        Returns:
+            Metrics of the GPU memory that the engine has allocated.
         """
         self.sampler.wake(for_weights=True)
-        is_here = self.sampler.weight_version == handle.version and self.sampler.has_weights
-        parts = 1 if is_here else self.config.rollout.tensor_parallel
-        with nearby(handle, self.shared_dir / f"arriving-{self.rank}", readers=parts) as here:
-            self.sampler.receive(here, verify=self.config.rollout.verify_weight_sync)
+        has_version = self.sampler.weight_version == handle.version and self.sampler.has_weights
+        parts = 1 if has_version else self.config.rollout.tensor_parallel
+        with nearby(handle, self.shared_dir / f"arriving-{self.rank}", readers=parts) as local_handle:
+            self.sampler.receive(local_handle, verify=self.config.rollout.verify_weight_sync)
         self.received = handle
         return self.sampler.gpu_memory()
 
     @rpc(idempotent=True)
     def sleep_engine(self) -> int:
-        """Free the accelerator until `wake_engine`; returns how many bytes.
+        """Free the accelerator memory until `wake_engine`. Return the number of bytes freed.
 
-        Weights that were published are dropped, not kept by every engine: they come again with the next version, or,
-        where none follows, from the last. What adapters are added to comes with none.
+        Published weights are dropped, because the engine can read them again: from the next version, or from the last
+        one if there is no newer version. Base weights under adapters are kept, because they are never published.
         """
         comes_again = self.received is not None and not self.received.adapter_scale
         return self.sampler.sleep(2 if comes_again else 1)
 
     @rpc(idempotent=True)
     def wake_engine(self) -> None:
-        """Be ready to generate."""
+        """Allocate the memory again and load the last weights if they were dropped, so that generation can start."""
         if self.received is not None and not self.sampler.has_weights:
             self.receive_weights(self.received)
         self.sampler.wake()
 
     @rpc(idempotent=True)
     def begin(self, prompts: list[Batch | None], sampling: SamplingConfig) -> list[None]:
-        """Begin responses that `collect` brings once they are whole groups; the list has an item for every engine."""
+        """Start responses that `collect` returns in complete groups. `prompts` has one item per engine."""
         sampler = cast("GroupSampler", self.sampler)
-        return [None if mine is None else sampler.begin(mine, sampling) for mine in prompts]
+        return [None if batch is None else sampler.begin(batch, sampling) for batch in prompts]
 
     @rpc(idempotent=True)
     def collect(self, seconds: float) -> Collected:
-        """Continue what has begun, until a group has finished or the time is over."""
+        """Continue the started responses until a group is complete or `seconds` have passed."""
         return cast("GroupSampler", self.sampler).collect(seconds)
 
     @rpc(remote_call.end_job, idempotent=True)
     def end(self) -> None:
-        """End the processes that the engine may have."""
+        """Stop the engine and its processes."""
         self.sampler.close()
 
 
 class RolloutWorker(SamplingWorker):
-    """One engine."""
+    """One rollout engine of the policy."""
 
     config: RLOptions
 
     @trainer_invocation(blocking=False, idempotent=True, replay="last")
     def load(self, model_path: str) -> None:
-        """Load the policy as it is at the start."""
+        """Load the initial policy."""
         self.open_sampler(model_path)
 
     @trainer_invocation(idempotent=True, post_func=Batch.concat)
     def generate(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
-        """One response per prompt, or one episode; the prompts are split over the engines.
+        """Generate one response or one episode per prompt. The prompts are split over the engines.
 
         Returns:
-            tokens, action_mask and rollout_logprob per token; prompt_length, truncated, weight_version per response.
+            A batch with tokens, action_mask and rollout_logprob [N] per token, and prompt_length, truncated and
+            weight_version [B] per response.
         """
         return self.sampler.generate(prompts, sampling)
 
     @rpc(remote_call.receive_sent, idempotent=True)
     def receive_sent(self, version: int) -> None:
-        """Take the weights that the ranks send while they gather them, where they do. What fails here is made good by
-        `receive_weights`, which follows.
+        """Receive the weights while the ranks gather them, if the carrier supports it.
+
+        A failure is only logged: `receive_weights` is called next, and reads the same version as it was published.
         """
-        own = self.config.rollout
+        rollout = self.config.rollout
         route = None if self.received is None else self.received.route
-        reader = 1 + self.rank * own.tensor_parallel
-        handle = carrier_class(own.weight_sync).announced(version, self.shared_dir, route, reader)
+        reader = 1 + self.rank * rollout.tensor_parallel
+        handle = carrier_class(rollout.weight_sync).announced(version, self.shared_dir, route, reader)
         if handle is None:
             return
         self.sampler.wake(for_weights=True)
         try:
-            self.sampler.receive(handle, verify=own.verify_weight_sync)
-        except Exception as error:  # vLLM gives what its processes raise no type of their own
+            self.sampler.receive(handle, verify=rollout.verify_weight_sync)
+        except Exception as error:  # vLLM raises errors of its processes as plain Exception
             if is_engine_dead(error):
                 raise
             _log.warning("the engine reads version %d of the weights as they were published: %r", version, error)
 
     def is_fatal(self, error: Exception) -> bool:
-        """See `BaseWorkload.is_fatal`: a new engine takes the place of one that is dead or out of memory."""
+        """Return True for a dead engine or one that is out of memory. A new engine replaces it."""
         return is_engine_dead(error)

@@ -1,4 +1,4 @@
-"""The model of a supervised recipe."""
+"""Role of the model that a supervised recipe trains."""
 
 from typing import Generic, TypeVar
 
@@ -14,20 +14,20 @@ C = TypeVar("C", bound=SupervisedOptions)
 
 
 class SupervisedModel(TrainedModel, Generic[C]):
-    """One rank of the model. A recipe's subclass declares its options, its `loss`, and what it evaluates."""
+    """One rank of the model. The subclass of a recipe declares its options, its `loss` and its evaluation."""
 
     config: C
 
     def load_model(self, path: str) -> nn.Module:
-        """The model to train, whose weights the engine reads; here a causal one."""
+        """Return the model to train, without weights: the engine loads them. The default is a causal language model."""
         return policy_to_train(path, self.config)
 
     @trainer_invocation
     def load(self, model_path: str, steps: int) -> None:
-        """Load the model and put it under the training engine; `steps` set the length of its schedule."""
+        """Load the model into the training engine. `steps` is the length of the learning-rate schedule."""
         self.engine = open_engine(self.load_model(model_path), self.config.engine(steps))
 
     @trainer_invocation(post_func=of_rank0)
     def train_step(self, minibatch: Batch) -> dict[str, float]:
-        """One optimizer step, of which every rank takes its share; send the mini-batch with `replicate`."""
+        """Run one optimizer step, split over the ranks. Send the mini-batch with `replicate`."""
         return self.engine.train_step(minibatch, self.loss, group_size=self.config.GROUP_SIZE)

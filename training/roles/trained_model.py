@@ -1,4 +1,4 @@
-"""What every role that trains a model does."""
+"""Base class of the roles that train a model."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -15,17 +15,17 @@ from core import BaseWorkload, rpc, trainer_invocation
 from training.roles.updates import keep_failed, over_updates
 
 COLLECTIVE_S = 86400.0
-"""Seconds that a collective waits for a rank."""
+"""Timeout of collective operations, in seconds."""
 Prepare = Callable[[Batch, int], Batch]
 
 
 def of_rank0(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Of metrics that are the same on every rank those of the first."""
+    """Return the metrics of rank 0. They are the same on every rank."""
     return metrics[0]
 
 
 def policy_to_train(path: str, config: Any) -> nn.Module:
-    """The causal model at `path` as the options `model` and `train` want it; the engine around it reads its weights."""
+    """Return the causal model at `path` with the options `model` and `train`. The engine loads its weights."""
     train = config.train
     attention, checkpointing = config.model.attn_implementation, train.gradient_checkpointing
     return load_policy(
@@ -34,22 +34,23 @@ def policy_to_train(path: str, config: Any) -> nn.Module:
 
 
 class TrainedModel(BaseWorkload):
-    """One rank of a model that is trained. A subclass opens `self.engine` around its model, and declares its `loss`."""
+    """One rank of a model that is trained. A subclass opens `self.engine` around its model and defines `loss`."""
 
     engine: TrainEngine
 
     def setup(self) -> None:
-        """Meet the other ranks before any library can make a process group of its own."""
-        # Core ends who hangs. Who makes progress, as in writing a checkpoint, may keep the others waiting.
+        """Initialize the process group of the ranks before a library creates another one."""
+        # Core already ends workers that hang. A shorter timeout would end ranks that wait for a slow but healthy one,
+        # such as one that writes a checkpoint.
         self.setup_process_group(lambda: init_process_group(COLLECTIVE_S))
 
     def loss(self, model: nn.Module, micro: Batch, totals: Totals) -> LossOutput:
-        """Loss and metrics of one micro-batch, normalised over the whole optimizer step by `totals`."""
+        """Return loss and metrics of one micro-batch, normalised by `totals` of the whole optimizer step."""
         raise NotImplementedError(f"{type(self).__name__} has no loss; define loss(model, micro, totals)")
 
     @property
     def state_name(self) -> str:
-        """The folder of this role within `state/` of a checkpoint."""
+        """Name of this role's folder within `state/` of a checkpoint."""
         return self.role.lower()
 
     def train(
@@ -60,21 +61,21 @@ class TrainedModel(BaseWorkload):
         loss: LossFunction,
         prepare: Prepare | None = None,
     ) -> dict[str, float]:
-        """One optimizer step per mini-batch.
+        """Run one optimizer step per mini-batch.
 
         Args:
-            experience: all of the step's responses; every rank takes its share of each optimizer step, so the number of
-                ranks changes nothing.
-            step: its number, for messages.
-            minibatches: the indices of each.
+            experience: all responses of the training step. Each rank computes a share of each optimizer step, so the
+                result does not depend on the number of ranks.
+            step: number of the training step, for messages.
+            minibatches: indices of the responses of each mini-batch.
             loss: (model, micro-batch, totals) -> loss and metrics.
-            prepare: (mini-batch, its number from 0) -> the mini-batch, before it is cut into micro-batches.
+            prepare: (mini-batch, its index from 0) -> mini-batch, called before it is split into micro-batches.
 
         Returns:
-            Means over the optimizer steps, see `over_updates`.
+            Means of the metrics over the optimizer steps; see `over_updates`.
 
         Raises:
-            FloatingPointError: the loss or its gradient is not finite; the mini-batch is kept in the run folder.
+            FloatingPointError: the loss or its gradient is not finite. The mini-batch is saved in the run folder.
         """
         history = []
         for index, chosen_B in enumerate(minibatches):
@@ -82,9 +83,9 @@ class TrainedModel(BaseWorkload):
             if prepare is not None:
                 minibatch = prepare(minibatch, index)
             if index == 0 and "logprob" in minibatch:
-                # The policy is still the one of the old log-probs, so `old_logprobs` returns those of the pass that
-                # trains, and the ratio is exactly 1. An earlier pass may have other rows in its micro-batches, whose
-                # products round otherwise.
+                # The policy has not changed since the old log-probs were computed. Without the column, `old_logprobs`
+                # returns those of the training pass, and the ratio is exactly 1. The earlier pass may have had other
+                # rows in its micro-batches, so its matrix products round differently.
                 minibatch = minibatch.without("logprob")
             try:
                 history.append(self.engine.train_step(minibatch, loss))
@@ -96,7 +97,7 @@ class TrainedModel(BaseWorkload):
     def train_epochs(
         self, experience: Batch, step: int, loss: LossFunction, prepare: Prepare | None = None
     ) -> dict[str, float]:
-        """Train on all of a step's responses, in as many mini-batches and epochs as the options have; see `train`."""
+        """Train on all responses of a step, in the mini-batches and epochs that the options set; see `train`."""
         config = self.config
         count = len(experience)
         parts = config.optimizer_steps(count)
@@ -105,25 +106,25 @@ class TrainedModel(BaseWorkload):
 
     @rpc()
     def sleep_learner(self) -> int:
-        """Let what is trained wait in host memory until `wake_learner`; returns how many bytes of a GPU are freed."""
+        """Move the training state to host memory until `wake_learner`. Return the bytes of GPU memory freed."""
         return self.engine.sleep()
 
     @rpc()
     def wake_learner(self) -> None:
-        """Be ready for everything else."""
+        """Move the training state back to the device."""
         self.engine.wake()
 
     @trainer_invocation
     def save_state(self, folder: str) -> None:
-        """Write the training state into the `state` folder of a checkpoint; all ranks write a part."""
+        """Save the training state in the `state` folder of a checkpoint. Each rank writes its part."""
         self.engine.save_state(f"{folder}/{self.state_name}")
 
     @trainer_invocation(post_func=lambda notes: notes[0])
     def load_state(self, folder: str) -> list[str]:
-        """Resume exactly where `save_state` was called; what cannot be exact is returned in words."""
+        """Resume from a checkpoint. Return a list of notes about state that could not be restored exactly."""
         return self.engine.load_state(f"{folder}/{self.state_name}")
 
     @trainer_invocation
     def save(self, path: str) -> None:
-        """Write a folder that `from_pretrained` loads; rank 0 writes what all ranks gather."""
+        """Save the model in a folder that `from_pretrained` loads. All ranks gather the weights, and rank 0 writes."""
         self.engine.save_hf(path)

@@ -1,4 +1,4 @@
-"""Optimizer steps of a training step: their metrics, and a batch that could not be trained on."""
+"""Metrics over the optimizer steps of a training step, and the dump of a batch that failed to train."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ if TYPE_CHECKING:
     from components.batch import Batch
 
 FIRST = ("ratio_mean", "engine_gap")
-"""Metrics whose value in the first optimizer step of a batch is told apart."""
+"""Metrics that are also reported for the first optimizer step alone."""
 
 
 def over_updates(history: list[dict[str, float]]) -> dict[str, float]:
-    """Metrics of a step: means over its optimizer steps, and of the first one `first_ratio_mean`.
+    """Return the means over the optimizer steps, and `first_<name>` for the metrics in `FIRST`.
 
-    On the first the policy is the one that made the old log-probabilities, so the ratio is 1 there.
+    In the first optimizer step the policy equals the one that computed the old log-probabilities, so
+    `first_ratio_mean` is 1.
     """
     means = {name: sum(entry[name] for entry in history) / len(history) for name in history[0]}
     return means | {f"first_{name}": history[0][name] for name in FIRST if name in history[0]}
 
 
 def keep_failed(run_dir: str, step: int, role: str, minibatch: Batch, rank: int) -> str:
-    """Write a batch that could not be trained on to the run folder, once; says where."""
+    """Save a batch that failed to train in the run folder. Only rank 0 writes. Return a message with the path."""
     path = Path(run_dir) / "failed" / f"step_{step:06d}-{role.lower()}.parquet"
     if rank == 0:
         minibatch.save(path)

@@ -1,1 +1,1 @@
-"""A run in the trainer's process."""
+"""The part of a run that executes in the process of the trainer."""

@@ -1,17 +1,20 @@
-"""Whole checkpoints of a run: written aside, renamed when whole, and named by `latest`. Nothing here needs torch.
+"""Checkpoints of a run. Each is written to a hidden folder, renamed once it is complete, and then named by `latest`.
+
+This module does not import torch.
 
 <folder>/step_12/state/trainer.json   the trainer's own state, plain JSON
-<folder>/step_12/state/<role>/...     what the ranks of a role resume from
-<folder>/step_12/state/digests.json  of all files of the step, to find damage
+<folder>/step_12/state/<role>/...     training state of the ranks of a role
+<folder>/step_12/state/digests.json  digests of all files of the step, to detect damage
 <folder>/step_12/hf/                  a model that from_pretrained loads
 <folder>/latest                       the text "step_12"
 <folder>/best                         the text "step_9", where a run marks its best step
 
-Hidden names are of a write that is continuing, or whose process was killed; the next writer removes them:
+Hidden names belong to a write in progress, or to one whose process was killed. The next writer removes them:
 
 .step_12.partial   being written
 .step_12.gone      being removed
-.step_12.old       whole, from before a resume, while the new step_12 takes its place; without a step_12 it is put back
+.step_12.old       complete checkpoint from before a resume, until the new step_12 has replaced it. It is renamed back
+                   if there is no step_12
 """
 
 from __future__ import annotations
@@ -43,26 +46,27 @@ _ADVICE = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make it writable"),
     errno.EFBIG: "raise the limit for a file (ulimit -f)",
 }
-"""What to do about errors of the disk."""
+"""Remedy for each error number of the file system."""
 
 
 class CheckpointError(OSError):
-    """A checkpoint could not be written; what was there before is whole. The message is one line for the user."""
+    """Raised when a checkpoint cannot be written. Earlier ones stay intact. The message is one line for the user."""
 
 
 class Checkpoints:
-    """The step folders of one run: `<folder>/step_12/{state,hf}`, `latest`, `best`. One process writes.
+    """The checkpoints of one run: `<folder>/step_12/{state,hf}`, `latest`, `best`. Only one process may write.
 
-    Whenever this process dies, a reader sees a step whole or not at all, and `latest` and `best` name whole ones.
+    Writes are atomic: if the process dies at any point, a reader sees each step either complete or not at all, and
+    `latest` and `best` name complete steps.
 
     Args:
-        folder: where the steps lie; made when it is not there.
-        keep: how many of the newest steps stay, at least 1. The best stays beside them.
-        max_bytes: what all steps together may take; the latest and the best stay whatever they take.
-        least_bytes: size of a step, at least; 0: not known.
+        folder: folder of the steps. It is created if it does not exist.
+        keep: number of newest steps to keep, at least 1. The best step is kept in addition.
+        max_bytes: maximum size of all steps together. The latest and the best step are kept even if they exceed it.
+        least_bytes: lower limit for the size of a step in bytes, or 0 if it is not known.
 
     Raises:
-        ValueError: the folder cannot be made or written into.
+        ValueError: the folder cannot be created or written to.
     """
 
     def __init__(self, folder: str | Path, keep: int = 3, max_bytes: float = math.inf, least_bytes: int = 0) -> None:
@@ -73,7 +77,7 @@ class Checkpoints:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._sweep()
-            # Asking for permissions says nothing of a read-only or a full disk; making something does.
+            # Permission bits do not show a read-only or a full disk. Only an attempt to write does.
             probe = self.folder / ".probe.partial"
             probe.mkdir()
             probe.rmdir()
@@ -84,13 +88,13 @@ class Checkpoints:
             ) from error
 
     def try_write(self, write: Callable[[Path], object]) -> None:
-        """Write something into the folder of the steps as a checkpoint would, and remove it.
+        """Write a trial folder beside the steps, and remove it.
 
         Args:
-            write: fills the folder it is given, whose names are as long as those of a step.
+            write: fills the folder that it receives. Its path is as long as that of a step.
 
         Raises:
-            ValueError: the disk does not take it. Other errors of `write` pass through.
+            ValueError: the disk is full, read-only or not writable. Other errors of `write` are raised unchanged.
         """
         probe = self.folder / ".probe.partial"
         try:
@@ -105,26 +109,26 @@ class Checkpoints:
             shutil.rmtree(probe, ignore_errors=True)
 
     def save(self, step: int, state: Mapping[str, Any], write: Callable[[Path], object]) -> Path:
-        """Write one step whole, make it the latest, and remove what is over the limits.
+        """Write the checkpoint of a step, make it the latest, and remove steps beyond the limits.
 
-        A folder of the same step, from before a resume, is replaced. When the write fails, what it left is removed,
-        and `latest` and all whole steps are as before.
+        A folder of the same step from before a resume is replaced. If the write fails, its files are removed, and
+        `latest` and all complete steps stay as they were.
 
         Args:
-            step: the step that was finished last.
+            step: number of the last finished step.
             state: numbers, strings, lists and mappings for state/trainer.json; see `read_state`.
-            write: fills the folder it is given, which has an empty `state`: `state/<role>/...`, `hf/...`. It may call
-                the ranks of a role.
+            write: writes `state/<role>/...` and `hf/...` into the folder that it receives, which has an empty `state`.
+                It may call the ranks of a role.
 
         Returns:
-            The step's folder.
+            The folder of the step.
 
         Raises:
-            ValueError: the state holds what JSON cannot.
-            CheckpointError: the disk is full, read-only or not ours. Other errors of `write` pass through.
+            ValueError: the state holds a value that JSON cannot represent.
+            CheckpointError: the disk is full, read-only or not writable. Other errors of `write` are raised unchanged.
         """
         _check_json(state, "state")
-        # With NaN and Infinity where there are any, which Python reads again.
+        # NaN and Infinity are written as such: not standard JSON, but Python reads them back, and a loss may be NaN.
         text = json.dumps(dict(state)) + "\n"
         aside = self.folder / f".step_{step}.partial"
         try:
@@ -149,11 +153,11 @@ class Checkpoints:
         return folder
 
     def mark_best(self, step: int) -> None:
-        """Let `best` name this step; the one that was best before stays only within the limits.
+        """Mark a step as the best. The previous best step is removed if it is beyond the limits.
 
         Raises:
-            ValueError: the step was not saved.
-            CheckpointError: the name could not be written; the former best still is it.
+            ValueError: there is no checkpoint of the step.
+            CheckpointError: the file `best` could not be written. The previous best step stays marked.
         """
         name = f"step_{step}"
         if not (self.folder / name).is_dir():
@@ -170,18 +174,18 @@ class Checkpoints:
         self.prune()
 
     def latest(self) -> Path | None:
-        """Find the step folder that `latest` names; None when nothing was saved yet.
+        """Return the step folder that `latest` names, or None if there is no checkpoint yet.
 
         Raises:
-            ValueError: it names none.
+            ValueError: `latest` names a folder that does not exist.
         """
         return _named(self.folder, LATEST)
 
     def prune(self) -> None:
-        """Remove the oldest steps beyond the limits, never the latest nor the best.
+        """Remove the oldest steps beyond the limits, but never the latest or the best.
 
-        Steps above the latest are from before a resume from an older step: nothing leads on from them, so they
-        count as the oldest. What cannot be removed is said in a warning; the run continues.
+        Steps with a higher number than the latest are from before a resume from an older step. The run does not
+        continue from them, so they count as the oldest. A folder that cannot be removed causes only a warning.
         """
         latest = _read_name(self.folder, LATEST)
         safe = {latest, _read_name(self.folder, BEST)}
@@ -197,21 +201,22 @@ class Checkpoints:
                 size.pop(name, None)
 
     def _check_space(self) -> None:
-        """Raise the OSError of a full disk where a step cannot fit, before minutes are spent on writing most of it."""
+        """Raise the OSError of a full disk if a step cannot fit, before minutes are spent on writing a part of it."""
         latest = self.folder / (_read_name(self.folder, LATEST) or LATEST)
-        # The latest may hold batches that waited to be trained on, which the next one has not.
+        # Half, because the latest step may also hold queued batches, which the next one may not have.
         needed = self.least_bytes or (_bytes_of(latest) // 2 if latest.is_dir() else 0)
         if shutil.disk_usage(self.folder).free < needed:
             advice = "it takes {:.1f} MB at least; lower checkpoint.keep or checkpoint.max_gb"
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {advice.format(needed / 1e6)}")
 
     def _commit(self, aside: Path, name: str) -> Path:
-        """Give the whole folder its name and make it the latest; undone when one half fails."""
+        """Rename the complete folder and make it the latest. Both are undone if one of them fails."""
         target, old = self.folder / name, self.folder / f".{name}.old"
-        # All that takes room is on the disk before the first name changes.
+        # Written before the first rename, so that a full disk cannot stop the commit halfway.
         pointer = self._write_aside(LATEST, name)
         try:
-            # A folder cannot be renamed over a full one. Killed between these two, the old one is put back later.
+            # A folder cannot be renamed onto one that is not empty. If the process is killed between the two renames,
+            # `_put_back` restores the old folder.
             if target.exists():
                 target.rename(old)
             aside.rename(target)
@@ -242,7 +247,7 @@ class Checkpoints:
         return aside
 
     def _sweep(self) -> None:
-        """Clear away what a write left that did not come to its end."""
+        """Remove the files of writes that did not finish, and restore steps that were being replaced."""
         for path in sorted(self.folder.iterdir()):
             if not _LEFTOVER.fullmatch(path.name):
                 continue
@@ -259,57 +264,58 @@ class Checkpoints:
 
 
 def find_checkpoint(resume: str, folder: str | Path, run_id: str | None = None) -> Path | None:
-    """Find the step folder to resume from.
+    """Return the step folder to resume from, or None.
 
     Args:
-        resume: "none": None. "auto": the latest in `folder`, or None when there is none. Else a path: a step folder,
-            a folder with `latest`, or a run's folder with `checkpoints/latest`. Where the latest is damaged, the newest
-            whole one before it is taken, with a warning; a step folder that is named is taken whole or not at all.
-        folder: the folder of the run's checkpoints; it need not be there.
-        run_id: who asks. When the latest in `folder` was saved with this `run_id` in its state, the run was started
-            again: it resumes from there, whatever `resume` says. What another run left there does not count.
+        resume: "none" returns None. "auto" selects the latest step in `folder`, or None if there is none. Any other
+            value is a path: a step folder, a folder with `latest`, or a run folder with `checkpoints/latest`. If the
+            latest step is damaged, the newest intact one before it is used, with a warning. If `resume` names a step
+            folder and it is damaged, an error is raised.
+        folder: folder of the run's checkpoints. It need not exist.
+        run_id: id of the current run. If the latest step in `folder` was saved with this id, the run was restarted, and
+            it resumes from there whatever `resume` says. Checkpoints of other runs are ignored in this check.
 
     Raises:
-        ValueError: nothing is there, or nothing to resume from.
+        ValueError: there is no checkpoint at the path, or it has no state to resume from.
     """
     if run_id is not None:
-        own = find_checkpoint("auto", folder)
-        if own is not None and read_state(own).get("run_id") == run_id:
-            return own
+        own_checkpoint = find_checkpoint("auto", folder)
+        if own_checkpoint is not None and read_state(own_checkpoint).get("run_id") == run_id:
+            return own_checkpoint
     if resume == "none":
         return None
     try:
-        found = _newest_whole(Path(folder).expanduser().absolute()) if resume == "auto" else _find(resume)
+        chosen = _newest_whole(Path(folder).expanduser().absolute()) if resume == "auto" else _find(resume)
     except (OSError, RuntimeError) as error:
-        # The second is pathlib's, for a home that is not known and for links in a circle.
+        # pathlib raises RuntimeError for an unknown home folder and for a loop of symbolic links.
         raise ValueError(f"resume={resume} cannot be read: {error}; set resume to a step folder, or to none") from error
-    if found is not None and not (found / STATE_FILE).is_file():
+    if chosen is not None and not (chosen / STATE_FILE).is_file():
         raise ValueError(
-            f"resume={resume}: {found} holds a model but no state to resume from (no {STATE_FILE}); set resume to "
+            f"resume={resume}: {chosen} holds a model but no state to resume from (no {STATE_FILE}); set resume to "
             "another checkpoint, or to none"
         )
-    return found
+    return chosen
 
 
 def check_resume(resume: str, folder: str | Path) -> None:
-    """See, before a run starts, that it can resume from where `resume` says, or begin anew in `folder`.
+    """Check, before a run starts, that it can resume as `resume` says or start in an empty `folder`.
 
     Raises:
-        ValueError: as `find_checkpoint`; or `resume` is "none" and `folder` holds checkpoints already.
+        ValueError: see `find_checkpoint`. Also if `resume` is "none" and `folder` already holds checkpoints.
     """
-    found = find_checkpoint("auto" if resume == "none" else resume, folder)
-    if resume == "none" and found is not None:
+    latest = find_checkpoint("auto" if resume == "none" else resume, folder)
+    if resume == "none" and latest is not None:
         raise ValueError(
-            f"{folder} holds checkpoints already, up to {found.name}; set resume=auto to resume from there, or name "
+            f"{folder} holds checkpoints already, up to {latest.name}; set resume=auto to resume from there, or name "
             "another folder"
         )
 
 
 def read_state(step_folder: Path) -> dict[str, Any]:
-    """Read what `save` was given as `state`; lists where it had tuples, and the same bits in every float.
+    """Read the `state` that `save` wrote. Tuples come back as lists, and floats with the same bits.
 
     Raises:
-        ValueError: state/trainer.json is missing, or is no JSON.
+        ValueError: state/trainer.json is missing or is no JSON object.
     """
     file = step_folder / STATE_FILE
     advice = "resume from another checkpoint, or set resume to none"
@@ -322,36 +328,36 @@ def read_state(step_folder: Path) -> dict[str, Any]:
 
 
 def step_of(folder: Path) -> int:
-    """Read the step's number off its folder."""
+    """Return the step number in the name of a step folder."""
     match = _STEP.fullmatch(folder.name)
     assert match is not None, folder
     return int(match.group(1))
 
 
 IGNORED_CHANGES = ("run_dir", "resume", "dry_run", "print_config", "checkpoint.path", "checkpoint.export_path")
-"""Options that may differ from those of a checkpoint without being worth a word."""
+"""Options whose differences from a checkpoint are not reported."""
 
 
 def changed_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Say which options differ, one line each: "train.learning_rate: 1e-06 -> 2e-06".
+    """Describe the options that differ, one line each: "train.learning_rate: 1e-06 -> 2e-06".
 
-    In the order of `now`, then those that only `before` has; without IGNORED_CHANGES.
+    The lines are in the order of `now`, followed by options that only `before` has. IGNORED_CHANGES are left out.
 
     Args:
-        before: as `read_state` gives it.
-        now: plain values, as `redact` makes them.
+        before: options of the checkpoint, as `read_state` returns them.
+        now: options of this run as plain values, as `redact` returns them.
     """
     old, new = flat(before), flat(now)
     lines = []
     for name in dict.fromkeys([*new, *old]):
-        left, right = (repr(own[name]) if name in own else "(not set)" for own in (old, new))
+        left, right = (repr(options[name]) if name in options else "(not set)" for options in (old, new))
         if name not in IGNORED_CHANGES and left != right:
             lines.append(f"{name}: {left} -> {right}")
     return lines
 
 
 def _check_json(value: Any, where: str) -> None:
-    """ValueError, which names the place, for what would not come back as it is; of tuples come lists."""
+    """Raise ValueError with the path of a value that JSON cannot restore. Tuples are allowed; they become lists."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             if not isinstance(name, str):
@@ -370,57 +376,59 @@ def _check_json(value: Any, where: str) -> None:
 
 
 def _find(resume: str) -> Path:
-    given = Path(resume).expanduser()
-    path = given.absolute() if _STEP.fullmatch(given.name) else given.resolve()
-    found = path if resume.strip() and _STEP.fullmatch(path.name) and _put_back(path) else None
-    if found is not None:
-        _refuse_damage(resume, found)
+    named_path = Path(resume).expanduser()
+    path = named_path.absolute() if _STEP.fullmatch(named_path.name) else named_path.resolve()
+    step_folder = path if resume.strip() and _STEP.fullmatch(path.name) and _put_back(path) else None
+    if step_folder is not None:
+        _refuse_damage(resume, step_folder)
     elif resume.strip():
-        found = _newest_whole(path) or _newest_whole(path / "checkpoints")
-    if found is None:
+        step_folder = _newest_whole(path) or _newest_whole(path / "checkpoints")
+    if step_folder is None:
         raise ValueError(
             f"resume={resume}: there is no checkpoint; looked for a step folder at {path}, for {path / LATEST} and for "
             f"{path / 'checkpoints' / LATEST}; set resume to one of these, to auto or to none"
         )
-    return found
+    return step_folder
 
 
 def _newest_whole(root: Path) -> Path | None:
-    """The step that `latest` names; where it is damaged the newest whole one before it, and where there is no `latest`
-    the newest whole one, with a warning.
+    """Return the step that `latest` names.
+
+    If it is damaged, the newest intact step before it is returned, and if there is no `latest`, the newest intact step.
+    Both cases log a warning.
     """
     latest = _named(root, LATEST)
     if latest is None:
-        whole = _whole_before(root)
-        if whole is not None:
-            logger.warning("%s is missing or empty; resuming from %s, the newest whole one", root / LATEST, whole.name)
-        return whole
+        intact = _whole_before(root)
+        if intact is not None:
+            logger.warning("%s is missing or empty; resuming from %s, the newest whole one", root / LATEST, intact.name)
+        return intact
     fault = damage(latest)
     if fault is None:
         return latest
-    whole = _whole_before(root, step_of(latest))
-    if whole is None:
+    intact = _whole_before(root, step_of(latest))
+    if intact is None:
         raise ValueError(
             f"{latest} is damaged: {fault}; no whole checkpoint is before it; bring its files back, or set resume=none "
             "and another run_dir"
         )
-    logger.warning("%s is damaged: %s; resuming from %s, the newest whole one before it", latest, fault, whole.name)
-    return whole
+    logger.warning("%s is damaged: %s; resuming from %s, the newest whole one before it", latest, fault, intact.name)
+    return intact
 
 
 def _refuse_damage(resume: str, folder: Path) -> None:
     fault = damage(folder)
     if fault is not None:
-        whole = _whole_before(folder.parent, step_of(folder))
-        advice = f"set resume={whole}, the newest whole one before it" if whole else "no whole one is before it"
+        intact = _whole_before(folder.parent, step_of(folder))
+        advice = f"set resume={intact}, the newest whole one before it" if intact else "no whole one is before it"
         raise ValueError(f"resume={resume} is damaged: {fault}; {advice}")
 
 
 def _whole_before(root: Path, step: float = math.inf) -> Path | None:
-    """The newest step of the same run, before this one, that is whole and can be resumed from."""
+    """Return the newest intact step below `step` that has a state to resume from, or None."""
     earlier = [root / name for name in _names(root) if step_of(root / name) < step]
-    whole = (path for path in reversed(earlier) if (path / STATE_FILE).is_file() and damage(path) is None)
-    return next(whole, None)
+    intact = (path for path in reversed(earlier) if (path / STATE_FILE).is_file() and damage(path) is None)
+    return next(intact, None)
 
 
 def _named(root: Path, file: str) -> Path | None:
@@ -444,19 +452,19 @@ def _read_name(root: Path, file: str) -> str | None:
 
 
 def _names(root: Path) -> list[str]:
-    found = [path for path in root.glob("step_*") if _STEP.fullmatch(path.name) and path.is_dir()]
-    return [path.name for path in sorted(found, key=step_of)]
+    folders = [path for path in root.glob("step_*") if _STEP.fullmatch(path.name) and path.is_dir()]
+    return [path.name for path in sorted(folders, key=step_of)]
 
 
 def _put_back(folder: Path) -> bool:
-    """Whether the step is there; one whose process was killed while it replaced it gets its name back first."""
+    """Return True if the step folder exists. First restore one whose replacement was interrupted."""
     old = folder.with_name(f".{folder.name}.old")
     if folder.is_dir() or not old.is_dir():
         return folder.is_dir()
     try:
         old.rename(folder)
     except OSError:
-        # The process lives, and has put the new one there in this moment.
+        # The writer is still alive and has renamed the new folder in the meantime: that one is used.
         if not folder.is_dir():
             raise
     return True
@@ -466,21 +474,21 @@ def _put_back(folder: Path) -> bool:
 
 
 def _remove(path: Path) -> bool:
-    """Remove a step's folder, or what a write left; False, with a warning, where the disk does not let us."""
-    going = path
+    """Remove a step folder, or files of an unfinished write. If that fails, log a warning and return False."""
+    hidden = path
     try:
         if not path.is_dir():
             path.unlink()
             return True
         if path.suffix not in (".partial", ".gone"):
-            # Under its own name it would be seen by halves while it goes.
-            going = path.with_name(f".{path.name.removeprefix('.').partition('.')[0]}.gone")
-            if going.exists():
-                shutil.rmtree(going)
-            path.rename(going)
-        shutil.rmtree(going)
+            # Renamed first, because a reader could otherwise open a step that is half removed.
+            hidden = path.with_name(f".{path.name.removeprefix('.').partition('.')[0]}.gone")
+            if hidden.exists():
+                shutil.rmtree(hidden)
+            path.rename(hidden)
+        shutil.rmtree(hidden)
     except OSError as error:
-        logger.warning("%s could not be removed and takes space: %s; remove it by hand", going, error)
+        logger.warning("%s could not be removed and takes space: %s; remove it by hand", hidden, error)
         return False
     return True
 
@@ -502,7 +510,7 @@ def _sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems have no fsync for folders, and say so with this.
+        # Some network file systems do not support fsync of folders and return EINVAL. The files are synced already.
         if error.errno != errno.EINVAL or not path.is_dir():
             raise
     finally:
@@ -514,10 +522,10 @@ def _bytes_of(folder: Path) -> int:
 
 
 def _disk_fault(error: Exception, folder: Path) -> str | None:
-    """Why the disk did not take it, and what to do; None when the error is not of the disk."""
+    """Return the reason and remedy of a disk error, or None if the error has another cause."""
     code, reason = None, str(error).partition("\n")[0]
     if isinstance(error, OSError):
-        # Ranks and servers that do not answer are no fault of the disk, though Python counts both under OSError.
+        # Python's connection errors and timeouts are OSErrors too. They come from ranks and servers, not from the disk.
         if isinstance(error, ConnectionError) or (isinstance(error, TimeoutError) and error.errno is None):
             return None
         code, reason = error.errno, error.strerror or reason
@@ -527,12 +535,12 @@ def _disk_fault(error: Exception, folder: Path) -> str | None:
         code = number
         reason = os.strerror(code)
     elif "inline_container.cc" in reason or "PytorchStreamWriter failed" in reason:
-        # torch.save names the reason only when it opens its file. Later on it is, in practice, a full disk.
+        # torch.save reports the reason only if it cannot open its file. A later failure is in practice a full disk.
         code = None if "strerror" in reason else errno.ENOSPC
         reason = f"torch could not write its file ({reason})"
     else:
         return None
     if _ADVICE.get(code or 0) == "free space" and folder.is_dir():
-        # On a full disk this shows what was left over, under a quota that the disk is not the limit.
+        # The free space tells a full disk from a quota: under a quota the disk still has space.
         reason += f" ({shutil.disk_usage(folder).free / 1e6:.0f} MB free)"
     return f"{reason}; {_ADVICE.get(code or 0, 'check it')}, or set another checkpoint folder"

@@ -1,4 +1,4 @@
-"""Digests of a checkpoint's files, so that damage on the disk is found before a run resumes from it."""
+"""Digests of the files of a checkpoint, to detect damage on the disk before a run resumes from it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _BLOCK_BYTES = 2**20 * 4
 
 
 class Digests:
-    """Reads the files of a folder in threads, beside whatever else the caller does with them.
+    """Computes the digests of the files of a folder in background threads.
 
     Args:
-        folder: nothing in it changes before `write`.
+        folder: folder to read. Its files must not change until `write` returns.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -30,26 +30,26 @@ class Digests:
         self._pool.shutdown(wait=False)
 
     def write(self) -> Path:
-        """Wait for all of them and write them down. Returns the file.
+        """Wait for all digests, and write them to a file. Return its path.
 
         Raises:
             OSError: a file cannot be read, or the disk is full.
         """
-        found = {name: pending.result() for name, pending in self._pending.items()}
+        digests = {name: pending.result() for name, pending in self._pending.items()}
         file = self._folder / DIGESTS_FILE
-        file.write_text(json.dumps(found, indent=0) + "\n", encoding="utf-8")
+        file.write_text(json.dumps(digests, indent=0) + "\n", encoding="utf-8")
         return file
 
 
 def damage(folder: Path) -> str | None:
-    """Compare the files of a checkpoint with what was written.
+    """Compare the files of a checkpoint with their digests.
 
     Returns:
-        What is wrong, in words; None where all is as it was written. Files that were added are passed over.
+        A description of the first difference, or None if there is none. Files that were added later are ignored.
     """
     files = [*_files(folder), str(DIGESTS_FILE)]
     if not (folder / DIGESTS_FILE).is_file():
-        # Without a state nothing is resumed from it, whatever else it holds.
+        # A folder without a state is an exported model. No run resumes from it, so missing digests are no damage.
         return f"{DIGESTS_FILE} is missing" if (folder / STATE_FILE).exists() else None
     facts = []
     for name in files:
@@ -60,7 +60,7 @@ def damage(folder: Path) -> str | None:
 
 @functools.lru_cache(maxsize=16)
 def _damage(folder: Path, files: tuple[tuple[str, int, int], ...]) -> str | None:
-    """See `damage`. Files whose sizes and times are those of an earlier call are not read again."""
+    """See `damage`. The result is cached by size and modification time, so unchanged files are read only once."""
     written = _json_in(folder / DIGESTS_FILE)
     if written is None:
         return f"{DIGESTS_FILE} is no JSON object"
@@ -76,25 +76,25 @@ def _damage(folder: Path, files: tuple[tuple[str, int, int], ...]) -> str | None
 
 
 def _json_in(file: Path) -> dict[str, Any] | None:
-    """The object in a file; None where there is none."""
+    """Return the JSON object in a file, or None if there is none."""
     try:
-        found = json.loads(file.read_bytes())
+        content = json.loads(file.read_bytes())
     except (FileNotFoundError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return content if isinstance(content, dict) else None
 
 
 def _files(folder: Path) -> list[str]:
-    """Regular files below a folder but for the digests; what a link leads to is not of the checkpoint."""
+    """Return the relative paths of the regular files below a folder, without the file of digests and without links."""
     paths = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
     names = [str(path.relative_to(folder)) for path in paths]
     return sorted(name for name in names if name != str(DIGESTS_FILE))
 
 
 def _digest(file: Path) -> str:
-    """32 hexadecimal digits. It finds damage, not forgery."""
-    found = xxh3_128()
+    """Return the digest of a file as 32 hexadecimal digits. It detects damage, not tampering."""
+    digest = xxh3_128()
     with file.open("rb", buffering=0) as stream:
         while block := stream.read(_BLOCK_BYTES):
-            found.update(block)
-    return found.hexdigest()
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,5 +1,6 @@
-"""Checks, before anything is written or started, that a run can continue with what its folder holds. Nothing here needs
-torch.
+"""Checks that a run can resume from the checkpoint in its folder. They run before anything is written or started.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from training.tracking import redact
 from training.tracking.serialization import json_object
 
 GROUPS = "groups"
-"""Name of the `PartialRolloutBuffer` among the stream's sources: a run that begins to use it has no state of it yet."""
+"""Name of the `PartialRolloutBuffer` among the sources of the stream. Checkpoints of runs without it lack its state."""
 _SHAPE = ("layers", "hidden", "heads", "queries", "keys", "intermediate", "vocabulary", "experts")
-"""Fields of a ModelSize that the weights of a checkpoint are shaped by."""
+"""Fields of a ModelSize that determine the shapes of the weights."""
 
 
 @dataclass(frozen=True)
@@ -26,31 +27,31 @@ class Continued:
     """The checkpoint that a run resumes from."""
 
     folder: Path
-    """Of the step."""
+    """Folder of the step."""
     state: Mapping[str, Any]
-    """Of the trainer, as `read_state` gives it."""
+    """State of the trainer, as `read_state` returns it."""
     changed: Sequence[str]
-    """Options that differ from the checkpoint's, one line each, as `changed_options` has them."""
+    """Options that differ from those of the checkpoint, one line each, as `changed_options` returns them."""
 
     def has_changed(self, *prefixes: str) -> bool:
-        """True where an option whose name begins so differs from the checkpoint's."""
+        """Return True if an option whose name starts with a prefix differs from the checkpoint."""
         return any(line.startswith(prefixes) for line in self.changed)
 
 
 def continued_run(config: RunOptions, recipe: str) -> Continued | None:
-    """Find the checkpoint that a run with these options resumes from; None where it begins anew.
+    """Return the checkpoint that a run with these options resumes from, or None if it starts from the beginning.
 
     Args:
-        config: the options of the run.
-        recipe: the name of its recipe.
+        config: options of the run.
+        recipe: name of its recipe.
 
     Raises:
-        ValueError: the folder of the run holds the record of another recipe, or of a finished run without a checkpoint,
-            or no checkpoint is where `resume` says.
+        ValueError: the run folder holds a run of another recipe, or a finished run without a checkpoint, or there is no
+            checkpoint at the path that `resume` names.
     """
     run_dir = Path(config.run_dir).expanduser().resolve()
-    own: Any = config  # every recipe has a group `checkpoint`
-    checkpoints = Path(own.checkpoint.path).expanduser() if own.checkpoint.path else run_dir / "checkpoints"
+    options: Any = config  # RunOptions lacks the group `checkpoint`, which every recipe adds
+    checkpoints = Path(options.checkpoint.path).expanduser() if options.checkpoint.path else run_dir / "checkpoints"
     check_resume(config.resume, checkpoints)
     record = json_object(run_dir / "summary.json")
     if record.get("recipe") not in (None, recipe):
@@ -68,15 +69,15 @@ def continued_run(config: RunOptions, recipe: str) -> Continued | None:
 
 
 def check_seed(continued: Continued, config: RunOptions, saved: Mapping[str, Any]) -> None:
-    """Check that the data are handed out in the order of the checkpoint.
+    """Check that the seed, and with it the order of the data, is that of the checkpoint.
 
     Args:
         continued: the checkpoint.
-        config: the options of the run.
-        saved: the state of the data in the checkpoint.
+        config: options of the run.
+        saved: state of the data in the checkpoint.
 
     Raises:
-        ValueError: the seed is another one.
+        ValueError: the seeds differ.
     """
     if (seed := saved.get("seed", config.seed)) != config.seed:
         raise ValueError(
@@ -86,29 +87,29 @@ def check_seed(continued: Continued, config: RunOptions, saved: Mapping[str, Any
 
 
 def other_data(continued: Continued, option: str, error: ValueError) -> ValueError:
-    """An error about data that are not those of the checkpoint, with the options that may be the reason."""
+    """Return an error about data that differ from those of the checkpoint. It lists the changed options of the data."""
     changed = [line for line in continued.changed if line.startswith(("data.", "evaluation."))]
     since = f" (changed since: {', '.join(changed)})" if changed else ""
     return ValueError(f"{option} is not what {continued.folder} was trained on{since}: {error}")
 
 
 def check_trained_model(continued: Continued, path: str, option: str, lora_rank: int = 0) -> None:
-    """Check that the weights of the checkpoint are those of the model that an option names.
+    """Check that the weights of the checkpoint fit the model that an option names.
 
     Args:
         continued: the checkpoint.
-        path: of the model.
-        option: the option that names it.
-        lora_rank: of the run's adapters; 0: none.
+        path: path of the model.
+        option: name of the option that holds the path.
+        lora_rank: rank of the run's adapters, or 0 without adapters.
 
     Raises:
-        ValueError: they are of another model, or with other adapters.
+        ValueError: the checkpoint is of another model, or has adapters of another rank.
     """
     exported = continued.folder / "hf"
-    saved, here = model_size(str(exported)), model_size(path)
-    if saved is not None and here is not None:
+    saved, current = model_size(str(exported)), model_size(path)
+    if saved is not None and current is not None:
         differences = [
-            f"{name} {getattr(here, name)} and {getattr(saved, name)} there" for name in _different(saved, here)
+            f"{name} {getattr(current, name)} and {getattr(saved, name)} there" for name in _different(saved, current)
         ]
         if differences:
             raise ValueError(
@@ -131,13 +132,13 @@ def check_trained_model(continued: Continued, path: str, option: str, lora_rank:
 
 
 def _different(saved: ModelSize, here: ModelSize) -> list[str]:
-    """Fields of the shape that differ, of those that are known of both."""
+    """Return the names of the shape fields that are known for both models and differ."""
     pairs = {name: (getattr(saved, name), getattr(here, name)) for name in _SHAPE}
-    return [name for name, (one, other) in pairs.items() if one and other and one != other]
+    return [name for name, (old, new) in pairs.items() if old and new and old != new]
 
 
 def no_state_of(continued: Continued, part: str) -> ValueError:
-    """An error about a checkpoint that lacks a part of what this run continues with."""
+    """Return an error about a checkpoint that lacks the state of a part of the run."""
     return ValueError(
         f"{continued.folder} holds no state of {part}: another recipe or version wrote it, or a run with other "
         "options; name another run_dir"
@@ -145,7 +146,7 @@ def no_state_of(continued: Continued, part: str) -> ValueError:
 
 
 def unfinished_groups(folder: Path, count: int) -> ValueError:
-    """An error about a checkpoint with prompts that a run without partial rollouts cannot continue with."""
+    """Return an error about a checkpoint whose unfinished prompts only a run with partial rollouts can continue."""
     return ValueError(
         f"{folder} holds {count} prompts whose responses were under way; resume with asynchronous.partial_rollout, as "
         "before"

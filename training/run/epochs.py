@@ -1,4 +1,4 @@
-"""The rows of each optimizer step where all data is there from the start: demonstrations, or pairs."""
+"""The examples of each optimizer step for recipes with a fixed dataset: demonstrations or pairs."""
 
 from __future__ import annotations
 
@@ -16,51 +16,52 @@ if TYPE_CHECKING:
 
 
 class Epochs:
-    """Hands out minibatches: each epoch is every group of sequences once, in an order of its own. The last minibatch of
-    an epoch may be smaller; nothing is dropped.
+    """Iterates over minibatches. Each epoch visits every group of sequences once, in a different random order.
+
+    The last minibatch of an epoch may be smaller than the others. No group is dropped.
     """
 
     def __init__(self, batch: Batch, *, batch_size: int, epochs: int, seed: int, group_size: int = 1) -> None:
         """
         Args:
             batch: all sequences, with `tokens`.
-            batch_size: groups in an optimizer step.
-            epochs: passes over the data.
-            seed: of the orders.
-            group_size: so many sequences that follow each other stay together: 2 for pairs.
+            batch_size: number of groups in an optimizer step.
+            epochs: number of passes over the data.
+            seed: seed of the random orders.
+            group_size: number of consecutive sequences that stay together, such as 2 for pairs.
         """
         self.batch = batch
         self._groups, self._group_size = len(batch) // group_size, group_size
         self._size, self._seed = batch_size, seed
         self._steps_per_epoch = -(-self._groups // batch_size)
         self.steps = epochs * self._steps_per_epoch
-        """Of the whole run."""
+        """Number of optimizer steps of the whole run."""
 
     @classmethod
     def of(cls, config: SupervisedOptions, batch: Batch) -> Epochs:
-        """The minibatches of a run with these options."""
+        """Create the minibatches of a run with these options."""
         train = config.train
         return cls(
             batch, batch_size=train.batch_size, epochs=train.epochs, seed=config.seed, group_size=config.GROUP_SIZE
         )
 
     def minibatch(self, step: int) -> Batch:
-        """The sequences of one optimizer step; the first is 1."""
+        """Return the sequences of an optimizer step. Steps are counted from 1."""
         epoch, position = divmod(step - 1, self._steps_per_epoch)
         order_G = np.random.default_rng([self._seed, epoch]).permutation(self._groups)
         chosen_G = torch.from_numpy(order_G).split(self._size)[position]
         return self.batch.select((chosen_G.view(-1, 1) * self._group_size + torch.arange(self._group_size)).flatten())
 
     def state_dict(self) -> dict[str, Any]:
-        """What decides which sequences a step has; the step itself is the stream's."""
+        """Return what determines the sequences of each step. The queue saves the step number."""
         tokens = hashlib.blake2b(self.batch["tokens"].numpy().tobytes(), digest_size=8)
         return {"tokens": tokens.hexdigest(), "batch_size": self._size, "seed": self._seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See that they are those of before.
+        """Check that the data and their order are those of the checkpoint.
 
         Raises:
-            ValueError: they are others, or in another order.
+            ValueError: the data or their order differ.
         """
         if state != self.state_dict():
             raise ValueError(

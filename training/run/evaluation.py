@@ -1,6 +1,6 @@
-"""How good a policy is on held-out prompts over a run: at its start, now and then, at its end.
+"""Evaluation of a policy on held-out prompts: at the start of a run, at intervals, and at its end.
 
-B responses.
+B: number of responses.
 """
 
 from __future__ import annotations
@@ -19,56 +19,59 @@ from training.run.evaluation_metrics import best_metric, heldout_metrics
 
 @dataclass(kw_only=True)
 class Evaluation:
-    """Scores held-out prompts, and remembers the first scores, the last ones and which step was the best.
+    """Scores the policy on held-out prompts. Keeps the first scores, the last scores and the best step.
 
-    Without prompts everything is empty, so that a loop need not ask whether there are any.
+    Without held-out prompts all methods return empty results, so a loop can call them unconditionally.
     """
 
     prompts: Batch | None
-    """As `PromptSource.take` gives them."""
+    """Held-out prompts, as `PromptSource.take` returns them, or None."""
     response: Callable[[Batch, SamplingConfig], Batch]
-    """(prompts with `sample_id`, sampling) -> one scored response to each, without those whose reward failed, with
-    `action_mask`, `score`, `prompt_id`, `datasource`, `truncated` and any `log_...`. It should draw the same random
-    numbers every time.
+    """(prompts with `sample_id`, sampling) -> one scored response per prompt, without those whose reward failed.
+
+    The responses have the columns `action_mask`, `score`, `prompt_id`, `datasource`, `truncated` and any `log_...`. The
+    function should use the same random numbers in every call, so that evaluations are comparable.
     """
     sampling: SamplingConfig
     samples_per_prompt: int
     best_metric_key: str
-    """See `best_metric`."""
+    """Name of the metric that decides the best step; see `best_metric`."""
     info: Callable[[str], None]
-    """Shows a line to the user."""
+    """Prints a line for the user."""
     greedy: bool = False
-    """Whether the likeliest response to each prompt is scored too, as `eval/score_greedy`."""
+    """True to also score a greedy response to each prompt, as `eval/score_greedy`."""
     further: Callable[[Batch], Mapping[str, float]] = lambda _: {}
-    """Metrics of a recipe's own, of the same responses."""
+    """Computes additional metrics of a recipe from the same responses."""
     scores: dict[str, dict[str, float]] = field(default_factory=dict)
-    """At the "start", where `start` was called, and at the "end", the last evaluation."""
+    """Metrics at the "start" (before training) and at the "end" (the last evaluation)."""
     step: int = -1
-    """The step after which the last evaluation was made; -1: none was."""
+    """Step of the last evaluation, or -1 if there was none."""
     best: tuple[str, float] | None = None
     """Name and value of the best metric so far."""
     best_step: int = 0
-    """The step that it is of; 0: the start."""
+    """Step of the best metric. 0 is the start."""
 
     def start(self) -> dict[str, float]:
-        """Evaluate the policy before it is trained, or where held-out prompts were named for the first time; returns
-        metrics, none where that was done before.
+        """Evaluate the policy before training, or when a resumed run has held-out prompts for the first time.
+
+        Returns:
+            Metrics; empty if the start was evaluated before.
         """
         if self.prompts is None or self.scores.get("start"):
             return {}
         self.scores["start"] = self.evaluate()
-        self._deciding(self.scores["start"])  # a best_metric_key that is none is found out now
+        # Called for its check: an unknown best_metric_key should fail now, not after the first step.
+        self._deciding(self.scores["start"])
         return self.scores["start"]
 
     def at_step(self, step: int) -> dict[str, float]:
-        """Evaluate after a step; returns metrics."""
+        """Evaluate the policy after a step. Return the metrics."""
         self.scores["end"] = self.evaluate()
         self.step = step
         return self.scores["end"]
 
     def evaluate(self) -> dict[str, float]:
-        """The score and what else `heldout_metrics` says, by source too; the greedy score, where it is asked for; and
-        the recipe's own.
+        """Return the metrics of `heldout_metrics` as `eval/<name>`, the greedy score if enabled, and the recipe's own.
 
         Raises:
             RewardError: no response has a reward.
@@ -92,7 +95,7 @@ class Evaluation:
         return {f"eval/{name}": value for name, value in metrics.items()} | dict(self.further(responses))
 
     def _responses(self, sampling: SamplingConfig, count: int) -> tuple[Batch, int]:
-        """Make `count` responses to each prompt; returns those that have a reward, and the number of the others."""
+        """Sample `count` responses per prompt. Return those with a reward, and the number of those without."""
         assert self.prompts is not None
         prompts = for_samples(self.prompts, count)
         responses = self.response(prompts, sampling)
@@ -101,11 +104,12 @@ class Evaluation:
         return responses, len(prompts) - len(responses)
 
     def is_best(self, metrics: Mapping[str, float], step: int = 0) -> bool:
-        """Whether a step whose metrics these are is the best so far; one that was not evaluated is not."""
-        found = self._deciding(metrics) if any(name.startswith("eval/") for name in metrics) else None
-        if found is None or (self.best is not None and found[1] <= self.best[1]):
+        """Return True if the metrics of a step are the best so far. A step that was not evaluated is never the best."""
+        score = self._deciding(metrics) if any(name.startswith("eval/") for name in metrics) else None
+        if score is None or (self.best is not None and score[1] <= self.best[1]):
             return False
-        self.best, self.best_step = found, step
+        self.best = score
+        self.best_step = step
         return True
 
     def _deciding(self, metrics: Mapping[str, float]) -> tuple[str, float] | None:
@@ -115,52 +119,52 @@ class Evaluation:
         return best_metric(heldout, self.best_metric_key)
 
     def finish(self, step: int) -> dict[str, Any] | None:
-        """Say what was gained, and sum it up as `score` of summary.json; None without prompts. What was not scored, at
-        the start or greedily, is None.
+        """Report the change of the scores, and return it as `score` of summary.json. Return None without prompts.
+
+        Scores that were not measured (at the start, or greedy) are None.
         """
         if self.prompts is None:
             return None
-        # Of the last step it may not have been known that it is the last.
+        # The data may have ended early, so that the last step was not known to be the last and was not evaluated.
         start, end = self.scores.get("start", {}), self.scores["end"] if self.step == step else self.at_step(step)
-        said: list[str] = []
-        found: dict[str, Any] = {"examples": len(self.prompts)}
-        for name, key, what in (("eval/score", "", "sampled"), ("eval/score_greedy", "_greedy", "greedy")):
+        changes: list[str] = []
+        summary: dict[str, Any] = {"examples": len(self.prompts)}
+        for name, key, label in (("eval/score", "", "sampled"), ("eval/score_greedy", "_greedy", "greedy")):
             first, last = start.get(name), end.get(name)
-            found |= {f"start{key}": first, f"end{key}": last}
+            summary |= {f"start{key}": first, f"end{key}": last}
             if last is not None:
-                said.append(f"{what} {last:.3f}" if first is None else f"{what} {first:.3f} -> {last:.3f}")
-        self.info(f"score on {len(self.prompts)} held-out prompts: {', '.join(said)}")
-        return found
+                changes.append(f"{label} {last:.3f}" if first is None else f"{label} {first:.3f} -> {last:.3f}")
+        self.info(f"score on {len(self.prompts)} held-out prompts: {', '.join(changes)}")
+        return summary
 
     def verdict(self, checkpoints: Path) -> str:
-        """A line about a run that ends worse than it was at its best or at its start; empty for others.
+        """Return a warning if the run ends with a lower score than its best step or its start, else an empty string.
 
         Args:
-            checkpoints: the folder of the step folders.
+            checkpoints: folder of the run's checkpoints.
         """
         start, end = self.scores.get("start", {}), self.scores.get("end", {})
         last = self._deciding(end) if end else None
         if last is None:
             return ""
         first = self._deciding(start) if start else None
-        found = ""
-        # The best of step 0 is the model that the run began with, which the next sentence is about.
+        text = ""
+        # A best step of 0 is the initial model. The second sentence reports that case.
         if self.best is not None and self.best_step > 0 and self.best[1] > last[1]:
             folder = checkpoints / f"step_{self.best_step}"
             where = f": {folder}/hf" if folder.is_dir() else ", of which there is no checkpoint"
-            found = f"the best policy is of step {self.best_step}, {last[0]} {self.best[1]:.3f}{where}"
+            text = f"the best policy is of step {self.best_step}, {last[0]} {self.best[1]:.3f}{where}"
         if first is not None and last[1] < first[1]:
-            found += "; " * bool(found) + (
-                f"the end ({last[1]:.3f}) is worse than the start ({first[1]:.3f}): lower train.learning_rate"
-            )
-        return found
+            worse = f"the end ({last[1]:.3f}) is worse than the start ({first[1]:.3f}): lower train.learning_rate"
+            return "; ".join(filter(None, (text, worse)))
+        return text
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what `load_state_dict` needs."""
+        """Return the state for `load_state_dict`."""
         return {"scores": self.scores, "step": self.step, "best": self.best, "best_step": self.best_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the scores of another run's part."""
+        """Restore the scores of the run before a resume."""
         self.scores, self.step = state["scores"], state.get("step", -1)
         self.best = state["best"] and tuple(state["best"])
         self.best_step = state.get("best_step", 0)

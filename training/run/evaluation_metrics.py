@@ -1,6 +1,6 @@
-"""What responses to held-out prompts say about a policy, and which of these numbers decides what is best.
+"""Metrics of the responses to held-out prompts, and the metric that decides the best step.
 
-B responses. Nothing here needs torch: tensors are only read.
+B: number of responses. This module does not import torch: it only reads tensors.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ def heldout_metrics(
     truncated_B: Tensor,
     logged: Mapping[str, Tensor] | None = None,
 ) -> dict[str, float]:
-    """Scores and lengths of the responses to held-out prompts, by the source of the prompt and over all. There is at
-    least one; where rewards have failed, prompts may have fewer than others.
+    """Return scores and lengths of the responses to held-out prompts, per source and over all sources.
+
+    There must be at least one response. Prompts may have different numbers of responses, because those whose reward
+    failed are missing.
 
     Args:
         score_B: [B] score of each response.
         prompt_B: [B] integers, equal for the responses to one prompt of a source, in any order.
-        sources: of length B, the source of each response's prompt.
-        response_length_B: [B] tokens of each response.
-        truncated_B: [B] bool, True where a response was cut off.
-        logged: further numbers, each [B]; NaN where a response has none.
+        sources: source of each response's prompt, of length B.
+        response_length_B: [B] number of tokens of each response.
+        truncated_B: [B] bool, True if a response was cut off.
+        logged: additional values by name, each [B]. NaN if a response has none.
 
     Returns:
-        Over all `score`, the mean over the responses, and for n > 1, the most responses that a prompt has, `pass{n}`,
-        the mean over the prompts of the best score; `response_length_mean` in tokens, `truncated_rate`, and
-        `num_samples`, B. The same but the last of each source s, in the order of their names, as `{s}_score`, and
-        `{s}_{name}`, the mean of each logged number that is there.
+        Over all sources: `score`, the mean over the responses; `pass{n}`, the mean over the prompts of the best score,
+        where n > 1 is the maximum number of responses of a prompt; `response_length_mean` in tokens; `truncated_rate`;
+        and `num_samples`, which is B. Per source s, in alphabetical order: all of these except `num_samples`, such as
+        `{s}_score`, and `{s}_{name}`, the mean of each logged value.
     """
     scores, lengths = score_B.tolist(), response_length_B.tolist()
     truncated = [float(cut) for cut in truncated_B.tolist()]
@@ -54,12 +56,12 @@ def heldout_metrics(
         metrics[f"pass{n}"] = fmean(map(max, by_prompt.values()))
     for source in sorted(by_source):
         rows = by_source[source]
-        # First, so that a logged number called score does not take the place of ours.
+        # Added first, so that a logged value named "score" cannot overwrite the score of the source.
         means = {f"{source}_{name}": float(x_B[rows].float().nanmean()) for name, x_B in (logged or {}).items()}
         metrics |= {name: value for name, value in means.items() if not math.isnan(value)}
         metrics[f"{source}_score"] = fmean(scores[i] for i in rows)
         if n > 1:
-            best = (max(responses) for (of, _), responses in by_prompt.items() if of == source)
+            best = (max(responses) for (prompt_source, _), responses in by_prompt.items() if prompt_source == source)
             metrics[f"{source}_pass{n}"] = fmean(best)
         metrics[f"{source}_response_length_mean"] = fmean(lengths[i] for i in rows)
         metrics[f"{source}_truncated_rate"] = fmean(truncated[i] for i in rows)
@@ -68,15 +70,15 @@ def heldout_metrics(
 
 
 def best_metric(metrics: Mapping[str, float], key: str) -> tuple[str, float] | None:
-    """Name and value of the metric that decides which step is the best.
+    """Return name and value of the metric that decides the best step.
 
     Args:
-        metrics: of `heldout_metrics`.
-        key: a name, which may start with "eval/" or "eval_", and end in "_pass1" for "_score", as OpenRLHF has it; "":
-            score; "none": no step is the best.
+        metrics: metrics of `heldout_metrics`.
+        key: name of the metric. It may start with "eval/" or "eval_", and "_pass1" is accepted for "_score", as in
+            OpenRLHF. "" selects the score. "none" marks no step as the best.
 
     Returns:
-        None for "none".
+        The metric, or None for "none".
 
     Raises:
         ValueError: there is no such metric.

@@ -28,7 +28,7 @@ class FailedRewards:
         Args:
             minimum: number of rollouts that the optimizer steps of all ranks need, given the number that have a reward.
             noun: name of the rollouts in messages, such as "responses".
-            info: shows a line to the user.
+            info: prints a line for the user.
         """
         self._minimum = minimum
         self._noun = noun
@@ -45,17 +45,17 @@ class FailedRewards:
         return rewarded
 
     def keep_prompts(self, prompt_ids: Tensor) -> None:
-        """Forget what was dropped of other prompts, which a rollout strategy has replaced."""
+        """Discard the failed rollouts of other prompts, because a rollout strategy has replaced those prompts."""
         self._dropped = [failed.select(torch.isin(failed["prompt_id"], prompt_ids)) for failed in self._dropped]
 
     def take(self, rollouts: Batch | None) -> Batch | None:
-        """Return what was dropped since the last call, or None.
+        """Return the rollouts that were dropped since the last call, or None.
 
         Args:
-            rollouts: those of a step that have a reward; None if the step was given up.
+            rollouts: rollouts of a step that have a reward, or None if the step was abandoned.
 
         Raises:
-            RewardError: `rollouts` are fewer than the optimizer steps need.
+            RewardError: there are fewer `rollouts` than the optimizer steps need.
         """
         dropped, self._dropped = [failed for failed in self._dropped if len(failed)], []
         if rollouts is None or not dropped:
@@ -86,7 +86,7 @@ class FailedRewards:
         )
 
     def drop_of_step(self, rollouts: Batch, tracker: Tracker, step: int) -> Batch:
-        """Drop and record at once, in the loop: for rewards that come after the queue.
+        """Drop the failed rollouts of a step and record them, for rewards that are computed in the training loop.
 
         Raises:
             RewardError: too few rollouts are left for the optimizer steps.

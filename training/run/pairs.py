@@ -1,4 +1,4 @@
-"""Pairs of responses as token batches: those to train on, and those held out."""
+"""Tokenized pairs of responses for training and evaluation."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ if TYPE_CHECKING:
 def read_training_pairs(
     config: PairOptions, model_path: str, info: Callable[[str], None], *, with_mask: bool = False
 ) -> TrainingData:
-    """The pairs to train on, and those to evaluate on: of `evaluation.path`, or whole conversations of `data.path`.
+    """Read and tokenize the pairs to train on and the held-out pairs.
+
+    Held-out pairs come from `evaluation.path`. Without it, whole conversations of `data.path` are held out.
 
     Args:
-        config: where they are.
-        model_path: of the model that is to read them.
-        info: shows how many cannot be used.
-        with_mask: as of `encode_pairs`.
+        config: options with the paths of the data.
+        model_path: path of the model whose tokenizer is used.
+        info: prints a line for the user, such as the number of unusable pairs.
+        with_mask: see `encode_pairs`.
     """
     tokenizer = config.tokenizer(model_path)
 
@@ -46,22 +48,22 @@ def read_training_pairs(
         return pairs
 
     def encoded(pairs: list[Pair]) -> PreferenceData:
-        found = encode_pairs(pairs, tokenizer, max_tokens=config.data.max_tokens, with_mask=with_mask)
-        left_out = ", ".join(f"{count} {reason}" for reason, count in found.dropped.items())
-        info(f"{len(found)} of {len(pairs)} pairs can be used (left out: {left_out}); {found.repeated} are repeated")
-        return found
+        data = encode_pairs(pairs, tokenizer, max_tokens=config.data.max_tokens, with_mask=with_mask)
+        left_out = ", ".join(f"{count} {reason}" for reason, count in data.dropped.items())
+        info(f"{len(data)} of {len(pairs)} pairs can be used (left out: {left_out}); {data.repeated} are repeated")
+        return data
 
-    found = encoded(config.training_examples(read, info))
-    for line in found.describe_first(tokenizer):
-        info(line)
-    train = found.batch
+    preferences = encoded(config.training_examples(read, info))
+    for description in preferences.describe_first(tokenizer):
+        info(description)
+    train = preferences.batch
     heldout = None
     if config.evaluation.path:
         heldout = encoded(config.evaluation_examples(read)).batch
     elif config.evaluation.held_out:
-        train_P, heldout_P = hold_out(found.openings, config.evaluation.held_out, config.seed)
-        train = select_pairs(found.batch, train_P)
-        heldout = select_pairs(found.batch, heldout_P)
+        train_P, heldout_P = hold_out(preferences.openings, config.evaluation.held_out, config.seed)
+        train = select_pairs(preferences.batch, train_P)
+        heldout = select_pairs(preferences.batch, heldout_P)
     check_shares(config.placement.ranks, train, heldout)
     return TrainingData(model_path, tokenizer, train, heldout)
 

@@ -18,8 +18,8 @@ R = TypeVar("R")
 class PhaseClock:
     """Measures the phases of training steps.
 
-    A step lasts from one `take` to the next, without the work that is done beside the steps (evaluations and
-    checkpoints). The phases of the thread that takes, and `other`, add up to it. Each thread has its own phases.
+    A step lasts from one `take` to the next. Work outside of the steps (evaluations and checkpoints) is subtracted. The
+    phases of the thread that calls `take`, plus `other`, add up to the step. Each thread has its own phases.
     """
 
     def __init__(self, emit: Callable[[Any], object] = lambda _: None) -> None:
@@ -35,23 +35,24 @@ class PhaseClock:
         self._step_began: float | None = None
 
     def begin(self) -> None:
-        """Begin the first step: time before it, such as that of the set-up, belongs to no step."""
+        """Begin the first step. Earlier time, such as the set-up, belongs to no step."""
         self._step_began = time.monotonic()
         self._beside_seconds = 0.0
         vars(self._seconds).clear()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Count the time inside to the phase `name`, which may be entered several times in a step. Phases do not nest,
-        and within `beside_step` none is counted.
+        """Add the time inside the block to the phase `name`.
+
+        A phase may be entered several times in a step. Phases do not nest, and none is counted within `beside_step`.
         """
         return nullcontext() if vars(self._beside) else self._time(name, self._add_phase)
 
     def beside_step(self, name: str) -> AbstractContextManager[None]:
-        """Report the phase `name`, and count its time neither to a phase nor to a step."""
+        """Report the phase `name`, and exclude its time from the phases and from the step."""
         return nullcontext() if vars(self._beside) else self._time_beside(name)
 
     def outside_step(self, name: str, act: Callable[P, R]) -> Callable[P, R]:
-        """Return `act`, which then runs within `beside_step(name)`."""
+        """Wrap `act` so that it runs within `beside_step(name)`."""
 
         def act_beside(*args: P.args, **kwargs: P.kwargs) -> R:
             with self.beside_step(name):
@@ -94,15 +95,15 @@ class PhaseClock:
         return seconds
 
     def add(self, seconds: Mapping[str, float]) -> None:
-        """Show the phases that another thread has handed over with those of the next `take`."""
+        """Add the phases of another thread, from `hand_over`, to the result of the next `take`."""
         for name, value in seconds.items():
             self._added[name] = self._added.get(name, 0.0) + value
 
     def take(self) -> dict[str, float]:
         """Return `timing_s/<phase>`, `timing_s/other` and `timing_s/step`, and begin the next step.
 
-        `other` is the part of the step that is in no phase of this thread. Added phases of other threads ran at the
-        same time, so they are not part of the sum; waiting for them is a phase of its own.
+        `other` is the time of the step that is in no phase of this thread. Phases of other threads ran at the same
+        time, so they are not part of the sum. Waiting for them is a separate phase.
         """
         phases = self.hand_over()
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""How a run reaches the roles that hold the policy: by role groups, or, in a subclass, by another call style."""
+"""Calls of a run to the roles that hold the policy. A subclass may replace role groups by another style of call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class PolicyTrainer(Protocol):
-    """What `PolicyCalls` uses of a trainer."""
+    """Attributes of a trainer that `PolicyCalls` uses."""
 
     config: Any
     RG_ACTOR: RoleGroup[PolicyWorker[Any]]
@@ -32,15 +32,16 @@ class PolicyTrainer(Protocol):
     RG_REFERENCE: RoleGroup[ReferenceWorker]
 
     def info(self, text: str) -> None:
-        """Show a line to the person at the terminal."""
+        """Print a line for the user."""
 
 
 class PolicyCalls:
-    """What a `PolicyRun` asks of the roles besides what the loop of a recipe does; here of the trainer's `RG_ACTOR`,
-    `RG_ROLLOUT` and, where there is a KL, `RG_REFERENCE`.
+    """Calls that a `PolicyRun` makes to the roles, in addition to those of the recipe's loop.
 
-    Engines and learners (actor and critic) that share devices may sleep while the others work: the engines between
-    `end_generation` and `begin_generation`, the learners between `begin_generation` and `end_generation`.
+    The roles are the role groups `RG_ACTOR`, `RG_ROLLOUT` and, with a KL penalty, `RG_REFERENCE` of the trainer.
+
+    Engines and learners (actor and critic) that share devices can sleep in turns: learners between `begin_generation`
+    and `end_generation`, engines at all other times.
     """
 
     trainer: PolicyTrainer
@@ -49,28 +50,28 @@ class PolicyCalls:
         self.trainer = trainer
         self.config = config
         self.reference_folder: Path | None = None
-        """Where the reference model lies since it was moved; None: where the run started from."""
+        """Folder of the reference model after its last update, or None if it is still the initial model."""
         self._generates = False
         self._reported: set[str] = set()
-        """Whose freed memory was shown."""
+        """Names of the workers whose freed memory was reported."""
 
     @property
     def samplers(self) -> RoleGroup[Any]:
-        """The workers whose engines sample."""
+        """Workers whose engines sample."""
         return RoleGroup(Role.ROLLOUT)
 
     @property
     def learners(self) -> Sequence[RoleGroup[Any]]:
-        """The workers that train: actor, and critic where there is one."""
+        """Workers that train: the actor, and the critic if there is one."""
         return [group for role in (Role.ACTOR, Role.CRITIC) if (group := RoleGroup(role, optional=True))]
 
     @property
     def engines(self) -> int:
-        """How many sample."""
+        """Number of engines that sample."""
         return len(self.samplers)
 
     def begin_generation(self) -> None:
-        """Let the learners sleep, and the engines wake; nothing happens where they are, or have no need to."""
+        """Put the learners to sleep and wake the engines, as far as the options say so."""
         if self._generates:
             return
         if self.config.placement.learners_sleep:
@@ -80,7 +81,7 @@ class PolicyCalls:
         self._generates = True
 
     def end_generation(self) -> None:
-        """Let the engines sleep, and the learners wake."""
+        """Put the engines to sleep and wake the learners."""
         if not self._generates:
             return
         self._let_engines_sleep()
@@ -92,22 +93,25 @@ class PolicyCalls:
         if self.config.placement.engines_sleep:
             self._free("engines", [self.samplers], "sleep_engine")
 
-    def _free(self, who: str, groups: Sequence[RoleGroup[Any]], method: str) -> None:
+    def _free(self, sleepers: str, groups: Sequence[RoleGroup[Any]], method: str) -> None:
         nbytes = sum(sum(freeing.result()) for freeing in [group.call(method) for group in groups])
-        if who not in self._reported:
-            shown = f"{nbytes / 1e9:.1f} GB are freed" if nbytes else "nothing is freed, as always on a CPU"
-            self.trainer.info(f"{who} sleep: {shown}")
-            self._reported.add(who)
+        if sleepers not in self._reported:
+            effect = f"{nbytes / 1e9:.1f} GB are freed" if nbytes else "nothing is freed, as always on a CPU"
+            self.trainer.info(f"{sleepers} sleep: {effect}")
+            self._reported.add(sleepers)
 
     def finish_loading(self, engines: Future[Any]) -> None:
-        """Let engines that share devices load alone, and sleep: vllm measures what memory is free."""
-        own = self.config.placement
-        if own.engines_sleep or (own.colocate and self.config.rollout.engine == "vllm"):
+        """Wait for engines that share devices, then put them to sleep.
+
+        vLLM sizes its cache by the free device memory, so no other role may load at the same time.
+        """
+        placement = self.config.placement
+        if placement.engines_sleep or (placement.colocate and self.config.rollout.engine == "vllm"):
             engines.result()
         self._let_engines_sleep()
 
     def load(self, steps: int) -> None:
-        """Load every model, in parallel; `steps` set the length of schedules."""
+        """Load all models in parallel. `steps` is the length of the learning-rate schedules."""
         path = self.config.model.path
         loading = [self.trainer.RG_ROLLOUT.load(path)]
         self.finish_loading(loading[0])
@@ -117,46 +121,46 @@ class PolicyCalls:
         remote_call.wait_all(loading)
 
     def begin(self, prompts: list[Batch | None], sampling: SamplingConfig) -> None:
-        """Begin responses that `collect` brings; the list has an item for every engine."""
+        """Start responses that `collect` returns. `prompts` has one item per engine."""
         self.samplers.call_batch("begin", len(prompts), prompts, sampling).result()
 
     def collect(self, seconds: float) -> Sequence[Collected]:
-        """From every engine what has finished, in whole groups, after at most so many seconds."""
+        """Return the finished groups of each engine after at most `seconds`."""
         return self.samplers.call("collect", seconds).result()
 
     def old_and_reference_logprobs(self, tokens: Batch) -> dict[str, Tensor]:
-        """`logprob` and `reference_logprob` [N], in nats, where needed."""
-        asked = []
+        """Return the columns `logprob` and `reference_logprob` [N], in nats, as far as they are needed."""
+        calls = []
         if self.config.needs_old_logprobs:
-            asked.append(self.trainer.RG_ACTOR.logprobs(tokens, self.config.rollout.temperature))
+            calls.append(self.trainer.RG_ACTOR.logprobs(tokens, self.config.rollout.temperature))
             if self.config.placement.colocate:
-                asked[0].result()  # so that the reference has the cores for itself
+                calls[0].result()  # wait, because the reference model needs the same cores
         if self.config.needs_reference:
-            ask = self.trainer.RG_ACTOR.reference_logprobs
-            asked.append((ask if self.config.is_own_reference else self.trainer.RG_REFERENCE.logprobs)(tokens))
-        found: dict[str, Tensor] = {}
-        for future in asked:
-            found |= future.result().per_token
-        return found
+            compute = self.trainer.RG_ACTOR.reference_logprobs
+            calls.append((compute if self.config.is_own_reference else self.trainer.RG_REFERENCE.logprobs)(tokens))
+        columns: dict[str, Tensor] = {}
+        for future in calls:
+            columns |= future.result().per_token
+        return columns
 
     def sync_weights(self, version: int) -> dict[str, float]:
-        """Bring the policy to every engine; returns metrics of the engines."""
+        """Send the policy to every engine. Return metrics of the engines."""
         return remote_call.sync_weights(version)
 
     def sync_reference(self, step: int, share: float) -> None:
-        """Let the reference model move towards the policy, by this share of the way."""
+        """Interpolate the reference model towards the policy. `share` is the weight of the policy."""
         self.end_generation()
         folder = Path(self.config.run_dir, "reference")
         policy, target = folder / "policy", folder / f"step_{step}"
         for old in (policy, target):
             shutil.rmtree(old, ignore_errors=True)
         self.save(policy)
-        # What it is from here on lies in a folder, from which a replacement or a resumed run loads it too.
+        # The new reference is saved, because a replaced worker or a resumed run has to load it, not the initial model.
         self.trainer.RG_REFERENCE.follow(str(policy), share, str(target))
         self._load_reference(target)
 
     def _open_reference(self, path: Path) -> None:
-        """Let every instance of the reference load a model."""
+        """Load a model in every instance of the reference role."""
         self.trainer.RG_REFERENCE.load(str(path)).result()
 
     def _load_reference(self, path: Path) -> None:
@@ -167,7 +171,7 @@ class PolicyCalls:
                 shutil.rmtree(other)
 
     def save_state(self, folder: Path) -> None:
-        """Write what training resumes from into the folder of a step's checkpoint."""
+        """Save the training state in the folder of a checkpoint."""
         self._save_learners(folder / "state")
         if self.reference_folder is not None:
             shutil.copytree(self.reference_folder, folder / "state" / "reference")
@@ -177,10 +181,10 @@ class PolicyCalls:
 
     def _load_learners(self, folder: Path) -> list[str]:
         loading = [group.call("load_state", str(folder)) for group in self.learners]
-        return [line for future in loading for line in future.result()[0]]
+        return [note for future in loading for note in future.result()[0]]
 
     def load_state(self, folder: Path) -> list[str]:
-        """Resume from it; what cannot be exact is returned in words."""
+        """Resume from a checkpoint. Return a list of notes about state that could not be restored exactly."""
         reference = folder / "state" / "reference"
         if reference.exists():
             target = Path(self.config.run_dir, "reference", "resumed")
@@ -190,9 +194,9 @@ class PolicyCalls:
         return self._load_learners(folder / "state")
 
     def save(self, folder: Path) -> None:
-        """Write the policy as a folder that `from_pretrained` loads."""
+        """Save the policy in a folder that `from_pretrained` loads."""
         self.learners[0].call("save", str(folder)).result()
 
     def end(self) -> None:
-        """Let the roles know that no call will follow."""
+        """Close the roles at the end of the job."""
         remote_call.end_job()

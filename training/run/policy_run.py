@@ -1,6 +1,6 @@
-"""A run that trains a policy on its own rollouts: prompts, rewards, evaluation, and the queue that the loop reads.
+"""A run that trains a policy on its own rollouts: prompts, rewards, evaluation, and the queue of rollouts.
 
-`P` prompts, `B` rollouts: responses or episodes, several of each prompt.
+P: number of prompts. B: number of rollouts (responses or episodes), several per prompt.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 
 
 class MakeRollouts(Protocol):
-    """The method of a trainer that makes rollouts, for a training step or (`heldout`) for an evaluation."""
+    """Method of a trainer that generates rollouts for a training step, or with `heldout` for an evaluation."""
 
     def __call__(self, prompts: Batch, sampling: SamplingConfig, heldout: bool = False) -> Batch:
-        """Generate one scored rollout for each row of `prompts`; those whose reward failed are left out."""
+        """Generate one scored rollout per row of `prompts`. Rollouts whose reward failed are left out."""
         ...
 
 
 Score = Callable[[Batch], Batch]
-"""The method of a trainer that scores rollouts, and leaves out those whose reward failed."""
+"""Method of a trainer that scores rollouts. It leaves out those whose reward failed."""
 
 SHOWN = (
     "reward/score",
@@ -53,20 +53,21 @@ SHOWN = (
     "actor/entropy",
     "timing_s/step",
 )
-"""What a person sees of a step, unless a recipe sets otherwise."""
+"""Default metrics of a step that are shown on the terminal."""
 
 
 class PolicyRun(Run[Batch]):
-    """Everything of a training run but its algorithm.
+    """A training run without its algorithm.
 
-    `for rollouts in run.queue(make_rollouts, score)` runs the steps that are left, `end_step` ends each, and `finish`
-    the run. The constructor reads the prompts, loads the models, and resumes from a checkpoint, if there is one.
+    `for rollouts in run.queue(make_rollouts, score)` iterates over the remaining steps. Call `end_step` at the end of
+    each step and `finish` at the end of the run. The constructor reads the prompts, loads the models, and resumes from
+    a checkpoint if there is one.
     """
 
     config: RLOptions
     _has_shown_episode = False
     _failed: Batch | None = None
-    """Rollouts without a reward of the step that was made last."""
+    """Rollouts without a reward of the step that was generated last."""
     _make_rollouts: MakeRollouts
     _score: Score
 
@@ -82,12 +83,12 @@ class PolicyRun(Run[Batch]):
     ) -> None:
         """
         Args:
-            trainer: whose run it is.
-            config: in the shared groups of options.
-            recipe: the folder of the recipe.
-            calls: how roles are reached. Default: by the trainer's role groups.
-            shown: metrics that a person sees of a step.
-            parts: what else of the trainer a checkpoint holds, by name.
+            trainer: trainer that executes the run.
+            config: options of the run.
+            recipe: folder of the recipe.
+            calls: calls to the roles. The default uses the role groups of the trainer.
+            shown: metrics of a step that are shown on the terminal.
+            parts: additional parts of the trainer that a checkpoint holds, by name.
         """
         super().__init__(trainer, config, recipe, shown)
         self.calls = calls or PolicyCalls(trainer, config)
@@ -96,19 +97,19 @@ class PolicyRun(Run[Batch]):
 
     @property
     def version(self) -> int:
-        """Of the weights that the engines sample from: the step that made them."""
+        """Version of the weights that the engines sample from: the number of the step that produced them."""
         return self.progress.version
 
     # --- the loop
 
     def queue(self, make_rollouts: MakeRollouts, score: Score) -> Iterator[Batch]:
-        """Iterate over the steps that are left, and hand out the scored rollouts of each.
+        """Iterate over the remaining steps, and yield the scored rollouts of each.
 
-        The queue resumes, generates ahead of training, and ends when the run is to stop.
+        The queue resumes from a checkpoint, generates ahead of training, and ends when a stop was requested.
 
         Args:
             make_rollouts: generates and scores rollouts, in training and in evaluations.
-            score: scores rollouts that were generated without `make_rollouts`, as by partial rollouts.
+            score: scores rollouts that were generated without `make_rollouts`, such as partial rollouts.
         """
         self._make_rollouts = make_rollouts
         self._score = score
@@ -123,24 +124,24 @@ class PolicyRun(Run[Batch]):
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Wake the engines if they sleep while the policy trains, and time what happens inside as `generate`."""
+        """Wake the engines if they were asleep, and time the block as the phase `generate`."""
         with self._turn("wake"):
             self.calls.begin_generation()
         with self.phase("generate"):
             yield
 
     def _turn(self, name: str) -> AbstractContextManager[None]:
-        """Time what happens inside as a phase, if engines and learners take turns on their devices."""
+        """Time the block as a phase, if engines and learners take turns on their devices."""
         return self.phase(name) if self.config.placement.takes_turns else nullcontext()
 
     def score(self, rollouts: Batch, heldout: bool = False) -> Batch:
-        """Add `reward` and `score` [B], and leave out the rollouts whose reward failed."""
+        """Add the columns `reward` and `score` [B], and leave out the rollouts whose reward failed."""
         with self.phase("reward"):
             rollouts = with_status(self.add_rewards(rollouts, heldout))
         return self.drop_failed(rollouts, heldout)
 
     def add_rewards(self, rollouts: Batch, heldout: bool = False) -> Batch:  # noqa: ARG002 - recipes read it
-        """Add `reward`, `score` and `reward_failed` [B], as `reward.source` or the agent's environment says."""
+        """Add `reward`, `score` and `reward_failed` [B], from `reward.source` or from the environment of the agent."""
         return add_rewards(rollouts, self.reward, self.tokenizer, self.info, self.step)
 
     def drop_failed(self, rollouts: Batch, heldout: bool = False) -> Batch:
@@ -148,7 +149,7 @@ class PolicyRun(Run[Batch]):
         return split_failed(rollouts)[0] if heldout else self.failed_rewards.drop(rollouts)
 
     def compute_logprobs(self, rollouts: Batch) -> Batch:
-        """Add `logprob`, of the policy before the update, and `reference_logprob` [N], in nats, where needed."""
+        """Add `logprob` (of the policy before the update) and `reference_logprob` [N], in nats, as far as needed."""
         tokens = rollouts.only("tokens")
         with self.phase("logprobs"):
             return rollouts.with_tokens(**self.calls.old_and_reference_logprobs(tokens))
@@ -164,33 +165,33 @@ class PolicyRun(Run[Batch]):
         """Log the step, evaluate the policy and write a checkpoint when they are due.
 
         Args:
-            experience: what the step was trained on.
-            metrics: with their whole names; those of the rollouts, the clock and the queue are added.
-            weights_synced: the engines were given the weights of this step.
-            by_role: metrics of a role's update, as `actor=...`; they are logged as `actor/<name>`.
+            experience: batch that the step was trained on.
+            metrics: metrics by full name. Those of the rollouts, the clock and the queue are added.
+            weights_synced: True if the engines have received the weights of this step.
+            by_role: metrics of the update of a role, such as `actor=...`, which are logged as `actor/<name>`.
         """
         if weights_synced:
             self.progress.version = self.step
-        found = dict(metrics or {})
-        for role, own in by_role.items():
-            found |= {f"{role}/{name}": value for name, value in own.items()}
-        found = self.rename(found | self.measure(experience))
+        logged = dict(metrics or {})
+        for role, role_metrics in by_role.items():
+            logged |= {f"{role}/{name}": value for name, value in role_metrics.items()}
+        logged = self.rename(logged | self.measure(experience))
         with self.checkpoints.kept_if_rewards_fail():
-            is_best = self.checkpoints.record(self._evaluate_and_log, experience, found)
+            is_best = self.checkpoints.record(self._evaluate_and_log, experience, logged)
         self.checkpoints.save_when_due(is_best)
 
     def measure(self, experience: Batch) -> dict[str, float]:
-        """Metrics of a step beside those of the updates: its speed, its rollouts, the last checkpoint and the queue."""
+        """Return the metrics of a step other than those of updates: speed, rollouts, last checkpoint and queue."""
         low, high = self.config.algorithm.correction_range
-        found = self.count(experience) | rollout_metrics(experience, low, high, self.failed_rewards.of_step)
-        return found | self.checkpoints.metrics | self.stream.metrics
+        metrics = self.count(experience) | rollout_metrics(experience, low, high, self.failed_rewards.of_step)
+        return metrics | self.checkpoints.metrics | self.stream.metrics
 
     def rename(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Metrics of a step under the names that they are logged with."""
+        """Return the metrics under the names that they are logged with. A recipe may override it."""
         return metrics
 
     def finish(self) -> None:
-        """Save what is not yet saved, sum up what was gained, and let go of everything."""
+        """Save the last checkpoint, write the summary, and close the run."""
         self.checkpoints.save()
         if self.is_last_step:
             self._sum_up()
@@ -199,16 +200,16 @@ class PolicyRun(Run[Batch]):
         self.close()
 
     def close(self) -> None:
-        """End what the run has started, and let the roles know that no call will follow."""
+        """Close the reward, the tracker and the roles."""
         if self.reward is not None:
             self.reward.close()
         self.tracker.close()
         self.calls.end()
 
-    # --- how rollouts are made
+    # --- generation of rollouts
 
     def _describe_first(self, rollouts: Batch) -> None:
-        """Show what the first episode of the run begins with, which its environment may have written."""
+        """Show the beginning of the first episode, because its environment may have changed the prompt."""
         if self._has_shown_episode or "num_turns" not in rollouts or not len(rollouts):
             return
         self._has_shown_episode = True
@@ -216,20 +217,21 @@ class PolicyRun(Run[Batch]):
         self.info(f"first episode begins {described(str(self.tokenizer.decode(ids)), ids)}")
 
     def respond_to_next(self, count: int, step: int) -> Batch:
-        """Make the rollouts of the next `count` prompts, `samples_per_prompt` of each. For rollout strategies."""
+        """Generate `samples_per_prompt` rollouts for each of the next `count` prompts. For rollout strategies."""
         prompts = for_samples(self.prompts.take(count), self.config.samples_per_prompt)
         return self._make_rollouts(prompts, self.config.sampling(step))
 
     def score_rollouts(self, rollouts: Batch) -> Batch:
-        """Score rollouts as the trainer does. For rollout strategies that generate by themselves."""
+        """Score rollouts with the method of the trainer. For rollout strategies that do the generation."""
         return self._score(rollouts)
 
     def _fill_step(self, step: int) -> Batch | None:
-        """Make the rollouts of one step, or return None at the end of the data or if the run is to stop.
+        """Generate the rollouts of one step. Return None at the end of the data or if a stop was requested.
 
         With dynamic sampling, the last step may have fewer prompts than the others.
         """
-        self.failed_rewards.take(None)  # of a generation that an error has ended
+        # Failed rollouts of a generation that ended with an error would be counted in this step.
+        self.failed_rewards.take(None)
         rollouts = self.strategy.fill(step)
         if rollouts is not None:
             self._describe_first(rollouts)
@@ -250,23 +252,23 @@ class PolicyRun(Run[Batch]):
     # --- evaluation
 
     def _evaluate(self) -> dict[str, float]:
-        """Evaluate the policy after a step; returns metrics."""
+        """Evaluate the policy after a step. Return the metrics."""
         return self.evaluation.at_step(self.step)
 
     def _evaluate_at_start(self) -> None:
-        """Evaluate the policy before the first step, and log that as step 0."""
-        found = self.evaluation.start()
-        if found and not self.step:
-            self.tracker.log(0, self.rename(found), steps=self.steps)
-        elif found:  # its step has a line of metrics, from before the held-out prompts were named
-            self.info(f"as it was resumed: {console_line(self.step, {'eval/score': found['eval/score']})}")
+        """Evaluate the policy before the first step, and log the metrics as step 0."""
+        metrics = self.evaluation.start()
+        if metrics and not self.step:
+            self.tracker.log(0, self.rename(metrics), steps=self.steps)
+        elif metrics:  # not logged: the step has its metrics from before, when there were no held-out prompts
+            self.info(f"as it was resumed: {console_line(self.step, {'eval/score': metrics['eval/score']})}")
 
     def describe_heldout(self, rollouts: Batch) -> Mapping[str, float]:  # noqa: ARG002 - for a recipe's own
-        """Metrics of an evaluation's rollouts beside those that every run has."""
+        """Return additional metrics of the rollouts of an evaluation. A recipe may override it."""
         return {}
 
     def _evaluate_and_log(self, experience: Batch, metrics: dict[str, float]) -> bool:
-        """Evaluate when it is due, and log the step; returns whether the policy is the best so far."""
+        """Evaluate if it is due, and log the step. Return True if the policy is the best so far."""
         if self.config.evaluation.is_due(self.step, self.is_last_step):
             metrics |= self._evaluate()
         with self.phase("log"):
@@ -275,17 +277,17 @@ class PolicyRun(Run[Batch]):
         return self.evaluation.is_best(metrics, self.step)
 
     def _respond_heldout(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
-        """Make one rollout of each prompt, scored by the held-out reward; those whose reward failed are left out."""
+        """Generate one rollout per prompt, scored by the held-out reward. Rollouts whose reward failed are left out."""
         rollouts = self._make_rollouts(prompts, sampling, heldout=True)
         self._describe_first(rollouts)
         return main_branches(check_staleness(rollouts, self.version))
 
     def _sum_up(self) -> None:
-        """Compare the policy with what it was at the start."""
+        """Export the policy, and report its scores at the start and at the end."""
         if self.config.checkpoint.export_path:
             self.export(Path(self.config.checkpoint.export_path).expanduser())
         score = self.evaluation.finish(self.step)
-        # It may not have been known that this step is the last.
+        # `finish` may have evaluated this step only now, if it was not known to be the last.
         if self.evaluation.is_best(self.evaluation.scores.get("end", {}), self.step):
             self.checkpoints.store.mark_best(self.step)
         self.note_end("policy", score=score)
@@ -298,13 +300,13 @@ class PolicyRun(Run[Batch]):
         config = self.config
         self.tokenizer = config.model.tokenizer()
         self.prompts = self._open_prompts(self._read_rows())
-        for line in describe_prompts(config.data, self.prompts):
-            self.info(line)
-        if not config.agent.func_path:  # whose environments may write messages
+        for description in describe_prompts(config.data, self.prompts):
+            self.info(description)
+        if not config.agent.func_path:  # the environment of an agent may build chat messages by itself
             warning = unused_template(config.data, self.prompts.rows[0]["input"], self.tokenizer)
             if warning is not None:
                 self.info(warning)
-        if self.prompts.too_long:  # fewer than the plan has counted
+        if self.prompts.too_long:  # so the plan has counted too many prompts
             self.info(config.arithmetic(len(self.prompts)))
         self.reward = self._open_reward()
         self.failed_rewards = FailedRewards(self._least_rewarded, config.ROLLOUTS, self.info)
@@ -323,24 +325,24 @@ class PolicyRun(Run[Batch]):
         )
 
     def _read_rows(self, heldout: bool = False) -> list[dict[str, Any]]:
-        """The rows of the prompts to train on, or of the held-out ones, of which there may be none."""
+        """Return the rows of the prompts to train on, or of the held-out prompts, which may be empty."""
         data = self.config.data
         return self.config.evaluation.rows(data) if heldout else data.rows(self.config.seed)
 
     def _open_prompts(self, rows: list[dict[str, Any]], heldout: bool = False) -> PromptSource:
-        """Rows as token ids."""
+        """Tokenize the rows of prompts."""
         config = self.config
         return read_prompts(config.data, rows, self.tokenizer, config.seed, heldout=heldout, info=self.info)
 
     def _open_reward(self) -> RewardSource | None:
-        """What gives rewards; None: the agent's environment does."""
+        """Open the source of rewards. Return None if the environment of the agent gives them."""
         source = self.config.reward_source
         return None if source is None else open_reward(source, self.config.reward.settings())
 
     def _open(self, parts: Mapping[str, Stateful]) -> None:
-        """Open the queue of rollouts, resume, and let every role load its model."""
+        """Open the queue of rollouts, resume from a checkpoint, and load the model of every role."""
         if self.config.asynchronous.ahead:
-            self.prompts.check_savable()  # of what is generated ahead a checkpoint holds all columns
+            self.prompts.check_savable()  # a checkpoint holds all columns of the batches generated ahead
         stream = RolloutQueue(
             self._fill_step,
             self._count_steps(),
@@ -353,26 +355,27 @@ class PolicyRun(Run[Batch]):
             most_stale=self.config.asynchronous.most_stale,
         )
         resumed = self.open(stream, {"heldout": self.evaluation, **parts}, self._write_checkpoint, self._steps_left)
-        self.calls.load(self._count_steps())  # of the whole run, also where it was resumed
+        self.calls.load(self._count_steps())  # schedules cover the whole run, also after a resume
         if resumed is not None:
             self._restore(resumed)
         elif self.config.train.lora_path:
-            # The engines have loaded the model alone.
+            # The engines have loaded the base model without the adapters.
             self.calls.sync_weights(self.version)
         self.note_setup()
 
     def _restore(self, folder: Path) -> None:
-        """Let the roles resume from a step's checkpoint, and bring the policy to the engines."""
-        for line in self.calls.load_state(folder):
-            self.info(f"not exactly as before: {line}")
+        """Resume the roles from a checkpoint, and send the policy to the engines."""
+        for note in self.calls.load_state(folder):
+            self.info(f"not exactly as before: {note}")
         if self.config.asynchronous.ahead:
-            # Each step has a version of its own; the run before may have trained a critic alone, with none.
+            # Generation ahead of training needs a version per step. The previous run may have trained only a critic in
+            # its last steps, which publishes no version.
             self.progress.version = self.step
         if self.version or self.config.train.lora_path:
             self.calls.sync_weights(self.version)
 
     def _count_steps(self) -> int:
-        """Steps that the prompts fill, once the long ones are left out."""
+        """Return the number of steps that the prompts fill, without those that are too long."""
         steps = self.config.steps(len(self.prompts) * self.config.data.epochs)
         if steps < 1:
             least = f"prompts_per_step={self.config.prompts_per_step}"
@@ -381,7 +384,7 @@ class PolicyRun(Run[Batch]):
         return steps
 
     def _steps_left(self) -> int:
-        """Steps that the prompts fill which were not yet trained on."""
+        """Return the number of steps that the remaining prompts fill."""
         prompts = self.prompts.left(self.config.data.epochs) + self.strategy.waiting
         steps = self.config.steps(prompts)
         if self.config.max_steps is None:
@@ -390,10 +393,11 @@ class PolicyRun(Run[Batch]):
 
     def _least_rewarded(self, count: int) -> int:
         """Minimum number of rollouts with a reward in a step of `count` of them: one per rank and optimizer step."""
-        return (self.config.placement.actor_ranks or 1) * self.config.optimizer_steps(count)
+        ranks = self.config.placement.actor_ranks or 1
+        return ranks * self.config.optimizer_steps(count)
 
     def _open_strategy(self) -> RolloutStrategy:
-        """Open what collects the rollouts of a step."""
+        """Open the rollout strategy that the options select."""
         name, option = self.config.rollout_strategy
         if not name:
             return WholeSteps(self.respond_to_next, self.config.prompts_per_step)
@@ -402,13 +406,13 @@ class PolicyRun(Run[Batch]):
     # --- checkpoints
 
     def _write_checkpoint(self, folder: Path) -> None:
-        """Let the ranks write what they hold into a step's folder."""
+        """Write the state of the roles and the exported policy into the folder of a step."""
         self.calls.end_generation()
         self.calls.save_state(folder)
         self.export(folder / "hf")
 
     def export(self, folder: Path) -> None:
-        """Write policy and tokenizer as a folder that from_pretrained loads."""
+        """Save the policy and the tokenizer in a folder that `from_pretrained` loads."""
         self.calls.end_generation()
         self.calls.save(folder)
         self.tokenizer.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""How far a run is: what it has counted, how long its phases take, and the checkpoints that it resumes from."""
+"""Progress of a run: counters, the time of its phases, and the checkpoints that it writes and resumes from."""
 
 from __future__ import annotations
 
@@ -23,105 +23,107 @@ from training.run.phase_clock import PhaseClock
 from training.run.queue import RolloutQueue
 
 BATCHES = Path("state", "batches")
-"""Where the batches lie that were generated and not yet trained on, in a step's folder; trainer.json names them."""
+"""Folder of the batches that were generated but not trained on, within a step folder. trainer.json lists them."""
 _FILE = "__batch__"
 _UNRECORDED = "unrecorded"
 
 
 class Saved(Protocol):
-    """A part of a trainer that a checkpoint holds."""
+    """A part of a trainer whose state a checkpoint holds."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
 
 @dataclass
 class Progress:
-    """What a run has done so far, its parts before a resume included."""
+    """Counters of a run, including its steps before a resume."""
 
     version: int = 0
-    """Of the weights that the rollout engines sample from: the step that made them."""
+    """Version of the weights that the rollout engines sample from: the number of the step that produced them."""
     tokens: int = 0
-    """Trained on, prompts included."""
+    """Number of tokens trained on, prompts included."""
     seconds: float = 0.0
-    """In training steps; set-up, evaluation and checkpoints are not in it."""
+    """Time of the training steps in seconds, without set-up, evaluation and checkpoints."""
 
     def count(self, took: Mapping[str, float], batch: Batch, memory_bytes: int = 0) -> dict[str, float]:
-        """Count a step in, and say how fast it was.
+        """Add a step to the counters, and return metrics of its speed.
 
         Args:
-            took: of the clock, `timing_s/<phase>` and `timing_s/step`.
-            batch: what was trained on.
-            memory_bytes: of all processes of the job; 0: not known.
+            took: times from the clock, `timing_s/<phase>` and `timing_s/step`.
+            batch: batch that the step was trained on.
+            memory_bytes: memory of all processes of the job, or 0 if it is not known.
 
         Returns:
-            `took`, and perf/: `tokens_per_second`, prompts included; `samples_per_second`, of sequences;
-            `<phase>_share` of the step's time, whose sum is more than 1 where another thread generated meanwhile; and
-            `memory_gb` where it is known.
+            `took`, and with the prefix perf/: `tokens_per_second`, prompts included; `samples_per_second` in sequences;
+            `<phase>_share` of the time of the step; and `memory_gb` if it is known. The shares sum to more than 1 if
+            another thread generated at the same time.
         """
         seconds = took["timing_s/step"]
         self.tokens += batch.num_tokens
         self.seconds += seconds
         counts = {"tokens_per_second": batch.num_tokens, "samples_per_second": len(batch)}
-        counts |= {f"{name.removeprefix('timing_s/')}_share": own for name, own in took.items()}
+        counts |= {f"{name.removeprefix('timing_s/')}_share": phase_seconds for name, phase_seconds in took.items()}
         del counts["step_share"]
-        found = {f"perf/{name}": count / max(seconds, 1e-9) for name, count in counts.items()}
-        return {**took, **found} | ({"perf/memory_gb": memory_bytes / 1e9} if memory_bytes else {})
+        rates = {f"perf/{name}": count / max(seconds, 1e-9) for name, count in counts.items()}
+        return {**took, **rates} | ({"perf/memory_gb": memory_bytes / 1e9} if memory_bytes else {})
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what `load_state_dict` needs."""
+        """Return the state for `load_state_dict`."""
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting."""
+        """Restore the counters."""
         self.__dict__.update(state)
 
 
 @dataclass(kw_only=True)
 class RunCheckpoints:
-    """Writes the checkpoints of one run when they are due, and finds the one to resume from."""
+    """Writes the checkpoints of a run when they are due, and loads the one to resume from."""
 
     store: Checkpoints
-    """The step folders."""
+    """Step folders of the run."""
     stream: RolloutQueue[Any]
-    """Of the run, which knows its step."""
+    """Queue of the run. It holds the number of the current step."""
     parts: dict[str, Saved]
-    """What else of the trainer a checkpoint holds, by name, besides the stream and its sources. Those that are made
-    from what `load` returns are added after it.
+    """Other parts of the trainer that a checkpoint holds, by name, besides the stream and its sources.
+
+    Parts that are created from the result of `load` are added after it.
     """
     write: Callable[[Path], object]
-    """Lets the roles fill a step's folder with what they hold."""
+    """Writes the state of the roles into a step folder."""
     every: int
-    """Steps between two of them; -1: only when `save` is called, or a step is the best."""
+    """Number of steps between checkpoints. With -1, only `save` and a best step write one."""
     config: Mapping[str, Any]
-    """The options of this run, without keys and tokens."""
+    """Options of this run, without API keys and tokens."""
     run_id: str
-    """Of this run: a restart of it continues even where `resume` says none."""
+    """Id of this run. A restart of the same run resumes even if `resume` is none."""
     info: Callable[[str], None]
-    """Shows a line to the user."""
+    """Prints a line for the user."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the last `save_when_due`, for the next step's metrics: `timing_s/checkpoint` and `perf/checkpoints_failed`."""
+    """Metrics of the last `save_when_due`, logged with the next step: timing_s/checkpoint, perf/checkpoints_failed."""
     clock: PhaseClock = field(default_factory=PhaseClock)
     """Clock of the run. The time that a checkpoint takes belongs to no step."""
     unrecorded: tuple[Batch, dict[str, float]] | None = None
-    """A step that was trained on, and is not yet evaluated and written down: see `record`."""
+    """Batch and metrics of a step that was trained on but not evaluated and logged; see `record`."""
     _failed: int = 0
     _saved_step: int = 0
-    """Of the newest checkpoint of this run; 0 when there is none."""
+    """Step of the newest checkpoint of this run, or 0 if there is none."""
 
     def load(self, resume: str, left: Callable[[], int] | None = None) -> tuple[Path, dict[str, Any]] | None:
-        """Set the parts to where a checkpoint was written; None when there is none to resume from.
+        """Restore the parts from a checkpoint.
 
         Args:
-            resume: as in RunOptions.
-            left: counts the steps that are left, once the parts are set, without the batches that wait in the stream's
-                queue; None: the stream has its number of steps.
+            resume: see RunOptions.
+            left: returns the number of remaining steps, without the queued batches. It is called after the parts are
+                restored. With None, the stream keeps its number of steps.
 
         Returns:
-            The step's folder, for the roles, and the state of all parts, of those that are made later too.
+            The step folder, and the state of all parts, including those that are created later. None if there is no
+            checkpoint to resume from.
 
         Raises:
-            ValueError: the data are others than before, there is no checkpoint where `resume` says, or it holds what
-                this run cannot continue with.
+            ValueError: the data differ from those of the checkpoint, there is no checkpoint at the path that `resume`
+                names, or the run cannot continue from its state.
         """
         folder = find_checkpoint(resume, self.store.folder, self.run_id)
         if folder is None:
@@ -144,15 +146,15 @@ class RunCheckpoints:
         stream = self.stream
         if left is not None:
             stream.steps = stream.step + stream.queued + left()
-        # What another run has saved is not yet in the folder of this one.
+        # 0 for the checkpoint of another run, so that `save` still writes one into the folder of this run.
         self._saved_step = stream.step if folder.parent.samefile(self.store.folder) else 0
         self.info(f"resumes after step {stream.step} of {stream.steps}, from {folder}")
-        for line in changed_options(saved["config"], self.config):
-            self.info(f"changed since that checkpoint: {line}")
+        for change in changed_options(saved["config"], self.config):
+            self.info(f"changed since that checkpoint: {change}")
         return folder, saved
 
     def save_when_due(self, is_best: bool = False) -> None:
-        """Write a checkpoint every so many steps, and of the best step; one that fails is said and counted."""
+        """Write a checkpoint every `every` steps and for the best step. A failed write is reported and counted."""
         self.metrics = {}
         if not is_best and (self.every < 1 or self.stream.step % self.every):
             return
@@ -168,18 +170,18 @@ class RunCheckpoints:
         self.metrics = {"timing_s/checkpoint": seconds, "perf/checkpoints_failed": float(self._failed)}
 
     def save(self) -> None:
-        """Write a checkpoint of the step that was finished last, if there is none yet.
+        """Write a checkpoint of the last finished step, if there is none yet.
 
         Raises:
-            CheckpointError: the disk does not take it.
-            ValueError: batches of the stream hold objects that no file can.
+            CheckpointError: the disk is full, read-only or not writable.
+            ValueError: queued batches hold objects that cannot be written to a file.
         """
         if self.stream.step != self._saved_step:
             self._save()
 
     @contextmanager
     def kept_if_rewards_fail(self) -> Iterator[None]:
-        """Around the loop: rewards that fail (RewardError) end it, after `save_unfinished`."""
+        """Call `save_unfinished` if the block raises RewardError, and raise the error again."""
         try:
             yield
         except RewardError:
@@ -187,37 +189,36 @@ class RunCheckpoints:
             raise
 
     def save_unfinished(self) -> None:
-        """Write a checkpoint from which nothing has to be done again, where a run ends because rewards have failed.
+        """Write a checkpoint when failed rewards end a run, so that no finished work has to be repeated.
 
-        It is of the step that was trained on last, and holds what waits in the stream's queue, and what is unrecorded.
-        That it cannot be written is said and not raised: the error that ends the run is on its way already.
+        It holds the last trained step, the queued batches, and the step that is not evaluated yet. A failed write is
+        reported but not raised, because the RewardError that ends the run is being raised already.
         """
         step, waiting = self.stream.step, self.stream.queued
         is_saved = step == self._saved_step and not waiting and self.unrecorded is None
-        if is_saved or not step:  # a run that has learnt nothing begins anew, with other options if need be
+        if is_saved or not step:  # without a trained step, a restart loses nothing, and may have other options
             return
         try:
             self._save()
         except Exception as error:  # noqa: BLE001
             self.info(f"warning: {error}; what was done since the checkpoint before is lost")
             return
-        held = "" if self.unrecorded is None else ", whose evaluation is still to be made"
-        held += f", and {waiting} batch{'es' * (waiting != 1)} of responses" if waiting else ""
-        self.info(f"saved for when the rewards are back: step {step}{held}; the same command resumes")
+        content = "" if self.unrecorded is None else ", whose evaluation is still to be made"
+        content += f", and {waiting} {'batch' if waiting == 1 else 'batches'} of responses" if waiting else ""
+        self.info(f"saved for when the rewards are back: step {step}{content}; the same command resumes")
 
     def record(
         self, evaluate: Callable[[Batch, dict[str, float]], bool], batch: Batch, metrics: dict[str, float]
     ) -> bool:
-        """Evaluate a step that was trained on, and log it. Where that fails, `save_unfinished` keeps
-        what is given here, for `log_unlogged_step`.
+        """Evaluate and log a trained step. If that fails, `save_unfinished` saves its batch for `log_unlogged_step`.
 
         Args:
-            evaluate: (batch, metrics) -> whether the step is the best so far.
-            batch: what the step was trained on.
-            metrics: of the training.
+            evaluate: (batch, metrics) -> True if the step is the best so far.
+            batch: batch that the step was trained on.
+            metrics: metrics of the training step.
 
         Returns:
-            What `evaluate` does.
+            The result of `evaluate`.
         """
         self.unrecorded = batch, metrics
         is_best = evaluate(batch, metrics)
@@ -225,10 +226,11 @@ class RunCheckpoints:
         return is_best
 
     def log_unlogged_step(self, evaluate: Callable[[Batch, dict[str, float]], bool]) -> None:
-        """Where the run that is continued with ended in `record`, do that again first."""
+        """Repeat `record` for the last step, if the previous run ended in it."""
         if self.unrecorded is not None:
             is_best = self.record(evaluate, *self.unrecorded)
-            self._saved_step = -1  # the checkpoint of this step knows nothing of it
+            # The existing checkpoint of this step lacks its evaluation, so it has to be written again.
+            self._saved_step = -1
             self.save_when_due(is_best)
 
     def _save(self) -> None:
@@ -253,20 +255,20 @@ class RunCheckpoints:
         self._saved_step = step
 
 
-def _without_batches(value: Any, name: str, found: dict[str, Batch]) -> Any:
-    """A state with names of files for its batches, which are put into `found`."""
+def _without_batches(value: Any, name: str, batches: dict[str, Batch]) -> Any:
+    """Replace the batches of a state by file names. The batches are added to `batches` by file name."""
     if isinstance(value, Batch):
-        found[f"{name}.parquet"] = value
+        batches[f"{name}.parquet"] = value
         return {_FILE: f"{name}.parquet"}
     if isinstance(value, Mapping):
-        return {key: _without_batches(item, f"{name}-{key}", found) for key, item in value.items()}
+        return {key: _without_batches(item, f"{name}-{key}", batches) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_batches(item, f"{name}-{i}", found) for i, item in enumerate(value)]
+        return [_without_batches(item, f"{name}-{i}", batches) for i, item in enumerate(value)]
     return value
 
 
 def _with_batches(value: Any, folder: Path) -> Any:
-    """The state again, its batches read from `folder`."""
+    """Replace the file names of a state by the batches, read from `folder`."""
     if isinstance(value, list):
         return [_with_batches(item, folder) for item in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Prompts of a run: read with the policy's tokenizer, and described for the user."""
+"""Prompts of a run: tokenized for the policy, and described for the user."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def read_prompts(
     heldout: bool = False,
     info: Callable[[str], None],
 ) -> PromptSource:
-    """Rows as token ids; says how many are longer than they may be."""
+    """Tokenize the rows of prompts. Report the number of prompts that are too long."""
     source = data.source(rows, tokenizer, seed, shuffle=not heldout)
     if count := source.too_long or source.cut:
-        what = "held-out prompts" if heldout else "prompts"
-        done = "left out" if source.too_long else f"cut (data.overlong={data.overlong})"
-        info(f"{count} {what} of more than data.max_prompt_tokens={data.max_prompt_tokens} tokens are {done}")
+        kind = "held-out prompts" if heldout else "prompts"
+        effect = "left out" if source.too_long else f"cut (data.overlong={data.overlong})"
+        info(f"{count} {kind} of more than data.max_prompt_tokens={data.max_prompt_tokens} tokens are {effect}")
     return source
 
 
 def describe_prompts(data: DataOptions, source: PromptSource) -> list[str]:
-    """Describe what the policy reads: the columns, the first prompt, and prompts that it continues."""
+    """Describe the columns, the first prompt, and the number of prompts that end with an assistant message."""
     columns = data.describe_columns(list(map(dict, source.rows)))
     lines = [columns] if columns else []
     lines.append(source.describe_first())
@@ -45,7 +45,7 @@ def describe_prompts(data: DataOptions, source: PromptSource) -> list[str]:
 
 
 def unused_template(data: DataOptions, prompt: Any, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """A warning where the tokenizer's chat template would make another text of a prompt, and is not used."""
+    """Return a warning if the tokenizer has a chat template that would change prompts and is not used, else None."""
     from components.data.text import render_prompt
 
     is_plain = isinstance(prompt, str) and not data.apply_chat_template and data.input_template is None
@@ -53,7 +53,7 @@ def unused_template(data: DataOptions, prompt: Any, tokenizer: PreTrainedTokeniz
         return None
     try:
         changes_nothing = render_prompt(prompt, tokenizer, apply_chat_template=True) == prompt
-    except ValueError:  # it refuses such a conversation, so it could not be used
+    except ValueError:  # the template rejects such a conversation, so it could not be used
         return None
     if changes_nothing:
         return None

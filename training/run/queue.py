@@ -1,4 +1,4 @@
-"""The queue that every training loop reads its batches from. Nothing here needs torch."""
+"""The queue that all training loops read their batches from. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Item = TypeVar("Item")
 
 
 class Stateful(Protocol):
-    """What can be set to where a checkpoint was written."""
+    """An object whose state a checkpoint saves and restores."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Any, /) -> None: ...
@@ -23,29 +23,29 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Queued(Generic[Item]):
-    """A batch that is not yet trained on."""
+    """A batch that was generated but not trained on."""
 
     batch: Item
     metrics: dict[str, float]
-    """Of its generation."""
+    """Metrics of its generation."""
     seconds: dict[str, float]
-    """That the phases of its generation took, where that was in a thread of its own."""
+    """Seconds of the phases of its generation, if a separate thread generated it."""
     most_stale: int
-    """See RolloutQueue."""
+    """Maximum staleness of the batch in weight versions; see RolloutQueue."""
     dropped: Item | None = None
-    """Samples of the batch that are not trained on, such as rollouts without a reward."""
+    """Samples that are excluded from training, such as rollouts without a reward."""
 
 
 class RolloutQueue(Generic[Item]):
-    """Generates one batch of samples per training step: when the loop asks for it, or ahead in a thread.
+    """Generates one batch of samples per training step, either on demand or ahead of training in a thread.
 
-    `for batch in stream:` runs the steps that are left. Inside the loop's body `stream.step` is the number
-    of the step at hand, from 1 to `steps`; a state saved there resumes with the step after it.
+    `for batch in stream:` iterates over the remaining steps. Inside the loop, `stream.step` is the number of the
+    current step, from 1 to `steps`. A state that is saved there resumes with the next step.
 
-    With a queue the samples of step s are begun once the bodies of the steps up to s - 1 - `queue_size` have ended, so
-    they are drawn from weights that are at most `queue_size` versions behind those that train on them. A body has ended
-    when the loop asks for the next batch. What `generate` raises is raised in the loop, in place of that batch. Where
-    the loop is left early, the thread ends after the batch that it is at, and is not waited for.
+    With a queue, generation for step s starts when step s - 1 - `queue_size` has finished. The samples are therefore
+    drawn from weights that are at most `queue_size` versions older than those that train on them. A step has finished
+    when the loop requests the next batch. An error in `generate` is raised in the loop in place of that batch. If the
+    loop is left early, the thread ends after its current batch. The loop does not wait for it.
     """
 
     def __init__(
@@ -61,60 +61,60 @@ class RolloutQueue(Generic[Item]):
         dropped: Callable[[], Item | None] = lambda: None,
         most_stale: int | None = None,
     ) -> None:
-        """Set the stream before its first step.
-
+        """
         Args:
-            generate: makes the samples of the step whose number it is given, first step 1; None when the data holds
-                no more of them, which ends the stream before its `steps`, or when it was stopped on the way.
-            steps: training steps in all, those before a resume included.
-            queue_size: batches generated ahead of training; 0: each when the loop asks for it.
-            stopped: asked before each step; once it is true the iteration ends, with steps left.
-            sources: what `generate` takes from and changes, such as the prompts, by the name it has in a checkpoint.
-                Their `state_dict` must not change afterwards: it is taken before each generation, and is what a
-                checkpoint holds as long as that lasts, and after it has failed, so that the same samples are asked for
-                again.
-            clock: of the run, told how long the loop waits, and how long the generation of a batch took.
-            metrics: of the generation that has just ended, asked for in the thread that generates.
-            dropped: samples of the generation that has just ended that are not trained on, asked for in the same
-                thread. They wait with the batch.
-            most_stale: versions that the weights of any token may be behind. Default: `queue_size`.
+            generate: generates the samples of a step, given its number from 1. It returns None at the end of the data,
+                which ends the stream early, or if a stop was requested in the meantime.
+            steps: total number of training steps, including those before a resume.
+            queue_size: number of batches generated ahead of training. 0 generates each batch on demand.
+            stopped: called before each step. The iteration ends once it returns True.
+            sources: objects that `generate` reads from and changes, such as the prompts, by their name in a checkpoint.
+                Their states are taken before each generation. A checkpoint that is written during the generation, or
+                after it has failed, holds these states, so that a resume generates the same samples again. The
+                returned dictionaries must therefore not change later.
+            clock: clock of the run. It measures how long the loop waits and how long a generation takes.
+            metrics: returns the metrics of the last generation. Called in the thread that generates.
+            dropped: returns the samples of the last generation that are excluded from training. Called in the same
+                thread. They are queued with the batch.
+            most_stale: maximum staleness of the weights of any token, in versions. Default: `queue_size`.
         """
         self._generate = generate
         self.queue_size = queue_size
-        """Batches that are generated ahead."""
+        """Number of batches generated ahead of training."""
         self._stopped = stopped
         self._clock = clock or PhaseClock()
         self._metrics = metrics
         self._dropped = dropped
         self._most_stale = queue_size if most_stale is None else most_stale
         self.sources = dict(sources or {})
-        """What `generate` changes, by name."""
+        """Objects that `generate` changes, by name."""
         self.steps = steps
         self.step = 0
-        """The step whose batch was handed out last; 0 before the first."""
+        """Number of the current step, whose batch was yielded last. 0 before the first."""
         self.metrics: dict[str, float] = {}
-        """Of the generation of that batch; with a queue also `rollout/queued_batches`: as it was asked for."""
+        """Metrics of the generation of the current batch. With a queue also `rollout/queued_batches`: the number of
+        queued batches when the loop requested it."""
         self.dropped: Item | None = None
-        """Samples of that batch that are not trained on."""
+        """Samples of the current batch that are excluded from training."""
         self.most_stale = self._most_stale
-        """So many versions may that batch be behind; of one from another run's checkpoint as that run had it."""
-        self._queue: deque[Queued[Item]] = deque()  # of the steps that follow `step`, without a gap
-        self._at_hand: Queued[Item] | None = None  # of the step at hand
-        # Between the loop and the thread, which hold it as they read or write what follows, `step` and `_queue`.
+        """Maximum staleness of the current batch, in versions. A batch from a checkpoint keeps the limit of its run."""
+        self._queue: deque[Queued[Item]] = deque()  # batches of the steps after `step`, without a gap
+        self._at_hand: Queued[Item] | None = None  # batch of the current step
+        # Guards `step`, `_queue` and the fields below, which both the loop and the thread read and write.
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._trained = 0  # steps whose bodies have ended
-        self._left = False  # the loop was
-        self._done = False  # the thread is
+        self._trained = 0  # last step that has finished
+        self._left = False  # True once the loop was left
+        self._done = False  # True once the thread has ended
         self._error: BaseException | None = None
-        self._under_way: dict[str, dict[str, Any]] | None = None  # of the sources, before what is being generated
+        self._under_way: dict[str, dict[str, Any]] | None = None  # source states before the generation in progress
 
     def __len__(self) -> int:
-        """Count the steps that are left."""
+        """Return the number of remaining steps."""
         return max(self.steps - self.step, 0)
 
     def __iter__(self) -> Iterator[Item]:
-        """Generate and hand out the batches of the steps that are left."""
+        """Generate and yield the batches of the remaining steps."""
         self._open()
         self._clock.begin()
         was_left = True
@@ -132,17 +132,18 @@ class RolloutQueue(Generic[Item]):
 
     @property
     def queued(self) -> int:
-        """Batches that are generated, and not yet trained on."""
+        """Number of batches that were generated but not trained on."""
         return len(self._queue)
 
     @property
     def ending(self) -> bool:
-        """Whether no further batch will be asked for: the loop was stopped or left. `generate` may return None then."""
+        """True if no further batch is needed, because the loop was stopped or left. `generate` may then return None."""
         return self._left or self._stopped()
 
     def put_back(self) -> None:
-        """Take the step at hand back, whose batch nothing was learnt from: it comes first when the loop, which is to be
-        left now, continues, also where it resumes from a state.
+        """Return the batch of the current step to the queue, for a step that was not trained.
+
+        The loop must be left afterwards. The batch comes first when the loop continues or a run resumes.
         """
         with self._changed:
             assert self._at_hand is not None, "no batch was handed out, or it was put back already"
@@ -151,19 +152,19 @@ class RolloutQueue(Generic[Item]):
             self.step -= 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what `load_state_dict` needs; the batches of the queue are in it as they are."""
+        """Return the state for `load_state_dict`. It holds the queued batches as objects."""
         with self._changed:
             queue = [_without_none(vars(queued)) for queued in self._queue]
             return {"step": self.step} | ({"queue": queue} if queue else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after the step at which the state was saved; more `steps` than before extend the run."""
+        """Continue after the step at which the state was saved. A larger `steps` than before extends the run."""
         self.step = self._trained = int(state["step"])
         self._queue = deque(Queued(**queued) for queued in state.get("queue", ()))
         self._under_way = None
 
     def states(self) -> dict[str, dict[str, Any]]:
-        """Give the states of the stream, as "stream", and of its sources, by name, all of the same moment."""
+        """Return a consistent snapshot of the stream, as "stream", and of its sources, by name."""
         with self._changed:
             under_way = self._under_way
             sources = self._source_states() if under_way is None else under_way
@@ -173,12 +174,12 @@ class RolloutQueue(Generic[Item]):
         return {name: source.state_dict() for name, source in self.sources.items()}
 
     def _generate_next(self) -> bool:
-        """Generate the batch after those that are there; False: there is none, or none is wanted any more."""
+        """Generate the batch after the queued ones. Return False if there is none or no more are needed."""
         with self._changed:
             step = self.step + len(self._queue) + 1
             if step > self.steps or self.ending:
                 return False
-            # A state that is taken now, or after a failure, asks for the same samples again.
+            # A checkpoint that is written from now on, or after a failure, has to generate the same samples again.
             self._under_way = self._source_states()
         batch = self._generate(step)
         dropped = self._dropped()
@@ -197,7 +198,7 @@ class RolloutQueue(Generic[Item]):
     # --- in the loop
 
     def _next(self) -> Queued[Item] | None:
-        """The next batch, once it is there, or made now; None where there is none, or the run is to stop."""
+        """Wait for the next batch, or generate it. Return None if there is none or a stop was requested."""
         with self._changed:
             self._trained = self.step
             self._changed.notify_all()
@@ -222,7 +223,7 @@ class RolloutQueue(Generic[Item]):
 
     def _open(self) -> None:
         if self._thread is not None:
-            self._thread.join()  # of a loop that was left
+            self._thread.join()  # thread of an earlier loop that was left
         if self._under_way is not None:
             for name, source in self.sources.items():
                 source.load_state_dict(self._under_way[name])
@@ -230,7 +231,7 @@ class RolloutQueue(Generic[Item]):
         self._trained, self._left, self._done, self._error = self.step, False, False, None
         if not self.queue_size:
             return
-        # What finds its way by a context variable, such as the job that a call is of, finds it in the thread too.
+        # The thread needs the context variables of the loop: remote calls read the current job from one.
         run = contextvars.copy_context().run
         self._thread = threading.Thread(target=run, args=(self._produce,), name="generation", daemon=True)
         self._thread.start()
@@ -241,7 +242,7 @@ class RolloutQueue(Generic[Item]):
             self._changed.notify_all()
         if wait and self._thread is not None:
             self._thread.join()
-            if self._error is not None:  # as the run was stopped
+            if self._error is not None:  # raised while the run was stopping
                 raise self._error
 
     # --- in the thread
@@ -261,10 +262,10 @@ class RolloutQueue(Generic[Item]):
                 self._changed.notify_all()
 
     def _is_near(self) -> bool:
-        """Whether the training is near enough to the step that comes next, or the loop was left."""
+        """Return True if the next batch would not exceed the queue size, or if the loop was left."""
         return self._left or self.step + len(self._queue) - self.queue_size <= self._trained
 
 
 def _without_none(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a batch that are set."""
+    """Return the fields whose value is not None."""
     return {name: value for name, value in state.items() if value is not None}

@@ -1,4 +1,7 @@
-"""What a step's scored responses look like: as numbers for the metrics, as text for a person. B responses, N tokens."""
+"""Metrics and readable text of the scored responses of a step.
+
+B: number of responses. N: number of tokens.
+"""
 
 from __future__ import annotations
 
@@ -17,32 +20,33 @@ if TYPE_CHECKING:
 
 SHOW_SAMPLES_EVERY = 10
 SHOWN_SAMPLES = 8
-"""How many responses W&B and TensorBoard show, and of how many steps one."""
+"""Number of responses that W&B and TensorBoard show, once every `SHOW_SAMPLES_EVERY` steps."""
 STATUSES = ("finished", "truncated", "aborted", "error")
-"""How an episode may have ended."""
+"""Possible values of the status of an episode."""
 
 
 def rollout_metrics(
     samples: Batch, low: float | None = None, high: float | None = None, failed: Batch | None = None
 ) -> dict[str, float]:
-    """Means over one step's responses, and how far the engine's log-probabilities are from the trainer's.
+    """Return means over the responses of a step, and the gap between the log-probabilities of engine and trainer.
 
     Args:
-        samples: with `tokens`, `action_mask`, `rollout_logprob` (the engine's) and, where there was a pass for them,
-            `logprob` (the trainer's) per token; `reward`, `score`, `shaped_reward`, `truncated`, `prompt_id` and any
-            `log_...` per response, NaN where a response lacks it; of episodes `num_turns` and `status`; and what
-            `check_staleness` adds.
-        low: of the importance weights, beyond which a token counts as outside; None: not counted.
-        high: the same, above.
-        failed: the step's responses without a reward, which are not among the samples.
+        samples: responses with the columns `tokens`, `action_mask`, `rollout_logprob` (of the engine) and, if they were
+            computed, `logprob` (of the trainer) per token; `reward`, `score`, `shaped_reward`, `truncated`, `prompt_id`
+            and any `log_...` per response, NaN if a response has no value; for episodes `num_turns` and `status`; and
+            the columns of `check_staleness`.
+        low: lower bound of the importance weights. Tokens below it are counted. None counts none.
+        high: upper bound of the importance weights.
+        failed: responses of the step without a reward. They are not among the samples.
 
     Returns:
-        reward/: `reward`, `score`, `shaped`, `failed` (a count) and the logged ones that are there; where prompts have
-        several responses `group_std`, and `zero_variance_share` of responses whose prompt's responses all earned the
-        same. actor/: `kl_to_reference` in nats, where there is one.
+        reward/: `reward`, `score`, `shaped`, `failed` (a count) and the logged values. If prompts have several
+        responses, `group_std`, and `zero_variance_share`: the share of responses to prompts whose responses all have
+        the same reward.
+        actor/: `kl_to_reference` in nats, if there is a reference model.
         rollout/: `response_length` in tokens, `truncated_share`, `logprob_gap_mean` and `_max` in nats, and the
-        `mismatch_metrics`; of episodes a share for each status, and `turns_mean`; in versions that the weights were
-        behind `staleness_mean` and `_max`, by responses, whose oldest token counts, and `token_staleness_mean`.
+        `mismatch_metrics`. For episodes, a share per status, and `turns_mean`. The staleness in weight versions:
+        `staleness_mean` and `_max` of the oldest token of each response, and `token_staleness_mean` of all tokens.
     """
     mask_N, reward_B = samples["action_mask"], samples["reward"]
     metrics = {
@@ -94,16 +98,16 @@ def _staleness_metrics(samples: Batch) -> dict[str, float]:
 
 
 def readable(samples: Batch, tokenizer: Any, count: int) -> list[dict[str, Any]]:
-    """The first responses of a step as text, with what they were worth."""
-    some = samples.select(slice(0, count))
+    """Return the first responses of a step as text, with reward, score and status."""
+    first = samples.select(slice(0, count))
     rows = []
-    for i in range(len(some)):
-        tokens, start = some.row(i, "tokens").tolist(), int(some["prompt_length"][i])
-        numbers = {name: float(some[name][i]) for name in ("reward", "score")}
-        # Of an episode the prompt is what its environment has made of the data's.
+    for i in range(len(first)):
+        tokens, start = first.row(i, "tokens").tolist(), int(first["prompt_length"][i])
+        numbers = {name: float(first[name][i]) for name in ("reward", "score")}
+        # Decoded from the tokens, because the environment of an episode may have changed the prompt of the data.
         texts = {"prompt": tokenizer.decode(tokens[:start]), "response": tokenizer.decode(tokens[start:])}
-        texts["label"] = label_text(some["label"][i])
-        rows.append(texts | numbers | {"status": some["status"][i]})
+        texts["label"] = label_text(first["label"][i])
+        rows.append(texts | numbers | {"status": first["status"][i]})
     return rows
 
 
@@ -115,16 +119,16 @@ def record_step(
     samples: Batch,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Write one step down, and tell those who watch.
+    """Log a step: its metrics, its rollouts, and samples as text.
 
     Args:
-        tracker: of the run.
-        step: its number.
-        steps: how many the run is to have.
-        metrics: of the step. Where no pass was made for the trainer's log-probabilities, their gap to the engine's in
-            the first optimizer step, which is of the same weights, is told as `rollout/logprob_gap_mean` too.
-        samples: what it was trained on, scored, with `status`.
-        tokenizer: turns one of them into text, and now and then a few, for whoever shows samples.
+        tracker: tracker of the run.
+        step: number of the step.
+        steps: total number of steps of the run.
+        metrics: metrics of the step. If there was no pass for the log-probabilities of the trainer, the gap in the
+            first optimizer step, which has the same weights, is also logged as `rollout/logprob_gap_mean`.
+        samples: scored batch that the step was trained on, with `status`.
+        tokenizer: decodes one sample per step, and several every `SHOW_SAMPLES_EVERY` steps.
     """
     if (gap := metrics.get("actor/first_engine_gap")) is not None:
         metrics = {"rollout/logprob_gap_mean": gap} | metrics
@@ -137,26 +141,27 @@ def record_step(
 
 
 def check_staleness(samples: Batch, version: int, most: int = 0) -> Batch:
-    """Find out how far behind `version` the weights were that drew each response.
+    """Compute the staleness of each response: the number of versions between its weights and `version`.
 
     Args:
-        samples: with `weight_version`, of the oldest token of a response.
-        version: of the weights that are trained, or of those that every engine should have.
-        most: so many versions may they be behind.
+        samples: responses with `weight_version`, the version of their oldest token.
+        version: version of the weights that are trained, or that every engine should have.
+        most: maximum staleness in versions.
 
     Returns:
-        With `staleness`, that number for each response.
+        The responses with the column `staleness`.
 
     Raises:
-        RuntimeError: they are further behind. A sampler that missed an update would quietly train the wrong policy.
+        RuntimeError: a response exceeds the maximum. Without this check, an engine that missed an update would produce
+            off-policy samples without any sign of it.
     """
     stale_B = version - samples["weight_version"]
     wrong_B = (stale_B > most) | (stale_B < 0)
     if bool(wrong_B.any()):
-        found = sorted(set(samples["weight_version"][wrong_B].tolist()))
+        versions = sorted(set(samples["weight_version"][wrong_B].tolist()))
         allowed = f", of which they may be {most} behind" if most else ""
         raise RuntimeError(
-            f"{int(wrong_B.sum())} responses were sampled from weights of version {found}, but the trainer is at "
+            f"{int(wrong_B.sum())} responses were sampled from weights of version {versions}, but the trainer is at "
             f"version {version}{allowed}; a rollout engine missed an update"
         )
     return samples.with_sequences(staleness=stale_B)

@@ -1,4 +1,4 @@
-"""What every run has, whatever it trains: a clock, counters, checkpoints, tracking, the end of it."""
+"""Base class of all runs: clock, counters, checkpoints, tracking and the end of the run."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Run(Generic[Item]):
     def __init__(self, trainer: BaseTrainer, config: RunOptions, recipe: Path, shown: Sequence[str]) -> None:
         """
         Args:
-            trainer: whose run it is.
-            config: its options.
-            recipe: the folder of the recipe; its name is the recipe's.
-            shown: metrics that a person sees of a step.
+            trainer: trainer that executes the run.
+            config: options of the run.
+            recipe: folder of the recipe. Its name is the name of the recipe.
+            shown: metrics of a step that are shown on the terminal.
         """
         self.trainer = trainer
         self.config = config
@@ -49,25 +49,25 @@ class Run(Generic[Item]):
 
     @property
     def step(self) -> int:
-        """The step at hand, from 1; 0 before the first."""
+        """Number of the current step, from 1. 0 before the first step."""
         return self.stream.step
 
     @property
     def steps(self) -> int:
-        """Of the whole run, those before a resume included."""
+        """Total number of steps of the run, including those before a resume."""
         return self.stream.steps
 
     @property
     def is_last_step(self) -> bool:
-        """Whether no step follows the one at hand."""
+        """True if the current step is the last one."""
         return not len(self.stream)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Time what happens inside as `timing_s/<name>` of the step."""
+        """Time the block as the phase `timing_s/<name>` of the step."""
         return self.clock.phase(name)
 
     def info(self, text: str) -> None:
-        """Show a line to the person at the terminal."""
+        """Print a line for the user."""
         self.trainer.info(text)
 
     def open(
@@ -77,65 +77,65 @@ class Run(Generic[Item]):
         write: Callable[[Path], object],
         left: Callable[[], int] | None = None,
     ) -> Path | None:
-        """Open checkpoints and tracker, and set all parts to where a checkpoint was written, if there is one.
+        """Open the checkpoints and the tracker, and restore all parts from a checkpoint if there is one.
 
         Args:
-            stream: of the run's batches.
-            parts: what a checkpoint holds besides the stream and its sources, by name.
-            write: fills the folder of a step's checkpoint with what the roles hold.
-            left: counts the steps that are left after a resume; None: the stream knows.
+            stream: queue of the batches of the run.
+            parts: parts that a checkpoint holds besides the stream and its sources, by name.
+            write: writes the state of the roles into the folder of a checkpoint.
+            left: returns the number of remaining steps after a resume. With None, the stream keeps its number of steps.
 
         Returns:
-            The folder of that checkpoint, for the roles.
+            The folder of the checkpoint, from which the roles resume, or None.
         """
-        own, trainer = self.config, self.trainer
+        config = self.config
         self.stream = stream
         self.checkpoints = RunCheckpoints(
-            store=own.checkpoint.store(own.run_dir, checkpoint_bytes(own)),
+            store=config.checkpoint.store(config.run_dir, checkpoint_bytes(config)),
             stream=stream,
             parts={**parts, "progress": self.progress},
             write=write,
             clock=self.clock,
-            every=own.checkpoint.every,
-            config=redact(trainer.config),
-            run_id=trainer.run_id,
+            every=config.checkpoint.every,
+            config=redact(self.trainer.config),
+            run_id=self.trainer.run_id,
             info=self.info,
         )
-        resumed = self.checkpoints.load(own.resume, left)
+        resumed = self.checkpoints.load(config.resume, left)
         self.tracker = Tracker(
-            own.run_dir,
+            config.run_dir,
             self.recipe.name,
-            trainer.config,
-            own.seed,
-            sinks=own.log.sinks(),
+            self.trainer.config,
+            config.seed,
+            sinks=config.log.sinks(),
             resume_step=stream.step,
             state=resumed[1]["tracker"] if resumed else None,
-            emit=trainer.emit,
+            emit=self.trainer.emit,
             shown=self.shown,
         )
         self.checkpoints.parts["tracker"] = self.tracker
         return resumed[0] if resumed else None
 
     def note_setup(self) -> None:
-        """Write down how long it took until the roles were ready."""
+        """Record the time until the roles were ready in the summary."""
         self.tracker.update_summary(seconds={"setup": time.time() - self.trainer.began})
 
     def note_first_step(self) -> None:
-        """Write down how long it took until the first step was over."""
+        """Record the time until the end of the first step in the summary."""
         if self.step == 1:
             self.tracker.update_summary(seconds={"to_first_step": time.time() - self.trainer.began})
 
     def count(self, batch: Batch) -> dict[str, float]:
-        """Seconds and speed of the step, what it was trained on counted in; see `Progress.count`."""
+        """Count the step, and return its times and its speed; see `Progress.count`."""
         return self.progress.count(self.clock.take(), batch, self.trainer.job_memory_bytes)
 
     def note_stop(self) -> None:
-        """Report that the run was stopped, and how it is resumed."""
+        """Report that the run was stopped, and how to resume it."""
         self.info(f"stopped after step {self.step} of {self.steps}; run_dir={self.config.run_dir} continues")
 
-    def note_end(self, what: str, **summary: Any) -> None:
-        """Sum up speed and training time, and report where the trained model is."""
+    def note_end(self, kind: str, **summary: Any) -> None:
+        """Record speed and training time in the summary, and report the path of the trained model."""
         seconds = self.progress.seconds
         speed = self.progress.tokens / max(seconds, 1e-9)
         self.tracker.update_summary(seconds={"training": seconds}, tokens_per_second=speed, **summary)
-        self.info(f"trained {what}: {self.checkpoints.store.latest()}/hf")
+        self.info(f"trained {kind}: {self.checkpoints.store.latest()}/hf")

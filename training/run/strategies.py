@@ -1,4 +1,4 @@
-"""Rollout strategies: how the rollouts of a training step are collected. Plug-ins provide all but the default one."""
+"""Rollout strategies collect the rollouts of a training step. Plug-ins provide all of them except the default."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RolloutStrategy(Protocol):
     metrics: Mapping[str, float]
 
     def fill(self, step: int) -> Batch | None:
-        """Return the scored rollouts of a step, or None if the run is to stop or the data has ended."""
+        """Return the scored rollouts of a step, or None if a stop was requested or the data has ended."""
         ...
 
     @property

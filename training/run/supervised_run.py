@@ -1,4 +1,4 @@
-"""A run that trains one model on data that is there from the start."""
+"""A run that trains one model on a fixed dataset."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ Evaluate = Callable[[Batch], Mapping[str, float]]
 
 @dataclass(frozen=True)
 class TrainingData:
-    """What a model is trained on, as it reads it."""
+    """Tokenized data of a run, and the model that they are for."""
 
     model_path: str
-    """The model to start from."""
+    """Path of the initial model."""
     tokenizer: PreTrainedTokenizerBase
-    """Of the model; it is exported with it."""
+    """Tokenizer of the model. It is exported with the model."""
     train: Batch
     heldout: Batch | None
-    """What is evaluated on, if anything."""
+    """Held-out examples, or None."""
 
 
 class SupervisedRun(Run[Batch]):
-    """Everything of a training run but its algorithm.
+    """A training run without its algorithm.
 
-    `for minibatch in run.minibatches()` runs the steps that are left, `end_step` ends each, and `finish` the run. The
-    constructor lets the role load the model, and resumes from a checkpoint, if there is one.
+    `for minibatch in run.minibatches()` iterates over the remaining steps. Call `end_step` at the end of each step and
+    `finish` at the end of the run. The constructor loads the model, and resumes from a checkpoint if there is one.
     """
 
     config: SupervisedOptions
@@ -59,26 +59,26 @@ class SupervisedRun(Run[Batch]):
     ) -> None:
         """
         Args:
-            trainer: whose run it is.
-            config: the shared options.
-            recipe: the folder of the recipe.
-            role: the ranks of the model.
-            data: to train and to evaluate on.
-            evaluate: (held-out examples) -> metrics; `accuracy`, where it is among them, is the score of the run.
-            write: adds to the folder of an exported model what is the recipe's own.
-            shown: metrics that a person sees of a step.
+            trainer: trainer that executes the run.
+            config: options of the run.
+            recipe: folder of the recipe.
+            role: ranks of the model.
+            data: examples to train and to evaluate on.
+            evaluate: (held-out examples) -> metrics. If they include `accuracy`, it is the score of the run.
+            write: adds files of the recipe to the folder of an exported model.
+            shown: metrics of a step that are shown on the terminal.
         """
         super().__init__(trainer, config, recipe, shown)
         self.role = role
         self.data = data
         self.evaluations: dict[str, Mapping[str, float]] = {}
-        """Metrics of the held-out examples: "start", before training, and "end", the newest."""
+        """Metrics of the held-out examples at the "start" (before training) and at the "end" (the newest)."""
         self._evaluate_heldout = self.clock.outside_step("evaluate", evaluate)
         self._write_own = write
         self._open()
 
     def minibatches(self) -> Iterator[Batch]:
-        """Hand out the examples of each step that is left; the model is evaluated before the first of the run."""
+        """Yield the examples of each remaining step. The model is evaluated before the first step of the run."""
         if not self.evaluations and self.data.heldout is not None:
             self.tracker.log(self.step, self._evaluate(), steps=self.steps)
         yield from self.stream
@@ -87,23 +87,23 @@ class SupervisedRun(Run[Batch]):
         """Log the step, evaluate the model and write a checkpoint when they are due.
 
         Args:
-            minibatch: what the step was trained on.
-            by_role: metrics of the step, as `actor=...`; they are logged as `actor/<name>`.
+            minibatch: examples that the step was trained on.
+            by_role: metrics of the step, such as `actor=...`, which are logged as `actor/<name>`.
         """
-        step, every = self.step, self.config.evaluation.every
-        found = {f"{role}/{name}": value for role, metrics in by_role.items() for name, value in metrics.items()}
-        found |= self.count(minibatch)
-        found |= self.checkpoints.metrics
-        is_due = self.is_last_step or (every > 0 and step % every == 0)
+        every = self.config.evaluation.every
+        logged = {f"{role}/{name}": value for role, metrics in by_role.items() for name, value in metrics.items()}
+        logged |= self.count(minibatch)
+        logged |= self.checkpoints.metrics
+        is_due = self.is_last_step or (every > 0 and self.step % every == 0)
         evaluated = self._evaluate() if is_due else {}
         with self.phase("log"):
-            self.tracker.log(step, found | evaluated, steps=self.steps)
+            self.tracker.log(self.step, logged | evaluated, steps=self.steps)
         self.note_first_step()
         self._note_progress()
         self.checkpoints.save_when_due()
 
     def finish(self) -> None:
-        """Save what is not yet saved, and sum up."""
+        """Save the last checkpoint, write the summary, and close the tracker."""
         self.checkpoints.save()
         self._note_progress()
         if self.is_last_step:
@@ -113,17 +113,17 @@ class SupervisedRun(Run[Batch]):
         self.tracker.close()
 
     def export(self, folder: Path) -> None:
-        """Write model and tokenizer as a folder that `from_pretrained` loads."""
+        """Save the model and the tokenizer in a folder that `from_pretrained` loads."""
         self.role.save(str(folder))
         self.data.tokenizer.save_pretrained(folder)
         self._write_own(folder)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds of the run itself."""
+        """Return the metrics of the evaluations, which a checkpoint holds."""
         return dict(self.evaluations)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume with it."""
+        """Restore the metrics of the evaluations."""
         self.evaluations = dict(state)
 
     def _open(self) -> None:
@@ -137,8 +137,8 @@ class SupervisedRun(Run[Batch]):
         resumed = self.open(stream, {"data": epochs, "evaluations": self}, self._write_checkpoint)
         self.role.load(self.data.model_path, epochs.steps)
         if resumed is not None:
-            for line in self.role.load_state(str(resumed / "state")):
-                self.info(f"not exactly as before: {line}")
+            for note in self.role.load_state(str(resumed / "state")):
+                self.info(f"not exactly as before: {note}")
         self.note_setup()
 
     def _write_checkpoint(self, folder: Path) -> None:
@@ -146,28 +146,29 @@ class SupervisedRun(Run[Batch]):
         self.export(folder / "hf")
 
     def _examples(self, batch: Batch | None) -> int:
-        """How many a batch has."""
+        """Return the number of examples of a batch."""
         return 0 if batch is None else len(batch) // self.config.GROUP_SIZE
 
     def _evaluate(self) -> dict[str, float]:
-        """Metrics of the held-out examples, as they are logged; none where none are held out."""
+        """Evaluate the held-out examples. Return the metrics as `eval/<name>`; empty without held-out examples."""
         if self.data.heldout is None:
             return {}
-        found = dict(self._evaluate_heldout(self.data.heldout))
-        if "accuracy" in found:
-            variance = found["accuracy"] * (1 - found["accuracy"])
-            found["accuracy_standard_error"] = math.sqrt(variance / self._examples(self.data.heldout))
-        self.evaluations = {"start": found} | self.evaluations | {"end": found}
-        return {f"eval/{name}": value for name, value in found.items()}
+        metrics = dict(self._evaluate_heldout(self.data.heldout))
+        if "accuracy" in metrics:
+            # Variance of a Bernoulli variable, whose mean over n examples has the standard error sqrt(variance / n).
+            variance = metrics["accuracy"] * (1 - metrics["accuracy"])
+            metrics["accuracy_standard_error"] = math.sqrt(variance / self._examples(self.data.heldout))
+        self.evaluations = {"start": metrics} | self.evaluations | {"end": metrics}
+        return {f"eval/{name}": value for name, value in metrics.items()}
 
     def _note_progress(self) -> None:
         self.tracker.update_summary(steps=self.step, seconds={"training": self.progress.seconds})
 
     def _sum_up(self) -> None:
-        """Export the model, and report how its accuracy has changed, where that is measured."""
+        """Export the model, and report the change of its accuracy if it is measured."""
         if self.config.checkpoint.export_path:
             self.export(Path(self.config.checkpoint.export_path).expanduser())
-        accuracy = {when: own["accuracy"] for when, own in self.evaluations.items() if "accuracy" in own}
+        accuracy = {when: metrics["accuracy"] for when, metrics in self.evaluations.items() if "accuracy" in metrics}
         count = self._examples(self.data.heldout)
         score = accuracy | {"examples": count} if accuracy and count else None
         if score is not None:

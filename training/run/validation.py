@@ -1,6 +1,7 @@
-"""What several responses to each held-out prompt are worth together: their mean, the best, the worst, the majority.
+"""Metrics of several responses per held-out prompt: mean, best, worst and majority.
 
-B responses; of one prompt n responses, R draws of k of them. Nothing here needs torch: tensors are only read.
+B: number of responses. n: number of responses of a prompt. R: number of draws of k responses. This module does not
+import torch: it only reads tensors.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DRAWS = 1000
-"""So often are k responses drawn."""
+"""Number of times that k responses are drawn."""
 SEED = 42
-"""Of the draws: the same responses have the same metrics in every run."""
+"""Seed of the draws. It is fixed, so that the same responses have the same metrics in every run."""
 CORE = ("mean", "best", "maj")
-"""Of the most responses there are, these say how good a policy is; all else is told beside them."""
+"""Metrics that are reported in the section `val-core` when they are computed over all n responses."""
 
 
 def validation_metrics(
@@ -30,27 +31,28 @@ def validation_metrics(
     logged: Mapping[str, Tensor] | None = None,
     predictions: Sequence[Hashable] | None = None,
 ) -> dict[str, float]:
-    """What n responses to each held-out prompt, of all as many, are worth, under the names that verl gives it.
+    """Return metrics of n responses per held-out prompt, named as in verl. All prompts have n responses.
 
-    Each is worked out for one prompt, and the mean over a source's prompts is shown. For k = 2, 4, 8, ..., n the
-    responses are drawn 1000 times with replacement (a bootstrap), k at a time. So `best@n` is less than what all n
-    reach together, which is `pass{n}` of `heldout_metrics`.
+    Each metric is computed per prompt and averaged over the prompts of a source. For k = 2, 4, 8, ..., n the responses
+    are drawn 1000 times with replacement (bootstrap), k at a time. `best@n` is therefore lower than the best of all n
+    responses, which is `pass{n}` of `heldout_metrics`.
 
     Args:
         reward_B: [B] reward of each response.
         prompt_B: [B] integers, equal for the responses to one prompt of a source, in any order.
-        sources: of length B, the source of each response's prompt.
-        logged: further numbers, each [B]; NaN where a response has none, and the others of its prompt are drawn from.
-        predictions: of length B, what each response says; equal ones vote for the same, None for having said nothing. A
-            source whose responses are all None has no majority.
+        sources: source of each response's prompt, of length B.
+        logged: additional values by name, each [B]. A response without a value has NaN, and the draws are from the
+            other responses of its prompt.
+        predictions: answer of each response, of length B. Equal answers vote for the same; None is a response without
+            an answer. A source whose answers are all None has no majority.
 
     Returns:
-        `{section}/{source}/{variable}/{metric}`. The variable is `reward`, or the name of a logged number. The metric
-        is `mean@n`, and for n > 1 `std@n` over a prompt's responses (population), and of the draws the mean and the
-        standard deviation: `best@k/mean`, `best@k/std`, `worst@k/...`, and `maj@k/...`, the value of the first response
-        that says what most of those drawn say; of two that are said equally often, what was drawn first. The section
-        is `val-core` for the mean, best and majority of n responses of `acc`, or of `reward` in a source where no `acc`
-        is logged; and `val-aux` for all else.
+        `{section}/{source}/{variable}/{metric}`. The variable is `reward` or the name of a logged value. The metric is
+        `mean@n`, and for n > 1 `std@n`, the population standard deviation over the responses of a prompt, and the mean
+        and standard deviation over the draws: `best@k/mean`, `best@k/std`, `worst@k/...` and `maj@k/...`. The majority
+        is the value of the first response with the most frequent answer of the draw; of equally frequent answers, the
+        one drawn first counts. The section is `val-core` for mean, best and majority over n responses of `acc`, or of
+        `reward` for a source without `acc`. All other metrics are in `val-aux`.
     """
     columns = {**(logged or {}), "reward": reward_B}
     rows_of: dict[tuple[str, int], list[int]] = defaultdict(list)
@@ -60,25 +62,24 @@ def validation_metrics(
     values = {name: np.asarray(x_B.tolist(), dtype=np.float64) for name, x_B in columns.items()}
     metrics: dict[str, float] = {}
     for source in sorted(set(sources)):
-        prompts = [rows for (of, _), rows in rows_of.items() if of == source]
-        said = [[predictions[i] for i in rows] for rows in prompts] if predictions is not None else []
-        votes = [_votes(each) for each in said] if any(set(each) != {None} for each in said) else None
-        found = {name: _of_source([x_B[rows] for rows in prompts], votes, n) for name, x_B in values.items()}
-        core = "acc" if found.get("acc") else "reward"
-        for name, own in found.items():
-            for metric, value in own.items():
+        prompts = [rows for (prompt_source, _), rows in rows_of.items() if prompt_source == source]
+        answers = [[predictions[i] for i in rows] for rows in prompts] if predictions is not None else []
+        votes = list(map(_votes, answers)) if any(set(each) != {None} for each in answers) else None
+        by_variable = {name: _of_source([x_B[rows] for rows in prompts], votes, n) for name, x_B in values.items()}
+        core = "acc" if by_variable.get("acc") else "reward"
+        for name, variable_metrics in by_variable.items():
+            for metric, value in variable_metrics.items():
                 is_core = name == core and metric.startswith(CORE) and metric.split("/")[0].endswith(f"@{n}")
                 metrics[f"{'val-core' if is_core else 'val-aux'}/{source}/{name}/{metric}"] = value
     return metrics
 
 
 def majority(value_kR: np.ndarray, vote_kR: np.ndarray) -> np.ndarray:
-    """[R] the value of the first response of each draw that votes as most of the draw do; of equally many votes, the
-    first drawn counts.
+    """Return the value of the first response with the most votes of each draw, [R]. The first drawn wins a tie.
 
     Args:
-        value_kR: [k, R] what each response is worth.
-        vote_kR: [k, R] small integers from 0, equal where responses say the same.
+        value_kR: [k, R] value of each response.
+        vote_kR: [k, R] small integers from 0, equal for equal answers.
     """
     draw_R = np.arange(vote_kR.shape[1])
     place_kR = vote_kR * len(draw_R) + draw_R
@@ -87,22 +88,22 @@ def majority(value_kR: np.ndarray, vote_kR: np.ndarray) -> np.ndarray:
 
 
 def _of_source(values: list[np.ndarray], votes: list[np.ndarray] | None, n: int) -> dict[str, float]:
-    """Means over the prompts of a source; empty where none of its responses has a value."""
-    found: dict[str, list[float]] = defaultdict(list)
+    """Return means over the prompts of a source. Empty if none of its responses has a value."""
+    values_by_metric: dict[str, list[float]] = defaultdict(list)
     for i, value_n in enumerate(values):
-        there_n = ~np.isnan(value_n)
-        if there_n.any():
-            vote_n = None if votes is None else votes[i][there_n]
-            for name, value in _of_prompt(value_n[there_n], vote_n, n).items():
-                found[name].append(value)
-    return {name: float(np.mean(each)) for name, each in found.items()}
+        has_value_n = ~np.isnan(value_n)
+        if has_value_n.any():
+            vote_n = None if votes is None else votes[i][has_value_n]
+            for name, value in _of_prompt(value_n[has_value_n], vote_n, n).items():
+                values_by_metric[name].append(value)
+    return {name: float(np.mean(metric_values)) for name, metric_values in values_by_metric.items()}
 
 
 def _of_prompt(value_n: np.ndarray, vote_n: np.ndarray | None, n: int) -> dict[str, float]:
-    found = {f"mean@{n}": float(value_n.mean())}
+    metrics = {f"mean@{n}": float(value_n.mean())}
     if n == 1:
-        return found
-    found[f"std@{n}"] = float(value_n.std())
+        return metrics
+    metrics[f"std@{n}"] = float(value_n.std())
     for k in [*(2**i for i in range(1, (n - 1).bit_length())), n]:
         drawn_kR = _draws(len(value_n), k)
         value_kR = value_n[drawn_kR]
@@ -110,18 +111,18 @@ def _of_prompt(value_n: np.ndarray, vote_n: np.ndarray | None, n: int) -> dict[s
         if vote_n is not None:
             kept["maj"] = majority(value_kR, vote_n[drawn_kR])
         for name, value_R in kept.items():
-            found[f"{name}@{k}/mean"] = float(value_R.mean())
-            found[f"{name}@{k}/std"] = float(value_R.std())
-    return found
+            metrics[f"{name}@{k}/mean"] = float(value_R.mean())
+            metrics[f"{name}@{k}/std"] = float(value_R.std())
+    return metrics
 
 
 @lru_cache(maxsize=64)
 def _draws(n: int, k: int) -> np.ndarray:
-    """[k, R] which of n responses are drawn. The same for every prompt."""
+    """Return indices [k, R] of the responses drawn from n. They are the same for every prompt."""
     return np.random.default_rng([SEED, n, k]).integers(0, n, (k, DRAWS))
 
 
 def _votes(predictions: Sequence[Hashable]) -> np.ndarray:
-    """[n] integers from 0, equal where predictions are."""
+    """Return integers [n] from 0 that are equal for equal predictions."""
     numbers = {prediction: i for i, prediction in enumerate(dict.fromkeys(predictions))}
     return np.asarray([numbers[prediction] for prediction in predictions])
