@@ -14,14 +14,17 @@ class AsyncOptions(Options, group="asynchronous"):
     """Generation ahead of training, with slightly older weights."""
 
     enabled: bool = False
-    """Generate ahead of training. Needs devices of their own for both."""
+    """Generate the next batches while the current one is trained on. Needs separate devices for both."""
     queue_size: CountFromZero = active_when(1, enabled=True)
-    """How many batches are generated ahead; so many versions behind may a batch's weights be. 0: none, as without."""
+    """Number of batches generated ahead of training, which is also the maximum staleness of a batch in weight versions.
+    0 generates nothing ahead."""
     partial_rollout: bool = of_plugin("partial_rollouts", False)
-    """Bring new weights to the engines in the middle of episodes. Otherwise an update waits until they are done."""
+    """Update the weights of the engines in the middle of episodes. By default an update waits until running episodes
+    end."""
     in_flight_prompts: int | None = of_plugin("partial_rollouts", None)
-    """Prompts in generation at the same time, more than a step's and at most twice as many: the slowest ones come in
-    the next batch. Default: a step's, and a batch waits for the slowest. Needs partial_rollout."""
+    """Number of prompts in generation at the same time: more than prompts_per_step, at most twice as many. The slowest
+    prompts move to the next batch. Default: prompts_per_step, so that a batch waits for its slowest prompt. Needs
+    partial_rollout."""
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
@@ -37,11 +40,11 @@ class AsyncOptions(Options, group="asynchronous"):
             yield "asynchronous.in_flight_prompts needs asynchronous.partial_rollout=true; set that as well"
 
     def notes(self, correct: str, corrects: bool) -> list[str]:
-        """What a user should know of before the run starts.
+        """Return notes for the user before the run starts.
 
         Args:
-            correct: what a user sets so that older samples are weighed by how likely they have become.
-            corrects: whether they are.
+            correct: option and value that weight older samples by importance sampling.
+            corrects: True if that option is set.
         """
         if self.ahead and not corrects:
             return [
@@ -51,22 +54,22 @@ class AsyncOptions(Options, group="asynchronous"):
 
     @property
     def ahead(self) -> int:
-        """Batches that are generated ahead; 0 where it is not enabled."""
+        """Number of batches generated ahead of training; 0 if disabled."""
         return self.queue_size if self.enabled else 0
 
     @property
     def most_stale(self) -> int:
-        """So many versions may the weights that drew a token be behind those that train on it."""
+        """Maximum staleness of a token: versions between the weights that sampled it and those that train on it."""
         return self.ahead + (self.in_flight_prompts is not None)
 
     def faults_beside(self, colocated: bool, backend: str, prompts_per_step: int, apart: str) -> Iterator[str]:
-        """Why generation and training cannot continue at the same time.
+        """Yield the reasons why generation and training cannot run at the same time.
 
         Args:
-            colocated: the roles work one after the other on the same devices.
-            backend: of the run.
-            prompts_per_step: of the run.
-            apart: what a user sets to give the roles devices of their own, as `placement.colocate=false`.
+            colocated: True if the roles share devices and run one after the other.
+            backend: backend of the run.
+            prompts_per_step: number of prompts per training step.
+            apart: option and value that give the roles separate devices, such as `placement.colocate=false`.
         """
         if self.ahead and colocated:
             yield (

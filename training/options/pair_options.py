@@ -1,4 +1,4 @@
-"""Options that recipes share which learn from pairs of responses. Nothing here needs torch."""
+"""Options shared by recipes that learn from pairs of responses. No import of torch."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class PairDataOptions(ExampleOptions):
-    """The pairs of responses to train on."""
+    """Pairs of responses to train on."""
 
     prompt_key: str | None = None
-    """Column of what both responses follow: text or chat messages. Default: `prompt`, `instruction` (with its `input`),
-    `question`, `query`, `problem` or `input`, where rows have one, or else what both responses begin with alike."""
+    """Column of the prompt: text or chat messages. Default: the first of `prompt`, `instruction` (with its `input`),
+    `question`, `query`, `problem` and `input` that exists, else the common beginning of the two responses."""
     chosen_key: str = "chosen"
     """Column of the better response: text, or a list of chat messages."""
     rejected_key: str = "rejected"
-    """Column of the other."""
+    """Column of the worse response: text, or a list of chat messages."""
     max_tokens: Count = 512
-    """Pairs with a longer response (with its prompt) are left out, and counted."""
+    """Maximum number of tokens of a response with its prompt. Pairs with a longer one are excluded and counted."""
 
 
 @dataclass(kw_only=True)
 class PairOptions(SupervisedOptions):
-    """The groups of a recipe that learns from pairs of responses, of which one is better."""
+    """Groups of options of a recipe that learns from pairs of a better and a worse response."""
 
     EXAMPLES: ClassVar[str] = "pairs"
     GROUP_SIZE: ClassVar[int] = 2
     LEARNS_RESPONSES: ClassVar[bool] = False
-    """The tokens of the responses are learnt; otherwise a number for the whole text."""
+    """True if the model learns the tokens of the responses, False if it learns one number per text."""
 
     data: PairDataOptions = field(default_factory=PairDataOptions)
     evaluation: HeldOutOptions = field(default_factory=lambda: HeldOutOptions(held_out=256))
@@ -71,7 +71,7 @@ class PairOptions(SupervisedOptions):
         return encode_pairs(pairs, tokenizer, with_mask=self.LEARNS_RESPONSES).describe_first(tokenizer)
 
     def pair_format(self, source: str) -> PairFormat:
-        """Where the rows of a source have their pairs."""
+        """Return the format of the pairs in the rows of a source."""
         from components.data.preferences import PairFormat
 
         own = self.data
