@@ -30,11 +30,11 @@ class AsyncOptions(Options, group="asynchronous"):
         """See `Options.faults`."""
         for name in ("partial_rollout", "in_flight_prompts"):
             if getattr(self, name) and not self.enabled:
-                yield f"asynchronous.{name} without asynchronous.enabled; set that to true as well"
+                yield f"asynchronous.{name} needs asynchronous.enabled=true; set that as well"
         if self.partial_rollout and not self.queue_size:
             yield (
-                "asynchronous.partial_rollout with asynchronous.queue_size=0: nothing is generated while weights "
-                "change; set queue_size=1"
+                "asynchronous.partial_rollout=true with asynchronous.queue_size=0: nothing is generated during weight "
+                "updates; set queue_size=1"
             )
         if self.in_flight_prompts is not None and not self.partial_rollout:
             yield "asynchronous.in_flight_prompts needs asynchronous.partial_rollout=true; set that as well"
@@ -47,9 +47,7 @@ class AsyncOptions(Options, group="asynchronous"):
             corrects: True if that option is set.
         """
         if self.ahead and not corrects:
-            return [
-                f"responses are up to {self.most_stale} updates old, and learnt from as if new; {correct} weighs them"
-            ]
+            return [f"training uses responses up to {self.most_stale} updates old as if they were new; set {correct}"]
         return []
 
     @property
@@ -73,13 +71,13 @@ class AsyncOptions(Options, group="asynchronous"):
         """
         if self.ahead and colocated:
             yield (
-                "asynchronous.enabled, but the roles work one after the other on the same devices, and cannot work at "
-                f"the same time; set {apart}"
+                "asynchronous.enabled, but the roles work one after the other on the same devices, so generation and "
+                f"training cannot run concurrently; set {apart}"
             )
         if self.ahead and backend == "local":
             yield "asynchronous.enabled, but backend=local runs one role at a time; set backend=ray"
         if self.in_flight_prompts and not prompts_per_step < self.in_flight_prompts <= 2 * prompts_per_step:
             yield (
                 f"asynchronous.in_flight_prompts={self.in_flight_prompts}; set {prompts_per_step + 1} to "
-                f"{2 * prompts_per_step}: more than the {prompts_per_step} prompts of a step, at most twice as many"
+                f"{2 * prompts_per_step}: more than the {prompts_per_step} prompts of a step, and at most twice as many"
             )

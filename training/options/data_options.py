@@ -58,7 +58,7 @@ class DataOptions(Options, group="data"):
         """See `Options.faults`."""
         template = self.input_template
         if template is not None and template.count("{}") != 1:
-            yield f"data.input_template={template!r} must hold {{}} once, where the prompt goes"
+            yield f"data.input_template={template!r} must contain {{}} exactly once, as placeholder of the prompt"
         if template is not None and self.apply_chat_template:
             yield "data.apply_chat_template and data.input_template exclude each other; unset one of them"
         yield from errors_of(f"data.path={self.path}: ", check_sources, self.path)
@@ -107,7 +107,7 @@ class DataOptions(Options, group="data"):
         """
         from components.data.prompts import PromptSource
 
-        found = PromptSource(
+        source = PromptSource(
             rows,
             tokenizer,
             seed,
@@ -115,13 +115,14 @@ class DataOptions(Options, group="data"):
             apply_chat_template=self.apply_chat_template,
             input_template=self.input_template,
             max_prompt_tokens=self.max_prompt_tokens,
+            # "error" also needs the number of long prompts and the longest one, which any cut counts.
             overlong="left" if self.overlong == "error" else self.overlong,
         )
-        if self.overlong == "error" and found.cut:
-            row, length = found.longest
+        if self.overlong == "error" and source.cut:
+            row, length = source.longest
             raise ValueError(
-                f"{found.cut} of {len(rows)} prompts have more than data.max_prompt_tokens={self.max_prompt_tokens} "
+                f"{source.cut} of {len(rows)} prompts have more than data.max_prompt_tokens={self.max_prompt_tokens} "
                 f"tokens, the longest {length} (row {row}); raise it, or set data.overlong to leave_out, left, right "
                 "or middle"
             )
-        return found
+        return source

@@ -47,7 +47,7 @@ class EvaluationOptions(Options, group="evaluation"):
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         if self.temperature == 0 and self.samples_per_prompt > 1:
-            yield "evaluation.temperature=0 gives the same response every time; set evaluation.samples_per_prompt=1"
+            yield "evaluation.temperature=0 always gives the same response; set evaluation.samples_per_prompt=1"
         if self.path is not None:
             yield from errors_of(f"evaluation.path={self.path}: ", check_sources, self.path)
 

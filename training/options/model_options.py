@@ -67,9 +67,8 @@ class ModelOptions(Options, group="model"):
         """
         from components.data.text import load_tokenizer, set_template_arguments
 
-        found = self.tokenizer_path or path or self.path
         tokenizer = load_tokenizer(
-            found,
+            self.tokenizer_path or path or self.path,
             chat_template=self.chat_template,
             pad_token=self.pad_token,
             pad_with_end=True,

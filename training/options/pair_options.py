@@ -46,11 +46,12 @@ class PairOptions(SupervisedOptions):
     data: PairDataOptions = field(default_factory=PairDataOptions)
     evaluation: HeldOutOptions = field(default_factory=lambda: HeldOutOptions(held_out=256))
 
-    def notes(self, given: Collection[str]) -> list[str]:
+    def notes(self, set_options: Collection[str]) -> list[str]:
         """See `SupervisedOptions.notes`."""
-        has_no_place = self.data.prompt_key is None and not self.data.apply_chat_template
-        idle = [(has_no_place, "data.input_template", "it goes around a prompt of its own column, data.prompt_key")]
-        return without_effect(idle, given) + super().notes(given)
+        # The common beginning of two responses is not a prompt, so there is nothing to put the template around.
+        has_no_prompt = self.data.prompt_key is None and not self.data.apply_chat_template
+        idle = [(has_no_prompt, "data.input_template", "it needs a column of prompts; set data.prompt_key")]
+        return without_effect(idle, set_options) + super().notes(set_options)
 
     def load(
         self, source: str, split: str, max_rows: int | None, note: Note | None = None, info: Note | None = None
@@ -74,13 +75,12 @@ class PairOptions(SupervisedOptions):
         """Return the format of the pairs in the rows of a source."""
         from components.data.preferences import PairFormat
 
-        own = self.data
-        form = PairFormat(
-            prompt_key=own.prompt_key,
-            chosen_key=own.chosen_key,
-            rejected_key=own.rejected_key,
-            apply_chat_template=own.apply_chat_template,
-            input_template=own.input_template,
-            ignored_columns=column_names(own.ignored_columns),
+        pair_format = PairFormat(
+            prompt_key=self.data.prompt_key,
+            chosen_key=self.data.chosen_key,
+            rejected_key=self.data.rejected_key,
+            apply_chat_template=self.data.apply_chat_template,
+            input_template=self.data.input_template,
+            ignored_columns=column_names(self.data.ignored_columns),
         )
-        return form.of(source)
+        return pair_format.of(source)

@@ -73,11 +73,11 @@ class PlacementOptions(Options, group="placement"):
         self._check_nodes(actor_nodes, gpus)
         actor_ranks, other_devices = self._shares(self.devices_per_node or gpus, groups)
         if gpus and self.colocate:
-            other_devices = actor_ranks  # roles that share GPUs are as many as the ranks
+            other_devices = actor_ranks  # each rank shares its GPU with one instance of the other roles
         if actor_ranks % actor_nodes:
             name = "actor_nodes" if self.actor_nodes else "nodes"
             raise ValueError(
-                f"placement.actor_ranks={actor_ranks} cannot be spread over placement.{name}={actor_nodes} evenly"
+                f"placement.actor_ranks={actor_ranks} is not a multiple of placement.{name}={actor_nodes}; set one"
             )
         filled_in = replace(
             self,
@@ -94,12 +94,13 @@ class PlacementOptions(Options, group="placement"):
         """Raise ValueError if there are fewer nodes, or GPUs per node, than the options request."""
         if actor_nodes > self.nodes or (self.colocate and actor_nodes < self.nodes):
             raise ValueError(
-                f"placement.actor_nodes={actor_nodes} of placement.nodes={self.nodes}: roles that share GPUs are on "
-                "all nodes, others on the rest; lower it, with placement.colocate=false, or leave it out"
+                f"placement.actor_nodes={actor_nodes} with placement.nodes={self.nodes}: roles that share GPUs use all "
+                "nodes, and separate roles need some of the nodes; leave it out, or lower it and set "
+                "placement.colocate=false"
             )
         if gpus and (self.devices_per_node or 0) > gpus:
             raise ValueError(
-                f"placement.devices_per_node={self.devices_per_node}, but a machine has {gpus} GPUs; lower it"
+                f"placement.devices_per_node={self.devices_per_node}, but a machine only has {gpus} GPUs; lower it"
             )
 
     def _check_pairs(self, actor_ranks: int, actor_nodes: int, groups: int, tensor_parallel: int) -> None:
@@ -111,8 +112,8 @@ class PlacementOptions(Options, group="placement"):
         if not (is_paired and is_on_one_node):
             raise ValueError(
                 f"placement.actor_ranks={actor_ranks} on {actor_nodes} nodes, rollout_engines={self.rollout_engines} x "
-                f"rollout.tensor_parallel={tensor_parallel} and references={self.references} cannot pair up on shared "
-                "GPUs; set them to the same number of devices, an engine's all on one node, or "
+                f"rollout.tensor_parallel={tensor_parallel} and references={self.references} cannot share "
+                "GPUs; set the same number of devices for each, with all devices of an engine on one node, or set "
                 "placement.colocate=false"
             )
 

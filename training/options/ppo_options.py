@@ -83,14 +83,15 @@ class PPORunOptions(RLOptions):
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         yield from super().faults()
-        own, size, longest = self.algorithm, self.step_size, self.rollout.max_new_tokens
-        if own.kl_target is not None and not (own.kl_target > 0 and own.kl_horizon > size / 5):
+        target, horizon, buffer = (getattr(self.algorithm, x) for x in ("kl_target", "kl_horizon", "overlong_buffer"))
+        # At a horizon of a fifth of a step or less, one step could turn kl_coef to 0 or below (adapted_kl_coef).
+        if target is not None and not (target > 0 and horizon > self.step_size / 5):
             yield (
-                f"algorithm.kl_target={own.kl_target} and kl_horizon={own.kl_horizon}; set the first above 0, and the "
-                f"second above a fifth of a step's {size} responses"
+                f"algorithm.kl_target={target} and algorithm.kl_horizon={horizon}; set kl_target above 0, and "
+                f"kl_horizon above a fifth of the {self.step_size} responses of a step"
             )
-        if own.overlong_buffer is not None and not 1 <= own.overlong_buffer <= longest:
-            yield f"algorithm.overlong_buffer={own.overlong_buffer}; set 1 to rollout.max_new_tokens={longest}"
+        if buffer is not None and not 1 <= buffer <= self.rollout.max_new_tokens:
+            yield f"algorithm.overlong_buffer={buffer}; set 1 to rollout.max_new_tokens={self.rollout.max_new_tokens}"
 
     @property
     def old_policy(self) -> str:

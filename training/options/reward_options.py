@@ -32,5 +32,6 @@ class RewardOptions(Options, group="reward"):
 
     def settings(self) -> RewardSettings:
         """Return the settings of reward code and reward servers."""
-        own = vars(self)
-        return RewardSettings(**{part.name: own[part.name] for part in fields(RewardSettings) if part.name in own})
+        options = vars(self)
+        shared = [field.name for field in fields(RewardSettings) if field.name in options]
+        return RewardSettings(**{name: options[name] for name in shared})

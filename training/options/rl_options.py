@@ -164,13 +164,13 @@ class RLOptions(RunOptions):
         )
         if self.asynchronous.ahead and self.placement.takes_turns:
             yield (
-                "asynchronous.enabled, but who sleeps cannot work at the same time; set placement.engines_sleep=false "
+                "asynchronous.enabled, but sleeping roles cannot run concurrently; set placement.engines_sleep=false "
                 "and placement.learners_sleep=false"
             )
         if self.filter_range and self.asynchronous.partial_rollout:
             yield (
-                f"{self.FILTER_OPTION} replaces prompts of a step, and asynchronous.partial_rollout carries some to "
-                "the next; unset one of them"
+                f"{self.FILTER_OPTION} replaces prompts within a step, but asynchronous.partial_rollout moves prompts "
+                "to the next step; unset one of them"
             )
         strategy, option = self.rollout_strategy
         if strategy and strategy not in names("rollout strategy"):
@@ -199,7 +199,7 @@ class RLOptions(RunOptions):
         if self.step_size < (self.placement.actor_ranks or 1):
             yield (
                 f"a step has {self.step_size} {self.ROLLOUTS}, fewer than placement.actor_ranks="
-                f"{self.placement.actor_ranks}; raise prompts_per_step, or lower the other"
+                f"{self.placement.actor_ranks}; raise prompts_per_step, or lower placement.actor_ranks"
             )
 
     @property
@@ -300,19 +300,19 @@ class RLOptions(RunOptions):
     @property
     def frozen_engine(self) -> FrozenConfig:
         """Configuration of the engine of frozen models: precision and micro-batches of the policy."""
-        own = self.train.for_run(1, self.seed)
+        train = self.train.for_run(1, self.seed)
         return FrozenConfig(
-            precision=own.precision,
-            limits=own.forward_limits,
-            packing=own.packing,
+            precision=train.precision,
+            limits=train.forward_limits,
+            packing=train.packing,
             layout=self.placement.frozen_models,
         )
 
     @property
     def micro_batch_size(self) -> str:
         """Maximum size of a micro-batch as text, with its unit."""
-        most = f"{self.train.max_tokens} tokens"
-        return f"{self.train.micro_batch_size} {self.ROLLOUTS} or {most}" if self.train.micro_batch_size else most
+        tokens = f"{self.train.max_tokens} tokens"
+        return f"{self.train.micro_batch_size} {self.ROLLOUTS} or {tokens}" if self.train.micro_batch_size else tokens
 
     def optimizer_steps(self, count: int) -> int:  # noqa: ARG002 - a recipe whose steps differ in size reads it
         """Return the number of optimizer steps per epoch for `count` responses."""
@@ -323,8 +323,9 @@ class RLOptions(RunOptions):
 
         With dynamic sampling this is the maximum: filtered prompts shorten the last step, or leave fewer steps.
         """
-        beyond = self.prompts_per_step - 1 if self.filter_range else 0
-        steps = (num_prompts + beyond) // self.prompts_per_step
+        # Dynamic sampling may train on an incomplete last step, so a remainder counts as a step.
+        remainder = self.prompts_per_step - 1 if self.filter_range else 0
+        steps = (num_prompts + remainder) // self.prompts_per_step
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
     def arithmetic(self, num_prompts: int) -> str:
@@ -343,11 +344,11 @@ class RLOptions(RunOptions):
             f"{self.micro_batch_size}{left_over}"
         )
 
-    def notes(self, given: Collection[str]) -> list[str]:
+    def notes(self, set_options: Collection[str]) -> list[str]:
         """Return notes for the user before the run starts.
 
         Args:
-            named: options that the user has set.
+            set_options: names of the options that the user has set.
         """
         idle = [
             (not self.needs_reference, "algorithm.kl_estimator", "algorithm.kl_coef=0"),
@@ -356,17 +357,18 @@ class RLOptions(RunOptions):
             (self.is_own_reference, "placement.references", "the policy with its adapters off is the reference"),
         ]
         idle += [(True, name, why) for name, why in idle_options(self)]
-        found = without_effect(idle, given)
+        notes = without_effect(idle, set_options)
+        # These are compared with the log-probabilities of the update, which are computed in other micro-batches.
         compares = self.has_reference_role or self.needs_old_logprobs
         if compares and self.train.precision != "fp32" and self.train.packing is False:
-            found.append(
-                f"train.precision={self.train.precision} with train.packing=false: padding changes how "
-                "log-probabilities are rounded, so that the KL starts near 0 and not at it"
+            notes.append(
+                f"train.precision={self.train.precision} with train.packing=false: padding changes the rounding of "
+                "log-probabilities, so the initial KL is close to 0 but not exactly 0"
             )
-        found += self.rollout.notes()
-        found += self.agent.notes(given, self.rollout.engine)
+        notes += self.rollout.notes()
+        notes += self.agent.notes(set_options, self.rollout.engine)
         corrects = self.algorithm.correction != "none"
-        return found + self.asynchronous.notes(self.CORRECT, corrects)
+        return notes + self.asynchronous.notes(self.CORRECT, corrects)
 
     def sampling(self, step: int, temperature: float | None = None) -> SamplingConfig:
         """Return the sampling parameters of a step. Evaluations pass a temperature of their own."""
@@ -375,9 +377,8 @@ class RLOptions(RunOptions):
     @property
     def heldout_sampling(self) -> SamplingConfig:
         """Sampling parameters of responses to held-out prompts, which always use the same random numbers."""
-        own = self.evaluation
-        usual = self.sampling(EVALUATION_STEP, own.temperature)
-        return replace(usual, top_p=own.top_p, top_k=own.top_k)
+        sampling = self.sampling(EVALUATION_STEP, self.evaluation.temperature)
+        return replace(sampling, top_p=self.evaluation.top_p, top_k=self.evaluation.top_k)
 
     def weight_sync(self, gpus: int) -> tuple[str, str]:
         """Return the transport of weights to the engines and the reason for it; see `choose_weight_sync`.
@@ -392,8 +393,8 @@ class RLOptions(RunOptions):
 
     def rollout_engine(self) -> RolloutConfig:
         """Return the configuration of a rollout engine."""
-        longest = self.agent.longest_prompt(self.data.max_prompt_tokens, self.rollout.max_new_tokens)
-        return self.rollout.engine_config(self.train.precision, longest, self.placement, self.train.lora_rank)
+        max_prompt = self.agent.longest_prompt(self.data.max_prompt_tokens, self.rollout.max_new_tokens)
+        return self.rollout.engine_config(self.train.precision, max_prompt, self.placement, self.train.lora_rank)
 
     def train_engine(self, steps: int) -> TrainConfig:
         """Return the configuration of the training engine of the policy.

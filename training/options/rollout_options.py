@@ -63,7 +63,7 @@ class RolloutOptions(Options, group="rollout"):
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         if self.engine == "hf" and self.tensor_parallel > 1:
-            yield f"rollout.tensor_parallel={self.tensor_parallel}, but hf uses one device; leave it out"
+            yield f"rollout.tensor_parallel={self.tensor_parallel}, but the engine hf uses one device; leave it out"
 
     def chosen(
         self, gpus: int, model_path: str, *temperatures: float, lora_rank: int = 0
@@ -91,7 +91,7 @@ class RolloutOptions(Options, group="rollout"):
         if fault and self.merge_lora is False:
             raise ValueError(f"rollout.merge_lora=false: {fault}; leave it out")
         merges = bool(fault) if self.merge_lora is None else self.merge_lora
-        sent = "weights with the adapters added" if merges else "the adapters alone"
+        sent = "weights with merged adapters" if merges else "only the adapters"
         because = f", since {fault}" if fault else ""
         return replace(self, engine=name, merge_lora=merges), f"{engine}; it is sent {sent}{because}"
 
@@ -101,6 +101,7 @@ class RolloutOptions(Options, group="rollout"):
         Args:
             temperature: of an evaluation, which samples from the full vocabulary. Default: that of training.
         """
+        # An evaluation sets top_p and top_k itself (evaluation.top_p, evaluation.top_k).
         narrowed = {"top_p": self.top_p, "top_k": self.top_k} if temperature is None else {}
         return SamplingConfig(
             temperature=self.temperature if temperature is None else temperature,
@@ -129,7 +130,7 @@ class RolloutOptions(Options, group="rollout"):
             engines_sleep=bool(placement.engines_sleep),
             lora_rank=0 if self.merge_lora else lora_rank,
         )
-        # `auto` is made vLLM or hf by `chosen`.
+        # `chosen` has replaced `auto` in a run. A plan may ask earlier, and hf needs no GPU.
         name = HFRolloutConfig.NAME if self.engine == "auto" else self.engine
         return rollout_config(name).from_options(self, setting)
 
@@ -138,7 +139,8 @@ class RolloutOptions(Options, group="rollout"):
         if self.top_p == 1 and not self.top_k:
             return []
         note = (
-            f"rollout.top_p={self.top_p} and rollout.top_k={self.top_k} sample from fewer tokens than are trained: the "
-            "engine's log-probabilities are not the policy's, and ratios to them mean little; 1 and 0 agree"
+            f"rollout.top_p={self.top_p} and rollout.top_k={self.top_k} sample from a part of the vocabulary: the "
+            "engine's log-probabilities then differ from the policy's, and importance-sampling ratios are biased; "
+            "set 1 and 0 for equal distributions"
         )
         return [note]

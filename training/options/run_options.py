@@ -13,7 +13,8 @@ from core import beat
 from training.launch.machines import Machines
 from training.options.schema import Options, errors_of, recipe_of
 
-# In each process of a run core's watch for hangs hears what components do.
+# Progress of components counts as a heartbeat of core in every process. Otherwise a long computation would be taken for
+# a hung process, and terminated after stall_timeout.
 listen(beat)
 
 
@@ -69,4 +70,4 @@ class RunOptions(Options):
         if self.assume_devices is not None:
             yield from errors_of("", Machines.parse, self.assume_devices)
             if not (self.dry_run or self.print_config):
-                yield f"assume_devices={self.assume_devices} is for a plan alone; set dry_run as well, or leave it out"
+                yield f"assume_devices={self.assume_devices} only works with dry_run; set dry_run=true, or leave it out"

@@ -71,7 +71,7 @@ class ExampleOptions(Options, group="data"):
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         if self.input_template is not None and "{}" not in self.input_template:
-            yield f"data.input_template={self.input_template!r} has no place for the prompt; write {{}} there"
+            yield f"data.input_template={self.input_template!r} has no placeholder {{}} for the prompt; add it"
         if self.path:
             yield from errors_of("data.", mixture_probabilities, self.probs, len(source_names(self.path)))
             yield from errors_of(f"data.path={self.path}: ", check_sources, self.path)
@@ -118,7 +118,7 @@ class HeldOutOptions(Options, group="evaluation"):
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         if any(is_drawn(source.strip()) for source in (self.path or "").split(",")):
-            yield f"evaluation.path={self.path}: a task draws the examples of its data again; set evaluation.held_out"
+            yield f"evaluation.path={self.path}: a task would repeat its training examples; set evaluation.held_out"
 
 
 @dataclass(kw_only=True)
@@ -133,7 +133,8 @@ class RanksOptions(Options, group="placement"):
     @property
     def ranks(self) -> int:
         """Number of training processes on all machines. A number that is not resolved yet counts as one per machine."""
-        return self.nodes * (self.ranks_per_node or 1)
+        ranks_per_node = self.ranks_per_node or 1
+        return self.nodes * ranks_per_node
 
 
 @dataclass(kw_only=True)
@@ -167,8 +168,8 @@ class SupervisedOptions(RunOptions):
         yield from self.parallel.faults_beside(self.train)
         if self.train.batch_size < self.placement.ranks:
             yield (
-                f"train.batch_size={self.train.batch_size} {self.EXAMPLES} for {self.placement.ranks} ranks; set as "
-                "many or more"
+                f"train.batch_size={self.train.batch_size} {self.EXAMPLES} for {self.placement.ranks} ranks; set at "
+                "least one per rank"
             )
 
     def resolved(self: C, gpus: int) -> C:
@@ -185,22 +186,22 @@ class SupervisedOptions(RunOptions):
             placement=replace(self.placement, ranks_per_node=self.placement.ranks_per_node or max(gpus, 1)),
         )
 
-    def notes(self, given: Collection[str]) -> list[str]:
+    def notes(self, set_options: Collection[str]) -> list[str]:
         """Return notes for the user before the run starts.
 
         Args:
-            named: options that the user has set.
+            set_options: names of the options that the user has set.
         """
         evaluation = self.evaluation
         idle = [
             (
                 evaluation.every > 0 and not evaluation.path and not evaluation.held_out,
                 "evaluation.every",
-                "nothing is held out; evaluation.held_out does that",
+                "there is no evaluation data; set evaluation.held_out or evaluation.path",
             ),
             *((True, name, why) for name, why in idle_options(self)),
         ]
-        return without_effect(idle, given)
+        return without_effect(idle, set_options)
 
     @property
     def models(self) -> dict[str, str]:
@@ -210,11 +211,11 @@ class SupervisedOptions(RunOptions):
     @property
     def sources(self) -> list[Source]:
         """Sources of the training and evaluation data."""
-        found = [Source("data.path", name, self.data.split) for name in source_names(self.data.path)]
+        sources = [Source("data.path", name, self.data.split) for name in source_names(self.data.path)]
         if self.evaluation.path:
             names = source_names(self.evaluation.path)
-            found += [Source("evaluation.path", name, self.evaluation.split) for name in names]
-        return found
+            sources += [Source("evaluation.path", name, self.evaluation.split) for name in names]
+        return sources
 
     def load(
         self, source: str, split: str, max_rows: int | None, note: Note | None = None, info: Note | None = None
@@ -271,13 +272,13 @@ class SupervisedOptions(RunOptions):
         path: str,
         split: str,
         probs: str | None,
-        most: int | None,
+        max_rows: int | None,
         read: Callable[[Rows, str], list[T]],
         info: Callable[[str], None],
     ) -> list[T]:
         names = source_names(path)
-        parts = [read(self.load(name, split, most, info=info), name) for name in names]
-        return mixed(parts, mixture_probabilities(probs, len(names)), self.seed)[:most]
+        parts = [read(self.load(name, split, max_rows, info=info), name) for name in names]
+        return mixed(parts, mixture_probabilities(probs, len(names)), self.seed)[:max_rows]
 
     def tokenizer(self, path: str) -> PreTrainedTokenizerBase:
         """Return the tokenizer of the model at `path`.
@@ -292,5 +293,6 @@ class SupervisedOptions(RunOptions):
         Args:
             total_steps: number of optimizer steps of the run.
         """
-        limit = self.GROUP_SIZE * (self.train.micro_batch_size or 0)
-        return replace(self.parallel.of(self.train.for_run(total_steps, self.seed)), max_sequences=limit)
+        micro_batch_size = self.train.micro_batch_size or 0
+        config = self.train.for_run(total_steps, self.seed)
+        return replace(self.parallel.of(config), max_sequences=self.GROUP_SIZE * micro_batch_size)
