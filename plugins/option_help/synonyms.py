@@ -12,16 +12,16 @@ from pathlib import Path
 import yaml
 
 _FEW = 20
-"""So many options are listed in a message."""
+"""Maximum number of options listed in a message."""
 _ALIKE = {"critic": "train", "evaluation": "rollout"}
 """Groups with options of the same names as those of another."""
 _TYPO = 0.85
-"""How alike a name is to one of the table that is taken for it, as difflib has it."""
+"""Minimum similarity (difflib) of an unknown name to a name of the table."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do where there is no option, or where a name alone does not say which one is meant."""
+    """Advice for names without an option here, or with several possible ones."""
 
     names: Sequence[str]
     say: str
@@ -56,7 +56,7 @@ class Synonyms:
 
 @functools.cache
 def synonyms() -> Synonyms:
-    """What synonyms.yaml says."""
+    """Read synonyms.yaml."""
     table = yaml.safe_load(Path(__file__).with_name("synonyms.yaml").read_text(encoding="utf-8"))
     advice = [Advice(each["names"].split(), each["say"], each.get("where", "")) for each in table["advice"]]
     recipes = {name: had_by.split() for names, had_by in table["recipes"].items() for name in names.split()}
@@ -64,13 +64,13 @@ def synonyms() -> Synonyms:
 
 
 def answer(unknown: str, options: Mapping[str, str], recipe: str, others: Collection[str] = ()) -> str:
-    """What follows `unknown option ...`: what to use instead.
+    """Return the text after `unknown option ...`: the option to use instead.
 
     Args:
-        unknown: as it was written, `rollout.n` or `num_generations`.
-        options: what the recipe has, with the meaning of each.
-        recipe: its name.
-        others: more names that it takes, of another system.
+        unknown: option as it was written, `rollout.n` or `num_generations`.
+        options: options of the recipe, with their meanings.
+        recipe: name of the recipe.
+        others: further names that the recipe accepts, of another system.
     """
     written = unknown.lower()
     *longer, last = _shorter(written)
@@ -102,7 +102,7 @@ def _shorter(name: str) -> Iterator[str]:
 
 
 def _of_table(name: str, written: str, options: Mapping[str, str]) -> str:
-    """What the table says of a name; empty: nothing that helps here."""
+    """Return the advice of the table for a name; empty if it has none for this schema."""
     for advice in synonyms().advice:
         if name in advice.names and (not advice.where or advice.where in options):
             return f": {advice.say}"

@@ -92,17 +92,17 @@ class GRPOConfig(RLOptions):
         """
         return max(round(count / self.mini_batch_size), 1)
 
-    def notes(self, given: Collection[str]) -> list[str]:
+    def notes(self, set_options: Collection[str]) -> list[str]:
         """Return the notes that are printed before the run starts.
 
         Args:
-            given: names of the options that the user has set. Only these are reported as having no effect.
+            set_options: names of the options that the user has set. Only these are reported as having no effect.
         """
         algorithm = self.algorithm
         idle = [
             (algorithm.overlong_buffer is None, "algorithm.overlong_penalty", "algorithm.overlong_buffer is not set")
         ]
-        notes = without_effect(idle, given) + super().notes(given)
+        notes = without_effect(idle, set_options) + super().notes(set_options)
         if algorithm.filter_range and self.train.lr_scheduler != "constant":
             notes.append(
                 "the learning-rate schedule covers the maximum number of steps; dynamic sampling uses up the prompts "

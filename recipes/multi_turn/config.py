@@ -76,15 +76,15 @@ class MultiTurnConfig(RLOptions):
                 f"samples_per_prompt={self.samples_per_prompt}; set it to 2 or more"
             )
 
-    def notes(self, given: Collection[str]) -> list[str]:
+    def notes(self, set_options: Collection[str]) -> list[str]:
         """Return the notes that are printed before the run starts.
 
         Args:
-            given: names of the options that the user has set. Only these are reported as having no effect.
+            set_options: names of the options that the user has set. Only these are reported as having no effect.
         """
         algorithm = self.algorithm
         idle = [
             (algorithm.credit != "turn", "algorithm.turn_gamma", "algorithm.credit=trajectory"),
             (algorithm.correction == "none", "algorithm.correction_range", "algorithm.correction=none"),
         ]
-        return without_effect(idle, given) + super().notes(given)
+        return without_effect(idle, set_options) + super().notes(set_options)

@@ -16,7 +16,7 @@ from training.options.placement_options import PlacementOptions
 from training.options.ppo_options import BY_RESPONSE, Aggregation, KLEstimator, PPOOptions, PPORunOptions
 from training.options.reward_options import RewardOptions
 from training.options.rl_options import PolicyTrainOptions
-from training.options.schema import Options, active_when, at_home, errors_of, of_plugin
+from training.options.schema import Options, active_when, at_home, errors_of, of_plugin, without_effect
 
 Estimator = Literal["gae", "reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo", "opo", "gpg", "grpo_passk"]
 GROUPED = ("reinforce_baseline", "rloo", "grpo", "dr_grpo", "opo", "gpg", "grpo_passk")
@@ -309,8 +309,8 @@ class PPOConfig(PPORunOptions):
         """The engine of the critic's ranks, in a run of so many steps."""
         return replace(self.train_engine(steps), ema_beta=None, lora_path="", **self.critic.optimizer)
 
-    def notes(self, given: Collection[str]) -> list[str]:
-        """What a user who has named the options `given` should know of before the run starts."""
+    def notes(self, set_options: Collection[str]) -> list[str]:
+        """Return notes for the user before the run starts; `set_options` are those that the user has set."""
         own = self.algorithm
         found = []
         if self.needs_reference and own.kl_in_reward == (own.kl_estimator not in ("k1", "abs")):
@@ -332,7 +332,5 @@ class PPOConfig(PPORunOptions):
             (self.old_policy != "logprob", "gspo corrects its ratio itself", ["algorithm.correction_range"]),
             (self.evaluation.path is None, "there is no evaluation.path", ["reward.heldout_source"]),
         ]
-        found += [
-            f"no effect of {name}: {why}" for is_idle, why, names in idle if is_idle for name in names if name in given
-        ]
-        return found + super().notes(given)
+        found += without_effect([(is_idle, name, why) for is_idle, why, names in idle for name in names], set_options)
+        return found + super().notes(set_options)

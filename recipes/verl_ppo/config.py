@@ -520,8 +520,8 @@ class VerlPPOConfig(PPORunOptions):
         schemas = tool_schemas(*self.tool_files) if any(self.tool_files) else []
         return [{**row, "tools": schemas} for row in rows] if schemas else rows
 
-    def notes(self, given: Collection[str]) -> list[str]:
-        """What a user who has named the options `given` should know of before the run starts."""
+    def notes(self, set_options: Collection[str]) -> list[str]:
+        """Return notes for the user before the run starts; `set_options` are those that the user has set."""
         own = self.algorithm
         found = list[str]()
         if own.policy_loss in BY_RESPONSE and (own.policy_aggregation or own.loss_aggregation) == "token-mean":
@@ -534,8 +534,8 @@ class VerlPPOConfig(PPORunOptions):
         for name in ("reference_path", "reference_sync_steps"):
             if getattr(own, name) and not self.needs_reference:
                 found.append(f"no effect of algorithm.{name}: algorithm.kl_coef=0")
-        if not self.needs_critic and any(name.startswith("critic.") for name in given):
+        if not self.needs_critic and any(name.startswith("critic.") for name in set_options):
             found.append("no effect of critic.*: there is no critic")
         if self.rollout.tensor_parallel > 1 and self.placement.shares_devices:
             found.append("rollout.tensor_parallel: the engines are a role, rollout, on the devices of the ranks")
-        return [*found, *super().notes(given)]
+        return [*found, *super().notes(set_options)]

@@ -14,20 +14,26 @@ from training.run.checkpoint import Checkpoints
 
 @dataclass(kw_only=True)
 class CheckpointOptions(Options, group="checkpoint"):
-    """Checkpoints: when they are written, and how many are kept."""
+    """Checkpoints: interval, retention and location."""
 
     every: Steps = -1
-    """A checkpoint every so many steps; -1 only for the best policy, when the training ends, or when it is stopped."""
+    """Interval between checkpoints, in steps. -1 writes one only for a new best policy, at the end of training, and
+    when the run is stopped."""
     keep: Count = 3
-    """How many checkpoints are kept, the newest ones; the best stays beside them."""
+    """Number of recent checkpoints to keep. The best checkpoint is kept in addition."""
     max_gb: Positive | None = None
-    """What all of them may take together. Default: any."""
+    """Maximum total size of the checkpoints in GB. No limit by default."""
     path: str | None = None
     """Folder of the checkpoints. Default: run_dir/checkpoints."""
     export_path: str | None = None
-    """A second place for the trained policy; it is always in the checkpoints."""
+    """Additional folder for the trained policy. By default the policy is only in the checkpoints."""
 
     def store(self, run_dir: str, least_bytes: int = 0) -> Checkpoints:
-        """The step folders of a run, of which each takes `least_bytes` at least."""
-        most = math.inf if self.max_gb is None else self.max_gb * 1e9
-        return Checkpoints(self.path or Path(run_dir) / "checkpoints", self.keep, most, least_bytes)
+        """Return the checkpoint store of a run.
+
+        Args:
+            run_dir: folder of the run.
+            least_bytes: minimum size of one checkpoint, in bytes.
+        """
+        max_bytes = (self.max_gb or math.inf) * 1e9
+        return Checkpoints(self.path or Path(run_dir) / "checkpoints", self.keep, max_bytes, least_bytes)

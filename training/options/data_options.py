@@ -23,47 +23,52 @@ class DataOptions(Options, group="data"):
     """The prompts to train on."""
 
     path: str = ""
-    """A json, jsonl, csv, parquet or arrow file, a folder of `save_to_disk` or with such files, a hub name,
-    `task:<name>` for a generated task, or `reasoning_gym:<task>`; several with commas between."""
+    """Training data: a json, jsonl, csv, parquet or arrow file, a folder of `save_to_disk` or of such files, a hub
+    name, `task:<name>` for a generated task, or `reasoning_gym:<task>`. Separate several sources with commas."""
     probs: str | None = None
-    """Shares of a mixture, one per source, as `0.7,0.3`. Default: all of one source, then all of the next."""
+    """Mixture probabilities, one per source, such as `0.7,0.3`. By default the sources are concatenated."""
     split: str = "train"
-    """Which split of a hub name or folder."""
+    """Split of a hub name or folder."""
     prompt_key: str = "input"
-    """Column of the prompt: text, or a list of chat messages. Generated tasks bring their own."""
+    """Column of the prompt: text, or a list of chat messages. Generated tasks have a column of their own."""
     label_key: str | None = None
-    """Column of the label that the reward sees; `a.b` is the field b of the column a."""
+    """Column of the label that is passed to the reward. `a.b` is the field b of the column a. No label by default."""
     apply_chat_template: bool = False
-    """Wrap each prompt as a user message of the tokenizer's chat template. Chat messages always go through it."""
+    """Wrap each prompt as a user message of the tokenizer's chat template. Chat messages always use the template."""
     input_template: str | None = None
-    """Text around each prompt, with `{}` in its place."""
+    """Text around each prompt, with `{}` as placeholder of the prompt. By default the prompt is used as it is."""
     ignored_columns: str | None = None
-    """Columns, with commas between, that the policy is not to read although their names have a well-known meaning, such
-    as `tools`, `system` or `images`; without it they are used, or their rows refused. Rewards are given them."""
+    """Comma-separated columns to hide from the policy although their names have a conventional meaning, such as
+    `tools`, `system` or `images`. By default such columns are used, or their rows rejected. Rewards still receive
+    them."""
     max_samples: Count | None = None
-    """Use at most this many prompts. Default: all; of a generated task, which has no end, 10,000."""
+    """Maximum number of prompts, taken from the start. Default: all prompts, or 10,000 of a generated task, which is
+    unlimited."""
     max_prompt_tokens: Count = 1024
-    """Tokens of a prompt, at most."""
+    """Maximum number of tokens of a prompt."""
     overlong: Literal["leave_out", "error", "left", "right", "middle"] = "leave_out"
-    """What becomes of longer prompts: they are left out and counted, are an error, or the part is named that is cut
-    out."""
+    """Treatment of prompts above max_prompt_tokens. `leave_out` excludes and counts them. `error` stops the run.
+    `left`, `right` and `middle` cut out that part of the prompt."""
     shuffle: bool = True
-    """Go through the prompts in another order in each epoch."""
+    """Shuffle the prompts in each epoch."""
     epochs: Count = 1
-    """How often the prompts are gone through, each time in another order."""
+    """Number of passes over the prompts, each in a different order if shuffle is set."""
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         template = self.input_template
         if template is not None and template.count("{}") != 1:
-            yield f"data.input_template={template!r} must hold {{}} once, where the prompt goes"
+            yield f"data.input_template={template!r} must contain {{}} exactly once, as placeholder of the prompt"
         if template is not None and self.apply_chat_template:
             yield "data.apply_chat_template and data.input_template exclude each other; unset one of them"
         yield from errors_of(f"data.path={self.path}: ", check_sources, self.path)
 
     def rows(self, seed: int, notes: list[str] | None = None) -> list[dict[str, Any]]:
-        """The prompts and labels; `seed` draws those of a generated task. `notes` gets how many max_samples leaves
-        out.
+        """Return the rows of prompts and labels.
+
+        Args:
+            seed: random seed of a generated task and of a mixture.
+            notes: receives the number of prompts that max_samples excludes.
         """
         from components.data.prompts import load_rows
 
@@ -80,7 +85,7 @@ class DataOptions(Options, group="data"):
         )
 
     def describe_columns(self, rows: list[dict[str, Any]]) -> str | None:
-        """Describe which columns of rows are used; None for generated tasks alone, which have none to choose."""
+        """Describe the columns of the rows that are used, or return None if all sources are generated tasks."""
         from components.data.prompt_rows import describe_columns
 
         if all(map(is_drawn, source_names(self.path))):
@@ -89,16 +94,20 @@ class DataOptions(Options, group="data"):
 
     @property
     def used_columns(self) -> list[str]:
-        """Columns that the options name."""
+        """Columns named by the options."""
         return [key for key in (self.prompt_key, self.label_key) if key is not None]
 
     def source(
         self, rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, seed: int, shuffle: bool = True
     ) -> PromptSource:
-        """Rows as token ids, in an order that follows from the seed, without those that are too long."""
+        """Return the rows as token ids, shuffled by the seed, without prompts that are too long.
+
+        Raises:
+            ValueError: a prompt is too long and `overlong` is "error".
+        """
         from components.data.prompts import PromptSource
 
-        found = PromptSource(
+        source = PromptSource(
             rows,
             tokenizer,
             seed,
@@ -106,13 +115,14 @@ class DataOptions(Options, group="data"):
             apply_chat_template=self.apply_chat_template,
             input_template=self.input_template,
             max_prompt_tokens=self.max_prompt_tokens,
+            # "error" also needs the number of long prompts and the longest one, which any cut counts.
             overlong="left" if self.overlong == "error" else self.overlong,
         )
-        if self.overlong == "error" and found.cut:
-            row, length = found.longest
+        if self.overlong == "error" and source.cut:
+            row, length = source.longest
             raise ValueError(
-                f"{found.cut} of {len(rows)} prompts have more than data.max_prompt_tokens={self.max_prompt_tokens} "
+                f"{source.cut} of {len(rows)} prompts have more than data.max_prompt_tokens={self.max_prompt_tokens} "
                 f"tokens, the longest {length} (row {row}); raise it, or set data.overlong to leave_out, left, right "
                 "or middle"
             )
-        return found
+        return source

@@ -19,43 +19,50 @@ class EvaluationOptions(Options, group="evaluation"):
     """Evaluation of the policy on held-out prompts."""
 
     path: str | None = None
-    """Held-out prompts, as data.path; of a generated task those that are kept for this. Default: no evaluation."""
+    """Held-out prompts, in the same forms as data.path. A generated task uses the prompts that it reserves for
+    evaluation. No evaluation by default."""
     split: str | None = active_when(None, path=True)
-    """Which split of it. Default: train; of a task: heldout."""
+    """Split of the held-out data. Default: train, or heldout for a generated task."""
     max_samples: Count | None = active_when(2048, path=True)
-    """How many of them. null: all, of a generated task 2,048."""
+    """Maximum number of held-out prompts. null uses all prompts, or 2,048 of a generated task."""
     every: Steps = active_when(-1, path=True)
-    """Evaluate every so many steps; -1 only at the start and at the end."""
+    """Interval between evaluations, in steps. -1 evaluates only at the start and at the end."""
     greedy: bool = active_when(False, path=True)
-    """Score the likeliest response to each prompt too, as eval/score_greedy."""
+    """Also score one greedily decoded response per prompt, logged as eval/score_greedy."""
     at_start: bool = active_when(True, path=True)
     """Evaluate before the first step."""
     temperature: NotNegative = active_when(1.0, path=True)
-    """Of the responses behind eval/score."""
+    """Sampling temperature of the responses behind eval/score. 0 decodes greedily."""
     top_p: ShareAboveZero = active_when(1.0, path=True)
-    """Of the same responses: they are drawn from the likeliest tokens whose probabilities reach this sum."""
+    """Top-p for evaluation: sample from the most likely tokens whose probabilities sum to this value. 1 samples from
+    the full vocabulary."""
     top_k: CountFromZero = active_when(0, path=True)
-    """Of the same: from so many likeliest tokens; 0: from all."""
+    """Top-k for evaluation. 0 samples from the full vocabulary."""
     samples_per_prompt: Count = active_when(4, path=True)
-    """N: responses per held-out prompt."""
+    """Number of responses sampled per held-out prompt."""
     best_metric: str = active_when("", path=True)
-    """The policy with the best of this metric is kept, and named in checkpoints/best. Default: eval/score; `none` keeps
-    only the last policy."""
+    """Metric that selects the best policy, which is kept and named in checkpoints/best. Default: eval/score. `none`
+    keeps only the last policy."""
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         if self.temperature == 0 and self.samples_per_prompt > 1:
-            yield "evaluation.temperature=0 gives the same response every time; set evaluation.samples_per_prompt=1"
+            yield "evaluation.temperature=0 always gives the same response; set evaluation.samples_per_prompt=1"
         if self.path is not None:
             yield from errors_of(f"evaluation.path={self.path}: ", check_sources, self.path)
 
     def is_due(self, step: int, is_last: bool) -> bool:
-        """Whether to evaluate after this step."""
+        """Return True if the policy is evaluated after this step."""
         return is_last or (self.every > 0 and step % self.every == 0)
 
     def rows(self, data: DataOptions, notes: list[str] | None = None) -> list[dict[str, Any]]:
-        """The held-out prompts, none without a path. The same for every seed, so that runs compare. `notes` gets how
-        many max_samples leaves out.
+        """Return the held-out prompts, or an empty list without a path.
+
+        They are the same for every seed, so that runs can be compared.
+
+        Args:
+            data: options of the training prompts, which name the columns.
+            notes: receives the number of prompts that max_samples excludes.
         """
         from components.data.prompts import load_rows
 

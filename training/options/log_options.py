@@ -18,26 +18,26 @@ class LogOptions(Options, group="log"):
     """Destinations of metrics besides the files of the run folder, which are always written."""
 
     wandb: bool = of_plugin("wandb", False)
-    """Log to W&B, with WANDB_API_KEY; without a key it stays offline, in the run folder."""
+    """Log to W&B, with the key in WANDB_API_KEY. Without a key, W&B runs offline and writes to the run folder."""
     wandb_project: str = of_plugin("wandb", "troupe")
     """Name of the W&B project."""
     wandb_name: str | None = of_plugin("wandb", None)
-    """Name of the run there. Default: that of the run folder."""
+    """Name of the run in W&B. Default: the name of the run folder."""
     wandb_group: str | None = of_plugin("wandb", None)
-    """Runs of one group are shown together."""
+    """Group of the run in W&B, which shows the runs of a group together. No group by default."""
     wandb_org: str | None = of_plugin("wandb", None)
-    """W&B user or team that owns the project. Default: the key's."""
+    """W&B user or team that owns the project. Default: the owner of the key."""
     wandb_key: str | None = of_plugin("wandb", None)
-    """The API key; it switches W&B on. Default: WANDB_API_KEY, or what `wandb login` has kept."""
+    """W&B API key. Setting it enables W&B. Default: WANDB_API_KEY, or the key saved by `wandb login`."""
     tensorboard: bool = of_plugin("tensorboard", False)
-    """Write TensorBoard's files to run_dir/tensorboard."""
+    """Write TensorBoard event files to run_dir/tensorboard."""
     tensorboard_dir: str | None = of_plugin("tensorboard", None)
-    """Write them to a folder in this one instead."""
+    """Parent folder of the TensorBoard event files, in place of run_dir. Setting it enables TensorBoard."""
     metrics_port: Annotated[int, Range(least=0, most=65535)] | None = of_plugin("monitoring", None)
-    """Port at which the run serves its step, metrics, phase and roles while it runs: /metrics (Prometheus) and /state
+    """Port of an HTTP server with the step, metrics, phase and roles of the run: /metrics (Prometheus) and /state
     (JSON). 0 selects a free port. No server by default."""
     metrics_host: str = of_plugin("monitoring", "127.0.0.1")
-    """IP address at which that server listens. Any other than loopback needs a token in TROUPE_METRICS_TOKEN."""
+    """IP address of that server. Any address other than loopback needs a token in TROUPE_METRICS_TOKEN."""
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
@@ -47,7 +47,7 @@ class LogOptions(Options, group="log"):
             yield from errors_of("", self._check_endpoint)
 
     def sinks(self) -> dict[str, dict[str, Any]]:
-        """Settings of the metric sinks that the options name, by the names of the sinks; see `Tracker`."""
+        """Return the settings of the metric sinks that the options select, by name of the sink; see `Tracker`."""
         chosen: dict[str, dict[str, Any]] = {}
         if self.tensorboard or self.tensorboard_dir:
             chosen["tensorboard"] = {"folder": self.tensorboard_dir}

@@ -19,20 +19,23 @@ class ModelOptions(Options, group="model"):
     """The model that the run starts from."""
 
     path: str = ""
-    """A folder or hub name that `from_pretrained` takes, or `warm_start:<task>`, which makes and keeps a tiny
+    """Local folder or hub name for `from_pretrained`, or `warm_start:<task>`, which trains and caches a tiny
     demonstration model."""
     attn_implementation: str | None = None
-    """Attention kernels: sdpa, eager, flash_attention_2, or whatever transformers takes. Default: its own choice."""
+    """Attention kernels: sdpa, eager, flash_attention_2, or another value that transformers accepts. Default:
+    transformers chooses."""
     chat_template: str | None = None
-    """Chat template instead of the tokenizer's own: Jinja, or a file with it. Saved with the trained policy."""
+    """Chat template that replaces the tokenizer's: Jinja, or path to a file with Jinja. It is saved with the trained
+    policy."""
     template_arguments: dict[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, as `{enable_thinking: false}`. They are set in the template and saved with it."""
+    """Variables of the chat template, such as `{enable_thinking: false}`. They are set in the template and saved with
+    it."""
     pad_token: str | None = None
-    """Token that fills short rows. Default: the tokenizer's own, or its end token where it names none."""
+    """Padding token. Default: the tokenizer's, or its end token if it has none."""
     tokenizer_path: str | None = None
-    """Folder or hub name of another tokenizer with the same vocabulary. Default: the model's own."""
+    """Local folder or hub name of another tokenizer with the same vocabulary. Default: the tokenizer of the model."""
     config_overrides: dict[str, Any] = field(default_factory=dict)
-    """Other values for the model's config.json, as `{max_position_embeddings: 32768}`."""
+    """Values that override the model's config.json, such as `{max_position_embeddings: 32768}`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,8 +46,10 @@ class ModelOptions(Options, group="model"):
         yield from errors_of(f"model.path={self.path}: ", check_model_source, self.path)
 
     def prepared(self, run_dir: Path) -> ModelOptions:
-        """With the path of a folder that engines can load: a demonstration's model is made where it is not there yet,
-        and one that is to be changed is a folder of links in the run folder.
+        """Return the options with the path of a folder that engines can load.
+
+        A missing demonstration model is trained first. A model with changes becomes a folder of links in the run
+        folder.
         """
         from training.launch.model_folder import model_view
 
@@ -53,14 +58,17 @@ class ModelOptions(Options, group="model"):
         return replace(self, path=view)
 
     def tokenizer(self, path: str | None = None) -> PreTrainedTokenizerBase:
-        """The model's tokenizer, or that of the model at `path`, with the template and token given here. It pads with
-        its end token where it has no other.
+        """Return the tokenizer of the model, with the chat template and padding token of these options.
+
+        It pads with its end token if it has no other padding token.
+
+        Args:
+            path: folder of the model. Default: `self.path`.
         """
         from components.data.text import load_tokenizer, set_template_arguments
 
-        found = self.tokenizer_path or path or self.path
         tokenizer = load_tokenizer(
-            found,
+            self.tokenizer_path or path or self.path,
             chat_template=self.chat_template,
             pad_token=self.pad_token,
             pad_with_end=True,

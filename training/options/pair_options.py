@@ -1,4 +1,4 @@
-"""Options that recipes share which learn from pairs of responses. Nothing here needs torch."""
+"""Options shared by recipes that learn from pairs of responses. No import of torch."""
 
 from __future__ import annotations
 
@@ -21,36 +21,37 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class PairDataOptions(ExampleOptions):
-    """The pairs of responses to train on."""
+    """Pairs of responses to train on."""
 
     prompt_key: str | None = None
-    """Column of what both responses follow: text or chat messages. Default: `prompt`, `instruction` (with its `input`),
-    `question`, `query`, `problem` or `input`, where rows have one, or else what both responses begin with alike."""
+    """Column of the prompt: text or chat messages. Default: the first of `prompt`, `instruction` (with its `input`),
+    `question`, `query`, `problem` and `input` that exists, else the common beginning of the two responses."""
     chosen_key: str = "chosen"
     """Column of the better response: text, or a list of chat messages."""
     rejected_key: str = "rejected"
-    """Column of the other."""
+    """Column of the worse response: text, or a list of chat messages."""
     max_tokens: Count = 512
-    """Pairs with a longer response (with its prompt) are left out, and counted."""
+    """Maximum number of tokens of a response with its prompt. Pairs with a longer one are excluded and counted."""
 
 
 @dataclass(kw_only=True)
 class PairOptions(SupervisedOptions):
-    """The groups of a recipe that learns from pairs of responses, of which one is better."""
+    """Groups of options of a recipe that learns from pairs of a better and a worse response."""
 
     EXAMPLES: ClassVar[str] = "pairs"
     GROUP_SIZE: ClassVar[int] = 2
     LEARNS_RESPONSES: ClassVar[bool] = False
-    """The tokens of the responses are learnt; otherwise a number for the whole text."""
+    """True if the model learns the tokens of the responses, False if it learns one number per text."""
 
     data: PairDataOptions = field(default_factory=PairDataOptions)
     evaluation: HeldOutOptions = field(default_factory=lambda: HeldOutOptions(held_out=256))
 
-    def notes(self, given: Collection[str]) -> list[str]:
+    def notes(self, set_options: Collection[str]) -> list[str]:
         """See `SupervisedOptions.notes`."""
-        has_no_place = self.data.prompt_key is None and not self.data.apply_chat_template
-        idle = [(has_no_place, "data.input_template", "it goes around a prompt of its own column, data.prompt_key")]
-        return without_effect(idle, given) + super().notes(given)
+        # The common beginning of two responses is not a prompt, so there is nothing to put the template around.
+        has_no_prompt = self.data.prompt_key is None and not self.data.apply_chat_template
+        idle = [(has_no_prompt, "data.input_template", "it needs a column of prompts; set data.prompt_key")]
+        return without_effect(idle, set_options) + super().notes(set_options)
 
     def load(
         self, source: str, split: str, max_rows: int | None, note: Note | None = None, info: Note | None = None
@@ -74,13 +75,12 @@ class PairOptions(SupervisedOptions):
         """Return the columns and form of the pairs in the rows of a source."""
         from components.data.preferences import PairFormat
 
-        own = self.data
-        form = PairFormat(
-            prompt_key=own.prompt_key,
-            chosen_key=own.chosen_key,
-            rejected_key=own.rejected_key,
-            apply_chat_template=own.apply_chat_template,
-            input_template=own.input_template,
-            ignored_columns=column_names(own.ignored_columns),
+        pair_format = PairFormat(
+            prompt_key=self.data.prompt_key,
+            chosen_key=self.data.chosen_key,
+            rejected_key=self.data.rejected_key,
+            apply_chat_template=self.data.apply_chat_template,
+            input_template=self.data.input_template,
+            ignored_columns=column_names(self.data.ignored_columns),
         )
-        return form.of(source)
+        return pair_format.of(source)

@@ -12,22 +12,24 @@ from training.options.schema import Options
 
 @dataclass(kw_only=True)
 class ParallelOptions(Options, group="parallel", plugin="parallel"):
-    """Context, tensor and expert parallelism of training, with train.engine=fsdp. The other ranks are data parallel."""
+    """Context, tensor and expert parallelism of training with train.engine=fsdp. Other ranks are data parallel."""
 
     context: Count = 1
-    """Ranks that share each sequence, for long ones: each computes a stretch of its tokens, and in attention a share of
-    the heads. Activations are divided by it."""
+    """Context-parallel degree, for long sequences. Each rank computes a slice of every sequence, and a subset of the
+    heads in attention. Divides activation memory by this number."""
     tensor: Count = 1
-    """Ranks that share each layer: each has a part of its matrices, heads and vocabulary, and computes with it. What a
-    layer takes while it is computed is divided by it. It communicates in every layer: set it within a machine."""
+    """Tensor-parallel degree. Each rank holds and computes a part of every layer's matrices, heads and vocabulary.
+    Divides the memory of a layer during its computation by this number. Every layer communicates, so keep it within one
+    machine."""
     expert: Count = 1
-    """Ranks that share the experts of a mixture's layers: each has whole experts, and tokens go to where theirs are.
-    These ranks have sequences of their own all the same. What is gathered of experts is divided by it."""
+    """Expert-parallel degree, for mixtures of experts. Each rank holds whole experts, and tokens are sent to the rank
+    of their experts. These ranks still train on different sequences. Divides the memory of gathered experts by this
+    number."""
 
     def faults_beside(self, train: TrainOptions) -> Iterator[str]:
-        """Why a model with these options cannot be trained so."""
+        """Yield the errors of these options in combination with those of training."""
         yield from parallel_faults(train, context=self.context, tensor=self.tensor, expert=self.expert)
 
     def of(self, config: TrainConfig) -> TrainConfig:
-        """The engine's configuration with these axes."""
+        """Return the configuration of the training engine with these axes."""
         return replace(config, context=self.context, tensor=self.tensor, expert=self.expert)

@@ -1,4 +1,4 @@
-"""Options that say which role runs on which devices."""
+"""Options that assign roles to devices."""
 
 from __future__ import annotations
 
@@ -14,37 +14,41 @@ class PlacementOptions(Options, group="placement"):
     """Workers and devices of each role. Without a GPU every worker is a process on the CPU."""
 
     nodes: Count = 1
-    """Machines that the run uses."""
+    """Number of machines that the run uses."""
     devices_per_node: Count | None = None
-    """Devices of each machine that the run uses; without GPUs processes. Default: all of its GPUs."""
+    """Number of GPUs to use on each machine; on machines without GPUs, number of processes. Default: all GPUs."""
     colocate: bool = True
-    """The roles share the devices, and work one after the other. Otherwise each has its own, and what can work at the
-    same time does."""
+    """Share the same devices among all roles, which then run one after the other. false gives each role devices of its
+    own, and roles run concurrently where the algorithm allows it."""
     actor_nodes: Count | None = None
-    """Machines over which the ranks of the policy are spread, where the other roles are on the rest. Default: all."""
+    """Number of machines for the ranks of the policy. The other roles use the remaining machines. Default: all
+    machines, for all roles."""
     actor_ranks: Count | None = None
-    """Processes that train the policy, on all machines. Default: one per GPU that is theirs, 1 without GPUs."""
+    """Number of processes that train the policy, on all machines together. Default: one per GPU available to the
+    policy, or 1 without GPUs."""
     rollout_engines: Count | None = None
-    """Engines that sample. Default: one for each rollout.tensor_parallel GPUs that are theirs, which are those of the
-    actor where they share GPUs."""
+    """Number of rollout engines. Default: one per rollout.tensor_parallel GPUs that are available to them. With shared
+    GPUs these are the GPUs of the actor."""
     references: Count | None = None
-    """Instances of the frozen policy, where there is a KL. Default: as for the engines."""
+    """Number of instances of the reference model, if there is a KL penalty. Default: same as for the rollout
+    engines."""
     frozen_models: Literal["whole", "sharded", "offloaded"] = "whole"
-    """Reference and reward models: `whole` in each of their processes, which are replaced when they are lost; `sharded`
-    over these, which gather a layer for each pass over it, and all starts again when one is lost; or `offloaded`:
-    sharded, and in host memory but for the layer at work."""
+    """Memory layout of reference and reward models. `whole`: each process holds the complete model, and a lost process
+    is replaced. `sharded`: the processes share the weights and gather one layer at a time; if one is lost, the job
+    restarts. `offloaded`: sharded, with all weights in host memory except the current layer."""
     engines_sleep: bool | None = None
-    """The engines give a GPU's memory back while the policy trains. Default: where vllm shares GPUs with it."""
+    """Release the GPU memory of rollout engines while the policy trains. Default: true if vllm shares GPUs with
+    training."""
     learners_sleep: bool = False
-    """What trains, actor and critic, waits in host memory while responses are generated."""
+    """Move actor and critic to host memory while responses are generated."""
 
     @property
     def shares_devices(self) -> bool:
-        """Whether the engines share their devices with other roles."""
+        """True if the engines share their devices with other roles."""
         return self.colocate
 
     def with_sleep(self, gpus: int, engine: str) -> Self:
-        """With `engines_sleep` filled in: they do where that gives memory of a GPU to those that train."""
+        """Resolve `engines_sleep`: engines sleep by default if that frees GPU memory for training."""
         if self.engines_sleep is not None:
             return self
         return replace(self, engines_sleep=gpus > 0 and engine == "vllm" and self.colocate)
@@ -55,25 +59,25 @@ class PlacementOptions(Options, group="placement"):
         return bool(self.engines_sleep) or self.learners_sleep
 
     def resolved(self, gpus: int, groups: int, tensor_parallel: int = 1) -> PlacementOptions:
-        """Return the options with every number filled in that was left to the machine.
+        """Return the options with all automatic numbers resolved.
 
         Args:
             gpus: number of GPUs of each node.
-            groups: number of roles that hold the policy: 2, or with a reference 3.
-            tensor_parallel: devices of an engine.
+            groups: number of roles that hold the policy: 2, or 3 with a reference model.
+            tensor_parallel: number of devices per engine.
 
         Raises:
-            ValueError: the roles do not fit on the devices; the message says what to set.
+            ValueError: the roles do not fit on the devices. The message names the options to change.
         """
         actor_nodes = self.actor_nodes or self.nodes
         self._check_nodes(actor_nodes, gpus)
         actor_ranks, other_devices = self._shares(self.devices_per_node or gpus, groups)
         if gpus and self.colocate:
-            other_devices = actor_ranks  # roles that share GPUs are as many as the ranks
+            other_devices = actor_ranks  # each rank shares its GPU with one instance of the other roles
         if actor_ranks % actor_nodes:
             name = "actor_nodes" if self.actor_nodes else "nodes"
             raise ValueError(
-                f"placement.actor_ranks={actor_ranks} cannot be spread over placement.{name}={actor_nodes} evenly"
+                f"placement.actor_ranks={actor_ranks} is not a multiple of placement.{name}={actor_nodes}; set one"
             )
         filled_in = replace(
             self,
@@ -87,19 +91,20 @@ class PlacementOptions(Options, group="placement"):
         return filled_in
 
     def _check_nodes(self, actor_nodes: int, gpus: int) -> None:
-        """Raise ValueError where there are fewer nodes, or GPUs of a node, than the options name."""
+        """Raise ValueError if there are fewer nodes, or GPUs per node, than the options request."""
         if actor_nodes > self.nodes or (self.colocate and actor_nodes < self.nodes):
             raise ValueError(
-                f"placement.actor_nodes={actor_nodes} of placement.nodes={self.nodes}: roles that share GPUs are on "
-                "all nodes, others on the rest; lower it, with placement.colocate=false, or leave it out"
+                f"placement.actor_nodes={actor_nodes} with placement.nodes={self.nodes}: roles that share GPUs use all "
+                "nodes, and separate roles need some of the nodes; leave it out, or lower it and set "
+                "placement.colocate=false"
             )
         if gpus and (self.devices_per_node or 0) > gpus:
             raise ValueError(
-                f"placement.devices_per_node={self.devices_per_node}, but a machine has {gpus} GPUs; lower it"
+                f"placement.devices_per_node={self.devices_per_node}, but a machine only has {gpus} GPUs; lower it"
             )
 
     def _check_pairs(self, actor_ranks: int, actor_nodes: int, groups: int, tensor_parallel: int) -> None:
-        """Raise ValueError where roles that share GPUs have different numbers of them."""
+        """Raise ValueError if roles that share GPUs request different numbers of them."""
         has_reference = groups > 2
         engine_devices = (self.rollout_engines or 1) * tensor_parallel
         is_paired = engine_devices == actor_ranks and (not has_reference or self.references == actor_ranks)
@@ -107,16 +112,16 @@ class PlacementOptions(Options, group="placement"):
         if not (is_paired and is_on_one_node):
             raise ValueError(
                 f"placement.actor_ranks={actor_ranks} on {actor_nodes} nodes, rollout_engines={self.rollout_engines} x "
-                f"rollout.tensor_parallel={tensor_parallel} and references={self.references} cannot pair up on shared "
-                "GPUs; set them to the same number of devices, an engine's all on one node, or "
+                f"rollout.tensor_parallel={tensor_parallel} and references={self.references} cannot share "
+                "GPUs; set the same number of devices for each, with all devices of an engine on one node, or set "
                 "placement.colocate=false"
             )
 
     def _shares(self, node_devices: int, groups: int) -> tuple[int, int]:
-        """Ranks of the policy, and devices of each other role.
+        """Return the number of policy ranks, and the number of devices of each other role.
 
         Args:
-            node_devices: devices of each node that the run uses; 0 without GPUs.
+            node_devices: number of devices of each node that the run uses; 0 without GPUs.
             groups: number of roles that hold the policy.
         """
         if self.colocate:

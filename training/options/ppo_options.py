@@ -1,4 +1,4 @@
-"""Options of PPO in both of its recipes: the surrogate loss and the KL penalty."""
+"""Options of PPO, shared by its two recipes: the policy loss and the KL penalty."""
 
 from __future__ import annotations
 
@@ -15,54 +15,58 @@ PolicyLoss = Literal[
     "ppo", "gspo", "cispo", "sapo", "geo_mean", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "dro", "reinforce"
 ]
 BY_RESPONSE = ("gspo", "sapo", "geo_mean")
-"""Policy losses that are means over responses; the others are means over tokens."""
+"""Policy losses that are averaged over responses. The others are averaged over tokens."""
 NOT_OF_RATIOS = ("geo_mean", "dppo_tv", "dppo_kl")
-"""Policy losses whose clip range is not around a ratio of 1."""
+"""Policy losses whose clip range is not centred on an importance-sampling ratio of 1."""
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"]
 
 
 @dataclass(kw_only=True)
 class PPOOptions(PolicyOptions):
-    """The policy loss of PPO, and the KL penalty. A recipe adds its advantage estimators."""
+    """Policy loss of PPO, and KL penalty. A recipe adds its advantage estimators."""
 
     policy_loss: PolicyLoss = "ppo"
-    """Which surrogate is minimised: ppo clips the ratio of each token, gspo that of the response; geo_mean, cispo,
-    sapo, dppo_tv, dppo_kl, dro, clip_cov and kl_cov are in docs/algorithms.md; reinforce has no ratio."""
+    """Policy loss. `ppo` clips the importance-sampling ratio of each token, `gspo` the ratio of the whole response.
+    `reinforce` uses no ratio. docs/algorithms.md describes `geo_mean`, `cispo`, `sapo`, `dppo_tv`, `dppo_kl`, `dro`,
+    `clip_cov` and `kl_cov`."""
     clip_low: float = 0.2
-    """The importance-sampling ratio is clipped at 1 minus this; with geo_mean the log-ratio at minus this, in nats;
-    with dppo_tv and dppo_kl it bounds the divergence."""
+    """Lower clip range: the importance-sampling ratio is clipped at 1 minus this value. With geo_mean the log-ratio is
+    clipped at minus this value, in nats. With dppo_tv and dppo_kl the value is a bound of the divergence."""
     dual_clip: Annotated[float, Range(above=1)] | None = active_when(None, policy_loss=("ppo", "dppo_tv", "dppo_kl"))
-    """A token with a negative advantage costs at most this many times it, above 1. Null: any. With dppo_tv and dppo_kl
-    the most that a ratio weighs; null: 20."""
+    """Dual clip: maximum loss of a token with a negative advantage, in multiples of the advantage's absolute value.
+    Must be above 1. Null (the default) sets no maximum. With dppo_tv and dppo_kl this is the maximum weight of a ratio,
+    and null means 20."""
     tau_positive: float = active_when(1.0, policy_loss=("sapo",))
-    """sapo: how fast its gate closes for tokens with a positive advantage."""
+    """sapo: steepness of the gate for tokens with a positive advantage. The gate closes faster at larger values."""
     tau_negative: float = active_when(1.05, policy_loss=("sapo",))
-    """sapo: the same for the others."""
+    """sapo: steepness of the gate for tokens with a negative advantage."""
     cov_share: float = active_when(2e-4, policy_loss=("clip_cov", "kl_cov"))
-    """Share of the tokens that clip_cov drops, and kl_cov holds back."""
+    """Share of the tokens that clip_cov drops from the loss, or that kl_cov penalises."""
     cov_low: float = active_when(1.0, policy_loss=("clip_cov",))
-    """clip_cov: least covariance of these."""
+    """clip_cov: lower bound of the covariance of the tokens that may be dropped."""
     cov_high: float = active_when(5.0, policy_loss=("clip_cov",))
-    """clip_cov: largest covariance of these."""
+    """clip_cov: upper bound of the covariance of the tokens that may be dropped."""
     kl_cov_coef: float = active_when(1.0, policy_loss=("kl_cov",))
-    """kl_cov: loss per nat that these move."""
+    """kl_cov: penalty per nat of change in the log-probability of the tokens that it selects."""
     dro_beta: Positive = active_when(1.0, policy_loss=("dro",))
-    """dro: what half the squared log-ratio of a token costs."""
+    """dro: weight of half the squared log-ratio of a token in the loss."""
     entropy_coef: float = 0.0
-    """Weight of the entropy, in nats per token, that the loss rewards. It is logged in any case."""
+    """Weight of the entropy bonus in the loss, per nat per token. 0 adds no bonus. The entropy is logged in either
+    case."""
     kl_estimator: KLEstimator = active_when("k3", kl_coef=True)
-    """Which estimator of the KL; with a + its gradient is that of k2, the unbiased one."""
+    """Estimator of the KL penalty. A `+` (`k1+`, `k3+`, ...) replaces the gradient by that of k2, which is unbiased."""
     kl_in_reward: bool = active_when(False, kl_coef=True)
-    """The KL is taken off the reward of each token. Otherwise it is a part of the loss."""
+    """Subtract the KL penalty from the reward of each token. By default it is a term of the loss."""
     kl_target: float | None = None
-    """Mean KL per token, in nats, that kl_coef follows after each step. Default: it stays as it is."""
+    """Target KL per token, in nats. kl_coef is adapted to it after each step. By default kl_coef is constant."""
     kl_horizon: int = active_when(10000, kl_target=True)
-    """Responses over which kl_coef may change by a fifth."""
+    """Number of responses over which kl_coef may change by at most 20 %."""
     overlong_buffer: int | None = None
-    """Responses lose reward over the last so many tokens before rollout.max_new_tokens (DAPO). Default: they do not."""
+    """Length penalty (DAPO): number of tokens before rollout.max_new_tokens over which a response loses reward
+    linearly. By default there is no penalty."""
     overlong_penalty: NotNegative = active_when(1.0, overlong_buffer=True)
-    """How much a response of full length loses."""
+    """Reward that a response of maximum length loses to the length penalty."""
 
     @property
     def most_clip_low(self) -> float:
@@ -72,23 +76,24 @@ class PPOOptions(PolicyOptions):
 
 @dataclass(kw_only=True)
 class PPORunOptions(RLOptions):
-    """The groups of options of a recipe for PPO."""
+    """Groups of options of a PPO recipe."""
 
     algorithm: PPOOptions = field(default_factory=PPOOptions)
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         yield from super().faults()
-        own, size, longest = self.algorithm, self.step_size, self.rollout.max_new_tokens
-        if own.kl_target is not None and not (own.kl_target > 0 and own.kl_horizon > size / 5):
+        target, horizon, buffer = (getattr(self.algorithm, x) for x in ("kl_target", "kl_horizon", "overlong_buffer"))
+        # At a horizon of a fifth of a step or less, one step could turn kl_coef to 0 or below (adapted_kl_coef).
+        if target is not None and not (target > 0 and horizon > self.step_size / 5):
             yield (
-                f"algorithm.kl_target={own.kl_target} and kl_horizon={own.kl_horizon}; set the first above 0, and the "
-                f"second above a fifth of a step's {size} responses"
+                f"algorithm.kl_target={target} and algorithm.kl_horizon={horizon}; set kl_target above 0, and "
+                f"kl_horizon above a fifth of the {self.step_size} responses of a step"
             )
-        if own.overlong_buffer is not None and not 1 <= own.overlong_buffer <= longest:
-            yield f"algorithm.overlong_buffer={own.overlong_buffer}; set 1 to rollout.max_new_tokens={longest}"
+        if buffer is not None and not 1 <= buffer <= self.rollout.max_new_tokens:
+            yield f"algorithm.overlong_buffer={buffer}; set 1 to rollout.max_new_tokens={self.rollout.max_new_tokens}"
 
     @property
     def old_policy(self) -> str:
-        """The column with the log-probabilities that the ratio is taken to, of the trainer or of the engine."""
+        """The column of old log-probabilities in the ratio: those of the trainer, or those of the rollout engine."""
         return "logprob"

@@ -1,4 +1,4 @@
-"""Options that reinforcement-learning recipes share: the groups, their checks, and sizes that follow from them."""
+"""Options shared by reinforcement-learning recipes: groups, checks, and derived sizes."""
 
 from __future__ import annotations
 
@@ -35,21 +35,23 @@ class PolicyOptions(Options, group="algorithm"):
     """Clip range, KL penalty and importance-sampling correction. A recipe adds the options of its algorithm."""
 
     clip_low: float = 0.2
-    """The importance-sampling ratio is clipped at 1 minus this."""
+    """Lower clip range: the importance-sampling ratio is clipped at 1 minus this value."""
     clip_high: NotNegative = 0.2
-    """And at 1 plus this; more than clip_low is DAPO's clip-higher."""
+    """Upper clip range: the importance-sampling ratio is clipped at 1 plus this value. A value above clip_low is DAPO's
+    clip-higher."""
     kl_coef: NotNegative = 0.0
-    """Weight of the KL penalty to the reference model. 0: no reference role is started."""
+    """Coefficient of the KL penalty to the reference model. 0 disables it and starts no reference role."""
     correction: Literal["none", "tis", "icepop"] = "none"
-    """Weigh each token's loss by the policy's probability over that of the engine which sampled it: weights outside of
-    correction_range are cut to it (tis), or 0 (icepop)."""
+    """Importance-sampling correction of the mismatch between trainer and engine: weight of a token's loss is the
+    policy's probability over that of the engine which sampled the token. `tis` truncates weights to correction_range,
+    `icepop` sets weights outside of it to 0. `none` applies no weights."""
     correction_range: tuple[float, float] = (0.5, 5.0)
-    """Lowest and highest such weight. What is beyond is logged as rollout/outside_share, also without a correction,
-    where a step has several optimizer steps."""
+    """Minimum and maximum importance-sampling weight of a token. The share of tokens outside is logged as
+    rollout/outside_share; without a correction only if a step has several optimizer steps."""
 
     @property
     def most_clip_low(self) -> float:
-        """What clip_low may be: a ratio is above 0."""
+        """Maximum of clip_low: 1, since a ratio is positive."""
         return 1.0
 
     def faults(self) -> Iterator[str]:
@@ -66,17 +68,18 @@ class PolicyTrainOptions(LearnerOptions):
     """Training on the responses of a step: engine, batches, optimizer, schedule, memory."""
 
     precision: str = "auto"
-    """"fp32"; "bf16": bfloat16 parameters with float32 master weights; "bf16_autocast": float32 parameters, and matrix
-    products in bfloat16; or "auto": bf16 where there is a GPU."""
+    """Training precision. `fp32`; `bf16`: bfloat16 parameters with float32 master weights; `bf16_autocast`: float32
+    parameters with matrix products in bfloat16; `auto`: bf16 on GPUs, fp32 on CPUs."""
     mini_batch_size: Count | None = None
-    """Responses of an optimizer step, over all ranks. Default: all of a training step, which is strictly on-policy."""
+    """Number of responses per optimizer step, over all ranks. Default: all responses of a training step, which is
+    strictly on-policy."""
     epochs: Count = 1
-    """How often a step's responses are gone through."""
+    """Number of passes over the responses of a step."""
     micro_batch_size: Count | None = None
-    """Responses in a forward and backward pass of a rank, at most. Default: as many as max_tokens allows. Changes
-    memory and speed, not results."""
+    """Maximum number of responses per rank in one forward and backward pass. By default only max_tokens limits it.
+    Affects memory and speed, not results."""
     forward_micro_batch_size: Count | None = None
-    """`micro_batch_size` of passes without gradients. Default: as in training."""
+    """Maximum number of responses per rank in one forward pass without gradients. Default: micro_batch_size."""
 
     def for_run(self, total_steps: int, seed: int) -> TrainConfig:
         """See `TrainOptions.for_run`."""
@@ -89,7 +92,7 @@ class PolicyTrainOptions(LearnerOptions):
 
 @dataclass(kw_only=True)
 class EpisodeOptions(AgentOptions):
-    """Options of episodes, whose faults are reported with those of all other options."""
+    """Options of episodes. Their errors are reported together with those of all other options."""
 
     def __post_init__(self) -> None:
         refuse(errors_of("", super().__post_init__))
@@ -97,7 +100,7 @@ class EpisodeOptions(AgentOptions):
 
 @dataclass(kw_only=True)
 class RLOptions(RunOptions):
-    """The groups of options of a recipe that trains a policy on its own rollouts."""
+    """Groups of options of a recipe that trains a policy on its own rollouts."""
 
     ADAPTER: ClassVar[Adapter] = Adapter.of_names(
         {
@@ -111,27 +114,27 @@ class RLOptions(RunOptions):
         }
     )
     ROLLOUTS: ClassVar[str] = "responses"
-    """What a recipe calls them in messages."""
+    """Noun for rollouts in messages of the recipe."""
     KL_IN_REWARD: ClassVar[bool] = False
-    """The KL is taken off the reward of each token, and not a part of the loss."""
+    """True if the KL penalty is subtracted from the reward of each token, False if it is a term of the loss."""
     APART: ClassVar[str] = "placement.colocate=false"
-    """What a user sets so that generation and training do not share devices."""
+    """Option and value that give generation and training separate devices."""
     CORRECT: ClassVar[str] = "algorithm.correction=tis"
-    """What a user sets so that older responses are weighed by how likely they have become."""
+    """Option and value that weight older responses by importance sampling."""
     HAS_ENGINES_APART: ClassVar[bool] = True
-    """The engines have processes of their own."""
+    """True if rollout engines run in processes of their own."""
     FILTER_OPTION: ClassVar[str] = "algorithm.filter_range"
-    """What sets `filter_range`."""
+    """Option that sets `filter_range`."""
 
     prompts_per_step: Count = 64
-    """Prompts of a training step."""
+    """Number of prompts per training step."""
     samples_per_prompt: Count = 8
-    """Responses, or episodes, to each."""
+    """Number of responses (or episodes) sampled per prompt."""
     max_steps: Count | None = None
-    """Training steps, at most. Default: as many as the prompts fill."""
+    """Maximum number of training steps. By default the number of prompts and data.epochs determine it."""
     sandbox: Literal["isolated", "unsafe"] = "isolated"
-    """Where programs that the policy wrote run: in namespaces of their own, or where the system forbids these with
-    limits alone, and with the files and the network of this user."""
+    """Isolation of programs written by the policy. `isolated`: Linux namespaces and resource limits. `unsafe`: resource
+    limits only, with access to the files and the network of this user, for systems that forbid namespaces."""
     model: ModelOptions = field(default_factory=ModelOptions)
     data: DataOptions = field(default_factory=DataOptions)
     reward: RewardOptions = field(default_factory=RewardOptions)
@@ -161,13 +164,13 @@ class RLOptions(RunOptions):
         )
         if self.asynchronous.ahead and self.placement.takes_turns:
             yield (
-                "asynchronous.enabled, but who sleeps cannot work at the same time; set placement.engines_sleep=false "
+                "asynchronous.enabled, but sleeping roles cannot run concurrently; set placement.engines_sleep=false "
                 "and placement.learners_sleep=false"
             )
         if self.filter_range and self.asynchronous.partial_rollout:
             yield (
-                f"{self.FILTER_OPTION} replaces prompts of a step, and asynchronous.partial_rollout carries some to "
-                "the next; unset one of them"
+                f"{self.FILTER_OPTION} replaces prompts within a step, but asynchronous.partial_rollout moves prompts "
+                "to the next step; unset one of them"
             )
         strategy, option = self.rollout_strategy
         if strategy and strategy not in names("rollout strategy"):
@@ -196,13 +199,17 @@ class RLOptions(RunOptions):
         if self.step_size < (self.placement.actor_ranks or 1):
             yield (
                 f"a step has {self.step_size} {self.ROLLOUTS}, fewer than placement.actor_ranks="
-                f"{self.placement.actor_ranks}; raise prompts_per_step, or lower the other"
+                f"{self.placement.actor_ranks}; raise prompts_per_step, or lower placement.actor_ranks"
             )
 
     @property
     def reward_source(self) -> str | None:
-        """Where rewards come from: what was named, else the scorer of the task that the data are of; None: from the
-        agent's environment.
+        """Source of the rewards, or None if the agent's environment gives them.
+
+        It is `reward.source`, or else the scorer of the task in `data.path`.
+
+        Raises:
+            ConfigError: there is no source, or there are two.
         """
         if self.agent.gives_rewards:
             if self.reward.source:
@@ -221,33 +228,34 @@ class RLOptions(RunOptions):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether there is a KL to measure."""
+        """True if there is a KL penalty to the reference model."""
         return self.algorithm.kl_coef != 0
 
     @property
     def is_own_reference(self) -> bool:
-        """Whether the policy is the reference too, with its adapters off: then there is no role for that."""
+        """True if the policy without its adapters is the reference, so that no reference role is needed."""
         return self.train.lora_rank > 0
 
     @property
     def starts_as_reference(self) -> bool:
-        """Whether the policy that training begins with is the reference, so that their KL is 0."""
+        """True if training starts from the reference model, so that the initial KL is 0."""
         return not self.train.lora_path
 
     @property
     def has_reference_role(self) -> bool:
-        """Whether the reference is a model of its own."""
+        """True if the reference is a separate model."""
         return self.needs_reference and not self.is_own_reference
 
     @property
     def freezes_models(self) -> bool:
-        """Whether there is a model that is only evaluated."""
+        """True if there is a model that is evaluated but not trained."""
         return self.has_reference_role
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether the policy's log-probabilities before the update are needed. With one optimizer step they are its
-        own.
+        """True if the policy's log-probabilities before the update are needed.
+
+        With one optimizer step per training step they equal those of the update itself.
         """
         if self.KL_IN_REWARD and self.needs_reference:
             return True
@@ -255,15 +263,18 @@ class RLOptions(RunOptions):
 
     @property
     def filter_range(self) -> tuple[float, float] | tuple[None, None] | None:
-        """Dynamic sampling: prompts whose mean score is not between the two are replaced; with two None those whose
-        scores are all the same. None: none are.
+        """Range of dynamic sampling, or None if it is disabled.
+
+        Prompts whose mean score is outside of the range are replaced. (None, None) replaces prompts whose scores are
+        all equal.
         """
         return getattr(self.algorithm, "filter_range", None)
 
     @property
     def rollout_strategy(self) -> tuple[str, str]:
-        """Name of the plug-in that collects the rollouts of a step, and the option that asks for it. Empty: the
-        default, which is all rollouts of the next prompts.
+        """Name of the plug-in that collects the rollouts of a step, and the option that selects it.
+
+        Both are empty for the default strategy, which takes all rollouts of the next prompts.
         """
         if self.asynchronous.partial_rollout:
             return "partial_rollouts", "asynchronous.partial_rollout"
@@ -273,48 +284,52 @@ class RLOptions(RunOptions):
 
     @property
     def step_size(self) -> int:
-        """Responses of a training step."""
+        """Number of responses per training step."""
         return self.prompts_per_step * self.samples_per_prompt
 
     @property
     def mini_batch_size(self) -> int:
-        """Responses of an optimizer step."""
+        """Number of responses per optimizer step."""
         return self.train.mini_batch_size or self.step_size
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer steps of a training step, of all epochs together."""
+        """Number of optimizer steps per training step, over all epochs."""
         return self.train.epochs * (self.step_size // self.mini_batch_size)
 
     @property
     def frozen_engine(self) -> FrozenConfig:
-        """The engine of a model that is not trained: it computes as the policy does, in as large micro-batches."""
-        own = self.train.for_run(1, self.seed)
+        """Configuration of the engine of frozen models: precision and micro-batches of the policy."""
+        train = self.train.for_run(1, self.seed)
         return FrozenConfig(
-            precision=own.precision,
-            limits=own.forward_limits,
-            packing=own.packing,
+            precision=train.precision,
+            limits=train.forward_limits,
+            packing=train.packing,
             layout=self.placement.frozen_models,
         )
 
     @property
     def micro_batch_size(self) -> str:
-        """Of a micro-batch at most, with its unit."""
-        most = f"{self.train.max_tokens} tokens"
-        return f"{self.train.micro_batch_size} {self.ROLLOUTS} or {most}" if self.train.micro_batch_size else most
+        """Maximum size of a micro-batch as text, with its unit."""
+        tokens = f"{self.train.max_tokens} tokens"
+        return f"{self.train.micro_batch_size} {self.ROLLOUTS} or {tokens}" if self.train.micro_batch_size else tokens
 
     def optimizer_steps(self, count: int) -> int:  # noqa: ARG002 - a recipe whose steps differ in size reads it
-        """Optimizer steps into which `count` responses are cut, in each epoch."""
+        """Return the number of optimizer steps per epoch for `count` responses."""
         return self.step_size // self.mini_batch_size
 
     def steps(self, num_prompts: int) -> int:
-        """Steps that so many prompts fill; filtered prompts leave less for the last one, or fewer steps."""
-        beyond = self.prompts_per_step - 1 if self.filter_range else 0
-        steps = (num_prompts + beyond) // self.prompts_per_step
+        """Return the number of training steps for a number of prompts.
+
+        With dynamic sampling this is the maximum: filtered prompts shorten the last step, or leave fewer steps.
+        """
+        # Dynamic sampling may train on an incomplete last step, so a remainder counts as a step.
+        remainder = self.prompts_per_step - 1 if self.filter_range else 0
+        steps = (num_prompts + remainder) // self.prompts_per_step
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
     def arithmetic(self, num_prompts: int) -> str:
-        """How much of what a run does, in a sentence."""
+        """Return one sentence with the number of steps, responses, optimizer steps and micro-batches of the run."""
         total = num_prompts * self.data.epochs
         steps = self.steps(total)
         unused = max(total - steps * self.prompts_per_step, 0)
@@ -329,8 +344,12 @@ class RLOptions(RunOptions):
             f"{self.micro_batch_size}{left_over}"
         )
 
-    def notes(self, given: Collection[str]) -> list[str]:
-        """What a user who has named the options `given` should know of before the run starts."""
+    def notes(self, set_options: Collection[str]) -> list[str]:
+        """Return notes for the user before the run starts.
+
+        Args:
+            set_options: names of the options that the user has set.
+        """
         idle = [
             (not self.needs_reference, "algorithm.kl_estimator", "algorithm.kl_coef=0"),
             (not self.needs_reference, "placement.references", "algorithm.kl_coef=0"),
@@ -338,41 +357,49 @@ class RLOptions(RunOptions):
             (self.is_own_reference, "placement.references", "the policy with its adapters off is the reference"),
         ]
         idle += [(True, name, why) for name, why in idle_options(self)]
-        found = without_effect(idle, given)
+        notes = without_effect(idle, set_options)
+        # These are compared with the log-probabilities of the update, which are computed in other micro-batches.
         compares = self.has_reference_role or self.needs_old_logprobs
         if compares and self.train.precision != "fp32" and self.train.packing is False:
-            found.append(
-                f"train.precision={self.train.precision} with train.packing=false: padding changes how "
-                "log-probabilities are rounded, so that the KL starts near 0 and not at it"
+            notes.append(
+                f"train.precision={self.train.precision} with train.packing=false: padding changes the rounding of "
+                "log-probabilities, so the initial KL is close to 0 but not exactly 0"
             )
-        found += self.rollout.notes()
-        found += self.agent.notes(given, self.rollout.engine)
+        notes += self.rollout.notes()
+        notes += self.agent.notes(set_options, self.rollout.engine)
         corrects = self.algorithm.correction != "none"
-        return found + self.asynchronous.notes(self.CORRECT, corrects)
+        return notes + self.asynchronous.notes(self.CORRECT, corrects)
 
     def sampling(self, step: int, temperature: float | None = None) -> SamplingConfig:
-        """How the responses of a step are drawn; evaluations name a temperature of their own."""
+        """Return the sampling parameters of a step. Evaluations pass a temperature of their own."""
         return self.rollout.sampling(self.seed, step, temperature)
 
     @property
     def heldout_sampling(self) -> SamplingConfig:
-        """How the responses to held-out prompts are drawn: always with the same random numbers."""
-        own = self.evaluation
-        usual = self.sampling(EVALUATION_STEP, own.temperature)
-        return replace(usual, top_p=own.top_p, top_k=own.top_k)
+        """Sampling parameters of responses to held-out prompts, which always use the same random numbers."""
+        sampling = self.sampling(EVALUATION_STEP, self.evaluation.temperature)
+        return replace(sampling, top_p=self.evaluation.top_p, top_k=self.evaluation.top_k)
 
     def weight_sync(self, gpus: int) -> tuple[str, str]:
-        """How weights get to the engines, on machines of so many GPUs, and why; see `choose_weight_sync`."""
+        """Return the transport of weights to the engines and the reason for it; see `choose_weight_sync`.
+
+        Args:
+            gpus: number of GPUs of each machine.
+        """
         apart = self.HAS_ENGINES_APART and self.backend != "local"
         shares = apart and self.placement.colocate and (gpus > 0 or self.placement.nodes == 1)
         setting = SyncSetting(gpus=gpus, apart=apart, shares=shares, lora_rank=self.train.lora_rank)
         return choose_weight_sync(self.rollout.weight_sync, setting)
 
     def rollout_engine(self) -> RolloutConfig:
-        """The engine of a rollout instance."""
-        longest = self.agent.longest_prompt(self.data.max_prompt_tokens, self.rollout.max_new_tokens)
-        return self.rollout.engine_config(self.train.precision, longest, self.placement, self.train.lora_rank)
+        """Return the configuration of a rollout engine."""
+        max_prompt = self.agent.longest_prompt(self.data.max_prompt_tokens, self.rollout.max_new_tokens)
+        return self.rollout.engine_config(self.train.precision, max_prompt, self.placement, self.train.lora_rank)
 
     def train_engine(self, steps: int) -> TrainConfig:
-        """The engine of the policy's ranks, in a run of so many steps."""
+        """Return the configuration of the training engine of the policy.
+
+        Args:
+            steps: number of training steps of the run.
+        """
         return self.parallel.of(self.train.for_run(steps * self.updates_per_step, self.seed))

@@ -19,62 +19,65 @@ class RolloutOptions(Options, group="rollout"):
     """Sampling of responses, and the rollout engine."""
 
     temperature: Positive = 1.0
-    """Of the training samples. Log-probabilities are taken at the same temperature."""
+    """Sampling temperature during training. Log-probabilities are computed at the same temperature."""
     top_p: ShareAboveZero = 1.0
-    """Sample from the likeliest tokens whose probabilities reach this sum. Below 1 the engine's distribution is not the
-    one that is trained."""
+    """Top-p: sample from the most likely tokens whose probabilities sum to this value. 1 samples from the full
+    vocabulary. Below 1, the engine's distribution differs from the distribution that is trained."""
     top_k: CountFromZero = 0
-    """Sample from so many likeliest tokens; 0: from all. As top_p otherwise."""
+    """Top-k: sample from this number of most likely tokens. 0 samples from the full vocabulary. Above 0, the engine's
+    distribution differs from the distribution that is trained."""
     max_new_tokens: Count = 1024
-    """Tokens of a response, at most, the end token included."""
+    """Maximum number of tokens of a response, including the end token."""
     max_num_seqs: Count = 512
-    """Responses that an engine generates at the same time. Changes memory and speed, not tokens."""
+    """Maximum number of responses that an engine generates concurrently. Affects memory and speed, not tokens."""
     engine: Annotated[str, NameOf("rollout engine", BASIC_ENGINES)] = "auto"
-    """Who generates: `vllm`; `hf`, a loop around transformers; or `auto`: vllm where it is installed and faster, on a
-    GPU or with a large model. They draw different tokens from the same seed."""
+    """Generation engine. `vllm`; `hf`, which uses transformers; `auto` selects vLLM if it is installed and expected to
+    be faster, that is, on a GPU or with a large model. The two sample different tokens from the same seed."""
     tensor_parallel: Count = of_plugin("vllm", 1, engine=("auto", "vllm"))
-    """vllm: devices of one engine, over which the weights are spread; on a CPU processes. Where roles share GPUs these
-    are the devices of as many ranks, on one node."""
+    """vllm: tensor-parallel degree, the number of devices (on a CPU, processes) that share the weights of one engine.
+    With shared GPUs, an engine uses the GPUs of this number of ranks on one node."""
     gpu_memory: ShareAboveZero | None = of_plugin("vllm", None, engine=("auto", "vllm"))
-    """vllm: share of a GPU's memory for weights and cache. Default: 0.9; where others share the GPU 0.45, and with
-    placement.learners_sleep 0.7."""
+    """vllm: share of GPU memory for weights and key-value cache. Default: 0.9; with shared GPUs 0.45, or 0.7 with
+    placement.learners_sleep."""
     cpu_cache_gb: Positive = of_plugin("vllm", 1.0, engine=("auto", "vllm"))
-    """vllm: GiB of an engine's key-value cache on a CPU."""
+    """vllm: size of an engine's key-value cache on a CPU, in GiB."""
     enforce_eager: bool = of_plugin("vllm", False, engine=("auto", "vllm"))
-    """vllm: no CUDA graphs, which are slower to start and faster to run. On a CPU there are none."""
+    """vllm: disable CUDA graphs. They make start-up slower and generation faster. No effect on a CPU."""
     prefix_caching: bool = of_plugin("vllm", True, engine=("auto", "vllm"))
-    """vllm: read the common beginning of prompts once. Changes speed, not tokens."""
+    """vllm: compute the common prefix of prompts once and cache it. Affects speed, not tokens."""
     verify_weight_sync: bool = False
-    """After each step compare a digest of every weight on both sides."""
+    """Compare digests of all weights of trainer and engines after each step."""
     check_engine_every: CountFromZero = of_plugin("engine_check", 50, engine=("auto", "vllm"))
-    """vllm: compare log-probabilities of a few sequences by trainer and engine after the first weight sync of every
-    engine, and after every so many. A difference that rounding does not explain ends the run. 0: never."""
+    """vllm: interval, in weight syncs, of comparisons of the log-probabilities of a few sequences by trainer and
+    engine. The first sync of each engine is always checked. A difference above rounding errors stops the run. 0
+    disables it."""
     weight_sync: Annotated[str, NameOf("weight carrier", BASIC_CARRIERS)] = "auto"
-    """How weights get to the engines: `shared_memory`, which those on other nodes read by TCP; past the host, while
-    they are gathered, by `ipc`, from a rank to the engine on its GPU, or `broadcast`, by NCCL from rank 0 to all; or
-    `auto`: ipc where each rank shares its GPU with an engine, broadcast where engines have GPUs of their own."""
+    """Transport of weights to the engines. `shared_memory`: host memory, read by TCP from other nodes. `ipc`: CUDA IPC
+    from a rank to the engine on its GPU. `broadcast`: NCCL from rank 0 to all engines. The last two copy while weights
+    are gathered, without host memory. `auto`: ipc if each rank shares its GPU with an engine, broadcast if engines have
+    separate GPUs."""
     merge_lora: bool | None = of_plugin("vllm", None, engine=("auto", "vllm"))
-    """vllm, with train.lora_rank: true sends the weights with the adapters added to them, false the adapters alone,
-    which vLLM adds as it computes. Default: the adapters alone where vLLM can hold them for the model."""
+    """vllm, with train.lora_rank: true sends the weights with the adapters merged. false sends only the adapters, which
+    vLLM applies during generation. Default: false if vLLM supports adapters for the model, else true."""
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         if self.engine == "hf" and self.tensor_parallel > 1:
-            yield f"rollout.tensor_parallel={self.tensor_parallel}, but hf uses one device; leave it out"
+            yield f"rollout.tensor_parallel={self.tensor_parallel}, but the engine hf uses one device; leave it out"
 
     def chosen(
         self, gpus: int, model_path: str, *temperatures: float, lora_rank: int = 0
     ) -> tuple[RolloutOptions, str]:
-        """With the engine filled in that the machine and the model suggest; and a line that says which, and why.
+        """Return the options with the engine resolved, and a sentence with the choice and its reason.
 
         Args:
-            gpus: of a machine.
-            model_path: of the policy.
-            temperatures: that are sampled at besides its own.
-            lora_rank: of the policy's adapters; 0: it has none.
+            gpus: number of GPUs of a machine.
+            model_path: folder of the policy.
+            temperatures: further sampling temperatures of the run.
+            lora_rank: rank of the policy's adapters; 0 without adapters.
 
         Raises:
-            ValueError: the engine that was asked for cannot be had, or cannot hold adapters.
+            ValueError: the requested engine is not available, or does not support the adapters.
         """
         name, reason = choose_rollout_engine(self.engine, gpus, model_path, self.temperature, *temperatures)
         engine = f"{name} generates: {reason}"
@@ -88,14 +91,17 @@ class RolloutOptions(Options, group="rollout"):
         if fault and self.merge_lora is False:
             raise ValueError(f"rollout.merge_lora=false: {fault}; leave it out")
         merges = bool(fault) if self.merge_lora is None else self.merge_lora
-        sent = "weights with the adapters added" if merges else "the adapters alone"
+        sent = "weights with merged adapters" if merges else "only the adapters"
         because = f", since {fault}" if fault else ""
         return replace(self, engine=name, merge_lora=merges), f"{engine}; it is sent {sent}{because}"
 
     def sampling(self, seed: int, step: int, temperature: float | None = None) -> SamplingConfig:
-        """How the responses of a step are drawn. Evaluations name a temperature of their own, and leave no token
-        out.
+        """Return the sampling parameters of a step.
+
+        Args:
+            temperature: of an evaluation, which samples from the full vocabulary. Default: that of training.
         """
+        # An evaluation sets top_p and top_k itself (evaluation.top_p, evaluation.top_k).
         narrowed = {"top_p": self.top_p, "top_k": self.top_k} if temperature is None else {}
         return SamplingConfig(
             temperature=self.temperature if temperature is None else temperature,
@@ -108,13 +114,13 @@ class RolloutOptions(Options, group="rollout"):
     def engine_config(
         self, precision: str, max_prompt_tokens: int | None, placement: PlacementOptions, lora_rank: int
     ) -> RolloutConfig:
-        """What one engine is made with.
+        """Return the configuration of one engine.
 
         Args:
-            precision: that the policy is trained in.
-            max_prompt_tokens: of the longest prompt; None: as the model allows.
-            placement: who shares a GPU with it, and who sleeps there.
-            lora_rank: of the policy's adapters; 0: it has none.
+            precision: training precision of the policy.
+            max_prompt_tokens: maximum length of a prompt; None uses the limit of the model.
+            placement: options that determine sharing of GPUs and sleeping.
+            lora_rank: rank of the policy's adapters; 0 without adapters.
         """
         setting = RolloutSetting(
             precision=precision,
@@ -124,16 +130,17 @@ class RolloutOptions(Options, group="rollout"):
             engines_sleep=bool(placement.engines_sleep),
             lora_rank=0 if self.merge_lora else lora_rank,
         )
-        # `auto` is made vLLM or hf by `chosen`.
+        # `chosen` has replaced `auto` in a run. A plan may ask earlier, and hf needs no GPU.
         name = HFRolloutConfig.NAME if self.engine == "auto" else self.engine
         return rollout_config(name).from_options(self, setting)
 
     def notes(self) -> list[str]:
-        """What a user should know of before the run starts."""
+        """Return notes for the user before the run starts."""
         if self.top_p == 1 and not self.top_k:
             return []
         note = (
-            f"rollout.top_p={self.top_p} and rollout.top_k={self.top_k} sample from fewer tokens than are trained: the "
-            "engine's log-probabilities are not the policy's, and ratios to them mean little; 1 and 0 agree"
+            f"rollout.top_p={self.top_p} and rollout.top_k={self.top_k} sample from a part of the vocabulary: the "
+            "engine's log-probabilities then differ from the policy's, and importance-sampling ratios are biased; "
+            "set 1 and 0 for equal distributions"
         )
         return [note]

@@ -1,4 +1,4 @@
-"""Options that every run has, whatever it trains. Nothing here needs torch."""
+"""Options of every run, independent of the recipe. No import of torch."""
 
 from __future__ import annotations
 
@@ -13,49 +13,51 @@ from core import beat
 from training.launch.machines import Machines
 from training.options.schema import Options, errors_of, recipe_of
 
-# In each process of a run core's watch for hangs hears what components do.
+# Progress of components counts as a heartbeat of core in every process. Otherwise a long computation would be taken for
+# a hung process, and terminated after stall_timeout.
 listen(beat)
 
 
 def new_run_dir(recipe: str) -> str:
-    """Where a run of a recipe goes that was not told where: runs/<recipe>-<time>."""
+    """Return the default folder of a run: runs/<recipe>-<time>."""
     return f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 Seed = Annotated[int, Range(least=0, most=2**63 - 1)]
-"""Generators of random numbers take no larger ones."""
+"""Seed within the range that generators of random numbers accept."""
 Steps = Annotated[int, Range(least=1, also=-1)]
-"""Between two of something; -1 has a meaning of its own."""
+"""Interval in steps. -1 has a special meaning for each option."""
 
 
 @dataclass(kw_only=True)
 class RunOptions(Options):
-    """Options of every run, whatever it trains."""
+    """Options of every run, independent of the recipe."""
 
     run_dir: str = ""
-    """Folder of everything that the run writes. Default: runs/<recipe>-<time>."""
+    """Folder for all output of the run. Default: runs/<recipe>-<time>."""
     seed: Seed = 42
-    """Fixes the order of the prompts and the samples."""
+    """Random seed of the order of the prompts and of sampling."""
     dry_run: bool = False
-    """Print what would run where, as JSON, and start nothing."""
+    """Print the placement of all roles as JSON and exit."""
     assume_devices: str | None = None
-    """With dry_run: plan for other machines than this one, written as GPUs of each x machines, 8x2, with a GPU's memory
-    8x2x80GB; or as 8, for as many machines as the run asks for. Faults of models and data that are here are notes."""
+    """With dry_run: plan for other machines than this one. Format: GPUs per machine x machines, as 8x2; with the memory
+    of a GPU, as 8x2x80GB; or 8, for placement.nodes machines. Errors about local models and data are then notes."""
     print_config: bool = False
-    """Print the whole configuration as YAML, and start nothing."""
+    """Print the complete configuration as YAML and exit."""
     resume: str = "auto"
-    """`auto` resumes from the latest checkpoint of run_dir if there is one, a path from that step, run or folder of
-    checkpoints; `none` begins anew, in a folder without a run."""
+    """Checkpoint to resume from. `auto`: the latest checkpoint of run_dir, if there is one. A path: that step, run or
+    folder of checkpoints. `none`: start a new run; run_dir must not contain one."""
     backend: Literal["ray", "local"] = "ray"
-    """Where the roles live: each in a process of its own, or all in this one, one at a time (for breakpoints)."""
+    """Location of the roles. `ray`: one process per role instance. `local`: all roles in this process, one at a time,
+    for breakpoints."""
     max_restarts: CountFromZero = 3
-    """How often all starts again from the latest checkpoint when a rank dies, and how often dead engines of a role are
-    replaced before that; those that die together, as with their node, count once."""
+    """Maximum number of restarts from the latest checkpoint after a rank dies, and of engine replacements before a
+    restart. Workers lost together (for example with their node) count once."""
     stall_timeout: float = 1800.0
-    """Seconds without a sign of progress after which a process is ended as hung; 0: never."""
+    """Seconds without progress after which a process is terminated as hung. 0 disables it."""
     placement_timeout: float = 30.0
-    """Seconds to wait for free resources, at the start and for the replacement of an engine; longer than an
-    autoscaler needs to add a node, if there is one."""
+    """Seconds to wait for free resources at the start and when an engine is replaced. With an autoscaler, set it longer
+    than the time to add a node."""
 
     def __post_init__(self) -> None:
         if not self.run_dir:
@@ -68,4 +70,4 @@ class RunOptions(Options):
         if self.assume_devices is not None:
             yield from errors_of("", Machines.parse, self.assume_devices)
             if not (self.dry_run or self.print_config):
-                yield f"assume_devices={self.assume_devices} is for a plan alone; set dry_run as well, or leave it out"
+                yield f"assume_devices={self.assume_devices} only works with dry_run; set dry_run=true, or leave it out"

@@ -39,9 +39,9 @@ class Options:
     """A group of options, or a whole schema. All its faults are raised at once."""
 
     GROUP: ClassVar[str] = ""
-    """Its name in the schema; empty: it is the schema."""
+    """Name of the group in the schema; empty for the schema itself."""
     PLUGIN: ClassVar[str] = ""
-    """The plug-in without which all options of the group have no effect; empty: there is none."""
+    """Plug-in that all options of the group need; empty for none."""
 
     def __init_subclass__(cls, group: str | None = None, plugin: str | None = None) -> None:
         """Set `GROUP` and `PLUGIN` of the subclass and its subclasses."""
@@ -65,7 +65,7 @@ _told: ContextVar[list[str] | None] = ContextVar("told_faults", default=None)
 
 @contextmanager
 def collect_errors() -> Iterator[list[str]]:
-    """The faults of all options that are made in the block, none of which is raised."""
+    """Collect the errors of all options made in the block instead of raising them."""
     found: list[str] = []
     token = _told.set(found)
     try:
@@ -138,7 +138,7 @@ def limit_note(notes: list[str] | None, option: str) -> Callable[[str], None] | 
 
 
 def without_effect(idle: Collection[tuple[bool, str, str]], given: Collection[str]) -> list[str]:
-    """A line for each (has no effect, option, why) whose option a user has named."""
+    """Return a note for each (has no effect, option, reason) whose option the user has set."""
     return [f"no effect of {name}: {why}" for is_idle, name, why in idle if is_idle and name in given]
 
 
@@ -150,7 +150,7 @@ class Option(NamedTuple):
     default: Any
     meaning: str
     plugin: str = ""
-    """The plug-in without which it has no effect; empty: there is none."""
+    """Plug-in that the option needs; empty for none."""
     is_own: bool = False
     """True if it is written in the file of the schema, and not taken over from the options that schemas share."""
 
@@ -187,7 +187,7 @@ def _with_names(meaning: str) -> str:
 
 
 def recipe_of(schema: type) -> str:
-    """The name of the recipe that a schema is of: that of the folder of its file."""
+    """Return the name of the recipe of a schema: the folder of its file."""
     return Path(inspect.getfile(schema)).parent.name
 
 

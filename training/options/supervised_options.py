@@ -1,6 +1,6 @@
-"""Options that recipes share which train one model on a fixed set of data.
+"""Options shared by recipes that train one model on a fixed data set.
 
-Nothing here needs torch.
+No import of torch.
 """
 
 from __future__ import annotations
@@ -32,36 +32,37 @@ Rows = list[dict[str, Any]]
 
 
 class Source(NamedTuple):
-    """One part of the data."""
+    """One source of the data."""
 
     option: str
-    """That names it."""
+    """Option that contains the source."""
     name: str
     split: str
 
 
 @dataclass(kw_only=True)
 class ExampleOptions(Options, group="data"):
-    """The examples to train on; a recipe adds the columns that it reads."""
+    """The examples to train on. A recipe adds the columns that it reads."""
 
     path: str = ""
-    """A json, jsonl, csv, parquet or arrow file, a folder of `save_to_disk` or with such files, a hub name, or
-    `task:<name>` for a generated task; several with commas between."""
+    """Training data: a json, jsonl, csv, parquet or arrow file, a folder of `save_to_disk` or of such files, a hub
+    name, or `task:<name>` for a generated task. Separate several sources with commas."""
     probs: str | None = None
-    """Shares of a mixture, one per source, as `0.7,0.3`. Default: all of one source, then all of the next."""
+    """Mixture probabilities, one per source, such as `0.7,0.3`. By default the sources are concatenated."""
     split: str = "train"
-    """Which split of a hub name or folder; a file has only train."""
+    """Split of a hub name or folder. A file only has `train`."""
     apply_chat_template: bool = False
-    """Take prompt and response as a user's and an assistant's message. Chat messages always go through the template."""
+    """Format prompt and response as a user and an assistant message. Chat messages always use the chat template."""
     input_template: str | None = active_when(None, apply_chat_template=False)
-    """Text around each prompt, with `{}` in its place."""
+    """Text around each prompt, with `{}` as placeholder of the prompt. By default the prompt is used as it is."""
     ignored_columns: str | None = None
-    """Columns, with commas between, that the model is not to read although their names have a well-known meaning, such
-    as `tools`, `system` or `context`; without it they are used, or their rows refused."""
+    """Comma-separated columns to hide from the model although their names have a conventional meaning, such as `tools`,
+    `system` or `context`. By default such columns are used, or their rows rejected."""
     max_samples: Count | None = None
-    """Use at most this many examples, the first ones. Default: all; of a generated task, which has no end, 10,000."""
+    """Maximum number of examples, taken from the start. Default: all examples, or 10,000 of a generated task, which is
+    unlimited."""
     max_tokens: Count = 2048
-    """Longer examples are left out, and counted."""
+    """Maximum number of tokens of an example. Longer examples are excluded and counted."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,7 +71,7 @@ class ExampleOptions(Options, group="data"):
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         if self.input_template is not None and "{}" not in self.input_template:
-            yield f"data.input_template={self.input_template!r} has no place for the prompt; write {{}} there"
+            yield f"data.input_template={self.input_template!r} has no placeholder {{}} for the prompt; add it"
         if self.path:
             yield from errors_of("data.", mixture_probabilities, self.probs, len(source_names(self.path)))
             yield from errors_of(f"data.path={self.path}: ", check_sources, self.path)
@@ -87,12 +88,12 @@ class SupervisedTrainOptions(LearnerOptions):
     lr_warmup_ratio: float = 0.03
     min_lr_ratio: float = 0.1
     batch_size: Count = 128
-    """Examples of an optimizer step, over all ranks."""
+    """Number of examples per optimizer step, over all ranks."""
     micro_batch_size: Count | None = None
-    """Examples in a forward and backward pass of a rank, at most. Default: as many as max_tokens allows. Changes memory
-    and speed, not results."""
+    """Maximum number of examples per rank in one forward and backward pass. By default only max_tokens limits it.
+    Affects memory and speed, not results."""
     epochs: Count = 1
-    """How often the examples are gone through, each time in another order."""
+    """Number of passes over the examples, each in a different order."""
 
 
 @dataclass(kw_only=True)
@@ -100,15 +101,15 @@ class HeldOutOptions(Options, group="evaluation"):
     """Evaluation on held-out examples."""
 
     path: str | None = None
-    """Examples that are only evaluated on, as data.path. Default: `held_out` of the data's own."""
+    """Evaluation data, in the same forms as data.path. Default: `held_out` examples of the training data."""
     split: str = active_when("train", path=True)
-    """Which split of it."""
+    """Split of the evaluation data."""
     max_samples: Count | None = active_when(None, path=True)
-    """Use at most this many of it. Default: all."""
+    """Maximum number of evaluation examples. Default: all examples."""
     held_out: CountFromZero = active_when(0, path=False)
-    """Without a path: hold out so many examples of the data; 0: none."""
+    """Without a path: number of training examples that are held out for evaluation. 0 holds out none."""
     every: Steps = -1
-    """Evaluate every so many steps; -1 only at the start and at the end."""
+    """Interval between evaluations, in steps. -1 evaluates only at the start and at the end."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,7 +118,7 @@ class HeldOutOptions(Options, group="evaluation"):
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         if any(is_drawn(source.strip()) for source in (self.path or "").split(",")):
-            yield f"evaluation.path={self.path}: a task draws the examples of its data again; set evaluation.held_out"
+            yield f"evaluation.path={self.path}: a task would repeat its training examples; set evaluation.held_out"
 
 
 @dataclass(kw_only=True)
@@ -125,29 +126,28 @@ class RanksOptions(Options, group="placement"):
     """Nodes and ranks. Without a GPU every rank is a process on the CPU."""
 
     nodes: Count = 1
-    """Machines."""
+    """Number of machines."""
     ranks_per_node: Count | None = None
-    """Processes that train the model on each. Default: one per GPU, 1 without GPUs."""
+    """Number of training processes on each machine. Default: one per GPU, or 1 without GPUs."""
 
     @property
     def ranks(self) -> int:
-        """Processes that train the model, on all machines; of a number that is left to the machine at least one
-        each.
-        """
-        return self.nodes * (self.ranks_per_node or 1)
+        """Number of training processes on all machines. A number that is not resolved yet counts as one per machine."""
+        ranks_per_node = self.ranks_per_node or 1
+        return self.nodes * ranks_per_node
 
 
 @dataclass(kw_only=True)
 class SupervisedOptions(RunOptions):
-    """The groups of options of a recipe that trains one model on data that is there from the start."""
+    """Groups of options of a recipe that trains one model on a fixed data set."""
 
     EXAMPLES: ClassVar[str] = "examples"
-    """What a recipe calls them in messages."""
+    """Noun for examples in messages of the recipe."""
     GROUP_SIZE: ClassVar[int] = 1
-    """Sequences of an example, which stay together."""
+    """Number of sequences of one example, which stay in the same micro-batch."""
 
     seed: Seed = 42
-    """Fixes what is held out, the order of the rest, and the first weights of what is new."""
+    """Random seed of the held-out selection, of the order of the examples, and of newly initialised weights."""
     model: Any = field(default_factory=ModelOptions)
     """ModelOptions, or a recipe's own subclass."""
     data: Any = field(default_factory=ExampleOptions)
@@ -168,15 +168,15 @@ class SupervisedOptions(RunOptions):
         yield from self.parallel.faults_beside(self.train)
         if self.train.batch_size < self.placement.ranks:
             yield (
-                f"train.batch_size={self.train.batch_size} {self.EXAMPLES} for {self.placement.ranks} ranks; set as "
-                "many or more"
+                f"train.batch_size={self.train.batch_size} {self.EXAMPLES} for {self.placement.ranks} ranks; set at "
+                "least one per rank"
             )
 
     def resolved(self: C, gpus: int) -> C:
-        """With everything filled in that was left to the machine.
+        """Return the options with all automatic values resolved.
 
         Args:
-            gpus: of each machine.
+            gpus: number of GPUs of each machine.
         """
         attention = choose_attention(self.model.attn_implementation, gpus)
         return replace(
@@ -186,68 +186,77 @@ class SupervisedOptions(RunOptions):
             placement=replace(self.placement, ranks_per_node=self.placement.ranks_per_node or max(gpus, 1)),
         )
 
-    def notes(self, given: Collection[str]) -> list[str]:
-        """What a user who has named the options `given` should know of before the run starts."""
+    def notes(self, set_options: Collection[str]) -> list[str]:
+        """Return notes for the user before the run starts.
+
+        Args:
+            set_options: names of the options that the user has set.
+        """
         evaluation = self.evaluation
         idle = [
             (
                 evaluation.every > 0 and not evaluation.path and not evaluation.held_out,
                 "evaluation.every",
-                "nothing is held out; evaluation.held_out does that",
+                "there is no evaluation data; set evaluation.held_out or evaluation.path",
             ),
             *((True, name, why) for name, why in idle_options(self)),
         ]
-        return without_effect(idle, given)
+        return without_effect(idle, set_options)
 
     @property
     def models(self) -> dict[str, str]:
-        """The models that have to be there, by option."""
+        """Models that must exist, by option."""
         return {"model.path": self.model.path}
 
     @property
     def sources(self) -> list[Source]:
-        """The parts of the data to train and to evaluate on."""
-        found = [Source("data.path", name, self.data.split) for name in source_names(self.data.path)]
+        """Sources of the training and evaluation data."""
+        sources = [Source("data.path", name, self.data.split) for name in source_names(self.data.path)]
         if self.evaluation.path:
             names = source_names(self.evaluation.path)
-            found += [Source("evaluation.path", name, self.evaluation.split) for name in names]
-        return found
+            sources += [Source("evaluation.path", name, self.evaluation.split) for name in names]
+        return sources
 
     def load(
         self, source: str, split: str, max_rows: int | None, note: Note | None = None, info: Note | None = None
     ) -> Rows:
-        """Read rows of one part of the data, at most so many.
+        """Read the rows of one source.
 
-        `note` is called with how many are left out, `info` with the columns that are used.
+        Args:
+            source: file, folder, hub name or generated task.
+            split: split of the source.
+            max_rows: maximum number of rows; None reads all.
+            note: called with the number of rows that max_rows excludes.
+            info: called with the columns that are used.
 
         Raises:
-            ValueError: it cannot be read, or holds something else.
+            ValueError: the source cannot be read, or has other content.
         """
         raise NotImplementedError(f"{type(self).__name__} reads no data; define load(source, split, max_rows, note)")
 
     def check_examples(self, rows: Rows, source: str, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Check that rows of one part of the data can be encoded with tokens that the model has.
+        """Check that the rows of a source can be encoded with tokens of the model.
 
         Raises:
-            ValueError: one cannot. It names the row.
+            ValueError: a row cannot be encoded. The message names the row.
         """
         raise NotImplementedError(f"{type(self).__name__} encodes no data; define check_examples(rows, source, ...)")
 
     def check_rows(self, rows: Rows, source: str, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Check that rows of a source can be tokenized; ValueError where one cannot."""
+        """Check that the rows of a source can be tokenized, and raise ValueError if one cannot."""
 
     def describe_first(self, rows: Rows, source: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        """Describe the first example of rows of a source, and what is learnt of it, as a run does."""
+        """Describe the first example of a source and the tokens that are trained on."""
         raise NotImplementedError(f"{type(self).__name__} reads no data; define describe_first")
 
     def training_examples(
         self, read: Callable[[Rows, str], list[T]], info: Callable[[str], None] = lambda _: None
     ) -> list[T]:
-        """Read all examples of the data.
+        """Read all training examples.
 
         Args:
-            read: (rows, the part of the data that they are of) -> examples.
-            info: shows which columns are used.
+            read: function (rows, source) -> examples.
+            info: called with the columns that are used.
         """
         return self._examples(self.data.path, self.data.split, self.data.probs, self.data.max_samples, read, info)
 
@@ -263,19 +272,27 @@ class SupervisedOptions(RunOptions):
         path: str,
         split: str,
         probs: str | None,
-        most: int | None,
+        max_rows: int | None,
         read: Callable[[Rows, str], list[T]],
         info: Callable[[str], None],
     ) -> list[T]:
         names = source_names(path)
-        parts = [read(self.load(name, split, most, info=info), name) for name in names]
-        return mixed(parts, mixture_probabilities(probs, len(names)), self.seed)[:most]
+        parts = [read(self.load(name, split, max_rows, info=info), name) for name in names]
+        return mixed(parts, mixture_probabilities(probs, len(names)), self.seed)[:max_rows]
 
     def tokenizer(self, path: str) -> PreTrainedTokenizerBase:
-        """Of the model at `path`; it pads with its end token where it has no other."""
+        """Return the tokenizer of the model at `path`.
+
+        It pads with its end token if it has no padding token.
+        """
         return self.model.tokenizer(path)
 
     def engine(self, total_steps: int) -> TrainConfig:
-        """The training engine, in a run of so many optimizer steps."""
-        limit = self.GROUP_SIZE * (self.train.micro_batch_size or 0)
-        return replace(self.parallel.of(self.train.for_run(total_steps, self.seed)), max_sequences=limit)
+        """Return the configuration of the training engine.
+
+        Args:
+            total_steps: number of optimizer steps of the run.
+        """
+        micro_batch_size = self.train.micro_batch_size or 0
+        config = self.train.for_run(total_steps, self.seed)
+        return replace(self.parallel.of(config), max_sequences=self.GROUP_SIZE * micro_batch_size)

@@ -47,7 +47,7 @@ UNSET = (*NO_VALUE, "{}", "[]")
 OFF = ("false", "no", "off", "0")
 """A switch that is off."""
 MOST_NAMES = 8
-"""So many names are in a note, at most: a file may have hundreds."""
+"""Maximum number of names in a note, since a file may have hundreds."""
 ANY = "*"
 """The harmless value of what is never refused."""
 
@@ -64,7 +64,7 @@ class Refused:
     """The value that asks for what happens anyway, and is let through; ANY: all are. Default: a switch that is off."""
 
     def lets_through(self, value: Any) -> bool:
-        """Whether the value asks for nothing that is missing here."""
+        """Return True if the value requests nothing that is missing."""
         if isinstance(value, Mapping) and value:
             return all(self.lets_through(each) for each in value.values())
         text = as_text(value)
@@ -77,7 +77,7 @@ class Refused:
 
 @dataclass
 class Computed:
-    """What `compute` reads, and what it makes of that."""
+    """Input of `compute`, and the options, notes and errors that it produces."""
 
     given: Mapping[str, Any]
     """Values of `computed` by name there, each of its kind; None: it is written as null."""
@@ -101,7 +101,7 @@ class Computed:
         return default if name is None else self.given[name]
 
     def option(self, name: str, default: Any = None) -> Any:
-        """What an option here is by now."""
+        """Return the current value of an option of the schema."""
         value = as_value(self.options.get(name, self.known.get(name)))
         return default if value is None else value
 
@@ -242,7 +242,7 @@ class TableAdapter(Adapter):
             result.written = dict.fromkeys(computed.options, next(iter(to_compute))) | result.written
 
     def _entry_of(self, name: str) -> tuple[bool, Refused | None]:
-        """Whether the name would have an effect, and what is said of it; None: this system has no such name."""
+        """Return (True if the name would have an effect, its entry); the entry is None for an unknown name."""
         parts = ((False, self.no_effect), (True, self.refused))
         for has_effect, entries in parts:
             if name in entries:
@@ -265,7 +265,7 @@ def _shortened(names: list[str]) -> str:
 
 
 def _targets(found: Mapping[str, Any], there: str = "", here: str = "") -> dict[str, Target]:
-    """Of every name, those within groups too: a mapping is one, unless it says which option a name `is`."""
+    """Return the target of every name, including names within groups. A mapping without the key `is` is a group."""
     targets: dict[str, Target] = {}
     for name, target in found.items():
         if isinstance(target, Mapping) and "is" not in target:

@@ -1,4 +1,4 @@
-"""Options of training, with their faults reported beside those of all other options."""
+"""Options of the training engine, whose errors are reported together with those of all other options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from training.options.schema import refuse
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerOptions(TrainOptions):
-    """Options of the training engine, whose faults are reported with those of all other options."""
+    """Options of the training engine. Their errors are reported together with those of all other options."""
 
     GROUP: ClassVar[str] = "train"
 

@@ -109,5 +109,5 @@ class _Lines(io.TextIOBase):
 
 
 def _is_terminal(stream: Any) -> bool:
-    """Whether frames can be drawn there, and somebody is likely to look at them."""
+    """Return True if the stream is a terminal that can show frames, and the run is not in CI."""
     return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" and not os.environ.get("CI")

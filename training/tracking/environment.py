@@ -99,7 +99,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def output_of(program: str, *arguments: str, env: dict[str, str] | None = None) -> str | None:
-    """What a program prints; None when it is not there, fails, or takes too long."""
+    """Return the output of a program, or None if it is missing, fails or exceeds the timeout."""
     try:
         result = subprocess.run(
             [program, *arguments],

@@ -1,4 +1,4 @@
-"""What a run tells those who watch it, beside what core does: its steps, their phases, and what is wrong with it."""
+"""Events of a run for observers, besides those of core: steps, phases and alarms."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StepEvent:
 
 @dataclass(frozen=True)
 class PhaseEvent:
-    """What the trainer is at: `generate`, `train`, ...; at its beginning (`seconds` is None) or at its end.
+    """Begin or end of a phase of the trainer (`generate`, `train`, ...). `seconds` is None at the begin.
 
     `began` is in seconds since the epoch.
     """

@@ -27,7 +27,7 @@ class Metric:
     meaning: str
     """In one sentence."""
     group: str = ""
-    """What its name begins with; empty for verl's own names, which begin in ways of their own."""
+    """Common prefix of the names of the group; empty for verl's names, whose prefixes differ."""
     unit: str = ""
     """nats, tokens, s, share, ...; empty for a plain number."""
     better: Literal["higher", "lower", ""] = ""

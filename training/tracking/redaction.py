@@ -1,4 +1,4 @@
-"""What must not be written: keys, tokens and passwords, found by their names, by their looks, or by being known."""
+"""Hiding of keys, tokens and passwords, by name, by format, or because the value is known."""
 
 from __future__ import annotations
 

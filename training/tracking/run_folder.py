@@ -59,7 +59,7 @@ def open_run_folder(run_dir: str | Path, resume: str = "auto") -> Path:
 
 
 def is_written(run_dir: Path) -> bool:
-    """Whether another process writes to the folder."""
+    """Return True if another process writes to the folder."""
     try:
         with (run_dir / LOCK).open("rb") as file:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

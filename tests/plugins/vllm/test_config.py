@@ -33,8 +33,8 @@ def test_adapters_go_alone_to_an_engine_that_can_hold_them_and_merged_to_others(
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     placement = PlacementOptions()
     for engine, asked, merges, words in (
-        ("vllm", None, False, "the adapters alone"),
-        ("vllm", True, True, "adapters added"),
+        ("vllm", None, False, "only the adapters"),
+        ("vllm", True, True, "merged adapters"),
         ("hf", None, True, "hf holds whole weights"),
     ):
         options, line = RolloutOptions(engine=engine, merge_lora=asked).chosen(8, str(tmp_path), lora_rank=4)
