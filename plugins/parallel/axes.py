@@ -62,7 +62,7 @@ class ParallelAxes(Axes):
         return [] if self._experts is None else share_experts(model, self._experts["expert"])
 
     def gather_batch(self, batch: Batch) -> tuple[Batch, slice]:
-        """Return the sequences of all ranks of the context and tensor axes, and the slice of `batch` in their tokens."""
+        """Return the sequences of all ranks of the context and tensor axes, and the tokens of `batch` as a slice."""
         if self._alike is None:
             return batch, slice(None)
         parts: list[Batch] = [batch] * self._alike.size()

@@ -70,7 +70,7 @@ class VocabularyPart(CopiedVocabulary):
         self.size = size
 
     def local(self, token: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the index of each token in this part (0 for other ranks' tokens), and the mask of this part's tokens."""
+        """Return the index of each token in this part (0 outside of it), and the mask of the tokens of this part."""
         place = token - self.first
         is_own = (place >= 0) & (place < self.size)
         return place.where(is_own, 0), is_own

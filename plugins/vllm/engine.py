@@ -162,7 +162,7 @@ class VLLMRolloutEngine(RolloutEngine):
             self._awake |= set(parts)
 
     def close(self) -> None:
-        """End vLLM's processes. vLLM would also destroy this process's process group, which a trainer may use; keep it."""
+        """End vLLM's processes. Keep this process's group, which vLLM would destroy and a trainer may use."""
         destroy = dist.destroy_process_group
         dist.destroy_process_group = lambda group=None: None  # noqa: ARG005
         try:
