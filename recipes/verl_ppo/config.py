@@ -402,10 +402,8 @@ class VerlPPOConfig(PPORunOptions):
     @property
     def kl_in_loss(self) -> tuple[float, KLEstimator]:
         """Coefficient and estimator of the KL in the loss."""
-        algorithm = self.algorithm
-        if algorithm.kl_in_reward:
-            return algorithm.kl_loss_coef, algorithm.kl_loss_estimator
-        return algorithm.kl_coef, algorithm.kl_estimator
+        kl = self.algorithm
+        return (kl.kl_loss_coef, kl.kl_loss_estimator) if kl.kl_in_reward else (kl.kl_coef, kl.kl_estimator)
 
     @property
     def old_policy(self) -> str:

@@ -220,8 +220,7 @@ class _ObjectTrainer(VerlPPOTrainer):
         reward_B = torch.as_tensor(rewards, dtype=torch.float32)
         if reward_B.shape != (len(rollouts),):
             raise ValueError(f"reward_fn returned shape {tuple(reward_B.shape)} for {len(rollouts)} responses")
-        zeros_B = torch.zeros_like(reward_B)
-        return rollouts.with_sequences(reward=reward_B, score=reward_B, reward_failed=zeros_B)
+        return rollouts.with_sequences(reward=reward_B, score=reward_B, reward_failed=torch.zeros_like(reward_B))
 
 
 class _ObjectCommand(VerlCommand):

@@ -203,8 +203,7 @@ class RewardManager:
         import torch
 
         weight = self._config.reward.function_weight
-        model_B = scored["rm_score"].float()
-        function_B = scored["score"]
+        model_B, function_B = scored["rm_score"].float(), scored["score"]
         knows_B = torch.tensor([self._code.knows(source) for source in scored["datasource"]])
         reward_B = model_B + weight * function_B
         # A sum fails if one of its terms fails. With a weight of 0 the function is not a term.
