@@ -1,7 +1,7 @@
-"""Episodes in which a policy acts in an environment: one turn, several turns, tools.
+"""Agents: episodes of a policy in an environment, with one turn, several turns, or tools.
 
-The package is loaded as a plug-in is: `training` reaches it through components/registry.py when `agent.func_path` is
-set or responses stay in flight. The names below are imported on first use, so that reading PROVIDES imports nothing.
+The package is loaded like a plug-in: `training` loads it through components/registry.py if `agent.func_path` is set or
+responses stay in flight across steps. Public names are imported on first use, so that reading PROVIDES imports nothing.
 """
 
 from __future__ import annotations

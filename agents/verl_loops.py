@@ -1,10 +1,10 @@
-"""An agent whose episodes are run by verl's agent loops: classes that a YAML file names, each with a method `run`.
+"""An agent that runs episodes by verl's agent loops: classes named in a YAML file, each with a method `run`.
 
     - name: my_agent                    # agent_name of a row, or `default`
       _target_: my_loops.MyAgentLoop    # a module beside the file, in a folder above it, or installed
 
-`run(sampling_params, raw_prompt=..., **row)` draws by `self.server_manager.generate` and returns token ids, with a mask
-that is 1 where the policy drew them. It is the file of `agent.func_path`.
+`run(sampling_params, raw_prompt=..., **row)` samples with `self.server_manager.generate` and returns token ids, with a
+mask that is 1 for tokens sampled by the policy. `agent.func_path` is set to this file.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
     from components.generate.async_engine import Generation
 
 SINGLE_TURN = "single_turn_agent"
-"""verl's name of the loop that draws one response."""
+"""verl's name of the loop that samples one response."""
 RAW_PROMPT = "raw_prompt"
 """Key of `extra_info` with the messages of the prompt."""
 AGENT_NAME = "agent_name"
 """Key of `extra_info` with the name of the loop that runs the row."""
 OPTION = "agent_loop_config_path"
 _TAKEN = ("temperature", "top_p", "top_k", "max_tokens", "stop")
-"""Sampling parameters of a loop that have an effect."""
+"""Sampling parameters of a loop that are used. Others are ignored."""
 
 
 class TokenOutput(list[int]):
-    """Tokens of a draw: a list, as up to verl 0.5, with the attributes that it has since."""
+    """Sampled tokens: a list, as up to verl 0.5, with the attributes that verl has added since."""
 
     def __init__(self, drawn: Generation, count: int) -> None:
         super().__init__(drawn.tokens[:count])
@@ -54,12 +54,12 @@ class TokenOutput(list[int]):
 
 
 def token_ids(value: Any) -> list[int]:
-    """Return token ids as a list, also those of the mapping that `apply_chat_template` gives since transformers 5."""
+    """Return token ids as a list. Accepts the mapping that `apply_chat_template` returns since transformers 5."""
     return list(value["input_ids"] if isinstance(value, Mapping) else value)
 
 
 class AgentLoopMetrics(BaseModel):
-    """Seconds that a loop has taken."""
+    """Durations of a loop's phases, in seconds."""
 
     model_config = ConfigDict(extra="allow")
     generate_sequences: float = 0.0
@@ -67,7 +67,7 @@ class AgentLoopMetrics(BaseModel):
 
 
 class AgentLoopOutput(BaseModel):
-    """Result of a loop: the tokens of a sequence, and which of them the policy drew."""
+    """Result of a loop: the tokens of a sequence, and a mask of those that the policy sampled."""
 
     model_config = ConfigDict(extra="allow", arbitrary_types_allowed=True)
     prompt_ids: list[int]
@@ -108,21 +108,21 @@ class AgentLoopBase:
         cls._class_initialized = True
 
     async def process_vision_info(self, messages: list[dict[str, Any]]) -> dict[str, Any]:  # noqa: ARG002
-        """Return the images of messages, of which there are none."""
+        """Return the images of messages. Images are not supported, so the result is empty."""
         return {}
 
     async def apply_chat_template(
         self, messages: list[dict[str, Any]], tools: Any = None, remove_system_prompt: bool = False, **_: Any
     ) -> list[int]:
-        """Return the token ids of messages, with the beginning of the next turn."""
+        """Return the token ids of messages, including the generation prompt."""
         render = self.tokenizer.apply_chat_template
         options = {"tools": tools, "tokenize": True, "return_dict": False, **self.apply_chat_template_kwargs}
         ids = render(messages, add_generation_prompt=True, **options)
         if not remove_system_prompt:
             return ids
-        # What a template writes before the first of two equal messages.
-        one, two = (render([{"role": "user", "content": ""}] * count, **options) for count in (1, 2))
-        return ids[2 * len(one) - len(two) :]
+        # Rendering one and two equal messages gives the length of the system prompt, which precedes the first one.
+        single, double = (render([{"role": "user", "content": ""}] * count, **options) for count in (1, 2))
+        return ids[2 * len(single) - len(double) :]
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
         """Run an episode and return its `AgentLoopOutput`."""
@@ -130,10 +130,10 @@ class AgentLoopBase:
 
 
 class SingleTurnAgentLoop(AgentLoopBase):
-    """Loop that draws one response, as verl's own of this name."""
+    """Loop that samples one response, like verl's loop of this name."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        """Draw a response to the prompt."""
+        """Sample a response to the prompt."""
         prompt = await self.apply_chat_template(list(kwargs[RAW_PROMPT]))
         drawn = await self.server_manager.generate("", prompt_ids=prompt, sampling_params=sampling_params)
         mask = [1] * len(drawn)
@@ -141,11 +141,11 @@ class SingleTurnAgentLoop(AgentLoopBase):
 
 
 _REGISTERED: dict[str, Any] = {}
-"""Loops that `register` has named."""
+"""Loops registered by `register`, by name."""
 
 
 def register(name: str) -> Callable[[Any], Any]:
-    """Name a loop, as verl's decorator of this name."""
+    """Register a loop under a name, like verl's decorator of this name."""
 
     def keep(loop: Any) -> Any:
         _REGISTERED[name] = loop
@@ -189,7 +189,7 @@ class Draw:
 
 
 class ServerManager:
-    """The policy of an episode, as a loop calls it."""
+    """Interface to the policy that a loop calls during an episode."""
 
     def __init__(self, task: EpisodeTask, policy: Policy) -> None:
         self.draws: list[Draw] = []
@@ -197,10 +197,11 @@ class ServerManager:
         self._count = 0
 
     async def generate(self, request_id: Any, *, prompt_ids: Sequence[int], sampling_params: Any, **_: Any) -> Any:  # noqa: ARG002
-        """Continue `prompt_ids`."""
-        given = {name: sampling_params[name] for name in _TAKEN if sampling_params.get(name) is not None}
-        sampling, stop = read_sampling(given, self._task.sampling)
-        stream, self._count = self._count, self._count + 1
+        """Sample a continuation of `prompt_ids`."""
+        parameters = {name: sampling_params[name] for name in _TAKEN if sampling_params.get(name) is not None}
+        sampling, stop = read_sampling(parameters, self._task.sampling)
+        stream = self._count
+        self._count += 1
         prompt = token_ids(prompt_ids)
         drawn, count = await self._policy.draw(prompt, sampling, stop, stream=stream)
         kept = replace(
@@ -211,10 +212,10 @@ class ServerManager:
 
 
 def read_loops(path: str) -> dict[str, tuple[Entry, Mapping[str, Any]]]:
-    """Read the file of loops: class and further arguments of each, by name.
+    """Read the file of loops. Return the class and the additional arguments of each loop, by name.
 
     Raises:
-        ValueError: it is missing, or not of this form.
+        ValueError: the file is missing, or does not have this format.
     """
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -239,30 +240,31 @@ class AgentExecutor(AgentExecutorBase):
         """Load the classes of the file.
 
         Args:
-            path: the YAML file.
-            default: name of the loop for rows that name none.
-            config: what loops read as their config, in verl's keys.
+            path: path of the YAML file.
+            default: name of the loop for rows that do not name one.
+            config: config that loops receive, in verl's keys.
 
         Raises:
-            ValueError: a class cannot be loaded, or there is no loop of the default's name.
+            ValueError: a class cannot be loaded, or there is no loop named `default`.
         """
         provide_verl(_STANDINS)
         self._loops: dict[str, tuple[Any, Mapping[str, Any]]] = {SINGLE_TURN: (SingleTurnAgentLoop, {})}
         for name, (entry, arguments) in read_loops(path).items():
             self._loops[name] = (load_class(entry), arguments)
-        self._default, self._config = default, dict(config or {})
+        self._default = default
+        self._config = dict(config or {})
         if default not in self._loops:
             raise ValueError(f"default_agent_loop={default} is not in {path}; there are {', '.join(self._loops)}")
 
     def open(self, options: AgentOptions) -> None:
-        """Prepare the configuration of loops."""
+        """Create the config object that loops receive."""
         from omegaconf import OmegaConf
 
         self._made = OmegaConf.create(self._config)
         self._is_rewarded = options.rewarded_by == "environment"
 
     async def execute(self, task: EpisodeTask, policy: Policy) -> Episode:
-        """Run one episode by the loop that its row names."""
+        """Run one episode with the loop that its row names."""
         extra = dict(task.extra_info or {})
         messages = extra.pop(RAW_PROMPT, None) or [{"role": "user", "content": task.prompt}]
         name = str(extra.get(AGENT_NAME) or self._default)
@@ -294,21 +296,21 @@ class AgentExecutor(AgentExecutorBase):
             episode.status = STATUS.get(draws[-1].drawn.finish, "finished")
         score = getattr(output, "reward_score", None)
         if self._is_rewarded != (score is not None):
-            source, found = ("environment", "no") if self._is_rewarded else ("reward", "a")
-            other = "reward" if self._is_rewarded else "environment"
-            raise ValueError(
-                f"the loop returned {found} reward_score with agent.rewarded_by={source}; set it to {other}"
-            )
+            if self._is_rewarded:
+                raise ValueError(
+                    "the loop returned no reward_score with agent.rewarded_by=environment; set it to reward"
+                )
+            raise ValueError("the loop returned a reward_score with agent.rewarded_by=reward; set it to environment")
         if score is not None and episode.turns:
             episode.turns[-1].reward = episode.reward = episode.score = float(score)
         return episode
 
 
 def fill(episode: Episode, response: Sequence[int], mask: Sequence[int], draws: Sequence[Draw]) -> None:
-    """Append a response of which the policy drew the tokens with a mask of 1.
+    """Append a response to an episode. Tokens with a mask of 1 were sampled by the policy, others were observed.
 
     Raises:
-        ValueError: the mask has another length, or is 1 for a token that was not drawn there.
+        ValueError: mask and response differ in length, or the mask is 1 for a token that was not sampled there.
     """
     if len(mask) != len(response):
         raise ValueError(f"response_mask has {len(mask)} numbers for {len(response)} response_ids; give one for each")
@@ -332,7 +334,7 @@ def _length(part: Generation) -> int:
 
 
 def _common(before: Sequence[int], tokens: Sequence[int], draw: Draw) -> Generation:
-    """Return the part of a draw that continues `before` as `tokens` do."""
+    """Return the tokens of a draw that follow `before` and are equal to the beginning of `tokens`."""
     skipped = len(before) - len(draw.prompt)
     begins = skipped >= 0 and list(before) == draw.prompt + draw.drawn.tokens[:skipped]
     count = 0

@@ -1,3 +1,3 @@
-"""Alarms: warnings about the metrics of a run, with what to try. No option loads it; it is on wherever it is there."""
+"""Alarms: warnings about the metrics of a run, with advice on what to try. Active in every run if the folder exists."""
 
 PROVIDES = {"run observer": {"alarms": "observer:AlarmObserver"}}

@@ -1,6 +1,6 @@
-"""Alarms: what in a step's metrics a person should look at, said once in plain words, with what to try.
+"""Alarms: warnings about the metrics of a training step, each raised once per run, with advice on what to try.
 
-A limit stands where a run goes wrong, not where it could be better: none of the demonstrations comes near one.
+A threshold marks a run that is failing, not one that could be improved. No demonstration run comes near a threshold.
 """
 
 from __future__ import annotations
@@ -20,57 +20,61 @@ from training.tracking.metrics import canonical_name
 from training.tracking.serialization import json_lines
 
 Numbers = Mapping[str, float]
-"""A step's metrics under our names, of those that are finite numbers."""
+"""Finite metrics of a step, by this project's names."""
 
 MOST_KL = 0.5
-"""Nats per token that a policy may move within a step. Demonstrations: up to 0.21, at their first step."""
+"""Maximum KL in nats per token between the policy before and after a step. Demonstrations: up to 0.21, in the first
+step."""
 MOST_DRIFT = 3.0
-"""Nats per token that it may be from the reference. Demonstrations: up to 0.51."""
+"""Maximum KL to the reference model, in nats per token. Demonstrations: up to 0.51."""
 MOST_CLIPPED = 0.3
-"""Of the tokens, where the policy moves more than MOVES. Demonstrations: up to 0.15."""
+"""Maximum share of clipped tokens in a step whose KL exceeds MOVES. Demonstrations: up to 0.15."""
 MOVES = 0.05
-"""Nats per token. A narrow clip range, such as GSPO's, clips half of the tokens of a policy that hardly moves."""
+"""KL in nats per token above which the share of clipped tokens is checked. A narrow clip range, such as GSPO's, clips
+half of the tokens even if the policy barely changes."""
 LEAST_ENTROPY = 0.1
-"""Of what it was in the first step. Demonstrations: down to 0.21 before they are right nine times out of ten."""
+"""Minimum entropy as a fraction of the first step's entropy. Demonstrations: down to 0.21 before 90 % of their
+responses are right."""
 MOST_ENTROPY = 3.0
-"""Multiple of the first step's entropy. Demonstrations of grpo and reinforce_pp, seeds 1 and 2, 15 steps: at most
-1.06."""
+"""Maximum entropy as a multiple of the first step's entropy. Demonstrations of grpo and reinforce_pp (seeds 1 and 2,
+15 steps): at most 1.06."""
 LEAST_EXPLODED = 1.0
-"""Nats per token below which no entropy is an explosion."""
+"""Entropy in nats per token below which `entropy_explosion` is not raised."""
 LEAST_SCORE = 0.1
-"""Below it a score is mostly noise."""
+"""Score below which changes are treated as noise."""
 MOST_FALL = 0.4
-"""Of the best score so far."""
+"""Maximum drop of a score, as a fraction of the best score so far."""
 MOST_LOST = 0.75
-"""Share of the gain, from the first scores to the best ones, that may be lost again."""
+"""Maximum share of the gain (best score minus first score) that may be lost again."""
 LEAST_GAIN = 0.2
-"""Gain of a score on held-out prompts below which losing it is no case for an alarm."""
+"""Minimum gain of a held-out score for which losing the gain raises an alarm."""
 NOISES = 4.0
-"""Multiple of the noise of a step's score below which a gain may be luck. Of 200 simulated runs of 300 steps without
-any progress, 0.5 to 8 % had a larger one and lost it (8 to 64 responses, a score of 0.2 or 0.5)."""
+"""Minimum gain, as a multiple of the noise of a step's score, that counts as progress. In 200 simulated runs of 300
+steps without any progress, 0.5 to 8 % had a larger gain and lost it (8 to 64 responses, a score of 0.2 or 0.5)."""
 LOST_IN_A_ROW = 3
-"""Number of evaluations, or of steps that are averaged, in which a gain has to be lost."""
+"""Number of consecutive evaluations, or of averaged steps, in which the gain has to be lost."""
 REMEMBERED = 200
-"""Number of the latest scores that the noise is estimated from."""
+"""Number of most recent scores from which the noise is estimated."""
 SOLVED = 0.9
-"""From this score on a policy may be sure of itself, and the responses to a prompt may be alike."""
+"""Score from which low entropy and equal rewards within a group are expected and raise no alarm."""
 MOST_GAP = 0.05
-"""Nats per token between engine and trainer of the same weights: bfloat16 makes about 0.01 of it."""
+"""Maximum difference in nats per token between the log-probabilities of engine and trainer with the same weights.
+Rounding to bfloat16 causes about 0.01."""
 MOST_STALE_GAP = 1.0
-"""The same where the responses are of older weights."""
+"""Maximum difference in nats per token if responses were sampled with older weights."""
 MOST_EQUAL = 0.9
-"""Of the responses, to prompts whose responses all earned the same."""
+"""Maximum share of responses in groups (responses to one prompt) with equal rewards."""
 MOST_TRUNCATED = 0.5
-"""Of the responses."""
+"""Maximum share of truncated responses."""
 MOST_IMBALANCE = 0.9
-"""Imbalance of the experts' loads, 0 to 1, from which on nearly all tokens go to the same experts."""
+"""Imbalance of the expert loads, 0 to 1, above which nearly all tokens are routed to the same experts."""
 MOST_AT_START = 0.01
-"""Nats per token from the reference before the first update, and of the ratio from 1 before a step's: a part of it is
-bfloat16's rounding."""
+"""Maximum KL to the reference in nats per token before the first update, and maximum distance of the ratio from 1
+before the first update of a step. Both include rounding to bfloat16."""
 
 _RISING = ("eval/score", "reward/score")
-"""Metrics whose best value so far is known to the alarms, as `best:<name>`, and as `lost:<name>` 1 where most of a gain
-is lost."""
+"""Metrics whose history is tracked. Alarms read the best value so far as `best:<name>`, and `lost:<name>`, which is 1
+if most of a gain is lost."""
 _NAME = re.compile(r"\{([\w.]+)\}")
 SAME_PRECISION = "let both compute in the same precision ({train.precision})"
 LOWER_RATE = "lower the learning rate ({train.learning_rate})"
@@ -79,21 +83,21 @@ FEWER_UPDATES = "learn in fewer optimizer steps (a larger {train.mini_batch_size
 
 @dataclass(frozen=True)
 class Alarm:
-    """One thing that may be wrong."""
+    """A warning about one metric."""
 
     name: str
     watches: str
-    """The metric that is looked at; steps without it are passed over."""
+    """Name of the metric. Steps without it are skipped."""
     when: str
-    """From where on it sounds, in words."""
+    """Condition of the alarm, in words."""
     text: str
-    """What is wrong, with the numbers found: `{now}` in this step, `{first}` in the first."""
+    """Message of the alarm, with the value of this step as `{now}` and that of the first step as `{first}`."""
     remedies: Sequence[str]
-    """What to try: options by what they mean, with their names in braces."""
+    """Pieces of advice, with names of options in braces."""
     sounds: Callable[[Numbers, Numbers], bool]
-    """(metrics of this step, the first value of each) -> whether this step is wrong."""
+    """(metrics of this step, first value of each metric) -> True if the condition holds in this step."""
     steps: int = 1
-    """So many such steps in a row make an alarm."""
+    """Number of consecutive steps in which the condition has to hold."""
 
 
 def _moves_far(now: Numbers, _: Numbers) -> bool:
@@ -117,14 +121,14 @@ def _is_no_ratio_of_one(now: Numbers, _: Numbers) -> bool:
 
 def _is_all_equal(now: Numbers, first: Numbers) -> bool:
     name = "reward/zero_variance_share"
-    # A policy that has learnt it all ends there too; one that begins there has nothing to learn from.
+    # Equal rewards are expected once a task is solved. From the first step on they mean that there is no signal.
     has_learnt = now.get("reward/score", 0.0) >= SOLVED and first[name] <= MOST_EQUAL
     return now[name] > MOST_EQUAL and not has_learnt
 
 
 def _has_fallen(name: str) -> Callable[[Numbers, Numbers], bool]:
     def sounds(now: Numbers, first: Numbers) -> bool:
-        # Below the start too: a policy that gained and lost a little of it again is no case for an alarm.
+        # The score has to be below its start too. Otherwise losing a part of a small gain would raise the alarm.
         best = now.get(f"best:{name}", now[name])
         gained = best - first[name]
         return best >= LEAST_SCORE and now[name] < best - max(MOST_FALL * abs(best), gained)
@@ -134,7 +138,7 @@ def _has_fallen(name: str) -> Callable[[Numbers, Numbers], bool]:
 
 def _has_lost_gain(name: str) -> Callable[[Numbers, Numbers], bool]:
     has_fallen = _has_fallen(name)
-    # One alarm is enough for a score that is below its start.
+    # `_has_fallen` raises its own alarm for a score below its start, so a second one would repeat it.
     return lambda now, first: now[f"lost:{name}"] > 0 and not has_fallen(now, first)
 
 
@@ -331,12 +335,12 @@ NOT_A_NUMBER = Alarm(
     when="not finite",
     text="{names} is not a finite number",
     remedies=("look for extreme values in the rewards of this step (its rollouts are in the run's folder)", LOWER_RATE),
-    sounds=lambda _now, _first: False,  # finite numbers are all that it would see
+    sounds=lambda _now, _first: False,  # `Alarms.look` raises it, as conditions are given finite metrics only
 )
 
 
 class _EvaluationCourse:
-    """Course of a score that is the mean of many responses to the same prompts."""
+    """History of a score that is the mean over many responses to the same prompts."""
 
     def __init__(self) -> None:
         self._latest: deque[float] = deque(maxlen=LOST_IN_A_ROW)
@@ -344,7 +348,7 @@ class _EvaluationCourse:
         self._best = -math.inf
 
     def has_lost(self, score: float) -> bool:
-        """Add a score; True where most of a clear gain is lost in all of the latest ones."""
+        """Add a score. Return True if each of the latest scores has lost most of a clear gain."""
         self._latest.append(score)
         self._first = score if self._first is None else self._first
         self._best = max(self._best, score)
@@ -353,8 +357,9 @@ class _EvaluationCourse:
 
 
 class _StepCourse:
-    """Course of a score that is the mean of a few responses, to other prompts in each step: means of the latest steps
-    are compared, and the noise is estimated from the changes between steps.
+    """History of a score that is the mean over a few responses, with other prompts in each step.
+
+    It compares means of the latest steps, and estimates the noise from the changes between steps.
     """
 
     def __init__(self) -> None:
@@ -364,7 +369,7 @@ class _StepCourse:
         self._best = -math.inf
 
     def has_lost(self, score: float) -> bool:
-        """Add a score; True where the mean of the latest ones has lost most of a gain that is no noise."""
+        """Add a score. Return True if the mean of the latest scores has lost most of a gain that exceeds the noise."""
         if self._latest:
             self._changes.append(abs(score - self._latest[-1]))
         self._latest.append(score)
@@ -380,13 +385,13 @@ class _StepCourse:
 
 
 class Alarms:
-    """Those of one run: each sounds once."""
+    """Alarms of one run. Each alarm is raised at most once."""
 
     def __init__(self, options: Collection[str], silent: Collection[str] = ()) -> None:
         """
         Args:
-            options: names of those that the run has; remedies by others are not named.
-            silent: names of alarms that mean nothing in this run.
+            options: names of the options of the run. Advice that names other options is left out.
+            silent: names of alarms that do not apply to this run.
         """
         self._options = options
         self._first: dict[str, float] = {}
@@ -397,38 +402,39 @@ class Alarms:
         self._sounded = set(silent)
 
     def look(self, step: int, metrics: Mapping[str, Any]) -> list[AlarmEvent]:
-        """The alarms that a step sets off.
+        """Return the alarms that a step raises for the first time.
 
         Args:
-            step: its number.
-            metrics: as they were logged, under any system's names; what is no number is passed over.
+            step: number of the step.
+            metrics: the logged metrics, under the names of any system. Values that are not numbers are ignored.
         """
         now = self._taken_in({**metrics, "step": step})
-        found: list[AlarmEvent] = []
+        events: list[AlarmEvent] = []
         for alarm in ALARMS:
             if self._is_wrong(alarm, now):
                 text = alarm.text.format(now=now[alarm.watches], first=self._first[alarm.watches])
-                found.append(self._event(alarm, step, text))
-        if odd := [name for name, x in metrics.items() if isinstance(x, float) and not math.isfinite(x)]:
-            text = NOT_A_NUMBER.text.format(names=", ".join(odd[:3]) + " and more" * (len(odd) > 3))
-            found.append(self._event(NOT_A_NUMBER, step, text))
-        fresh = [event for event in found if event.alarm not in self._sounded]
+                events.append(self._event(alarm, step, text))
+        if names := [name for name, x in metrics.items() if isinstance(x, float) and not math.isfinite(x)]:
+            listed = ", ".join(names if len(names) <= 3 else [*names[:2], f"{names[2]} and more"])
+            events.append(self._event(NOT_A_NUMBER, step, NOT_A_NUMBER.text.format(names=listed)))
+        fresh = [event for event in events if event.alarm not in self._sounded]
         self._sounded |= {event.alarm for event in fresh}
         return fresh
 
     def recall(self, run_dir: Path) -> None:
-        """Where a run is continued with, take its first and best values from its metrics.jsonl, and from its
-        events.jsonl what has sounded.
+        """Restore the state of a resumed run: first and best values from its metrics.jsonl, and the alarms that it has
+        raised from its events.jsonl.
         """
         for record in json_lines(run_dir / "metrics.jsonl"):
             self._taken_in(record)
-        # `event` is the first field of a line; an event of somebody's own may have the same name.
+        # The prefix selects alarms: `event` is the first field of a line. A user's own event may also be named "alarm",
+        # hence `get`.
         alarms = json_lines(run_dir / "events.jsonl", b'{"event": "alarm"')
         self._sounded |= {str(record.get("alarm")) for record in alarms}
 
     def _taken_in(self, metrics: Mapping[str, Any]) -> Numbers:
         numbers = {name: x for name, x in metrics.items() if isinstance(x, int | float)}
-        # A project's name that is logged beside another system's is what its text speaks of.
+        # If a metric is logged under two names, the value under this project's name is used: alarm texts refer to it.
         named = {canonical_name(name): x for name, x in numbers.items()} | numbers
         now = {name: x for name, x in named.items() if math.isfinite(x)}
         for name, x in now.items():
@@ -451,6 +457,11 @@ class Alarms:
 
 
 def advice(alarm: Alarm, options: Collection[str] | None = None) -> str:
-    """What to try, without remedies by options that there are not; None: any may be there."""
+    """Return the advice of an alarm, without advice on options that the run lacks.
+
+    Args:
+        alarm: the alarm.
+        options: names of the options of the run. None keeps all advice.
+    """
     known = [each for each in alarm.remedies if options is None or set(_NAME.findall(each)) <= set(options)]
     return "; ".join(_NAME.sub(r"\1", each) for each in known)

@@ -32,7 +32,7 @@ class AlarmObserver(RunObserver):
     @classmethod
     def open(cls, recipe: str, config: Any, roles: Mapping[str, int]) -> AlarmObserver:  # noqa: ARG003
         """See `ObserverType.open`. Every run has alarms."""
-        # The KL to a model other than the start is not 0 before the first update.
+        # If the reference is not the initial policy, the KL is above 0 before the first update, which is no error.
         silent = () if getattr(config, "starts_as_reference", True) else ("start",)
         return cls(options_in_use(config), silent)
 

@@ -1,4 +1,4 @@
-"""Data in tables, in folders and on the hub."""
+"""Readers of data in tables (CSV, Parquet, Arrow), in folders and on the Hugging Face hub."""
 
 PROVIDES = {
     "data file": dict.fromkeys(("csv", "parquet", "arrow"), "tables:read_table"),

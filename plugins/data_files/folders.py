@@ -21,19 +21,19 @@ def read_folder(folder: Path, data_dir: str | None, split: str, label_key: str |
     """Return the rows of a split of a folder.
 
     Args:
-        folder: with data files.
-        data_dir: folder inside it that has the files; None: the folder itself.
-        split: to read.
+        folder: folder with data files.
+        data_dir: subfolder with the files. None: the folder itself.
+        split: name of the split.
         label_key: see `read_records`.
 
     Raises:
-        ValueError: it cannot be read, or has no such split.
+        ValueError: the folder cannot be read, or has no such split.
     """
     place = folder / (data_dir or "")
     try:
         with quiet():
             files = folder_files(folder, data_dir, FILE_TYPES)
-    except Exception as error:  # the library that knows the names of splits raises what it likes
+    except Exception as error:  # `datasets` documents no exception types for this
         raise ValueError(
             f"data folder {str(place)!r}, split {split!r}, cannot be read ({first_line(error)}); give a folder with "
             f"{', '.join(FILE_TYPES)} files, or one that save_to_disk wrote"

@@ -15,12 +15,12 @@ def read_hub(name: str, data_dir: str | None, split: str) -> list[dict[str, Any]
     """Return the rows of a split of a data set.
 
     Args:
-        name: of the data set.
-        data_dir: folder inside it; None: all of it.
-        split: of the data set.
+        name: name of the data set.
+        data_dir: folder inside the data set. None: the complete data set.
+        split: name of the split.
 
     Raises:
-        ValueError: the hub did not give it.
+        ValueError: the data set cannot be loaded from the hub or from the cache.
     """
     import datasets
     from datasets import config
@@ -34,11 +34,11 @@ def read_hub(name: str, data_dir: str | None, split: str) -> list[dict[str, Any]
                 # `datasets` takes such a name for "all files of this type in the working directory".
                 raise ValueError("it is the name of a file type")
             reason = why_unreachable(name, "dataset")
-            # Without this, it tries again and again for half a minute before it looks into its cache.
+            # Without this, `datasets` retries for half a minute before it reads its cache.
             config.HF_HUB_OFFLINE = was_offline or reason is not None
             loaded: Any = datasets.load_dataset(name, data_dir=data_dir, split=split).with_format("arrow")
             return rows_of(loaded[:].to_batches())
-        except Exception as error:  # file readers and HTTP clients raise what they like
+        except Exception as error:  # file readers and HTTP clients document no common exception type
             raise ValueError(
                 f"there is no file or folder {name!r} here, and the hub did not give a data set of that name, split "
                 f"{split!r} ({reason or _reason(error)}); give a {', '.join(FILE_TYPES)} file, a folder, "

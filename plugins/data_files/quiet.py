@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep the libraries' progress bars and warnings off the terminal; what matters is in the error we raise."""
+    """Suppress the libraries' progress bars and warnings. Errors raised here repeat the relevant part."""
     import datasets
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 

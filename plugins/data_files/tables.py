@@ -22,7 +22,7 @@ def read_table(path: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: it cannot be read.
     """
-    # Most runs read no table; pyarrow is the slowest import on the way to an error message.
+    # Imported here, as most runs read no table and pyarrow would delay every error message at start-up.
     import pyarrow
 
     batches = {".parquet": parquet_batches, ".csv": _csv_batches}.get(file_type(path), ipc_batches)

@@ -17,7 +17,8 @@ _BATCH_ROWS = 1024
 """Maximum number of rows of a record batch."""
 _DELTA = "DELTA_BYTE_ARRAY"
 """Parquet encoding of texts that share a prefix with the previous text."""
-_DICTIONARY_BATCH, _RECORD_BATCH = 2, 3
+_DICTIONARY_BATCH = 2
+_RECORD_BATCH = 3
 
 
 def parquet_batches(path: Path) -> Iterator[Any]:

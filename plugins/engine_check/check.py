@@ -19,7 +19,7 @@ MARK_LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
 
 
 class EngineMismatch(RuntimeError):
-    """Raised when an engine does not compute what the trainer computes with the same weights."""
+    """Raised when the log-probabilities of engine and trainer differ with the same weights."""
 
 
 class EngineCheck:
@@ -41,9 +41,10 @@ class EngineCheck:
 
         Args:
             handle: a version that the engine has just received. None: it has received nothing since the last call.
-            is_asleep: the engine cannot compute now. A check that is due is made when it wakes.
+            is_asleep: the engine cannot compute now. A check that is due is made once the engine is awake.
         """
-        # The ranks may send a version first; its own handle follows, and has the probe.
+        # A version that the ranks sent beforehand is followed by its own handle, which has the probe. Counting both
+        # would check twice as often as requested.
         if handle is not None and handle.probe is not None and not handle.is_sent:
             if self._received % self._every == 0 or self._due is not None:
                 self._due = handle
@@ -57,8 +58,9 @@ class EngineCheck:
         """Return the absolute differences of log-probabilities, in nats.
 
         Args:
-            handle: of the version.
-            logprobs: of each token but the first, by the engine; of the first tokens where it takes fewer.
+            handle: handle of the version.
+            logprobs: the engine's log-probability of each token except the first. An engine with fewer positions gives
+                those of the first tokens only.
         """
         pairs = zip(handle.probe.logprobs, logprobs, strict=True)
         return torch.cat([torch.tensor(row) - torch.tensor(expected[: len(row)]) for expected, row in pairs]).abs()
@@ -71,10 +73,10 @@ class EngineCheck:
         """Return the error that ends the run.
 
         Args:
-            handle: of the version.
-            gap_N: differences that rounding does not explain.
-            marks: of the engine, by group of layers, for each sequence alone. Empty: requests in flight would have been
-                among them.
+            handle: handle of the version.
+            gap_N: absolute differences in nats, larger than rounding explains.
+            marks: layer marks of the engine by group of layers, for each sequence. Empty if other requests were
+                running.
         """
         summary = (
             f"version {handle.version} of the weights has arrived, but the engine does not compute with it what the "
@@ -87,10 +89,11 @@ class EngineCheck:
         )
 
     def _place(self, probe: Probe, marks: Sequence[dict[str, Tensor]]) -> str:
-        """Describe where the computations part."""
+        """Describe the first group of layers whose output differs."""
         if not marks:
             return "The layers were not compared, as other requests are in flight"
-        # The trainer may not compute the last token of a sequence, from which nothing is predicted.
+        # The trainer may skip the last token of a sequence, as no token follows it. The engine's marks are cut
+        # accordingly.
         lengths = {group: len(mark_NP) // len(probe.tokens) for group, mark_NP in probe.marks.items()}
         actual = {
             group: torch.cat([mark[group][:length] for mark in marks])

@@ -1,6 +1,6 @@
-"""Log-probabilities of a few random sequences by the trainer, which go to the engines with each version of the weights.
+"""The trainer's log-probabilities of a few random sequences, sent to the engines with each weight version.
 
-Random tokens reach more experts than text does. They are the same in every version.
+Random tokens activate more experts than text does. The sequences are the same for every version.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ from components.models.causal import policy_logprobs
 from components.models.layer_marks import marked
 from components.train.engine import TrainEngine
 
-SEQUENCES, TOKENS = 4, 32
-"""Number of sequences, and of tokens of each."""
+SEQUENCES = 4
+"""Number of sequences."""
+TOKENS = 32
+"""Number of tokens of each sequence."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Sequences, and what the trainer computes for them with one version of the weights."""
+    """Sequences, and the trainer's log-probabilities of them with one version of the weights."""
 
     tokens: list[list[int]]
     """Sequences of equal length."""
     logprobs: list[list[float]]
-    """Log-probability, at temperature 1, of each token but the first."""
+    """Log-probability, at temperature 1, of each token except the first."""
     marks: dict[str, Tensor]
-    """[N, P] marks by group of layers, of the sequences end to end; see `components/models/layer_marks.py`."""
+    """[N, P] marks by group of layers, of the concatenated sequences; see `components/models/layer_marks.py`."""
 
 
 class EngineProbe:
@@ -51,23 +53,24 @@ class EngineProbe:
         marks: dict[str, dict[int, Tensor]] = {}
 
         def compute(model: nn.Module, micro: Batch) -> Tensor:
-            with marked(model) as found:
+            with marked(model) as layer_marks:
                 logprob_N = policy_logprobs(model, micro)
             numbers = micro["row"].tolist()
-            for group, parts in found.items():
-                # Sequences of equal length have equal shares of the places, padded or packed.
+            for group, parts in layer_marks.items():
+                # Sequences of equal length take equal shares of the positions, padded or packed.
                 shares = torch.cat(parts).chunk(len(numbers))
                 marks.setdefault(group, {}).update(zip(numbers, shares, strict=False))
             return logprob_N
 
         logprob_N = self._engine.forward(batch, compute)
         logprobs = [row.tolist()[1:] for row in logprob_N.split(len(self._tokens[0]))]
-        whole = {group: parts for group, parts in marks.items() if len(parts) == len(rows)}
-        return Probe(self._tokens, logprobs, {g: torch.cat([parts[row] for row in rows]) for g, parts in whole.items()})
+        complete = {group: parts for group, parts in marks.items() if len(parts) == len(rows)}
+        joined = {group: torch.cat([parts[row] for row in rows]) for group, parts in complete.items()}
+        return Probe(self._tokens, logprobs, joined)
 
 
 def probe_tokens(config: Any) -> list[list[int]]:
-    """Draw the sequences of a model.
+    """Sample the sequences for a model.
 
     Args:
         config: transformers' configuration of the model.
@@ -75,7 +78,7 @@ def probe_tokens(config: Any) -> list[list[int]]:
     text = config.get_text_config()
     settings = {**config.to_dict(), **text.to_dict()}
     special = {value for name, value in settings.items() if name.endswith("_token_id") and isinstance(value, int)}
-    # A placeholder of an image must not stand in a text.
+    # Special tokens are excluded: a model rejects a text with a placeholder of an image.
     ids = torch.tensor([token for token in range(text.vocab_size) if token not in special])
     positions = getattr(text, "max_position_embeddings", None) or TOKENS
     shape = SEQUENCES, min(TOKENS, positions)

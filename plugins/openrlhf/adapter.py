@@ -1,4 +1,4 @@
-"""The arithmetic of the OpenRLHF table: what takes more than another name."""
+"""Translation of OpenRLHF's flags that need more than another name; openrlhf.yaml has all others."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from training.options.table_adapter import Computed, TableAdapter, as_value
 TABLE = Path(__file__).parent / "openrlhf.yaml"
 
 INPUT_TEMPLATE = "User: {}\nAssistant: "
-"""That train_sft writes around prompts unless it is told otherwise."""
+"""Default template of prompts in train_sft."""
 EMA_BETA = 0.992
+"""OpenRLHF's default decay of the weight average, if it is switched on without a value."""
 FILTER_RANGE = [0.0, 1.0]
-"""OpenRLHF's, where a flag is on and its number is not given."""
+"""OpenRLHF's default range of dynamic filtering, if it is switched on without a range."""
 _SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "cosine_with_min_lr": {},
     "cosine": {"train.lr_scheduler": "cosine_with_min_lr", "train.min_lr_ratio": 0.0},
@@ -23,66 +24,66 @@ _SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "constant": {"train.lr_warmup_ratio": 0.0},
     "constant_with_warmup": {"train.lr_scheduler": "constant"},
 }
-"""transformers' name of a schedule -> the options that make it here, beside `train.lr_scheduler`."""
+"""transformers' name of a schedule -> options that reproduce it, in addition to `train.lr_scheduler`."""
 _WORKERS = {"actor": "actor_ranks", "critic": "critic_ranks", "ref": "references", "reward": "rewards"}
-"""OpenRLHF's role -> the option that says how many workers it has."""
+"""OpenRLHF's role -> option with its number of workers."""
 _CORRECTIONS: Mapping[tuple[str, str], str] = {
     ("token", "clip"): "tis",
     ("token", "mask"): "icepop",
     ("seq", "mask"): "seq-mask",
 }
-"""Level and mode of its correction, since 0.11.2 -> the name here."""
+"""Level and mode of OpenRLHF's correction (since 0.11.2) -> algorithm.correction."""
 
 
 def compute(flags: Computed) -> None:
-    """Options of PPO that follow from several of OpenRLHF's flags, or from values of another kind."""
+    """Set options of PPO that follow from several flags, or whose values are converted."""
     for part in (_reward, _lengths, _placement, _asynchronous, _algorithm, _training, *_SHARED):
         part(flags)
 
 
 def compute_supervised(flags: Computed) -> None:
-    """The same of train_sft, train_rm and train_dpo."""
+    """Set such options of train_sft, train_rm and train_dpo."""
     for part in (*_SHARED, _columns):
         part(flags)
 
 
 @functools.cache
 def train_ppo() -> TableAdapter:
-    """OpenRLHF's names of train_ppo_ray, for the recipe openrlhf_ppo."""
+    """Return the adapter of train_ppo_ray's flags, for the recipe openrlhf_ppo."""
     return TableAdapter.load(TABLE, "shared", "ppo", compute=compute)
 
 
 @functools.cache
 def train_sft() -> TableAdapter:
-    """OpenRLHF's names of train_sft."""
+    """Return the adapter of train_sft's flags."""
     return _supervised("sft")
 
 
 @functools.cache
 def train_dpo() -> TableAdapter:
-    """OpenRLHF's names of train_dpo."""
+    """Return the adapter of train_dpo's flags."""
     return _supervised("pairs", "dpo")
 
 
 @functools.cache
 def train_rm() -> TableAdapter:
-    """OpenRLHF's names of train_rm."""
+    """Return the adapter of train_rm's flags."""
     return _supervised("pairs", "reward_model")
 
 
 @functools.cache
 def serve_rm() -> TableAdapter:
-    """OpenRLHF's names of serve_rm."""
+    """Return the adapter of serve_rm's flags."""
     return TableAdapter.load(TABLE, "serve")
 
 
 def _supervised(*sections: str) -> TableAdapter:
-    """OpenRLHF's names for a supervised recipe, with these sections of the table besides."""
+    """Return the adapter of a supervised recipe, with additional sections of the table."""
     return TableAdapter.load(TABLE, "shared", "supervised", *sections, compute=compute_supervised)
 
 
 def _reward(flags: Computed) -> None:
-    """Where rewards come from: of an agent, a URL or file, and reward models the first that is given."""
+    """Set the source of rewards: the first one given of an agent, a URL or file, and reward models."""
     sources = {
         "agent.func_path": ("agent_func_path", "train.agent_func_path"),
         "reward.source": ("remote_rm_url", "reward.remote_url"),
@@ -100,15 +101,15 @@ def _reward(flags: Computed) -> None:
 
 
 def _lengths(flags: Computed) -> None:
-    """Read the limits on tokens. max_len is of prompt and response together, and of a whole episode; without
-    max_new_tokens a response gets the tokens that its prompt leaves.
+    """Set the limits on tokens. max_len limits prompt and response together, and a complete episode. Without
+    max_new_tokens a response may use all tokens that its prompt leaves.
     """
     names = ("max_len", "data.max_len")
     most = flags.get(*names)
     prompt, new = flags.option("data.max_prompt_tokens"), flags.option("rollout.max_new_tokens")
     has_agent = flags.option("agent.func_path") is not None
     if has_agent and prompt and new:
-        # Each of them is a limit of an episode where it stands alone, so the lower one holds.
+        # Each limit would apply to an episode if it were set alone, so the lower one applies.
         flags.put("agent.max_tokens", min(prompt + new, most or prompt + new))
         if most is not None and most > prompt + new:
             flags.idle(f"prompt_max_len + generate_max_len={prompt + new} is the lower limit", *names)
@@ -131,7 +132,7 @@ def _lengths(flags: Computed) -> None:
 
 
 def _template(flags: Computed) -> None:
-    """OpenRLHF leaves a template away that has no place for the prompt, or beside the tokenizer's."""
+    """Set the input template. As in OpenRLHF it is ignored without a placeholder, or with a chat template."""
     names = ("input_template", "data.input_template")
     template = flags.get(*names)
     if template is None:
@@ -145,7 +146,7 @@ def _template(flags: Computed) -> None:
 
 
 def _placement(flags: Computed) -> None:
-    """Workers by node; what shares devices, and sleeps there, depends on what works at the same time."""
+    """Set the workers of each role, shared devices, and sleeping, which generation ahead of training restricts."""
     for role, option in _WORKERS.items():
         if role == "reward" and flags.option("reward_model.path") is None:
             continue  # code and servers take no device
@@ -185,7 +186,7 @@ def _placement(flags: Computed) -> None:
 
 
 def _asynchronous(flags: Computed) -> None:
-    """Dynamic sampling, and responses that continue while weights change, of which only one can be."""
+    """Set dynamic sampling or partial rollouts, which exclude each other."""
     range_names = ("dynamic_filtering_reward_range", "algo.dynamic_filtering_range")
     filters = flags.get("dynamic_filtering", "algo.dynamic_filtering_enable")
     if filters:
@@ -206,11 +207,11 @@ def _asynchronous(flags: Computed) -> None:
 
 
 def _algorithm(flags: Computed) -> None:
-    """The clip range, and the correction of what the engine computes otherwise."""
-    one, both = ("eps_clip", "actor.eps_clip"), ("eps_clip_low_high", "actor.eps_clip_low_high")
+    """Set the clip range, and the importance weights between policy and engine."""
+    symmetric, both = ("eps_clip", "actor.eps_clip"), ("eps_clip_low_high", "actor.eps_clip_low_high")
     if flags.name(*both):
-        flags.idle("eps_clip_low_high has both bounds", *one)
-    clip = flags.get(*one)
+        flags.idle("eps_clip_low_high has both bounds", *symmetric)
+    clip = flags.get(*symmetric)
     clips = flags.get(*both, default=[clip, clip])
     if clips[0] is not None:
         flags.put("algorithm.clip_low", clips[0])
@@ -231,12 +232,12 @@ def _algorithm(flags: Computed) -> None:
         flags.idle("enable_vllm_is_correction is off", "use_icepop", *kinds)
     bounds = flags.get("vllm_is_truncated_threshold", "algo.advantage.is_correction_threshold")
     if bounds:
-        # Up to 0.9.0 it was one number, the highest weight.
+        # Up to OpenRLHF 0.9.0 it was one number: the maximum weight.
         flags.put("algorithm.correction_range", bounds if len(bounds) > 1 else [0.0, *bounds])
 
 
 def _training(flags: Computed) -> None:
-    """How batches are cut, and the average of the weights."""
+    """Set the sizes of passes, and the moving average of the weights."""
     if flags.get("use_dynamic_batch", "train.dynamic_batch_enable"):
         sizes = ("train.micro_batch_size", "train.forward_micro_batch_size")
         named = [size for size in sizes if flags.option(size) is not None]
@@ -251,13 +252,13 @@ def _training(flags: Computed) -> None:
 
 
 def _log(flags: Computed) -> None:
-    """W&B's key or `true`, and TensorBoard's folder or `true`."""
+    """Set the loggers. A flag is W&B's key or TensorBoard's folder, or `true`."""
     names = {
         "wandb_key": ("use_wandb", "logger.wandb.key"),
         "tensorboard_dir": ("use_tensorboard", "logger.tensorboard_dir"),
     }
-    for option, own in names.items():
-        value = flags.get(*own)
+    for option, flag_names in names.items():
+        value = flags.get(*flag_names)
         is_on = as_value(value)
         if isinstance(is_on, bool):
             flags.put(f"log.{option.partition('_')[0]}", is_on)
@@ -266,7 +267,7 @@ def _log(flags: Computed) -> None:
 
 
 def _schedule(flags: Computed) -> None:
-    """The learning rate's schedule, by transformers' name, and the layers that get an adapter."""
+    """Set the learning-rate schedule, by transformers' name, and the layers with adapters."""
     schedule = flags.get("lr_scheduler", "actor.lr_scheduler")
     if schedule is not None and schedule not in _SCHEDULES:
         flags.faults.append(f"lr_scheduler={schedule}: use one of {', '.join(_SCHEDULES)}")
@@ -278,7 +279,7 @@ def _schedule(flags: Computed) -> None:
 
 
 def _axes(flags: Computed) -> None:
-    """Ranks that share sequences or layers: under fsdp, since DeepSpeed's ZeRO has one axis."""
+    """Set the context and tensor axes. They need fsdp, because DeepSpeed's ZeRO has only the data axis."""
     axes = {
         "context": ("ring_attn_size", "ds.ring_attn_size", "ranks exchange heads (Ulysses)"),
         "tensor": ("ds_tensor_parallel_size", "ds.tensor_parallel_size", "ranks share each layer"),
@@ -297,7 +298,7 @@ def _axes(flags: Computed) -> None:
 
 
 def _columns(flags: Computed) -> None:
-    """The columns of train_sft, and how it reads them: with a template of its own, and the last response alone."""
+    """Set the columns of train_sft. As there, a default template applies, and only the last response is trained on."""
     is_plain = flags.get("pretrain_mode", "model.pretrain_mode_enable")
     if is_plain:
         flags.put("data.plain_text", True)

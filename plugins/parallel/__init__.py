@@ -1,7 +1,6 @@
-"""Parallelism beside data: ranks that share sequences (context), layers (tensor) or experts; and the loss that balances
-the experts of a mixture.
+"""Context, tensor and expert parallelism, and the load-balancing loss of mixtures of experts.
 
-`parallel.context`, `parallel.tensor` and `parallel.expert` above 1 load the axes; `train.router_aux_loss_coef` above 0
+`parallel.context`, `parallel.tensor` or `parallel.expert` above 1 loads the axes. `train.router_aux_loss_coef` above 0
 loads the loss.
 """
 

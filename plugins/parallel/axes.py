@@ -1,6 +1,6 @@
-"""The axes of ranks that share sequences (context), layers (tensor) or experts.
+"""Device meshes of context, tensor and expert parallelism.
 
-Ranks that share sequences have numbers that follow each other, so that those who talk most are on one machine.
+Ranks that share sequences have consecutive numbers. They communicate most, and this places them on one machine.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from plugins.parallel.tensor import cut_layers
 
 
 class ParallelAxes(Axes):
-    """The axes data x context x tensor, and beside them copies x expert over the same ranks."""
+    """The mesh data x context x tensor, and a second mesh copies x expert over the same ranks."""
 
     def __init__(self, config: TrainConfig, device: torch.device) -> None:
         """
         Args:
-            config: of the engine; all ranks have the same.
-            device: of its collectives.
+            config: configuration of the engine, equal on all ranks.
+            device: device of the collectives.
 
         Raises:
-            ValueError: the ranks cannot be shared out.
+            ValueError: the axes do not divide the number of ranks.
         """
         super().__init__(config, device)
         self.data = config.data_ranks(dist.get_world_size())
         alike = dist.get_world_size() // self.data
         self.data_rank = dist.get_rank() // alike
         self._mesh: DeviceMesh | None = None
-        """data x context x tensor; None where all ranks are on the data axis."""
+        """data x context x tensor, or None if all ranks are on the data axis."""
         self._alike: dist.ProcessGroup | None = None
         """Ranks with the same sequences: context x tensor."""
         if alike > 1:
@@ -44,11 +44,11 @@ class ParallelAxes(Axes):
             self.shards = self._mesh["data", "context"]._flatten("shards")
             self._alike = self._mesh["context", "tensor"]._flatten("alike").get_group()
         self._experts = None if config.expert == 1 else _expert_mesh(config.expert, device)
-        """The same ranks otherwise: `expert` have different experts, `copies` the same ones."""
+        """A second mesh over the same ranks. Ranks along `expert` hold different experts, along `copies` the same."""
         self.copies = None if self._experts is None else self._experts["copies"]
 
     def share(self, model: nn.Module) -> None:
-        """Let the ranks of the context and tensor axes compute `model` together; see `Axes.share`."""
+        """Apply context and tensor parallelism to `model`. See `Axes.share`."""
         if self._mesh is None:
             return
         tensor = self._mesh["tensor"]
@@ -62,7 +62,7 @@ class ParallelAxes(Axes):
         return [] if self._experts is None else share_experts(model, self._experts["expert"])
 
     def gather_batch(self, batch: Batch) -> tuple[Batch, slice]:
-        """Return the sequences of the ranks of the context and tensor axes, and the slice that `batch` is."""
+        """Return the sequences of all ranks of the context and tensor axes, and the tokens of `batch` as a slice."""
         if self._alike is None:
             return batch, slice(None)
         parts: list[Batch] = [batch] * self._alike.size()
@@ -71,7 +71,7 @@ class ParallelAxes(Axes):
         return Batch.concat(parts), slice(before, before + batch.num_tokens)
 
     def summed(self, values: Tensor) -> Tensor:
-        """Return the sum over the data axis, in place. Ranks that compute together have the same values."""
+        """Sum over the data axis in place, and return the result. Values are equal along the other axes."""
         dist.all_reduce(values, group=None if self._mesh is None else self._mesh.get_group("data"))
         return values
 

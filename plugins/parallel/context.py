@@ -1,10 +1,10 @@
-"""Context parallelism: one packed row over several ranks, each of which computes a slice of its tokens.
+"""Context parallelism: a packed row is split over several ranks, and each rank computes a slice of its tokens.
 
-All but attention works on the slice. For attention the ranks exchange: each gets the whole row with a share of the
-heads, and gives back all heads of its slice (DeepSpeed-Ulysses, Jacobs et al. 2023). Results for the tokens of a slice
-are gathered, so that losses see the whole row.
+All layers except attention operate on the slice. For attention an all-to-all gives each rank the complete row with a
+subset of the heads, and a second one returns all heads of its slice (DeepSpeed-Ulysses, Jacobs et al. 2023). Results
+per token are gathered, so that losses see the complete row.
 
-Legend: `C` ranks, `U` places of the row, `S` places of a slice, the last of which may be filled up, `H` query heads,
+Legend: `C` ranks, `U` positions of the row, `S` positions of a slice (the last slice may be padded), `H` query heads,
 `K` key heads, `D` size of a head.
 """
 
@@ -24,7 +24,7 @@ from components.models.packing.row_slices import RowSlices, set_row_slices
 
 
 class ContextSlices(RowSlices):
-    """Slices of the ranks of a group, in their order."""
+    """Slices of a row, one per rank of a group, in the order of the ranks."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """
@@ -35,7 +35,7 @@ class ContextSlices(RowSlices):
 
     @property
     def size(self) -> int:
-        """C."""
+        """Number of ranks."""
         return self.group.size()
 
     @property
@@ -43,27 +43,27 @@ class ContextSlices(RowSlices):
         return True
 
     def own_slice(self, x_1U: Tensor) -> Tensor:
-        """Return this rank's slice [1, S]; 0 where the row is filled up."""
+        """Return this rank's slice [1, S], padded with 0."""
         size = math.ceil(x_1U.shape[1] / self.size)
         filled = pad(x_1U, (0, self.size * size - x_1U.shape[1]))
         return filled.narrow(1, self.group.rank() * size, size)
 
     def own_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments for this rank's slice; the row of `inputs` is sliced from then on."""
+        """Return the model's arguments for this rank's slice. Marks the packed row of `inputs` as sliced."""
         sliced = {name: self.own_slice(inputs[name]) for name in ("input_ids", "position_ids")}
         inputs["packed_row"].slices = self
         return inputs | sliced
 
     def gather(self, x_S: Tensor, places: int) -> Tensor:
-        """Return [U] of all slices. Each rank has the gradient of all of it, and passes on that of its own slice."""
+        """Gather the slices into [U]. In the backward pass each rank keeps the gradient of its own slice."""
         return _Gather.apply(x_S, self.group)[:places]
 
     def to_heads(
         self, query_1HSD: Tensor, key_1KSD: Tensor, value_1KSD: Tensor, places: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the whole row, [1, heads / C, U, D] each, with this rank's heads.
+        """Return query, key and value of the complete row with this rank's heads, [1, heads / C, U, D] each.
 
-        Key heads are repeated until each rank gets as many, those of its query heads.
+        Key and value heads are repeated until C divides their number. Each rank gets those of its query heads.
         """
         repeats = math.lcm(key_1KSD.shape[1], self.size) // key_1KSD.shape[1]
         key_1KSD, value_1KSD = (x.repeat_interleave(repeats, 1) for x in (key_1KSD, value_1KSD))
@@ -75,27 +75,27 @@ class ContextSlices(RowSlices):
         return x_HCSD.flatten(1, 2)[None, :, :places]
 
     def from_heads(self, x_1UHD: Tensor) -> Tensor:
-        """Return [1, S, H, D], all heads of this rank's slice, of the whole row with its heads, [1, U, H / C, D]."""
+        """Return all heads of this rank's slice, [1, S, H, D], from this rank's heads of the row, [1, U, H / C, D]."""
         size = math.ceil(x_1UHD.shape[1] / self.size)
         filled = pad(x_1UHD[0], (0, 0, 0, 0, 0, self.size * size - x_1UHD.shape[1]))
         x_CSHD = _Exchange.apply(filled.unflatten(0, (self.size, size)), self.group)
         return x_CSHD.transpose(0, 1).flatten(1, 2)[None]
 
     def own_heads(self, x_H: Tensor) -> Tensor:
-        """Return this rank's [H / C] of one number per head."""
+        """Return this rank's part [H / C] of a tensor with one number per head."""
         return x_H.chunk(self.size)[self.group.rank()]
 
 
 def slice_rows(model: nn.Module, group: dist.ProcessGroup, tensor: int = 1) -> None:
-    """Let the ranks of a group compute each row of `model` together.
+    """Apply context parallelism to `model`, in place.
 
     Args:
         model: policy or value model.
-        group: the ranks.
-        tensor: number of ranks of the tensor axis, which have a share of the heads each.
+        group: the ranks that share a row.
+        tensor: number of ranks of the tensor axis, each of which has a subset of the heads.
 
     Raises:
-        ValueError: the model's sequences are padded, or its heads or positions cannot be shared.
+        ValueError: the model's sequences are padded, or its heads or positions cannot be split.
     """
     inner: Any = getattr(model, "backbone", model)
     if not packs(inner):
@@ -122,7 +122,7 @@ def slice_rows(model: nn.Module, group: dist.ProcessGroup, tensor: int = 1) -> N
 
 
 class _Exchange(torch.autograd.Function):
-    """Part c goes to rank c; what it sent comes in its place. The gradient goes the same way back."""
+    """All-to-all: sends part c to rank c and receives its part in exchange. The backward pass exchanges gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -138,7 +138,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """[C * S, ...] of [S, ...] on each rank."""
+    """All-gather of [S, ...] to [C * S, ...]."""
 
     @staticmethod
     def forward(ctx: Any, x_S: Tensor, group: dist.ProcessGroup) -> Tensor:

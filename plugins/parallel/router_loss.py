@@ -1,8 +1,8 @@
-"""The load-balancing loss of a mixture of experts: tokens are to be spread over the experts.
+"""Load-balancing loss of a mixture of experts, which spreads tokens evenly over the experts.
 
-Fedus et al. 2021 ("Switch Transformers"), eq. 4 to 6, over all layers together, as transformers computes it.
+Fedus et al. 2021 ("Switch Transformers"), eq. 4 to 6, over all layers jointly, as in transformers.
 
-Legend: `B` sequences, `R` states of a layer that are routed, `E` experts.
+Legend: `B` sequences, `R` routed states of a layer, `E` experts, `K` experts per token.
 """
 
 from __future__ import annotations
@@ -24,25 +24,28 @@ if TYPE_CHECKING:
 
 
 class RouterLoss:
-    """The load-balancing loss of a model, which a dense one has not."""
+    """Load-balancing loss of a model. Dense models have none."""
 
     def __init__(self, model: nn.Module, coefficient: float = 1.0) -> None:
         """
         Args:
             model: policy or value model.
-            coefficient: weight of the loss. 0: only the routers' metrics are added.
+            coefficient: weight of the loss. 0 adds only the routers' metrics.
+
+        Raises:
+            ValueError: the model's configuration does not have the number of experts per token.
         """
         self._routers = find_routers(model)
         self._coefficient = coefficient
         config: Any = getattr(model, "config", None) or getattr(getattr(model, "backbone", None), "config", None)
-        # With a coefficient of 0 a model whose configuration has another name for it goes without metrics.
+        # With a coefficient of 0, a model whose configuration lacks this name trains without router metrics.
         self._top_k = getattr(config.get_text_config(), "num_experts_per_tok", 0) if self._routers.modules else 0
         if coefficient and self._routers.modules and not self._top_k:
             raise ValueError("router_aux_loss_coef: the model's config.json has no num_experts_per_tok; set it to 0")
 
     def added_to(self, loss_fn: LossFunction, minibatch: Batch) -> LossFunction:
-        """Return the loss function of an optimizer step with this loss, in which a micro-batch counts by its share of
-        the rows that the step routes. For a dense model it is the same function.
+        """Return `loss_fn` plus this loss, for one optimizer step. A micro-batch is weighted by its share of the rows
+        that the step routes. For a dense model return `loss_fn` unchanged.
         """
 
         def both(model: nn.Module, micro: Batch, totals: Totals) -> LossOutput:
@@ -60,14 +63,15 @@ class RouterLoss:
 
     @contextmanager
     def watched(self) -> Iterator[list[Tensor]]:
-        """Inside, a list grows by the logits [R, E] of each layer in a forward pass."""
+        """Inside, forward passes append the router logits [R, E] of each layer to the yielded list."""
         seen: list[Tensor] = []
 
         def note(_: nn.Module, __: Any, output: Any) -> None:
             logits = output[self._routers.index] if isinstance(output, tuple) else output
             seen.append(logits.flatten(0, -2))
 
-        # The logits are not to come again when activations are recomputed, which is after this.
+        # The hooks are removed after the forward pass. Otherwise activation checkpointing, which runs the forward pass
+        # again, would append the logits twice.
         handles = [router.register_forward_hook(note) for router in self._routers.modules]
         try:
             yield seen
@@ -76,12 +80,12 @@ class RouterLoss:
                 handle.remove()
 
     def loss(self, logits: Sequence[Tensor], micro: Batch, packed: bool) -> Tensor:
-        """[] float32; K, the experts of a token, where all experts have equal shares, up to E where K have all.
+        """Return the loss, [] float32: K if all experts have equal shares, up to E if the same K have all tokens.
 
         Args:
-            logits: [R, E] of each layer.
-            micro: the sequences that were computed.
-            packed: end to end; otherwise with padding, which is not counted.
+            logits: router logits [R, E] of each layer.
+            micro: the sequences of the forward pass.
+            packed: sequences are concatenated. Otherwise they are padded, and padding is not counted.
         """
         return load_balancing_loss(logits, self._counted(logits, micro, packed), self._top_k)
 
@@ -101,10 +105,10 @@ class RouterLoss:
 
 
 def row_share(micro: Batch, minibatch: Batch) -> float:
-    """Return the share of an optimizer step's routed rows that a micro-batch has.
+    """Return a micro-batch's share of the routed rows of an optimizer step.
 
-    All sequences count, also those without a token to learn: they are routed like the others. Each counts by the
-    tokens that something is predicted from, as transformers weighs them in one batch.
+    All sequences count, also those without a trained token: they are routed like the others. A sequence counts with
+    all tokens but its last, from which nothing is predicted. transformers weights sequences of a batch the same way.
     """
     rows = minibatch.num_tokens - len(minibatch)
     return (micro.num_tokens - len(micro)) / max(1, rows)
@@ -117,15 +121,15 @@ def router_metrics(logits: Sequence[Tensor], counted_R: Tensor, top_k: int) -> d
     They depend on how a batch is cut into micro-batches.
 
     Args:
-        logits: [R, E] of each layer.
-        counted_R: 1 for what counts, 0 for padding.
-        top_k: experts of a token.
+        logits: router logits [R, E] of each layer.
+        counted_R: 1 for states that count, 0 for padding.
+        top_k: number of experts per token.
 
     Returns:
-        router_load_max: assignments of the busiest expert relative to equal shares; 1 to E / K.
-        router_load_min: the same of the idlest expert; 1 to 0.
-        router_imbalance: 0 where all experts have equal shares, 1 where all tokens go to the same K.
-        router_logsumexp: logarithm of the sum of the exponentials of a token's logits, which grows with the logits.
+        router_load_max: assignments of the most used expert relative to an equal share, from 1 to E / K.
+        router_load_min: assignments of the least used expert relative to an equal share, from 1 to 0.
+        router_imbalance: 0 if all experts have equal shares, 1 if all tokens are routed to the same K.
+        router_logsumexp: mean log-sum-exp of a token's logits.
     """
     experts = logits[0].shape[-1]
     rows = counted_R.sum().clamp(min=1)
@@ -143,18 +147,18 @@ def router_metrics(logits: Sequence[Tensor], counted_R: Tensor, top_k: int) -> d
 
 
 def load_balancing_loss(logits: Sequence[Tensor], counted_R: Tensor, top_k: int) -> Tensor:
-    """E times the sum over the experts of (share of assignments) x (mean probability).
+    """Return E times the sum over the experts of (share of assignments) x (mean probability).
 
     Args:
-        logits: [R, E] of each layer.
-        counted_R: 1 for what counts, 0 for padding.
-        top_k: experts of a token.
+        logits: router logits [R, E] of each layer.
+        counted_R: 1 for states that count, 0 for padding.
+        top_k: number of experts per token.
     """
     experts = logits[0].shape[-1]
     assigned_E = torch.zeros(experts, device=counted_R.device)
     probability_E = torch.zeros(experts, device=counted_R.device)
     for logits_RE in logits:
-        # As the router rounds them; sums are float32.
+        # Probabilities keep the router's dtype and so its rounding. Sums are float32.
         probability_RE = logits_RE.softmax(-1)
         chosen_RK = probability_RE.topk(top_k, dim=-1).indices
         assigned_E = assigned_E.index_add(0, chosen_RK.flatten(), counted_R.repeat_interleave(top_k))

@@ -1,11 +1,11 @@
-"""Tensor parallelism: each layer over several ranks, by the plan that transformers has for the model.
+"""Tensor parallelism: each layer is split over several ranks, by transformers' plan of the model.
 
-A column-wise layer has some of the outputs. A row-wise layer takes some of the inputs, and the ranks add up what each
-of them makes of those (Shoeybi et al. 2019, "Megatron-LM"). Between the two, in attention, a rank has its share of the
-heads. Embedding and output layer are cut by tokens of the vocabulary. All ranks have the same states between layers.
+A column-wise layer computes a part of the outputs on each rank. A row-wise layer takes a part of the inputs, and an
+all-reduce sums the results (Shoeybi et al. 2019, "Megatron-LM"). In between, in attention, each rank has a subset of
+the heads. Embedding and output layer are split by vocabulary. Between layers all ranks have the same states.
 
-Parameters become DTensors over the ranks, which `fully_shard` cuts further by rows. Modules compute with plain tensors,
-this rank's parts.
+Parameters become DTensors over the ranks, which `fully_shard` shards further by rows. Modules compute with plain
+tensors: this rank's parts.
 
 Legend: `T` ranks, `K` key heads, `D` size of a head, `V` vocabulary.
 """
@@ -28,22 +28,22 @@ from components.models.vocabulary import set_vocabulary
 from plugins.parallel.vocabulary import CopiedVocabulary, VocabularyPart, own_parts, summed
 
 _COLUMNS, _ROWS, _EACH_HEAD = "colwise", "rowwise", "replicated_with_grad_allreduce"
-"""Styles of transformers' plans; embedding and output layer are found without."""
+"""Styles in transformers' plans. Embedding and output layer are identified without the plan."""
 _KEYS = ("k_proj", "v_proj")
 
 
 def cut_layers(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Let the ranks of a mesh of one axis share the layers of `model`, in place.
+    """Split the layers of `model` over the ranks of a mesh with one axis, in place.
 
-    Key heads that cannot be shared out are computed by all ranks, of which each uses those of its query heads. So is a
-    vocabulary that they do not divide.
+    If the number of ranks does not divide the number of key heads, each rank computes all of them and uses those of its
+    query heads. If it does not divide the vocabulary, each rank computes all logits.
 
     Args:
-        model: policy or value model, on any device, the meta device included.
-        mesh: the ranks.
+        model: policy or value model, on any device, including the meta device.
+        mesh: mesh of the tensor axis.
 
     Raises:
-        ValueError: the model has no plan, or one with more than this computes, or its sizes do not divide.
+        ValueError: the model has no plan, its plan has unsupported styles, or the ranks do not divide its sizes.
     """
     inner: Any = getattr(model, "backbone", model)
     cuts = _Cuts(inner, mesh)
@@ -66,9 +66,9 @@ class _Cuts:
         self._plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
         self._embedding, self._head = model.get_input_embeddings(), model.get_output_embeddings()
         self.placement: dict[nn.Parameter, Placement] = {}
-        """Placements of parameters that are cut; others are whole on all ranks."""
+        """Placements of sharded parameters. All others are replicated."""
         self.forward: dict[nn.Module, Callable[..., Tensor]] = {}
-        """(module, its own forward, group, ...) -> output."""
+        """New forward function of each module: (module, original forward, group, ...) -> output."""
         self._given = f"parallel.tensor={self._size}"
         self._check()
 
@@ -98,7 +98,7 @@ class _Cuts:
             )
 
     def decide(self, name: str, module: Any) -> None:
-        """Note how one module is cut, if it is."""
+        """Record the placement and the forward function of a module that is split."""
         style = self._plan.get(plan_name(name))
         if module is self._embedding or module is self._head:
             self._by_vocabulary(module)
@@ -120,7 +120,7 @@ class _Cuts:
         return getattr(self._text, "num_key_value_heads", None) or self._text.num_attention_heads
 
     def _repeat_keys(self, name: str, module: Any) -> None:
-        """Each rank computes all key heads, and has as many of them as it takes for its query heads."""
+        """Compute all key heads on each rank, and repeat them so that each rank selects those of its query heads."""
         together = math.lcm(self._key_heads, self._size)
         self.forward[module] = partial(_key_heads, heads=self._key_heads, repeats=together // self._key_heads)
         attention: Any = self._model.get_submodule(name.rpartition(".")[0])
@@ -147,12 +147,12 @@ class _Cuts:
 
 
 def plan_name(name: str) -> str:
-    """Return the name of a module in transformers' plans: with a star for the number of a layer."""
+    """Return the name of a module in transformers' plans, which have a star in place of the layer number."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _distribute(model: nn.Module, mesh: DeviceMesh, placement: dict[nn.Parameter, Placement]) -> None:
-    """Make DTensors of all parameters, which stay shared where they are."""
+    """Convert all parameters to DTensors. Parameters that modules share stay shared."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -199,9 +199,9 @@ def _key_heads(
 def _embedding(
     module: nn.Module, forward: Any, group: dist.ProcessGroup, token: Tensor, *, part: VocabularyPart
 ) -> Tensor:
-    own, is_own = part.local(token)
+    place, is_own = part.local(token)
     with own_parts(module):
-        return _Sum.apply(forward(own).masked_fill(~is_own.unsqueeze(-1), 0.0), group)
+        return _Sum.apply(forward(place).masked_fill(~is_own.unsqueeze(-1), 0.0), group)
 
 
 def _head(module: nn.Module, forward: Any, group: dist.ProcessGroup, x: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ def _head(module: nn.Module, forward: Any, group: dist.ProcessGroup, x: Tensor) 
 
 
 class _Spread(torch.autograd.Function):
-    """A tensor that all ranks have and compute different things of: its gradient is the sum of theirs."""
+    """Identity on a replicated tensor that each rank uses differently. The backward pass sums the gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -223,7 +223,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum of what the ranks have. All go on with it alike, so that its gradient is that of each summand."""
+    """All-reduce (sum). All ranks use the result in the same way, so each summand has the gradient of the sum."""
 
     @staticmethod
     def forward(_ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -235,7 +235,10 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """[..., V] of what each rank has of it. All go on with it alike."""
+    """All-gather of the last dimension to [..., V].
+
+    All ranks use the result in the same way, so the backward pass keeps this rank's part of the gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

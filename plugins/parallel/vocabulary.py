@@ -1,6 +1,6 @@
-"""A vocabulary that the ranks of the tensor axis divide: each has the logits of a part of its tokens.
+"""A vocabulary split over the ranks of the tensor axis: each rank computes the logits of a part of the tokens.
 
-Legend: `V` tokens of this rank's part, `M` states that have a label, `K` those of a chunk, `H` numbers of a state.
+Legend: `V` tokens of this rank's part, `M` states with a label, `K` states of a chunk, `H` hidden size.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from components.models.vocabulary import Vocabulary
 
 @contextmanager
 def own_parts(module: nn.Module, *, partial_gradients: bool = False) -> Iterator[None]:
-    """Inside, parameters that are DTensors are this rank's parts.
+    """Inside, replace the DTensors among a module's parameters by this rank's parts.
 
     Args:
-        module: whose own parameters they are.
-        partial_gradients: all ranks have them whole, and the gradients of all ranks add up.
+        module: the module. Its submodules are not changed.
+        partial_gradients: the parameters are replicated, and their gradient is the sum over the ranks.
     """
     parameters: dict[str, Any] = module._parameters
     kept = dict(parameters)
@@ -46,7 +46,7 @@ def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class CopiedVocabulary(Vocabulary):
-    """A vocabulary that the ranks cannot divide, so that each computes all logits."""
+    """A vocabulary whose size the ranks do not divide. Each rank computes all logits."""
 
     @contextmanager
     def weights(self, head: nn.Linear) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -56,21 +56,21 @@ class CopiedVocabulary(Vocabulary):
 
 
 class VocabularyPart(CopiedVocabulary):
-    """The tokens that this rank has the logits of. All ranks have the same states and labels."""
+    """The part of the vocabulary whose logits this rank computes. All ranks have the same states and labels."""
 
     def __init__(self, group: dist.ProcessGroup, first: int, size: int) -> None:
         """
         Args:
-            group: the ranks that divide the vocabulary.
-            first: token of this rank.
-            size: number of its tokens.
+            group: the ranks that share the vocabulary.
+            first: id of this rank's first token.
+            size: number of this rank's tokens.
         """
         self.group = group
         self.first = first
         self.size = size
 
     def local(self, token: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the places of tokens in the part, 0 for those of other ranks, and which tokens are this rank's."""
+        """Return the index of each token in this part (0 outside of it), and the mask of the tokens of this part."""
         place = token - self.first
         is_own = (place >= 0) & (place < self.size)
         return place.where(is_own, 0), is_own
@@ -82,10 +82,10 @@ class VocabularyPart(CopiedVocabulary):
         scale: float,
         with_entropy: bool,  # noqa: ARG002 - it is a by-product
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities and entropies without gathering the logits.
+        """Compute log-probabilities and entropies without gathering the logits.
 
-        With m the largest x of all ranks, s = sum_j exp(x_j - m) and t = sum_j exp(x_j - m) (x_j - m),
-        log p_label = x_label - m - log s and H = log s - t / s. Three numbers a row are summed over the ranks.
+        With m the maximum of x over all ranks, s = sum_j exp(x_j - m) and t = sum_j exp(x_j - m) (x_j - m),
+        log p_label = x_label - m - log s and H = log s - t / s. Three numbers per row are summed over the ranks.
         """
         return _read(logits_KV, label_K, scale, self)
 
@@ -98,7 +98,7 @@ class VocabularyPart(CopiedVocabulary):
         entropy: tuple[Tensor, Tensor] | None,
         log_total_K: Tensor | None,
     ) -> None:
-        """Replace the logits of the part by their gradient."""
+        """Overwrite the logits of this part with their gradient."""
         assert log_total_K is not None
         row_K = torch.arange(len(label_K), device=label_K.device)
         place_K, is_own_K = self.local(label_K)

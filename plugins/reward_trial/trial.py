@@ -1,7 +1,7 @@
-"""Trial of the rewards before a run starts: one real call of each function and server, with rows of the data.
+"""Trial of the rewards before a run starts: one call of each function and server with rows of the data.
 
-The call is made in a process of its own, as in training, and has at least two rows and two lengths of responses. A
-function that does not fit the data, returns one value for many responses, or cannot be loaded is found here.
+The call runs in a separate process, as in training, with at least two rows and responses of two lengths. It detects a
+function that does not fit the data, that returns one value for several responses, or that cannot be loaded.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Rows = Sequence[Mapping[str, Any]]
 
 SERVER_TRIES = 2
+"""Maximum number of tries per server during the trial."""
 
 
 def try_rewards(
@@ -37,17 +38,17 @@ def try_rewards(
     """Call each function and each server of a reward once for each part of the data.
 
     Args:
-        spec: the reward, as `open_reward` takes it.
-        option: its option, for messages.
-        rows: of the data, by what messages call them; parts without rows are left out.
-        settings: of the run.
-        calls_servers: False for a plan, which may be made where the servers cannot be reached.
+        spec: the reward, in the format of `open_reward`.
+        option: name of the option that sets it, for messages.
+        rows: rows of each part of the data, by its name in messages. Parts without rows are skipped.
+        settings: reward settings of the run.
+        calls_servers: False for a plan, which may be made on a machine that cannot reach the servers.
 
     Returns:
-        Notes for the user: what the functions return, what was not tried, and how a sum is logged.
+        Notes for the user: values that the functions return, parts that were not tried, and metrics of a sum.
 
     Raises:
-        ValueError: a function or server fails, or returns what is no reward; the message says what and where.
+        ValueError: a function or server fails, or returns an invalid reward.
     """
     parts = reward_parts(spec)
     notes = list[str]()
@@ -72,13 +73,13 @@ def try_rewards(
 def try_code(
     code: str | RewardCode, option: str, rows: Mapping[str, Rows], settings: RewardSettings | None = None
 ) -> list[str]:
-    """Call a reward function in a process of its own, with rows whose labels are the responses; see `try_rewards`.
+    """Call a reward function in a separate process, with the labels of rows as responses. See `try_rewards`.
 
     Args:
-        code: a file's function, or reward code.
-        option: the option that names it, with its value, for messages.
-        rows: as in `try_rewards`.
-        settings: of the run.
+        code: function of a file, or reward code.
+        option: name and value of the option that sets it, for messages.
+        rows: rows of each part of the data, as in `try_rewards`.
+        settings: reward settings of the run.
     """
     from components.rewards.workers import WorkerReward
 
@@ -89,10 +90,12 @@ def try_code(
             if not part:
                 continue
             chosen = _trial_rows(part)
+            output = None
+            problem = ""
             try:
-                output, problem = _call(function, chosen), ""
+                output = _call(function, chosen)
             except RewardError as error:
-                output, problem = None, str(error)
+                problem = str(error)
             if output is not None and output.failures:
                 problem = f"{function.source} fails: {next(iter(output.failures.values()))}"
             if output is None or problem:
@@ -106,7 +109,7 @@ def try_code(
 
 
 def _refuse_mixed(rows: Rows, where: str) -> None:
-    """Raise ValueError for prompts of which some are text and some chat messages: a function would get both kinds."""
+    """Raise a ValueError if some prompts are text and others are chat messages: a function reads one kind only."""
     first: dict[bool, int] = {}
     for number, row in enumerate(rows):
         first.setdefault(are_messages(row["input"]), number)
@@ -130,7 +133,11 @@ def _described(option: str, where: str, output: RewardOutput) -> list[str]:
 def _try_servers(
     part: str, option: str, rows: Mapping[str, Rows], settings: RewardSettings, calls_servers: bool
 ) -> list[str]:
-    """Send two rows to each server; ValueError if none of them can be used, and a note for each that cannot."""
+    """Send two rows to each server. Return a note for each server that fails.
+
+    Raises:
+        ValueError: all servers fail, or one rejects the request.
+    """
     if not calls_servers:
         return [f"{option}={part} is not called for a plan; a run calls each server once before it starts"]
     from components.rewards.opening import open_reward
@@ -143,7 +150,7 @@ def _try_servers(
             try:
                 for where_rows in filter(None, rows.values()):
                     _call(server, _trial_rows(where_rows))
-            except RefusedError as error:  # another server would be no excuse for a wrong one
+            except RefusedError as error:  # a configuration error, which other servers cannot compensate
                 raise ValueError(f"{option}: called before the start with rows of the data: {error}") from error
             except RewardError as error:
                 problems.append(str(error))
@@ -153,7 +160,7 @@ def _try_servers(
 
 
 def _trial_rows(rows: Rows) -> Rows:
-    """Return the first row of each kind, and at least two."""
+    """Return the first row of each kind, and at least two rows."""
     chosen = [rows[numbers[0]] for numbers in rows_by_kind(rows)]
     if len(chosen) == 1:
         length = len(str(chosen[0]["label"]))
@@ -163,7 +170,7 @@ def _trial_rows(rows: Rows) -> Rows:
 
 
 def _call(source: RewardSource, rows: Rows) -> RewardOutput:
-    """Reward each row's label as the response, one of them with a space more where all have one length."""
+    """Reward the label of each row as its response. If all have the same length, a space is appended to the last."""
     prompts = [str(row["input"]) for row in rows]
     responses = [str(row["label"]) for row in rows]
     if len({len(response) for response in responses}) == 1:

@@ -1,3 +1,3 @@
-"""verl's formats. The recipe verl_ppo, which takes verl's commands, reads its data with it."""
+"""Readers of verl's data formats, for the recipe verl_ppo."""
 
 PROVIDES = {"row format": {"verl": "rows:load_verl_rows", "verl class": "dataset_class:load_class_rows"}}

@@ -1,4 +1,4 @@
-"""Rows that a user's own Dataset class gives, as verl takes one by `data.custom_cls`."""
+"""Rows of a user's Dataset class, which verl's `data.custom_cls` names."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PACKAGE = "pkg://"
-"""Prefix of the name of an importable module, in place of the path of a file."""
+"""Prefix of an importable module's name, which may replace the path of a file."""
 IDS = ("raw_prompt_ids", "input_ids")
-"""Fields with the token ids of the prompt; the first one that a row has counts."""
+"""Fields with the token ids of the prompt. The first field that a row has is used."""
 MESSAGES = "raw_prompt"
 """Field with the prompt as messages."""
 IMAGES = ("multi_modal_data", "multi_modal_inputs")
 """Fields that hold images, videos or audio where they are not empty."""
 NOT_COLUMNS = (*IDS, *IMAGES, MESSAGES, "attention_mask", "position_ids", "dummy_tensor", "full_prompts")
-"""Fields that are no columns of the data."""
+"""Fields that are not columns of the data."""
 KWARGS = ("tools_kwargs", "interaction_kwargs", "need_tools_kwargs")
 """Fields beside `extra_info` that tools and interactions read there."""
 DEFAULTS: Mapping[str, Any] = {
@@ -45,7 +45,7 @@ DEFAULTS: Mapping[str, Any] = {
     "tool_config_path": None,
     "apply_chat_template_kwargs": {},
 }
-"""verl's values of `data.*` that no option of the recipe stands for."""
+"""verl's defaults of keys of `data.*` that no option of the recipe sets."""
 
 
 def load_class_rows(
@@ -61,22 +61,22 @@ def load_class_rows(
     note: Note | None = None,
     **form: Any,
 ) -> list[dict[str, Any]]:
-    """Make a user's dataset of files, and read its rows as `load_verl_rows` gives them.
+    """Create a user's dataset from files, and return its rows in the format of `load_verl_rows`.
 
     Args:
         path: Python file with the class, or `pkg://` and the name of a module.
-        name: the class.
-        files: its data.
-        tokenizer: of the policy.
-        config: what the class gets as its config, beside DEFAULTS.
-        max_rows: maximum number of rows; a class that takes `max_samples` gets it too.
+        name: name of the class.
+        files: data files.
+        tokenizer: tokenizer of the policy.
+        config: config that the class receives, in addition to DEFAULTS.
+        max_rows: maximum number of rows. A class with a parameter `max_samples` receives it too.
         draw: see `load_verl_rows`.
         seed: see `load_verl_rows`.
-        note: is called with a sentence if `max_rows` leaves rows out.
+        note: called with a message if `max_rows` leaves rows out.
         form: fields of a `RowForm`.
 
     Raises:
-        ValueError: the class cannot be loaded or made, or a row of it cannot be used here.
+        ValueError: the class cannot be loaded or created, or one of its rows cannot be used.
     """
     where = f"data.class_path={path}: {name}"
     dataset = _make(_find_class(path, name), where, files, tokenizer, {**DEFAULTS, **config}, max_rows)
@@ -110,16 +110,16 @@ def _find_class(path: str, name: str) -> Any:
             if not file.is_file():
                 raise FileNotFoundError(f"there is no file {file}")
             module = load_file(file)
-        found = getattr(module, name)
+        dataset_class = getattr(module, name)
     except (Exception, SystemExit) as error:
         raise _failed(f"data.class_path={path}: {name} cannot be loaded", error) from error
-    missing = [method for method in ("__len__", "__getitem__") if not hasattr(found, method)]
-    if missing or not inspect.isclass(found):
+    missing = [method for method in ("__len__", "__getitem__") if not hasattr(dataset_class, method)]
+    if missing or not inspect.isclass(dataset_class):
         raise ValueError(
             f"data.class_path={path}: {name} is no Dataset class (it lacks {', '.join(missing) or 'a class'}); derive "
             "it from torch.utils.data.Dataset, with __len__ and __getitem__"
         )
-    return found
+    return dataset_class
 
 
 def _make(
@@ -162,7 +162,7 @@ def _record_of(item: Any, where: str, prompt_key: str, encoder: TextEncoder) -> 
 
 
 def _prompt_of(item: Mapping[str, Any], where: str, prompt_key: str, encoder: TextEncoder) -> Any:
-    """Return the prompt as messages or text. Token ids win over messages that the chat template writes otherwise."""
+    """Return the prompt as messages or text. If token ids and rendered messages differ, the token ids are used."""
     messages = _plain(item.get(MESSAGES))
     ids = _ids_of(item)
     if ids is None:

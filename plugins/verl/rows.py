@@ -1,4 +1,4 @@
-"""Rows of prompts in verl's format: how they are read, and how files of them are written.
+"""Rows of prompts in verl's format, read from files or from data sources of plug-ins.
 
 {"data_source", "prompt": text or messages, "ability", "reward_model": {"style", "ground_truth"}, "extra_info"}
 """
@@ -24,30 +24,30 @@ SOURCE_KEY = "data_source"
 UNKNOWN_SOURCE = "unknown"
 """Data source of a row without that field, as in verl's reward managers."""
 SOURCES = ("data_source", "datasource", "source", "dataset")
-"""Columns that may name where a row is from."""
+"""Columns that may contain the data source of a row."""
 TRUTH_KEY = "reward_model.ground_truth"
-"""Where a row has its label."""
+"""Field with the label of a row."""
 SINGLE_TURN = "single_turn_agent"
 """verl's name of the agent that answers in one turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowForm:
-    """Form of the rows of a run."""
+    """Format of the rows of a run."""
 
     prompt_key: str = "prompt"
     """Field with the prompt."""
     source_key: str = SOURCE_KEY
-    """Field that tells where a row is from; a row may lack the default one."""
+    """Field with the data source of a row. Rows may lack the default field."""
     needs_truth: bool = True
     """A row without a ground truth is an error. Otherwise its label is ""."""
     agents: Collection[str] | None = None
-    """Names of agents that can run a row. A row for another agent, or with tools where SINGLE_TURN is among them, is an
-    error. None: all can."""
+    """Names of agents that can run a row. A row for another agent is an error, and so is a row with tools if
+    SINGLE_TURN is among the names. None allows all."""
     ignored: Collection[str] = ()
-    """Columns that the policy is not to read, although their names have a well-known meaning."""
+    """Columns with a well-known meaning that are ignored on purpose."""
     kept: Collection[str] = ()
-    """Columns that `extra_info` gets too, for agents that read them there."""
+    """Columns that are copied into `extra_info`, for agents that read them there."""
 
 
 def load_verl_rows(
@@ -60,26 +60,26 @@ def load_verl_rows(
     note: Note | None = None,
     **form: Any,
 ) -> list[dict[str, Any]]:
-    """Read rows as `load_rows` gives them, with `extra_info` where a row has it.
+    """Return rows in the format of `load_rows`, with the `extra_info` of rows that have it.
 
     Args:
-        files: each is what `read_records` takes, or `<scheme>:<name>` of a plug-in that draws rows.
-        heldout: the rows are for evaluation: of a task those that are kept for it.
-        max_rows: so many at most.
-        draw: which of them is drawn by `seed`; else they are the first.
-        seed: see `draw`; also draws a task's rows.
-        note: is called with a sentence if `max_rows` leaves rows out.
+        files: sources of `read_records`, or `<scheme>:<name>` of a plug-in that generates rows.
+        heldout: the rows are for evaluation. A task then gives its held-out rows.
+        max_rows: maximum number of rows.
+        draw: choose the rows randomly by `seed` if there are more. Otherwise the first ones are used.
+        seed: seed of `draw`, and of the rows that a task generates.
+        note: called with a message if `max_rows` leaves rows out.
         form: fields of a `RowForm`.
     """
     rows: list[dict[str, Any]] = []
     for name in files:
         if (drawn := data_source(name)) is not None:
             count = max_rows or (HELDOUT_ROWS if heldout else None)
-            found = load_rows(name, heldout=heldout, max_rows=count, seed=seed)
-            # A scorer of all sources of a scheme is called by that, as in `default_functions`.
+            task_rows = load_rows(name, heldout=heldout, max_rows=count, seed=seed)
+            # A scorer of a whole scheme is registered under the scheme's name in `default_functions`, hence the prefix.
             if drawn.scorer == name.partition(":")[0]:
-                found = [{**row, "datasource": f"{drawn.scorer}:{row['datasource']}"} for row in found]
-            rows += found
+                task_rows = [{**row, "datasource": f"{drawn.scorer}:{row['datasource']}"} for row in task_rows]
+            rows += task_rows
             continue
         rows += rows_of_records(read_records(name, label_key=TRUTH_KEY), name, RowForm(**form))
     return limited_rows(rows, max_rows, ", ".join(files), draw=draw, seed=seed, note=note)
@@ -88,7 +88,7 @@ def load_verl_rows(
 def rows_of_records(records: Sequence[Mapping[str, Any]], name: str, form: RowForm) -> list[dict[str, Any]]:
     """Return the rows of records in verl's format; `name` is their source in messages."""
     rows = list[dict[str, Any]]()
-    # Files without the usual column of the data source are scored by the user's function.
+    # Files without the default column of the data source are allowed: the user's function scores them.
     needs_source = form.source_key != SOURCE_KEY or any(SOURCE_KEY in record for record in records)
     for number, record in enumerate(records):
         where = f"{name}, row {number}"
@@ -102,7 +102,7 @@ def rows_of_records(records: Sequence[Mapping[str, Any]], name: str, form: RowFo
 def limited_rows(
     rows: list[dict[str, Any]], most: int | None, source: str, *, draw: bool, seed: int, note: Note | None
 ) -> list[dict[str, Any]]:
-    """Return at most `most` rows: the first ones, or with `draw` some that `seed` draws."""
+    """Return at most `most` rows: the first ones, or with `draw` a random sample by `seed`."""
     first = first_rows(rows, most, source, note)
     return random.Random(seed).sample(rows, len(first)) if draw and len(first) < len(rows) else first
 
@@ -125,7 +125,7 @@ def _row_of(record: Mapping[str, Any], where: str, form: RowForm, needs_source: 
 
 
 def _missing(record: Mapping[str, Any], where: str, field: str, prompt_key: str, source_key: str) -> ValueError:
-    """Return the error for a row that is not verl's: what to set, and the recipe that takes its file."""
+    """Return the error for a row without a required field, with advice on options and on a recipe for such files."""
     prompt, label = likely_keys(record)
     remedies: list[str] = []
     if record.get(prompt_key) is None:

@@ -1,4 +1,7 @@
-"""Stand-ins for modules of verl that users' Dataset classes import, with verl's names and signatures."""
+"""Replacements for the parts of verl that a user's Dataset class imports, for machines without verl.
+
+Names and signatures are verl's.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ from components.data.records import read_records
 
 
 class RLHFDataset(Dataset[dict[str, Any]]):
-    """Base class of users' datasets: the rows of files, with the prompt of each as `raw_prompt`.
+    """Base class of users' datasets: rows of files, with the prompt of each row as `raw_prompt`.
 
-    Long prompts are left out later, by the run itself.
+    The run filters long prompts later.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         self.dataframe = self.maybe_filter_out_long_prompts(self.dataframe)
 
     def maybe_filter_out_long_prompts(self, dataframe: Any = None) -> Any:
-        """Return the rows unchanged: the run leaves long prompts out itself."""
+        """Return the rows unchanged: the run filters long prompts itself."""
         return dataframe
 
     def _build_messages(self, example: dict[str, Any]) -> Any:
@@ -103,7 +106,7 @@ def copy_to_local(src: str, *_: Any, **__: Any) -> str:
     """Return the path of a local file.
 
     Raises:
-        ValueError: it is on HDFS.
+        ValueError: the file is on HDFS.
     """
     if str(src).startswith("hdfs://"):
         raise ValueError(f"{src} is on HDFS; copy it to a local folder")

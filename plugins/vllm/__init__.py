@@ -1,4 +1,4 @@
-"""Rollout engine on vLLM, for GPUs and large models: `rollout.engine=vllm` loads it, or `auto` where it is faster."""
+"""Rollout engine on vLLM, for GPUs and large models. `rollout.engine=vllm` loads it; `auto` does if it is faster."""
 
 PROVIDES = {
     "rollout config": {"vllm": "config:VLLMRolloutConfig"},

@@ -1,7 +1,7 @@
-"""Low-rank adapters in a vLLM engine, which keeps its weights and adds the adapters as it computes.
+"""Low-rank adapters in a vLLM engine, which keeps the base weights and applies the adapters at run time.
 
-So they alone travel after a step. An engine has them from its start, with B at 0, so that a request that begins before
-the first version comes continues with it.
+Only the adapters are sent to the engine after a step. The engine starts with adapters whose B is 0, so that a request
+that starts before the first weight version arrives continues with that version.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from components.weights.publisher import WeightHandle, read_weights
 from plugins.vllm.config import MOST_LORA_RANK
 
 _ID = 1
-"""vLLM's own number for the policy's adapters, of which there is one set."""
+"""Id of the policy's adapters in vLLM. There is only one set."""
 
 
 def adapter_arguments(rank: int) -> dict[str, Any]:
-    """Arguments of vLLM for an engine that holds adapters of this rank; none for 0.
+    """Return the arguments of vLLM for an engine with adapters of this rank. Empty for rank 0.
 
     Raises:
-        ValueError: the rank is higher than vLLM takes.
+        ValueError: the rank is higher than vLLM supports.
     """
     if not rank:
         return {}
@@ -41,7 +41,7 @@ def adapter_arguments(rank: int) -> dict[str, Any]:
 
 
 def adapter_request(folder: str = "at the start", *, reload: bool = False) -> Any:
-    """VLLM's `LoRARequest`: what every request names, and what loads adapters from a folder."""
+    """Return vLLM's `LoRARequest`. Every generation request carries it, and it loads adapters from a folder."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest("policy", _ID, folder, load_inplace=reload)
@@ -49,7 +49,12 @@ def adapter_request(folder: str = "at the start", *, reload: bool = False) -> An
 
 @contextmanager
 def arrived(handle: WeightHandle, with_digests: bool) -> Iterator[tuple[Any, dict[str, str]]]:
-    """A version of adapters as vLLM loads it; with digests: that of each tensor of it."""
+    """Write a version of the adapters to a folder for vLLM; yield the request that loads it, and the tensors' digests.
+
+    Args:
+        handle: handle of the published version.
+        with_digests: compute the digest of each tensor. Otherwise the mapping of digests is empty.
+    """
     digests: dict[str, str] = {}
 
     def arriving() -> Iterator[tuple[str, Tensor]]:
@@ -64,14 +69,14 @@ def arrived(handle: WeightHandle, with_digests: bool) -> Iterator[tuple[Any, dic
 
 @contextmanager
 def no_change(parameters: dict[str, tuple[int, tuple[int, ...]]], rank: int) -> Iterator[Any]:
-    """Adapters that add nothing, as vLLM loads them.
+    """Write adapters that change nothing (B is 0) to a folder for vLLM; yield the request that loads them.
 
     Args:
-        parameters: names and shapes of the model, as `RolloutEngine._parameters` gives them.
-        rank: of the adapters.
+        parameters: names and shapes of the model's parameters, as `RolloutEngine._parameters` returns them.
+        rank: rank of the adapters.
 
     Raises:
-        ValueError: the model has no layer that adapters could be put into.
+        ValueError: the model has no linear layer for adapters.
     """
     layers = [(name, shape) for name, (_, shape) in parameters.items() if ".layers.0." in name and len(shape) == 2]
     if not layers:

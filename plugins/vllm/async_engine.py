@@ -1,7 +1,6 @@
-"""Generation with vLLM request by request, for callers that each wait for their own: agents, and rollouts that continue
-while weights change.
+"""Generation with vLLM request by request: for agents, and for rollouts that continue across weight updates.
 
-Everything here runs in one asyncio loop. vLLM generates in a process of its own.
+Everything in this module runs in one asyncio loop. vLLM generates in a separate process.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from plugins.vllm.options import (
 
 
 class VLLMRequest(Request):
-    """A request on its way: iterate over its pieces as they come, or wait for all of it."""
+    """A request in flight. Iterate over its pieces as they arrive, or wait for the complete result."""
 
     def __init__(self, engine: AsyncVLLMEngine, request_id: str, outputs: AsyncIterator[Any]) -> None:
         self.request_id = request_id
@@ -74,19 +73,19 @@ class VLLMRequest(Request):
         await self.result()
 
     async def result(self) -> Generation:
-        # A caller that stops waiting does not end the request; abort does.
+        # Without the shield, a caller that is cancelled would end the request for all others. `abort` ends it.
         return await asyncio.shield(self._task)
 
     async def abort(self) -> Generation:
         while not self._task.done():
-            # Again, should vLLM not know it yet.
+            # Repeat the abort: vLLM ignores it if the request has not reached its scheduler yet.
             await self._engine.abort(self.request_id)
             await asyncio.wait([self._task], timeout=0.05)
         return await self.result()
 
 
 class AsyncVLLMEngine(AsyncEngine):
-    """vLLM's `AsyncLLM`. Make it with `open`, in the loop that it is used in."""
+    """Engine that runs vLLM's `AsyncLLM`. Create it with `open`, in the asyncio loop that uses it."""
 
     def __init__(self, model_path: str | Path, config: VLLMRolloutConfig, llm: Any) -> None:
         super().__init__()
@@ -106,11 +105,11 @@ class AsyncVLLMEngine(AsyncEngine):
         """Start an engine.
 
         Args:
-            model_path: folder or hub name of a causal model; for the tokens that end a response see end_tokens.py.
-            config: of this engine; it always has a process of its own.
+            model_path: folder or hub name of a causal model. See end_tokens.py for the tokens that end a response.
+            config: configuration of the engine. The engine always runs in a separate process.
         """
         config = config or VLLMRolloutConfig()
-        # Its engine has a process of its own in any case; this way that one needs no further one.
+        # AsyncLLM starts a separate process for its engine in any case. `in_process` avoids a second one inside it.
         prepare_process(config, in_process=True)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -142,12 +141,12 @@ class AsyncVLLMEngine(AsyncEngine):
         return VLLMRequest(self, request_id, outputs)
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its result is what was drawn so far. One that has ended already stays as it is."""
+        """End a request. Its result holds the tokens generated so far. A finished request is not changed."""
         await self._llm.abort(request_id)
 
     async def pause(self) -> None:
-        """Stop between two tokens. Requests wait, new ones too; what they have read so far is forgotten, and read again
-        on `resume`, by the weights that are there then.
+        """Pause generation between two tokens. Running and new requests wait. Their KV cache is discarded; `resume`
+        computes it again with the weights that the engine holds then.
         """
         await self._llm.pause_generation(mode="keep", clear_cache=True)
 
@@ -155,7 +154,7 @@ class AsyncVLLMEngine(AsyncEngine):
         await self._llm.resume_generation()
 
     async def receive(self, handle: WeightHandle, verify: bool = False) -> None:
-        """Copy published weights over the engine's own, between two tokens of the requests in flight; see
+        """Replace the engine's weights by a published version, between two tokens of the requests in flight. See
         `AsyncEngine`.
         """
         async with self._updating:
@@ -167,9 +166,9 @@ class AsyncVLLMEngine(AsyncEngine):
             await self.pause()
             self._damaged = True
             if self.holds_adapters:
-                with arrived(handle, verify) as (request, found):
+                with arrived(handle, verify) as (request, adapter_digests):
                     await self._llm.add_lora(request)
-                digests = [found]
+                digests = [adapter_digests]
             else:
                 digests = await self._llm.collective_rpc("receive_weights", args=(sent_bytes(handle), verify))
             self.received(handle, same_digests(digests) if verify else None)
@@ -178,7 +177,7 @@ class AsyncVLLMEngine(AsyncEngine):
             await self._check_computation(handle)
 
     async def _check_computation(self, handle: WeightHandle | None = None) -> None:
-        """As `VLLMRolloutEngine._check_computation`, beside the requests in flight."""
+        """Check the engine as `VLLMRolloutEngine._check_computation` does, while other requests run."""
         check: Any = self._engine_check
         if check is None or (due := check.next(handle, self._asleep)) is None:
             return
@@ -186,11 +185,11 @@ class AsyncVLLMEngine(AsyncEngine):
         gap_N = check.gap(due, [await self._score(row) for row in rows])
         if check.is_explained(gap_N):
             return
-        # Marks are of all that is computed, so nothing else may be.
+        # Layer marks record all running requests, so they cannot be taken here. The error names no layer.
         raise check.error(due, gap_N, [])
 
     async def _score(self, tokens: list[int]) -> list[float]:
-        """Log-probability of each token but the first."""
+        """Return the log-probability of each token except the first."""
         prompt = {"prompt_token_ids": tokens}
         request_id = f"check-{next(self._ids)}"
         outputs = self._llm.generate(prompt, scoring_parameters(), request_id, lora_request=self._adapters)
@@ -209,9 +208,9 @@ class AsyncVLLMEngine(AsyncEngine):
         return sum(await self._llm.collective_rpc("free_bytes")) - free
 
     async def wake(self, for_weights: bool = False) -> None:
-        if self._asleep and self._can_free() and (wanted := parts_to_wake(for_weights, self._awake)):
-            await self._llm.wake_up(wanted)
-            self._awake |= set(wanted)
+        if self._asleep and self._can_free() and (parts := parts_to_wake(for_weights, self._awake)):
+            await self._llm.wake_up(parts)
+            self._awake |= set(parts)
         self._asleep = self._asleep and for_weights
         await self._check_computation()
 
@@ -221,6 +220,6 @@ class AsyncVLLMEngine(AsyncEngine):
     def close(self) -> None:
         """End vLLM's processes. Requests in flight fail."""
         self._llm.shutdown()
-        # It does so again when it is collected, which fails when that is as late as the interpreter's end.
+        # AsyncLLM calls shutdown again when it is garbage-collected, which fails at interpreter exit.
         self._llm.shutdown = lambda timeout=None: None  # noqa: ARG005
         self._llm = None

@@ -1,4 +1,4 @@
-"""Configuration of a vLLM engine, and the models and temperatures that vLLM takes. Nothing here needs torch or vLLM."""
+"""Configuration of a vLLM engine, and the models and temperatures that vLLM supports. Needs neither torch nor vLLM."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ if TYPE_CHECKING:
     from training.options.rollout_options import RolloutOptions
 
 LARGE_BYTES = 100_000_000
-"""A model's weight files from which on vLLM is the faster one on a CPU too: see docs/benchmarks.md."""
+"""Total size of a model's weight files from which vLLM is faster than hf on a CPU too; see docs/benchmarks.md."""
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Numbers of an attention head for which vLLM 0.32 has kernels on a CPU."""
+"""Sizes of an attention head for which vLLM 0.32 has CPU kernels."""
 CPU_LATENT = 576
-"""Numbers of a latent key (`kv_lora_rank` and `qk_rope_head_dim`) for which vLLM 0.32 has a kernel on a CPU."""
+"""Size of a latent key (`kv_lora_rank` + `qk_rope_head_dim`) for which vLLM 0.32 has a CPU kernel."""
 HOLD_ADAPTERS = ("gemma", "gemma2", "gemma3_text", "glm4", "granite", "llama", "mistral", "phi3", "qwen2", "qwen3")
-"""Families (`model_type`) of whose models vLLM 0.32 adds low-rank adapters to every linear layer but the head."""
+"""Model families (`model_type`) for which vLLM 0.32 applies low-rank adapters to all linear layers except the head."""
 MOST_LORA_RANK = 512
-"""Of adapters that vLLM 0.32 holds."""
+"""Maximum rank of adapters in vLLM 0.32."""
 VLLM_MIN_TEMPERATURE, VLLM_MAX_TEMPERATURE = 0.01, 2.0
-"""Temperatures that vLLM takes as they are, beside 0; it would raise lower ones, and refuses higher ones."""
+"""Range of temperatures, besides 0, that vLLM uses unchanged. It raises lower ones to the minimum and rejects higher
+ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,16 +41,16 @@ class VLLMRolloutConfig(PagedRolloutConfig):
     INSTALL: ClassVar[str] = "bash scripts/setup.sh vllm"
 
     max_model_len: Annotated[int, Range(least=2)] | None = None
-    """Tokens of prompt and completion together, at most. Default: what the model's positions allow."""
+    """Maximum number of tokens of prompt and completion together. Default: number of positions of the model."""
     enable_prefix_caching: bool = True
-    """Read the common beginning of prompts once. Changes speed, not tokens."""
+    """Compute the common prefix of prompts once. Changes the speed, not the tokens."""
     check_every: CountFromZero = 0
-    """Check the engine with the first version of the weights that it receives, and with every so many. 0: never."""
+    """Interval, in weight versions, of the engine check, which also runs on the first version. 0 disables it."""
 
     @classmethod
     def from_options(cls, options: RolloutOptions, setting: RolloutSetting) -> VLLMRolloutConfig:
         """See `RolloutConfig.from_options`."""
-        # Roles that sleep leave a context on the GPU, and a reference model stays.
+        # Not 0.9: a sleeping role keeps its CUDA context on the GPU, and a reference model keeps its weights there.
         shared = 0.7 if setting.learners_sleep else 0.45
         longest = setting.max_prompt_tokens
         return cls(
@@ -97,7 +98,7 @@ class VLLMRolloutConfig(PagedRolloutConfig):
 
 
 def load_fault(config: Mapping[str, Any], on_gpu: bool) -> str:
-    """Return why vLLM cannot sample from a model or receive its weights; empty if it can, or nothing is known of it.
+    """Return why vLLM cannot sample from a model or receive its weights. Empty if it can, or if that is unknown.
 
     Args:
         config: content of the model's config.json, or the part that describes the language model.
@@ -110,7 +111,7 @@ def load_fault(config: Mapping[str, Any], on_gpu: bool) -> str:
 
 
 def head_fault(config: Mapping[str, Any]) -> str:
-    """Return why vLLM cannot sample from a model on a CPU; empty if it can, or nothing is known of it."""
+    """Return why vLLM cannot sample from a model on a CPU. Empty if it can, or if that is unknown."""
     if not {"hidden_size", "num_attention_heads"} <= config.keys():
         return ""
     if rank := config.get("kv_lora_rank"):

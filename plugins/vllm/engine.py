@@ -1,8 +1,8 @@
-"""Generation with vLLM: one batch of prompts in, all completions out.
+"""Generation with vLLM in batches: takes a batch of prompts and returns all completions.
 
-vLLM is the engine for GPUs and for models that are not tiny: it keeps its memory full of sequences, whatever their
-lengths. Tokens do not depend on the number of engines, the order of prompts, or what else is generated: every request
-has a seed of its own. They are other tokens than the hf engine draws from the same seed.
+Use vLLM on GPUs and for models that are not tiny: continuous batching keeps its memory filled, whatever the lengths of
+the sequences. Every request has its own seed, so tokens do not depend on the number of engines, the order of prompts
+or other requests. With the same seed they differ from the tokens of the hf engine.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ from plugins.vllm.options import (
 )
 
 _LOOK_S = 5.0
+"""Interval in seconds of the check that vLLM's process is alive."""
 
 
 class VLLMRolloutEngine(RolloutEngine):
-    """vLLM's `LLM`: in this process, in one beside it, or in one per device."""
+    """Engine that runs vLLM's `LLM` in this process, in a child process, or in one process per device."""
 
     def __init__(self, model_path: str | Path, config: VLLMRolloutConfig | None = None) -> None:
         """
         Args:
-            model_path: folder or hub name of a causal model; for the tokens that end a response see end_tokens.py.
-            config: of this engine.
+            model_path: folder or hub name of a causal model. See end_tokens.py for the tokens that end a response.
+            config: configuration of the engine.
         """
         super().__init__()
         self.config = config or VLLMRolloutConfig()
@@ -60,7 +61,8 @@ class VLLMRolloutEngine(RolloutEngine):
         self._awake: set[str] = set()
         prepare_process(self.config, in_process=not self.config.own_process)
         set_num_threads, dtype = torch.set_num_threads, torch.get_default_dtype()
-        # In this process vLLM would leave behind a seeded generator, another default type, and fixed threads.
+        # vLLM seeds the generator, changes the default dtype and fixes the number of threads. A trainer may share this
+        # process, so all three are restored.
         with torch.random.fork_rng():
             from vllm import LLM
 
@@ -79,18 +81,18 @@ class VLLMRolloutEngine(RolloutEngine):
         """See `RolloutEngine.receive`.
 
         Raises:
-            EngineMismatch: the engine does not compute what the trainer computes with these weights.
+            EngineMismatch: the engine's log-probabilities differ from the trainer's with these weights.
         """
         super().receive(handle, verify)
         self._check_computation(handle)
 
     def wake(self, for_weights: bool = False) -> None:
-        """See `RolloutEngine.wake`. An engine that received weights in its sleep is checked now."""
+        """See `RolloutEngine.wake`. If the engine received weights while asleep, they are checked now."""
         super().wake(for_weights)
         self._check_computation()
 
     def _check_computation(self, handle: WeightHandle | None = None) -> None:
-        """Compare the engine's log-probabilities with the trainer's, if that is due and it is awake."""
+        """Compare the engine's log-probabilities with the trainer's, if a check is due and the engine is awake."""
         check: Any = self._engine_check
         if check is None or (due := check.next(handle, self._asleep)) is None:
             return
@@ -122,20 +124,20 @@ class VLLMRolloutEngine(RolloutEngine):
         step = engine.step
 
         def beating_step() -> Any:
-            outputs = step()  # one token of every request that runs
+            outputs = step()  # generates one token of each running request
             beat()
             return outputs
 
         engine.step = beating_step
         if self.config.own_process:
-            # Should that process be killed, vLLM would wait for its outputs for ever.
+            # vLLM waits without a timeout, so a killed process would hang this one.
             engine.engine_core.outputs_queue.get = partial(_next_outputs, engine.engine_core)
 
     def _load(self, handle: WeightHandle, with_digests: bool) -> dict[str, str]:
         if self.holds_adapters:
-            with arrived(handle, with_digests) as (request, found):
+            with arrived(handle, with_digests) as (request, adapter_digests):
                 self._llm.llm_engine.add_lora(request)
-            digests = [found]
+            digests = [adapter_digests]
         else:
             digests = self._llm.collective_rpc("receive_weights", args=(sent_bytes(handle), with_digests))
         if not self._llm.reset_prefix_cache():
@@ -155,12 +157,12 @@ class VLLMRolloutEngine(RolloutEngine):
         return sum(self._llm.collective_rpc("free_bytes")) - free
 
     def _wake(self, for_weights: bool) -> None:
-        if wanted := parts_to_wake(for_weights, self._awake):
-            self._llm.wake_up(tags=wanted)
-            self._awake |= set(wanted)
+        if parts := parts_to_wake(for_weights, self._awake):
+            self._llm.wake_up(tags=parts)
+            self._awake |= set(parts)
 
     def close(self) -> None:
-        """End vLLM's processes. The process group of this one stays, which vLLM would end: a trainer may be in it."""
+        """End vLLM's processes. Keep this process's group, which vLLM would destroy and a trainer may use."""
         destroy = dist.destroy_process_group
         dist.destroy_process_group = lambda group=None: None  # noqa: ARG005
         try:
@@ -170,7 +172,11 @@ class VLLMRolloutEngine(RolloutEngine):
 
 
 def _next_outputs(client: Any) -> Any:
-    """What vLLM's process has drawn next; its EngineDeadError once there is no such process."""
+    """Return the next outputs of vLLM's process.
+
+    Raises:
+        EngineDeadError: the process has ended (vLLM's error).
+    """
     while True:
         with suppress(Empty):
             return Queue.get(client.outputs_queue, timeout=_LOOK_S)

@@ -1,10 +1,12 @@
-"""What the two vLLM engines share: the environment they start in, their settings, and requests.
+"""Code shared by the two vLLM engines: environment variables, engine arguments, and conversion of requests.
 
-On a CPU three traps of vLLM 0.32 are kept out. Without a size its key-value cache takes all memory. It prefills long
-queues of prompts in chunks, which ends a request with a seed of its own, so chunks are off there. And one process per
-core of a machine is bound to a core by NUMA node, which fails where there is one node, so cores are dealt out here.
+It avoids three problems of vLLM 0.32 on a CPU:
 
-Legend: `B` sequences, `K` most new tokens.
+- Without a configured size the KV cache takes all memory.
+- Long queues of prompts are prefilled in chunks, which ends a request that has its own seed. Chunked prefill is off.
+- vLLM binds processes to cores by NUMA node, which fails on a machine with one node. Cores are assigned here instead.
+
+Legend: `B` sequences, `K` maximum number of new tokens.
 """
 
 from __future__ import annotations
@@ -33,58 +35,62 @@ from plugins.vllm.adapters import adapter_arguments
 from plugins.vllm.config import VLLMRolloutConfig, load_fault
 
 BINDING, OUR_BINDING = "VLLM_CPU_OMP_THREADS_BIND", "TROUPE_VLLM_THREADS_BIND"
-"""Which cores vLLM takes, and what we have set that to."""
+"""Environment variable with the cores that vLLM uses, and the one that records the value set here."""
 BATCHED_TOKENS = 16384
-"""Prompt tokens that are read at the same time; on a CPU at least."""
+"""Number of prompt tokens that are prefilled at the same time. On a CPU this is the minimum."""
 
 
 def prepare_process(config: VLLMRolloutConfig, in_process: bool) -> None:
-    """Set what vLLM reads from the environment when it is imported. What the user has set stays, but for where the
-    engine runs.
+    """Set the environment variables that vLLM reads on import. Values set by the user are kept, except the one that
+    selects the engine's process.
 
     Raises:
-        ValueError: vLLM is not installed, or there are fewer cores than processes of the engine.
-        RuntimeError: it was given a GPU that torch does not find.
+        ValueError: vLLM is not installed, or the engine has more processes than there are cores.
+        RuntimeError: this process was assigned a GPU that torch cannot use.
     """
     if importlib.util.find_spec("vllm") is None:
         raise ValueError("vLLM is not installed; run bash scripts/setup.sh vllm, or choose the engine hf")
     compute_device()
     for name, value in {
-        # On a CPU it warns of what is set here on purpose.
+        # On a CPU vLLM warns about settings that are intended here.
         "VLLM_LOGGING_LEVEL": "WARNING" if torch.cuda.is_available() else "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        # Its workers are started anew: a fork of a process with threads may hang.
+        # A forked process with threads may hang.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }.items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
     if not torch.cuda.is_available() and os.environ.get(BINDING) in (None, os.environ.get(OUR_BINDING)):
-        # Another engine may have been here before; what the user has set stays.
+        # A value equal to OUR_BINDING was set for an earlier engine of this process and is replaced. Any other value
+        # was set by the user and is kept.
         os.environ[BINDING] = os.environ[OUR_BINDING] = _cores(config.tensor_parallel_size)
 
 
 def _cores(processes: int) -> str:
-    """Who is bound to which cores, as vLLM wants it: alone an engine goes where there is room."""
+    """Return the cores of each process in vLLM's format. A single process is not bound."""
     if processes == 1:
         return "nobind"
-    own = sorted(os.sched_getaffinity(0))
-    if len(own) < processes:
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < processes:
         raise ValueError(
-            f"tensor_parallel_size={processes}, but this process may use {len(own)} CPU cores, one for each part of an "
-            f"engine; set at most {len(own)}"
+            f"tensor_parallel_size={processes}, but this process may use {len(cores)} CPU cores, one for each part of "
+            f"an engine; set at most {len(cores)}"
         )
-    share = len(own) // processes
-    return "|".join(",".join(map(str, own[i * share : (i + 1) * share])) for i in range(processes))
+    share = len(cores) // processes
+    return "|".join(",".join(map(str, cores[i * share : (i + 1) * share])) for i in range(processes))
 
 
 def engine_arguments(model_path: str | Path, config: VLLMRolloutConfig, on_gpu: bool | None = None) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `LLM` and `AsyncEngineArgs`.
+    """Return the keyword arguments of vLLM's `LLM` and `AsyncEngineArgs`.
 
     Args:
         model_path: folder or hub name of the model.
-        config: of the engine.
-        on_gpu: it samples there. Default: where there is one.
+        config: configuration of the engine.
+        on_gpu: the engine runs on a GPU. Default: True if a GPU is available.
+
+    Raises:
+        ValueError: vLLM cannot sample from the model, or cannot receive its weights.
     """
     length = positions_of(model_path, config)
     arguments: dict[str, Any] = {
@@ -94,9 +100,9 @@ def engine_arguments(model_path: str | Path, config: VLLMRolloutConfig, on_gpu: 
         "max_num_seqs": config.max_num_seqs,
         "enable_prefix_caching": config.enable_prefix_caching,
         "tensor_parallel_size": config.tensor_parallel_size,
-        # In an actor of Ray vLLM would ask Ray for its processes, which have places of ours.
+        # In a Ray actor vLLM would start its processes through Ray, which conflicts with this job's placement.
         "distributed_executor_backend": "mp" if config.tensor_parallel_size > 1 else None,
-        # Those of the distribution that was drawn from: at the temperature.
+        # Log-probabilities of the distribution that tokens are sampled from, after the temperature is applied.
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": f"{module_of('vllm receiver', 'weights')}.WeightReceiver",
         "skip_tokenizer_init": True,
@@ -106,22 +112,23 @@ def engine_arguments(model_path: str | Path, config: VLLMRolloutConfig, on_gpu: 
         **adapter_arguments(config.lora_rank),
     }
     on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
-    # VLLM would say it at the first prompt, or never.
+    # vLLM would fail at the first prompt, or return wrong log-probabilities without an error.
     if fault := load_fault(model_config(model_path), on_gpu):
         raise ValueError(f"{model_path} cannot be sampled from: {fault}; choose the engine hf")
     if on_gpu:
-        asked, parts = config.gpu_memory_utilization, config.tensor_parallel_size
         return arguments | {
             "max_num_batched_tokens": max(BATCHED_TOKENS, config.max_num_seqs),
             "enforce_eager": config.enforce_eager,
-            "gpu_memory_utilization": free_share(asked, lambda: gpu_memory(parts)),
+            "gpu_memory_utilization": free_share(
+                config.gpu_memory_utilization, lambda: gpu_memory(config.tensor_parallel_size)
+            ),
             "enable_sleep_mode": config.enable_sleep,
         }
     return arguments | {
-        # Without chunks the longest prompt is read as a whole.
+        # Without chunked prefill the longest prompt has to fit into one batch.
         "max_num_batched_tokens": max(BATCHED_TOKENS, length or 0, config.max_num_seqs),
         "enable_chunked_prefill": False,
-        # Compiling takes minutes on a CPU and makes nothing faster.
+        # Compilation takes minutes on a CPU and gives no speed-up.
         "enforce_eager": True,
         "kv_cache_memory_bytes": int(config.cpu_cache_gb * 2**30),
     }
@@ -135,10 +142,11 @@ def model_config(model_path: str | Path) -> dict[str, Any]:
 
 
 def positions_of(model_path: str | Path, config: VLLMRolloutConfig) -> int | None:
-    """Tokens of prompt and completion together: as asked for, and no more than the model has positions for."""
-    known: int | None = model_config(model_path).get("max_position_embeddings")
-    asked = config.max_model_len
-    return min(known, asked) if known and asked else known or asked
+    """Return the maximum number of tokens of prompt and completion together: the smaller of `max_model_len` and the
+    model's number of positions, or None if neither is known.
+    """
+    positions: int | None = model_config(model_path).get("max_position_embeddings")
+    return min(filter(None, (positions, config.max_model_len)), default=None)
 
 
 def parameters_of(model_path: str | Path) -> dict[str, tuple[int, tuple[int, ...]]]:
@@ -148,25 +156,30 @@ def parameters_of(model_path: str | Path) -> dict[str, tuple[int, tuple[int, ...
 
 
 def parts_to_wake(for_weights: bool, awake: set[str]) -> list[str]:
-    """What of an engine that sleeps is to wake, of which some may be awake: each part wakes once."""
+    """Return the parts of a sleeping engine to wake, without those that are awake already.
+
+    Args:
+        for_weights: wake the weights only, not the KV cache.
+        awake: parts that are awake.
+    """
     return sorted(({"weights"} if for_weights else {"weights", "kv_cache"}) - awake)
 
 
 def same_digests(parts: list[dict[str, str]]) -> dict[str, str]:
-    """What all parts of an engine were given; a part that was given something else has none of it right."""
-    return {name: found if all(part.get(name) == found for part in parts) else "" for name, found in parts[0].items()}
+    """Return the digests that all tensor-parallel parts of an engine report. If parts differ, the digest is ""."""
+    return {name: value if all(part.get(name) == value for part in parts) else "" for name, value in parts[0].items()}
 
 
 def sampling_parameters(
     sampling: SamplingConfig, seed: int | None, max_tokens: int, end_tokens: Sequence[int] = ()
 ) -> Any:
-    """VLLM's `SamplingParams` of one request.
+    """Return vLLM's `SamplingParams` of one request.
 
     Args:
-        sampling: how to draw.
-        seed: of this request; greedy ones need none.
-        max_tokens: of this request.
-        end_tokens: that end it, beside those that vLLM finds in the model's generation_config.json.
+        sampling: sampling configuration.
+        seed: seed of this request. Ignored for greedy sampling.
+        max_tokens: maximum number of new tokens of this request.
+        end_tokens: ids of tokens that end the response, in addition to those in the model's generation_config.json.
     """
     from vllm import SamplingParams
 
@@ -190,30 +203,30 @@ def scoring_parameters() -> Any:
 
 
 def prompt_scores(output: Any) -> list[float]:
-    """Log-probability of each token but the first of the prompt of a `RequestOutput`."""
+    """Return the log-probability of each token of a `RequestOutput`'s prompt, except the first."""
     tokens = output.prompt_token_ids[1:]
     return [entry[token].logprob for token, entry in zip(tokens, output.prompt_logprobs[1:], strict=True)]
 
 
 def scored_rows(handle: WeightHandle, positions: int | None) -> list[list[int]]:
-    """Return the sequences of a version's probe, of which an engine with few positions takes the first tokens."""
-    # One token is drawn after the sequence, though it is not used.
+    """Return the sequences of a version's probe, cut to the number of positions of the engine."""
+    # One position is reserved: vLLM generates at least one token, which is discarded.
     return [row[: (positions or len(row) + 1) - 1] for row in handle.probe.tokens]
 
 
 def sent_bytes(handle: WeightHandle) -> bytes:
-    """Pickle a handle for vLLM's processes, which accept no objects of ours. They need no probe."""
+    """Pickle a handle for vLLM's processes, which accept no objects of ours. They do not need its probe."""
     return pickle.dumps(replace(handle, probe=None))
 
 
 def open_check(config: VLLMRolloutConfig) -> Any:
-    """Return the check of an engine, or None where there is none."""
+    """Return the check of an engine, or None if it is disabled."""
     kind = find("engine check", config.NAME) if config.check_every else None
     return kind and kind(config.check_every, config.dtype)
 
 
 def requests(prompts: Batch, sampling: SamplingConfig, end_tokens: Sequence[int] = ()) -> tuple[list[Any], list[Any]]:
-    """Prompts as vLLM takes them, and how each is continued; see `sampling_parameters` for `end_tokens`."""
+    """Return vLLM's prompts and `SamplingParams` of a batch. See `sampling_parameters` for `end_tokens`."""
     seeds = request_seeds(
         sampling.seed, sampling.step, prompts["prompt_id"], prompts["sample_id"], position_B=prompts.lengths
     )
@@ -226,12 +239,12 @@ def requests(prompts: Batch, sampling: SamplingConfig, end_tokens: Sequence[int]
 
 
 def drawn_logprobs(output: Any) -> list[float]:
-    """Log-probability of each token of a `CompletionOutput`."""
+    """Return the log-probability of each token of a `CompletionOutput`."""
     return [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)]
 
 
 def completions(outputs: list[Any], max_new_tokens: int) -> Completions:
-    """What vLLM has drawn, one `CompletionOutput` per prompt."""
+    """Convert vLLM's outputs, one `CompletionOutput` per prompt, to `Completions`."""
     rows = [(list(output.token_ids), drawn_logprobs(output)) for output in outputs]
     length_B = torch.tensor([len(tokens) for tokens, _ in rows], dtype=torch.int64)
 

@@ -1,6 +1,6 @@
-"""Weights of a vLLM engine: the receiver in its worker processes, and the layout that its loader takes.
+"""Weight updates of a vLLM engine: the receiver in its worker processes, and the tensor layout of its loader.
 
-The plug-in vllm loads it, for every model.
+The plug-in vllm loads it for every model.
 """
 
 PROVIDES = {

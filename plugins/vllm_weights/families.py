@@ -36,7 +36,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 
 def sync_fault(config: Mapping[str, Any], on_gpu: bool) -> str:
-    """Return why weights cannot be synchronized to vLLM for a model; empty if they can, or nothing is known of it.
+    """Return why weights of a model cannot be synchronized to vLLM. Empty if they can, or if that is unknown.
 
     Args:
         config: content of config.json, or the part that describes the language model.

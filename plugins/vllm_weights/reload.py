@@ -1,4 +1,4 @@
-"""Corrections of vLLM 0.32's reload of weights, for what it drops without an error.
+"""Corrections of vLLM 0.32's weight reload, which drops some weights without an error.
 
 Legend: `H` attention heads, `h` those of this rank.
 """

@@ -1,6 +1,4 @@
-"""Receiver of weights in vLLM's worker processes. VLLM mixes this class into its own worker, in whichever process that
-runs.
-"""
+"""Weight receiver in vLLM's worker processes. vLLM adds this class as a mixin to its worker class."""
 
 from __future__ import annotations
 
@@ -68,7 +66,8 @@ class WeightReceiver:
             try:
                 yield from arranged(sinks.noted(arriving()), family, self.model_config.model)
             except Exception as error:  # noqa: BLE001 - the error of any carrier is raised below
-                # VLLM cannot load a later version if a reload was interrupted, so this one is completed.
+                # An interrupted reload would leave vLLM unable to load a later version, so the reload is completed and
+                # the error is raised afterwards.
                 errors.append(error)
 
         with experts_packed(model), complete_reload(model, sinks.modules.values()):
@@ -85,12 +84,12 @@ class WeightReceiver:
         self._marks = self._marking.__enter__()
 
     def layer_marks(self) -> dict[str, Tensor]:
-        """End it, and return the marks by group of layers."""
+        """Stop recording marks, and return them by group of layers."""
         self._marking.__exit__(None, None, None)
         return {group: torch.cat(parts) for group, parts in self._marks.items()}
 
     def _repack_head(self) -> None:
-        """Pack a tied head again, which on a CPU is a packed copy of the embeddings that vLLM does not renew."""
+        """Pack a tied head again. On a CPU it is a packed copy of the embeddings, which a reload does not update."""
         head = getattr(self.model_runner.model, "lm_head", None)
         method = getattr(head, "quant_method", None)
         if method is not None and not next(self.model_runner.model.parameters()).is_cuda:

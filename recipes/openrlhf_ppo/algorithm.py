@@ -1,7 +1,8 @@
-"""What makes the algorithm: what a reward becomes, who gets the credit for it, and the two losses.
+"""The algorithm: shaping of rewards, advantage estimation, and the losses of policy and critic.
 
-Change a line here in a copy of the folder, and it is another algorithm. `B` sequences, `N` all tokens end to end;
-entry t of a per-token column is about token t.
+To change the algorithm, edit this file in a copy of the folder.
+
+Legend: `B` sequences, `N` tokens of all sequences. Entry t of a per-token column refers to token t.
 """
 
 import math
@@ -31,7 +32,8 @@ COMPARISONS = {
     "gpg": group_advantages.gpg,
     "grpo_passk": group_advantages.grpo_passk,
 }
-"""What becomes of the rewards of one prompt's responses. `opo` reads their lengths too; other estimators keep them."""
+"""Estimator -> comparison of the rewards of a prompt's responses. `opo` also needs lengths. Other estimators do not
+compare rewards."""
 
 WHITENED = ("gae", "reinforce", "reinforce_baseline")
 """Estimators whose advantages are whitened over the whole step."""
@@ -41,19 +43,19 @@ def add_advantages(experience: Batch, config: PPOConfig, kl_coef: float) -> Batc
     """Add `shaped_reward` [B], `advantage`, `return` and, where it is asked for, `correction`, all [N], to a whole
     step's batch.
     """
-    own, mask_N = config.algorithm, experience["action_mask"]
+    options, mask_N = config.algorithm, experience["action_mask"]
     kl_N = None
-    if config.needs_reference and own.kl_in_reward:
-        kl_N = kl_estimate(experience["logprob"], experience["reference_logprob"], mask_N, own.kl_estimator)
+    if config.needs_reference and options.kl_in_reward:
+        kl_N = kl_estimate(experience["logprob"], experience["reference_logprob"], mask_N, options.kl_estimator)
     shaped_B = shaped_rewards(experience, config)
     reward_N = token_rewards(shaped_B, kl_N, kl_coef, mask_N, experience.lengths)
     if config.needs_critic:
         value_N = experience["value"]
-        advantage_N, return_N = returns.gae(reward_N, value_N, mask_N, experience.lengths, own.gamma, own.lam)
+        advantage_N, return_N = returns.gae(reward_N, value_N, mask_N, experience.lengths, options.gamma, options.lam)
     else:
-        advantage_N = return_N = returns.discounted_returns(reward_N, mask_N, experience.lengths, own.gamma)
-    if own.estimator in WHITENED:
-        advantage_N = returns.whiten(advantage_N, mask_N, scale=own.std_norm)
+        advantage_N = return_N = returns.discounted_returns(reward_N, mask_N, experience.lengths, options.gamma)
+    if options.estimator in WHITENED:
+        advantage_N = returns.whiten(advantage_N, mask_N, scale=options.std_norm)
     experience = experience.with_sequences(shaped_reward=shaped_B)
     experience = experience.with_tokens(advantage=advantage_N, **{"return": return_N})
     return experience.with_tokens(correction=corrections(experience, config)) if config.corrects_loss else experience
@@ -61,34 +63,34 @@ def add_advantages(experience: Batch, config: PPOConfig, kl_coef: float) -> Batc
 
 def shaped_rewards(experience: Batch, config: PPOConfig) -> Tensor:
     """[B] rewards after the penalties on length, the comparison within groups, and the cut to their range."""
-    own, longest = config.algorithm, config.rollout.max_new_tokens
+    options, longest = config.algorithm, config.rollout.max_new_tokens
     reward_B, length_B = experience["reward"], experience.sum_tokens(experience["action_mask"])
-    if own.overlong_buffer is not None:
-        reward_B = overlong_penalty(reward_B, length_B, longest, own.overlong_buffer, own.overlong_penalty)
-    if own.truncated_factor is not None:
-        reward_B = stop_properly_penalty(reward_B, experience["truncated"], own.truncated_factor)
-    if own.estimator == "opo":
+    if options.overlong_buffer is not None:
+        reward_B = overlong_penalty(reward_B, length_B, longest, options.overlong_buffer, options.overlong_penalty)
+    if options.truncated_factor is not None:
+        reward_B = stop_properly_penalty(reward_B, experience["truncated"], options.truncated_factor)
+    if options.estimator == "opo":
         reward_B = group_advantages.opo(reward_B, length_B, experience["prompt_id"])
-    elif own.estimator in COMPARISONS:
-        reward_B = compare_samples(experience, reward_B, COMPARISONS[own.estimator])
-    return reward_B.clamp(*own.reward_range)
+    elif options.estimator in COMPARISONS:
+        reward_B = compare_samples(experience, reward_B, COMPARISONS[options.estimator])
+    return reward_B.clamp(*options.reward_range)
 
 
 def corrections(experience: Batch, config: PPOConfig) -> Tensor:
     """[N] times which each token's loss counts, for what the engine that sampled it computed otherwise."""
     columns = (experience["logprob"], experience["rollout_logprob"], experience["action_mask"], experience.lengths)
-    own, (low, high) = config.algorithm, config.algorithm.correction_range
-    outside = "zero" if own.correction == "icepop" else "clamp"
-    least, most = (0.0, math.inf) if own.correction == "seq-mask" else (low, high)
+    options, (low, high) = config.algorithm, config.algorithm.correction_range
+    outside = "zero" if options.correction == "icepop" else "clamp"
+    least, most = (0.0, math.inf) if options.correction == "seq-mask" else (low, high)
     weight_N = correction.importance_weights(*columns, level="token", low=least, high=most, outside=outside)
-    if own.correction in ("seq-mask", "seq-mask-tis"):
+    if options.correction in ("seq-mask", "seq-mask-tis"):
         weight_N *= correction.rejection_weights(*columns, level="geometric", estimator="k1", low=low, high=high)
     return weight_N
 
 
 def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: PPOConfig, kl_coef: float) -> LossOutput:
     """The surrogate, the KL to the reference where it is part of the loss, and the entropy's reward."""
-    own, mask_N, longest = config.algorithm, micro["action_mask"], config.rollout.max_new_tokens
+    options, mask_N, longest = config.algorithm, micro["action_mask"], config.rollout.max_new_tokens
     output = token_logprobs(model, micro, config.rollout.temperature, with_entropy=True)
     assert output.entropy_N is not None
     weight_N = micro["correction"] if config.corrects_loss else None
@@ -96,14 +98,14 @@ def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: PPOConfi
     policy = reduce_loss(tokens, mask_N, micro.lengths, totals, config.aggregation, longest, weight_N)
     entropy = reduce_loss(policy_losses.entropy_loss(output.entropy_N, mask_N), mask_N, micro.lengths, totals)
     loss, metrics = policy.loss, policy.metrics | entropy.metrics | {"policy_loss": policy.loss.detach()}
-    if own.entropy_coef:
-        loss = loss + own.entropy_coef * entropy.loss
-    if config.needs_reference and not own.kl_in_reward:
-        kl_N = kl_estimate(output.logprob_N, micro["reference_logprob"], mask_N, own.kl_estimator)
+    if options.entropy_coef:
+        loss = loss + options.entropy_coef * entropy.loss
+    if config.needs_reference and not options.kl_in_reward:
+        kl_N = kl_estimate(output.logprob_N, micro["reference_logprob"], mask_N, options.kl_estimator)
         kl = token_mean(kl_N, mask_N, totals.tokens)
         loss = loss + kl_coef * kl
         metrics["kl_loss"] = kl.detach()
-        if own.kl_target is not None:
+        if options.kl_target is not None:
             metrics["kl_sum"] = kl.detach() * totals.tokens
     return LossOutput(loss=loss, metrics=metrics)
 
@@ -129,12 +131,12 @@ class AdaptedKL(ppo_loss.AdaptedKL):
             experience: responses of the step.
             metrics: of the update. The sum of the KL, `actor/kl_sum`, is removed from them.
         """
-        own, mask_N = self.config.algorithm, experience["action_mask"]
+        options, mask_N = self.config.algorithm, experience["action_mask"]
         kl_sum = metrics.pop("actor/kl_sum", 0.0)
-        if own.kl_target is None:
+        if options.kl_target is None:
             return
-        if own.kl_in_reward:
-            kl_N = kl_estimate(experience["logprob"], experience["reference_logprob"], mask_N, own.kl_estimator)
+        if options.kl_in_reward:
+            kl_N = kl_estimate(experience["logprob"], experience["reference_logprob"], mask_N, options.kl_estimator)
             kl = float(sequence_means(kl_N, mask_N, experience.lengths).mean())
         else:
             # A metric of the update is a mean over its optimizer steps, of which each epoch has as many.

@@ -1,7 +1,7 @@
-"""The options of PPO with a critic and reward models, beside the groups that all recipes share.
+"""Options of PPO with a critic and reward models, besides the groups that all recipes share.
 
-`a.b=value` and `--a.b value` mean the same; `--config FILE` reads YAML. OpenRLHF's flags are taken too: the table
-plugins/openrlhf/openrlhf.yaml says which option each of them is. Defaults are OpenRLHF's where it has any.
+`a.b=value` and `--a.b value` mean the same; `--config FILE` reads YAML. OpenRLHF's flags are accepted too: the table
+plugins/openrlhf/openrlhf.yaml maps each flag to an option. Defaults are OpenRLHF's where it has one.
 """
 
 from collections.abc import Collection, Iterator
@@ -24,10 +24,10 @@ GROUPED = ("reinforce_baseline", "rloo", "grpo", "dr_grpo", "opo", "gpg", "grpo_
 UNCLIPPED = ("sapo", "kl_cov", "reinforce")
 """Policy losses without a clip range."""
 SPREAD = ("actor", "critic", "reference", "reward")
-"""Roles that may be spread over machines of their own."""
+"""Roles whose number of machines can be set separately."""
 COUNTS = {role: f"{role}_ranks" for role in SPREAD[:2]} | {role: f"{role}s" for role in SPREAD[2:]}
 COUNTS["rollout"] = "rollout_engines"
-"""Role -> the option that says how many workers it has."""
+"""Role -> option with its number of workers."""
 
 
 @dataclass(kw_only=True)
@@ -35,35 +35,37 @@ class AlgorithmOptions(PPOOptions):
     """Advantage estimator, policy loss, KL penalty and dynamic sampling."""
 
     estimator: Estimator = "gae"
-    """How credit is given: `gae` with a critic; without one `reinforce` (REINFORCE++: whitened returns) and, within
-    each prompt's responses, `reinforce_baseline` (less their mean, whitened), `rloo` (less the mean of the others),
-    `grpo`, `dr_grpo` (less their mean; see loss_aggregation too), `opo` (less their mean by length), `gpg` and
-    `grpo_passk` (the best one's lead); docs/algorithms.md has the formulas."""
+    """Advantage estimator. `gae` uses a critic. Without a critic: `reinforce` (REINFORCE++: whitened returns), and
+    estimators that compare the responses to a prompt: `reinforce_baseline` (minus their mean, whitened), `rloo` (minus
+    the mean of the others), `grpo`, `dr_grpo` (minus their mean; see also loss_aggregation), `opo` (minus their mean
+    weighted by length), `gpg` and `grpo_passk` (lead of the best response). docs/algorithms.md has the formulas."""
     gamma: float = 1.0
     """Discount per token of the response."""
     lam: float = active_when(1.0, estimator=("gae",))
-    """GAE's lambda: 1 is the return minus the value, 0 the one-step error."""
+    """GAE's lambda. With 1 the advantage is the return minus the value, with 0 the one-step TD error."""
     std_norm: bool = active_when(True, estimator=("gae", "reinforce", "reinforce_baseline"))
-    """Whitening scales the advantages of a step to a standard deviation of 1. Otherwise it only centres them."""
+    """Scale the advantages of a step to a standard deviation of 1 when whitening. Otherwise they are only centred."""
     loss_aggregation: Aggregation | None = None
-    """How tokens are weighed. Default: with gspo, sapo and geo_mean seq-mean-token-mean, else token-mean. That of Dr.
-    GRPO is seq-mean-token-sum-norm, which divides by rollout.max_new_tokens."""
+    """Aggregation of token losses. Default: seq-mean-token-mean with gspo, sapo and geo_mean, otherwise token-mean. Dr.
+    GRPO uses seq-mean-token-sum-norm, which divides by rollout.max_new_tokens."""
     kl_coef: NotNegative = 0.01
-    """Weight of the KL penalty to the reference model. 0: no reference role is started."""
+    """Coefficient of the KL penalty to the reference model. With 0 no reference role is started."""
     kl_estimator: KLEstimator = "k1"
     kl_in_reward: bool = active_when(True, kl_coef=True)
     correction: Literal["none", "tis", "icepop", "seq-mask", "seq-mask-tis"] = "none"  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Weigh each token's loss by the policy's probability over that of the engine which sampled it: weights outside of
-    correction_range are cut to it (tis), or 0 (icepop), or cut, and all 0 in a response whose mean ratio is outside
-    (seq-mask-tis), or that without the cut (seq-mask). gspo corrects its ratio instead."""
+    """Importance weight of each token's loss: the policy's probability divided by that of the engine that sampled it.
+    Weights outside correction_range are clamped to it (tis) or set to 0 (icepop). seq-mask-tis clamps them and sets all
+    weights of a response to 0 if its mean ratio is outside; seq-mask does the same without clamping. gspo corrects its
+    ratio instead."""
     filter_range: tuple[float, float] | None = of_plugin("dynamic_sampling", None)
-    """Dynamic sampling: prompts whose responses' mean score is not between the two, the bounds excluded, are replaced
-    until the step is full or the data at its end. Default: every prompt is trained on."""
+    """Dynamic sampling: replace prompts whose mean score is not strictly between the two bounds, until the step is full
+    or the data ends. Default: no prompt is replaced."""
     entropy_coef: NotNegative = 0.0
     reward_range: tuple[float, float] = (-10.0, 10.0)
-    """Rewards, after the comparison within groups, are cut to this range."""
+    """Range to which rewards are clipped, after the comparison within groups."""
     truncated_factor: Annotated[float, Range(most=1)] | None = None
-    """Responses that were cut off: their reward is multiplied by this if it is 0 to 1, replaced by it if negative."""
+    """Factor from 0 to 1 that multiplies the reward of a truncated response. A negative value replaces the reward.
+    Default: no change."""
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
@@ -71,41 +73,41 @@ class AlgorithmOptions(PPOOptions):
         if self.estimator in GROUPED and self.gamma != 1.0:
             yield f"algorithm.gamma={self.gamma}, and algorithm.estimator={self.estimator} has no discount; set gamma=1"
         for name in ("filter_range", "reward_range"):
-            given = getattr(self, name)
-            if given is not None and not given[0] < given[1]:
-                yield f"algorithm.{name}={given[0]} {given[1]}; set the lower bound first"
+            bounds = getattr(self, name)
+            if bounds is not None and not bounds[0] < bounds[1]:
+                yield f"algorithm.{name}={bounds[0]} {bounds[1]}; set the lower bound first"
         if self.kl_target is not None and not self.kl_coef > 0:
             yield f"algorithm.kl_target={self.kl_target} with algorithm.kl_coef={self.kl_coef}; set both above 0"
 
 
 @dataclass(kw_only=True)
 class CriticOptions(Options, group="critic"):
-    """The value function, where algorithm.estimator=gae. What is not named of its optimizer is the policy's."""
+    """The value function, with algorithm.estimator=gae. Optimizer options that are not set are those of the policy."""
 
     path: str | None = None
-    """What it starts from. Default: the first of reward_model.path, else model.path with a new head."""
+    """Initial model of the critic. Default: the first of reward_model.path, or model.path with a new head."""
     value_clip: float = 0.5
-    """It may move a value by this much per step."""
+    """Maximum change of a value per step."""
     warmup_steps: int = 0
-    """It learns alone up to and including this step."""
+    """Number of initial steps in which only the critic is trained."""
     save: bool = False
-    """Save it beside the policy, in checkpoints/step_N/critic."""
+    """Save the critic in checkpoints/step_N/critic."""
     learning_rate: float = 9e-6
     """Peak learning rate."""
     betas: tuple[float, float] | None = None
     """Decay per optimizer step of AdamW's first and second moments."""
     eps: float | None = None
-    """Added to the root of AdamW's second moment."""
+    """Term added to the square root of AdamW's second moment."""
     weight_decay: float | None = None
-    """Decoupled decay per step, in units of the learning rate."""
+    """Decoupled weight decay per step, multiplied by the learning rate."""
     max_grad_norm: float | None = None
-    """Gradients whose global 2-norm is larger are scaled down to it."""
+    """Maximum global 2-norm of the gradients. Larger gradients are scaled down."""
     lr_scheduler: str | None = None
-    """What follows the warm-up, as train.lr_scheduler."""
+    """Learning-rate schedule after the warm-up, as in train.lr_scheduler."""
     lr_warmup_ratio: float | None = None
-    """Share of the run's optimizer steps in which the learning rate rises linearly from 0."""
+    """Fraction of the run's optimizer steps in which the learning rate rises linearly from 0."""
     min_lr_ratio: float | None = None
-    """Where the decay ends, as a share of learning_rate."""
+    """Final learning rate as a fraction of learning_rate."""
 
     def __post_init__(self) -> None:
         self.path = self.path and at_home(self.path)
@@ -113,9 +115,9 @@ class CriticOptions(Options, group="critic"):
 
     @property
     def optimizer(self) -> dict[str, Any]:
-        """What is not as for the policy."""
-        own = {option.name: getattr(self, option.name, None) for option in fields(TrainOptions)}
-        return {name: value for name, value in own.items() if value is not None}
+        """Optimizer options that differ from the policy's."""
+        options = {option.name: getattr(self, option.name, None) for option in fields(TrainOptions)}
+        return {name: value for name, value in options.items() if value is not None}
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
@@ -124,14 +126,14 @@ class CriticOptions(Options, group="critic"):
 
 @dataclass(kw_only=True)
 class RewardModelOptions(Options, group="reward_model"):
-    """Models that score responses, in place of reward.source."""
+    """Reward models, which replace reward.source."""
 
     path: str | None = None
-    """A sequence classifier with one label and the policy's vocabulary; several with commas between."""
+    """Path of a sequence classifier with one label and the policy's vocabulary. Separate several with commas."""
     weights: list[float] | None = None
-    """Weight of each, where there are several. Default: 1 each."""
+    """Weight of each reward model in the sum of their scores. Default: 1 each."""
     normalize: bool = active_when(False, path=True)
-    """Shift and scale their rewards, and the critic's values, by the mean and std in their config.json."""
+    """Normalise rewards and the critic's values by the mean and standard deviation in the models' config.json."""
     value_head_prefix: str = "score"
     """Name of the head's weights in reward models and critics."""
 
@@ -148,11 +150,11 @@ class RewardModelOptions(Options, group="reward_model"):
 
 @dataclass(kw_only=True)
 class PPORewardOptions(RewardOptions):
-    """Source of the rewards, and the limits of reward code and servers."""
+    """Source of the rewards, and limits for reward code and servers."""
 
     heldout_source: str | None = None
-    """Scores held-out responses in place of the reward that is trained on, as `source`. Their mean under that reward
-    is logged beside it, as eval/SOURCE_reward. Default: that reward scores them."""
+    """Reward of held-out responses, in the format of `source`. The mean of the training reward is logged in addition,
+    as eval/SOURCE_reward. Default: the training reward."""
 
 
 @dataclass(kw_only=True)
@@ -160,30 +162,30 @@ class PPOPlacementOptions(PlacementOptions):
     """Workers and devices of each role. Without a GPU every worker is a process on the CPU."""
 
     nodes: Count = 1
-    """Machines, at least: on a cluster roles that need more have more."""
+    """Minimum number of machines. On a cluster more are used if the roles need more."""
     colocate: bool = False
-    """All roles with a model, the engines too, share the devices."""
+    """All roles with a model, including the engines, share devices."""
     colocate_models: bool = active_when(False, colocate=False)
-    """All roles with a model but the engines share devices."""
+    """All roles with a model except the engines share devices."""
     colocate_actor_reference: bool = active_when(False, colocate=False, colocate_models=False)
     """Actor and reference share devices."""
     colocate_critic_reward: bool = active_when(False, colocate=False, colocate_models=False)
     """Critic and reward models share devices."""
     actor_nodes: Count | None = None
-    """Machines over which actor_ranks are spread. Default: all of `nodes`."""
+    """Number of machines over which actor_ranks are spread. Default: `nodes`."""
     critic_ranks: Count | None = None
-    """Processes that train the critic, on all machines. Default: an even share of the devices, as for the actor."""
+    """Number of processes that train the critic, on all machines. Default: an equal share of the devices."""
     critic_nodes: Count | None = None
-    """Machines over which they are spread. Default: all of `nodes`."""
+    """Number of machines over which critic_ranks are spread. Default: `nodes`."""
     reference_nodes: Count | None = None
-    """Machines over which the references are spread. Default: all of `nodes`."""
+    """Number of machines over which the references are spread. Default: `nodes`."""
     rewards: Count | None = None
-    """Instances of the reward. They take devices where there are reward models, and are one process otherwise."""
+    """Number of reward workers. With reward models each takes devices; otherwise the default is one process."""
     reward_nodes: Count | None = None
-    """Machines over which they are spread. Default: all of `nodes`."""
+    """Number of machines over which the reward workers are spread. Default: `nodes`."""
 
     def nodes_of(self, role: str) -> int:
-        """Machines over which a role is spread."""
+        """Return the number of machines over which a role is spread."""
         nodes: int | None = getattr(self, f"{role}_nodes")
         return self.nodes if nodes is None else nodes
 
@@ -198,14 +200,14 @@ class PPOPlacementOptions(PlacementOptions):
 
 @dataclass(kw_only=True)
 class PPOConfig(PPORunOptions):
-    """PPO, REINFORCE++, RLOO and GRPO, in OpenRLHF's shape."""
+    """PPO, REINFORCE++, RLOO and GRPO, structured as in OpenRLHF."""
 
     ADAPTERS: ClassVar = ("openrlhf.train_ppo",)
 
     prompts_per_step: Count = 1024
-    """Prompts of a training step."""
+    """Number of prompts per training step."""
     samples_per_prompt: Count = 1
-    """Responses, or episodes, to each."""
+    """Number of responses (or episodes) sampled per prompt."""
     model: ModelOptions = field(default_factory=lambda: ModelOptions(attn_implementation="auto"))
     reward: PPORewardOptions = field(default_factory=PPORewardOptions)  # pyright: ignore[reportIncompatibleVariableOverride]
     reward_model: RewardModelOptions = field(default_factory=RewardModelOptions)
@@ -228,20 +230,21 @@ class PPOConfig(PPORunOptions):
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         yield from super().faults()
-        own, placement = self.algorithm, self.placement
+        algorithm = self.algorithm
         for role in ("actor", "critic"):
-            count = getattr(placement, COUNTS[role]) or 1
+            count = getattr(self.placement, COUNTS[role]) or 1
             if self.mini_batch_size < count and (role == "actor" or self.needs_critic):
                 yield (
                     f"train.mini_batch_size={self.mini_batch_size} leaves some of the {count} {role} ranks without a "
                     f"response; raise it, or lower placement.{role}_ranks"
                 )
-        if self.samples_per_prompt < 2 and (own.estimator in GROUPED or own.filter_range):
+        if self.samples_per_prompt < 2 and (algorithm.estimator in GROUPED or algorithm.filter_range):
             yield (
-                f"algorithm.estimator={own.estimator} with algorithm.filter_range={own.filter_range} compares the "
-                f"responses to one prompt, but samples_per_prompt={self.samples_per_prompt}; set it to 2 or more"
+                f"algorithm.estimator={algorithm.estimator} with algorithm.filter_range={algorithm.filter_range} "
+                f"compares the responses to one prompt, but samples_per_prompt={self.samples_per_prompt}; set it to 2 "
+                "or more"
             )
-        if own.overlong_buffer is not None and self.agent.func_path:
+        if algorithm.overlong_buffer is not None and self.agent.func_path:
             yield "algorithm.overlong_buffer is about one response, not an episode of agent.func_path; unset one"
 
     def _faults_of_reward(self) -> Iterator[str]:
@@ -261,43 +264,45 @@ class PPOConfig(PPORunOptions):
 
     @property
     def reward_source(self) -> str | None:
-        """Reward code or servers; None where reward models, or an agent's environment, say what a response is worth."""
+        """Reward code or servers. None if reward models or an agent's environment give the rewards."""
         return None if self.reward_model.path else super().reward_source
 
     @property
     def scores_with_experience(self) -> bool:
-        """True if rewards are computed together with the log-probs; False if generation needs them, or makes them."""
+        """True if rewards are computed together with the log-probs, False if generation needs or computes them."""
         return self.filter_range is None and self.agent.func_path is None
 
     @property
     def needs_critic(self) -> bool:
-        """Whether values are learnt."""
+        """True if a critic is trained."""
         return self.algorithm.estimator == "gae"
 
     @property
     def critic_start(self) -> str:
-        """What the critic is loaded from."""
+        """Path of the model from which the critic is loaded."""
         return self.critic.path or next(iter(self.reward_model.paths), self.model.path)
 
     @property
     def aggregation(self) -> Aggregation:
-        """How tokens are weighed in the policy's loss."""
-        own = self.algorithm
-        return own.loss_aggregation or ("seq-mean-token-mean" if own.policy_loss in BY_RESPONSE else "token-mean")
+        """Aggregation of token losses in the policy loss."""
+        usual = "seq-mean-token-mean" if self.algorithm.policy_loss in BY_RESPONSE else "token-mean"
+        return self.algorithm.loss_aggregation or usual
 
     @property
     def corrects_loss(self) -> bool:
-        """Whether the loss of each token has a weight. gspo corrects its ratio instead."""
+        """True if the loss of each token has an importance weight. gspo corrects its ratio instead."""
         return self.algorithm.correction != "none" and self.algorithm.policy_loss != "gspo"
 
     @property
     def old_policy(self) -> str:
-        """Whose log-probabilities the ratio starts from: the trainer's, or the engine's in a corrected gspo."""
+        """Column with the log-probabilities of the old policy: the trainer's, or the engine's in a corrected gspo."""
         corrected = self.algorithm.correction != "none" and not self.corrects_loss
         return "rollout_logprob" if corrected else "logprob"
 
     def optimizer_steps(self, count: int) -> int:
-        """All of mini_batch_size, but at the end of filtered data, where one of a few responses would move as far."""
+        """Return the number of optimizer steps for `count` responses. It is rounded: at the end of filtered data, an
+        additional step with a few responses would change the policy as much as a complete one.
+        """
         return max(round(count / self.mini_batch_size), 1)
 
     @property
@@ -306,31 +311,39 @@ class PPOConfig(PPORunOptions):
         return super().freezes_models or self.reward_model.path is not None
 
     def critic_engine(self, steps: int) -> TrainConfig:
-        """The engine of the critic's ranks, in a run of so many steps."""
+        """Return the configuration of the critic's training engine, for a run of `steps` steps."""
         return replace(self.train_engine(steps), ema_beta=None, lora_path="", **self.critic.optimizer)
 
     def notes(self, set_options: Collection[str]) -> list[str]:
-        """Return notes for the user before the run starts; `set_options` are those that the user has set."""
-        own = self.algorithm
-        found = []
-        if self.needs_reference and own.kl_in_reward == (own.kl_estimator not in ("k1", "abs")):
-            advice = "k1 suits a reward" if own.kl_in_reward else "k2, k3 or one with a + suits a loss"
-            found.append(f"algorithm.kl_estimator={own.kl_estimator}: {advice}")
-        if own.filter_range and self.reward_model.path and own.filter_range == (0.0, 1.0):
-            found.append("algorithm.filter_range is 0 to 1, and the scores of a reward model may be any number")
+        """Return notes for the user that are printed before the run starts.
+
+        Args:
+            set_options: names of the options that the user has set.
+        """
+        algorithm = self.algorithm
+        notes = []
+        if self.needs_reference and algorithm.kl_in_reward == (algorithm.kl_estimator not in ("k1", "abs")):
+            advice = "k1 suits a reward" if algorithm.kl_in_reward else "k2, k3 or one with a + suits a loss"
+            notes.append(f"algorithm.kl_estimator={algorithm.kl_estimator}: {advice}")
+        if algorithm.filter_range and self.reward_model.path and algorithm.filter_range == (0.0, 1.0):
+            notes.append("algorithm.filter_range is 0 to 1, and the scores of a reward model may be any number")
         critics = [f"critic.{option.name}" for option in fields(CriticOptions)]
         critics += ["placement.critic_ranks", "placement.critic_nodes"]
         references = ["placement.reference_nodes", "placement.colocate_actor_reference"]
         clips = ["algorithm.clip_low", "algorithm.clip_high"]
         idle: list[tuple[bool, str, list[str]]] = [
-            (not self.needs_critic, f"algorithm.estimator={own.estimator} trains no critic", critics),
+            (not self.needs_critic, f"algorithm.estimator={algorithm.estimator} trains no critic", critics),
             (not self.needs_reference, "algorithm.kl_coef=0", references),
             (self.is_own_reference, "the policy with its adapters off is the reference", references),
             (not self.reward_model.path, "only reward models take a device", ["placement.colocate_critic_reward"]),
-            (own.policy_loss in UNCLIPPED, f"algorithm.policy_loss={own.policy_loss} clips no ratio", clips),
-            (own.correction == "none", "algorithm.correction=none", ["algorithm.correction_range"]),
+            (
+                algorithm.policy_loss in UNCLIPPED,
+                f"algorithm.policy_loss={algorithm.policy_loss} clips no ratio",
+                clips,
+            ),
+            (algorithm.correction == "none", "algorithm.correction=none", ["algorithm.correction_range"]),
             (self.old_policy != "logprob", "gspo corrects its ratio itself", ["algorithm.correction_range"]),
             (self.evaluation.path is None, "there is no evaluation.path", ["reward.heldout_source"]),
         ]
-        found += without_effect([(is_idle, name, why) for is_idle, why, names in idle for name in names], set_options)
-        return found + super().notes(set_options)
+        notes += without_effect([(is_idle, name, why) for is_idle, why, names in idle for name in names], set_options)
+        return notes + super().notes(set_options)

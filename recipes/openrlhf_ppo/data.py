@@ -1,6 +1,4 @@
-"""The checks of critic and reward models before a run starts. Nothing is imported here that needs torch, before a model
-of the user's own has to be looked at.
-"""
+"""Checks of critic and reward models before a run starts. torch is imported only if a user's model has to be read."""
 
 from collections.abc import Collection
 
@@ -19,21 +17,21 @@ def check_models(config: PPOConfig, absent: Collection[str] = ()) -> list[str]:
     """Check the critic, the reward models and the score of held-out responses before any process starts.
 
     Args:
-        config: of the run.
-        absent: options whose models this machine lacks; a plan is made without them.
+        config: configuration of the run.
+        absent: options whose models are missing on this machine. They are not checked.
 
     Returns:
         The notes of `try_rewards`.
 
     Raises:
-        ValueError: one of them cannot; the message says what to set.
+        ValueError: one of them cannot be used.
     """
-    own, heldout_source = config.reward_model, config.reward.heldout_source
-    for i, path in enumerate(own.paths):
+    heldout_source = config.reward.heldout_source
+    for i, path in enumerate(config.reward_model.paths):
         if {"model.path", f"reward_model.path[{i}]"} & set(absent):
             continue
         check_reward_model(path, "reward_model.path", config.model)
-        if own.normalize and not is_made(path):
+        if config.reward_model.normalize and not is_made(path):
             _check_statistics(path)
     if config.needs_critic and config.critic.path and "critic.path" not in absent:
         check_reader(config.critic.path, "critic.path", config.model)
@@ -41,7 +39,7 @@ def check_models(config: PPOConfig, absent: Collection[str] = ()) -> list[str]:
         check_reward(heldout_source)
     if heldout_source in scorer_names() and config.evaluation.path is not None:
         label = config.evaluation.rows(config.data)[0]["label"]
-        get_scorer(heldout_source)("", label_text(label))  # one that it cannot read is a wrong label_key
+        get_scorer(heldout_source)("", label_text(label))  # raises if label_key names the wrong column
     if heldout_source is None or heldout_source in scorer_names() or config.evaluation.path is None:
         return []
     rows = {"the held-out data": config.evaluation.rows(config.data)}

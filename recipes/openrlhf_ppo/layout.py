@@ -1,4 +1,4 @@
-"""What was left to the machine, filled in: how many workers each role has, who generates, with which attention."""
+"""Resolution of options that depend on the machine: number of workers, generation engine, attention kernels."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,13 +13,13 @@ from .config import COUNTS, SPREAD, PPOConfig
 
 
 def resolved(config: PPOConfig) -> PPOConfig:
-    """The configuration with everything filled in that was left to the machine.
+    """Return the configuration with all options resolved that depend on the machine.
 
     Raises:
-        ConfigError: it asks for what this machine does not have.
+        ConfigError: it needs more cores than this machine has.
     """
-    own = config.placement
-    gpus = detect_devices() and (own.devices_per_node or detect_devices())
+    placement = config.placement
+    gpus = detect_devices() and (placement.devices_per_node or detect_devices())
     temperature, rank = config.evaluation.temperature, config.train.lora_rank
     rollout, _ = config.rollout.chosen(gpus, config.model.path, temperature, lora_rank=rank)
     workers = _workers(config, gpus)
@@ -32,42 +32,40 @@ def resolved(config: PPOConfig) -> PPOConfig:
         rollout=replace(rollout, weight_sync=config.weight_sync(gpus)[0]),
         train=replace(config.train, precision=choose_precision(config.train.precision, gpus)),
         placement=replace(
-            own.with_sleep(gpus, rollout.engine),
+            placement.with_sleep(gpus, rollout.engine),
             nodes=_machines(config, workers, gpus),
             **{COUNTS[role]: count for role, count in workers.items()},
-            **{f"{role}_nodes": own.nodes_of(role) for role in SPREAD},
+            **{f"{role}_nodes": placement.nodes_of(role) for role in SPREAD},
         ),
     )
 
 
 def _workers(config: PPOConfig, gpus: int) -> dict[str, int]:
-    """How many workers each role has. Roles whose number was left open share what the others leave of a machine's
-    devices.
-    """
+    """Return the number of workers of each role. Roles without a configured number share the remaining devices."""
     parts, nodes = groups(config), _nodes(config)
     width = {"rollout": config.rollout.tensor_parallel if gpus else 1}
-    given: dict[str, int | None] = {role: getattr(config.placement, COUNTS[role]) for group in parts for role in group}
-    # Devices on each machine.
-    taken = {role: -(-count * width.get(role, 1) // nodes[role]) for role, count in given.items() if count}
+    counts: dict[str, int | None] = {role: getattr(config.placement, COUNTS[role]) for group in parts for role in group}
+    # Numbers of devices per machine.
+    taken = {role: -(-count * width.get(role, 1) // nodes[role]) for role, count in counts.items() if count}
     named = {group: next((taken[role] for role in group if role in taken), None) for group in parts}
     left = gpus - sum(count or 0 for count in named.values())
     each = max(1, left // max(1, sum(count is None for count in named.values())))
-    found = dict[str, int]()
+    workers = dict[str, int]()
     for group in parts:
+        per_node = named[group] or each
         for role in group:
-            devices = (named[group] or each) * nodes[role]
-            found[role] = given[role] or max(1, devices // width.get(role, 1))
-    return found
+            workers[role] = counts[role] or max(1, per_node * nodes[role] // width.get(role, 1))
+    return workers
 
 
 def _nodes(config: PPOConfig) -> dict[str, int]:
-    """Machines over which each role is spread; the engines are where the actor is."""
-    found = {role: config.placement.nodes_of(role) for role in SPREAD}
-    return found | {"rollout": found["actor"]}
+    """Return the number of machines of each role. The engines are spread over those of the actor."""
+    nodes = {role: config.placement.nodes_of(role) for role in SPREAD}
+    return nodes | {"rollout": nodes["actor"]}
 
 
 def _machines(config: PPOConfig, workers: Mapping[str, int], gpus: int) -> int:
-    """How many there are. OpenRLHF's commands do not say that: on a cluster as many as the roles need."""
+    """Return the number of machines. OpenRLHF's commands do not set it, so on a cluster the roles determine it."""
     named = max(config.placement.nodes, *_nodes(config).values())
     if not gpus or is_here():
         return named
@@ -77,22 +75,22 @@ def _machines(config: PPOConfig, workers: Mapping[str, int], gpus: int) -> int:
 
 
 def groups(config: PPOConfig) -> list[tuple[str, ...]]:
-    """The roles that take devices; those that share some together."""
-    own = config.placement
-    wanted = {
+    """Return the roles that take devices, in groups that share devices."""
+    placement = config.placement
+    needed = {
         "critic": config.needs_critic,
         "reference": config.has_reference_role,
         "reward": config.reward_model.path is not None,
     }
-    roles = tuple(role for role in COUNTS if wanted.get(role, True))
+    roles = tuple(role for role in COUNTS if needed.get(role, True))
     shared: list[tuple[str, ...]] = []
-    if own.colocate:
+    if placement.colocate:
         shared = [roles]
-    elif own.colocate_models:
+    elif placement.colocate_models:
         shared = [tuple(role for role in roles if role != "rollout")]
     else:
-        pairs = [("actor", "reference")] * own.colocate_actor_reference
-        pairs += [("critic", "reward")] * own.colocate_critic_reward
+        pairs = [("actor", "reference")] if placement.colocate_actor_reference else []
+        pairs += [("critic", "reward")] if placement.colocate_critic_reward else []
         shared = [pair for pair in pairs if set(pair) <= set(roles)]
     return shared + [(role,) for role in roles if not any(role in group for group in shared)]
 

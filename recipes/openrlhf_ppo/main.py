@@ -15,33 +15,35 @@ from .layout import groups, resolved
 
 
 def build_job(config: PPOConfig) -> Job:
-    """What runs where, of a configuration with every number of workers filled in."""
-    own, roles = config.placement, f"{__package__}.roles"
-    builder = RLJobBuilder().config(config).node_num(own.nodes)
-    gpus = detect_devices()
-    if gpus:
-        builder.device_per_node(own.devices_per_node or gpus)
+    """Build the job of a resolved configuration: the processes of each role, and their placement."""
+    placement = config.placement
+    roles = f"{__package__}.roles"
+    builder = RLJobBuilder().config(config).node_num(placement.nodes)
+    if gpus := detect_devices():
+        builder.device_per_node(placement.devices_per_node or gpus)
     builder.recovery(config.max_restarts, config.stall_timeout, STOP_GRACE_S, config.placement_timeout)
     builder.trainer(f"{__package__}.trainer:PPOTrainer")
-    nodes = own.nodes_of("actor")
-    builder.actor(f"{roles}.actor:Actor").nnodes(nodes).nproc_per_node((own.actor_ranks or 1) // nodes)
+    nodes = placement.nodes_of("actor")
+    builder.actor(f"{roles}.actor:Actor").nnodes(nodes).nproc_per_node((placement.actor_ranks or 1) // nodes)
     builder.resource(accelerator=1)
     if config.needs_critic:
-        nodes = own.nodes_of("critic")
-        builder.critic(f"{roles}.critic:Critic").nnodes(nodes).nproc_per_node((own.critic_ranks or 1) // nodes)
+        nodes = placement.nodes_of("critic")
+        builder.critic(f"{roles}.critic:Critic").nnodes(nodes).nproc_per_node((placement.critic_ranks or 1) // nodes)
         builder.resource(accelerator=1)
     devices = config.rollout.tensor_parallel
-    builder.rollout(f"{roles}.rollout:Rollout").total(own.rollout_engines or 1)
+    builder.rollout(f"{roles}.rollout:Rollout").total(placement.rollout_engines or 1)
     builder.resource(cpu=devices, accelerator=devices).max_restarts(config.max_restarts)
     reward = f"{roles}.reward:Reward"
+    count, nodes = placement.rewards or 1, placement.nodes_of("reward")
     if config.reward_model.path:
-        frozen_role(builder, Role.REWARD, (reward, f"{reward}Rank"), own.rewards or 1, own.nodes_of("reward"), config)
+        frozen_role(builder, Role.REWARD, (reward, f"{reward}Rank"), count, nodes, config)
     else:
-        builder.reward(reward).total(own.rewards or 1).max_restarts(config.max_restarts)
+        builder.reward(reward).total(count).max_restarts(config.max_restarts)
     builder.resource(accelerator=1 if config.reward_model.path else 0)
     if config.has_reference_role:
         classes = (f"{roles}.reference:Reference", f"{roles}.reference:ReferenceRank")
-        frozen_role(builder, Role.REFERENCE, classes, own.references or 1, own.nodes_of("reference"), config)
+        count, nodes = placement.references or 1, placement.nodes_of("reference")
+        frozen_role(builder, Role.REFERENCE, classes, count, nodes, config)
         builder.resource(accelerator=1)
     for group in groups(config):
         if gpus and len(group) > 1:
@@ -77,14 +79,14 @@ class PPOCommand(PolicyCommand[PPOConfig]):
 
     def models(self, config: PPOConfig) -> dict[str, str]:
         """See `Command.models`."""
-        own = super().models(config)
+        models = super().models(config)
         if config.needs_critic and config.critic.path:
-            own["critic.path"] = config.critic.path
-        # Several reward models are one option.
-        return own | {f"reward_model.path[{i}]": path for i, path in enumerate(config.reward_model.paths)}
+            models["critic.path"] = config.critic.path
+        # reward_model.path may name several models, which are checked and reported separately.
+        return models | {f"reward_model.path[{i}]": path for i, path in enumerate(config.reward_model.paths)}
 
     def check(self, plan: Plan) -> None:
-        """See `PolicyCommand.check`; critic and reward models too."""
+        """See `PolicyCommand.check`. Also checks critic and reward models."""
         super().check(plan)
         plan.notes = [*plan.notes, *check_models(plan.config, plan.absent)]
 

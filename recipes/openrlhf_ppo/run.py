@@ -1,4 +1,4 @@
-"""How this recipe's run differs from others: a role rewards, and roles are reached by stubs."""
+"""The run of this recipe: a reward role computes the rewards, and roles are called through remote_call.py."""
 
 from pathlib import Path
 
@@ -14,36 +14,36 @@ from .config import PPOConfig
 
 
 class PPORun(PolicyRun):
-    """See `PolicyRun`. Rewards are computed together with log-probs, unless they say which prompts stay."""
+    """See `PolicyRun`. Rewards are computed together with log-probs, unless prompts are filtered by them."""
 
     config: PPOConfig  # pyright: ignore[reportIncompatibleVariableOverride] (set once)
 
     def add_rewards(self, rollouts: Batch, heldout: bool = False) -> Batch:
-        """Add `reward`, `score` and whatever else the reward role says of each, unless an agent's environment has."""
+        """Add `reward`, `score` and further columns from the reward role, or from an agent's environment."""
         if self.config.agent.func_path:
             return super().add_rewards(rollouts)
-        found: Batch = remote_call.reward_forward(rollouts, heldout, self.step).result()
-        return rollouts.with_sequences(**found.per_sequence)
+        rewards: Batch = remote_call.reward_forward(rollouts, heldout, self.step).result()
+        return rollouts.with_sequences(**rewards.per_sequence)
 
     def drop_failed_of_step(self, experience: Batch) -> Batch:
-        """Leave out the rollouts whose reward failed, where rewards came with the log-probs."""
+        """Drop the rollouts whose reward failed, if rewards were computed together with the log-probs."""
         if not self.config.scores_with_experience:
-            return experience  # `score` has left them out
+            return experience  # `score` has dropped them already
         return self.failed_rewards.drop_of_step(experience, self.tracker, self.step)
 
     def put_back(self) -> None:
-        """Let the rollouts at hand, whose rewards have failed, wait for the next start of the run, which ends now."""
+        """Save the current rollouts, whose rewards have failed, for the next start. The run ends after this call."""
         self.stream.put_back()
         self.checkpoints.save_unfinished()
 
 
 class PPOCalls(PolicyCalls):
-    """What a run asks of the roles, by the stubs of remote_call.py."""
+    """Calls of a run to its roles, through the functions of remote_call.py."""
 
     config: PPOConfig
 
     def load(self, steps: int) -> None:
-        """Load every model, in parallel; `steps` set the length of schedules."""
+        """Load all models in parallel. `steps` is the length of the learning-rate schedules."""
         path = self.config.model.path
         options = self.config
         loading = [remote_call.rollout_init(path)]
@@ -56,12 +56,12 @@ class PPOCalls(PolicyCalls):
         wait_all(loading)
 
     def generate(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
-        """One response to each prompt, or one episode."""
+        """Sample one response or episode per prompt."""
         parts = prompts.split(min(self.engines, len(prompts)))
         return Batch.concat(remote_call.generate_samples(parts, sampling).result())
 
     def save_state(self, folder: Path) -> None:
-        """Write what training resumes from, and the critic where that is asked for."""
+        """Save the training state, and the critic if critic.save is set."""
         super().save_state(folder)
         if self.config.critic.save:
             RoleGroup(Role.CRITIC).call("save", str(folder / "critic")).result()

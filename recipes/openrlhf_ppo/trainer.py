@@ -1,4 +1,7 @@
-"""The loop: rollouts, rewards and log-probs, advantages, updates, weight sync. `B` responses, `N` all their tokens."""
+"""The training loop: rollouts, rewards and log-probs, advantages, updates, weight sync.
+
+Legend: `B` responses, `N` tokens of all responses.
+"""
 
 from pathlib import Path
 
@@ -20,7 +23,7 @@ class PPOTrainer(BaseTrainer):
     config: PPOConfig
 
     def init(self) -> None:
-        """Read the prompts, load the models, resume from a checkpoint if there is one."""
+        """Read the prompts, load the models, and resume from a checkpoint if there is one."""
         self.kl = AdaptedKL(self.config)
         self.calls = PPOCalls(self, self.config)
         self.policy_run = PPORun(self, self.config, Path(__file__).parent, calls=self.calls, parts={"kl": self.kl})
@@ -32,13 +35,13 @@ class PPOTrainer(BaseTrainer):
         return self.score(rollouts, heldout)
 
     def score(self, rollouts: Batch, heldout: bool = False) -> Batch:
-        """Add `reward` and `score` [B], unless `make_experience` asks for them together with the log-probs."""
+        """Add `reward` and `score` [B], unless `make_experience` computes them together with the log-probs."""
         if self.config.scores_with_experience and not heldout:
             return with_status(rollouts)
         return self.policy_run.score(rollouts, heldout)
 
     def fit(self) -> None:
-        """One training step per batch of rollouts, `samples_per_prompt` of each of `prompts_per_step` prompts."""
+        """Run one training step per batch of rollouts: `samples_per_prompt` for each of `prompts_per_step` prompts."""
         run = self.policy_run
         for rollouts in run.queue(self.make_rollouts, self.score):  # resumes, runs ahead, stops
             with run.phase("experience"):
@@ -46,7 +49,8 @@ class PPOTrainer(BaseTrainer):
                 experience = add_advantages(experience, self.config, self.kl.coef)
             with run.phase("train"):
                 metrics = self.update(experience)  # critic and actor, at the same time
-            # Ahead of training each step's weights have a version of their own, also where they stay as they are.
+            # With generation ahead of training every step publishes a version, even if the weights have not changed:
+            # staleness is counted in versions.
             has_synced = self.is_actor_trained or run.config.asynchronous.ahead > 0
             if has_synced:
                 with run.phase("sync"):
@@ -55,26 +59,26 @@ class PPOTrainer(BaseTrainer):
         run.finish()
 
     def make_experience(self, rollouts: Batch) -> Batch:
-        """Add `reward` and `score` [B], and `logprob`, `value` and `reference_logprob` [N], where needed."""
+        """Add `reward` and `score` [B], and `logprob`, `value` and `reference_logprob` [N], as needed."""
         tokens = rollouts.only("tokens")
-        asked = [remote_call.actor_forward(tokens, self.config.rollout.temperature)]
+        futures = [remote_call.actor_forward(tokens, self.config.rollout.temperature)]
         if "reward" not in rollouts:
-            asked.append(remote_call.reward_forward(rollouts, step=self.policy_run.step - 1))
+            futures.append(remote_call.reward_forward(rollouts, step=self.policy_run.step - 1))
         if self.config.needs_critic:
-            asked.append(remote_call.critic_forward(tokens))
+            futures.append(remote_call.critic_forward(tokens))
         if self.config.needs_reference:
-            asked.append(remote_call.reference_forward(tokens))
+            futures.append(remote_call.reference_forward(tokens))
         try:
-            for future in asked:
-                found: Batch = future.result()
-                rollouts = rollouts.with_tokens(**found.per_token).with_sequences(**found.per_sequence)
+            for future in futures:
+                columns: Batch = future.result()
+                rollouts = rollouts.with_tokens(**columns.per_token).with_sequences(**columns.per_sequence)
             return self.policy_run.drop_failed_of_step(rollouts)
         except RewardError:
             self.policy_run.put_back()
             raise
 
     def update(self, experience: Batch) -> dict[str, float]:
-        """Train critic and actor, and adapt the weight of the KL; returns metrics."""
+        """Train critic and actor, and adapt the KL coefficient. Return the metrics."""
         step = self.policy_run.step
         remote_call.append_experience(experience.without(*experience.objects))
         metrics = {"actor/kl_coef": self.kl.coef} if self.config.needs_reference else {}
@@ -93,5 +97,5 @@ class PPOTrainer(BaseTrainer):
 
     @property
     def is_actor_trained(self) -> bool:
-        """Whether the step at hand trains the policy; with a critic the first steps may not."""
+        """True if the policy is trained in this step: there is no critic, or its warm-up steps are over."""
         return not self.config.needs_critic or self.policy_run.step > self.config.critic.warmup_steps

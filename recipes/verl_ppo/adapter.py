@@ -1,4 +1,4 @@
-"""verl's keys as the options of this recipe: verl.yaml, and here what takes arithmetic."""
+"""Translation of verl's keys to the options of this recipe: verl.yaml, and here the keys that need arithmetic."""
 
 import math
 import re
@@ -19,7 +19,7 @@ from .reward_keys import asks_served_model, read_reward
 ACTOR, ROLLOUT, REFERENCE = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 ESTIMATORS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
-"""Of the KL: names that have another one."""
+"""verl's names of KL estimators -> names here."""
 AXES = {
     "parallel.context": ("ulysses_sequence_parallel_size", "megatron.context_parallel_size"),
     "parallel.expert": ("megatron.expert_model_parallel_size",),
@@ -58,7 +58,7 @@ def compute(keys: Computed) -> None:
 
 
 def read_loss(keys: Computed) -> None:
-    """The policy loss, where verl takes another than the one that is named, or weighs its tokens otherwise."""
+    """Set the policy loss, if verl uses another loss or aggregation than the key names."""
     name, kind = f"{ACTOR}.policy_loss.loss_mode", keys.option("algorithm.policy_loss", "ppo")
     if keys.option("algorithm.bypass") and "algorithm.rollout_correction.bypass_mode" in keys.names:
         loss = "reinforce" if keys.get("algorithm.rollout_correction.loss_type") == "reinforce" else "ppo"
@@ -88,7 +88,7 @@ def read_loss(keys: Computed) -> None:
 
 
 def read_gradients(keys: Computed) -> None:
-    """The largest norm of a gradient: of the optimizer, else the older key of actor and critic."""
+    """Set the maximum gradient norm: from the optimizer's key, or from the older key of actor and critic."""
     for group, owner in (("train", ACTOR), ("critic", "critic")):
         older, newer = f"{owner}.grad_clip", f"{owner}.optim.clip_grad"
         if (norm := keys.get(newer, older)) is None:
@@ -111,7 +111,7 @@ def is_megatron(keys: Computed) -> bool:
 
 
 def read_optimizers(keys: Computed) -> None:
-    """The optimizer, which is AdamW under its names in torch and Megatron."""
+    """Check the optimizer, which must be AdamW under its name in torch or Megatron."""
     # Megatron's adam decouples the weight decay, as AdamW does; torch's Adam does not.
     known = ("AdamW", "adam") if is_megatron(keys) else ("AdamW",)
     for key, name in keys.given.items():
@@ -120,7 +120,7 @@ def read_optimizers(keys: Computed) -> None:
 
 
 def read_critic_config(keys: Computed) -> None:
-    """Other values for the critic's config.json, which are the policy's."""
+    """Check overrides of the critic's config.json, of which only the attention kernels are accepted."""
     group = "critic.model.override_config"
     for name, value in within(keys, group).items():
         if name == "attn_implementation":
@@ -133,7 +133,7 @@ def read_critic_config(keys: Computed) -> None:
 
 
 def elsewhere(keys: Computed) -> Iterator[str]:
-    """What is of another way to train, to sample or to act than those that are here."""
+    """Yield errors for training engines, generation engines and devices that are not supported."""
     name = str(keys.get("config_name", default="")).removesuffix(".yaml")
     parts = [keys.get(f"{ACTOR}.strategy"), keys.get("critic.strategy")]
     if None not in parts and len({part == "megatron" for part in parts}) == 2:
@@ -142,7 +142,7 @@ def elsewhere(keys: Computed) -> Iterator[str]:
             "kind of engine; set both to fsdp2, or both to megatron"
         )
     trains = (keys.get(f"{ACTOR}.strategy"), keys.get("critic.strategy"), keys.get("model_engine"))
-    for other in [str(one) for one in trains if one not in (None, "fsdp", "fsdp2", "dp", "megatron")][:1]:
+    for other in [str(kind) for kind in trains if kind not in (None, "fsdp", "fsdp2", "dp", "megatron")][:1]:
         yield f"{other} (actor_rollout_ref.actor.strategy) {OTHER_ENGINE}"
     if is_megatron(keys):
         keys.notes.append(MEGATRON)
@@ -159,26 +159,26 @@ def elsewhere(keys: Computed) -> Iterator[str]:
 
 
 def read_axes(keys: Computed) -> None:
-    """Ranks that share sequences, experts or layers, of actor and critic alike."""
+    """Set the context, expert and tensor axes, which actor and critic share."""
     for option, names in AXES.items():
-        own = [key for key in keys.given if key.endswith(names) and not key.startswith(REFERENCE)]
-        sizes = {keys.given[key] or 1 for key in own}
+        written = [key for key in keys.given if key.endswith(names) and not key.startswith(REFERENCE)]
+        sizes = {keys.given[key] or 1 for key in written}
         largest = max(sizes, default=1)
         cuts_layers = largest > 1 and option != "parallel.context"
         if cuts_layers and (keys.option("train.lora_rank", 0) or keys.option("train.lora_path")):
             keys.notes.append(
-                f"no effect of {own[0]}={largest}: beside adapters layers are whole, with the same results"
+                f"no effect of {written[0]}={largest}: beside adapters layers are whole, with the same results"
             )
         elif cuts_layers and option == "parallel.tensor" and keys.option("parallel.expert", 1) > 1:
-            keys.notes.append(f"no effect of {own[0]}={largest}: beside experts that ranks share layers are whole")
+            keys.notes.append(f"no effect of {written[0]}={largest}: beside experts that ranks share layers are whole")
         elif largest > 1:
-            keys.put(option, largest, own[0])
+            keys.put(option, largest, written[0])
         if len(sizes) > 1:
             keys.notes.append(f"actor and critic have the largest {names[-1]}, {largest}")
 
 
 def read_data(keys: Computed) -> None:
-    """Files, what becomes of long prompts, and how validation samples."""
+    """Set the data files, the treatment of long prompts, and the sampling of validation."""
     for key, option in (("data.train_files", "data.path"), ("data.val_files", "evaluation.path")):
         if key in keys.given:
             files = keys.given[key] or []
@@ -206,11 +206,11 @@ def read_data(keys: Computed) -> None:
 
 
 def read_batches(keys: Computed) -> None:
-    """Mini-batches, which count prompts there and responses here, and what limits a pass of a process."""
+    """Set the mini-batch sizes (prompts in verl, responses here), and the limits of a forward or backward pass."""
     samples, prompts = keys.option("samples_per_prompt", 1), keys.option("prompts_per_step", 1024)
     for prefix, group in ((ACTOR, "train"), ("critic", "critic")):
         key = f"{prefix}.ppo_mini_batch_size"
-        # verl's own size, where nothing else is known of it.
+        # verl's default, if no mini-batch size is set.
         usual = min(256, prompts) if group == "train" and keys.option("train.mini_batch_size") is None else None
         if (size := keys.get(key, default=usual)) is not None:
             if prompts % size:
@@ -235,7 +235,7 @@ def read_batches(keys: Computed) -> None:
 
 
 def _limit_passes(keys: Computed, options: tuple[str, str], limits: Sequence[tuple[bool, str, str]]) -> None:
-    """By tokens, or by responses, of the longest of which there is room for all; the least of several limits."""
+    """Limit passes by tokens, or by responses of maximum length. The smallest of several limits applies."""
     prompt, response = keys.option("data.max_prompt_tokens", 512), keys.option("rollout.max_new_tokens", 512)
     tokens, counts = list[int](), list[int]()
     for is_dynamic, prefix, other in limits:
@@ -250,7 +250,7 @@ def _limit_passes(keys: Computed, options: tuple[str, str], limits: Sequence[tup
 
 
 def read_models(keys: Computed) -> None:
-    """Precision, offloading and adapters."""
+    """Set precision, offloading and adapters."""
     for group, owner, prefixes in (
         ("train", ACTOR, (f"{ACTOR}.fsdp_config", f"{ACTOR}.megatron")),
         ("critic", "critic", ("critic.model.fsdp_config", "critic.fsdp", "critic.megatron")),
@@ -277,7 +277,7 @@ def read_models(keys: Computed) -> None:
     adapters = ("actor_rollout_ref.model.lora_adapter_path", "actor_rollout_ref.model.lora.adapter_path")
     if path := keys.get(*adapters):
         keys.put("train.lora_path", path, str(keys.name(*adapters)))
-        # As in verl, the adapters' own settings count.
+        # As in verl, rank and alpha of saved adapters replace the options.
         for option, default in (("train.lora_rank", 0), ("train.lora_alpha", 16.0)):
             if keys.option(option) is not None:
                 keys.notes.append(f"no effect of {option}={keys.option(option)}: the adapters at {path} have their own")
@@ -289,17 +289,16 @@ def read_models(keys: Computed) -> None:
 
 
 def read_algorithm(keys: Computed) -> None:
-    """The clip range, and the KL to the reference: off the reward, in the loss, or both."""
+    """Set the clip range, and the KL to the reference: subtracted from the reward, in the loss, or both."""
     for side in ("low", "high"):
-        both, own = f"{ACTOR}.clip_ratio", f"{ACTOR}.clip_ratio_{side}"
-        if (size := keys.get(own, both)) is not None:
-            # Where a ratio is clipped, which is never below 0, all lower bounds below 0 are the same.
+        both, one_side = f"{ACTOR}.clip_ratio", f"{ACTOR}.clip_ratio_{side}"
+        if (size := keys.get(one_side, both)) is not None:
+            # A ratio is never below 0, so all lower bounds below 0 are equivalent.
             is_ratio = keys.option("algorithm.policy_loss") not in ("geo_mean", "dppo_tv", "dppo_kl")
             size = min(size, 1.0) if side == "low" and is_ratio else size
-            keys.put(f"algorithm.clip_{side}", size, own if keys.get(own) is not None else both)
-    control = {"kl_coef": 0.001, "type": "fixed", "target_kl": 0.1, "horizon": 10000} | within(
-        keys, "algorithm.kl_ctrl"
-    )
+            keys.put(f"algorithm.clip_{side}", size, one_side if keys.get(one_side) is not None else both)
+    control = {"kl_coef": 0.001, "type": "fixed", "target_kl": 0.1, "horizon": 10000}
+    control |= within(keys, "algorithm.kl_ctrl")
     coef = keys.get(f"{ACTOR}.kl_loss_coef", default=0.001) if keys.get(f"{ACTOR}.use_kl_loss") else 0.0
     estimator = _estimator(keys, f"{ACTOR}.kl_loss_type", "low_var_kl")
     if keys.get("algorithm.use_pf_ppo"):
@@ -327,15 +326,15 @@ def _estimator(keys: Computed, key: str, usual: str) -> str:
     plain = name.removesuffix("+")
     if plain not in (*ESTIMATORS, "k1", "k2", "k3", "abs"):
         keys.faults.append(f"{key}={name}; use kl (k1), abs, mse (k2) or low_var_kl (k3), maybe with + behind it")
-    return ESTIMATORS.get(plain, plain) + "+" * name.endswith("+")
+    return name.replace(plain, ESTIMATORS.get(plain, plain))
 
 
 def read_correction(keys: Computed) -> None:
-    """Weights for what the engine computed otherwise, under their names of three releases."""
+    """Set the importance weights between policy and engine, from the keys of three releases."""
     group = "algorithm.rollout_correction"
     lower = keys.get(f"{group}.rollout_rs_threshold_lower")
     if lower is not None and keys.option("algorithm.rejection") is not None:  # up to 0.7
-        # There the bounds are of the policy's probability over the engine's, here of the inverse.
+        # verl bounds the policy's probability divided by the engine's, the option here its inverse.
         upper = float(keys.option("algorithm.rejection_threshold", 2.0))
         keys.put("algorithm.rejection_threshold", f"{1 / upper}_{1 / lower}", f"{group}.rollout_rs_threshold")
     level = keys.get(f"{group}.rollout_is")
@@ -352,7 +351,7 @@ def read_correction(keys: Computed) -> None:
     try:
         low, high = [float(part) for part in f"0_{bound}".split("_")[-2:]]
     except ValueError:
-        low, high = math.nan, math.nan
+        low = high = math.nan
     if not 0 <= low < high or level not in ("token", "sequence", "geometric"):
         keys.faults.append(
             f"{group}.rollout_is={level} with rollout_is_threshold={bound}; set token or sequence, and a number above "
@@ -365,7 +364,7 @@ def read_correction(keys: Computed) -> None:
 
 
 def read_run(keys: Computed) -> None:
-    """Who generates, where it continues, and who reads along."""
+    """Set the generation engine, the checkpoint to resume from, and the loggers."""
     engine = keys.get(f"{ROLLOUT}.name")
     if engine not in (None, "sglang", "trtllm"):
         keys.put("rollout.engine", engine, f"{ROLLOUT}.name")
@@ -386,16 +385,14 @@ def read_run(keys: Computed) -> None:
 
 
 def read_pools(keys: Computed) -> None:
-    """Devices of what trains, of engines that have their own, and of a reward model; generation ahead of training."""
+    """Set the pools of training, of separate engines and of a reward model, and generation ahead of training."""
     nodes, devices = keys.option("placement.nodes", 1), keys.option("placement.devices_per_node", 8)
     sampling = keys.get("rollout.nnodes", f"{ROLLOUT}.nnodes", default=0)
     pools, roles = dict[str, list[int]](), dict[str, str]()
     if sampling:
         per_node = keys.get("rollout.n_gpus_per_node", f"{ROLLOUT}.n_gpus_per_node", default=devices)
-        pools, roles = (
-            {"train": [devices] * nodes, "sample": [per_node] * sampling},
-            {"actor": "train", "rollout": "sample"},
-        )
+        pools = {"train": [devices] * nodes, "sample": [per_node] * sampling}
+        roles = {"actor": "train", "rollout": "sample"}
         keys.put("asynchronous.enabled", True, "rollout.nnodes")
     has_pool = keys.get("reward_model.enable_resource_pool", "reward.reward_model.enable_resource_pool")
     if has_pool and not asks_served_model(keys):
@@ -425,7 +422,7 @@ def read_pools(keys: Computed) -> None:
 
 
 def _read_fully_async(keys: Computed) -> None:
-    """The keys of fully_async_policy, whose steps are so many mini-batches long."""
+    """Set the options of verl's fully_async_policy, whose steps consist of several mini-batches."""
     stale = keys.get("async_training.staleness_threshold")
     if stale is None:
         return
@@ -444,15 +441,15 @@ def _read_fully_async(keys: Computed) -> None:
 
 
 def plain_arguments(arguments: Sequence[str]) -> list[str]:
-    """Hydra's way of writing as that of `load_config`: without + before a key, with blanks in mappings, and with the
-    file that --config-path and --config-name name, where it is there.
+    """Convert Hydra's syntax to that of `load_config`: remove + before keys, add blanks in mappings, and replace
+    --config-path and --config-name by the file, if it exists.
     """
     plain = list[str]()
-    for word in with_config_file(arguments):
-        key, equals, value = word.lstrip("+").partition("=")
+    for argument in with_config_file(arguments):
+        key, equals, value = argument.lstrip("+").partition("=")
         if len(value) > 1 and value[0] in "'\"" and value.find(value[0], 1) == len(value) - 1:
-            value = value[1:-1]  # quotes that the shell has left
-        if value.startswith("{") and not {"'", '"'} & set(value):  # Hydra takes {a:1} too
+            value = value[1:-1]  # quotes that the shell has not removed
+        if value.startswith("{") and not {"'", '"'} & set(value):  # Hydra also accepts {a:1}
             value = re.sub(r"([{,]\s*\w+):(?=\S)", r"\1: ", value)
         if key.strip():
             plain.append(f"{key}{equals}{value}")

@@ -58,21 +58,17 @@ def read_agent(keys: Computed) -> None:
         if keys.get(key) not in (None, *known):
             keys.faults.append(f"{key}={keys.get(key)} is not here; set it to {', '.join(known)}")
     arguments = {name: keys.get(f"{TURNS}.{name}") for name in ARGUMENTS}
-    given: dict[str, object] = {
-        name: str(Path(str(keys.get(key))).expanduser().absolute()) for name, key in named.items()
-    }
-    given |= {name: value for name, value in arguments.items() if value is not None}
+    paths = {name: str(Path(str(keys.get(key))).expanduser().absolute()) for name, key in named.items()}
+    set_arguments = {name: value for name, value in arguments.items() if value is not None}
     keys.put("agent.func_path", str(TOOL_AGENT), first)
-    keys.put("agent.arguments", given, first)
+    keys.put("agent.arguments", {**paths, **set_arguments}, first)
     keys.put("agent.rewarded_by", "reward", first)
     _, response = limit_tokens(keys)
     # Up to 0.4 the limit on the policy's turns was max_turns.
-    assistant, user = (
-        keys.get(f"{TURNS}.max_assistant_turns", f"{TURNS}.max_turns"),
-        keys.get(f"{TURNS}.max_user_turns"),
-    )
+    assistant = keys.get(f"{TURNS}.max_assistant_turns", f"{TURNS}.max_turns")
+    user = keys.get(f"{TURNS}.max_user_turns")
     limits = [limit for limit in (assistant, user and user + 1) if limit]
-    # Without a limit on turns verl has that on tokens alone, of which a turn has one at least.
+    # Without a limit on turns verl limits only the tokens. A turn has at least one token.
     keys.put("agent.max_turns", min(limits, default=response), f"{TURNS}.max_assistant_turns")
 
 

@@ -1,7 +1,8 @@
-"""What makes the algorithm: what a reward becomes, who gets the credit for it, and the two losses, each by name.
+"""The algorithm: shaping of rewards, advantage estimation, and the losses of policy and critic.
 
-Change a line here in a copy of the folder, and it is another algorithm. `B` sequences, `N` all tokens end to end;
-entry t of a per-token column is about token t.
+To change the algorithm, edit this file in a copy of the folder.
+
+Legend: `B` sequences, `N` tokens of all sequences. Entry t of a per-token column refers to token t.
 """
 
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from training.roles.ppo_loss import surrogate
 from .config import VerlPPOConfig
 
 EPSILON = 1e-6
-"""What GRPO adds to the deviation of a group."""
+"""Term that GRPO adds to the standard deviation of a group."""
 WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """Estimators whose advantages are whitened over the whole step."""
 
@@ -38,16 +39,20 @@ def with_greedy_rewards(rollouts: Batch, greedy: Batch) -> Batch:
     """Add `greedy_reward` [B], the reward of the greedy response to the same prompt: ReMax's baseline."""
     reward_of = dict(zip(greedy["prompt_id"].tolist(), greedy["reward"].tolist(), strict=True))
     greedy_B = torch.tensor([reward_of[prompt] for prompt in rollouts["prompt_id"].tolist()])
-    # Without a baseline to compare it with, a response is as good as without a reward.
+    # A response whose baseline failed cannot be compared, so it is treated as one without a reward.
     has_none_B = torch.isin(rollouts["prompt_id"], greedy["prompt_id"][greedy["reward_failed"] > 0])
     failed_B = rollouts["reward_failed"].maximum(has_none_B.float())
     return rollouts.with_sequences(greedy_reward=greedy_B, reward_failed=failed_B)
 
 
 def add_advantages(experience: Batch, config: VerlPPOConfig, kl_coef: float) -> Batch:
-    """Add `shaped_reward` [B], `advantage`, `return` and, where it is asked for, `correction`, all [N], to a whole
-    step's batch. Tokens that `rollout_rs` rejects are taken out of its `action_mask` once their responses have been
-    rewarded, so that what they earned themselves is in no return; `sampled_mask` is what it was.
+    """Add `shaped_reward` [B], `advantage` [N], `return` [N] and, if configured, `correction` [N] to a step's batch.
+
+    Tokens that `rollout_rs` rejects are removed from `action_mask` after the rewards are assigned, so that their
+    rewards are in no return. `sampled_mask` keeps the original mask.
+
+    Raises:
+        ValueError: all tokens of the step are rejected.
     """
     own, lengths_B = config.algorithm, experience.lengths
     kl_N = kl_of(experience, config) if own.kl_in_reward and config.needs_reference else None
@@ -81,7 +86,7 @@ def add_advantages(experience: Batch, config: VerlPPOConfig, kl_coef: float) -> 
 
 
 def energy(experience: Batch, config: VerlPPOConfig) -> Tensor:
-    """[N] 1 - 2 p + sum_v p_v^2 of each token, of the policy before the step, times its squared weight."""
+    """Return 1 - 2 p + sum_v p_v^2 of each token [N] under the policy before the step, times its squared weight."""
     logprob_N = experience["logprob"]
     # At half the temperature T log p is 2 x / T - log sum_v exp(2 x_v / T).
     squares_N = (2 * logprob_N - experience["sharp_logprob"]).exp()
@@ -90,7 +95,7 @@ def energy(experience: Batch, config: VerlPPOConfig) -> Tensor:
 
 
 def compared(experience: Batch, reward_B: Tensor, config: VerlPPOConfig) -> Tensor:
-    """[B] what rewards are worth beside those of the same prompt's other responses."""
+    """Return rewards [B] relative to those of the other responses to the same prompt."""
     own = config.algorithm
     name = own.estimator
     if config.samples_per_prompt == 1:
@@ -125,18 +130,18 @@ def compared(experience: Batch, reward_B: Tensor, config: VerlPPOConfig) -> Tens
 
 
 def kl_of(experience: Batch, config: VerlPPOConfig) -> Tensor:
-    """[N] estimates of the KL to the reference, as they come off the reward."""
+    """Return the estimates [N] of the KL to the reference that are subtracted from the reward."""
     columns = (experience[config.old_policy], experience["reference_logprob"], sampled(experience))
     return kl_estimate(*columns, config.algorithm.kl_estimator)
 
 
 def sampled(experience: Batch) -> Tensor:
-    """[N] True where the policy produced the token, also where it is not learnt from."""
+    """Return the mask [N] of tokens that the policy sampled, including rejected ones."""
     return experience["sampled_mask" if "sampled_mask" in experience else "action_mask"]
 
 
 def correct(experience: Batch, config: VerlPPOConfig) -> Batch:
-    """Without the tokens that `rejection` leaves out, and with the weights `correction` [N] that are asked for."""
+    """Add the importance weights `correction` [N], and remove rejected tokens from `action_mask`, as configured."""
     own, mask_N = config.algorithm, experience["action_mask"]
     if own.correction == "none" and not own.rejection:
         return experience
@@ -159,7 +164,7 @@ def correct(experience: Batch, config: VerlPPOConfig) -> Batch:
 
 
 def mean_weight(weight_N: Tensor, experience: Batch, level: str) -> Tensor:
-    """The mean over tokens, or where every token of a sequence has its weight, over sequences."""
+    """Return the mean weight over tokens, or over sequences if weights are per sequence."""
     mask_N = experience["action_mask"]
     if level == "token":
         return weight_N[mask_N].mean()
@@ -168,12 +173,12 @@ def mean_weight(weight_N: Tensor, experience: Batch, level: str) -> Tensor:
 
 
 def of_all(totals: Totals) -> Totals:
-    """Sequences of which all tokens were rejected count in means over sequences, as 0."""
+    """Return totals in which sequences without any accepted token count as 0 in means over sequences."""
     return replace(totals, sequences=totals.rows)
 
 
 def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: VerlPPOConfig) -> LossOutput:
-    """The surrogate, less the entropy's reward, and with the KL to the reference where it is part of the loss."""
+    """Compute the surrogate loss with the entropy bonus and, if configured, the KL to the reference."""
     own, mask_N = config.algorithm, micro["action_mask"]
     output = token_logprobs(model, micro, config.rollout.temperature, with_entropy=True)
     assert output.entropy_N is not None
@@ -206,14 +211,14 @@ def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: VerlPPOC
         kl = mean(TokenLoss(kl_N, {}))
         loss = loss + kl_coef * kl.loss
         metrics["kl_loss"] = kl.loss.detach()
-    if own.bypass:  # else another pass has measured it
+    if own.bypass:  # otherwise it is measured from the old log-probabilities
         gap_N = (output.logprob_N.detach() - micro["rollout_logprob"]).abs()
         metrics["engine_gap"] = token_mean(gap_N, mask_N, totals.tokens)
     return LossOutput(loss=loss, metrics=metrics)
 
 
 def value_loss(model: nn.Module, micro: Batch, totals: Totals, config: VerlPPOConfig) -> LossOutput:
-    """Squared error to the returns, clipped around the values of the step's start."""
+    """Compute the squared error to the returns, clipped around the values at the start of the step."""
     own, mask_N = config.critic, micro["action_mask"]
     values = (token_values(model, micro), micro["value"], micro["return"], mask_N)
     tokens = clipped_value_loss(*values, clip=own.value_clip)
@@ -223,12 +228,12 @@ def value_loss(model: nn.Module, micro: Batch, totals: Totals, config: VerlPPOCo
 
 
 class AdaptedKL(ppo_loss.AdaptedKL):
-    """The weight of the KL in the reward."""
+    """Adaptive coefficient of the KL in the reward."""
 
     config: VerlPPOConfig
 
     def adapt(self, experience: Batch) -> dict[str, float]:
-        """Adapt the weight to the KL of a step; returns metrics."""
+        """Adapt the coefficient to the KL of a step. Return metrics."""
         if not self.config.algorithm.kl_in_reward or not self.config.needs_reference:
             return {}
         kl_N = kl_of(experience, self.config)
@@ -239,19 +244,21 @@ class AdaptedKL(ppo_loss.AdaptedKL):
 
 
 def minibatches(experience: Batch, config: VerlPPOConfig, part: str, step: int) -> list[Tensor]:
-    """Indices of each optimizer step of "actor" or "critic", in order, or shuffled by (seed, step, epoch), of all
-    responses or as many drawn by their rewards; without those of which all tokens were rejected.
+    """Return the response indices of each optimizer step of "actor" or "critic".
+
+    Responses are in order, shuffled by (seed, step, epoch), or resampled by their rewards. Optimizer steps whose
+    tokens are all rejected are left out.
     """
     own, count, rule = config.trained(part), len(experience), config.algorithm.resample
-    # All of the same size, but at the end of filtered data, where a step of a few responses would move as far.
+    # The number is rounded: an additional step with a few responses would change the model as much as a complete one.
     parts = max(round(count / config.size_of(part)), 1)
-    found = [chosen_B for _ in range(own.epochs) for chosen_B in torch.arange(count).tensor_split(parts)]
+    steps = [chosen_B for _ in range(own.epochs) for chosen_B in torch.arange(count).tensor_split(parts)]
     if own.shuffle:
-        found = shuffled_minibatches(count, parts, own.epochs, seed=config.seed, step=step)
+        steps = shuffled_minibatches(count, parts, own.epochs, seed=config.seed, step=step)
     if rule is not None:
         weight_B = selection_weights(experience["reward"], rule, config.algorithm.resample_power)
         draw = np.random.default_rng([config.seed, step, 2])  # the same for actor and critic
         drawn_B = torch.from_numpy(draw.choice(count, size=count, p=(weight_B / weight_B.sum()).numpy()))
-        found = [drawn_B[chosen_B] for chosen_B in found]
+        steps = [drawn_B[chosen_B] for chosen_B in steps]
     acts_B = experience.sum_tokens(experience["action_mask"]) > 0
-    return [chosen_B for chosen_B in found if bool(acts_B[chosen_B].any())]
+    return [chosen_B for chosen_B in steps if bool(acts_B[chosen_B].any())]

@@ -1,6 +1,6 @@
-"""The options of this algorithm, beside the groups that all recipes share; `--help all` describes them.
+"""Options of this recipe, besides the groups that all recipes share. `--help all` describes them.
 
-verl's own keys are read as these: verl.yaml and adapter.py.
+verl.yaml and adapter.py translate verl's keys to these options.
 """
 
 import math
@@ -31,21 +31,21 @@ Compared = Literal["grpo", "grpo_passk", "reinforce_plus_plus_baseline", "rloo",
 """Estimators that compare the responses to one prompt with each other."""
 Estimator = Literal[Compared, "gae", "reinforce_plus_plus", "remax", "optimal_token_baseline"]
 ROW_FORMAT = ("row format", "verl")
-"""Plug-in that reads the rows of files."""
+"""Registry key of the plug-in that reads the rows of files."""
 CLASS_ROWS = ("row format", "verl class")
-"""Plug-in that reads the rows of a user's Dataset class."""
+"""Registry key of the plug-in that reads the rows of a user's Dataset class."""
 LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric", "seq_max": "max"}
-"""Over what `rejection` measures."""
+"""Prefix of a rule of `rejection` -> level at which it is evaluated."""
 
 
 @dataclass(kw_only=True)
 class AlgorithmOptions(PPOOptions):
-    """What makes a response good, and how far one step may go; docs/algorithms.md has the formulas."""
+    """Advantage estimator, policy loss, KL penalty and corrections; docs/algorithms.md has the formulas."""
 
     estimator: Estimator = "gae"
-    """How credit is given: gae with a critic; without one reinforce_plus_plus and remax, and, by comparing the
-    responses to a prompt, grpo, grpo_passk, reinforce_plus_plus_baseline, rloo, opo, gpg and gdpo, token by token
-    optimal_token_baseline, which takes a second pass for the old log-probabilities."""
+    """Advantage estimator. gae uses a critic. Without a critic: reinforce_plus_plus and remax; grpo, grpo_passk,
+    reinforce_plus_plus_baseline, rloo, opo, gpg and gdpo, which compare the responses to a prompt; and
+    optimal_token_baseline, which compares them token by token and needs a second pass for the old log-probabilities."""
     gamma: float = active_when(1.0, estimator=("gae", "reinforce_plus_plus"))
     """Discount per action token."""
     lam: float = active_when(1.0, estimator=("gae",))
@@ -53,56 +53,61 @@ class AlgorithmOptions(PPOOptions):
     std_norm: bool = active_when(True, estimator=("grpo", "grpo_passk"))
     """Divide the advantages of a prompt's responses by their standard deviation. Dr. GRPO does not."""
     gpg_scale: float = active_when(1.0, estimator=("gpg",))
-    """gpg: its advantages are divided by this."""
+    """Divisor of the advantages of gpg."""
     gdpo_rewards: list[str] = field(default_factory=list)
-    """gdpo: numbers that the reward function returns, which are normalised each for itself."""
+    """gdpo: names of numbers that the reward function returns. Each is normalised separately."""
     gdpo_weights: list[float] | None = None
-    """gdpo: their weights. Default: 1 each."""
+    """gdpo: weights of gdpo_rewards. Default: 1 each."""
     resample: Literal["pow", "max_min", "max_random"] | None = active_when(None, estimator=("gae",))
-    """Train on as many responses as there are, but drawn from them with replacement by their rewards R (PF-PPO): pow
-    by abs(R)^resample_power, max_min the best and the worst, max_random the best four times as often as others."""
+    """Resampling of the responses by reward R, with replacement (PF-PPO). The number of responses stays the same. pow
+    samples by abs(R)^resample_power, max_min the best and the worst ones, max_random the best ones four times as often
+    as others. Default: no resampling."""
     resample_power: float = active_when(2.0, resample=("pow",))
-    """See resample."""
+    """Exponent of resample=pow."""
     dual_clip: Annotated[float, Range(above=1)] | None = active_when(3.0, policy_loss=("ppo", "dppo_tv", "dppo_kl"))
     kl_cov_coef: float = active_when(0.1, policy_loss=("kl_cov",))
     loss_aggregation: Aggregation = "token-mean"
-    """How tokens are weighed: each the same (token-mean, or not divided by their count token-sum), each response the
-    same (seq-mean-token-mean), or each response's sum (seq-mean-token-sum, and with -norm divided by loss_length)."""
+    """Aggregation of token losses. token-mean: mean over all tokens. token-sum: sum over all tokens.
+    seq-mean-token-mean: mean over responses of their means. seq-mean-token-sum: mean over responses of their sums;
+    with -norm the sums are divided by loss_length."""
     policy_aggregation: Aggregation | None = None
-    """Weights of the tokens in the policy loss alone. Default: loss_aggregation, which entropy and KL have in any case.
-    verl's gspo, sapo and geo_mean are always seq-mean-token-mean."""
+    """Aggregation of the policy loss only. Default: loss_aggregation, which always applies to entropy and KL. verl's
+    gspo, sapo and geo_mean always use seq-mean-token-mean."""
     loss_length: int | None = None
-    """See loss_aggregation. Default: rollout.max_new_tokens."""
+    """Divisor of seq-mean-token-sum-norm, in tokens. Default: rollout.max_new_tokens."""
     kl_target: float | None = active_when(None, kl_in_reward=True)
     kl_loss_coef: float = active_when(0.0, kl_in_reward=True)
-    """Weight of a KL in the loss, besides the one in the reward."""
+    """Coefficient of a KL in the loss, in addition to the KL in the reward."""
     kl_loss_estimator: KLEstimator = active_when("k3", kl_loss_coef=True)
-    """Its estimator."""
+    """KL estimator of kl_loss_coef."""
     reference_path: str = ""
-    """Model that the KL is measured to. Default: the policy as it was at the start."""
+    """Path of the reference model of the KL. Default: the initial policy."""
     reference_sync_steps: Count | None = None
-    """The reference becomes the policy after every so many steps. Default: it stays what it was at the start."""
+    """Interval, in training steps, at which the reference is replaced by the policy. Default: the reference stays the
+    same."""
     correction_range: tuple[float, float] = (0.0, 2.0)
-    """Lowest and highest weight of `correction`."""
+    """Minimum and maximum weight of `correction`."""
     correction_level: Literal["token", "sequence", "geometric"] = active_when("token", correction=("tis", "icepop"))
-    """Whose probability is weighed: the token's, its sequence's, or the geometric mean over that."""
+    """Probability from which the weight of a token is computed: that of the token, of its sequence, or the geometric
+    mean over its sequence."""
     correction_normalize: bool = active_when(False, correction=("tis", "icepop"))
-    """Divide the weights by their mean over the step's tokens, or over its sequences where these have one each."""
+    """Divide the weights by their mean over the step's tokens, or over its sequences if weights are per sequence."""
     rejection: str | None = None
-    """Leave tokens or responses out whose probabilities differ too much between policy and engine: token_, seq_sum_ or
-    seq_mean_ with k1, k2 or k3 behind it, or seq_max_ with k2 or k3; several with commas between."""
+    """Exclude tokens or responses whose probabilities differ too much between policy and engine. Rules are token_,
+    seq_sum_ or seq_mean_ followed by k1, k2 or k3, or seq_max_ followed by k2 or k3. Separate several with commas.
+    Default: nothing is excluded."""
     rejection_threshold: str | None = active_when(None, rejection=True)
-    """Bounds of these, one for all or one each: k1 `low_high` of the engine's probability over the policy's, or `high`,
-    whose inverse is low; k2 and k3 the largest estimate, in nats."""
+    """Bounds of `rejection`: one for all rules, or one per rule, separated by commas. k1: `low_high` of the ratio of
+    the engine's probability to the policy's, or `high`, with low = 1 / high. k2 and k3: maximum estimate in nats."""
     estimate_rejected: bool = active_when(False, rejection=True)
-    """What was rejected is left out of the loss alone. Otherwise what those tokens earned is in no return or value
-    either, the reward of a response too where its last token was rejected."""
+    """Exclude rejected tokens from the loss only. Otherwise their rewards are also excluded from returns and values,
+    including the reward of a response whose last token is rejected."""
     bypass: bool = False
-    """Take the engine's log-probabilities for those of the policy before the step, which are not computed then. A
-    rejection, and with policy_loss=reinforce a correction, compares the engine with the policy in each pass anew."""
+    """Use the engine's log-probabilities as those of the policy before the step, and skip the pass that computes them.
+    A rejection (and with policy_loss=reinforce a correction) then compares engine and policy in every training pass."""
     dynamic_sampling: bool = False
-    """Dynamic sampling (DAPO): prompts whose responses all have the same score are replaced, until the step is full or
-    the data at its end."""
+    """Dynamic sampling (DAPO): replace prompts whose responses all have the same score, until the step is full or the
+    data ends."""
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
@@ -116,7 +121,9 @@ class AlgorithmOptions(PPOOptions):
 
     @property
     def rejections(self) -> list[tuple[Any, Any, float | None, float]]:
-        """(level, estimator, low, high) of each rule: k1 as bounds of the policy's probability over the engine's."""
+        """(level, estimator, low, high) of each rule. For k1 the bounds are on the policy's probability divided by the
+        engine's.
+        """
         rules = [rule.strip() for rule in (self.rejection or "").split(",") if rule.strip()]
         bounds = [text.strip() for text in str(self.rejection_threshold or "").split(",") if text.strip()]
         if rules and len(bounds) not in (1, len(rules)):
@@ -137,18 +144,19 @@ def _rule(rule: str, bound: str) -> tuple[Any, Any, float | None, float]:
     try:
         low, high = [float(part) for part in (bound if "_" in bound else f"nan_{bound}").split("_")]
     except ValueError:
-        low, high = math.nan, math.nan
+        low = high = math.nan
     if not high > 0 or low < 0 or low > high:
         raise ValueError(f"algorithm.rejection_threshold={bound}; set a number above 0, or low_high, as 0.5_2.0")
     if estimator != "k1":
         return LEVELS[level], estimator, None, high
     low = 1 / high if math.isnan(low) else low
-    return LEVELS[level], estimator, 1 / high, 1 / low if low else math.inf  # the inverse is bounded
+    # The bounds are inverted, as the option bounds the inverse ratio.
+    return LEVELS[level], estimator, 1 / high, 1 / low if low else math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerOptions(PolicyTrainOptions):
-    """How a model is trained on the responses of a step."""
+    """Training of a model on the responses of a step."""
 
     engine: str = "fsdp"
     zero_stage: int = 3
@@ -158,32 +166,32 @@ class LearnerOptions(PolicyTrainOptions):
     lr_warmup_from_zero: bool = True
     gradient_checkpointing: bool = True
     lr_warmup_steps: int = 0
-    """Training steps in which the learning rate rises from 0, in place of lr_warmup_ratio. All optimizer steps of a
-    training step have the same."""
+    """Number of training steps in which the learning rate rises from 0. Replaces lr_warmup_ratio. All optimizer steps
+    of a training step use the same learning rate."""
     shuffle: bool = False
-    """Take the responses in another order in each epoch."""
+    """Shuffle the responses in each epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CriticOptions(LearnerOptions):
-    """The value function, and how it is trained."""
+    """The value function and its training."""
 
     GROUP: ClassVar[str] = "critic"
 
     enabled: bool | None = None
-    """Whether there is one. Default: with algorithm.estimator=gae."""
+    """Train a critic. Default: true if algorithm.estimator=gae."""
     path: str = ""
-    """The model it starts from; without a value head it gets a new one. Default: the policy."""
+    """Initial model of the critic. A model without a value head gets a new one. Default: the policy."""
     learning_rate: float = 1e-5
     max_tokens: int = 32768
     mini_batch_size: Count | None = None
-    """Responses of an optimizer step, over all ranks. Default: as the policy's."""
+    """Number of responses per optimizer step, over all ranks. Default: that of the policy."""
     value_clip: Positive = 0.5
-    """It may move a value by this much per step."""
+    """Maximum change of a value per step."""
     warmup_steps: int = 0
-    """It learns alone for so many steps."""
+    """Number of initial steps in which only the critic is trained."""
     loss_aggregation: Aggregation | None = None
-    """How tokens are weighed. Default: as in the policy's loss."""
+    """Aggregation of the value loss. Default: that of the policy loss."""
 
 
 @dataclass(kw_only=True)
@@ -191,22 +199,22 @@ class RowOptions(DataOptions):
     """The prompts, in verl's rows."""
 
     path: str = ""
-    """Parquet, json or jsonl files with verl's rows, or `task:<name>` for a generated task; several with commas
-    between."""
+    """Parquet, json or jsonl files with verl's rows, or `task:<name>` for a generated task. Separate several with
+    commas."""
     prompt_key: str = "prompt"
-    """Column of the prompt: a text, or a list of chat messages, which go through the chat template."""
+    """Column of the prompt: a text, or a list of chat messages, which are rendered with the chat template."""
     source_key: str = "data_source"
-    """Column that names where a row is from, by which its reward function is chosen."""
+    """Column of the data source of a row, which selects its reward function."""
     max_prompt_tokens: Count = 512
     epochs: Count = 30
     overlong: Literal["leave_out", "error", "left", "right", "middle"] = "error"
     class_path: str | None = None
-    """Python file with a Dataset class of your own, or `pkg://` and a module; its rows are trained on. It is made of
-    the files of `path`, the tokenizer and the keys of `data`. Default: rows are read from the files."""
+    """Python file with your own Dataset class, or `pkg://` and a module. The class is created with the files of `path`,
+    the tokenizer and the keys of `data`, and provides the rows. Default: rows are read from the files."""
     class_name: str = active_when("", class_path=True)
-    """The class in it."""
+    """Name of the class in class_path."""
     class_arguments: dict[str, Any] = field(default_factory=dict)
-    """Further keys of the config that the class gets."""
+    """Additional keys of the config that the class receives."""
 
     @property
     def used_columns(self) -> list[str]:
@@ -222,12 +230,12 @@ class RowOptions(DataOptions):
         for option in fields(self):
             value = getattr(self, option.name)
             if option.name in idle and value != option.default:
-                yield f"data.{option.name}={value}: rows are verl's, whose fields have that; leave it out"
+                yield f"data.{option.name}={value}: the fields of verl's rows define that; leave it out"
         if self.class_path and not self.class_name:
             yield f"data.class_path={self.class_path} without data.class_name; set that too"
 
     def class_config(self) -> dict[str, Any]:
-        """The config that a Dataset class gets, in verl's keys."""
+        """Return the config that a Dataset class receives, in verl's keys."""
         return {
             "prompt_key": self.prompt_key,
             "reward_fn_key": self.source_key,
@@ -242,33 +250,33 @@ class RowOptions(DataOptions):
 
 @dataclass(kw_only=True)
 class FunctionOptions(RewardOptions):
-    """What a response is worth: a function's score, a reward model's, or both."""
+    """Reward of a response: the score of a function, of a reward model, or of both."""
 
     source: str | None = None
-    """A Python file with a function `compute_score(data_source, solution_str, ground_truth, extra_info=None)`, which
-    returns a number, or a mapping with `score` and other numbers that are logged. Default: the built-in function of
+    """Python file with a function `compute_score(data_source, solution_str, ground_truth, extra_info=None)`, which
+    returns a number, or a mapping with `score` and other numbers, which are logged. Default: the built-in function of
     the row's data source."""
     function: str = "compute_score"
-    """The function in it."""
+    """Name of the function in `source`."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of it, or of the built-in function."""
+    """Additional arguments of the function."""
     whole_batches: bool = active_when(False, source=True)
-    """The function gets lists, of all responses of a batch."""
+    """Call the function once per batch, with lists of all responses."""
     num_examine: Annotated[int, Range(least=0)] = 0
     """Number of scored responses of each data source that are printed in each training step and evaluation."""
     model_path: str = ""
-    """A reward model: a sequence classifier with one label and the policy's vocabulary."""
+    """Path of a reward model: a sequence classifier with one label and the policy's vocabulary."""
     model_max_tokens: int = active_when(32768, model_path=True)
-    """Tokens in a pass of it, padding included."""
+    """Maximum number of tokens per forward pass of the reward model, including padding."""
     model_micro_batch_size: int | None = active_when(None, model_path=True)
-    """Responses in a pass of it. Default: as many as model_max_tokens allows."""
+    """Maximum number of responses per forward pass of the reward model. Default: limited by model_max_tokens only."""
     function_weight: float = active_when(0.0, model_path=True)
-    """With a reward model: times which the function's score is added. 0: the model alone."""
+    """Weight of the function's score, which is added to the reward model's. 0 uses the reward model only."""
 
 
 @dataclass(kw_only=True)
 class VerlPPOConfig(PPORunOptions):
-    """PPO, GRPO and their relatives, as verl has them."""
+    """PPO, GRPO and related algorithms, as in verl."""
 
     ADAPTER: ClassVar = VERL
     APART: ClassVar[str] = "placement.colocate=false"
@@ -278,7 +286,7 @@ class VerlPPOConfig(PPORunOptions):
     prompts_per_step: Count = 1024
     samples_per_prompt: Count = 1
     evaluate_only: bool = False
-    """Evaluate the policy as it is, and train nothing."""
+    """Evaluate the policy without training."""
     data: RowOptions = field(default_factory=RowOptions)  # pyright: ignore[reportIncompatibleVariableOverride]
     reward: FunctionOptions = field(  # pyright: ignore[reportIncompatibleVariableOverride]
         default_factory=FunctionOptions
@@ -301,28 +309,30 @@ class VerlPPOConfig(PPORunOptions):
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         yield from super().faults()
-        own, size = self.algorithm, self.step_size
-        yield from self.parallel.faults_beside(self.critic) if self.needs_critic else ()
+        options = self.algorithm
+        size = self.step_size
+        if self.needs_critic:
+            yield from self.parallel.faults_beside(self.critic)
         if self.step_size % self.size_of("critic"):
             yield f"critic.mini_batch_size={self.critic.mini_batch_size} does not divide a step's {size}; set a divisor"
-        if self.samples_per_prompt < 2 and (own.estimator in ("grpo_passk", "gdpo") or own.dynamic_sampling):
+        if self.samples_per_prompt < 2 and (options.estimator in ("grpo_passk", "gdpo") or options.dynamic_sampling):
             yield (
-                f"samples_per_prompt={self.samples_per_prompt}, but algorithm.estimator={own.estimator} (or "
+                f"samples_per_prompt={self.samples_per_prompt}, but algorithm.estimator={options.estimator} (or "
                 "algorithm.dynamic_sampling) compares the responses to one prompt; set 2 or more"
             )
-        if own.estimator == "optimal_token_baseline" and own.bypass:
+        if options.estimator == "optimal_token_baseline" and options.bypass:
             yield (
                 "algorithm.estimator=optimal_token_baseline reads the policy's whole distribution before the step, "
                 "which algorithm.bypass does not compute; unset one of them"
             )
-        if own.reference_sync_steps and self.is_own_reference:
+        if options.reference_sync_steps and self.is_own_reference:
             yield (
                 "algorithm.reference_sync_steps moves a reference model, and with train.lora_rank it is the policy "
                 "without its adapters; unset one of them"
             )
-        if own.estimator == "gae" and not self.needs_critic:
+        if options.estimator == "gae" and not self.needs_critic:
             yield "algorithm.estimator=gae needs the critic, but critic.enabled=false; leave that out"
-        if self.asynchronous.partial_rollout and (own.dynamic_sampling or own.estimator == "remax"):
+        if self.asynchronous.partial_rollout and (options.dynamic_sampling or options.estimator == "remax"):
             yield (
                 "asynchronous.partial_rollout carries prompts to the next step, which algorithm.dynamic_sampling and "
                 "algorithm.estimator=remax do not; unset one of them"
@@ -342,16 +352,16 @@ class VerlPPOConfig(PPORunOptions):
                     "placement.devices_per_node, or its pool in placement.pools"
                 )
 
-    # --- who there is
+    # --- roles
 
     @property
     def needs_critic(self) -> bool:
-        """Whether values are learnt."""
+        """True if a critic is trained."""
         return self.algorithm.estimator == "gae" if self.critic.enabled is None else self.critic.enabled
 
     @property
     def roles(self) -> list[str]:
-        """The roles that run."""
+        """Names of the roles of the run."""
         needed = {
             "critic": self.needs_critic,
             "ref": self.has_reference_role,
@@ -380,7 +390,7 @@ class VerlPPOConfig(PPORunOptions):
         return super().starts_as_reference and self.algorithm.reference_path in ("", self.model.path)
 
     def syncs_reference(self, step: int) -> bool:
-        """Whether the reference becomes the policy after this step."""
+        """Return True if the reference is replaced by the policy after this step."""
         every = self.algorithm.reference_sync_steps
         return self.has_reference_role and every is not None and step % every == 0
 
@@ -391,13 +401,13 @@ class VerlPPOConfig(PPORunOptions):
 
     @property
     def kl_in_loss(self) -> tuple[float, KLEstimator]:
-        """Weight of the KL in the loss, and its estimator."""
-        own = self.algorithm
-        return (own.kl_loss_coef, own.kl_loss_estimator) if own.kl_in_reward else (own.kl_coef, own.kl_estimator)
+        """Coefficient and estimator of the KL in the loss."""
+        kl = self.algorithm
+        return (kl.kl_loss_coef, kl.kl_loss_estimator) if kl.kl_in_reward else (kl.kl_coef, kl.kl_estimator)
 
     @property
     def old_policy(self) -> str:
-        """See `PPORunOptions.old_policy`; with `bypass` it is the engine's."""
+        """See `PPORunOptions.old_policy`. With `bypass` it is the engine's column."""
         return "rollout_logprob" if self.algorithm.bypass else "logprob"
 
     @property
@@ -405,23 +415,23 @@ class VerlPPOConfig(PPORunOptions):
         """See `RLOptions.filter_range`."""
         return (None, None) if self.algorithm.dynamic_sampling else None
 
-    # --- how much
+    # --- batches and engines
 
     def trained(self, part: str) -> LearnerOptions:
-        """The options of "actor" or "critic"."""
+        """Return the training options of "actor" or "critic"."""
         return self.critic if part == "critic" else self.train
 
     def size_of(self, part: str) -> int:
-        """Responses of an optimizer step of "actor" or "critic"."""
+        """Return the number of responses per optimizer step of "actor" or "critic"."""
         return self.trained(part).mini_batch_size or self.mini_batch_size
 
     def engine(self, part: str, steps: int) -> TrainConfig:
-        """The training engine of "actor" or "critic", in a run of so many steps."""
-        own = self.trained(part)
-        per_step = own.epochs * (self.step_size // self.size_of(part))
-        config = replace(self.parallel.of(own.for_run(steps * per_step, self.seed)), steps_per_rate=per_step)
-        warmup = own.lr_warmup_steps or int(own.lr_warmup_ratio * steps)
-        # Half a step less, so that no rounding adds one.
+        """Return the configuration of the training engine of "actor" or "critic", for a run of `steps` steps."""
+        learner = self.trained(part)
+        per_step = learner.epochs * (self.step_size // self.size_of(part))
+        config = replace(self.parallel.of(learner.for_run(steps * per_step, self.seed)), steps_per_rate=per_step)
+        warmup = learner.lr_warmup_steps or int(learner.lr_warmup_ratio * steps)
+        # Half a step is subtracted, because rounding up could otherwise add a warm-up step.
         share = (warmup - 0.5) / steps if warmup else 0.0
         return replace(config, lr_warmup_ratio=min(share, 1.0))
 
@@ -436,13 +446,13 @@ class VerlPPOConfig(PPORunOptions):
 
     @property
     def reward_engine(self) -> FrozenConfig:
-        """The engine of the reward model."""
-        own = self.reward
-        limits = PassLimits(max_tokens=own.model_max_tokens, max_sequences=own.model_micro_batch_size or 0)
+        """Configuration of the reward model's engine."""
+        reward = self.reward
+        limits = PassLimits(max_tokens=reward.model_max_tokens, max_sequences=reward.model_micro_batch_size or 0)
         return replace(self.frozen_engine, limits=limits)
 
     def rollout_engine(self) -> RolloutConfig:
-        """See `RLOptions.rollout_engine`; an engine beside what trains has a process of its own."""
+        """See `RLOptions.rollout_engine`. In a hybrid worker the engine runs in a separate process."""
         config = super().rollout_engine()
         if not isinstance(config, PagedRolloutConfig):
             return config
@@ -452,22 +462,22 @@ class VerlPPOConfig(PPORunOptions):
 
     @property
     def has_verl_agent(self) -> bool:
-        """Whether episodes have verl's tools or interactions."""
+        """True if episodes use verl's tools or interactions."""
         return self.agent.func_path == str(TOOL_AGENT)
 
     @property
     def has_verl_loops(self) -> bool:
-        """True if a user's own agent loops run the episodes."""
+        """True if a user's agent loops run the episodes."""
         return self.agent.func_path == str(LOOP_AGENT)
 
     @property
     def tool_files(self) -> tuple[str, str]:
-        """The file of verl's tools, and the Python file of functions that are tools; "" where there is none."""
+        """Path of the file of verl's tools, and of the Python file with tool functions. "" if there is none."""
         arguments = self.agent.arguments
         return str(arguments.get("tool_config_path", "")), str(arguments.get("function_tool_path", ""))
 
     def class_config(self) -> dict[str, Any]:
-        """The config that a user's Dataset class gets, in verl's keys."""
+        """Return the complete config that a user's Dataset class receives, in verl's keys."""
         return {
             "max_response_length": self.rollout.max_new_tokens,
             "train_batch_size": self.prompts_per_step,
@@ -478,8 +488,12 @@ class VerlPPOConfig(PPORunOptions):
         }
 
     def rows(self, heldout: bool = False, notes: list[str] | None = None) -> list[dict[str, Any]]:
-        """The rows to train on, or the held-out ones, of which there may be none; with `extra_info` where they have it.
-        Held-out ones are the same for every seed, so that runs compare. `notes` gets how many max_samples leaves out.
+        """Return the rows of the data.
+
+        Args:
+            heldout: return the held-out rows instead of the training rows. They are the same for every seed, so that
+                runs can be compared. Empty without evaluation.path.
+            notes: a note is appended if max_samples leaves rows out.
         """
         path = self.evaluation.path if heldout else self.data.path
         files = [str(Path(name.strip()).expanduser()) for name in (path or "").split(",") if name]
@@ -487,8 +501,8 @@ class VerlPPOConfig(PPORunOptions):
         form = {
             "prompt_key": self.data.prompt_key,
             "source_key": self.data.source_key,
-            # A reward model reads the responses alone, and an agent's environment has rewards of its own.
-            # A function of the user's own may need none either.
+            # Labels are optional with a reward model or an agent's environment, which do not read them, and with a
+            # user's function, which may not.
             "needs_truth": not (self.reward.model_path or self.agent.gives_rewards or self.reward.source),
             "agents": None if own_agent else [TOOLS if self.has_verl_agent else SINGLE_TURN],
             "ignored": column_names(self.data.ignored_columns),
@@ -506,7 +520,7 @@ class VerlPPOConfig(PPORunOptions):
         else:
             rows = load(*ROW_FORMAT)(files, heldout=heldout, **form)
         if self.has_verl_loops or self.agent.arguments.get("interaction_config_path"):
-            # Loops and interactions read the conversation from its first message on.
+            # Loops and interactions need the prompt as messages, not only as rendered text.
             rows = [
                 {**row, "extra_info": {**(row.get("extra_info") or {}), "raw_prompt": row["input"]}}
                 if isinstance(row["input"], list)
@@ -521,21 +535,26 @@ class VerlPPOConfig(PPORunOptions):
         return [{**row, "tools": schemas} for row in rows] if schemas else rows
 
     def notes(self, set_options: Collection[str]) -> list[str]:
-        """Return notes for the user before the run starts; `set_options` are those that the user has set."""
-        own = self.algorithm
-        found = list[str]()
-        if own.policy_loss in BY_RESPONSE and (own.policy_aggregation or own.loss_aggregation) == "token-mean":
-            found.append(
-                f"{own.policy_loss} is a mean over responses in its paper; that is algorithm.policy_aggregation="
+        """Return notes for the user that are printed before the run starts.
+
+        Args:
+            set_options: names of the options that the user has set.
+        """
+        options = self.algorithm
+        notes = list[str]()
+        aggregation = options.policy_aggregation or options.loss_aggregation
+        if options.policy_loss in BY_RESPONSE and aggregation == "token-mean":
+            notes.append(
+                f"{options.policy_loss} is a mean over responses in its paper; that is algorithm.policy_aggregation="
                 "seq-mean-token-mean"
             )
-        if own.estimator in get_args(Compared) and self.samples_per_prompt == 1:
-            found.append(f"algorithm.estimator={own.estimator} compares nothing: samples_per_prompt is 1")
+        if options.estimator in get_args(Compared) and self.samples_per_prompt == 1:
+            notes.append(f"algorithm.estimator={options.estimator} compares nothing: samples_per_prompt is 1")
         for name in ("reference_path", "reference_sync_steps"):
-            if getattr(own, name) and not self.needs_reference:
-                found.append(f"no effect of algorithm.{name}: algorithm.kl_coef=0")
+            if getattr(options, name) and not self.needs_reference:
+                notes.append(f"no effect of algorithm.{name}: algorithm.kl_coef=0")
         if not self.needs_critic and any(name.startswith("critic.") for name in set_options):
-            found.append("no effect of critic.*: there is no critic")
+            notes.append("no effect of critic.*: there is no critic")
         if self.rollout.tensor_parallel > 1 and self.placement.shares_devices:
-            found.append("rollout.tensor_parallel: the engines are a role, rollout, on the devices of the ranks")
-        return [*found, *super().notes(set_options)]
+            notes.append("rollout.tensor_parallel: the engines are a role, rollout, on the devices of the ranks")
+        return [*notes, *super().notes(set_options)]

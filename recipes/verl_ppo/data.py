@@ -1,6 +1,4 @@
-"""The checks of a run's inputs. Nothing is imported here that needs torch, before a model of the user's own has to be
-looked at.
-"""
+"""Checks of a run's inputs. torch is imported only if a user's model has to be read."""
 
 from collections.abc import Collection
 from functools import partial
@@ -20,12 +18,12 @@ def check_inputs(config: VerlPPOConfig, notes: list[str], absent: Collection[str
     """Check models, data and rewards before any process starts, and return the number of prompts.
 
     Args:
-        config: of the run.
-        notes: gets how many rows are left out.
-        absent: options whose models this machine lacks; a plan is made without them.
+        config: configuration of the run.
+        notes: list to which notes about unused rows and the trials of rewards and agents are appended.
+        absent: options whose models are missing on this machine. They are not checked.
 
     Raises:
-        ConfigError: one of them cannot; the message says what to set.
+        ConfigError: one of them cannot be used.
     """
     try:
         encodes = "model.path" not in absent

@@ -1,4 +1,4 @@
-"""Hydra's options of a command line, beside verl's keys."""
+"""Hydra's command-line options, which are used besides verl's keys."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -13,12 +13,12 @@ SHORT = {"-cp": "--config-path", "-cd": "--config-dir", "-cn": "--config-name"}
 
 @cache
 def presets() -> Mapping[str, Mapping[str, Any]]:
-    """Return what the files that verl ships set, by their names."""
+    """Return the settings of verl's configuration files, by file name."""
     return yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text(encoding="utf-8"))
 
 
 def preset(name: str) -> list[str]:
-    """Return what verl's own file of this name sets, as arguments; nothing where none is known."""
+    """Return the settings of verl's configuration file of this name as arguments. Empty if it is unknown."""
     return [f"{key}={_text(value)}" for key, value in presets().get(name.removesuffix(".yaml"), {}).items()]
 
 
@@ -27,8 +27,8 @@ def _text(value: Any) -> str:
 
 
 def with_config_file(arguments: Sequence[str]) -> list[str]:
-    """Name a Hydra configuration by its file, where that is there: --config FILE. For one that verl ships, and that is
-    not there, put its settings before all others.
+    """Replace Hydra's configuration options by --config FILE, if the file exists. If it does not exist and verl ships a
+    file of that name, insert its settings before all others.
     """
     arguments = [SHORT.get(word, word) for word in arguments]
     words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--config-") else [word])]

@@ -19,15 +19,15 @@ from .data import check_inputs
 from .resource_pool import POLICY_ROLES
 
 LEARNERS = ("actor", "actor_rollout", "actor_rollout_ref", "critic")
-"""Roles whose processes enter collectives together."""
+"""Roles whose processes run collectives together."""
 
 
 FROZEN = ("ref", "rm")
-"""Roles whose processes do so where their model is sharded."""
+"""Roles whose processes run collectives together if their model is sharded."""
 
 
 def role_worker_mapping(config: VerlPPOConfig) -> Mapping[str, str]:
-    """What each role runs. Put workers of your own in here; placement.role_pools gives a role of your own its pool."""
+    """Return the worker class of each role. Add your own workers here, and their roles to placement.role_pools."""
     sharded = config.frozen_engine.is_collective
     policy = "Rank" if sharded or config.is_own_reference else "Worker"
     return {
@@ -42,16 +42,19 @@ def build_job(
     workers: Mapping[str, str] | None = None,
     trainer: str = f"{__package__}.trainer:VerlPPOTrainer",
 ) -> Job:
-    """Describe which process runs what.
+    """Build the job: the processes of each role, and their placement.
 
     Args:
-        config: with everything filled in.
+        config: resolved configuration.
         workers: entry point of each role. None: those of `role_worker_mapping`.
         trainer: entry point of the trainer.
+
+    Raises:
+        ConfigError: a role has no worker class.
     """
-    own = config.placement
+    placement = config.placement
     workers = role_worker_mapping(config) if workers is None else workers
-    builder = JobBuilder().config(config).node_num(own.nodes)
+    builder = JobBuilder().config(config).node_num(placement.nodes)
     builder.recovery(config.max_restarts, config.stall_timeout, STOP_GRACE_S, config.placement_timeout)
     builder.role("trainer").run(trainer)
     for role in config.roles:
@@ -59,20 +62,22 @@ def build_job(
             raise ConfigError(f"placement.role_pools has {role}, but role_worker_mapping of main.py does not; add it")
         builder.role(role)
         devices = config.rollout.tensor_parallel if role == "rollout" else 1
-        count = own.workers(role) // devices
+        count = placement.workers(role) // devices
         if role in LEARNERS or (role in FROZEN and config.frozen_engine.is_collective):
-            builder.train(workers[role]).nnodes(own.nodes_of(role)).nproc_per_node(count // own.nodes_of(role))
+            nodes = placement.nodes_of(role)
+            builder.train(workers[role]).nnodes(nodes).nproc_per_node(count // nodes)
         else:
             builder.run(workers[role]).total(count).max_restarts(config.max_restarts)
-        # Roles work one after the other, each with all cores, but where generation is ahead of training.
-        processes = sum(sum(counts) for counts in own.pools.values())
-        threads = threads_each(processes if config.asynchronous.ahead else count, own.nodes)
+        # Roles run one after the other and can use all cores. With generation ahead of training they run concurrently
+        # and have to share the cores.
+        processes = sum(sum(counts) for counts in placement.pools.values())
+        threads = threads_each(processes if config.asynchronous.ahead else count, placement.nodes)
         builder.resource(cpu=devices, accelerator=devices, threads=threads)
-        if own.share_processes and devices == 1:
-            builder.process(own.mapping[role])
-    for pool in own.pools:
-        roles = [role for role in own.roles_of(pool) if role in config.roles]
-        if len(roles) > 1 and (detect_devices() or own.share_processes):
+        if placement.share_processes and devices == 1:
+            builder.process(placement.mapping[role])
+    for pool in placement.pools:
+        roles = [role for role in placement.roles_of(pool) if role in config.roles]
+        if len(roles) > 1 and (detect_devices() or placement.share_processes):
             builder.with_collocation(*roles)
     return builder.build()
 
@@ -83,15 +88,15 @@ class VerlCommand(PolicyCommand[VerlPPOConfig]):
     is_adapted = True
 
     def words(self, arguments: list[str]) -> list[str]:
-        """Hydra's way of writing as that of `load_config`."""
+        """Convert Hydra's syntax to that of `load_config`."""
         return plain_arguments(arguments)
 
     def resolved(self, asked: VerlPPOConfig) -> VerlPPOConfig:
-        """See `PolicyCommand.resolved`; matrix products are in bfloat16 on GPUs alone."""
+        """See `PolicyCommand.resolved`. bfloat16 is used on GPUs only."""
         config, on_gpu = super().resolved(asked), detect_devices() > 0
-        own = [config.train, config.critic]
         chosen = {"auto": "bf16" if on_gpu else "fp32", "bf16_autocast": "bf16_autocast" if on_gpu else "fp32"}
-        train, critic = (replace(each, precision=chosen.get(each.precision, each.precision)) for each in own)
+        learners = (config.train, config.critic)
+        train, critic = (replace(each, precision=chosen.get(each.precision, each.precision)) for each in learners)
         return replace(config, train=train, critic=critic)
 
     def model_uses(self, config: VerlPPOConfig, job: Job) -> list[ModelUse]:
@@ -103,7 +108,7 @@ class VerlCommand(PolicyCommand[VerlPPOConfig]):
         return uses
 
     def _models_by_part(self, config: VerlPPOConfig, role: str) -> dict[str, ModelUse]:
-        """Models of the parts that the name of a role may have."""
+        """Return the model of each part that the name of a role may contain."""
         policy, size, sleeps = config.model.path, config.step_size, config.placement.learners_sleep
         models = {
             "actor": ModelUse(

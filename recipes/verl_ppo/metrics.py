@@ -1,6 +1,8 @@
-"""Metrics of a step, under the names that people know from verl; and the balancing of its responses.
+"""Metrics of a step under verl's names, and the balancing of responses over ranks.
 
-`B` sequences, `N` all tokens end to end. What verl has no name for keeps the one that all recipes here give it.
+Metrics without a name in verl keep the name that all recipes here use.
+
+Legend: `B` sequences, `N` tokens of all sequences.
 """
 
 from __future__ import annotations
@@ -21,35 +23,35 @@ if TYPE_CHECKING:
     from .config import VerlPPOConfig
 
 KEPT = ("timing_s/step", "rollout/truncated_share")
-"""Metrics that are logged under the name that all recipes give them, beside verl's."""
+"""Metrics that are logged under both names: verl's and the one of all recipes here."""
 NAMES = {metric.same_as: metric.name for metric in METRICS if metric.same_as and metric.same_as not in KEPT}
-"""Names that all recipes give, and verl's. Its ppo_kl is the mean log-ratio, and may be negative; ours is the k3
+"""Name in all recipes here -> verl's name. verl's ppo_kl is the mean log-ratio and may be negative; here it is the k3
 estimate of the same KL.
 """
-TOLD_BELOW = {"reward/reward", "reward/shaped", "rollout/response_length"}
-"""Metrics of `rollout_metrics` of which `experience_metrics` gives more, under verl's names."""
+REPLACED = {"reward/reward", "reward/shaped", "rollout/response_length"}
+"""Metrics of `rollout_metrics` that `experience_metrics` replaces by more detailed ones under verl's names."""
 
 ATTENTION = 1 / 24576
-"""What each token of a sequence adds to the work of another, as verl has it for a model of 7B."""
+"""Relative cost of attention per pair of tokens. verl's value for a 7B model."""
 
 PER_ALL_TOKENS = ("ref", "values", "adv", "update_critic", "update_actor")
-"""Phases whose time is logged for each token, prompts included; that of `gen` for each token of the responses."""
+"""Phases whose time is logged per token of prompts and responses. `gen` is logged per token of the responses."""
 
 
 def renamed(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metrics under verl's names, where it has one."""
+    """Return the metrics under verl's names, if verl has one."""
     return {NAMES.get(name, name): value for name, value in metrics.items()}
 
 
 def experience_metrics(experience: Batch, config: VerlPPOConfig, failed: Batch | None = None) -> dict[str, float]:
-    """What one step's responses are like.
+    """Compute the metrics of a step's responses.
 
     Args:
-        experience: as it is trained on, and as `rollout_metrics` reads it. Where tokens were rejected, `sampled_mask`
-            [N] is True at these too, and `action_mask` no more; else it may be missing. Rewards before
-            (`reward`) and after (`shaped_reward`) what the KL takes off them.
-        config: of the run.
-        failed: the step's responses without a reward, which are not trained on.
+        experience: batch of the step, with the columns of `rollout_metrics`. With rejected tokens it has
+            `sampled_mask` [N], which includes them, while `action_mask` does not. `reward` is the reward before the KL
+            is subtracted, `shaped_reward` the reward after that.
+        config: configuration of the run.
+        failed: responses of the step without a reward, which are not trained on.
 
     Returns:
         critic/: `{score,rewards}/{mean,max,min}` over the responses that are not empty,
@@ -59,14 +61,14 @@ def experience_metrics(experience: Batch, config: VerlPPOConfig, failed: Batch |
         those of data.max_prompt_tokens tokens. `num_turns/...` of episodes. Where the trainer computed
         log-probabilities of its own, `training/...` and `rollout_corr/...`. And what is left of `rollout_metrics`.
     """
-    own = config.algorithm
-    by_token = own.correction != "none" and own.correction_level == "token"
-    bounds = own.correction_range if by_token else (None, None)
+    algorithm = config.algorithm
+    by_token = algorithm.correction != "none" and algorithm.correction_level == "token"
+    bounds = algorithm.correction_range if by_token else (None, None)
     every = (
         experience.with_tokens(action_mask=experience["sampled_mask"]) if "sampled_mask" in experience else experience
     )
-    told = renamed(rollout_metrics(every, *bounds, failed))
-    metrics = {name: value for name, value in told.items() if name not in TOLD_BELOW}
+    common = renamed(rollout_metrics(every, *bounds, failed))
+    metrics = {name: value for name, value in common.items() if name not in REPLACED}
     metrics |= _learning(experience) | _lengths(experience, config.data.max_prompt_tokens)
     if "num_turns" in experience:
         metrics |= _spread("num_turns", experience["num_turns"])
@@ -87,7 +89,7 @@ def _spread(name: str, x: Tensor) -> dict[str, float]:
 
 def _learning(experience: Batch) -> dict[str, float]:
     mask_N, nonempty_B = experience["action_mask"], experience.lengths > experience["prompt_length"]
-    nonempty_B = nonempty_B if bool(nonempty_B.any()) else ~nonempty_B  # all of them, where all are empty
+    nonempty_B = nonempty_B if bool(nonempty_B.any()) else ~nonempty_B  # if all are empty, all are counted
     metrics = _spread("critic/score", experience["reward"][nonempty_B])
     metrics |= _spread("critic/rewards", experience["shaped_reward"][nonempty_B])
     return_N = experience["return"][mask_N]
@@ -114,38 +116,42 @@ def _lengths(experience: Batch, most_prompt: int) -> dict[str, float]:
 
 
 def _probabilities(samples: Batch) -> dict[str, float]:
-    """How far trainer and engine are apart, in probability."""
+    """Compute the differences between the probabilities of trainer and engine."""
     mask_N = samples["action_mask"]
-    own_N, engine_N = (samples[name][mask_N].float().exp() for name in ("logprob", "rollout_logprob"))
-    gap_N = (own_N - engine_N).abs()
-    metrics = {"valid": 1.0, "max": float(gap_N.max()), "mean": float(gap_N.mean())}
-    found = {f"training/rollout_probs_diff_{name}": value for name, value in metrics.items()}
-    found["training/rollout_probs_diff_std"] = float(gap_N.std(correction=0))
-    centred_own_N, centred_engine_N = own_N - own_N.mean(), engine_N - engine_N.mean()
-    scale = centred_own_N.norm() * centred_engine_N.norm()
-    if scale > 0:  # else all tokens are equally likely
-        found["training/rollout_actor_probs_pearson_corr"] = float((centred_own_N * centred_engine_N).sum() / scale)
-    return found
+    trainer_N, engine_N = (samples[name][mask_N].float().exp() for name in ("logprob", "rollout_logprob"))
+    gap_N = (trainer_N - engine_N).abs()
+    spread = {
+        "valid": 1.0,
+        "max": float(gap_N.max()),
+        "mean": float(gap_N.mean()),
+        "std": float(gap_N.std(correction=0)),
+    }
+    metrics = {f"training/rollout_probs_diff_{name}": value for name, value in spread.items()}
+    trainer_N, engine_N = trainer_N - trainer_N.mean(), engine_N - engine_N.mean()
+    scale = trainer_N.norm() * engine_N.norm()
+    if scale > 0:  # the correlation is undefined if all tokens have the same probability
+        metrics["training/rollout_actor_probs_pearson_corr"] = float((trainer_N * engine_N).sum() / scale)
+    return metrics
 
 
 def _perplexities(samples: Batch) -> dict[str, float]:
-    """Of the responses, to trainer and engine; `log_ppl_diff` is the trainer's less the engine's, in nats."""
+    """Compute the responses' perplexities under trainer and engine. `log_ppl_diff` is trainer minus engine, in nats."""
     mask_N, lengths_B = samples["action_mask"], samples.lengths
     acts_B = samples.sum_tokens(mask_N) > 0
-    own_B, engine_B = (
+    trainer_B, engine_B = (
         -sequence_means(samples[name], mask_N, lengths_B)[acts_B] for name in ("logprob", "rollout_logprob")
     )
-    diff_B = own_B - engine_B
-    found = {"training_ppl": own_B.exp(), "training_log_ppl": own_B, "rollout_ppl": engine_B.exp()}
-    found |= {"rollout_log_ppl": engine_B, "log_ppl_diff": diff_B, "log_ppl_abs_diff": diff_B.abs()}
-    found["ppl_ratio"] = diff_B.exp()
-    means = {f"rollout_corr/{name}": float(x_B.mean()) for name, x_B in found.items()}
+    diff_B = trainer_B - engine_B
+    columns = {"training_ppl": trainer_B.exp(), "training_log_ppl": trainer_B, "rollout_ppl": engine_B.exp()}
+    columns |= {"rollout_log_ppl": engine_B, "log_ppl_diff": diff_B, "log_ppl_abs_diff": diff_B.abs()}
+    columns["ppl_ratio"] = diff_B.exp()
+    means = {f"rollout_corr/{name}": float(x_B.mean()) for name, x_B in columns.items()}
     most = {"rollout_corr/log_ppl_diff_max": float(diff_B.max()), "rollout_corr/log_ppl_diff_min": float(diff_B.min())}
     return means | most
 
 
 def _weights(samples: Batch) -> dict[str, float]:
-    """What the loss of each token is weighed by."""
+    """Compute metrics of the importance weights of the token losses."""
     weight_N = samples["correction"][samples["action_mask"]]
     metrics = _spread("rollout_corr/rollout_is", weight_N)
     metrics = {name.replace("/rollout_is/", "/rollout_is_"): value for name, value in metrics.items()}
@@ -155,15 +161,15 @@ def _weights(samples: Batch) -> dict[str, float]:
 
 
 def performance(experience: Batch, took: Mapping[str, float], ranks: int) -> dict[str, float]:
-    """How fast a step was.
+    """Compute the speed of a step.
 
     Args:
-        experience: what it was trained on.
-        took: of the clock, `timing_s/<phase>` and `timing_s/step`.
-        ranks: processes, or GPUs, of the run.
+        experience: batch of the step.
+        took: durations `timing_s/<phase>` and `timing_s/step`, in seconds.
+        ranks: number of processes (or GPUs) of the run.
 
     Returns:
-        `perf/total_num_tokens`, prompts included; `perf/time_per_step` in seconds; `perf/throughput` in tokens per
+        `perf/total_num_tokens`, including prompts; `perf/time_per_step` in seconds; `perf/throughput` in tokens per
         second and rank; `timing_per_token_ms/<phase>` in milliseconds.
     """
     seconds, every = took["timing_s/step"], experience.num_tokens
@@ -179,7 +185,9 @@ def performance(experience: Batch, took: Mapping[str, float], ranks: int) -> dic
 
 
 def heldout_metrics(responses: Batch) -> dict[str, float]:
-    """Metrics of validation, of scored responses; `info_pred`, where a reward function gives it, is what votes."""
+    """Compute validation metrics of scored responses. Majority votes use `info_pred`, if the reward function returns
+    `pred`.
+    """
     logged = {name.removeprefix("log_"): responses[name] for name in responses.names if name.startswith("log_")}
     metrics = validation_metrics(
         responses["reward"],
@@ -192,13 +200,13 @@ def heldout_metrics(responses: Batch) -> dict[str, float]:
 
 
 def balanced(experience: Batch, ranks: int) -> tuple[Batch, dict[str, float]]:
-    """Reorder, so that each of the `ranks` parts that `Batch.split` cuts is about as much work; see `unbalanced`.
+    """Reorder a batch so that the `ranks` parts of `Batch.split` take about equal work; `unbalanced` reverts it.
 
-    Where samples have several sequences (`branch`), which have to stay side by side, nothing is moved.
+    If samples have several sequences (`branch`), which must stay adjacent, the order is not changed.
 
     Returns:
-        The batch, and `global_seqlen/{min,max,minmax_diff,mean}` of the tokens of the parts as they were, and
-        `balanced_min` and `balanced_max` of them as they are now.
+        The batch, and metrics of the number of tokens per part: `global_seqlen/{min,max,minmax_diff,mean}` before,
+        and `balanced_min` and `balanced_max` after reordering.
     """
     before = [part.num_tokens for part in experience.split(ranks)]
     experience = experience.with_sequences(place=torch.arange(len(experience)))
@@ -213,5 +221,5 @@ def balanced(experience: Batch, ranks: int) -> tuple[Batch, dict[str, float]]:
 
 
 def unbalanced(experience: Batch) -> Batch:
-    """In the order from before `balanced`: what a mini-batch has in it does not depend on the number of ranks."""
+    """Restore the order from before `balanced`, so that mini-batches do not depend on the number of ranks."""
     return experience.select(experience["place"].argsort()).without("place") if "place" in experience else experience

@@ -1,4 +1,4 @@
-"""verl's keys that are written as nested mappings, as its YAML files have them."""
+"""verl's keys that are written as nested mappings, as in its YAML files."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from training.options.table_adapter import Computed, as_value
 
 
 def within(keys: Computed, *groups: str) -> dict[str, Any]:
-    """Everything in these mappings, by its name there."""
-    found: dict[str, Any] = {}
+    """Return the values of these mappings, by their dotted names relative to the mapping."""
+    flat: dict[str, Any] = {}
     for group in groups:
         for key, value in keys.given.items():
             if key == group:
-                found |= _flat(value or {})
+                flat |= _flat(value or {})
             elif key.startswith(f"{group}."):
-                found |= _flat({key.removeprefix(f"{group}."): value})
-    return found
+                flat |= _flat({key.removeprefix(f"{group}."): value})
+    return flat
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in values.items():
-        whole = f"{prefix}{name}"
-        found |= _flat(value, f"{whole}.") if isinstance(value, Mapping) else {whole: as_value(value)}
-    return found
+        key = f"{prefix}{name}"
+        flat |= _flat(value, f"{key}.") if isinstance(value, Mapping) else {key: as_value(value)}
+    return flat

@@ -220,8 +220,7 @@ class _ObjectTrainer(VerlPPOTrainer):
         reward_B = torch.as_tensor(rewards, dtype=torch.float32)
         if reward_B.shape != (len(rollouts),):
             raise ValueError(f"reward_fn returned shape {tuple(reward_B.shape)} for {len(rollouts)} responses")
-        zeros_B = torch.zeros_like(reward_B)
-        return rollouts.with_sequences(reward=reward_B, score=reward_B, reward_failed=zeros_B)
+        return rollouts.with_sequences(reward=reward_B, score=reward_B, reward_failed=torch.zeros_like(reward_B))
 
 
 class _ObjectCommand(VerlCommand):
@@ -231,13 +230,14 @@ class _ObjectCommand(VerlCommand):
     rewards: Mapping[str, Any]
 
     def resolved(self, asked: VerlPPOConfig) -> VerlPPOConfig:
+        """See `PolicyCommand.resolved`."""
         return self._with_rewards(super().resolved(asked))
 
     def ready(self, config: VerlPPOConfig) -> VerlPPOConfig:
         return self._with_rewards(super().ready(config))
 
     def _with_rewards(self, config: VerlPPOConfig) -> VerlPPOConfig:
-        # Not options: they travel with the configuration, and no file or command line can set them.
+        # Attributes, not options: workers receive them with the configuration, but no file or command line sets them.
         for name, value in self.rewards.items():
             setattr(config, name, value)
         return config
@@ -259,7 +259,7 @@ class RayPPOTrainer:
         """
         Args:
             config: verl's keys, as nested mapping or DictConfig; or a list of `key=value`.
-            tokenizer: of the policy; the roles load it from its `name_or_path`.
+            tokenizer: tokenizer of the policy. The roles load it from its `name_or_path`.
             role_worker_mapping: worker class of each role; classes from the top level of a module.
             resource_pool_manager: pools and the pool of each role. None: as the configuration says.
             ray_worker_group_cls: `RayWorkerGroup`.

@@ -1,4 +1,4 @@
-"""What involves several worker groups, or the whole job. A single group is called through its own methods."""
+"""Calls that involve several worker groups, or the whole job. A single group is called through its own methods."""
 
 import shutil
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class VerlCalls(PolicyCalls):
-    """See `PolicyCalls`; by worker groups. A worker that does several things is one group under several names."""
+    """Implements `PolicyCalls` with worker groups. A worker with several tasks is one group under several names."""
 
     actor: "WorkerGroup[ActorRolloutRefWorker]"
     rollout: "WorkerGroup[ActorRolloutRefWorker]"
@@ -45,7 +45,7 @@ class VerlCalls(PolicyCalls):
         return [group for group in (self.actor, self.critic) if group is not None]
 
     def load(self, steps: int) -> None:
-        """Load the engines, then all others in parallel."""
+        """Load the engines first, then all other models in parallel."""
         path = self.config.model.path
         loading = [self.rollout.init_rollout(path)]
         self.finish_loading(loading[0])
@@ -58,17 +58,17 @@ class VerlCalls(PolicyCalls):
             loading.append(self.reference.init_model(path, steps))
         remote_call.wait_all(loading)
 
-    # One after the other: ranks of groups that share processes meet in one call at a time.
+    # One group at a time: groups that share processes can run the collectives of one call only.
 
     def _save_learners(self, folder: Path) -> None:
         for group in self.learners:
             group.call("save_state", str(folder)).result()
 
     def _load_learners(self, folder: Path) -> list[str]:
-        return [line for group in self.learners for line in group.call("load_state", str(folder)).result()[0]]
+        return [note for group in self.learners for note in group.call("load_state", str(folder)).result()[0]]
 
     def sync_reference(self, step: int, share: float = 1.0) -> None:
-        """Let the reference become the policy: verl's `ref_update_freq` goes all of the way."""
+        """Replace the reference by the policy. `share` must be 1: verl's `ref_update_freq` copies all weights."""
         assert share == 1.0, share
         self.end_generation()
         target = Path(self.config.run_dir, "reference", f"step_{step}")
@@ -81,11 +81,11 @@ class VerlCalls(PolicyCalls):
         self.reference.load_reference(str(path)).result()
 
     def sync_weights(self, version: int) -> dict[str, float]:
-        """See `PolicyCalls`; the responses carry `version` from here on."""
+        """See `PolicyCalls`. Responses carry `version` from now on."""
         published = self.actor.call(remote_call.publish_weights, version).result()
         handle = next(handle for handle in published if handle is not None)
         return remote_call.engine_metrics(self.rollout.call(remote_call.receive_weights, handle).result())
 
     def end(self) -> None:
-        """Tell the workers of the policy that no call will follow."""
+        """End the job for the policy's workers, which hold published weights and engine processes."""
         remote_call.wait_all([group.call(remote_call.end_job) for group in dict.fromkeys([self.actor, self.rollout])])

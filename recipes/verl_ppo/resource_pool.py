@@ -1,4 +1,4 @@
-"""Roles, and where they run: pools of processes, and which pool each role is in."""
+"""Placement of roles: pools of processes, and the pool of each role."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from dataclasses import dataclass, field, replace
 from training.options.placement_options import PlacementOptions
 
 POLICY_ROLES = ("actor_rollout_ref", "actor_rollout", "actor", "rollout", "ref")
-"""Roles that hold the policy; the words of their names say what each does."""
+"""Roles that hold the policy. The parts of a name (actor, rollout, ref) are the tasks of the role."""
 
 
 @dataclass(kw_only=True)
 class PoolOptions(PlacementOptions):
-    """What runs where. One pool for all roles is colocation; several are separation."""
+    """Placement of the roles. With one pool all roles are colocated, with several pools they are separated."""
 
     pools: dict[str, list[int]] = field(default_factory=dict)
-    """Pools: processes on each of their nodes, one device each where there are devices. Default: one pool, or with
-    colocate=false one that trains and one that samples."""
+    """Pool -> number of processes on each of its nodes, with one device per process if there are devices. Default: one
+    pool, or with colocate=false one for training and one for sampling."""
     role_pools: dict[str, str] = field(default_factory=dict)
-    """Role -> pool, of actor_rollout_ref, actor_rollout, actor, rollout, ref, critic, rm, and roles of your own.
-    Default: actor_rollout (or actor and rollout), and what else is needed, in the first pool. With
-    rollout.tensor_parallel above 1 each part of the policy is a role of its own, in the pool where it is."""
+    """Role -> pool. Roles are actor_rollout_ref, actor_rollout, actor, rollout, ref, critic, rm, and your own.
+    Default: actor_rollout (or actor and rollout) and all other roles that are needed, in the first pool. With
+    rollout.tensor_parallel above 1 each part of the policy becomes a separate role in the same pool."""
     share_processes: bool = False
-    """The roles of a pool share processes, rank by rank, not only devices."""
+    """The roles of a pool share processes, rank by rank, in addition to devices."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        actors, samplers = self._holders("actor"), self._holders("rollout")
-        if actors and samplers:
+        actors = self._holders("actor")
+        if actors and (samplers := self._holders("rollout")):
             self.colocate = self.mapping[actors[0]] == self.mapping[samplers[0]]
 
     def faults(self) -> Iterator[str]:
@@ -47,17 +47,17 @@ class PoolOptions(PlacementOptions):
             if pool not in self.spec:
                 yield f"placement.role_pools puts {role} into the pool {pool}, but placement.pools has {known}; add it"
         for part in ("actor", "rollout"):
-            if len(found := self._holders(part)) != 1:
+            if len(holders := self._holders(part)) != 1:
                 yield (
-                    f"placement.role_pools has {', '.join(found) or 'no role'} for the part {part} of the policy; name "
-                    "actor_rollout_ref, or actor_rollout and ref, or actor, rollout and ref"
+                    f"placement.role_pools has {', '.join(holders) or 'no role'} for the part {part} of the policy; "
+                    "name actor_rollout_ref, or actor_rollout and ref, or actor, rollout and ref"
                 )
 
-    # --- who is where
+    # --- placement of the roles
 
     @property
     def spec(self) -> dict[str, list[int]]:
-        """Pool -> processes on each of its nodes."""
+        """Pool -> number of processes on each of its nodes."""
         if self.pools:
             return self.pools
         per_node = self.devices_per_node or 1
@@ -70,58 +70,58 @@ class PoolOptions(PlacementOptions):
 
     @property
     def mapping(self) -> dict[str, str]:
-        """Role -> pool, of every role that there may be."""
+        """Role -> pool, including roles that may not be needed."""
         pools = list(self.spec)
-        found = {"actor_rollout": pools[0]} if self.colocate else {"actor": pools[0], "rollout": pools[-1]}
+        mapping = {"actor_rollout": pools[0]} if self.colocate else {"actor": pools[0], "rollout": pools[-1]}
         if any(role in POLICY_ROLES[:-1] for role in self.role_pools):
-            found = {}
-        found |= self.role_pools
-        others = ["critic", "rm"] if "actor_rollout_ref" in found else ["critic", "ref", "rm"]
-        return found | {role: pools[0] for role in others if role not in found}
+            mapping = {}
+        mapping |= self.role_pools
+        others = ["critic", "rm"] if "actor_rollout_ref" in mapping else ["critic", "ref", "rm"]
+        return mapping | {role: pools[0] for role in others if role not in mapping}
 
     def _holders(self, part: str) -> list[str]:
         return [role for role in self.mapping if role in POLICY_ROLES and part in role.split("_")]
 
     def holder(self, part: str) -> str:
-        """The policy role with `part` ("actor", "rollout" or "ref") in its name."""
+        """Return the policy role with `part` ("actor", "rollout" or "ref") in its name."""
         return self._holders(part)[0]
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether what trains the policy samples from it too."""
+        """True if the role that trains the policy also samples from it."""
         return self.holder("actor") == self.holder("rollout")
 
     @property
     def shares_devices(self) -> bool:
-        """Whether the engines share their devices with other roles."""
+        """True if the engines share their devices with other roles."""
         return self.is_hybrid or len(self.roles_of(self.mapping["rollout"])) > 1
 
     def nodes_of(self, role: str) -> int:
-        """Machines over which the role's processes are spread."""
+        """Return the number of machines over which a role's processes are spread."""
         return len(self.spec[self.mapping[role]])
 
     def workers(self, role: str) -> int:
-        """Processes of the role, over all nodes."""
+        """Return the number of processes of a role on all nodes."""
         return sum(self.spec.get(self.mapping[role], []))
 
     def roles_of(self, pool: str) -> list[str]:
-        """The roles that share the pool's devices."""
-        return [role for role, own in self.mapping.items() if own == pool]
+        """Return the roles that share a pool's devices."""
+        return [role for role, its_pool in self.mapping.items() if its_pool == pool]
 
     def resolved(self, gpus: int, groups: int, tensor_parallel: int = 1) -> PoolOptions:  # noqa: ARG002
-        """See `PlacementOptions.resolved`. Engines of several devices are a role of their own, on those of as many
-        ranks where they share them.
+        """See `PlacementOptions.resolved`. Engines with several devices are a separate role. If they share devices with
+        ranks, an engine takes the devices of `tensor_parallel` ranks.
 
         Raises:
-            ValueError: the engines do not fill their pool.
+            ValueError: `tensor_parallel` does not divide the devices of a node of the engines' pool.
         """
-        own = replace(self, devices_per_node=self.devices_per_node or max(gpus, 1))
-        if not own.pools and not own.colocate and own.rollout_engines:
-            devices = own.rollout_engines * tensor_parallel
-            own.pools = own.spec | {"sample": [devices // own.nodes] * own.nodes}
+        options = replace(self, devices_per_node=self.devices_per_node or max(gpus, 1))
+        if not options.pools and not options.colocate and options.rollout_engines:
+            devices = options.rollout_engines * tensor_parallel
+            options.pools = options.spec | {"sample": [devices // options.nodes] * options.nodes}
         if tensor_parallel > 1:
-            own.role_pools = own.one_part_each
-            each = own.spec[own.mapping["rollout"]][0]
+            options.role_pools = options.one_part_each
+            each = options.spec[options.mapping["rollout"]][0]
             if each % tensor_parallel:
                 raise ValueError(
                     f"rollout.tensor_parallel={tensor_parallel}: the devices of an engine are on one node, and its "
@@ -129,20 +129,20 @@ class PoolOptions(PlacementOptions):
                     "placement.pools and placement.role_pools"
                 )
         return replace(
-            own,
-            pools=own.spec,
-            role_pools=own.mapping,
-            nodes=max(own.nodes, *map(len, own.spec.values())),
-            actor_ranks=own.workers(own.holder("actor")),
-            rollout_engines=own.workers(own.holder("rollout")) // tensor_parallel,
-            references=own.workers(own.holder("ref")) if self._holders("ref") else None,
+            options,
+            pools=options.spec,
+            role_pools=options.mapping,
+            nodes=max(options.nodes, *map(len, options.spec.values())),
+            actor_ranks=options.workers(options.holder("actor")),
+            rollout_engines=options.workers(options.holder("rollout")) // tensor_parallel,
+            references=options.workers(options.holder("ref")) if self._holders("ref") else None,
         )
 
     @property
     def one_part_each(self) -> dict[str, str]:
-        """`mapping` with a role for each part of the policy, in the pool where that part is."""
-        found = dict[str, str]()
+        """`mapping` with a separate role for each part of the policy, in the same pool."""
+        mapping = dict[str, str]()
         for role, pool in self.mapping.items():
             parts = role.split("_") if role in POLICY_ROLES else [role]
-            found |= dict.fromkeys(parts, pool)
-        return found
+            mapping |= dict.fromkeys(parts, pool)
+        return mapping

@@ -1,5 +1,6 @@
-"""Rewards: a function by the data source of the prompt or of the user's own, a reward model, or both.
-B responses. Nothing here imports torch before there are responses.
+"""Rewards by a function (built-in for the prompt's data source, or the user's), by a reward model, or by both.
+
+Legend: `B` responses. torch is imported only once there are responses.
 """
 
 from collections import Counter
@@ -20,38 +21,47 @@ if TYPE_CHECKING:
     from components.batch import Batch
 
 OWN_FUNCTIONS: dict[str, ScoreFunction] = {}
-"""Reward functions by data source, beside `default_functions`. Put yours here, from the top level of a module; a `*` at
-the end of a name stands for any end.
+"""Additional reward functions by data source, besides `default_functions`. Add your own functions here; they have to be
+defined at the top level of a module. A trailing `*` in a name matches any suffix.
 """
 
 
 def score_code(config: VerlPPOConfig) -> ScoreCode:
-    """Return the reward function of a run: of a user's file or program (ray_trainer.py), or the built-in ones."""
+    """Return the reward function of a run: from the user's file or program (ray_trainer.py), or the built-in ones.
+
+    Raises:
+        ValueError: the built-in functions do not have the arguments.
+    """
     if (code := getattr(config, "reward_code", None)) is not None:
         return replace(code, optional=bool(config.reward.model_path) and not config.reward.function_weight)
-    own, functions = config.reward, default_functions() | OWN_FUNCTIONS
-    arguments = dict(own.arguments)
-    if own.source is None:
+    options = config.reward
+    functions = default_functions() | OWN_FUNCTIONS
+    arguments = dict(options.arguments)
+    if options.source is None:
         method = arguments.pop("method", "strict")
         if arguments or method not in ("strict", "flexible"):
             raise ValueError(
-                f"reward.arguments={own.arguments}, but the built-in functions take only method=strict or "
+                f"reward.arguments={options.arguments}, but the built-in functions take only method=strict or "
                 "method=flexible (of openai/gsm8k); change that, or set reward.source"
             )
         if method == "flexible":
             functions["openai/gsm8k"] = functions["gsm8k_flexible"]
     return ScoreCode(
-        path=own.source,
-        name=own.function,
+        path=options.source,
+        name=options.function,
         kwargs=arguments,
-        lists=own.whole_batches,
+        lists=options.whole_batches,
         functions=functions,
-        optional=bool(own.model_path) and not own.function_weight,
+        optional=bool(options.model_path) and not options.function_weight,
     )
 
 
 def check_rewards(config: VerlPPOConfig, *parts: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse, with a ValueError, a reward that cannot be, or that does not suit the rows of each part."""
+    """Check that the reward function can be loaded and suits the rows of each part of the data.
+
+    Raises:
+        ValueError: it cannot be loaded, has no function for a data source, or cannot read the labels.
+    """
     code = score_code(config)
     if config.agent.gives_rewards:
         return
@@ -68,7 +78,7 @@ def check_rewards(config: VerlPPOConfig, *parts: Sequence[Mapping[str, Any]]) ->
 
 
 def try_function(config: VerlPPOConfig, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """Call the user's function once with rows of each part of the data; see `plugins/reward_trial`."""
+    """Call the user's function once with rows of each part of the data. Return notes; see `plugins/reward_trial`."""
     code = score_code(config)
     if config.agent.gives_rewards or code.path is None:
         return []
@@ -82,7 +92,7 @@ def try_function(config: VerlPPOConfig, rows: Mapping[str, Sequence[Mapping[str,
 
 
 def check_sources(code: ScoreCode, sources: Iterable[str]) -> None:
-    """ValueError where there is no function for a data source that needs one."""
+    """Raise a ValueError if a data source needs a reward function and has none."""
     unknown = ", ".join(map(repr, code.unknown(sources)))
     if unknown and not code.optional:
         raise ValueError(
@@ -94,12 +104,12 @@ def check_sources(code: ScoreCode, sources: Iterable[str]) -> None:
 
 
 def _with_count(extra_info: Mapping[str, Any] | None, turns: int) -> dict[str, Any]:
-    """Add `num_turns`, counted as in verl: the prompt, each turn of the policy, and the results between two of them."""
+    """Add `num_turns`, counted as in verl: the prompt, each turn of the policy, and the results in between."""
     return {**(extra_info or {}), "num_turns": 2 * turns}
 
 
 def _with_turns(samples: "Batch") -> "Batch":
-    """Add `num_turns` to what a function reads of episodes as `extra_info`."""
+    """Add `num_turns` to the `extra_info` of episodes, for reward functions."""
     if "num_turns" not in samples:
         return samples
     others = samples["extra_info"] if "extra_info" in samples else [None] * len(samples)
@@ -108,7 +118,7 @@ def _with_turns(samples: "Batch") -> "Batch":
 
 
 class RewardManager:
-    """Rewards responses by a function, a reward model, or both. It holds processes until it is closed."""
+    """Computes rewards by a function, a reward model, or both. Holds worker processes until it is closed."""
 
     def __init__(
         self, config: VerlPPOConfig, tokenizer: "PreTrainedTokenizerBase", info: Callable[[str], None]
@@ -116,32 +126,34 @@ class RewardManager:
         """Start the function's processes, unless an agent's environment gives the rewards.
 
         Args:
-            config: of the run.
-            tokenizer: of the policy.
-            info: told which responses have no reward, the first few by name.
+            config: configuration of the run.
+            tokenizer: tokenizer of the policy.
+            info: called with messages about responses without a reward, and with printed examples.
         """
         self.num_examine = config.reward.num_examine
         """Number of scored responses to print per data source and batch."""
-        self._code, self._config = score_code(config), config
-        self._tokenizer, self._info, self._weight = tokenizer, info, config.reward.function_weight
+        self._code = score_code(config)
+        self._config = config
+        self._tokenizer = tokenizer
+        self._info = info
         self._workers = None
         if not config.agent.gives_rewards:
             self._workers = WorkerReward(self._code.reward_code(), config.reward.settings())
 
     def __call__(self, samples: "Batch", step: int = 0) -> "Batch":
-        """Reward B responses.
+        """Compute the rewards of B responses.
 
         Args:
-            samples: with `tokens`, `action_mask` and `prompt_length`, the objects `prompt`, `label`, `datasource` and
-                maybe `extra_info`, and where a model has scored them `rm_score`. Those that have a `reward` are
-                episodes, and stay as they are.
-            step: finished training steps; a function for whole batches may read it.
+            samples: responses with `tokens`, `action_mask` and `prompt_length`, the objects `prompt`, `label`,
+                `datasource` and optionally `extra_info`, and `rm_score` if a reward model has scored them. Samples that
+                have a `reward` are episodes and keep it.
+            step: number of finished training steps. Functions for whole batches may read it.
 
         Returns:
-            With `reward`, `score`, `reward_failed`, a `log_<name>` for each other number that the function gives, NaN
-            where a response lacks it, and the objects `info_pred`, what it calls `pred`, as text, and `info`, a mapping
-            of whatever else it returns; None where it returns nothing. With a model the reward is its score and
-            function_weight times the function's, and the score is the function's where there is one.
+            The samples with `reward`, `score`, `reward_failed`, and `log_<name>` for each other number that the
+            function returns (NaN for responses without it). The object `info_pred` is the function's `pred` as text,
+            and `info` a mapping of its other values, or None. With a reward model, the reward is the model's score plus
+            function_weight times the function's, and the score is the function's if there is one.
 
         Raises:
             RewardError: the function failed for more responses than reward.max_failed_share allows.
@@ -154,14 +166,17 @@ class RewardManager:
         check_sources(self._code, samples["datasource"])
         samples = _with_turns(samples)
         output = ask_for_rewards(samples, self._workers, self._tokenizer, step)
-        what = "score" if self._code.optional else "reward"
-        scored = with_rewards(samples, output, self._info, what)
-        # Of every batch, as batches of other data sources may come beside it.
+        scored = with_rewards(samples, output, self._info, "score" if self._code.optional else "reward")
+        # Every batch has these columns: it may be concatenated with batches of other data sources, which have them.
         predicted = output.texts.get(PREDICTION, [None] * len(samples))
-        others = {name: said for name, said in output.texts.items() if name != PREDICTION}
-        told = [{name: said[i] for name, said in others.items() if said[i] is not None} for i in range(len(samples))]
-        scored = scored.with_objects(info_pred=predicted, info=[each or None for each in told])
-        scored = self._less_overlong(self._with_model(scored) if "rm_score" in samples else scored)
+        others = {name: texts for name, texts in output.texts.items() if name != PREDICTION}
+        infos = [
+            {name: texts[i] for name, texts in others.items() if texts[i] is not None} for i in range(len(samples))
+        ]
+        scored = scored.with_objects(info_pred=predicted, info=[info or None for info in infos])
+        if "rm_score" in samples:
+            scored = self._with_model(scored)
+        scored = self._less_overlong(scored)
         self._print_examples(scored)
         return scored
 
@@ -171,27 +186,28 @@ class RewardManager:
             self._workers.close()
 
     def _print_examples(self, scored: "Batch") -> None:
-        """Print the first responses of each data source with what they earned."""
+        """Print the first responses of each data source with their scores and rewards."""
         shown: Counter[str] = Counter()
         for i, source in enumerate(scored["datasource"]):
             if shown[source] == self.num_examine:
                 continue
             shown[source] += 1
-            tokens, acts = scored.row(i, "tokens"), scored.row(i, "action_mask")
-            response = self._tokenizer.decode(tokens[acts], skip_special_tokens=True)
+            actions = scored.row(i, "tokens")[scored.row(i, "action_mask")]
+            response = self._tokenizer.decode(actions, skip_special_tokens=True)
             about = {"prompt": scored["prompt"][i], "response": response, "ground_truth": scored["label"][i]}
             about |= {"score": f"{float(scored['score'][i]):g}", "reward": f"{float(scored['reward'][i]):g}"}
             self._info(f"{source}: " + "; ".join(f"[{name}] {value}" for name, value in about.items()))
 
     def _with_model(self, scored: "Batch") -> "Batch":
-        """Add the model's score to the function's, which a response may lack."""
+        """Add the reward model's score to the function's, which some data sources do not have."""
         import torch
 
+        weight = self._config.reward.function_weight
         model_B, function_B = scored["rm_score"].float(), scored["score"]
         knows_B = torch.tensor([self._code.knows(source) for source in scored["datasource"]])
-        reward_B = model_B + self._weight * function_B
-        # As in any sum of rewards, a response that has failed in a part of it has failed.
-        failed_B = scored["reward_failed"] * float(self._weight != 0)
+        reward_B = model_B + weight * function_B
+        # A sum fails if one of its terms fails. With a weight of 0 the function is not a term.
+        failed_B = scored["reward_failed"] * float(weight != 0)
         return scored.with_sequences(
             reward=torch.where(failed_B > 0, 0.0, reward_B),
             reward_failed=failed_B,
@@ -201,13 +217,13 @@ class RewardManager:
         )
 
     def _less_overlong(self, scored: "Batch") -> "Batch":
-        """Take reward away from responses that come close to the longest that is allowed."""
+        """Subtract DAPO's penalty from responses whose length is close to the maximum."""
         from components.rl.rewards import overlong_penalty
 
-        own, longest = self._config.algorithm, self._config.rollout.max_new_tokens
-        if own.overlong_buffer is None:
+        buffer = self._config.algorithm.overlong_buffer
+        if buffer is None:
             return scored
-        lengths_B = scored.sum_tokens(scored["action_mask"])
-        reward_B = overlong_penalty(scored["reward"], lengths_B, longest, own.overlong_buffer, own.overlong_penalty)
+        limits = (self._config.rollout.max_new_tokens, buffer, self._config.algorithm.overlong_penalty)
+        reward_B = overlong_penalty(scored["reward"], scored.sum_tokens(scored["action_mask"]), *limits)
         lost_B = reward_B - scored["reward"]
         return scored.with_sequences(reward=reward_B, log_overlong_reward=lost_B, log_overlong=(lost_B < 0).float())

@@ -15,7 +15,7 @@ def named_models(keys: Computed) -> list[str]:
 
 
 def asks_served_model(keys: Computed) -> bool:
-    """Whether the user's function alone gives the reward, and asks the reward model, as since verl 0.7."""
+    """Return True if the user's function alone gives the reward and calls a served model, as in verl since 0.7."""
     since_0_7 = keys.name("reward.reward_model.enable", "reward_model.rollout.name", "reward.reward_model.rollout.name")
     since_0_7 = since_0_7 or named_models(keys)
     is_enabled = keys.get("reward_model.enable", "reward.reward_model.enable")
@@ -23,7 +23,7 @@ def asks_served_model(keys: Computed) -> bool:
 
 
 def read_reward(keys: Computed) -> None:
-    """The reward model, the manager, and dapo's penalty on length."""
+    """Set the options of the reward model, the reward manager, and DAPO's penalty on length."""
     if asks_served_model(keys):
         keys.notes.append(
             "no effect of reward_model: as in verl, the function of custom_reward_function alone gives the reward. "
@@ -51,9 +51,10 @@ def read_reward(keys: Computed) -> None:
     elif manager not in ("naive", "dapo"):
         keys.notes.append(f"{name}={manager} is naive: {FUNCTIONS}")
     kwargs = [f"{model}.reward_kwargs" for model in models]
-    given = within(keys, "reward_model.reward_kwargs", "reward.reward_kwargs", *kwargs)
-    longest, response = given.pop("max_resp_len", None), keys.option("rollout.max_new_tokens", 512)
-    buffer = {name.removeprefix("overlong_buffer_cfg."): value for name, value in given.items()}
+    settings = within(keys, "reward_model.reward_kwargs", "reward.reward_kwargs", *kwargs)
+    longest = settings.pop("max_resp_len", None)
+    response = keys.option("rollout.max_new_tokens", 512)
+    buffer = {name.removeprefix("overlong_buffer_cfg."): value for name, value in settings.items()}
     buffer |= within(keys, "reward_model.overlong_buffer", "custom_reward_function.overlong_buffer")
     if unknown := sorted(buffer.keys() - {"enable", "len", "penalty_factor", "log"}):
         keys.faults.append(

@@ -1,4 +1,4 @@
-"""What every run has (`PolicyRun`), with verl's rows, rewards, baselines, validation and names of metrics."""
+"""`PolicyRun` with verl's rows, rewards, validation and metric names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHOWN = (
     "actor/entropy",
     "timing_s/step",
 )
-"""What a person sees of a step."""
+"""Metrics of a step that are printed in the terminal."""
 
 
 class VerlRun(PolicyRun):
@@ -40,12 +40,12 @@ class VerlRun(PolicyRun):
     def __init__(self, trainer: BaseTrainer, config: VerlPPOConfig, parts: Mapping[str, Stateful]) -> None:
         """
         Args:
-            trainer: whose run it is; it has the worker groups.
-            config: the options.
-            parts: what else of the trainer a checkpoint holds, by name.
+            trainer: trainer of the run, which has the worker groups.
+            config: configuration of the run.
+            parts: further state of the trainer that checkpoints hold, by name.
         """
-        folder, calls = Path(__file__).parent, VerlCalls(trainer, config)
-        super().__init__(trainer, config, folder, calls=calls, shown=SHOWN, parts=parts)
+        calls = VerlCalls(trainer, config)
+        super().__init__(trainer, config, Path(__file__).parent, calls=calls, shown=SHOWN, parts=parts)
 
     def close(self) -> None:
         """See `PolicyRun.close`."""
@@ -61,38 +61,37 @@ class VerlRun(PolicyRun):
         self.manager = RewardManager(self.config, self.tokenizer, self.info)
 
     def add_rewards(self, rollouts: Batch, heldout: bool = False) -> Batch:  # noqa: ARG002 - the same for both
-        """Add `reward` and `score`, as the reward manager says."""
+        """Add `reward` and `score`, computed by the reward manager."""
         return self.manager(rollouts, self.step)
 
     # --- validation
 
     def validate(self, make_rollouts: MakeRollouts) -> None:
-        """Evaluate the policy as it is, log what was found, and end the run (evaluate_only)."""
+        """Evaluate the policy without training, log the metrics, and end the run (evaluate_only)."""
         self._make_rollouts = make_rollouts
-        found = self.evaluation.at_step(self.step)
-        self.tracker.log(self.step, found)
+        self.tracker.log(self.step, self.evaluation.at_step(self.step))
         self.tracker.update_summary(score=self.evaluation.finish(self.step))
         self.info("nothing was trained (evaluate_only)")
         self.close()
 
     def _evaluate(self) -> dict[str, float]:
         began = time.monotonic()
-        found = super()._evaluate()
-        return found | {"timing_s/testing": time.monotonic() - began}
+        metrics = super()._evaluate()
+        return metrics | {"timing_s/testing": time.monotonic() - began}
 
     # --- metrics
 
     def measure(self, experience: Batch) -> dict[str, float]:
         """See `PolicyRun.measure`."""
         took = renamed(self.count(experience))
-        found = experience_metrics(experience, self.config, self.failed_rewards.of_step) | self.checkpoints.metrics
-        found |= took | self.stream.metrics | performance(experience, took, self.config.placement.actor_ranks or 1)
-        return found | {"training/global_step": float(self.step), "training/epoch": float(self.prompts.epoch)}
+        metrics = experience_metrics(experience, self.config, self.failed_rewards.of_step) | self.checkpoints.metrics
+        metrics |= took | self.stream.metrics | performance(experience, took, self.config.placement.actor_ranks or 1)
+        return metrics | {"training/global_step": float(self.step), "training/epoch": float(self.prompts.epoch)}
 
     def rename(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Metrics under verl's names."""
+        """Return the metrics under verl's names."""
         return renamed(metrics)
 
     def describe_heldout(self, rollouts: Batch) -> Mapping[str, float]:
-        """`val-core/...` and `val-aux/...`, see `heldout_metrics`."""
+        """Return `val-core/...` and `val-aux/...`; see `heldout_metrics`."""
         return heldout_metrics(rollouts)

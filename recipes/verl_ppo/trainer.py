@@ -1,4 +1,4 @@
-"""The loop, in verl's order."""
+"""The training loop, with the stages of a step in verl's order."""
 
 from collections.abc import Callable
 from functools import cache
@@ -28,7 +28,7 @@ class VerlPPOTrainer(BaseTrainer):
     rm_wg: WorkerGroup[RewardModelWorker] | None
 
     def init(self) -> None:
-        """Make a worker group for each role, read the prompts, load the models, resume if there is a checkpoint."""
+        """Create a worker group for each role, read the prompts, load the models, and resume from any checkpoint."""
         config = self.config
         policy = cache(lambda role: WorkerGroup(role, ActorRolloutRefWorker))
         self.actor_wg = policy(config.placement.holder("actor"))
@@ -41,9 +41,9 @@ class VerlPPOTrainer(BaseTrainer):
         self.policy_run = VerlRun(self, config, {"kl": self.kl})
 
     def make_rollouts(self, prompts: Batch, sampling: SamplingConfig, heldout: bool = False) -> Batch:
-        """Sample a response to each prompt, for a training step or an evaluation (`heldout`), and score it.
+        """Sample and score a response to each prompt, for a training step or an evaluation (`heldout`).
 
-        For ReMax, add `greedy_reward` [B], that of the greedy response to the same prompt.
+        For ReMax, add `greedy_reward` [B], the reward of the greedy response to the same prompt.
         """
         rollouts = self.add_rewards(self.generate(prompts, sampling), heldout)
         if self.config.algorithm.estimator == "remax" and not heldout:
@@ -58,17 +58,19 @@ class VerlPPOTrainer(BaseTrainer):
             return self.rollout_wg.generate_sequences(prompts, sampling)
 
     def add_rewards(self, rollouts: Batch, heldout: bool = False) -> Batch:
-        """Add `reward` and `score` [B], also of rollouts whose reward failed."""
+        """Add `reward` and `score` [B], including rollouts whose reward failed."""
+        score = self.score_heldout if heldout else self.score
         with self.policy_run.phase("reward"):
-            return with_status(self.score_heldout(rollouts) if heldout else self.score(rollouts))
+            return with_status(score(rollouts))
 
     def score_generated(self, rollouts: Batch) -> Batch:
-        """Score rollouts that were generated without `make_rollouts`. Those whose reward failed are left out."""
+        """Score rollouts that were generated without `make_rollouts`, and drop those whose reward failed."""
         return self.policy_run.drop_failed(self.add_rewards(rollouts))
 
     def fit(self) -> None:
-        """One training step per batch of scored rollouts, `samples_per_prompt` of each prompt."""
-        config, training = self.config, self.policy_run
+        """Run one training step per batch of scored rollouts, with `samples_per_prompt` rollouts per prompt."""
+        config = self.config
+        training = self.policy_run
         if config.evaluate_only:
             training.validate(self.make_rollouts)
             return
@@ -95,38 +97,37 @@ class VerlPPOTrainer(BaseTrainer):
         training.finish()
 
     def score(self, rollouts: Batch) -> Batch:
-        """Add `reward` and `score`, by the reward model, where there is one, and the reward manager."""
+        """Add `reward` and `score`, computed by the reward model (if there is one) and the reward manager."""
         if self.rm_wg is not None:
             scores = self.rm_wg.compute_rm_score(rollouts.only("tokens")).result()
             rollouts = rollouts.with_sequences(**scores.per_sequence)
         return self.policy_run.add_rewards(rollouts)
 
     def score_heldout(self, rollouts: Batch) -> Batch:
-        """Add `reward` and `score` to held-out rollouts, by the same."""
+        """Add `reward` and `score` to held-out rollouts. By default they are computed as in training."""
         return self.score(rollouts)
 
     def compute(self, phase: str, forward: Callable[[Batch], Future[Batch]], batch: Batch) -> Batch:
-        """Add what a forward pass gives for each token."""
+        """Run a forward pass and add its per-token columns to the batch."""
         with self.policy_run.phase(phase):
             return batch.with_tokens(**forward(batch.only("tokens")).result().per_token)
 
     def update(
         self, phase: str, train: Callable[[Batch, int], list[dict[str, float]]], batch: Batch
     ) -> dict[str, float]:
-        """Train on the step's responses; returns metrics, which every rank has."""
+        """Train on the step's responses. Return the metrics, which are the same on every rank."""
         with self.policy_run.phase(phase):
             return train(batch.without(*batch.objects), self.policy_run.step)[0]
 
     @property
     def trains_policy(self) -> bool:
-        """Whether the critic, if there is one, has had its head start."""
+        """True if the policy is trained in this step: there is no critic, or its warm-up steps are over."""
         return self.critic_wg is None or self.policy_run.step > self.config.critic.warmup_steps
 
     def update_weights(self, metrics: dict[str, float]) -> bool:
-        """Let the engines sample from what was learnt, and add their metrics; returns whether their weights have a new
-        version.
-        """
-        # Ahead of training, each step's weights have a version of their own, also where they stay as they are.
+        """Send the policy's weights to the engines and add their metrics. Return True if a new version was sent."""
+        # With generation ahead of training every step publishes a version, even if the weights have not changed:
+        # staleness is counted in versions.
         if not self.trains_policy and not self.config.asynchronous.ahead:
             return False
         with self.policy_run.phase("update_weights"):

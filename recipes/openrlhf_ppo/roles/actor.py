@@ -18,17 +18,17 @@ class Actor(Learner, PolicyWorker[PPOConfig]):
 
     @rpc(remote_call.actor_init)
     def init_model(self, model_path: str, steps: int) -> None:
-        """Load and start training."""
+        """Load the policy into the training engine."""
         self.load(model_path, steps)
 
     @rpc(remote_call.actor_forward)
     def forward(self, samples: Batch, temperature: float) -> Batch:
-        """Log-probabilities at a temperature."""
+        """Compute the log-probability of each token at a temperature."""
         return self.logprobs(samples, temperature)
 
     @rpc(remote_call.reference_forward)
     def forward_reference(self, samples: Batch) -> Batch:
-        """Log-probabilities with the adapters off, where they are the reference."""
+        """Compute log-probabilities with the adapters disabled, if that is the reference."""
         return self.reference_logprobs(samples)
 
     @rpc(remote_call.actor_update)

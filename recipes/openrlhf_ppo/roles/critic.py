@@ -18,7 +18,7 @@ class Critic(Learner):
 
     @rpc(remote_call.critic_init)
     def init_model(self, model_path: str, steps: int) -> None:
-        """Load and start training."""
+        """Load the critic into the training engine."""
         options = self.config
         model = load_value_model(
             model_path,
@@ -27,7 +27,7 @@ class Critic(Learner):
             attn_implementation=options.model.attn_implementation,
             packing=options.train.packing,
             value_head_prefix=options.reward_model.value_head_prefix,
-            # The critic predicts what the reward model's rewards are normalised to.
+            # A critic that starts from a reward model predicts rewards in the same normalised units.
             normalize=options.reward_model.normalize and options.critic_start in options.reward_model.paths,
             empty=True,
         )
@@ -35,7 +35,7 @@ class Critic(Learner):
 
     @rpc(remote_call.critic_forward)
     def forward(self, samples: Batch) -> Batch:
-        """Values of the states before each token."""
+        """Compute the value of the state before each token."""
         return Batch(samples.lengths, {"value": self.engine.forward(samples, token_values)})
 
     @rpc(remote_call.critic_update)

@@ -1,4 +1,4 @@
-"""What actor and critic share: the step's experience, and the passes over it."""
+"""Base class of actor and critic: holds the step's experience and trains on it."""
 
 from components.batch import Batch
 from components.train.engine import LossFunction
@@ -21,7 +21,7 @@ class Learner(TrainedModel):
         self.experience = experience
 
     def train_on_experience(self, loss: LossFunction, step: int, prepare: Prepare | None = None) -> dict[str, float]:
-        """Train on the experience and let go of it; see `TrainedModel.train_epochs`."""
+        """Train on the experience and release it; see `TrainedModel.train_epochs`."""
         if self.experience is None:
             raise ValueError(f"{self.name} was asked to train on step {step} before it was given its experience")
         metrics = self.train_epochs(self.experience, step, loss, prepare)

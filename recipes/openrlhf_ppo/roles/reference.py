@@ -1,4 +1,4 @@
-"""The reference model: the frozen policy that the KL is measured to."""
+"""The reference model: a frozen policy, to which the KL is computed."""
 
 from components.batch import Batch
 from core import rpc
@@ -12,19 +12,19 @@ class Reference(reference.ReferenceWorker):
 
     @rpc(remote_call.reference_init, idempotent=True, replay="last")
     def init_model(self, model_path: str) -> None:
-        """Load; nothing of it is ever trained."""
+        """Load the model. It is not trained."""
         self.load(model_path)
 
     @rpc(remote_call.reference_forward, idempotent=True)
     def forward(self, samples: Batch) -> Batch:
-        """Log-probabilities at the sampling temperature."""
+        """Compute the log-probability of each token at the sampling temperature."""
         return self.logprobs(samples)
 
 
 class ReferenceRank(reference.ReferenceRank, Reference):
-    """One rank of a reference model that is sharded over them."""
+    """One rank of a sharded reference model."""
 
     @rpc(remote_call.reference_forward)
     def forward(self, samples: Batch) -> Batch:
-        """See `Reference.forward`; every rank has a part."""
+        """See `Reference.forward`. Each rank receives a part of the batch."""
         return self.logprobs(samples)

@@ -1,4 +1,4 @@
-"""What a response is worth."""
+"""The reward role: scores responses by reward models, reward code, or servers."""
 
 import torch
 from torch import Tensor
@@ -16,41 +16,41 @@ from ..config import PPOConfig
 
 
 class Reward(FrozenWorker):
-    """One instance of reward models, of reward code, or of a reward server's client."""
+    """One worker with reward models, reward code, or the client of a reward server."""
 
     config: PPOConfig
 
     @rpc(remote_call.reward_init, idempotent=True, replay="last")
     def init_model(self, tokenizer_path: str) -> None:
-        """Load the models, or start the processes that run the code and the tokenizer that makes text for it."""
-        own = self.config.reward_model
+        """Load the reward models, or the tokenizer and the processes of reward code."""
+        options = self.config.reward_model
         self.models = [
             RewardModel(
                 path,
                 self.config.frozen_engine,
-                normalize=own.normalize,
-                value_head_prefix=own.value_head_prefix,
+                normalize=options.normalize,
+                value_head_prefix=options.value_head_prefix,
                 attn_implementation=self.config.model.attn_implementation,
             )
-            for path in own.paths
+            for path in options.paths
         ]
-        source, heldout_source = self.config.reward_source, self.config.reward.heldout_source
-        if source is not None or heldout_source is not None:
+        sources = (self.config.reward_source, self.config.reward.heldout_source)
+        if sources != (None, None):
             self.tokenizer = self.config.model.tokenizer(tokenizer_path)
-        self.source = self.opened(source)
-        self.heldout_source = self.opened(heldout_source)
+        self.source, self.heldout_source = map(self.opened, sources)
 
     def opened(self, spec: str | None) -> RewardSource | None:
-        """Reward code or servers, where they are asked for."""
+        """Open reward code or servers. None if `spec` is None."""
         return None if spec is None else open_reward(spec, self.config.reward.settings())
 
     @rpc(remote_call.reward_forward, idempotent=True)
     def forward(self, samples: Batch, heldout: bool = False, step: int = 0) -> Batch:
-        """`reward`, `score` and `reward_failed` per response, and whatever else is logged."""
+        """Compute `reward`, `score` and `reward_failed` per response, and further columns to log."""
         columns = self.by_models(samples) if self.source is None else self.by_code(samples, self.source, step)
         if heldout and self.heldout_source is not None:
             scored = self.by_code(samples, self.heldout_source, step)
-            # A number that both rewards log is the held-out one's; the other is logged beside the mean of its reward.
+            # If both rewards log a number of the same name, the held-out one keeps the name, and that of the training
+            # reward is logged under reward/.
             logged = {
                 f"log_reward/{name.removeprefix('log_')}" if name in scored else name: column
                 for name, column in columns.items()
@@ -60,7 +60,7 @@ class Reward(FrozenWorker):
         return Batch(samples.lengths, {}, columns)
 
     def by_models(self, samples: Batch) -> dict[str, Tensor]:
-        """The weighted sum of the reward models' scores."""
+        """Return the weighted sum of the reward models' scores."""
         tokens = samples.only("tokens")
         rewards = [model.score(tokens) for model in self.models]
         weights = self.config.reward_model.weights or [1.0] * len(rewards)
@@ -69,7 +69,7 @@ class Reward(FrozenWorker):
         return {"reward": total_B, "score": total_B, "reward_failed": torch.zeros_like(total_B), **each}
 
     def by_code(self, samples: Batch, source: RewardSource, step: int) -> dict[str, Tensor]:
-        """What reward code says about the text of the responses."""
+        """Return the rewards that reward code or servers give to the text of the responses."""
         scored = add_rewards(samples, source, self.tokenizer, self.info, step)
         return {name: column for name, column in scored.per_sequence.items() if name not in samples}
 
@@ -82,9 +82,9 @@ class Reward(FrozenWorker):
 
 
 class RewardRank(FrozenRank, Reward):
-    """One rank of reward models that are sharded over them; they compute together."""
+    """One rank of sharded reward models."""
 
     @rpc(remote_call.reward_forward)
     def forward(self, samples: Batch, heldout: bool = False, step: int = 0) -> Batch:
-        """See `Reward.forward`; every rank has a part."""
+        """See `Reward.forward`. Each rank receives a part of the batch."""
         return super().forward(samples, heldout, step)

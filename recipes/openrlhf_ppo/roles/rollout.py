@@ -13,10 +13,10 @@ class Rollout(RolloutWorker):
 
     @rpc(remote_call.rollout_init, idempotent=True, replay="last")
     def init_model(self, model_path: str) -> None:
-        """Load the policy as it is at the start."""
+        """Load the initial policy."""
         self.load(model_path)
 
     @rpc(remote_call.generate_samples, idempotent=True)
     def generate_parts(self, prompts: list[Batch], sampling: SamplingConfig) -> list[Batch]:
-        """One response or episode per prompt; the list has an item for every engine."""
-        return [self.generate(mine, sampling) for mine in prompts]
+        """Sample one response or episode per prompt. The lists have one batch per engine."""
+        return [self.generate(part, sampling) for part in prompts]

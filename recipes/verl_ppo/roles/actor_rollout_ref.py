@@ -1,4 +1,4 @@
-"""The policy: what trains it, what samples from it, and what it was at the start, in any combination in one process."""
+"""Worker of the policy: actor, rollout engine and reference model, in any combination in one process."""
 
 from functools import partial
 
@@ -18,31 +18,31 @@ from ..config import VerlPPOConfig
 
 
 class ActorRolloutRefWorker(TrainedPolicy, SamplingWorker):
-    """One worker. The name of its role says what it is: `actor`, `rollout`, `ref`, `actor_rollout` (the hybrid engine)
-    or `actor_rollout_ref`.
+    """One worker, whose tasks follow from the name of its role: `actor`, `rollout`, `ref`, `actor_rollout` (the hybrid
+    engine) or `actor_rollout_ref`.
     """
 
     config: VerlPPOConfig
 
     @property
     def state_name(self) -> str:
-        """See `TrainedModel.state_name`; whatever else the role is."""
+        """See `TrainedModel.state_name`. It is the same for every role that contains the actor."""
         return "actor"
 
     def setup(self) -> None:
-        """Meet the other ranks, where the policy is trained, or the reference sharded."""
+        """Initialize the process group, if the policy is trained here or the reference is sharded."""
         self.parts = set(self.role.lower().split("_"))
         if "actor" in self.parts or ("ref" in self.parts and self.config.frozen_engine.is_collective):
             super().setup()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, idempotent=True, replay="last")
     def init_rollout(self, model_path: str) -> None:
-        """Load the engine that samples."""
+        """Load the rollout engine."""
         self.open_sampler(model_path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, idempotent=True, replay="last")
     def init_model(self, model_path: str, steps: int) -> None:
-        """Load what else the role has, a model that is trained or frozen; `steps` set the length of the schedule."""
+        """Load the trained policy or the reference, if the role has it. `steps` is the length of the schedule."""
         config = self.config
         if "actor" in self.parts:
             self.open_policy(model_path, steps)
@@ -51,17 +51,17 @@ class ActorRolloutRefWorker(TrainedPolicy, SamplingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, idempotent=True, replay="last")
     def load_reference(self, model_path: str) -> None:
-        """Load another reference in place of the one that is there."""
+        """Replace the reference by another model."""
         self._open_reference(model_path)
 
     def _open_reference(self, model_path: str) -> None:
         if hasattr(self, "reference"):
-            del self.reference  # its memory is needed for the next one
+            del self.reference  # freed first, as both may not fit into memory
         config = self.config
         self.reference = open_frozen_policy(model_path, config.frozen_engine, config.model.attn_implementation)
 
     def is_fatal(self, error: Exception) -> bool:
-        """See `BaseWorkload.is_fatal`; where ranks meet, all would start again, and meet the same error."""
+        """See `BaseWorkload.is_fatal`. Ranks are excepted: all of them would restart and meet the same error."""
         is_rank = "actor" in self.parts or ("ref" in self.parts and self.config.frozen_engine.is_collective)
         return not is_rank and is_engine_dead(error)
 
@@ -69,7 +69,7 @@ class ActorRolloutRefWorker(TrainedPolicy, SamplingWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, idempotent=True)
     def generate_sequences(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
-        """One response or episode per prompt, split over the workers.
+        """Sample one response or episode per prompt. The prompts are split over the workers.
 
         Returns:
             tokens, action_mask and rollout_logprob per token; prompt_length, truncated, weight_version per response.
@@ -80,20 +80,20 @@ class ActorRolloutRefWorker(TrainedPolicy, SamplingWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def compute_log_prob(self, tokens: Batch, temperature: float | None = None) -> Batch:
-        """`logprob` per token, in nats, by default at the sampling temperature; the batch is split over the ranks."""
+        """Compute `logprob` per token in nats, by default at the sampling temperature. The ranks split the batch."""
         at = self.config.rollout.temperature if temperature is None else temperature
         logprob_N = self.engine.forward(tokens, partial(policy_logprobs, temperature=at))
         return Batch(tokens.lengths, {"logprob": logprob_N})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def compute_sharp_log_prob(self, tokens: Batch) -> Batch:
-        """`sharp_logprob` per token: at half the sampling temperature."""
+        """Compute `sharp_logprob` per token, in nats, at half the sampling temperature."""
         half = partial(policy_logprobs, temperature=self.config.rollout.temperature / 2)
         return Batch(tokens.lengths, {"sharp_logprob": self.engine.forward(tokens, half)})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, idempotent=True)
     def compute_ref_log_prob(self, tokens: Batch) -> Batch:
-        """`reference_logprob` per token, in nats, at the sampling temperature; split over the workers."""
+        """Compute `reference_logprob` per token in nats, at the sampling temperature. The workers split the batch."""
         compute = partial(policy_logprobs, temperature=self.config.rollout.temperature)
         if self.config.is_own_reference:
             logprob_N = self.engine.forward(tokens, compute, adapters=False)
@@ -105,7 +105,7 @@ class ActorRolloutRefWorker(TrainedPolicy, SamplingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_actor(self, experience: Batch, step: int) -> dict[str, float]:
-        """Train on all of a step's responses; returns metrics, the same on every rank."""
+        """Train on all responses of a step. Return metrics, which are the same on every rank."""
         config = self.config
         updates = minibatches(experience, config, "actor", step)
         prepare = partial(mark_tokens, config=config, step=step)
@@ -114,16 +114,16 @@ class ActorRolloutRefWorker(TrainedPolicy, SamplingWorker):
 
     @rpc(remote_call.end_job, idempotent=True)
     def end(self) -> None:
-        """Unlink the published weights, and end the processes that the engine may have."""
+        """Unlink the published weights, and end the engine's processes."""
         TrainedPolicy.end(self)
         if "rollout" in self.parts:
             SamplingWorker.end(self)
 
 
 class ActorRolloutRefRank(ActorRolloutRefWorker):
-    """One worker of a policy whose reference is sharded over the ranks, or is the actor's with its adapters off."""
+    """Worker of a policy whose reference is sharded over the ranks, or is the actor with its adapters disabled."""
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def compute_ref_log_prob(self, tokens: Batch) -> Batch:
-        """See `ActorRolloutRefWorker`; the ranks compute together, and every one has a part."""
+        """See `ActorRolloutRefWorker`. Each rank receives a part of the batch, and all compute collectively."""
         return super().compute_ref_log_prob(tokens)

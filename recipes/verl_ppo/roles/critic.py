@@ -20,7 +20,7 @@ class CriticWorker(TrainedModel):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self, model_path: str, steps: int) -> None:
-        """Load the model, with a new value head where it has none, and put it under the training engine."""
+        """Load the model into the training engine, with a new value head if it has none."""
         model = load_value_model(
             model_path,
             gradient_checkpointing=self.config.critic.gradient_checkpointing,
@@ -33,11 +33,11 @@ class CriticWorker(TrainedModel):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def compute_values(self, tokens: Batch) -> Batch:
-        """`value` per token, of the state before it; the batch is split over the ranks."""
+        """Compute `value` per token, of the state before it. The batch is split over the ranks."""
         return Batch(tokens.lengths, {"value": self.engine.forward(tokens, token_values)})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_critic(self, experience: Batch, step: int) -> dict[str, float]:
-        """Train on all of a step's responses; returns metrics, the same on every rank."""
+        """Train on all responses of a step. Return metrics, which are the same on every rank."""
         updates = minibatches(experience, self.config, "critic", step)
         return self.train(experience, step, updates, partial(value_loss, config=self.config))
