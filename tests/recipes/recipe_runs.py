@@ -68,12 +68,12 @@ class RunFolder:
                 if "wait" not in phases:  # otherwise phases of two threads are shown
                     seconds = sum(line[f"timing_s/{phase}"] for phase in phases - OUTSIDE_STEP)
                     assert seconds == pytest.approx(line["timing_s/step"], rel=0.01)
-                wanted = OF_STEPS | {f"perf/{phase}_share" for phase in phases - OUTSIDE_STEP}
-                wanted |= OF_ANSWERS if "reward/score" in names else set()
+                required = OF_STEPS | {f"perf/{phase}_share" for phase in phases - OUTSIDE_STEP}
+                required |= OF_ANSWERS if "reward/score" in names else set()
                 # Where the critic learns alone, nobody may have asked the policy.
-                wanted |= {"rollout/logprob_gap_mean"} if {"reward/score", "actor/loss"} <= names else set()
-                wanted |= {"reward/group_std", "reward/zero_variance_share"} if is_grouped else set()
-                assert not (missing := wanted - names), missing
+                required |= {"rollout/logprob_gap_mean"} if {"reward/score", "actor/loss"} <= names else set()
+                required |= {"reward/group_std", "reward/zero_variance_share"} if is_grouped else set()
+                assert not (missing := required - names), missing
         # Processes tell what they take every 2 s, to a master that is in another.
         if lines and self.starts() and lines[-1]["time"] - lines[0]["time"] > 60:
             assert any("perf/memory_gb" in line for line in lines)
@@ -95,11 +95,11 @@ class RunFolder:
 
     def starts(self) -> dict[str, list[int]]:
         """Process ids of all starts of each worker."""
-        found = {
+        starts_by_name = {
             log.stem: [int(pid) for pid in re.findall(r"^\S+: process (\d+) on ", log.read_text(), re.MULTILINE)]
             for log in (self.run_dir / "logs").glob("*.log")
         }
-        return {name: pids for name, pids in found.items() if pids}
+        return {name: pids for name, pids in starts_by_name.items() if pids}
 
     def learnt(self) -> list[dict[str, Any]]:
         """The metrics without what is of the clock: times, speeds, and how the writing of checkpoints went."""
@@ -110,7 +110,9 @@ class RunFolder:
         """All tensors in the checkpoint of the last step, by file and name."""
         folder = self.run_dir / "checkpoints" / f"step_{self.summary['steps']}"
         files = {file: load_file(file) for file in sorted(folder.rglob("*.safetensors"))}
-        return {f"{file.relative_to(folder)}:{name}": x for file, found in files.items() for name, x in found.items()}
+        return {
+            f"{file.relative_to(folder)}:{name}": x for file, tensors in files.items() for name, x in tensors.items()
+        }
 
 
 class Run(RunFolder):
@@ -184,12 +186,12 @@ def is_known(name: str, names: Collection[str], logged: Collection[str]) -> bool
 
 def running(module: str, last_argument: object) -> list[int]:
     """Processes of a module of ours whose command ends in this argument."""
-    found = []
+    processes = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_text().split("\0")[:-1]
         except OSError:  # it has ended meanwhile
             continue
         if words and any(word.endswith(module) for word in words) and words[-1] == str(last_argument):
-            found.append(int(folder.name))
-    return found
+            processes.append(int(folder.name))
+    return processes

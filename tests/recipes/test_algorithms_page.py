@@ -32,8 +32,8 @@ IN_CODE = set(re.findall(r"`([^`\s(]+)", PAGE))
 
 def public(module: str) -> list[str]:
     """The functions that a module of components/rl defines for others."""
-    found = inspect.getmembers(import_module(f"components.rl.{module}"), inspect.isfunction)
-    return [name for name, f in found if f.__module__ == f"components.rl.{module}" and not name.startswith("_")]
+    functions = inspect.getmembers(import_module(f"components.rl.{module}"), inspect.isfunction)
+    return [name for name, f in functions if f.__module__ == f"components.rl.{module}" and not name.startswith("_")]
 
 
 @pytest.mark.parametrize("module", MODULES)

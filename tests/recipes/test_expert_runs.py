@@ -20,15 +20,15 @@ def test_two_ranks_that_share_experts_learn_what_one_learns(ray_address: str, tm
     torch.manual_seed(0)
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**(shape(tokenizer) | experts))).save_pretrained(policy)
     tokenizer.save_pretrained(policy)
-    given = [*options(policy, tmp_path), *TWO_STEPS, "train.engine=fsdp", "train.zero_stage=3"]
-    alone = run_locally("grpo", tmp_path, {"alone": given})["alone"]
-    shared = [*given, "placement.actor_ranks=2", "parallel.expert=2"]
+    arguments = [*options(policy, tmp_path), *TWO_STEPS, "train.engine=fsdp", "train.zero_stage=3"]
+    alone = run_locally("grpo", tmp_path, {"alone": arguments})["alone"]
+    shared = [*arguments, "placement.actor_ranks=2", "parallel.expert=2"]
     run = Run("grpo", ray_address, tmp_path / "run", *shared).wait()
     assert run.code == 0, run.err
     assert run.summary["steps"] == 2
-    for found, expected in zip(run.metrics, alone.metrics, strict=True):
+    for actual, expected in zip(run.metrics, alone.metrics, strict=True):
         for name in sorted({"actor/loss", "actor/grad_norm", "actor/entropy"} & expected.keys()):
-            assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
+            assert actual[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
     exported = [load_file(one.run_dir / "checkpoints/step_2/hf/model.safetensors") for one in (run, alone)]
     assert exported[0].keys() == exported[1].keys()
     assert run.left_behind() == []

@@ -61,8 +61,8 @@ def test_a_prompt_whose_answers_earn_the_same_teaches_nothing(std_norm: bool) ->
 
 def test_an_answer_pays_for_the_tokens_of_the_buffer_that_it_uses() -> None:
     # Free are 4 - 3 = 1 tokens. Responses of 1, 2, 2 and 3 use 0, 1, 1 and 2 thirds of the buffer, at 3 for all of it.
-    found = shaped_rewards(responses(), config(overlong_buffer=3, overlong_penalty=3.0))
-    assert found.tolist() == pytest.approx([1.0, 3.0, 2.0, 0.0])
+    shaped = shaped_rewards(responses(), config(overlong_buffer=3, overlong_penalty=3.0))
+    assert shaped.tolist() == pytest.approx([1.0, 3.0, 2.0, 0.0])
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,10 @@ def write_adapters(folder: Path, model: Path, **settings: Any) -> Path:
     """Write adapters, far from 0, that peft makes of a model."""
     from peft import LoraConfig, get_peft_model
 
-    own: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]} | settings
-    adapted: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(model), LoraConfig(task_type="CAUSAL_LM", **own))
+    adapter_settings: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]} | settings
+    adapted: Any = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(model), LoraConfig(task_type="CAUSAL_LM", **adapter_settings)
+    )
     generator = torch.Generator().manual_seed(3)
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
@@ -54,8 +56,8 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> LocalRun:
 
 
 def options(model: Path, *more: str) -> list[str]:
-    own = [f"model.path={model}/policy", f"train.lora_path={model}/adapters", "train.learning_rate=1e-2"]
-    return [*SMALL.split(), *own, *more]
+    arguments = [f"model.path={model}/policy", f"train.lora_path={model}/adapters", "train.learning_rate=1e-2"]
+    return [*SMALL.split(), *arguments, *more]
 
 
 def logprobs(adapted: Any, batch: Batch, row: int) -> torch.Tensor:
@@ -99,7 +101,7 @@ def test_a_resumed_run_continues_with_what_the_adapters_have_become(model: Path,
 
 
 @pytest.mark.parametrize(
-    ("settings", "given", "facts"),
+    ("settings", "options", "facts"),
     [
         ({}, ["train.lora_path=HERE/none"], ["lora_path=", "adapter_config.json"]),
         ({"use_dora": True}, [], ["use_dora=True", "merge"]),
@@ -109,10 +111,10 @@ def test_a_resumed_run_continues_with_what_the_adapters_have_become(model: Path,
     ],
 )
 def test_adapters_that_cannot_be_trained_on_are_refused(
-    settings: dict[str, Any], given: list[str], facts: list[Any], model: Path, tmp_path: Path
+    settings: dict[str, Any], options: list[str], facts: list[Any], model: Path, tmp_path: Path
 ) -> None:
     write_adapters(tmp_path / "adapters", model / "policy", **settings)
-    words = [f"train.lora_path={tmp_path}/adapters", *(word.replace("HERE", str(tmp_path)) for word in given)]
+    words = [f"train.lora_path={tmp_path}/adapters", *(word.replace("HERE", str(tmp_path)) for word in options)]
     with pytest.raises(ConfigError, match=says(*facts)):
         load_config(GRPOConfig, [*SMALL.split(), f"model.path={model}/policy", *words])
 

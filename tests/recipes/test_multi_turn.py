@@ -35,10 +35,10 @@ MODEL = ["model.path=x", "data.path=task:guess", "agent.func_path=env:guess"]
 
 def config(**algorithm: Any) -> MultiTurnConfig:
     """Nothing is whitened where it is not asked for."""
-    found = read_config([*MODEL, "prompts_per_step=1", "samples_per_prompt=3"])
-    given: dict[str, Any] = {"whiten": False} | algorithm
-    found.algorithm = AlgorithmOptions(**given)
-    return found
+    loaded = read_config([*MODEL, "prompts_per_step=1", "samples_per_prompt=3"])
+    changes: dict[str, Any] = {"whiten": False} | algorithm
+    loaded.algorithm = AlgorithmOptions(**changes)
+    return loaded
 
 
 def episodes() -> Batch:
@@ -64,9 +64,9 @@ def episodes() -> Batch:
 
 def learnt(**algorithm: Any) -> list[float]:
     """The advantages of the seven tokens that the policy wrote."""
-    found = add_advantages(episodes(), config(**algorithm))
-    assert found["advantage"][~found["action_mask"]].tolist() == [0.0] * 6
-    return found["advantage"][found["action_mask"]].tolist()
+    learned = add_advantages(episodes(), config(**algorithm))
+    assert learned["advantage"][~learned["action_mask"]].tolist() == [0.0] * 6
+    return learned["advantage"][learned["action_mask"]].tolist()
 
 
 @pytest.mark.parametrize(
@@ -90,10 +90,10 @@ def test_credit_by_trajectory_gives_an_episodes_comparison_to_all_its_turns(
     estimator: Any, shaped: list[float]
 ) -> None:
     a, b, c, d = shaped
-    own = {"estimator": estimator, "std_epsilon": 1e-9}
-    assert learnt(**own) == pytest.approx([a, a, a, b, c, c, d], abs=1e-6)
-    found = add_advantages(episodes(), config(**own))
-    assert found["shaped_reward"].tolist() == pytest.approx(shaped, abs=1e-6)
+    settings = {"estimator": estimator, "std_epsilon": 1e-9}
+    assert learnt(**settings) == pytest.approx([a, a, a, b, c, c, d], abs=1e-6)
+    learned = add_advantages(episodes(), config(**settings))
+    assert learned["shaped_reward"].tolist() == pytest.approx(shaped, abs=1e-6)
 
 
 def test_credit_by_turn_compares_what_came_from_each_turn_on() -> None:
@@ -127,8 +127,8 @@ def test_the_kl_that_is_still_to_come_is_taken_off_each_token() -> None:
 def test_a_correction_weighs_tokens_by_how_much_likelier_they_have_become() -> None:
     # The first token is twice as likely as it was when it was drawn, the last one an eighth as likely.
     for correction, first, last in (("tis", 1.5, 0.5), ("icepop", 0.0, 0.0)):
-        found = add_advantages(episodes(), config(correction=correction, correction_range=(0.5, 1.5)))
-        weight = found["correction"][found["action_mask"]]
+        learned = add_advantages(episodes(), config(correction=correction, correction_range=(0.5, 1.5)))
+        weight = learned["correction"][learned["action_mask"]]
         assert weight.tolist() == pytest.approx([first, 1, 1, 1, 1, 1, last])
     assert config(correction="tis").needs_old_logprobs
     assert not config().needs_old_logprobs

@@ -21,7 +21,7 @@ from training.roles.updates import over_updates
 
 def config(**changes: Any) -> PPOConfig:
     """Two prompts, two responses each, no reference; with these options of the algorithm."""
-    own: dict[str, Any] = {"kl_coef": 0.0} | changes
+    settings: dict[str, Any] = {"kl_coef": 0.0} | changes
     return PPOConfig(
         prompts_per_step=2,
         samples_per_prompt=2,
@@ -29,7 +29,7 @@ def config(**changes: Any) -> PPOConfig:
         data=DataOptions(path="task:sort"),
         rollout=RolloutOptions(max_new_tokens=8),
         train=PolicyTrainOptions(mini_batch_size=4),
-        algorithm=AlgorithmOptions(**own),
+        algorithm=AlgorithmOptions(**settings),
     )
 
 
@@ -68,8 +68,8 @@ def responses() -> Batch:
     ],
 )
 def test_answers_are_compared_within_the_group_of_their_prompt(estimator: str, shaped: list[float]) -> None:
-    found = shaped_rewards(responses(), config(estimator=estimator))
-    assert found.tolist() == pytest.approx(shaped, abs=1e-5)
+    shaped_reward = shaped_rewards(responses(), config(estimator=estimator))
+    assert shaped_reward.tolist() == pytest.approx(shaped, abs=1e-5)
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "grpo", "dr_grpo"])
@@ -100,14 +100,14 @@ def test_reinforce_without_std_norm_only_centres_the_discounted_returns() -> Non
 
 def test_an_answer_pays_for_the_tokens_of_the_buffer_that_it_uses() -> None:
     # Allowed without a penalty: 8 - 6 = 2 tokens. The last response has 3: one sixth of the buffer, times 3.
-    found = shaped_rewards(responses(), config(overlong_buffer=6, overlong_penalty=3.0))
-    assert found.tolist() == pytest.approx([1.0, 4.0, 3.0, 1.5])
+    shaped = shaped_rewards(responses(), config(overlong_buffer=6, overlong_penalty=3.0))
+    assert shaped.tolist() == pytest.approx([1.0, 4.0, 3.0, 1.5])
 
 
 @pytest.mark.parametrize(("coef", "last"), [(0.0, 0.0), (0.25, 0.5), (-1.0, -1.0)])
 def test_only_the_answer_that_was_cut_off_is_penalised(coef: float, last: float) -> None:
-    found = shaped_rewards(responses(), config(truncated_factor=coef))
-    assert found.tolist() == pytest.approx([1.0, 4.0, 3.0, last])
+    shaped = shaped_rewards(responses(), config(truncated_factor=coef))
+    assert shaped.tolist() == pytest.approx([1.0, 4.0, 3.0, last])
 
 
 def test_rewards_are_cut_to_their_range_after_the_comparison() -> None:

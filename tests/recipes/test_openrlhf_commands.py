@@ -71,13 +71,13 @@ class Command:
 
     def flags(self) -> dict[str, list[str]]:
         """Each flag with its values."""
-        found: dict[str, list[str]] = {}
+        values_by_flag: dict[str, list[str]] = {}
         for word in self.words:
             if word.startswith("--"):
-                found[word.removeprefix("--")] = []
+                values_by_flag[word.removeprefix("--")] = []
             else:
-                found[list(found)[-1]].append(word)
-        return found
+                values_by_flag[list(values_by_flag)[-1]].append(word)
+        return values_by_flag
 
 
 def older_name(name: str) -> str:
@@ -100,8 +100,8 @@ def older(command: Command) -> Command:
 def commands() -> list[Command]:
     """Every PPO command, under its own names and, where these are new, under the older ones."""
     lines = map(json.loads, (UPSTREAM / "openrlhf.jsonl").read_text().splitlines())
-    found = [Command(line["script"], tuple(line["tags"]), tuple(line["argv"])) for line in lines]
-    return [*found, *(older(command) for command in found if any("." in name for name in command.flags()))]
+    read = [Command(line["script"], tuple(line["tags"]), tuple(line["argv"])) for line in lines]
+    return [*read, *(older(command) for command in read if any("." in name for name in command.flags()))]
 
 
 MODELS = {"pretrain", "actor.model_name_or_path"}
@@ -135,12 +135,12 @@ def local(command: Command, folder: Path) -> list[str]:
         **dict.fromkeys(DATA, folder / "prompts.jsonl"),
         **dict.fromkeys(AGENTS, ROOT / "tests" / "idle_agent.py"),
     }
-    found: list[str] = []
+    arguments: list[str] = []
     for name, values in command.flags().items():
         is_code = name in CODE and values[0].endswith(".py")
         path = folder / "reward.py" if is_code else here.get(name)
-        found += [f"--{name}", *(values if path is None else [str(path)])]
-    return found
+        arguments += [f"--{name}", *(values if path is None else [str(path)])]
+    return arguments
 
 
 @contextlib.contextmanager
@@ -207,8 +207,8 @@ def test_three_commands_run_two_steps_on_a_laptop(
     script: str, options: list[str], metrics: set[str], folder: Path, tmp_path: Path
 ) -> None:
     (command,) = [command for command in commands() if command.name == script]
-    own = [f"checkpoint.path={tmp_path}/ckpt", f"checkpoint.export_path={tmp_path}/model"]
-    run = run_here("openrlhf_ppo", tmp_path / "run", *local(command, folder), *SMALLER, *options, *own)
+    run_options = [f"checkpoint.path={tmp_path}/ckpt", f"checkpoint.export_path={tmp_path}/model"]
+    run = run_here("openrlhf_ppo", tmp_path / "run", *local(command, folder), *SMALLER, *options, *run_options)
     assert run.code == 0, run.err
     assert len(run.metrics) == 2
     for entry in run.metrics:

@@ -69,17 +69,17 @@ def test_every_flag_takes_as_many_values_as_there() -> None:
     # One number up to 0.9.0, two from then on.
     either = {"vllm_is_truncated_threshold", "algo.advantage.is_correction_threshold"}
     for name, (_, _, kind, _) in FLAGS.items():
-        found = words.get(KINDS.get(known(name), "text"), 1)
-        assert name in either or found == words.get(kind, 1), name
+        arity = words.get(KINDS.get(known(name), "text"), 1)
+        assert name in either or arity == words.get(kind, 1), name
 
 
 def test_every_name_of_the_table_leads_to_one_thing() -> None:
-    own = train_ppo()
-    parts = [set(own.options), set(own.computed), set(own.no_effect), set(own.refused)]
+    program = train_ppo()
+    parts = [set(program.options), set(program.computed), set(program.no_effect), set(program.refused)]
     assert sum(map(len, parts)) == len(set.union(*parts))
-    targets = {target.name for target in own.options.values()}
+    targets = {target.name for target in program.options.values()}
     assert targets - set(fields_of(PPOConfig)) == set()
-    whys = {entry.why for part in (own.no_effect, own.refused) for entry in part.values()}
+    whys = {entry.why for part in (program.no_effect, program.refused) for entry in part.values()}
     assert [why for why in whys if len(why) < 10] == []
 
 
@@ -91,10 +91,10 @@ def test_the_defaults_are_those_of_openrlhf_or_named_as_others() -> None:
         if name not in renamed or "." in name:
             continue
         target = renamed[name]
-        wanted = target.values.get(str(default).lower(), default)
-        found = ours[target.name]
-        if (list(found) if isinstance(found, tuple) else found or None) != (wanted or None):
-            others[name] = (found, wanted)
+        upstream_default = target.values.get(str(default).lower(), default)
+        our_default = ours[target.name]
+        if (list(our_default) if isinstance(our_default, tuple) else our_default or None) != (upstream_default or None):
+            others[name] = (our_default, upstream_default)
     assert set(others) - set(OTHER_DEFAULTS) == set(), others
 
 
@@ -116,14 +116,14 @@ def test_newer_names_give_the_configuration_of_the_older_ones() -> None:
         --algo.advantage.is_correction_type icepop --algo.kl.use_loss --algo.advantage.no_std_norm
         --train.enable_ema --ds.lora.target_modules q_proj v_proj --train.dynamic_batch_enable
         --algo.dynamic_filtering_enable --data.max_len 512"""
-    found = [read_config([*shlex.split(command), "run_dir=x"]) for command in (old, new)]
-    assert found[0] == found[1]
-    own = found[0]
-    assert (own.algorithm.correction, own.algorithm.filter_range) == ("icepop", (0.0, 1.0))
-    assert (own.algorithm.clip_low, own.algorithm.clip_high) == (0.1, 0.3)
-    assert (own.algorithm.kl_in_reward, own.algorithm.std_norm) == (False, False)
-    assert (own.placement.actor_ranks, own.placement.actor_nodes, own.placement.colocate) == (8, 2, True)
-    assert (own.train.ema_beta, own.train.lora_target_modules) == (0.992, "q_proj,v_proj")
+    configs = [read_config([*shlex.split(command), "run_dir=x"]) for command in (old, new)]
+    assert configs[0] == configs[1]
+    newer = configs[0]
+    assert (newer.algorithm.correction, newer.algorithm.filter_range) == ("icepop", (0.0, 1.0))
+    assert (newer.algorithm.clip_low, newer.algorithm.clip_high) == (0.1, 0.3)
+    assert (newer.algorithm.kl_in_reward, newer.algorithm.std_norm) == (False, False)
+    assert (newer.placement.actor_ranks, newer.placement.actor_nodes, newer.placement.colocate) == (8, 2, True)
+    assert (newer.train.ema_beta, newer.train.lora_target_modules) == (0.992, "q_proj,v_proj")
 
 
 @pytest.mark.parametrize(
@@ -147,12 +147,12 @@ def test_newer_names_give_the_configuration_of_the_older_ones() -> None:
 )
 def test_lengths_are_what_they_are_in_each_release(options: str, prompt: int, new: int, both: int | None) -> None:
     config = read_config([*BASE, *options.split()])
-    found = (config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.agent.max_tokens)
-    assert found == (prompt, new, both)
+    lengths = (config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.agent.max_tokens)
+    assert lengths == (prompt, new, both)
 
 
 @pytest.mark.parametrize(
-    ("options", "found"),
+    ("options", "spec"),
     [
         # The agent's environment rewards, then the URL, then reward models.
         ("--agent_func_path env:guess --remote_rm_url r.py --reward_pretrain x", ("env:guess", None, None)),
@@ -161,10 +161,10 @@ def test_lengths_are_what_they_are_in_each_release(options: str, prompt: int, ne
     ],
 )
 def test_of_several_rewards_the_one_that_openrlhf_takes_is_taken(
-    options: str, found: tuple[str | None, ...], capsys: pytest.CaptureFixture[str]
+    options: str, spec: tuple[str | None, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = read_config(options.split())
-    assert (config.agent.func_path, config.reward.source, config.reward_model.path) == found
+    assert (config.agent.func_path, config.reward.source, config.reward_model.path) == spec
 
 
 @pytest.mark.parametrize(
@@ -177,18 +177,18 @@ def test_of_several_rewards_the_one_that_openrlhf_takes_is_taken(
     ],
 )
 def test_the_correction_is_that_of_each_release(options: str, apart: str, bounds: tuple[float, float]) -> None:
-    own = read_config(["--enable_vllm_is_correction", *options.split()]).algorithm
-    assert (own.correction, own.correction_range) == (apart, bounds)
+    algorithm = read_config(["--enable_vllm_is_correction", *options.split()]).algorithm
+    assert (algorithm.correction, algorithm.correction_range) == (apart, bounds)
 
 
 @pytest.mark.parametrize(
-    ("level", "mode", "own"),
+    ("level", "mode", "name"),
     [("token", "clip", "tis"), ("token", "mask", "icepop"), ("seq", "mask", "seq-mask"), ("off", "mask", "none")],
 )
-def test_the_correction_of_the_newest_release_has_a_level_and_a_mode(level: str, mode: str, own: str) -> None:
+def test_the_correction_of_the_newest_release_has_a_level_and_a_mode(level: str, mode: str, name: str) -> None:
     flags = f"--algo.advantage.is_correction_level {level} --algo.advantage.is_correction_mode {mode}"
     config = read_config([*flags.split(), "--algo.advantage.is_correction_threshold", "3"])
-    assert config.algorithm.correction == own
+    assert config.algorithm.correction == name
     assert config.algorithm.correction_range == (0.0, 3.0)
     assert read_config(["--algo.advantage.is_correction_level", "seq"]).algorithm.correction == "seq-mask"
 
@@ -202,10 +202,10 @@ def test_a_correction_that_is_not_here_is_refused_with_what_there_is(capsys: pyt
 
 
 def test_engines_have_devices_of_their_own_while_responses_are_generated_ahead() -> None:
-    own = read_config(["--colocate_all_models", "--async_train", "--deepspeed_enable_sleep"]).placement
-    assert (own.colocate, own.colocate_models, own.learners_sleep) == (False, True, False)
-    own = read_config(["--colocate_all_models", "--vllm_enable_sleep", "--deepspeed_enable_sleep"]).placement
-    assert (own.colocate, own.engines_sleep, own.learners_sleep) == (True, True, True)
+    placement = read_config(["--colocate_all_models", "--async_train", "--deepspeed_enable_sleep"]).placement
+    assert (placement.colocate, placement.colocate_models, placement.learners_sleep) == (False, True, False)
+    placement = read_config(["--colocate_all_models", "--vllm_enable_sleep", "--deepspeed_enable_sleep"]).placement
+    assert (placement.colocate, placement.engines_sleep, placement.learners_sleep) == (True, True, True)
     assert not read_config(["--vllm_enable_sleep"]).placement.engines_sleep
 
 
@@ -406,5 +406,5 @@ def test_a_refused_option_in_a_file_is_refused_with_its_file(
 
 
 def test_no_engines_of_vllm_is_generation_by_transformers() -> None:
-    own = read_config(["--vllm_num_engines", "0", "--vllm_tensor_parallel_size", "2"])
-    assert (own.rollout.engine, own.rollout.tensor_parallel, own.placement.rollout_engines) == ("hf", 1, None)
+    config = read_config(["--vllm_num_engines", "0", "--vllm_tensor_parallel_size", "2"])
+    assert (config.rollout.engine, config.rollout.tensor_parallel, config.placement.rollout_engines) == ("hf", 1, None)

@@ -134,18 +134,18 @@ def test_reward_models_are_weighted_normalised_and_start_the_critic(bytes_policy
     run = run_here("openrlhf_ppo", tmp_path / "run", f"pretrain={bytes_policy}", *QUICK, *options)
     assert run.code == 0, run.err
     responses = rollouts(run)
-    wanted: list[list[float]] = []
+    expected: list[list[float]] = []
     for i, path in enumerate(paths, 1):
         model: Any = AutoModelForSequenceClassification.from_pretrained(path)
         with torch.inference_mode():
             logits = [
                 model.score(model.model(torch.tensor([row])).last_hidden_state)[0, -1, 0] for row in responses["tokens"]
             ]
-        wanted.append([(float(x) - 0.25 * i) / (0.5 * i) for x in logits])
-    total = [a + 0.5 * b for a, b in zip(*wanted, strict=True)]
+        expected.append([(float(x) - 0.25 * i) / (0.5 * i) for x in logits])
+    total = [a + 0.5 * b for a, b in zip(*expected, strict=True)]
     assert max(total) - min(total) > 0.1
     assert responses["reward"] == pytest.approx(total, abs=1e-4)
-    assert run.metrics[0]["reward/model_2"] == pytest.approx(sum(wanted[1]) / 16, abs=1e-4)
+    assert run.metrics[0]["reward/model_2"] == pytest.approx(sum(expected[1]) / 16, abs=1e-4)
     # The critic starts as the first reward model: the value before the last token is its score of the row up to there.
     model = AutoModelForSequenceClassification.from_pretrained(paths[0])
     row, value = responses["tokens"][0], responses["value"][0]

@@ -82,7 +82,7 @@ def test_filtered_prompts_are_replaced_until_the_data_ends(filtered: LocalRun) -
         scores = defaultdict(list)
         for prompt, score in zip(rows["prompt_id"], rows["score"], strict=True):
             scores[prompt].append(score)
-        assert all(len(found) == 4 and 0 < sum(found) / 4 < 1 for found in scores.values())
+        assert all(len(group) == 4 and 0 < sum(group) / 4 < 1 for group in scores.values())
         trained += scores
         seen = entry["rollout/filter_prompts_seen"]
         assert len(scores) == pytest.approx(entry["rollout/filter_pass_rate"] * seen)

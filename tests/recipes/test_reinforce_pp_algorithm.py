@@ -61,8 +61,8 @@ def test_what_is_subtracted_from_a_reward(baseline: Any, shaped: list[float]) ->
 
 
 def test_rewards_are_cut_to_their_range_after_the_comparison() -> None:
-    found = shaped_rewards(responses(), config(baseline="leave_one_out", reward_range=(-1.5, 0.5)))
-    assert found.tolist() == [-1.5, 0.5, 0.5, -1.5]
+    shaped = shaped_rewards(responses(), config(baseline="leave_one_out", reward_range=(-1.5, 0.5)))
+    assert shaped.tolist() == [-1.5, 0.5, 0.5, -1.5]
 
 
 def test_a_discount_makes_early_tokens_worth_less() -> None:
@@ -77,8 +77,8 @@ def test_a_discount_makes_early_tokens_worth_less() -> None:
 def test_the_kl_is_taken_off_each_token_on_the_way_and_the_reward_comes_at_the_end(estimator: Any, each: float) -> None:
     # Without a discount the last token still pays its own, the first one both.
     pays = 0.1 * each
-    found = learnt(kl_coef=0.1, kl_estimator=estimator)
-    assert found == pytest.approx([1, 4 - 2 * pays, 4 - pays, 3, 3, 2, 2, 2], abs=1e-6)
+    learned = learnt(kl_coef=0.1, kl_estimator=estimator)
+    assert learned == pytest.approx([1, 4 - 2 * pays, 4 - pays, 3, 3, 2, 2, 2], abs=1e-6)
 
 
 def test_whitening_is_over_all_tokens_of_the_step_so_long_answers_weigh_more() -> None:

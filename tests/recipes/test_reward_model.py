@@ -98,7 +98,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     options = {
         "plain": [*plain, "checkpoint.every=3"],
         "resumed": [*plain, f"resume={folder}/plain/checkpoints/step_3"],
-        **{name: [*plain, *given.split()] for name, given in SAME.items()},
+        **{name: [*plain, *extra.split()] for name, extra in SAME.items()},
         "adapters": [*plain, *ADAPTERS, "checkpoint.every=3"],
         "adapters resumed": [*plain, *ADAPTERS, f"resume={folder}/adapters/checkpoints/step_3"],
         "finished twice": plain,
@@ -346,7 +346,7 @@ def test_names_of_newer_versions_and_values_that_ask_for_nothing_are_taken(capsy
         "algorithm": {"margin_loss": True},
         "log": {"wandb_project": "p"},
     }
-    assert {group: {name: printed[group][name] for name in own} for group, own in taken.items()} == taken
+    assert {group: {name: printed[group][name] for name in settings} for group, settings in taken.items()} == taken
 
 
 @pytest.mark.parametrize("option", ["data.path", "evaluation.path"])

@@ -120,8 +120,8 @@ def test_where_rewards_belong_to_the_generation_it_is_done_again(policy: Path, t
 
 @pytest.mark.nightly
 def test_ahead_of_training_what_is_in_the_queue_waits_too(ray_address: str, policy: Path, tmp_path: Path) -> None:
-    given = PPO.replace("max_samples=48", "max_samples=32 async_train=true init_kl_coef=0")
-    options = [*given.split(), f"pretrain={policy}"]
+    arguments = PPO.replace("max_samples=48", "max_samples=32 async_train=true init_kl_coef=0")
+    options = [*arguments.split(), f"pretrain={policy}"]
     held = held_port()
     server = Server(held, fails="dies", at=4)  # the first is of the trial
     run = Run("openrlhf_ppo", ray_address, tmp_path / "run", *options, f"remote_rm_url={server.url}").wait()

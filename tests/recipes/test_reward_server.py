@@ -78,9 +78,9 @@ class Server:
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        found = re.search(r"http://\S+(?=,)", line)
-        assert found is not None, line
-        self.url, self.said = found[0], line
+        match = re.search(r"http://\S+(?=,)", line)
+        assert match is not None, line
+        self.url, self.said = match[0], line
 
     def get(self, name: str, **headers: str) -> httpx.Response:
         return httpx.get(self.url.replace("get_reward", name), headers=headers, timeout=GUARD_S)
@@ -115,11 +115,11 @@ def test_texts_that_are_scored_together_get_the_scores_they_get_alone(
     texts = list(expected)
 
     def ask(number: int) -> None:
-        own = [texts[(number * 7 + place) % len(texts)] for place in range(number % 9)]
-        response = server.post({"query": own}, **AUTHORIZATION).json()
-        assert response["rewards"] == pytest.approx([expected[text] for text in own], abs=1e-5)
+        batch = [texts[(number * 7 + place) % len(texts)] for place in range(number % 9)]
+        response = server.post({"query": batch}, **AUTHORIZATION).json()
+        assert response["rewards"] == pytest.approx([expected[text] for text in batch], abs=1e-5)
         assert response["scores"] == response["rewards"]
-        assert response["extra_logs"] == {"truncated": [0.0] * len(own)}
+        assert response["extra_logs"] == {"truncated": [0.0] * len(batch)}
 
     with ThreadPoolExecutor(16) as clients:
         list(clients.map(ask, range(120)))
@@ -373,28 +373,28 @@ def test_the_client_of_the_recipes_is_answered(folder: Path, expected: dict[str,
     try:
         texts = list(expected)[:50]
         with RemoteReward([server.url], RewardSettings(url_batch_size=7)) as reward:
-            found = reward(texts, [text[:6] for text in texts], [""] * 50)
+            rewards = reward(texts, [text[:6] for text in texts], [""] * 50)
     finally:
         server.stop()
-    assert found.reward_B.tolist() == pytest.approx([expected[text] for text in texts], abs=1e-5)
-    assert found.logs["truncated"].tolist() == [0.0] * 50
+    assert rewards.reward_B.tolist() == pytest.approx([expected[text] for text in texts], abs=1e-5)
+    assert rewards.logs["truncated"].tolist() == [0.0] * 50
 
 
 def test_bad_options_end_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = str(folder)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        own = ("--reward_pretrain", path)
+        model_option = ("--reward_pretrain", path)
         cases: dict[tuple[str, ...], list[object]] = {
             (): ["model.path"],
             ("--reward_pretrain", str(tmp_path)): [tmp_path],
-            (*own, "--port", port): ["host=127.0.0.1", f"port={port}"],
-            (*own, "--port", "0", "--max_len", "4096"): ["max_len=4096", 512],
+            (*model_option, "--port", port): ["host=127.0.0.1", f"port={port}"],
+            (*model_option, "--port", "0", "--max_len", "4096"): ["max_len=4096", 512],
             (f"model.path={path}", "max_text_tokens=4096"): ["max_text_tokens=4096", 512],
-            (*own, "--port", "70000"): ["port", 70000, 65535],
-            (*own, "--queue_size", "0"): ["queue_size=0"],
-            (*own, "--host", "no.such.host"): ["host=no.such.host", "port=5000"],
-            (*own, "--token", "é"): ["token", "HTTP header"],
+            (*model_option, "--port", "70000"): ["port", 70000, 65535],
+            (*model_option, "--queue_size", "0"): ["queue_size=0"],
+            (*model_option, "--host", "no.such.host"): ["host=no.such.host", "port=5000"],
+            (*model_option, "--token", "é"): ["token", "HTTP header"],
         }
         for options, facts in cases.items():
             assert main(list(options)) == 2

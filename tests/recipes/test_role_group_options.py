@@ -73,9 +73,9 @@ def test_a_path_of_the_command_line_and_one_of_a_file_are_both_a_model_of_ones_o
     (tmp_path / "mine.yaml").write_text("model: {path: mine}\ndata: {path: 'task:sort'}\n")
     assert main.read_config([]).train.learning_rate == 1e-4
     assert main.read_config(["seed=3"]).model.path == "warm_start:sort"
-    for given in (OWN, ["--config", f"{tmp_path}/mine.yaml"]):
-        config = main.read_config(given)
-        assert config.train.learning_rate == 1e-6, given
+    for arguments in (OWN, ["--config", f"{tmp_path}/mine.yaml"]):
+        config = main.read_config(arguments)
+        assert config.train.learning_rate == 1e-6, arguments
         assert config.model.path in ("x", "mine")
 
 
@@ -157,8 +157,8 @@ def test_the_plan_says_who_has_how_many_threads(
     if cores is None:
         monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     job = main.build_job(main.read_config(["algorithm.kl_coef=0.1", *options]))
-    found = {host.workers[0][0]: host.threads for host in job.placement.hosts}
-    assert {role: count for role, count in found.items() if role != "TRAINER"} == threads
+    threads_of = {host.workers[0][0]: host.threads for host in job.placement.hosts}
+    assert {role: count for role, count in threads_of.items() if role != "TRAINER"} == threads
 
 
 @pytest.mark.parametrize(
@@ -181,8 +181,8 @@ def test_on_gpus_the_roles_share_them_or_have_their_own(
     config = main.read_config(options)
     assert config.train.precision == "bf16"
     assert config.placement.rollout_engines == (1 if "placement.colocate=false" in options else 2)
-    found = main.build_job(config).placement.devices
-    assert {role: found[role] for role in devices} == pytest.approx(devices, abs=0.01)
+    role_devices = main.build_job(config).placement.devices
+    assert {role: role_devices[role] for role in devices} == pytest.approx(devices, abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -198,8 +198,8 @@ def test_engines_that_share_gpus_are_as_many_as_their_devices_allow(
 ) -> None:
     with assuming(Machines(devices=4)):
         config = main.read_config(["rollout.tensor_parallel=2", "algorithm.kl_coef=0.1"])
-        own = config.placement
-        assert (own.actor_ranks, own.rollout_engines, own.references) == (4, 2, 4)
+        placement = config.placement
+        assert (placement.actor_ranks, placement.rollout_engines, placement.references) == (4, 2, 4)
         assert main.build_job(config).placement.processes["ROLLOUT"] == 2
         with pytest.raises(ValueError, match=says(*facts)):
             main.read_config(options)
@@ -235,8 +235,8 @@ def test_options_that_cannot_be_are_refused_with_what_to_set(
     refused: Callable[..., str], tmp_path: Path, options: list[str], facts: list[object]
 ) -> None:
     (tmp_path / "none.yaml").write_text("model: {path: ''}\n")
-    own = "model.path=x" in options
-    assert re.search(says(*facts), refused(*options, *([] if own else ["--config", str(tmp_path / "none.yaml")])))
+    has_model = "model.path=x" in options
+    assert re.search(says(*facts), refused(*options, *([] if has_model else ["--config", str(tmp_path / "none.yaml")])))
 
 
 @pytest.mark.parametrize(
@@ -293,22 +293,39 @@ def test_inputs_that_are_not_there_are_refused_in_one_line_before_anything_start
 
 
 def test_dapo_is_clip_higher_with_filtered_prompts_and_a_soft_limit() -> None:
-    own = load("grpo", "dapo").algorithm
-    assert (own.clip_low, own.clip_high, own.loss_aggregation, own.kl_coef) == (0.2, 0.28, "token-mean", 0.0)
-    assert (own.filter_range, own.overlong_buffer, own.overlong_penalty, own.std_norm) == ((0.0, 1.0), 2, 1.0, True)
+    algorithm = load("grpo", "dapo").algorithm
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.loss_aggregation, algorithm.kl_coef) == (
+        0.2,
+        0.28,
+        "token-mean",
+        0.0,
+    )
+    assert (algorithm.filter_range, algorithm.overlong_buffer, algorithm.overlong_penalty, algorithm.std_norm) == (
+        (0.0, 1.0),
+        2,
+        1.0,
+        True,
+    )
     # The filter leaves fewer prompts for the last step, so there may be one more.
     assert "at most 41 steps" in load("grpo", "dapo").arithmetic(2561)
 
 
 def test_dr_grpo_divides_by_neither_deviation_nor_length() -> None:
-    own = load("grpo", "dr_grpo").algorithm
-    assert (own.std_norm, own.loss_aggregation, own.kl_coef) == (False, "seq-mean-token-sum-norm", 0.0)
-    assert (own.clip_low, own.clip_high, own.filter_range) == (0.2, 0.2, None)
+    algorithm = load("grpo", "dr_grpo").algorithm
+    assert (algorithm.std_norm, algorithm.loss_aggregation, algorithm.kl_coef) == (
+        False,
+        "seq-mean-token-sum-norm",
+        0.0,
+    )
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.filter_range) == (0.2, 0.2, None)
 
 
 def test_the_two_variants_of_reinforce_pp_differ_in_baseline_and_whitening() -> None:
-    found = [load("reinforce_pp", name).algorithm for name in ("baseline", "rloo")]
-    assert [(own.baseline, own.whiten) for own in found] == [("group_mean", True), ("leave_one_out", False)]
+    algorithms = [load("reinforce_pp", name).algorithm for name in ("baseline", "rloo")]
+    assert [(algorithm.baseline, algorithm.whiten) for algorithm in algorithms] == [
+        ("group_mean", True),
+        ("leave_one_out", False),
+    ]
     plain = import_module("recipes.reinforce_pp.main").read_config(OWN).algorithm
     assert (plain.baseline, plain.whiten, plain.kl_estimator) == ("none", True, "k1")
 

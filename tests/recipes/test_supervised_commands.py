@@ -38,25 +38,25 @@ def named(command: dict[str, Any]) -> str:
 
 def locally(argv: list[str], model: Path, data: Path) -> list[str]:
     """The command with a model and data that are here."""
-    found = list(argv)
+    arguments = list(argv)
     for index, word in enumerate(argv[:-1]):
         last = word.removeprefix("--").rpartition(".")[2]
         if word.startswith("--") and last in MODELS:
-            found[index + 1] = str(model)
+            arguments[index + 1] = str(model)
         if word.startswith("--") and last == "dataset":
             parts = argv[index + 1].count(",") + 1
-            found[index + 1] = ",".join([str(data)] * parts)
-    return found
+            arguments[index + 1] = ",".join([str(data)] * parts)
+    return arguments
 
 
 def write_rows(path: Path, count: int) -> Path:
     """Rows that are demonstrations and pairs, in the columns of all commands."""
     rows = []
     for number in range(count):
-        asked = {"role": "user", "content": f"{number}?"}
+        question = {"role": "user", "content": f"{number}?"}
         good, bad = ({"role": "assistant", "content": text} for text in ("yes", "no"))
         columns = {"question": f"{number}?", "response": "yes", "input": f"{number}?", "output": "yes"}
-        rows.append(columns | {"chosen": [asked, good], "rejected": [asked, bad]})
+        rows.append(columns | {"chosen": [question, good], "rejected": [question, bad]})
     path.write_text("\n".join(map(json.dumps, rows)))
     return path
 
@@ -94,11 +94,11 @@ def words_of(kind: Any) -> str:
 @pytest.mark.parametrize("program", FLAGS)
 def test_every_flag_of_the_program_is_known_and_takes_as_many_words_as_there(program: str) -> None:
     schema = SCHEMAS[program]
-    there = [(name, words_of(KINDS[kind])) for kind, names in FLAGS[program].items() for name in names.split()]
+    upstream = [(name, words_of(KINDS[kind])) for kind, names in FLAGS[program].items() for name in names.split()]
     vocabulary = Vocabulary.of(schema).with_adapters()
-    kinds = {name: vocabulary.kind_of(name) for name, _ in there}
+    kinds = {name: vocabulary.kind_of(name) for name, _ in upstream}
     assert [name for name, kind in kinds.items() if kind is None] == []
-    assert [(name, words_of(kinds[name])) for name, _ in there] == there
+    assert [(name, words_of(kinds[name])) for name, _ in upstream] == upstream
 
 
 @pytest.mark.full

@@ -148,9 +148,9 @@ def test_the_limit_on_turns_of_0_4_is_that_of_the_policys(tmp_path: Path) -> Non
 def test_a_configuration_that_verl_ships_is_known_by_its_name(tmp_path: Path) -> None:
     path = write_interactions(tmp_path, "verl.interactions.gsm8k_interaction.Gsm8kInteraction")
     words = ["--config-path=elsewhere", "--config-name=gsm8k_multiturn_grpo_w_interaction"]
-    own = [word for word in SMALL if not word.startswith("data.train_batch_size")]
+    small = [word for word in SMALL if not word.startswith("data.train_batch_size")]
     keys = [f"{TURNS}.interaction_config_path={path}", "actor_rollout_ref.rollout.name=vllm"]
-    line = CommandLine(VerlPPOConfig, plain_arguments([*words, *own, *keys]))
+    line = CommandLine(VerlPPOConfig, plain_arguments([*words, *small, *keys]))
     read = line.config()
     assert (read.prompts_per_step, read.data.max_prompt_tokens, read.agent.max_turns) == (256, 1024, 6)
     assert any("gsm8k_multiturn_grpo_w_interaction" in note for note in line.notes)

@@ -77,9 +77,9 @@ def planned(
     arguments: Sequence[str], files: Path, capsys: pytest.CaptureFixture[str], policy: str = "policy"
 ) -> tuple[int, str]:
     """Exit code and messages of a dry run on the machines that the command asks for."""
-    asked = {key: value for key, _, value in (word.partition("=") for word in arguments)}
-    machines = int(asked.get("trainer.nnodes") or 1) + int(asked.get("rollout.nnodes") or 0)
-    assumed = f"--assume_devices={asked.get('trainer.n_gpus_per_node') or 8}x{machines}"
+    values = {key: value for key, _, value in (word.partition("=") for word in arguments)}
+    machines = int(values.get("trainer.nnodes") or 1) + int(values.get("rollout.nnodes") or 0)
+    assumed = f"--assume_devices={values.get('trainer.n_gpus_per_node') or 8}x{machines}"
     capsys.readouterr()
     code = main([*(local(word, files, policy) for word in arguments), "--dry_run", assumed])
     return code, capsys.readouterr().err
@@ -136,8 +136,8 @@ def test_commands_for_what_is_not_here_hear_the_reason_and_what_to_use(
 
 @pytest.mark.parametrize("name", ["verl_ppo_trainer.yaml", "verl_generated_ppo_trainer.yaml"])
 def test_verls_own_default_configuration_is_read(name: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    own = ["data.train_files=x", "data.val_files=x", "actor_rollout_ref.model.path=x", "critic.model.path=x"]
-    code, said = planned([f"--config={DEFAULTS / name}", *own], files, capsys)
+    required = ["data.train_files=x", "data.val_files=x", "actor_rollout_ref.model.path=x", "critic.model.path=x"]
+    code, said = planned([f"--config={DEFAULTS / name}", *required], files, capsys)
     assert code == 0, said
     # What it has hundreds of keys for is said in a few lines.
     assert sum("no effect" in line for line in said.splitlines()) <= 20
@@ -166,8 +166,12 @@ FEW = """
 def test_a_command_runs_two_steps(script: str, files: Path, tmp_path: Path) -> None:
     (command,) = [command for command in PLAIN if command["script"] == script]
     arguments = [local(word, files) for word in command["argv"]]
-    own = [f"trainer.default_local_dir={tmp_path}/checkpoints", "data.train_max_samples=8", "trainer.total_epochs=1"]
-    run = run_here("verl_ppo", tmp_path / "run", *arguments, *FEW.split(), *own)
+    options = [
+        f"trainer.default_local_dir={tmp_path}/checkpoints",
+        "data.train_max_samples=8",
+        "trainer.total_epochs=1",
+    ]
+    run = run_here("verl_ppo", tmp_path / "run", *arguments, *FEW.split(), *options)
     assert run.code == 0, run.err
     assert (run.summary["status"], run.summary["steps"]) == ("finished", 2)
     assert all("actor/pg_loss" in line for line in run.metrics)

@@ -25,8 +25,8 @@ LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 @pytest.mark.parametrize("kind", ["gspo", "sapo", "geo_mean"])
 def test_losses_of_whole_responses_are_means_over_responses_as_verl_forces_it(kind: str) -> None:
     line = CommandLine(VerlPPOConfig, [*SMALL, f"{LOSS}={kind}"])
-    own = line.config().algorithm
-    assert (own.policy_aggregation, own.loss_aggregation) == ("seq-mean-token-mean", "token-mean")
+    algorithm = line.config().algorithm
+    assert (algorithm.policy_aggregation, algorithm.loss_aggregation) == ("seq-mean-token-mean", "token-mean")
     assert any(re.search(says(f"loss_mode={kind}", "loss_agg_mode", "entropy and KL"), note) for note in line.notes)
     same = CommandLine(
         VerlPPOConfig, [*SMALL, f"{LOSS}={kind}", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"]
@@ -47,8 +47,8 @@ def test_bypass_takes_the_loss_of_rollout_correction_as_verl_does(kind: str, los
     group = "algorithm.rollout_correction"
     keys = [f"{group}.bypass_mode=true", *([f"{group}.loss_type={kind}"] if kind else [])]
     line = CommandLine(VerlPPOConfig, [*SMALL, *keys, f"{LOSS}=gspo"])
-    own = line.config().algorithm
-    assert (own.policy_loss, own.policy_aggregation) == (loss, None)
+    algorithm = line.config().algorithm
+    assert (algorithm.policy_loss, algorithm.policy_aggregation) == (loss, None)
     assert any(re.search(says("no effect", "loss_mode=gspo", "bypass_mode"), note) for note in line.notes)
     plain = CommandLine(VerlPPOConfig, [*SMALL, *keys])
     assert plain.config().algorithm.policy_loss == loss
@@ -95,8 +95,13 @@ def test_keys_of_the_entropy_recipe_mean_the_same_at_their_old_place() -> None:
         f"{actor}.clip_cov_lb=2",
         f"{actor}.clip_cov_ub=4",
     )
-    own = old.algorithm
-    assert (own.policy_loss, own.cov_share, own.cov_low, own.cov_high) == ("clip_cov", 0.01, 2.0, 4.0)
+    algorithm = old.algorithm
+    assert (algorithm.policy_loss, algorithm.cov_share, algorithm.cov_low, algorithm.cov_high) == (
+        "clip_cov",
+        0.01,
+        2.0,
+        4.0,
+    )
     kl = small(f"{actor}.loss_mode=kl_cov", f"{actor}.k_percent=0.2", f"{actor}.ppo_kl_coef=0.5").algorithm
     assert (kl.policy_loss, kl.cov_share, kl.kl_cov_coef) == ("kl_cov", 0.002, 0.5)
 
@@ -135,8 +140,8 @@ def test_what_is_taken_without_an_effect_is_named(
 
 def test_arguments_of_vllm_that_are_options_here_are_these() -> None:
     engine = "actor_rollout_ref.rollout.engine_kwargs.vllm"
-    own = small(f"{engine}.enforce_eager=true", f"{engine}.gpu_memory_utilization=0.3").rollout
-    assert (own.enforce_eager, own.gpu_memory) == (True, 0.3)
+    rollout = small(f"{engine}.enforce_eager=true", f"{engine}.gpu_memory_utilization=0.3").rollout
+    assert (rollout.enforce_eager, rollout.gpu_memory) == (True, 0.3)
     with pytest.raises(ConfigError, match=says(f"{engine}.kv_cache_dtype")):
         small(f"{engine}.kv_cache_dtype=fp8")
 
@@ -180,10 +185,10 @@ def test_rejection_by_the_names_of_0_7_has_the_bounds_of_the_inverse() -> None:
     group = "algorithm.rollout_correction"
     for level, rule in (("token", "token_k1"), ("sequence", "seq_sum_k1"), ("geometric", "seq_mean_k1")):
         bounds = [f"{group}.rollout_rs_threshold=4.0", f"{group}.rollout_rs_threshold_lower=0.5"]
-        own = small(f"{group}.rollout_rs={level}", *bounds).algorithm
-        assert own.rejection == rule
+        algorithm = small(f"{group}.rollout_rs={level}", *bounds).algorithm
+        assert algorithm.rejection == rule
         # The policy's probability over the engine's between 1/2 and 4: the engine's over the policy's from 1/4 to 2.
-        assert own.rejection_threshold == "0.25_2.0"
+        assert algorithm.rejection_threshold == "0.25_2.0"
 
 
 @pytest.mark.parametrize(
@@ -202,8 +207,8 @@ def test_servers_validate_at_the_temperature_whatever_do_sample_is(
 ) -> None:
     rollout = "actor_rollout_ref.rollout"
     words = [f"{rollout}.{key}" if key.startswith("mode") else f"{rollout}.val_kwargs.{key}" for key in keys]
-    own = small(*words, "data.val_files=task:sort").evaluation
-    assert (own.temperature, own.samples_per_prompt) == (temperature, samples)
+    evaluation = small(*words, "data.val_files=task:sort").evaluation
+    assert (evaluation.temperature, evaluation.samples_per_prompt) == (temperature, samples)
 
 
 def test_an_engine_over_several_machines_has_the_devices_of_one() -> None:
@@ -219,8 +224,8 @@ def test_layers_are_whole_beside_adapters(axis: str) -> None:
     keys = ["actor_rollout_ref.actor.strategy=megatron", "critic.strategy=megatron", "trainer.n_gpus_per_node=8"]
     keys += [f"actor_rollout_ref.actor.megatron.{axis}=4", "actor_rollout_ref.model.lora.rank=8"]
     line = CommandLine(VerlPPOConfig, [*SMALL, *keys])
-    own = line.config()
-    assert (own.parallel.tensor, own.parallel.expert, own.train.lora_rank) == (1, 1, 8)
+    config = line.config()
+    assert (config.parallel.tensor, config.parallel.expert, config.train.lora_rank) == (1, 1, 8)
     assert any(re.search(says("no effect", f"{axis}=4", "adapters"), note) for note in line.notes)
 
 
@@ -233,10 +238,10 @@ def test_a_function_beside_a_served_reward_model_gives_the_reward_alone(group: s
     keys += [f"{group}.enable_resource_pool=true", f"{group}.nnodes=1", "custom_reward_function.name=compute_score"]
     keys += [f"custom_reward_function.path={path}", "+custom_reward_function.reward_kwargs.reward_router_address=h:1"]
     line = CommandLine(VerlPPOConfig, plain_arguments([*SMALL, *keys]))
-    own = line.config()
-    assert (own.reward.model_path, own.reward.source) == ("", str(path))
-    assert own.reward.arguments == {"reward_router_address": "h:1"}
-    assert "rm" not in own.roles
+    config = line.config()
+    assert (config.reward.model_path, config.reward.source) == ("", str(path))
+    assert config.reward.arguments == {"reward_router_address": "h:1"}
+    assert "rm" not in config.roles
     assert any(re.search(says("no effect of reward_model", "vllm serve"), note) for note in line.notes)
 
 
@@ -256,9 +261,9 @@ def test_what_other_recipes_train_with_is_refused_with_what_to_use(key: str, fac
 
 def test_keys_of_data_are_the_config_of_a_dataset_class_and_those_of_the_recipe_hold_too(tmp_path: Path) -> None:
     keys = ["data.custom_cls.path=own.py", "data.custom_cls.name=Own", "+data.strategy=x", "+data.own.depth=3"]
-    own = small(*keys, "data.max_prompt_length=99", "data.return_raw_chat=true", "data.prompt_key=question")
-    config = own.class_config()
-    assert (own.data.class_path, own.data.class_name, own.data.max_prompt_tokens) == ("own.py", "Own", 99)
+    loaded = small(*keys, "data.max_prompt_length=99", "data.return_raw_chat=true", "data.prompt_key=question")
+    config = loaded.class_config()
+    assert (loaded.data.class_path, loaded.data.class_name, loaded.data.max_prompt_tokens) == ("own.py", "Own", 99)
     assert (config["strategy"], config["own"], config["return_raw_chat"]) == ("x", {"depth": 3}, True)
     assert (config["max_prompt_length"], config["prompt_key"], config["truncation"]) == (99, "question", "error")
     (tmp_path / "c.yaml").write_text("data: {custom_cls: {path: own.py, name: Own}, own: {depth: 4}, image_key: null}")
@@ -293,13 +298,13 @@ def test_agent_loops_of_a_file_run_the_episodes_with_the_limits_of_the_command(t
         '{"prompt": [{"role": "user", "content": "a"}], "agent_name": "mine", "data_source": "s", "reward_model": '
         '{"ground_truth": "1"}}'
     )
-    own = small(*keys, f"{rollout}.agent.default_agent_loop=mine", f"data.train_files={tmp_path}/rows.jsonl")
-    assert (own.has_verl_loops, own.agent.rewarded_by, own.agent.max_tokens) == (True, "reward", 1024)
-    arguments = own.agent.arguments
+    config = small(*keys, f"{rollout}.agent.default_agent_loop=mine", f"data.train_files={tmp_path}/rows.jsonl")
+    assert (config.has_verl_loops, config.agent.rewarded_by, config.agent.max_tokens) == (True, "reward", 1024)
+    arguments = config.agent.arguments
     assert (arguments["path"], arguments["default"]) == (f"{tmp_path}/loops.yaml", "mine")
     policy = arguments["config"]["actor_rollout_ref"]["rollout"]
     assert (policy["response_length"], policy["multi_turn"]["max_user_turns"]) == (512, 4)
-    (row,) = own.rows()
+    (row,) = config.rows()
     assert row["extra_info"] == {"agent_name": "mine", "raw_prompt": row["input"]}
     assert small(*keys, "agent.rewarded_by=environment").agent.gives_rewards
     # Beside an agent of the user's own, or verl's tools, the file has no effect.
@@ -355,6 +360,6 @@ def test_a_named_reward_model_beside_a_function_is_served_apart_and_its_penalty_
     keys += [f"+{model}.reward_kwargs.overlong_buffer_cfg.{name}" for name in ("enable=true", "len=64")]
     keys += [f"custom_reward_function.path={tmp_path}/score.py"]
     line = CommandLine(VerlPPOConfig, plain_arguments([*SMALL, *keys]))
-    own = line.config()
-    assert (own.reward.model_path, own.algorithm.overlong_buffer) == ("", 64)
+    config = line.config()
+    assert (config.reward.model_path, config.algorithm.overlong_buffer) == ("", 64)
     assert any(re.search(says("no effect of reward_model", "vllm serve"), note) for note in line.notes)

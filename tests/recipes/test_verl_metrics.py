@@ -46,7 +46,7 @@ def experience() -> Batch:
 
 
 def test_rewards_and_values_are_told_without_the_answers_that_are_empty() -> None:
-    found = experience_metrics(experience(), config(), experience().select([2]))
+    metrics = experience_metrics(experience(), config(), experience().select([2]))
     expected = {
         "critic/score": (0.75, 1.0, 0.5),
         "critic/rewards": (0.5, 0.75, 0.25),
@@ -55,18 +55,18 @@ def test_rewards_and_values_are_told_without_the_answers_that_are_empty() -> Non
         "critic/values": (2.0, 3.0, 1.0),
     }
     for name, numbers in expected.items():
-        assert tuple(found[f"{name}/{kind}"] for kind in ("mean", "max", "min")) == numbers
+        assert tuple(metrics[f"{name}/{kind}"] for kind in ("mean", "max", "min")) == numbers
     # Returns less values are 1, 1 and 4: variance 2; that of the returns is 8 / 3.
-    assert found["critic/vf_explained_var"] == pytest.approx(1 - 2 / (8 / 3), abs=1e-5)
+    assert metrics["critic/vf_explained_var"] == pytest.approx(1 - 2 / (8 / 3), abs=1e-5)
     # What verl has no name for keeps its own.
     names = ("reward/failed", "reward/score", "reward/format", "rollout/truncated_share")
-    assert [found[name] for name in names] == pytest.approx([1.0, 1 / 3, 0.5, 1 / 3])
-    assert not {"reward/reward", "reward/shaped", "rollout/response_length", "rollout/mismatch_kl"} & set(found)
+    assert [metrics[name] for name in names] == pytest.approx([1.0, 1 / 3, 0.5, 1 / 3])
+    assert not {"reward/reward", "reward/shaped", "rollout/response_length", "rollout/mismatch_kl"} & set(metrics)
 
 
 def test_lengths_by_hand() -> None:
-    found = experience_metrics(experience(), config())
-    lengths = {name: value for name, value in found.items() if "_length" in name or "aborted" in name}
+    metrics = experience_metrics(experience(), config())
+    lengths = {name: value for name, value in metrics.items() if "_length" in name or "aborted" in name}
     assert lengths == pytest.approx(
         {
             "response_length/mean": 1.0,
@@ -87,10 +87,10 @@ def test_lengths_by_hand() -> None:
 
 
 def test_trainer_and_engine_are_compared_by_hand() -> None:
-    found = experience_metrics(experience(), config())
+    metrics = experience_metrics(experience(), config())
     # Probabilities 1/4, 1/2, 1/2 and 1/2, 1/2, 1/4: apart by 1/4, 0, 1/4. Less their mean, 5/12, those are
     # -2, 1, 1 and 1, 1, -2 twelfths: correlation -3 / 6.
-    compared = {name: value for name, value in found.items() if name.startswith("training/")}
+    compared = {name: value for name, value in metrics.items() if name.startswith("training/")}
     assert compared == pytest.approx(
         {
             "training/rollout_probs_diff_valid": 1.0,
@@ -119,13 +119,13 @@ def test_trainer_and_engine_are_compared_by_hand() -> None:
         "chi2_token": (0.25 + 1 + 4) / 3 - 1,
         "chi2_seq": (0.25 + 4) / 2 - 1,
     }
-    corrected = {name: value for name, value in found.items() if name.startswith("rollout_corr/")}
+    corrected = {name: value for name, value in metrics.items() if name.startswith("rollout_corr/")}
     assert corrected == pytest.approx({f"rollout_corr/{name}": value for name, value in expected.items()}, abs=1e-6)
 
 
 def test_without_log_probabilities_of_the_trainer_nothing_is_compared() -> None:
-    found = experience_metrics(experience().without("logprob", "value"), config())
-    assert not any(name.startswith(("training/", "rollout_corr/", "critic/v")) for name in found)
+    metrics = experience_metrics(experience().without("logprob", "value"), config())
+    assert not any(name.startswith(("training/", "rollout_corr/", "critic/v")) for name in metrics)
 
 
 def test_weights_and_rejected_tokens_are_told_of_all_that_was_sampled() -> None:
@@ -136,8 +136,8 @@ def test_weights_and_rejected_tokens_are_told_of_all_that_was_sampled() -> None:
         action_mask=sampled_N & (torch.arange(7) < 5),
         correction=torch.tensor([0.0, 0.5, 1.0, 0.0, 0.0, 1.5, 0.0]),
     )
-    found = experience_metrics(batch, config(rollout_is="token"))
-    weights = {name: value for name, value in found.items() if "rollout_is_" in name or "rollout_rs_" in name}
+    metrics = experience_metrics(batch, config(rollout_is="token"))
+    weights = {name: value for name, value in metrics.items() if "rollout_is_" in name or "rollout_rs_" in name}
     expected = {
         "rollout_is_mean": 1.0,
         "rollout_is_max": 1.5,
@@ -148,29 +148,29 @@ def test_weights_and_rejected_tokens_are_told_of_all_that_was_sampled() -> None:
         "rollout_rs_masked_fraction": 1 / 3,
     }
     assert weights == pytest.approx({f"rollout_corr/{name}": value for name, value in expected.items()})
-    assert found["critic/advantages/mean"] == 0.5
-    assert found["rollout_corr/kl"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["critic/advantages/mean"] == 0.5
+    assert metrics["rollout_corr/kl"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_turns_and_the_age_of_the_weights_are_told_of_episodes() -> None:
     batch = experience().with_sequences(
         num_turns=torch.tensor([1, 3, 2]), staleness=torch.tensor([0, 1, 2]), weight_version=torch.tensor([2, 1, 0])
     )
-    found = experience_metrics(batch.with_objects(status=["finished", "truncated", "aborted"]), config())
-    assert [found[f"num_turns/{kind}"] for kind in ("mean", "max", "min")] == [2.0, 3.0, 1.0]
-    assert (found["rollout/staleness_mean"], found["rollout/aborted_share"]) == (1.0, pytest.approx(1 / 3))
-    assert "rollout/turns_mean" not in found
+    metrics = experience_metrics(batch.with_objects(status=["finished", "truncated", "aborted"]), config())
+    assert [metrics[f"num_turns/{kind}"] for kind in ("mean", "max", "min")] == [2.0, 3.0, 1.0]
+    assert (metrics["rollout/staleness_mean"], metrics["rollout/aborted_share"]) == (1.0, pytest.approx(1 / 3))
+    assert "rollout/turns_mean" not in metrics
 
 
 def test_metrics_of_an_update_have_verls_names() -> None:
     actor = ("loss", "policy_loss", "clip_frac", "dual_clip_frac", "approx_kl", "entropy", "kl_loss")
-    found = renamed({f"actor/{name}": 1.0 for name in (*actor, "grad_norm", "learning_rate", "first_ratio_mean")})
+    metrics = renamed({f"actor/{name}": 1.0 for name in (*actor, "grad_norm", "learning_rate", "first_ratio_mean")})
     names = "loss pg_loss pg_clipfrac pg_clipfrac_lower ppo_kl entropy kl_loss grad_norm lr first_ratio_mean"
-    assert list(found) == [f"actor/{name}" for name in names.split()]
+    assert list(metrics) == [f"actor/{name}" for name in names.split()]
     critic = ("loss", "clip_frac", "value_mean", "return_mean", "grad_norm", "learning_rate")
-    found = renamed({f"critic/{name}": 1.0 for name in critic})
+    metrics = renamed({f"critic/{name}": 1.0 for name in critic})
     names = "vf_loss vf_clipfrac vpred_mean return_mean grad_norm lr"
-    assert list(found) == [f"critic/{name}" for name in names.split()]
+    assert list(metrics) == [f"critic/{name}" for name in names.split()]
 
 
 def test_speed_by_hand() -> None:
@@ -189,8 +189,8 @@ def test_speed_by_hand() -> None:
 
 def test_held_out_answers_are_told_as_verl_tells_them() -> None:
     responses = experience().with_objects(datasource=["gsm", "gsm", "math"], info_pred=["4", "5", None])
-    found = heldout_metrics(responses.with_sequences(num_turns=torch.tensor([1, 3, 2])))
-    assert found == {
+    metrics = heldout_metrics(responses.with_sequences(num_turns=torch.tensor([1, 3, 2])))
+    assert metrics == {
         "val-aux/gsm/score/mean@1": 0.5,
         "val-aux/gsm/format/mean@1": 0.5,
         "val-core/gsm/reward/mean@1": 0.75,

@@ -93,10 +93,15 @@ def test_verls_ppo_example_with_a_reward_model_is_read_as_verl_means_it() -> Non
 
 def test_what_is_not_set_is_as_in_verl() -> None:
     config = small()
-    own = config.algorithm
+    algorithm = config.algorithm
     assert (config.data.max_prompt_tokens, config.data.overlong, config.data.shuffle) == (512, "error", True)
-    assert (own.clip_low, own.clip_high, own.dual_clip, config.train.max_grad_norm) == (0.2, 0.2, 3.0, 1.0)
-    assert (own.loss_aggregation, own.entropy_coef, config.train.epochs, config.train.shuffle) == (
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip, config.train.max_grad_norm) == (
+        0.2,
+        0.2,
+        3.0,
+        1.0,
+    )
+    assert (algorithm.loss_aggregation, algorithm.entropy_coef, config.train.epochs, config.train.shuffle) == (
         "token-mean",
         0,
         1,
@@ -104,7 +109,7 @@ def test_what_is_not_set_is_as_in_verl() -> None:
     )
     assert (config.size_of("critic"), config.critic.max_tokens, config.critic.value_clip) == (128, 32768, 0.5)
     assert (config.critic.learning_rate, config.critic.loss_aggregation) == (1e-5, None)
-    assert (own.gamma, own.lam, own.estimator, own.kl_coef) == (1.0, 1.0, "gae", 0.0)
+    assert (algorithm.gamma, algorithm.lam, algorithm.estimator, algorithm.kl_coef) == (1.0, 1.0, "gae", 0.0)
     assert (config.rollout.temperature, config.evaluation.temperature) == (1.0, 0.0)
     assert (config.evaluation.samples_per_prompt, config.data.epochs, config.checkpoint.every) == (1, 30, -1)
     assert (config.placement.holder("actor"), config.placement.holder("rollout")) == ("actor_rollout", "actor_rollout")
@@ -118,8 +123,8 @@ def test_the_options_of_all_recipes_are_options_here_and_go_beside_verls_keys() 
     config = small("rollout.temperature=0.7", "train.max_tokens=99", "checkpoint.export_path=x", "critic.value_clip=1")
     assert (config.rollout.temperature, config.train.micro_batch_size) == (0.7, 4)
     assert (config.checkpoint.export_path, config.critic.value_clip) == ("x", 1.0)
-    own = read("model.path=m", "data.path=task:sort", "prompts_per_step=8", "samples_per_prompt=2", "train.epochs=3")
-    assert (own.mini_batch_size, own.updates_per_step) == (16, 3)
+    loaded = read("model.path=m", "data.path=task:sort", "prompts_per_step=8", "samples_per_prompt=2", "train.epochs=3")
+    assert (loaded.mini_batch_size, loaded.updates_per_step) == (16, 3)
 
 
 def test_batch_sizes_count_prompts_and_micro_batches_count_sequences() -> None:
@@ -139,14 +144,18 @@ def test_batch_sizes_count_prompts_and_micro_batches_count_sequences() -> None:
 
 
 def test_validation_is_drawn_as_val_kwargs_says_and_the_score_from_all_tokens() -> None:
-    own = f"{R}.val_kwargs"
-    config = small("data.val_files=task:sort", f"{own}.do_sample=true", f"{own}.temperature=0.6", f"{own}.top_p=0.7")
-    drawn = small("data.val_files=task:sort", f"{own}.do_sample=true", f"{own}.temperature=1", f"{own}.top_k=20")
+    prefix = f"{R}.val_kwargs"
+    config = small(
+        "data.val_files=task:sort", f"{prefix}.do_sample=true", f"{prefix}.temperature=0.6", f"{prefix}.top_p=0.7"
+    )
+    drawn = small(
+        "data.val_files=task:sort", f"{prefix}.do_sample=true", f"{prefix}.temperature=1", f"{prefix}.top_k=20"
+    )
     assert (config.heldout_sampling.temperature, config.heldout_sampling.top_p) == (0.6, 0.7)
     assert (drawn.heldout_sampling.temperature, drawn.heldout_sampling.top_k) == (1.0, 20)
     assert config.sampling(1).top_p == 1.0
     # Temperature alone does nothing; greedy responses are all the same.
-    greedy = ["data.val_files=task:sort", f"{own}.do_sample=false", f"{own}.temperature=1", f"{own}.n=4"]
+    greedy = ["data.val_files=task:sort", f"{prefix}.do_sample=false", f"{prefix}.temperature=1", f"{prefix}.n=4"]
     assert (small(*greedy).evaluation.temperature, small(*greedy).evaluation.samples_per_prompt) == (0.0, 1)
 
 
@@ -175,8 +184,8 @@ def test_validation_is_drawn_as_val_kwargs_says_and_the_score_from_all_tokens() 
     ],
 )
 def test_weights_for_the_engine_are_known_by_the_names_of_three_releases(options: list[str], correction: Any) -> None:
-    own = small(*options).algorithm
-    assert (own.correction, own.correction_range, own.correction_level) == correction
+    algorithm = small(*options).algorithm
+    assert (algorithm.correction, algorithm.correction_range, algorithm.correction_level) == correction
 
 
 def test_rejection_bounds_are_of_the_policys_probability_over_the_engines() -> None:
@@ -264,8 +273,8 @@ def test_fp32_is_float32_weights_whose_products_are_in_bfloat16_on_gpus(
 ) -> None:
     for visible, precision in (("", on_cpus), ("0", on_gpus)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        own = [f"{R}.name=hf", "reward_model.num_workers=1"]
-        config = read_config([*SMALL, *own, *(f"{A}.fsdp_config.{option}" for option in options)])
+        engine_options = [f"{R}.name=hf", "reward_model.num_workers=1"]
+        config = read_config([*SMALL, *engine_options, *(f"{A}.fsdp_config.{option}" for option in options)])
         assert config.train.precision == precision
         assert config.critic.precision == ("bf16" if visible else "fp32")
 
@@ -342,19 +351,19 @@ def test_a_key_that_is_not_taken_says_what_to_use(argument: str, facts: list[obj
     "chosen", [f"{A}.strategy=megatron", "--config-name=ppo_megatron_trainer", "model_engine=megatron"]
 )
 def test_megatron_is_fully_shard_with_the_axes_that_it_names(chosen: str) -> None:
-    own = [f"{A}.megatron.{name}_parallel_size" for name in ("tensor_model", "context", "pipeline_model")]
-    config = small(chosen, f"{own[0]}=2", f"{own[1]}=4", f"{own[2]}=8", f"{A}.megatron.param_offload=True")
+    keys = [f"{A}.megatron.{name}_parallel_size" for name in ("tensor_model", "context", "pipeline_model")]
+    config = small(chosen, f"{keys[0]}=2", f"{keys[1]}=4", f"{keys[2]}=8", f"{A}.megatron.param_offload=True")
     assert (config.parallel.tensor, config.parallel.context, config.parallel.expert) == (2, 4, 1)
     assert (config.train.engine, config.train.adam_offload) == ("fsdp", True)
-    mixed = small(chosen, f"{own[0]}=2", f"{A}.megatron.expert_model_parallel_size=4")
+    mixed = small(chosen, f"{keys[0]}=2", f"{A}.megatron.expert_model_parallel_size=4")
     assert (mixed.parallel.tensor, mixed.parallel.expert) == (1, 4)
 
 
 def test_what_belongs_elsewhere_is_said_first() -> None:
     keys = ["+x.y=1", f"{A}.optim.optimizer=adam", f"{A}.strategy=torchtitan", f"{R}.name=sglang"]
-    with pytest.raises(ConfigError) as found:
+    with pytest.raises(ConfigError) as error:
         small(*keys, "trainer.device=npu")
-    lines = str(found.value).splitlines()[1:]
+    lines = str(error.value).splitlines()[1:]
     assert [word in line for word, line in zip(("torchtitan", "sglang", "npu"), lines)] == [True] * 3
     assert len(lines) == 5
 

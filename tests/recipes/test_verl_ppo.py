@@ -136,8 +136,8 @@ def test_metrics_have_the_names_that_verl_gives_them_and_tell_what_was_trained_o
 def calls(run: RunFolder) -> list[str]:
     """Every call to a role, in the order in which they began."""
     events = [json.loads(line) for line in (run.run_dir / "events.jsonl").read_text().splitlines()]
-    found = [event for event in events if event["event"] == "call" and event["role"] != "TRAINER"]
-    return [f"{call['role'].lower()}.{call['method']}" for call in sorted(found, key=lambda call: call["began"])]
+    role_calls = [event for event in events if event["event"] == "call" and event["role"] != "TRAINER"]
+    return [f"{call['role'].lower()}.{call['method']}" for call in sorted(role_calls, key=lambda call: call["began"])]
 
 
 def test_the_stages_of_a_step_come_in_verls_order(local: dict[str, RunFolder]) -> None:
@@ -191,18 +191,18 @@ def test_a_run_that_was_stopped_and_one_that_goes_on_from_a_path_end_as_if_nothi
     local: dict[str, RunFolder], policy: Path, tmp_path: Path
 ) -> None:
     undisturbed = local["long"]
-    given = [*SMALL.split(), "evaluation.greedy=true", *write_files(tmp_path, policy), *LONG.split()]
+    arguments = [*SMALL.split(), "evaluation.greedy=true", *write_files(tmp_path, policy), *LONG.split()]
     stop, trace = tmp_path / "stop", tmp_path / "run/rollouts/step_000001.parquet"
     stop.touch()
     with (tmp_path / "reward.py").open("a") as code:
         code.write("\n\nimport os\nimport signal\nfrom pathlib import Path")
         code.write(STOPS.format(stop=str(stop), trace=str(trace)))
-    run = run_here("verl_ppo", tmp_path / "run", *given)
+    run = run_here("verl_ppo", tmp_path / "run", *arguments)
     assert (run.code, run.summary["status"]) == (130, "stopped"), run.err
     stopped_at = run.summary["steps"]
     assert 2 <= stopped_at < 6
     assert re.search(says(f"step {stopped_at} of 6", f"run_dir={tmp_path}/run"), run.out)
-    again = run_here("verl_ppo", tmp_path / "run", *given, "trainer.resume_mode=auto")
+    again = run_here("verl_ppo", tmp_path / "run", *arguments, "trainer.resume_mode=auto")
     assert again.code == 0, again.err
     assert re.search(says(f"step {stopped_at} of 6"), again.out)
     assert again.summary["resumed_from"] == stopped_at
@@ -294,8 +294,8 @@ def test_remax_compares_with_a_greedy_answer_and_no_validation_comes_before(loca
     loading = ["actor_rollout.init_rollout", "actor_rollout.init_model"]
     assert calls(run)[:4] == [*loading, *["actor_rollout.generate_sequences"] * 2]
     for batch in batches(run):
-        for own in batch.group_by("prompt_id").values():
-            assert len(set(own["greedy_reward"].tolist())) == 1
+        for group in batch.group_by("prompt_id").values():
+            assert len(set(group["greedy_reward"].tolist())) == 1
         gain_B = batch["reward"] - batch["greedy_reward"]
         for i in range(len(batch)):
             advantage = batch.row(i, "advantage")[batch.row(i, "action_mask")]
@@ -313,7 +313,7 @@ def test_filtered_groups_are_replaced_and_the_last_step_takes_what_is_left(local
     assert [len(batch) for batch in whole] == [32] * len(whole)
     assert 0 < len(last) < 32
     for batch in (*whole, last):
-        means = [float(own["score"].mean()) for own in batch.group_by("prompt_id").values()]
+        means = [float(group["score"].mean()) for group in batch.group_by("prompt_id").values()]
         assert all(0 < mean < 1 for mean in means)
 
 
@@ -375,8 +375,8 @@ def test_pools_apart_sample_ahead_and_a_killed_run_of_them_trains_on_every_promp
 ) -> None:
     # After the second checkpoint no response is rewarded, until the run has been killed.
     gate = Gate(tmp_path / "run/checkpoints/step_2", tmp_path / "go")
-    given = [*SMALL.split(), *write_files(tmp_path, policy, gate), *APART.split(), "--async_train"]
-    run = Run("verl_ppo", ray_address, tmp_path / "run", *given, "reward_model.timeout_s=600")
+    arguments = [*SMALL.split(), *write_files(tmp_path, policy, gate), *APART.split(), "--async_train"]
+    run = Run("verl_ppo", ray_address, tmp_path / "run", *arguments, "reward_model.timeout_s=600")
     run.wait_until(gate.is_reached)
     os.kill(run.pids()["trainer-0"], signal.SIGKILL)
     run.wait_until(lambda: len(run.starts()["trainer-0"]) == 2)

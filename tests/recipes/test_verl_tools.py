@@ -236,11 +236,11 @@ def test_tools_that_cannot_work_are_refused_before_anything_starts(
 ) -> None:
     write_tools(tmp_path, entry())
     write_tools(tmp_path / "lost", entry("lost_tool.Count"))
-    given = [option.replace("HERE", str(tmp_path)) for option in options]
+    arguments = [option.replace("HERE", str(tmp_path)) for option in options]
     base = ["actor_rollout_ref.model.path=warm_start:sort", "data.train_files=task:sort"]
     base += ["actor_rollout_ref.actor.use_dynamic_bsz=true"]
     with pytest.raises(ConfigError, match=says(*facts)):
-        load_config(VerlPPOConfig, plain_arguments([*base, *given]))
+        load_config(VerlPPOConfig, plain_arguments([*base, *arguments]))
 
 
 def test_a_hydra_configuration_that_is_there_is_read_by_its_path_and_name(tmp_path: Path) -> None:

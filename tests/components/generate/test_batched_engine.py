@@ -149,9 +149,9 @@ def test_requests_with_limits_of_their_own_share_a_batch(inner: WatchedEngine) -
 
     drawn = run(inner, scene)
     assert inner.batches == [20]
-    for own, full, limit in zip(drawn, expected(inner.generate(numbered(rows), whole)), limits, strict=True):
-        assert own.tokens == full.tokens[:limit]
-        assert own.finish == ("stop" if own.tokens[-1] == END else "length")
+    for generation, full, limit in zip(drawn, expected(inner.generate(numbered(rows), whole)), limits, strict=True):
+        assert generation.tokens == full.tokens[:limit]
+        assert generation.finish == ("stop" if generation.tokens[-1] == END else "length")
 
 
 def test_requests_that_are_drawn_in_another_way_are_another_batch(inner: WatchedEngine) -> None:
@@ -224,12 +224,12 @@ def test_an_aborted_request_keeps_what_its_batch_gives_it_or_is_never_drawn(inne
         await begun(inner, 1)
         waits = engine.submit([2, 7], sampling)
         ending = asyncio.create_task(drawn.abort())
-        found = [await waits.abort()]
+        generations = [await waits.abort()]
         assert not ending.done()
         inner.gate.set()
-        found += [await ending, await other.result()]
-        assert await other.abort() == found[-1]
-        return found
+        generations += [await ending, await other.result()]
+        assert await other.abort() == generations[-1]
+        return generations
 
     waited, aborted, whole = run(inner, scene)
     assert waited == Generation([], [], [], "abort")
@@ -347,9 +347,9 @@ def test_an_error_reaches_all_who_wait_for_its_batch_and_nobody_else(inner: Watc
         await engine.wake()
         return [*first, await engine.submit([2], lucky).result()]
 
-    found = run(inner, scene)
-    assert [isinstance(each, Generation) for each in found] == [True, False, True, False, True, False, True]
-    assert {str(each) for each in found[1:6:2]} == {"an unlucky step"}
+    errors = run(inner, scene)
+    assert [isinstance(each, Generation) for each in errors] == [True, False, True, False, True, False, True]
+    assert {str(each) for each in errors[1:6:2]} == {"an unlucky step"}
 
 
 def test_a_request_that_cannot_be_is_refused_at_once(inner: WatchedEngine) -> None:

@@ -404,9 +404,9 @@ def test_asleep_an_engine_holds_nothing_and_weights_that_were_dropped_have_to_co
             engine.generate(some_prompts(), SamplingConfig())
         engine.receive(published)
     engine.wake()
-    found = engine.generate(some_prompts(), SamplingConfig(max_new_tokens=4))
-    assert torch.equal(found["tokens"], expected["tokens"])
-    assert torch.equal(found["rollout_logprob"], expected["rollout_logprob"])
+    generated = engine.generate(some_prompts(), SamplingConfig(max_new_tokens=4))
+    assert torch.equal(generated["tokens"], expected["tokens"])
+    assert torch.equal(generated["rollout_logprob"], expected["rollout_logprob"])
 
 
 @pytest.mark.parametrize(

@@ -29,12 +29,12 @@ CASES: dict[str, dict[str, Any]] = {
 def minibatches() -> list[Batch]:
     """Of 7, 4 and 1 pairs: on two ranks unequal shares, and once none for the second rank."""
     generator = torch.Generator().manual_seed(5)
-    found = []
+    batches = []
     for pairs in (7, 4, 1):
         lengths_B = torch.randint(1, 10, (2 * pairs,), generator=generator)
         tokens_N = torch.randint(2, 20, (int(lengths_B.sum()),), generator=generator)
-        found.append(Batch(lengths_B, {"tokens": tokens_N}, {"pair": torch.arange(pairs).repeat_interleave(2)}))
-    return found
+        batches.append(Batch(lengths_B, {"tokens": tokens_N}, {"pair": torch.arange(pairs).repeat_interleave(2)}))
+    return batches
 
 
 def trained(model_folder: str, changes: dict[str, Any]) -> dict[str, Any]:

@@ -133,31 +133,31 @@ def saved_bytes(engine: TrainEngine, batch: Batch) -> int:
 
 def activations(folder: str, *meshes: dict[str, int]) -> list[int]:
     """Of one sequence of 32,768 tokens on each of the meshes, whose ranks share it."""
-    found = []
+    sizes = []
     for axes in meshes:
         model = load_policy(f"{folder}/long", packing=True)
         engine = open_engine(model, cases.config(engine="fsdp", zero_stage=3, packing=True, **axes))
         tokens_N = torch.randint(2, 20, (LONG,), generator=torch.Generator().manual_seed(0))
-        found.append(saved_bytes(engine, Batch(torch.tensor([LONG]), {"tokens": tokens_N})))
-    return found
+        sizes.append(saved_bytes(engine, Batch(torch.tensor([LONG]), {"tokens": tokens_N})))
+    return sizes
 
 
 def refusals(folder: str) -> dict[str, str]:
     """What two ranks are told that cannot share a model's rows."""
-    found = dict[str, str]()
-    wanted = {
+    messages = dict[str, str]()
+    meshes = {
         "odd": ("odd", True, {"context": 2}),
         "qwen2": ("qwen2", False, {"context": 2}),
         "odd-tensor": ("odd", True, {"tensor": 2}),
         "gpt2-tensor": ("gpt2", False, {"tensor": 2}),
     }
-    for name, (path, packing, axes) in wanted.items():
+    for name, (path, packing, axes) in meshes.items():
         config = cases.config(engine="fsdp", zero_stage=3, **axes)
         try:
             open_engine(load_policy(f"{folder}/{path}", packing=packing), config)
         except ValueError as error:
-            found[name] = str(error)
-    return found
+            messages[name] = str(error)
+    return messages
 
 
 def open_case(folder: str, case: dict[str, Any], *, alone: bool) -> TrainEngine:
@@ -185,11 +185,11 @@ def trained(engine: TrainEngine, values: bool) -> dict[str, Any]:
         return token_values(model, batch) if values else token_logprobs(model, batch, TEMPERATURE).logprob_N
 
     whole = groups(1, 3, 3)
-    own = whole.split(engine.world_size)[engine.rank]
-    record: dict[str, Any] = {"before": engine.forward(own, compute)}
+    part = whole.split(engine.world_size)[engine.rank]
+    record: dict[str, Any] = {"before": engine.forward(part, compute)}
     loss = cases.squared_error if values else update
     record["metrics"] = [engine.train_step(experience(step), loss) for step in range(STEPS)]
-    record["after"] = engine.forward(own, compute)
+    record["after"] = engine.forward(part, compute)
     record["weights"] = cases.weights(engine)
     return record
 
@@ -197,13 +197,13 @@ def trained(engine: TrainEngine, values: bool) -> dict[str, Any]:
 def kept_bytes(engine: TrainEngine) -> int:
     """Of this rank's weights and moments."""
     state = engine._state()
-    moments = [moment for own in state.adam.state.values() for name, moment in own.items() if name != "step"]
+    moments = [moment for state_of in state.adam.state.values() for name, moment in state_of.items() if name != "step"]
     return sum(local_part(tensor).nbytes for tensor in [*engine.model.parameters(), *moments])
 
 
 def resumed(folder: str, states: list[str], alone: bool) -> dict[str, Any]:
     """By state that was saved: the weights that it has, one more optimizer step from it, and what is exported."""
-    found = dict[str, Any]()
+    records = dict[str, Any]()
     for state in states:
         engine = open_case(folder, TENSOR[RESUMED], alone=alone)
         remarks = engine.load_state(f"{folder}/{state}")
@@ -211,19 +211,19 @@ def resumed(folder: str, states: list[str], alone: bool) -> dict[str, Any]:
         record["metrics"] = engine.train_step(experience(0), update)
         engine.save_hf(f"{folder}/exported-{engine.world_size}-{state}")
         record["after"] = cases.weights(engine)
-        found[state] = record
-    return found
+        records[state] = record
+    return records
 
 
 def trained_on_mesh(folder: str, chosen: dict[str, dict[str, Any]], alone: bool) -> dict[str, Any]:
     """What training recorded, by case."""
-    found = dict[str, Any]()
+    records = dict[str, Any]()
     for name, case in chosen.items():
         engine = open_case(folder, case, alone=alone)
         together = 1 if alone else case.get("context", 1) * case.get("tensor", 1)
         assert engine.axes.data * together == engine.world_size
-        found[name] = trained(engine, case.get("values", False))
-        found[name]["bytes"] = kept_bytes(engine)
+        records[name] = trained(engine, case.get("values", False))
+        records[name]["bytes"] = kept_bytes(engine)
         if name == RESUMED:
             engine.save_state(f"{folder}/state-{engine.world_size}")
-    return found
+    return records

@@ -40,8 +40,8 @@ def run_ranks(work: Callable[..., Any], world_size: int, folder: Path, *argument
     processes = []
     try:
         for rank in range(world_size):
-            own = (work, arguments, folder, rank, rendezvous if world_size > 1 else {})
-            process = FORKS.Process(target=_run_rank, args=own, daemon=True)
+            rank_arguments = (work, arguments, folder, rank, rendezvous if world_size > 1 else {})
+            process = FORKS.Process(target=_run_rank, args=rank_arguments, daemon=True)
             process.start()
             processes.append(process)
         running = {process.sentinel: rank for rank, process in enumerate(processes)}

@@ -199,12 +199,12 @@ def load_states(model_folder: str, states: Path, output: Path) -> dict[str, Any]
     def load(case: str, folder: Path, name: str, batches: list[Batch]) -> None:
         record[name] = loaded(model_folder, case, folder, output / name, batches)
 
-    own = states / os.environ.get("WORLD_SIZE", "1")
+    rank_states = states / os.environ.get("WORLD_SIZE", "1")
     for case in STATES:
-        load(case, own / case, case, all_minibatches()[HALF:])
+        load(case, rank_states / case, case, all_minibatches()[HALF:])
     for case in FRESH:
-        load(case, own / f"fresh-{case}", f"fresh-{case}", all_minibatches()[:HALF])
-    record["errors"] = state_errors(model_folder, own, output)
+        load(case, rank_states / f"fresh-{case}", f"fresh-{case}", all_minibatches()[:HALF])
+    record["errors"] = state_errors(model_folder, rank_states, output)
     return record
 
 
@@ -300,8 +300,8 @@ def masters(engine: TrainEngine) -> dict[str, Tensor]:
     if engine.config.engine == "fsdp":
         parameters: dict[str, Any] = dict(engine.model.named_parameters())
         return {name: parameter.full_tensor().detach().clone() for name, parameter in parameters.items()}
-    found = {name: safe_get_full_fp32_param(parameter) for name, parameter in engine.model.named_parameters()}
-    return {name: tensor.clone() for name, tensor in found.items() if tensor is not None}
+    master_of = {name: safe_get_full_fp32_param(parameter) for name, parameter in engine.model.named_parameters()}
+    return {name: tensor.clone() for name, tensor in master_of.items() if tensor is not None}
 
 
 def averaged_steps(engine: TrainEngine, batches: list[Batch]) -> list[dict[str, Any]]:
@@ -331,22 +331,22 @@ def averaged_case(
 
 
 def average_weights(model_folder: str, states: Path, output: Path) -> dict[str, Any]:
-    own = states / os.environ.get("WORLD_SIZE", "1")
+    folder = states / os.environ.get("WORLD_SIZE", "1")
     record: dict[str, Any] = {}
     for case in ("fp32-0", "fp32-2", "bf16-fsdp-3"):
-        record |= averaged_case(case, model_folder, own, output)[0]
-    averaged, resumed = averaged_case("fp32-3", model_folder, own, output)
+        record |= averaged_case(case, model_folder, folder, output)[0]
+    averaged, resumed = averaged_case("fp32-3", model_folder, folder, output)
     record |= averaged
-    record["other_stage"] = {"inexact": resumed.load_state(own / "fp32-2"), "average": average(resumed)}
-    averaged, resumed = averaged_case("bf16-2", model_folder, own, output)
+    record["other_stage"] = {"inexact": resumed.load_state(folder / "fp32-2"), "average": average(resumed)}
+    averaged, resumed = averaged_case("bf16-2", model_folder, folder, output)
     record |= averaged
     without = averaging_engine("bf16-2", model_folder, ema_beta=None)
-    inexact = without.load_state(own / "bf16-2")
+    inexact = without.load_state(folder / "bf16-2")
     record["without"] = {"inexact": inexact, "steps": averaged_steps(without, averaged_minibatches()[HALF:])}
     without.save_hf(output / "hf-without")
-    without.save_state(own / "without")
-    record["anew"] = {"inexact": resumed.load_state(own / "without"), "average": average(resumed)}
-    record["errors"] = average_errors(resumed, own / "bf16-2", output)
+    without.save_state(folder / "without")
+    record["anew"] = {"inexact": resumed.load_state(folder / "without"), "average": average(resumed)}
+    record["errors"] = average_errors(resumed, folder / "bf16-2", output)
     record["failed"] = failure(resumed, infinite_gradient) | {"masters": masters(resumed), "average": average(resumed)}
     return record
 

@@ -150,21 +150,23 @@ def test_what_is_to_be_tried_are_options_that_there_are() -> None:
 @pytest.mark.parametrize("recipe", CONFIGS)
 def test_a_recipe_is_told_of_its_own_options_only(recipe: str) -> None:
     for alarm in (*ALARMS, NOT_A_NUMBER):
-        told = advice(alarm, SCHEMAS[recipe])
-        assert [name for name in ALL - set(SCHEMAS[recipe]) if re.search(rf"(?<![\w.]){re.escape(name)}\b", told)] == []
+        remedies = advice(alarm, SCHEMAS[recipe])
+        assert [
+            name for name in ALL - set(SCHEMAS[recipe]) if re.search(rf"(?<![\w.]){re.escape(name)}\b", remedies)
+        ] == []
 
 
 def test_remedies_are_those_whose_options_there_are() -> None:
     entropy = next(alarm for alarm in ALARMS if alarm.name == "entropy")
-    told = advice(entropy, {"train.learning_rate", "algorithm.clip_high"})
-    assert told == "lower the learning rate (train.learning_rate); clip less above (algorithm.clip_high)"
+    remedies = advice(entropy, {"train.learning_rate", "algorithm.clip_high"})
+    assert remedies == "lower the learning rate (train.learning_rate); clip less above (algorithm.clip_high)"
 
 
 def test_a_score_that_falls_below_its_start_sets_off_an_alarm_and_one_that_wavers_does_not() -> None:
     def sounded(name: str, scores: list[float]) -> list[tuple[str, int]]:
         alarms = Alarms({"train.learning_rate"})
-        found = [event for step, x in enumerate(scores, 1) for event in alarms.look(step, {name: x, "step": step})]
-        return [(event.alarm, event.step) for event in found]
+        events = [event for step, x in enumerate(scores, 1) for event in alarms.look(step, {name: x, "step": step})]
+        return [(event.alarm, event.step) for event in events]
 
     assert sounded("eval/score", [0.476, 0.54, 0.17]) == [("falling_evaluation", 3)]
     assert sounded("reward/score", [0.476, 0.54, 0.17, 0.15]) == [("falling_reward", 4)]
@@ -207,8 +209,8 @@ def test_a_continued_run_knows_its_best_score_however_long_ago_it_was(tmp_path: 
     )
     alarms = Alarms(ALL)
     alarms.recall(tmp_path)
-    found = [event.alarm for step in range(3) for event in alarms.look(300 + step, {"reward/score": 0.25})]
-    assert found == ["lost_reward"]
+    alarm_names = [event.alarm for step in range(3) for event in alarms.look(300 + step, {"reward/score": 0.25})]
+    assert alarm_names == ["lost_reward"]
 
 
 def test_one_optimizer_step_that_moves_the_policy_far_sets_off_an_alarm() -> None:
@@ -218,5 +220,5 @@ def test_one_optimizer_step_that_moves_the_policy_far_sets_off_an_alarm() -> Non
 
 def test_an_entropy_that_grows_several_times_sets_off_an_alarm() -> None:
     alarms = Alarms({"train.learning_rate"})
-    found = [alarms.look(step, {"actor/entropy": x}) for step, x in enumerate([0.5, 0.9, 1.8, 2.0], 1)]
-    assert [[event.alarm for event in events] for events in found] == [[], [], [], ["entropy_explosion"]]
+    alarm_events = [alarms.look(step, {"actor/entropy": x}) for step, x in enumerate([0.5, 0.9, 1.8, 2.0], 1)]
+    assert [[event.alarm for event in events] for events in alarm_events] == [[], [], [], ["entropy_explosion"]]

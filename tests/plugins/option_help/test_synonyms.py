@@ -281,8 +281,8 @@ ELSEWHERE = {
 
 def fault(schema: type, name: str) -> str:
     """What is said of an unknown option."""
-    (found,) = Vocabulary.of(schema).with_adapters().translate([WrittenOption(name, "1")]).faults
-    return found
+    (message,) = Vocabulary.of(schema).with_adapters().translate([WrittenOption(name, "1")]).faults
+    return message
 
 
 KNOWN = set(fields_of(GRPOConfig))
@@ -295,24 +295,24 @@ def test_more_than_150_names_are_tried() -> None:
 
 @pytest.mark.parametrize(("name", "right"), RIGHT)
 def test_a_name_of_another_system_is_answered_with_the_right_one(name: str, right: str) -> None:
-    told = fault(GRPOConfig, name)
-    assert told.startswith(f"unknown option {name!r}")
+    message = fault(GRPOConfig, name)
+    assert message.startswith(f"unknown option {name!r}")
     # The first option that is named, where others are explained beside it.
-    assert right in told.partition(name)[2], told
+    assert right in message.partition(name)[2], message
 
 
 @pytest.mark.parametrize("name", INSTEAD)
 def test_a_name_without_an_equal_is_answered_with_what_to_do(name: str) -> None:
-    told = fault(GRPOConfig, name)
+    message = fault(GRPOConfig, name)
     for fact in INSTEAD[name]:
-        assert fact in told, told
+        assert fact in message, message
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_an_option_of_other_recipes_says_whose_it_is(name: str) -> None:
-    told = fault(GRPOConfig, name)
+    message = fault(GRPOConfig, name)
     for fact in (*ELSEWHERE[name], "grpo has none"):
-        assert fact in told, told
+        assert fact in message, message
 
 
 def test_the_same_name_means_what_the_recipe_has() -> None:

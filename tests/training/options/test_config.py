@@ -42,9 +42,9 @@ class Options:
 
 
 def test_all_ways_of_writing_an_option_mean_the_same() -> None:
-    wanted = Options(steps=7)
+    expected = Options(steps=7)
     for words in (["steps=7"], ["--steps=7"], ["--steps", "7"]):
-        assert load_config(Options, words) == wanted
+        assert load_config(Options, words) == expected
 
 
 def test_how_many_values_an_option_takes_follows_from_its_field() -> None:
@@ -120,8 +120,8 @@ def test_files_come_before_the_command_line_and_later_files_win(tmp_path: Path) 
     (tmp_path / "a.yaml").write_text("steps: 10\noptimizer: {learning_rate: 0.5}\nkind: rloo\n")
     (tmp_path / "b.yaml").write_text("steps: 20\n")
     words = ["--config", str(tmp_path / "a.yaml"), f"config={tmp_path / 'b.yaml'}", "kind=gae"]
-    found = load_config(Options, words)
-    assert (found.steps, found.optimizer.learning_rate, found.kind) == (20, 0.5, "gae")
+    loaded = load_config(Options, words)
+    assert (loaded.steps, loaded.optimizer.learning_rate, loaded.kind) == (20, 0.5, "gae")
 
 
 @pytest.mark.parametrize(

@@ -35,14 +35,14 @@ ppo:
 """
 
 
-def compute(found: Computed) -> None:
+def compute(computed: Computed) -> None:
     """The prompt has what the response leaves of the length."""
-    most = found.get("max_len", default=1024)
-    found.put("data.max_prompt_tokens", most - found.get("generate_max_len", default=0))
-    if found.option("data.max_samples") is not None:
-        found.notes.append("max_samples is known here")
+    most = computed.get("max_len", default=1024)
+    computed.put("data.max_prompt_tokens", most - computed.get("generate_max_len", default=0))
+    if computed.option("data.max_samples") is not None:
+        computed.notes.append("max_samples is known here")
     if most < 1:
-        found.faults.append(f"max_len={most} leaves no prompt")
+        computed.faults.append(f"max_len={most} leaves no prompt")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -118,8 +118,8 @@ def test_a_value_is_called_otherwise_or_refused_with_what_to_use() -> None:
 
 
 def test_the_entries_of_a_mapping_have_its_name() -> None:
-    found = load_config(Schema, ["override.rope_theta=10", "++override={a: 1}"[2:]])
-    assert found.model.overrides == {"rope_theta": 10, "a": 1}
+    loaded = load_config(Schema, ["override.rope_theta=10", "++override={a: 1}"[2:]])
+    assert loaded.model.overrides == {"rope_theta": 10, "a": 1}
 
 
 def test_what_is_computed_sees_all_that_is_given_in_files_and_on_the_command_line(tmp_path: Path) -> None:
@@ -151,8 +151,8 @@ def test_null_is_null_in_a_file_as_on_the_command_line(text: str, tmp_path: Path
 
 def test_interpolation_in_a_file_is_about_the_file_or_about_the_whole(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("pretrain: m-${max_samples}\nmax_samples: ${seed}\n")
-    found = load_config(Schema, ["--config", f"{tmp_path}/a.yaml", "seed=7"])
-    assert (found.data.max_samples, found.model.path) == (7, "m-7")
+    loaded = load_config(Schema, ["--config", f"{tmp_path}/a.yaml", "seed=7"])
+    assert (loaded.data.max_samples, loaded.model.path) == (7, "m-7")
 
 
 def test_all_that_is_wrong_is_said_at_once_in_the_names_that_were_written(tmp_path: Path) -> None:

@@ -119,8 +119,8 @@ def test_a_step_is_counted_in_and_its_speed_is_told() -> None:
     }
     assert (progress.tokens, progress.seconds) == (20, 5.0)
     # Nobody has looked at the memory yet, and the clock may not have moved.
-    found = progress.count({"timing_s/step": 0.0}, batch)
-    assert sorted(found) == ["perf/samples_per_second", "perf/tokens_per_second", "timing_s/step"]
+    counted = progress.count({"timing_s/step": 0.0}, batch)
+    assert sorted(counted) == ["perf/samples_per_second", "perf/tokens_per_second", "timing_s/step"]
 
 
 def test_a_stream_that_generates_ahead_tells_the_clock_of_both_threads() -> None:
@@ -133,10 +133,10 @@ def test_a_stream_that_generates_ahead_tells_the_clock_of_both_threads() -> None
     for _ in RolloutQueue(generate, 2, 1, clock=clock):
         with clock.phase("train"):
             pass
-        found = clock.take()
-        seen.append(sorted(found))
-        phases = found["timing_s/wait"] + found["timing_s/train"] + found["timing_s/other"]
-        assert found["timing_s/step"] == pytest.approx(phases)
+        times = clock.take()
+        seen.append(sorted(times))
+        phases = times["timing_s/wait"] + times["timing_s/train"] + times["timing_s/other"]
+        assert times["timing_s/step"] == pytest.approx(phases)
     names = ["timing_s/generate", "timing_s/other", "timing_s/step", "timing_s/train", "timing_s/wait"]
     assert seen == [names] * 2
 
@@ -215,9 +215,9 @@ def test_a_run_goes_on_where_it_was_and_says_what_is_other_than_before(tmp_path:
     before.checkpoints.parts["tracker"] = Progress(tokens=7)  # made after loading
     before.train(2)
     box = Box(tmp_path, rate=0.2)
-    found = box.checkpoints.load("auto")
-    assert found is not None
-    folder, state = found
+    checkpoint = box.checkpoints.load("auto")
+    assert checkpoint is not None
+    folder, state = checkpoint
     assert (folder, state["tracker"]["tokens"]) == (tmp_path / "step_2", 7)
     assert (box.stream.step, box.progress.tokens) == (2, 20)
     resumed, changed = box.said
@@ -274,9 +274,9 @@ class Counter:
     def take(self, count: int) -> Batch:
         self.taken += count
         ids = list(range(self.taken - count, self.taken))
-        own = {"prompt_id": ids, "weight": torch.tensor(ids) / 3}
+        columns = {"prompt_id": ids, "weight": torch.tensor(ids) / 3}
         labels = [self.label or {"number": i} for i in ids]
-        return Batch.from_rows({"tokens": [[i] * (i + 1) for i in ids]}, own, {"label": labels})
+        return Batch.from_rows({"tokens": [[i] * (i + 1) for i in ids]}, columns, {"label": labels})
 
     def state_dict(self) -> dict[str, Any]:
         return {"taken": self.taken}
@@ -291,8 +291,8 @@ class Ahead:
     def __init__(self, folder: Path, halt: int = 0, **sources: Any) -> None:
         self.prompts, self.begun, self.go_on = Counter(), threading.Event(), threading.Event()
         self.halt = halt
-        own = {"prompts": self.prompts, **sources}
-        self.stream = RolloutQueue(self.generate, 5, 2, sources=own, metrics=lambda: {"nan": math.nan})
+        all_sources = {"prompts": self.prompts, **sources}
+        self.stream = RolloutQueue(self.generate, 5, 2, sources=all_sources, metrics=lambda: {"nan": math.nan})
         self.said: list[str] = []
         self.checkpoints = RunCheckpoints(
             store=Checkpoints(folder),
@@ -334,8 +334,8 @@ def test_a_checkpoint_holds_the_batches_that_were_made_ahead_and_resume_makes_th
     assert state["stream"]["queue"][0]["batch"] == {"__batch__": "batch-stream-queue-0-batch.parquet"}
     resumed = Ahead(tmp_path)
     # Of the 10 prompts 4 were not yet handed out, and of the steps that are left one is in the queue.
-    found = resumed.checkpoints.load("auto", lambda: (10 - resumed.prompts.taken) // 2)
-    assert found is not None
+    checkpoint = resumed.checkpoints.load("auto", lambda: (10 - resumed.prompts.taken) // 2)
+    assert checkpoint is not None
     assert (resumed.stream.step, resumed.stream.queued, resumed.stream.steps) == (2, 1, 5)
     (said,) = resumed.said
     assert re.search(says("step 2 of 5", tmp_path / "step_2"), said)
@@ -442,14 +442,14 @@ def test_a_checkpoint_that_fails_does_not_hide_why_the_run_ends(tmp_path: Path) 
 
 
 def test_a_step_whose_evaluation_failed_is_evaluated_before_the_run_goes_on(tmp_path: Path) -> None:
-    trained, found = Batch.from_rows({"tokens": [[1], [2, 3]]}, {"reward": torch.tensor([0.1, 0.2])}), {"loss": 0.3}
+    trained, logged = Batch.from_rows({"tokens": [[1], [2, 3]]}, {"reward": torch.tensor([0.1, 0.2])}), {"loss": 0.3}
 
     def no_rewards(batch: Batch, metrics: dict[str, float]) -> bool:
         raise ConnectionError
 
     box = Box(tmp_path).train(2)
     with pytest.raises(ConnectionError):
-        box.checkpoints.record(no_rewards, trained, found)
+        box.checkpoints.record(no_rewards, trained, logged)
     box.checkpoints.save_unfinished()
     (said,) = box.said
     assert re.search(says("step 2", "evaluation"), said)

@@ -79,7 +79,7 @@ def test_metrics_of_the_engines_are_those_of_the_engine_with_most_and_have_a_mea
         {"gpu_memory_gb": 3.0, "gpu_memory_reserved_gb": 4.5},
         {"gpu_memory_gb": 1.0, "gpu_memory_reserved_gb": 5.0},
     ]
-    found = engine_metrics(each)
-    assert found == {"rollout/gpu_memory_gb": 3.0, "rollout/gpu_memory_reserved_gb": 5.0}
-    assert all(metric_of(name) for name in found)
+    metrics = engine_metrics(each)
+    assert metrics == {"rollout/gpu_memory_gb": 3.0, "rollout/gpu_memory_reserved_gb": 5.0}
+    assert all(metric_of(name) for name in metrics)
     assert engine_metrics([{}, {}]) == {}  # on CPUs
