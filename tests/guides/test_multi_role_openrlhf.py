@@ -16,13 +16,13 @@ from tests.messages import says
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, dict[str, Any]]:
-    """What the trainer found on each backend."""
+    """Reports of the trainer by backend."""
     return {}
 
 
 @pytest.fixture
 def report(backend: str, runs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the trainer found there; the job runs once for each backend."""
+    """Return the report of the trainer on this backend. The job runs once per backend."""
     if backend not in runs:
         out = tmp_path_factory.mktemp("openrlhf") / "found.json"
         ranks = "2" if backend == "ray" else "1"

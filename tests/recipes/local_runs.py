@@ -93,7 +93,7 @@ def unchanged() -> Iterator[None]:
 
 
 def state_of_process() -> dict[str, Any]:
-    """What libraries and roles could change for everybody."""
+    """Return the process-wide state that libraries and roles could change."""
     import torch
 
     return {

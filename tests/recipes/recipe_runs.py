@@ -23,18 +23,19 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 GUARD_S = 1700
-"""What a run may take that hangs, far from what any takes; a little less than what pytest gives a test."""
+"""Timeout of a run in seconds: far above the duration of any run, slightly below pytest's timeout of a test."""
 NOT_METRICS = {"step", "time", "nonfinite"}
-"""What else a line of metrics.jsonl has."""
+"""Fields of a line of metrics.jsonl that are no metrics."""
 OUTSIDE_STEP = {"step", "checkpoint", "save_checkpoint", "testing"}
-"""What has a time and no share in the step's."""
+"""Phases that are timed but are not part of the time of a step."""
 OF_STEPS = {"perf/tokens_per_second", "perf/samples_per_second"}
-"""What every step of every recipe logs, and what those log besides whose steps have responses."""
+"""Metrics that every step of every recipe logs."""
 OF_ANSWERS = {"rollout/staleness_max", "rollout/staleness_mean", "rollout/truncated_share"}
+"""Further metrics of the recipes whose steps have responses."""
 
 
 class RunFolder:
-    """What a run has written so far."""
+    """The files that a run has written so far."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -79,7 +80,7 @@ class RunFolder:
             assert any("perf/memory_gb" in line for line in lines)
 
     def _rollouts(self, step: int) -> tuple[set[str], bool]:
-        """What the rewards of a step logged, by name, and whether any prompt of it has several responses."""
+        """Return the names that the rewards of a step logged, and True if a prompt has several responses."""
         path = self.run_dir / "rollouts" / f"step_{step:06d}.parquet"
         if not path.exists():
             return set(), False
@@ -140,7 +141,7 @@ class Run(RunFolder):
         return self
 
     def left_behind(self) -> list[str]:
-        """What of the run is still there: processes, shared memory, actors, placement groups."""
+        """Return the processes, shared memory, actors and placement groups of the run that still exist."""
         run_id = (self.run_dir / "logs" / "trainer-0.log").read_text().split(" in run ")[-1].split()[0]
         wait_until_gone(*itertools.chain.from_iterable(self.starts().values()), timeout_s=60)
         # Reward code runs in children of the reward role, whose process id stands at the end of their command.
@@ -167,12 +168,12 @@ class Run(RunFolder):
 
 
 def is_known(name: str, names: Collection[str], logged: Collection[str]) -> bool:
-    """Whether a metric is in the registry; of a family only what there is a reason for.
+    """True if a metric is in the registry. A member of a family also needs the metric or log it derives from.
 
     Args:
-        name: of the metric.
-        names: of all in its step.
-        logged: what rewards have logged.
+        name: Name of the metric.
+        names: Names of all metrics of its step.
+        logged: Names that the rewards have logged.
     """
     metric = metric_of(name)
     if metric is None:

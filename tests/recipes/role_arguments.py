@@ -62,7 +62,7 @@ def in_flight() -> list[tuple[str, tuple[Any, ...]]]:
 
 
 def ppo_calls(model: str, folder: Path) -> Calls:
-    """Of openrlhf_ppo."""
+    """Return the calls of the roles of openrlhf_ppo."""
     return {
         "Actor": [
             ("actor_init", (model, 1)),
@@ -102,7 +102,7 @@ def ppo_calls(model: str, folder: Path) -> Calls:
 
 
 def role_group_calls(model: str, folder: Path) -> Calls:
-    """Of grpo."""
+    """Return the calls of the roles of grpo."""
     return {
         "Actor": [
             ("load", (model, 1)),
@@ -139,7 +139,7 @@ def pairs() -> Batch:
 
 
 def pair_calls(recipe: str, model: str, folder: Path) -> Calls:
-    """Of reward_model and dpo."""
+    """Return the calls of the roles of reward_model and dpo."""
     state, responses = str(folder / "state"), pairs().only("tokens", "loss_mask")
     kept = [("save_state", (state,)), ("load_state", (state,))]
     if recipe == "reward_model":
@@ -151,7 +151,7 @@ def pair_calls(recipe: str, model: str, folder: Path) -> Calls:
 
 
 def verl_calls(model: str, folder: Path) -> Calls:
-    """Of verl_ppo, by the roles' names there; the policy is all that it can be, in one process."""
+    """Return the calls of verl_ppo by role. One process holds the policy in all of its functions."""
     tokens, sampling = experience().only("tokens"), SamplingConfig(max_new_tokens=4)
     kept = [("save_state", (str(folder / "state"),)), ("load_state", (str(folder / "state"),))]
     return {
@@ -181,7 +181,7 @@ def verl_calls(model: str, folder: Path) -> Calls:
 
 
 def verl_config(model: str, folder: Path) -> Any:
-    """Of verl_ppo: everything that has an effect in a worker is on."""
+    """Return a configuration of verl_ppo that enables every option with an effect in a worker."""
     text = f"""run_dir={folder} actor_rollout_ref.model.path={model} reward_model.model.path={model}
         data.train_files=task:sort data.train_batch_size=2 actor_rollout_ref.rollout.n=1
         actor_rollout_ref.actor.ppo_mini_batch_size=1 actor_rollout_ref.actor.ppo_epochs=2

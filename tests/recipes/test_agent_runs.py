@@ -70,7 +70,7 @@ def options_of(recipe: str, policy: Path, agent: Path) -> list[str]:
 
 
 def batches(run: RunFolder) -> list[Batch]:
-    """What was trained on, step by step."""
+    """Return the batch that each step trained on."""
     return [Batch.load(file) for file in sorted((run.run_dir / "rollouts").glob("*.parquet"))]
 
 

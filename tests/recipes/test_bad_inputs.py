@@ -1,4 +1,4 @@
-"""What is wrong with an input is one line in every recipe, with exit code 2, and nothing was started."""
+"""Every recipe reports a bad input in one line with exit code 2 and starts nothing."""
 
 import json
 import shutil

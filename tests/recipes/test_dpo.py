@@ -67,7 +67,7 @@ def loaded(folder: Path) -> Any:
 
 
 def transformers_logprobs(folder: Path, prompt: str, response: str) -> list[float]:
-    """Of each token of a response, by transformers' own logits of one sequence."""
+    """Return the log-probability of each token of a response, from transformers' logits of that sequence alone."""
     tokenizer, model = load_tokenizer(folder, pad_with_end=True), loaded(folder)
     before, after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, response))
     ids = [*before, *after, tokenizer.eos_token_id]

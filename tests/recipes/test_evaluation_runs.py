@@ -1,4 +1,4 @@
-"""What a run says of held-out prompts, and what becomes of responses without a reward, in all of its files."""
+"""Held-out scores and responses without a reward, in all files of a run."""
 
 import re
 from pathlib import Path

@@ -91,7 +91,7 @@ class Fixed(torch.nn.Module):
 
 
 NOW = -math.log(4)
-"""What the policy says of every token."""
+"""Log-probability of every token under the policy."""
 
 
 def learnt_from(old: list[float]) -> Batch:

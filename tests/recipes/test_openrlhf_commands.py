@@ -145,7 +145,7 @@ def local(command: Command, folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[io.StringIO]:
-    """What is written to stderr meanwhile; stdout is dropped."""
+    """Yield the text written to stderr in this block, and discard stdout."""
     error = io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(error):
         yield error

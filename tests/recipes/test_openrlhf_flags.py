@@ -23,7 +23,7 @@ FLAGS: dict[str, list[Any]] = json.loads((UPSTREAM / "openrlhf_flags.json").read
 """Flag of OpenRLHF 0.8.11 to 0.11.2 -> its first release, its last, the kind of its value, and its default."""
 
 BASE = ["model.path=./x", "data.path=task:sort"]
-"""What has to be given of a run of one's own."""
+"""Options that every run requires."""
 
 KINDS = {bool: "switch", int: "int", float: "float", str: "text", tuple[float, float]: "pair", list[str]: "list"}
 

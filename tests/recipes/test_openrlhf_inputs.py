@@ -283,7 +283,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_its_batch(bytes_policy
 
 @pytest.fixture
 def file_of_prompts(tmp_path: Path) -> list[str]:
-    """What a run needs besides a model."""
+    """Return the options that a run needs besides a model."""
     (tmp_path / "reward.py").write_text(REWARD_FILE.format(bad="()"))
     return [f"prompt_data={questions(tmp_path / 'q.jsonl')}", f"remote_rm_url={tmp_path}/reward.py", *QUICK]
 

@@ -29,7 +29,7 @@ def digest(folder: Path) -> dict[str, str]:
 
 
 def refused(recipe: str, run_dir: Path, options: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What a command on the folder prints that is refused before it starts, and leaves every file as it was."""
+    """Return the message of a command on the folder that is rejected before the start and changes no file."""
     before = digest(run_dir)
     capsys.readouterr()
     code = import_module(f"recipes.{recipe}.main").main([f"run_dir={run_dir}", *options, "backend=local"])

@@ -98,7 +98,7 @@ def test_killed_replaced_stopped_and_started_again_a_run_ends_as_if_nothing_had_
 
 
 def happened(folder: Path) -> list[str]:
-    """What became of the job, from its log of events."""
+    """Return the events of the job from its event log."""
     text = (folder / "events.jsonl").read_text()
     events = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     return [event["kind"] for event in events if event["event"] == "job"]

@@ -48,7 +48,7 @@ ADAPTERS = ["train.lora_rank=4", "train.lora_alpha=8", "train.learning_rate=1e-2
 
 
 class Runs(NamedTuple):
-    """What was run, and on what."""
+    """The finished runs and their inputs."""
 
     folders: dict[str, RunFolder]
     rows: list[dict[str, Any]]

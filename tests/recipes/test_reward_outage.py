@@ -27,12 +27,12 @@ SHORT_TIMEOUT = "reward.url_timeout_s=15"
 
 
 class Outage(NamedTuple):
-    """How a server fails, and at which of its requests."""
+    """A failure of a reward server, and the requests that fail."""
 
     fails: str = "never"
     at: int = 0
     options: tuple[str, ...] = ()
-    """Of the run that meets it."""
+    """Options of the run that uses the failing server."""
 
 
 def meet(recipe: str, folder: Path, option: str, options: Sequence[str], outages: Sequence[Outage]) -> list[LocalRun]:

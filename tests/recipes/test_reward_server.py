@@ -250,7 +250,7 @@ def test_what_is_under_way_when_it_is_stopped_is_answered(folder: Path, expected
 
 
 def takes_connections(address: httpx.URL) -> bool:
-    """Whether somebody listens there."""
+    """True if a process accepts connections at this address."""
     try:
         socket.create_connection((address.host, address.port or 0), timeout=GUARD_S).close()
     except ConnectionRefusedError:

@@ -41,7 +41,7 @@ APART = """placement.colocate=false placement.actor_ranks=2 placement.rollout_en
 
 
 def options(policy: Path, folder: Path, *gates: Gate) -> list[str]:
-    """What all runs share; their rewards wait at the gates, however long."""
+    """Return the options that all runs share. The rewards wait at the gates without a timeout."""
     (folder / "reward.py").write_text(source(*gates) + REWARD)
     arguments = [f"model.path={policy}", f"reward.source={folder}/reward.py", "reward.timeout_s=600"]
     return [*COMMON.split(), *arguments]

@@ -75,7 +75,7 @@ def options_of(settings: Settings) -> list[str]:
 
 @contextmanager
 def in_this_process() -> Iterator[None]:
-    """What a training engine does to its process is taken back, and the rest is checked."""
+    """Undo the changes that a training engine makes to its process, and check that it makes no others."""
     with unchanged(), kept_environment(), torch.random.fork_rng():
         yield
 

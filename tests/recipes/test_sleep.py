@@ -32,7 +32,7 @@ OTHERS = {
 
 
 class Calls:
-    """What engines and learners of this process were asked for, in order, with who slept then."""
+    """Calls of the engines and learners of this process in order, each with the engines that were asleep."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
@@ -59,7 +59,7 @@ class Calls:
         return call
 
     def generations(self) -> Iterator[list[str]]:
-        """What was done between a sleep of the learners and the next time that they woke."""
+        """Yield the calls between each sleep of the learners and their next wake-up."""
         calls: list[str] | None = None
         for name in self.names:
             if name == "learner sleep":

@@ -86,7 +86,7 @@ def test_a_command_of_the_reward_server_is_taken_whole(command: dict[str, Any], 
 
 
 def words_of(kind: Any) -> str:
-    """How many words of a command line belong to a value of this type."""
+    """Return the number of command-line arguments that a value of this type takes."""
     kind = without_none(kind)
     return {bool: "none or one", tuple: "two", list: "any"}.get(get_origin(kind) or kind, "one")
 

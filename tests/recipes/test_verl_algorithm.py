@@ -42,7 +42,7 @@ def responses(**columns: torch.Tensor) -> Batch:
 
 
 def advantages(*options: str, **columns: torch.Tensor) -> list[float]:
-    """Of each response, whose two tokens have the same."""
+    """Return the advantage of each response. Its two tokens have equal advantages."""
     learned = add_advantages(responses(**columns), config(*options), 0.1)
     advantage_BT = learned["advantage"].reshape(4, 3)
     assert advantage_BT[:, 0].tolist() == [0.0] * 4
@@ -52,7 +52,7 @@ def advantages(*options: str, **columns: torch.Tensor) -> list[float]:
 
 ROOT3 = math.sqrt(3)
 UNBIASED = math.sqrt(7 / 8)
-"""Of eight tokens: the deviation over their count is this times that over their count less one."""
+"""Ratio of the biased to the unbiased standard deviation of eight tokens."""
 
 
 @pytest.mark.parametrize(

@@ -33,12 +33,12 @@ REASONS = {
     "trtllm": ["actor_rollout_ref.rollout.name=trtllm", "vllm"],
     "npu": ["trainer.device=npu", "NVIDIA"],
 }
-"""What is said first of commands for something that is not here."""
+"""First sentence of the message for commands that use a missing feature."""
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What stands for upstream's models, data and code."""
+    """Folder of files that replace upstream's models, data and code."""
     folder = tmp_path_factory.mktemp("verl")
     write_policy(folder / "policy", num_attention_heads=8)  # as many as share a sequence there
     write_reward_model(folder / "reward_model", 0)

@@ -1,4 +1,4 @@
-"""What a step of the verl recipe is described by, worked by hand. B sequences, N tokens."""
+"""Metrics of a step of the verl recipe, calculated by hand. B sequences, N tokens."""
 
 import math
 from types import SimpleNamespace

@@ -35,7 +35,7 @@ def small(*arguments: str) -> VerlPPOConfig:
 
 @pytest.fixture
 def vllm_is_elsewhere() -> Iterator[None]:
-    """What is read is for a machine that has vLLM, whether this one has it or not."""
+    """Read configurations as on a machine with vLLM, even if this one lacks it."""
     token = is_elsewhere.set(True)
     yield
     is_elsewhere.reset(token)

@@ -93,7 +93,7 @@ def test_a_reward_model_may_have_a_pool_of_its_own() -> None:
 
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    """What `--dry_run` prints."""
+    """Return the plan that `--dry_run` prints."""
     assert main([*SMALL, "data.max_response_length=64", *arguments, "--dry_run"]) == 0, capsys.readouterr().err
     return json.loads(capsys.readouterr().out)
 

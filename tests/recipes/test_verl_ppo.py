@@ -25,7 +25,7 @@ PAIRS = "algorithm.adv_estimator=grpo data.val_files=null"
 
 @pytest.fixture(scope="module")
 def options(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What all runs share."""
+    """Options that all runs share."""
     return [*SMALL.split(), "evaluation.greedy=true", *write_files(tmp_path_factory.mktemp("files"), policy)]
 
 

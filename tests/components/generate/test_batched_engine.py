@@ -68,7 +68,7 @@ def numbered(rows: list[list[int]]) -> Batch:
 
 
 def expected(batch: Batch) -> list[Generation]:
-    """What `generate` has drawn, as requests would have it."""
+    """Return the result of `generate` in the form that requests return."""
     drawn = []
     for i in range(len(batch)):
         inside = batch.row(i, "action_mask")

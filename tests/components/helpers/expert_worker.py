@@ -32,7 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "values": {"model": "qwen3_moe", "expert": 2, "zero_stage": 2, "values": True},
     "mixtral": {"model": "mixtral", "expert": 2, "zero_stage": 3},
 }
-"""What is trained, and how: each also by one process."""
+"""Training cases. One process also trains each of them for comparison."""
 BALANCED: dict[str, Any] = {"model": "qwen3_moe", "zero_stage": 2, "router_aux_loss_coef": 0.1}
 RESUMED: dict[str, Any] = {"model": "qwen3_moe", "zero_stage": 3}
 
@@ -54,7 +54,7 @@ def write_models(folder: Path) -> None:
 
 
 def trained(folder: str, expert: int, chosen: list[str]) -> dict[str, Any]:
-    """What training recorded, by case; with expert 1 on data-parallel ranks alone."""
+    """Return the training record of each case. With `expert` = 1 all ranks are data-parallel."""
     records = dict[str, Any]()
     for name in chosen:
         engine = open_case(folder, CASES[name], alone=expert == 1)
@@ -105,7 +105,7 @@ def four(folder: str, state: str) -> dict[str, Any]:
 
 
 def refusals(folder: str) -> dict[str, str]:
-    """What ranks are told that cannot share experts."""
+    """Return the error messages for settings with which ranks cannot share experts."""
     write = {"dense": {"model": "dense", "expert": 2}, "five": {"model": "five", "expert": 2}}
     messages = dict[str, str]()
     for name, case in write.items():

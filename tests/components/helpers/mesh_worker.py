@@ -53,7 +53,7 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "qwen2-value": {"model": "qwen2", "context": 2, "zero_stage": 3, "values": True},
     "qwen2-whole": {"model": "qwen2", "context": 2, "zero_stage": 3, "logits": True},
 }
-"""What the meshes train, and how: each also by one process."""
+"""Training cases of the meshes. One process also trains each of them for comparison."""
 TENSOR: dict[str, dict[str, Any]] = {
     "qwen2-tensor-2": {"model": "qwen2", "tensor": 2, "zero_stage": 2, "checkpointing": True},
     "llama-tensor-3": {"model": "llama", "tensor": 2, "zero_stage": 3, "chunks": True},
@@ -64,7 +64,7 @@ TENSOR: dict[str, dict[str, Any]] = {
 BOTH: dict[str, dict[str, Any]] = {"qwen2-both": {"model": "qwen2", "context": 2, "tensor": 2, "zero_stage": 3}}
 """For 4 ranks."""
 RESUMED = "llama-tensor-3"
-"""Whose state is saved after the training."""
+"""Case whose state is saved after training."""
 
 
 def write_models(folder: Path) -> None:
@@ -118,7 +118,7 @@ def update(model: nn.Module, micro: Batch, totals: Totals) -> LossOutput:
 
 
 def saved_bytes(engine: TrainEngine, batch: Batch) -> int:
-    """What a forward pass of a batch keeps for its backward pass, with the few weights of a small model."""
+    """Return the bytes that a forward pass saves for its backward pass, including the few weights of a small model."""
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -132,7 +132,7 @@ def saved_bytes(engine: TrainEngine, batch: Batch) -> int:
 
 
 def activations(folder: str, *meshes: dict[str, int]) -> list[int]:
-    """Of one sequence of 32,768 tokens on each of the meshes, whose ranks share it."""
+    """Return the activation bytes per mesh of one sequence of 32,768 tokens, which the ranks of a mesh share."""
     sizes = []
     for axes in meshes:
         model = load_policy(f"{folder}/long", packing=True)
@@ -143,7 +143,7 @@ def activations(folder: str, *meshes: dict[str, int]) -> list[int]:
 
 
 def refusals(folder: str) -> dict[str, str]:
-    """What two ranks are told that cannot share a model's rows."""
+    """Return the error messages for settings with which two ranks cannot share the rows of a model."""
     messages = dict[str, str]()
     meshes = {
         "odd": ("odd", True, {"context": 2}),
@@ -195,7 +195,7 @@ def trained(engine: TrainEngine, values: bool) -> dict[str, Any]:
 
 
 def kept_bytes(engine: TrainEngine) -> int:
-    """Of this rank's weights and moments."""
+    """Return the bytes of the weights and moments of this rank."""
     state = engine._state()
     moments = [moment for state_of in state.adam.state.values() for name, moment in state_of.items() if name != "step"]
     return sum(local_part(tensor).nbytes for tensor in [*engine.model.parameters(), *moments])
@@ -216,7 +216,7 @@ def resumed(folder: str, states: list[str], alone: bool) -> dict[str, Any]:
 
 
 def trained_on_mesh(folder: str, chosen: dict[str, dict[str, Any]], alone: bool) -> dict[str, Any]:
-    """What training recorded, by case."""
+    """Return the training record of each case."""
     records = dict[str, Any]()
     for name, case in chosen.items():
         engine = open_case(folder, case, alone=alone)

@@ -33,7 +33,7 @@ def cut(response: list[int]) -> list[int]:
 
 
 def faults(models: Path, kind: str, published: list[Published]) -> list[str]:
-    """What does not fit, a line each, of all that is published."""
+    """Return one message for each difference in the published weights."""
     return [fault for name in ("tied", "untied") for fault in _faults_of(models, name, kind, published)]
 
 

@@ -63,7 +63,7 @@ def trained(engine: TrainEngine, of_values: bool) -> dict[str, Any]:
 
 
 def shared_and_whole(model_folder: str) -> dict[str, Any]:
-    """What training recorded, by case: with prompts read once, and with each sequence whole."""
+    """Return the training record of each case, with prompts computed once and with complete sequences."""
     record: dict[str, Any] = {}
     for case, settings in CASES.items():
         for way in ("shared", "whole"):

@@ -13,7 +13,7 @@ GB = 10**9
 
 
 class Readings:
-    """What two GPUs of 80 GB have free, one look after the other; the last one stays."""
+    """Free memory of two GPUs of 80 GB at successive readings. The last reading repeats."""
 
     def __init__(self, *free_gb: tuple[int, int]) -> None:
         self.free_gb = list(free_gb)

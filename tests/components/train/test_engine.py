@@ -32,7 +32,7 @@ STAGES = (0, 1, 2, 3)
 class Run(NamedTuple):
     folder: Path
     records: list[dict[str, Any]]
-    """Of each rank."""
+    """One record per rank."""
 
 
 RunOf = Callable[[int], Run]
@@ -53,7 +53,7 @@ def run_of(tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunOf:
 
 
 def whole(run: Run, case: str, column: str) -> Tensor:
-    """What the ranks evaluated, put together."""
+    """Return a column of the evaluated batch, concatenated over the ranks."""
     return torch.cat([record[case][column] for record in run.records])
 
 

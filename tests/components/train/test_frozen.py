@@ -1,4 +1,4 @@
-"""What is frozen computes as what is trained: before the first update the KL is 0, and the ratio 1, to the last bit.
+"""A frozen model computes the same bits as a trained one: before the first update the KL is 0 and the ratio is 1.
 
 One run in a plain process, and one of two ranks; every test reads what it recorded.
 """
@@ -22,7 +22,7 @@ ENGINES = [f"{precision}-{engine}" for precision in cases.PRECISIONS for engine 
 
 
 class Runs:
-    """What each rank recorded, each run made when a test first asks for it."""
+    """Records of the ranks. Each run starts when a test first requests it."""
 
     def __init__(self, root: Path, model: Path) -> None:
         self.root, self.model = root, model

@@ -26,7 +26,7 @@ Record = dict[str, dict[str, Any]]
 
 
 class Runs:
-    """What so many ranks recorded, each run made when a test first asks for it."""
+    """Records of the ranks by world size. Each run starts when a test first requests it."""
 
     def __init__(self, root: Path, model: Path, other_model: Path) -> None:
         self.root = root
@@ -41,16 +41,16 @@ class Runs:
         return self._records[name]
 
     def saved(self, world_size: int) -> list[Record]:
-        """Of each rank."""
+        """Return the record of each rank that saves a state."""
         return self._run("save", worker.save_states, world_size)
 
     def loaded(self, world_size: int) -> list[Record]:
-        """Of each rank that starts from other weights, and loads what as many ranks saved."""
+        """Return the record of each rank that starts from other weights and loads a state of the same world size."""
         self.saved(world_size)
         return self._run("load", worker.load_states, world_size, self.root / f"load{world_size}")
 
     def crossed(self, world_size: int) -> list[Record]:
-        """Of each rank that loads what the other number of ranks saved."""
+        """Return the record of each rank that loads a state of the other world size."""
         self.saved(3 - world_size)
         return self._run("cross", worker.load_crossed, world_size, self.root / f"cross{world_size}")
 

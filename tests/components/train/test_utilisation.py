@@ -14,7 +14,7 @@ COMPUTED = ComputedTokens(places=8, pairs=9 + 25)
 
 
 def model(tied: bool) -> Qwen2ForCausalLM:
-    """Of 2 layers, 2 heads of 4 numbers, and 10 tokens."""
+    """Return a model with 2 layers, 2 heads of dimension 4 and a vocabulary of 10 tokens."""
     return Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=10,

@@ -1,4 +1,4 @@
-"""What is said to unknown options: the right name, or what to do instead."""
+"""Messages for unknown options: the right name, or the alternative."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ ELSEWHERE = {
 
 
 def fault(schema: type, name: str) -> str:
-    """What is said of an unknown option."""
+    """Return the error message for an unknown option."""
     (message,) = Vocabulary.of(schema).with_adapters().translate([WrittenOption(name, "1")]).faults
     return message
 

@@ -39,7 +39,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks_of(models: Path, tmp_path_factory: pytest.TempPathFactory) -> RanksOf:
-    """What so many ranks recorded: one without other axes than data."""
+    """Return the records by number of ranks. One rank uses the data axis only."""
     root = tmp_path_factory.mktemp("mesh")
 
     @cache

@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def recorded(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Records:
-    """What two ranks, one process and four ranks recorded, each with the state that those before saved."""
+    """Records of two ranks, one process and four ranks. Each loads the state that the previous run saved."""
     root = tmp_path_factory.mktemp("experts")
     states = [str(root / name) for name in ("pair", "alone")]
     return {

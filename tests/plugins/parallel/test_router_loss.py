@@ -43,7 +43,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def expected(folder: Path, rows: list[list[int]]) -> float:
-    """What transformers says of these rows, padded with a mask."""
+    """Return the router loss of transformers for these rows, padded with a mask."""
     model = MixtralForCausalLM.from_pretrained(folder, output_router_logits=True)
     width = max(map(len, rows))
     tokens_BT = torch.tensor([row + [0] * (width - len(row)) for row in rows])

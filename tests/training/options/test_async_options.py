@@ -32,7 +32,7 @@ def test_a_batch_may_be_as_old_as_the_queue_is_long_and_one_more_where_prompts_a
 
 
 def faults_of(options: AsyncOptions, colocated: bool, backend: str) -> list[str]:
-    """What is in the way in a run with steps of four prompts."""
+    """Return the faults of these options in a run with four prompts per step."""
     return list(options.faults_beside(colocated, backend, 4, "placement.colocate=false"))
 
 

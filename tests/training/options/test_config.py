@@ -27,8 +27,8 @@ class Options:
     """The schema of these tests."""
 
     steps: int = 3
-    """How
-    many."""
+    """Number
+    of steps."""
     kind: Literal["gae", "rloo"] = "gae"
     betas: tuple[float, float] = (0.9, 0.95)
     names: list[str] = field(default_factory=list)
@@ -78,7 +78,7 @@ def test_the_values_of_a_flag_end_before_the_next_option(last: str) -> None:
 def test_help_says_what_each_option_means_and_what_it_is_without() -> None:
     lines = describe_options(Options).splitlines()
     at = lines.index("--steps  (int, default 3)")
-    assert lines[at + 1] == "    How many."
+    assert lines[at + 1] == "    Number of steps."
     assert "--optimizer.learning_rate  (float, default 0.001)" in lines
     assert (
         lines[lines.index("--optimizer.learning_rate  (float, default 0.001)") + 1] == "    Step size of the optimizer."
@@ -87,31 +87,31 @@ def test_help_says_what_each_option_means_and_what_it_is_without() -> None:
 
 @dataclass(kw_only=True)
 class Base:
-    """What schemas share."""
+    """Options of all schemas."""
 
     seed: int = 1
-    """Of all random numbers."""
+    """Seed of all random numbers."""
     folder: str = ""
-    """Where to."""
+    """Output folder."""
     name: str = "base"
-    """In messages."""
+    """Name in messages."""
 
 
 @dataclass(kw_only=True)
 class Derived(Base):
-    """One of them, with defaults of its own."""
+    """A schema that overrides inherited defaults."""
 
     folder: str = "runs"
     name: str = "derived"
-    """In every line."""
+    """Name in every line."""
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(learning_rate=0.5))
 
 
 def test_help_shows_what_a_schema_inherits_and_the_defaults_that_it_gives_a_group() -> None:
     assert describe_options(Derived).splitlines()[2:] == [
-        *("--seed  (int, default 1)", "    Of all random numbers."),
-        *("--folder  (str, default 'runs')", "    Where to."),
-        *("--name  (str, default 'derived')", "    In every line."),
+        *("--seed  (int, default 1)", "    Seed of all random numbers."),
+        *("--folder  (str, default 'runs')", "    Output folder."),
+        *("--name  (str, default 'derived')", "    Name in every line."),
         *("--optimizer.learning_rate  (float, default 0.5)", "    Step size of the optimizer."),
     ]
 

@@ -266,7 +266,7 @@ class Counter:
     """Hands out the prompts 0, 1, 2, ..."""
 
     label: Any = None
-    """Of each; None: one of its own."""
+    """Label of every row. None gives each row a different label."""
 
     def __init__(self) -> None:
         self.taken = 0

@@ -1,4 +1,4 @@
-"""What is said of a step's responses."""
+"""Metrics, records and checks of the responses of a step."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What several responses to a prompt are worth together, worked by hand. B responses."""
+"""Metrics of several responses per prompt, calculated by hand. B responses."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind, and that none of it can stop the run."""
+"""Files that a run writes. A failure to write one does not stop the run."""
 
 import json
 import logging

@@ -271,7 +271,7 @@ def test_without_a_plug_in_for_shared_tokens_each_sequence_is_computed_whole(
 
 @pytest.fixture(scope="module")
 def record(tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What rank 0 of two recorded."""
+    """The record of rank 0 of two ranks."""
     return run_ranks(packing_cases.packed, 2, tmp_path_factory.mktemp("packing"), str(tied_model))[0]
 
 
