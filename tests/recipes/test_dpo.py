@@ -123,7 +123,7 @@ def test_the_loss_is_that_of_the_papers_on_the_logits_of_transformers(
     assert ("nll" in output.metrics) == (nll_loss_coef > 0)
 
 
-def test_what_both_answers_follow_counts_nothing(models: tuple[Path, Path]) -> None:
+def test_the_common_prefix_of_both_responses_adds_nothing_to_the_loss(models: tuple[Path, Path]) -> None:
     config = made()
     batch = pairs_of(models[0], ROWS).with_sequences(reference_logprob=torch.zeros(6))
     own_N = torch.where(batch["loss_mask"], -1.0, torch.nan)  # nats of each token; a prompt's may be anything
@@ -232,7 +232,7 @@ def test_no_rank_is_asked_about_more_than_1024_pairs_at_once_and_none_about_noth
 
 
 @pytest.mark.parametrize("option", ["data.path", "evaluation.path"])
-def test_a_file_that_is_missing_is_told_before_a_model_is_made(
+def test_a_missing_file_is_reported_before_a_model_is_created(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str
 ) -> None:
     monkeypatch.setenv("TROUPE_CACHE", str(tmp_path / "cache"))
@@ -241,7 +241,7 @@ def test_a_file_that_is_missing_is_told_before_a_model_is_made(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_home_folder_may_be_written_as_a_tilde(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_tilde_in_a_path_is_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     names = ("model.path", "reference.path", "data.path", "evaluation.path")
     config = read_config([f"{name}=~/{name}" for name in names])
@@ -257,7 +257,7 @@ def test_how_it_is_computed_changes_no_result(runs: dict[str, RunFolder], other:
 
 
 @pytest.mark.full
-def test_two_ranks_learn_what_one_learns(
+def test_training_on_two_ranks_matches_one_rank(
     runs: dict[str, RunFolder], policy: Path, ray_address: str, tmp_path: Path
 ) -> None:
     run = Run(
@@ -291,7 +291,7 @@ def test_adapters_learn_too_and_are_merged_into_what_is_saved(runs: dict[str, Ru
 
 
 @pytest.mark.nightly
-def test_the_policy_becomes_better_in_truth(tmp_path: Path) -> None:
+def test_training_improves_the_true_reward_of_the_policy(tmp_path: Path) -> None:
     start = Path(resolve_model("warm_start:sort"))
     # As in tiny.yaml, which is read because no model is named, with half of the pairs.
     run = run_locally("dpo", tmp_path, {"run": ["seed=1", "data.max_samples=2760", "evaluation.held_out=200"]})["run"]
@@ -399,7 +399,7 @@ def test_the_whole_plan_is_one_role_with_a_gpu_for_each_rank(capsys: pytest.Capt
         (["data.path={rows}", "load_in_4bit=true"], ["load_in_4bit", "lora_rank"]),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(
+def test_bad_input_is_reported_in_one_line_with_exit_code_2(
     options: list[str],
     facts: list[str],
     models: tuple[Path, Path],

@@ -27,7 +27,7 @@ def program(*arguments: str, **env: str) -> "subprocess.CompletedProcess[bytes]"
     )
 
 
-def test_what_an_encoding_lacks_is_written_as_its_code() -> None:
+def test_characters_missing_from_an_encoding_are_written_as_codes() -> None:
     code = f"from {accept_any_text.__module__} import *; accept_any_text(); print('é \\U0001f600 \\ud800')"
     shown = {name: program("-c", code, PYTHONIOENCODING=name).stdout for name in ("ascii", "latin-1", "utf-8")}
     assert shown == {

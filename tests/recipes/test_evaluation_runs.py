@@ -15,7 +15,7 @@ OPTIONS = """data.path=task:sort data.max_prompt_tokens=16 rollout.max_new_token
     samples_per_prompt=4 max_steps=3"""
 
 
-def test_the_score_stands_at_step_0_and_at_each_evaluation_in_every_place(policy: Path, tmp_path: Path) -> None:
+def test_the_score_of_step_0_and_of_each_evaluation_is_in_every_output(policy: Path, tmp_path: Path) -> None:
     held = "evaluation.path=task:sort evaluation.max_samples=16 evaluation.samples_per_prompt=2 evaluation.every=2"
     options = [f"model.path={policy}", *OPTIONS.split(), *held.split(), "evaluation.greedy=true"]
     run = run_here("grpo", tmp_path / "run", *options, "log.tensorboard=true", "log.wandb=true")
@@ -46,7 +46,7 @@ def reward_func(prompts, completions, **kwargs):
 """
 
 
-def test_a_response_without_a_reward_is_in_no_baseline_and_is_not_trained_on(policy: Path, tmp_path: Path) -> None:
+def test_a_response_without_a_reward_is_excluded_from_baselines_and_training(policy: Path, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
     options = ["algorithm.std_norm=false", "reward.max_failed_share=0.9", f"reward.source={tmp_path}/reward.py"]
     run = run_here("grpo", tmp_path / "run", f"model.path={policy}", *OPTIONS.split(), *options)

@@ -14,7 +14,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 
 @pytest.mark.nightly
-def test_two_ranks_that_share_experts_learn_what_one_learns(ray_address: str, tmp_path: Path) -> None:
+def test_expert_parallel_training_on_two_ranks_matches_one_rank(ray_address: str, tmp_path: Path) -> None:
     policy, tokenizer = tmp_path / "policy", byte_tokenizer()
     experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
     torch.manual_seed(0)

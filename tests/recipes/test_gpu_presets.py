@@ -56,7 +56,7 @@ def planned(recipe: str, arguments: list[str], capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("machines", MODELS)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_on_gpus_a_model_of_ones_own_is_packed_recomputed_and_fits(
+def test_on_gpus_a_user_model_uses_packing_and_recomputation_and_fits(
     recipe: str, machines: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan, shown = planned(recipe, required_options(recipe, tmp_path, machines), capsys)
@@ -72,7 +72,7 @@ def test_on_gpus_a_model_of_ones_own_is_packed_recomputed_and_fits(
     assert [place for place in devices if place["most"] > place["there"]] == []
 
 
-def test_what_a_user_says_comes_before_the_preset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_options_override_the_preset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = required_options("grpo", tmp_path, "8x1x80GB")
     plan, _ = planned("grpo", [*arguments, "train.packing=false", "placement.engines_sleep=false"], capsys)
     assert (plan["config"]["train"]["packing"], plan["config"]["train"]["gradient_checkpointing"]) == (False, True)
@@ -93,7 +93,7 @@ def test_what_a_user_says_comes_before_the_preset(tmp_path: Path, capsys: pytest
         assert "gpu.yaml" not in shown
 
 
-def test_a_command_of_openrlhfs_is_taken_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_openrlhf_command_is_not_changed_by_the_preset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = required_options("openrlhf_ppo", tmp_path, "8x1x80GB")
     flags = ["--colocate_all_models", "--zero_stage", "3", "--train_batch_size", "128", "--deepspeed_enable_sleep"]
     plan, shown = planned("openrlhf_ppo", [*arguments, *flags], capsys)
@@ -102,7 +102,7 @@ def test_a_command_of_openrlhfs_is_taken_as_it_is(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize(("has_gpu", "has_preset", "fails"), [(1, 1, 0), (1, 1, 1), (1, 0, 0), (0, 1, 0)])
-def test_run_sh_sets_vllm_up_where_there_are_gpus_and_a_preset(
+def test_run_sh_installs_vllm_if_there_are_gpus_and_a_preset(
     has_gpu: int, has_preset: int, fails: int, tmp_path: Path
 ) -> None:
     scripts = {
@@ -134,7 +134,7 @@ def test_run_sh_sets_vllm_up_where_there_are_gpus_and_a_preset(
 
 
 @pytest.mark.parametrize("recipe", ["openrlhf_ppo", "verl_ppo"])
-def test_a_preset_that_does_not_go_with_what_the_user_asks_for_is_left_out_with_a_note(
+def test_a_preset_that_conflicts_with_user_options_is_skipped_with_a_note(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ahead = ["asynchronous.enabled=true", "placement.colocate=false"]

@@ -67,7 +67,7 @@ def logprobs(adapted: Any, batch: Batch, row: int) -> torch.Tensor:
     return logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0][batch.row(row, "action_mask")[1:]]
 
 
-def test_the_first_responses_are_those_of_the_model_with_the_adapters(model: Path, run: LocalRun) -> None:
+def test_the_first_responses_come_from_the_model_with_the_loaded_adapters(model: Path, run: LocalRun) -> None:
     from peft import PeftModel
 
     assert run.code == 0, run.err
@@ -93,7 +93,7 @@ def test_the_first_responses_are_those_of_the_model_with_the_adapters(model: Pat
     assert (logprobs(trained, batch, 0) - logprobs(adapted, batch, 0)).abs().max() > 1e-3
 
 
-def test_a_resumed_run_continues_with_what_the_adapters_have_become(model: Path, run: LocalRun, tmp_path: Path) -> None:
+def test_a_resumed_run_continues_with_the_trained_adapters(model: Path, run: LocalRun, tmp_path: Path) -> None:
     rest = run_here("grpo", tmp_path / "rest", *options(model, f"resume={run.run_dir}/checkpoints/step_1"))
     assert rest.code == 0, rest.err
     weights = [folder / "checkpoints/step_2/hf/model.safetensors" for folder in (run.run_dir, rest.run_dir)]
@@ -110,7 +110,7 @@ def test_a_resumed_run_continues_with_what_the_adapters_have_become(model: Path,
         ({}, ["train.lora_rank=8"], ["lora_rank=8", "have 4"]),
     ],
 )
-def test_adapters_that_cannot_be_trained_on_are_refused(
+def test_unsupported_adapters_are_rejected(
     settings: dict[str, Any], options: list[str], facts: list[Any], model: Path, tmp_path: Path
 ) -> None:
     write_adapters(tmp_path / "adapters", model / "policy", **settings)
@@ -119,7 +119,7 @@ def test_adapters_that_cannot_be_trained_on_are_refused(
         load_config(GRPOConfig, [*SMALL.split(), f"model.path={model}/policy", *words])
 
 
-def test_verls_key_takes_the_adapters_own_settings(model: Path) -> None:
+def test_the_key_of_verl_uses_the_settings_stored_with_the_adapters(model: Path) -> None:
     part = "actor_rollout_ref.model"
     config = load_config(
         VerlPPOConfig,

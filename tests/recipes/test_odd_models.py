@@ -81,6 +81,6 @@ def test_prompts_that_are_all_too_long_are_refused_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_path_that_does_not_exist_is_said_to_be_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_path_is_reported_as_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert COMMAND.main([f"model.path={tmp_path}/my-modle", "data.path=task:sort", f"run_dir={tmp_path}/run"]) == 2
     assert re.search(says(f"model.path={tmp_path}/my-modle", "does not exist"), capsys.readouterr().err)

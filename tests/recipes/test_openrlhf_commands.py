@@ -158,9 +158,7 @@ def planned(words: list[str]) -> tuple[int, str]:
     return code, error.getvalue()
 
 
-def test_of_the_commands_about_text_95_percent_are_accepted_whole(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_95_percent_of_the_text_commands_are_accepted_in_full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused, total = {}, 0
     for command in commands():
         if "vlm" in command.tags:
@@ -173,7 +171,7 @@ def test_of_the_commands_about_text_95_percent_are_accepted_whole(
     assert len(refused) <= 0.05 * total, refused
 
 
-def test_what_is_refused_says_why_and_what_to_do(folder: Path) -> None:
+def test_a_rejected_command_names_the_reason_and_the_remedy(folder: Path) -> None:
     images = [command for command in commands() if "vlm" in command.tags]
     assert images
     for command in images:
@@ -203,7 +201,7 @@ SMALLER = [
         ),
     ],
 )
-def test_three_commands_run_two_steps_on_a_laptop(
+def test_three_commands_train_two_steps_on_a_cpu(
     script: str, options: list[str], metrics: set[str], folder: Path, tmp_path: Path
 ) -> None:
     (command,) = [command for command in commands() if command.name == script]

@@ -86,7 +86,7 @@ def agree(one: RunFolder, other: RunFolder) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "reinforce_pp"])
-def test_what_a_run_leaves_is_true(recipe: str, local: dict[str, RunFolder], reinforce: RunFolder) -> None:
+def test_the_outputs_of_a_run_are_consistent(recipe: str, local: dict[str, RunFolder], reinforce: RunFolder) -> None:
     run = {"grpo": local["plain"], "reinforce_pp": reinforce}[recipe]
     assert (run.summary["status"], run.summary["recipe"], run.summary["seed"]) == ("finished", recipe, 42)
     assert run.summary["score"]["examples"] == 32
@@ -185,7 +185,7 @@ def test_filtered_steps_are_filled_up_and_the_last_one_takes_what_is_left(local:
 
 
 @pytest.mark.full
-def test_a_run_whose_engine_and_driver_were_killed_ends_as_if_nothing_had_happened(
+def test_a_run_whose_engine_and_driver_were_killed_equals_an_undisturbed_run(
     policy: Path, local: dict[str, RunFolder], ray_address: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"

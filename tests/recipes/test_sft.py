@@ -197,7 +197,7 @@ def test_the_whole_configuration_is_printed_and_nothing_starts(
     assert not (tmp_path / "run").exists()
 
 
-def test_openrlhfs_names_are_taken() -> None:
+def test_option_names_of_openrlhf_are_accepted() -> None:
     from recipes.sft.main import read_config
 
     old = """--pretrain m --dataset d --max_len 9 --train_batch_size 64 --learning_rate 1e-5 --packing_samples
@@ -218,7 +218,7 @@ def test_openrlhfs_names_are_taken() -> None:
         (["evaluation.path=task:sort"], ["evaluation.path=task:sort", "evaluation.held_out"]),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(
+def test_bad_input_is_reported_in_one_line_with_exit_code_2(
     options: list[str], facts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     from recipes.sft.main import main

@@ -81,7 +81,7 @@ def in_this_process() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_step_has_the_numbers_of_the_recipe(case: str, policy: Path, tmp_path: Path) -> None:
+def test_each_step_has_the_same_metrics_as_the_recipe(case: str, policy: Path, tmp_path: Path) -> None:
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD)
     settings = Settings(reward=str(reward), **SIZES | CASES[case])
@@ -105,7 +105,7 @@ def test_each_step_has_the_numbers_of_the_recipe(case: str, policy: Path, tmp_pa
     assert all((step["approx_kl"] == 0) == is_on_policy for step in steps)
 
 
-def test_its_defaults_are_the_demonstration() -> None:
+def test_the_defaults_of_the_script_are_those_of_the_demonstration() -> None:
     tiny = recipe.read_config(["--config", str(FILE.with_name("tiny.yaml"))])
     assert settings_of(tiny) == Settings()
 
@@ -122,7 +122,7 @@ def test_the_command_line_prints_a_line_per_step(
     assert all(list(line) == ["step", "reward", "loss", "approx_kl", "entropy", "seconds"] for line in lines)
 
 
-def test_it_is_short_and_stands_on_components_alone() -> None:
+def test_the_script_is_short_and_imports_only_components() -> None:
     assert len(FILE.read_text().splitlines()) <= 150
     imported = {module.top for module in imports_of(FILE, ROOT)}
     assert imported <= {"components", "torch", "numpy"} | sys.stdlib_module_names

@@ -77,9 +77,7 @@ def ended(recipe: str, folder: Path, *options: str) -> LocalRun:
     return run
 
 
-def test_engines_and_learners_sleep_while_the_others_work_and_a_run_learns_the_same(
-    policy: Path, tmp_path: Path
-) -> None:
+def test_engines_and_learners_sleep_in_turn_without_changing_the_training(policy: Path, tmp_path: Path) -> None:
     arguments = [f"model.path={policy}", *GRPO]
     awake = ended("grpo", tmp_path / "awake", *arguments, "max_steps=2")
     with pytest.MonkeyPatch.context() as patch:
@@ -105,7 +103,7 @@ def test_engines_and_learners_sleep_while_the_others_work_and_a_run_learns_the_s
 
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", OTHERS)
-def test_a_critic_sleeps_too_and_a_run_learns_the_same(recipe: str, policy: Path, tmp_path: Path) -> None:
+def test_a_sleeping_critic_does_not_change_the_training(recipe: str, policy: Path, tmp_path: Path) -> None:
     arguments = [f"model.path={policy}", *OTHERS[recipe]]
     awake = ended(recipe, tmp_path / "awake", *arguments)
     with pytest.MonkeyPatch.context() as patch:

@@ -68,7 +68,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.full
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c["program"] != "serve_rm"], ids=named)
-def test_a_command_is_taken_whole_on_the_machines_it_asks_for(
+def test_openrlhf_commands_are_accepted_in_full_on_their_machines(
     command: dict[str, Any], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = locally(command["argv"], model, write_rows(tmp_path / "rows.jsonl", 4))
@@ -79,7 +79,9 @@ def test_a_command_is_taken_whole_on_the_machines_it_asks_for(
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c["program"] == "serve_rm"], ids=named)
-def test_a_command_of_the_reward_server_is_taken_whole(command: dict[str, Any], model: Path, tmp_path: Path) -> None:
+def test_openrlhf_commands_of_the_reward_server_are_accepted_in_full(
+    command: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
     config = load_config(ServeConfig, locally(command["argv"], model, tmp_path))
     assert (config.model.path, config.port, config.precision) == (str(model), 5000, "bf16")
     assert (config.max_text_tokens, config.batch_size, config.normalize) == (8192, 16, True)
@@ -92,7 +94,7 @@ def words_of(kind: Any) -> str:
 
 
 @pytest.mark.parametrize("program", FLAGS)
-def test_every_flag_of_the_program_is_known_and_takes_as_many_words_as_there(program: str) -> None:
+def test_every_flag_of_the_program_is_known_and_takes_the_same_number_of_arguments(program: str) -> None:
     schema = SCHEMAS[program]
     upstream = [(name, words_of(KINDS[kind])) for kind, names in FLAGS[program].items() for name in names.split()]
     vocabulary = Vocabulary.of(schema).with_adapters()
@@ -103,7 +105,9 @@ def test_every_flag_of_the_program_is_known_and_takes_as_many_words_as_there(pro
 
 @pytest.mark.full
 @pytest.mark.parametrize("script", ["train_sft.sh", "train_rm.sh", "train_dpo_llama.sh"])
-def test_a_command_trains_two_steps(script: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_openrlhf_command_trains_two_steps(
+    script: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     command = next(c for c in COMMANDS if (c["source"], c["script"]) == ("v0.11.0", script))
     monkeypatch.chdir(tmp_path)  # it saves into ./checkpoint
     # Of its batches of 256 the size alone is another, which would only take its time.

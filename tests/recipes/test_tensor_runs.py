@@ -33,7 +33,7 @@ def _given(recipe: str, policy: Path, folder: Path) -> list[str]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("recipe", list(FSDP))
-def test_two_ranks_that_share_each_layer_learn_what_one_learns(
+def test_tensor_parallel_training_on_two_ranks_matches_one_rank(
     recipe: str, policy: Path, ray_address: str, tmp_path: Path
 ) -> None:
     arguments = [*_given(recipe, policy, tmp_path), *FSDP[recipe]]

@@ -159,9 +159,7 @@ def test_verls_names_of_the_kl_estimators_are_ours() -> None:
         ("rollout_rs=seq_max_k2 rollout_rs_threshold=1.0", None, 8),
     ],
 )
-def test_what_the_engine_judges_otherwise_is_weighed_or_left_out(
-    options: str, weights: list[float] | None, kept: int
-) -> None:
+def test_the_rollout_correction_weights_or_rejects_tokens(options: str, weights: list[float] | None, kept: int) -> None:
     options_N = [f"algorithm.rollout_correction.{option}" for option in options.split()]
     learned = add_advantages(responses(), config("algorithm.adv_estimator=grpo", *options_N), 0.0)
     assert int(learned["action_mask"].sum()) == kept
@@ -192,7 +190,7 @@ def test_means_of_weights_of_sequences_are_over_sequences_of_any_length() -> Non
     assert learned["correction"][batch["action_mask"]].tolist() == pytest.approx(weights, abs=1e-5)
 
 
-def test_what_a_rejected_token_earned_is_in_no_return_unless_asked_for() -> None:
+def test_rewards_of_rejected_tokens_are_in_no_return_unless_estimate_rejected_is_set() -> None:
     # The last response's last token has its reward of 5 and is a quarter as likely; the first one's first token goes.
     rule = ["algorithm.rollout_correction.rollout_rs=token_k1", "algorithm.rollout_correction.rollout_rs_threshold=2.0"]
     arguments = ["algorithm.adv_estimator=remax", *rule]

@@ -86,7 +86,7 @@ def planned(
 
 
 @pytest.mark.nightly
-def test_nine_in_ten_plain_text_commands_are_taken_whole(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_90_percent_of_the_text_commands_are_accepted_in_full(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refused = {}
     for command in PLAIN:
         code, said = planned(command["argv"], files, capsys)
@@ -98,7 +98,7 @@ def test_nine_in_ten_plain_text_commands_are_taken_whole(files: Path, capsys: py
 
 
 @pytest.mark.nightly
-def test_four_in_five_megatron_commands_are_taken_whole_with_their_axes(
+def test_80_percent_of_the_megatron_commands_are_accepted_with_their_axes(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     refused, axes = {}, set[str]()
@@ -119,7 +119,7 @@ def test_four_in_five_megatron_commands_are_taken_whole_with_their_axes(
 
 
 @pytest.mark.parametrize("tag", REASONS)
-def test_commands_for_what_is_not_here_hear_the_reason_and_what_to_use(
+def test_commands_for_missing_features_are_rejected_with_the_reason_and_the_alternative(
     tag: str, files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commands = [command for command in COMMANDS if tag in command["tags"]]
@@ -135,7 +135,9 @@ def test_commands_for_what_is_not_here_hear_the_reason_and_what_to_use(
 
 
 @pytest.mark.parametrize("name", ["verl_ppo_trainer.yaml", "verl_generated_ppo_trainer.yaml"])
-def test_verls_own_default_configuration_is_read(name: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_default_configuration_of_verl_is_accepted(
+    name: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     required = ["data.train_files=x", "data.val_files=x", "actor_rollout_ref.model.path=x", "critic.model.path=x"]
     code, said = planned([f"--config={DEFAULTS / name}", *required], files, capsys)
     assert code == 0, said
@@ -163,7 +165,7 @@ FEW = """
         "recipe/dapo/test_dapo_7b_math.sh",
     ],
 )
-def test_a_command_runs_two_steps(script: str, files: Path, tmp_path: Path) -> None:
+def test_a_verl_command_trains_two_steps(script: str, files: Path, tmp_path: Path) -> None:
     (command,) = [command for command in PLAIN if command["script"] == script]
     arguments = [local(word, files) for word in command["argv"]]
     options = [

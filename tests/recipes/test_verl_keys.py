@@ -23,7 +23,7 @@ LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 
 
 @pytest.mark.parametrize("kind", ["gspo", "sapo", "geo_mean"])
-def test_losses_of_whole_responses_are_means_over_responses_as_verl_forces_it(kind: str) -> None:
+def test_sequence_level_losses_are_means_over_responses_as_in_verl(kind: str) -> None:
     line = CommandLine(VerlPPOConfig, [*SMALL, f"{LOSS}={kind}"])
     algorithm = line.config().algorithm
     assert (algorithm.policy_aggregation, algorithm.loss_aggregation) == ("seq-mean-token-mean", "token-mean")
@@ -43,7 +43,7 @@ def test_losses_of_whole_responses_are_means_over_responses_as_verl_forces_it(ki
 
 
 @pytest.mark.parametrize(("kind", "loss"), [("", "ppo"), ("ppo_clip", "ppo"), ("reinforce", "reinforce")])
-def test_bypass_takes_the_loss_of_rollout_correction_as_verl_does(kind: str, loss: str) -> None:
+def test_bypass_mode_uses_the_loss_of_rollout_correction_as_in_verl(kind: str, loss: str) -> None:
     group = "algorithm.rollout_correction"
     keys = [f"{group}.bypass_mode=true", *([f"{group}.loss_type={kind}"] if kind else [])]
     line = CommandLine(VerlPPOConfig, [*SMALL, *keys, f"{LOSS}=gspo"])
@@ -56,7 +56,7 @@ def test_bypass_takes_the_loss_of_rollout_correction_as_verl_does(kind: str, los
 
 
 @pytest.mark.parametrize(("owner", "group"), [("actor_rollout_ref.actor", "train"), ("critic", "critic")])
-def test_the_limit_of_gradients_is_the_optimizers_else_grad_clip(owner: str, group: str) -> None:
+def test_the_gradient_limit_is_that_of_the_optimizer_with_grad_clip_as_fallback(owner: str, group: str) -> None:
     for keys, norm, noted in (
         ([f"{owner}.grad_clip=0.5"], 0.5, "later releases"),
         ([f"{owner}.optim.clip_grad=0.7", f"{owner}.grad_clip=0.5"], 0.7, "no effect"),
@@ -72,14 +72,14 @@ def test_the_limit_of_gradients_is_the_optimizers_else_grad_clip(owner: str, gro
         assert bool(noted) == any("clip" in note for note in line.notes)
 
 
-def test_the_optimal_token_baseline_beside_an_environment_names_the_difference() -> None:
+def test_the_optimal_token_baseline_with_an_environment_notes_the_difference() -> None:
     keys = ["algorithm.adv_estimator=optimal_token_baseline", "agent.func_path=env:guess"]
     line = CommandLine(VerlPPOConfig, [*SMALL, *keys])
     assert any("tir_optimal_token_baseline" in note for note in line.notes)
     assert not any("tir_optimal" in note for note in CommandLine(VerlPPOConfig, [*SMALL, keys[0]]).notes)
 
 
-def test_actor_and_critic_have_one_kind_of_engine() -> None:
+def test_actor_and_critic_must_use_the_same_engine() -> None:
     for actor, critic in (("fsdp", "megatron"), ("megatron", "fsdp2")):
         keys = [f"actor_rollout_ref.actor.strategy={actor}", f"critic.strategy={critic}"]
         with pytest.raises(ConfigError, match=says(f"actor.strategy={actor}", f"critic.strategy={critic}")):
@@ -87,7 +87,7 @@ def test_actor_and_critic_have_one_kind_of_engine() -> None:
     assert small("actor_rollout_ref.actor.strategy=fsdp2", "critic.strategy=fsdp").train.engine == "fsdp"
 
 
-def test_keys_of_the_entropy_recipe_mean_the_same_at_their_old_place() -> None:
+def test_old_keys_of_the_entropy_recipe_have_the_same_meaning() -> None:
     actor = "actor_rollout_ref.actor"
     old = small(
         f"{actor}.loss_mode=clip_cov",
@@ -107,7 +107,7 @@ def test_keys_of_the_entropy_recipe_mean_the_same_at_their_old_place() -> None:
 
 
 @pytest.mark.parametrize(("key", "aggregation"), [("True", "token-mean"), ("False", "seq-mean-token-mean")])
-def test_the_switch_of_the_early_dapo_recipe_is_an_aggregation(key: str, aggregation: str) -> None:
+def test_the_switch_of_the_early_dapo_recipe_selects_a_loss_aggregation(key: str, aggregation: str) -> None:
     read = small(f"actor_rollout_ref.actor.use_token_level_loss={key}")
     assert read.algorithm.loss_aggregation == aggregation
 
@@ -117,7 +117,7 @@ def test_the_switch_of_the_early_dapo_recipe_is_an_aggregation(key: str, aggrega
     [("quantization=fp8", ["quantization", "weights"]), ("kv_cache_dtype=fp8", ["kv_cache_dtype", "auto"]),
      ("logprobs_mode=raw_logprobs", ["logprobs_mode", "processed_logprobs"])],
 )  # fmt: skip
-def test_arguments_of_vllm_that_change_log_probabilities_are_refused_by_name(name: str, facts: list[str]) -> None:
+def test_vllm_arguments_that_change_logprobs_are_rejected_by_name(name: str, facts: list[str]) -> None:
     with pytest.raises(ConfigError, match=says(*facts)):
         small(f"+actor_rollout_ref.rollout.engine_kwargs.vllm.{name}")
 
@@ -131,14 +131,12 @@ def test_arguments_of_vllm_that_change_log_probabilities_are_refused_by_name(nam
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.disable_custom_all_reduce=true", ["disable_custom_all_reduce"]),
     ],
 )
-def test_what_is_taken_without_an_effect_is_named(
-    key: str, facts: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_accepted_keys_without_effect_are_named(key: str, facts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, key, "--print_config"]) == 0
     assert re.search(says("no effect", *facts), capsys.readouterr().err)
 
 
-def test_arguments_of_vllm_that_are_options_here_are_these() -> None:
+def test_vllm_arguments_set_the_corresponding_options() -> None:
     engine = "actor_rollout_ref.rollout.engine_kwargs.vllm"
     rollout = small(f"{engine}.enforce_eager=true", f"{engine}.gpu_memory_utilization=0.3").rollout
     assert (rollout.enforce_eager, rollout.gpu_memory) == (True, 0.3)
@@ -146,7 +144,7 @@ def test_arguments_of_vllm_that_are_options_here_are_these() -> None:
         small(f"{engine}.kv_cache_dtype=fp8")
 
 
-def test_num_examine_is_taken_and_a_misspelt_key_beside_it_is_told_the_nearest() -> None:
+def test_num_examine_is_accepted_and_a_misspelt_key_is_answered_with_the_nearest() -> None:
     for key in ("reward_model.num_examine", "reward.num_examine"):
         assert small(f"{key}=2").reward.num_examine == 2
     with pytest.raises(ConfigError, match=says("num_exmine", "reward_model.num_examine")):
@@ -160,7 +158,7 @@ def test_num_examine_is_taken_and_a_misspelt_key_beside_it_is_told_the_nearest()
         "+data.apply_chat_template_kwargs.enable_thinking=False",
     ],
 )
-def test_arguments_of_the_chat_template_are_taken(key: str) -> None:
+def test_arguments_of_the_chat_template_are_accepted(key: str) -> None:
     assert small(key).model.template_arguments == {"enable_thinking": False}
 
 
@@ -172,7 +170,7 @@ def test_arguments_of_the_chat_template_are_taken(key: str) -> None:
         "actor_rollout_ref.rollout.min_p=0.0",
     ],
 )
-def test_values_that_ask_for_what_happens_anyway_are_taken_without_a_word(key: str) -> None:
+def test_values_equal_to_the_behaviour_are_accepted_without_a_note(key: str) -> None:
     line = CommandLine(VerlPPOConfig, [*SMALL, key])
     line.config()
     assert not any(key.rpartition(".")[2].partition("=")[0] in note for note in line.notes)
@@ -181,7 +179,7 @@ def test_values_that_ask_for_what_happens_anyway_are_taken_without_a_word(key: s
         small(f"{key.partition('=')[0]}={other}")
 
 
-def test_rejection_by_the_names_of_0_7_has_the_bounds_of_the_inverse() -> None:
+def test_rejection_options_of_verl_0_7_invert_the_bounds() -> None:
     group = "algorithm.rollout_correction"
     for level, rule in (("token", "token_k1"), ("sequence", "seq_sum_k1"), ("geometric", "seq_mean_k1")):
         bounds = [f"{group}.rollout_rs_threshold=4.0", f"{group}.rollout_rs_threshold_lower=0.5"]
@@ -202,7 +200,7 @@ def test_rejection_by_the_names_of_0_7_has_the_bounds_of_the_inverse() -> None:
         (["n=4"], 0.0, 1),
     ],
 )
-def test_servers_validate_at_the_temperature_whatever_do_sample_is(
+def test_server_engines_validate_at_the_temperature_regardless_of_do_sample(
     keys: list[str], temperature: float, samples: int
 ) -> None:
     rollout = "actor_rollout_ref.rollout"
@@ -211,7 +209,7 @@ def test_servers_validate_at_the_temperature_whatever_do_sample_is(
     assert (evaluation.temperature, evaluation.samples_per_prompt) == (temperature, samples)
 
 
-def test_an_engine_over_several_machines_has_the_devices_of_one() -> None:
+def test_an_engine_across_machines_is_reduced_to_the_devices_of_one_machine() -> None:
     keys = ["actor_rollout_ref.rollout.tensor_model_parallel_size=16", "trainer.nnodes=4", "trainer.n_gpus_per_node=8"]
     line = CommandLine(VerlPPOConfig, [*SMALL, *keys])
     assert line.config().rollout.tensor_parallel == 8
@@ -220,7 +218,7 @@ def test_an_engine_over_several_machines_has_the_devices_of_one() -> None:
 
 
 @pytest.mark.parametrize("axis", ["tensor_model_parallel_size", "expert_model_parallel_size"])
-def test_layers_are_whole_beside_adapters(axis: str) -> None:
+def test_tensor_and_expert_axes_have_no_effect_with_adapters(axis: str) -> None:
     keys = ["actor_rollout_ref.actor.strategy=megatron", "critic.strategy=megatron", "trainer.n_gpus_per_node=8"]
     keys += [f"actor_rollout_ref.actor.megatron.{axis}=4", "actor_rollout_ref.model.lora.rank=8"]
     line = CommandLine(VerlPPOConfig, [*SMALL, *keys])
@@ -254,12 +252,12 @@ def test_a_function_beside_a_served_reward_model_gives_the_reward_alone(group: s
         ("reward_model.model.beta_train=0.05", ["beta_train", "custom_reward_function.path"]),
     ],
 )
-def test_what_other_recipes_train_with_is_refused_with_what_to_use(key: str, facts: list[str]) -> None:
+def test_keys_of_other_recipes_are_rejected_with_the_alternative(key: str, facts: list[str]) -> None:
     with pytest.raises(ConfigError, match=says(*facts)):
         small(key)
 
 
-def test_keys_of_data_are_the_config_of_a_dataset_class_and_those_of_the_recipe_hold_too(tmp_path: Path) -> None:
+def test_data_keys_are_passed_to_a_dataset_class_and_also_apply_to_the_recipe(tmp_path: Path) -> None:
     keys = ["data.custom_cls.path=own.py", "data.custom_cls.name=Own", "+data.strategy=x", "+data.own.depth=3"]
     loaded = small(*keys, "data.max_prompt_length=99", "data.return_raw_chat=true", "data.prompt_key=question")
     config = loaded.class_config()
@@ -291,7 +289,7 @@ def test_rows_of_a_dataset_class_are_trained_on(tmp_path: Path) -> None:
     assert {row["datasource"] for row in rows} == {"s"}
 
 
-def test_agent_loops_of_a_file_run_the_episodes_with_the_limits_of_the_command(tmp_path: Path) -> None:
+def test_agent_loops_of_a_file_run_with_the_limits_of_the_command(tmp_path: Path) -> None:
     rollout = "actor_rollout_ref.rollout"
     keys = [f"{rollout}.agent.agent_loop_config_path={tmp_path}/loops.yaml", f"{rollout}.multi_turn.max_user_turns=4"]
     (tmp_path / "rows.jsonl").write_text(
@@ -313,7 +311,7 @@ def test_agent_loops_of_a_file_run_the_episodes_with_the_limits_of_the_command(t
     assert any(re.search(says("no effect", "agent_loop_config_path"), note) for note in line.notes)
 
 
-def test_max_model_len_limits_prompt_and_response_together() -> None:
+def test_max_model_len_limits_the_sum_of_prompt_and_response() -> None:
     key = "actor_rollout_ref.rollout.max_model_len"
     line = CommandLine(VerlPPOConfig, [*SMALL, f"{key}=600"])
     assert line.config().agent.max_tokens == 600
@@ -321,7 +319,7 @@ def test_max_model_len_limits_prompt_and_response_together() -> None:
     assert small(f"{key}=2000").agent.max_tokens is None
 
 
-def test_megatrons_adam_is_adamw_and_torchs_adam_is_refused() -> None:
+def test_adam_of_megatron_is_adamw_and_adam_of_torch_is_rejected() -> None:
     key = "actor_rollout_ref.actor.optim.optimizer"
     assert small(f"{key}=adam", "model_engine=megatron").train == small("model_engine=megatron").train
     assert small(f"{key}=AdamW").train == small().train
@@ -331,13 +329,13 @@ def test_megatrons_adam_is_adamw_and_torchs_adam_is_refused() -> None:
     assert small("actor_rollout_ref.actor.optim.lr_decay_style=linear").train.lr_scheduler == "linear"
 
 
-def test_the_default_alpha_of_no_adapters_may_be_zero() -> None:
+def test_lora_alpha_may_be_0_without_adapters() -> None:
     assert small("actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.model.lora_alpha=0").train.lora_rank == 0
     with pytest.raises(ConfigError, match=says("lora_alpha")):
         small("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=0")
 
 
-def test_attention_kernels_of_the_critic_are_the_policys() -> None:
+def test_the_critic_uses_the_attention_kernels_of_the_policy() -> None:
     line = CommandLine(VerlPPOConfig, [*SMALL, "critic.model.override_config.attn_implementation=sdpa"])
     line.config()
     assert any(re.search(says("no effect", "attn_implementation", "critic"), note) for note in line.notes)
@@ -346,13 +344,13 @@ def test_attention_kernels_of_the_critic_are_the_policys() -> None:
 @pytest.mark.parametrize(
     "short", [["-cn", "ppo_megatron_trainer"], ["-cp", "config", "-cn", "ppo_megatron_trainer.yaml"]]
 )
-def test_hydras_short_options_are_read(short: list[str]) -> None:
+def test_short_options_of_hydra_are_accepted(short: list[str]) -> None:
     line = CommandLine(VerlPPOConfig, plain_arguments([*short, *SMALL]))
     line.config()
     assert any("megatron is torch's fully_shard" in note for note in line.notes)
 
 
-def test_a_named_reward_model_beside_a_function_is_served_apart_and_its_penalty_holds(tmp_path: Path) -> None:
+def test_a_named_reward_model_with_a_function_is_served_separately_and_keeps_its_penalty(tmp_path: Path) -> None:
     (tmp_path / "score.py").write_text("def compute_score(data_source, solution_str, **_):\n    return 0.0\n")
     model = "reward_model.reward_models.judge"
     keys = ["reward_model.enable=true", f"{model}.model.path=judge", f"{model}.rollout.name=vllm", f"{model}.nnodes=2"]

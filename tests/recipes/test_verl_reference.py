@@ -42,7 +42,9 @@ def gaps(run: LocalRun) -> list[float]:
     return [float(d_N[step["action_mask"]].abs().max()) for d_N, step in zip(differences, steps, strict=True)]
 
 
-def test_the_reference_becomes_the_policy_every_two_steps_and_resumes_so(policy: Path, tmp_path: Path) -> None:
+def test_the_reference_is_replaced_by_the_policy_every_two_steps_also_after_resume(
+    policy: Path, tmp_path: Path
+) -> None:
     moving = run_here("verl_ppo", tmp_path / "moving", *options(policy, "trainer.ref_update_freq=2"))
     kl_gaps = gaps(moving)
     assert len(kl_gaps) == 4
@@ -55,7 +57,7 @@ def test_the_reference_becomes_the_policy_every_two_steps_and_resumes_so(policy:
     assert gaps(rest) == kl_gaps[3:]
 
 
-def test_the_kl_is_measured_to_the_model_of_the_reference(policy: Path, tmp_path: Path) -> None:
+def test_the_kl_is_computed_against_the_reference_model(policy: Path, tmp_path: Path) -> None:
     other = AutoModelForCausalLM.from_pretrained(policy)
     with torch.no_grad():
         for parameter in other.parameters():

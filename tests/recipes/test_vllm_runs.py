@@ -22,7 +22,7 @@ VLLM = ["--rollout_engine", "vllm", "--verify_weight_sync"]
 
 
 @pytest.mark.nightly
-def test_an_engine_that_has_no_memory_left_while_it_generates_is_replaced_and_no_prompt_is_lost(
+def test_an_engine_out_of_memory_during_generation_is_replaced_and_no_prompt_is_lost(
     ray_cluster: None, policy: Path, tmp_path: Path
 ) -> None:
     options = ["data.path=task:sort", "rollout.engine=vllm", "rollout.max_new_tokens=90", "data.max_prompt_tokens=16"]
@@ -38,7 +38,7 @@ def test_an_engine_that_has_no_memory_left_while_it_generates_is_replaced_and_no
     assert disturbed["rollout_logprob"].equal(undisturbed["rollout_logprob"])
 
 
-def test_the_policy_is_what_vllm_samples_from_in_every_step(policy: Path, tmp_path: Path) -> None:
+def test_vllm_samples_from_the_current_policy_in_every_step(policy: Path, tmp_path: Path) -> None:
     options = """data.path=task:sort data.max_prompt_tokens=16 data.max_samples=24 prompts_per_step=8
         samples_per_prompt=4 train.mini_batch_size=16 rollout.max_new_tokens=8 train.learning_rate=1e-2
         train.packing=true
@@ -54,7 +54,7 @@ def test_the_policy_is_what_vllm_samples_from_in_every_step(policy: Path, tmp_pa
         assert all(step["actor/grad_norm"] > 0 for step in run.metrics)
 
 
-def test_before_an_update_the_ratio_is_1_and_there_is_no_kl_to_the_reference(policy: Path, tmp_path: Path) -> None:
+def test_before_the_first_update_the_ratio_is_1_and_the_kl_to_the_reference_is_0(policy: Path, tmp_path: Path) -> None:
     options = """data.path=task:sort data.max_prompt_tokens=16 data.max_samples=4 prompts_per_step=4
         samples_per_prompt=4 train.mini_batch_size=16 rollout.max_new_tokens=8 algorithm.kl_coef=0.1
     """
@@ -69,7 +69,7 @@ def test_before_an_update_the_ratio_is_1_and_there_is_no_kl_to_the_reference(pol
 
 
 @pytest.mark.nightly
-def test_episodes_go_on_with_vllm_while_the_policy_learns(ray_address: str, runner: Path, tmp_path: Path) -> None:
+def test_vllm_continues_episodes_while_the_policy_trains(ray_address: str, runner: Path, tmp_path: Path) -> None:
     options = """data.path=task:guess data.max_samples=40 evaluation.path=task:guess evaluation.max_samples=8
         agent.func_path=env:guess agent.max_turns=3 agent.max_tokens=64 prompts_per_step=8 samples_per_prompt=4
         train.mini_batch_size=16 rollout.max_new_tokens=4 train.learning_rate=1e-3 placement.colocate=false

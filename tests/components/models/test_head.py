@@ -111,7 +111,7 @@ def test_sums_over_chunks_of_bfloat16_are_float32() -> None:
     assert weight_VH.grad.flatten().tolist() == [150.0, -150.0]
 
 
-def test_what_is_frozen_gets_no_gradient() -> None:
+def test_frozen_parameters_get_no_gradient() -> None:
     state_MH, weight_VH, bias_V, label_M = layer()
     state_logprobs(state_MH, weight_VH.detach(), None, label_M, 1.0, False)[0].sum().backward()
     assert state_MH.grad is not None

@@ -99,7 +99,7 @@ def test_an_alarm_sounds_beyond_its_limit(name: str, at: int, steps: list[dict[s
         [{"reward/failed": 1.0}, {"reward/failed": 0.0}] * 9,  # a server that stumbles
     ],
 )
-def test_what_is_healthy_sets_off_none(steps: list[dict[str, Any]]) -> None:
+def test_healthy_metrics_raise_no_alarm(steps: list[dict[str, Any]]) -> None:
     assert sounded(steps) == []
 
 
@@ -120,7 +120,7 @@ def test_an_alarm_of_several_steps_counts_those_that_have_its_metric() -> None:
     assert sounded([{} if x is None else open_to(x, 0.0) for x in entropies]) == [("entropy", 4)]
 
 
-def test_what_is_no_number_does_no_harm_and_what_is_not_finite_is_named() -> None:
+def test_non_numeric_metrics_are_ignored_and_non_finite_ones_are_named() -> None:
     watched = list(dict.fromkeys(alarm.watches for alarm in ALARMS))
     for odd in (None, "text", [1.0], {"a": 1}):
         assert sounded([dict.fromkeys(watched, odd), {}]) == []
@@ -139,7 +139,7 @@ def test_a_policy_without_entropy_at_the_start_sets_off_none() -> None:
     assert sounded([open_to(0.0, 0.0)] * 5) == []
 
 
-def test_what_is_to_be_tried_are_options_that_there_are() -> None:
+def test_suggested_options_exist() -> None:
     for alarm in (*ALARMS, NOT_A_NUMBER):
         named = {name for remedy in alarm.remedies for name in re.findall(r"\{(.*?)\}", remedy)}
         assert named <= ALL, alarm.name

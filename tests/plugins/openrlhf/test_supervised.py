@@ -39,7 +39,7 @@ def test_columns_of_train_sft_come_with_its_template_and_its_last_turn() -> None
         (["--pretrain_mode"], None, False),
     ],
 )
-def test_what_the_command_says_itself_is_left_as_it_is(words: list[str], template: str | None, multiturn: bool) -> None:
+def test_explicit_options_of_the_command_are_kept(words: list[str], template: str | None, multiturn: bool) -> None:
     data = sft("--input_key", "q", *words).data
     assert (data.input_template, data.multiturn) == (template, multiturn)
     assert data.plain_text == ("--pretrain_mode" in words)
@@ -94,7 +94,7 @@ def test_switches_and_lists_are_read_as_there() -> None:
     assert config.checkpoint.max_gb == 1000
 
 
-def test_what_only_changes_speed_is_a_note_and_what_changes_nothing_is_not_even_that() -> None:
+def test_options_that_only_change_speed_give_a_note_and_options_without_effect_give_none() -> None:
     words = (
         "--ring_attn_size 2 --use_liger_kernel --zpg 1 --load_checkpoint --save_hf_ckpt --logging_steps 5 --loss logexp"
     )
@@ -104,7 +104,7 @@ def test_what_only_changes_speed_is_a_note_and_what_changes_nothing_is_not_even_
     assert len(notes) == 4
 
 
-def test_all_that_is_in_the_way_is_said_at_once_in_the_words_of_the_command() -> None:
+def test_all_faults_are_reported_together_in_the_names_of_the_command() -> None:
     words = "--optim muon --muon.lr 0.02 --ds.param_dtype fp16 --ds.load_in_4bit --use_ms --lr_scheduler polynomial"
     with pytest.raises(ConfigError) as error:
         sft(*words.split(), "--train_batch_size", "0")

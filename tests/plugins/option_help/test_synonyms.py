@@ -326,7 +326,7 @@ def says_whose(text: str, *facts: str) -> bool:
     return all(fact in text for fact in facts)
 
 
-def test_what_is_named_comes_with_its_meaning() -> None:
+def test_suggested_options_come_with_their_description() -> None:
     # The unit of warmup_steps is another one than that of the option which is meant.
     assert "share of the run's optimizer steps" in fault(GRPOConfig, "warmup_steps")
 
@@ -337,7 +337,7 @@ def test_a_typing_error_is_answered_with_the_nearest_option() -> None:
     assert "--help" in fault(GRPOConfig, "nonsense_of_mine")
 
 
-def test_all_unknown_options_are_said_at_once() -> None:
+def test_all_unknown_options_are_reported_together() -> None:
     with pytest.raises(ConfigError, match=says("train.learning_rate", "samples_per_prompt", "prompts_per_step")):
         load_config(GRPOConfig, ["lr=1", "num_generations=8", "batch_size=4", "model.path=m", "data.path=task:sort"])
 

@@ -145,7 +145,7 @@ def test_a_state_goes_from_a_tensor_mesh_to_one_process_and_back(
         ({"context": 1, "tensor": 0}, ["tensor=0", 1]),
     ],
 )
-def test_what_cannot_share_sequences_is_named(settings: dict[str, Any], facts: list[object]) -> None:
+def test_models_that_cannot_share_sequences_are_named(settings: dict[str, Any], facts: list[object]) -> None:
     with pytest.raises(ValueError, match=says(*facts)):
         TrainConfig(**({"engine": "fsdp", "zero_stage": 2, "context": 2} | settings))
 

@@ -116,7 +116,7 @@ def config(expert: int, **settings: Any) -> TrainConfig:
         ({"tensor": 2}, ["parallel.tensor=2", "parallel.expert=2"]),
     ],
 )
-def test_what_cannot_share_experts_is_named(settings: dict[str, Any], facts: list[object]) -> None:
+def test_settings_that_cannot_share_experts_are_named(settings: dict[str, Any], facts: list[object]) -> None:
     with pytest.raises(ValueError, match=says(*facts)):
         config(**({"expert": 2} | settings))
 

@@ -52,7 +52,7 @@ def expected(folder: Path, rows: list[list[int]]) -> float:
         return float(model(input_ids=tokens_BT, attention_mask=mask_BT).aux_loss)
 
 
-def test_by_hand() -> None:
+def test_the_router_loss_equals_a_calculation_by_hand() -> None:
     # Two tokens, three experts, one chosen each: the first and the second. Probabilities .5 .25 .25 and .25 .5 .25.
     logits_RE = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]]).log()
     # Shares of assignments .5 .5 0, mean probabilities .375 .375 .25: 3 * (.1875 + .1875).
@@ -132,7 +132,7 @@ def test_sequences_without_a_token_to_learn_count_as_they_do_in_transformers(
         assert engine.train_step(minibatch, loss)["router_aux_loss"] == pytest.approx(value, rel=1e-4)
 
 
-def test_metrics_by_hand() -> None:
+def test_router_metrics_equal_a_calculation_by_hand() -> None:
     # Four tokens, four experts, one chosen each: expert 0 three times, expert 1 once. The last token is padding.
     logits_RE = torch.tensor([[2.0, 0, 0, 0], [2.0, 0, 0, 0], [2.0, 0, 0, 0], [0, 2.0, 0, 0], [0, 0, 2.0, 0]])
     metrics = router_metrics([logits_RE], torch.tensor([1.0, 1, 1, 1, 0]), 1)

@@ -74,7 +74,7 @@ def test_a_setting_that_the_model_does_not_have_is_named(model: Path, tmp_path: 
         ("sft", ["model.config_overrides={hidden_size: 8}"], ["model.path=new:sort", "model.config_overrides"]),
     ],
 )
-def test_what_a_model_cannot_be_given_is_one_line_before_anything_starts(
+def test_invalid_model_settings_are_reported_in_one_line_before_the_start(
     recipe: str, options: list[str], facts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main = import_module(f"recipes.{recipe}.main").main

@@ -122,7 +122,7 @@ def test_the_entries_of_a_mapping_have_its_name() -> None:
     assert loaded.model.overrides == {"rope_theta": 10, "a": 1}
 
 
-def test_what_is_computed_sees_all_that_is_given_in_files_and_on_the_command_line(tmp_path: Path) -> None:
+def test_computed_options_use_values_of_files_and_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("generate_max_len: 100\nmax_samples: 5\n")
     words = ["--config", f"{tmp_path}/a.yaml", "--max_len", "300"]
     assert load_config(Schema, words).data == Data(max_samples=5, max_prompt_tokens=200)
@@ -134,7 +134,7 @@ def test_what_is_computed_sees_all_that_is_given_in_files_and_on_the_command_lin
     }
 
 
-def test_what_has_no_effect_is_noted_once_per_reason_unless_it_asks_for_what_is_so() -> None:
+def test_options_without_effect_are_noted_once_per_reason() -> None:
     words = ["--logging_steps", "5", "actor.megatron.a=1", "critic.megatron.b=2"]
     logged, megatron = CommandLine(Schema, words).notes
     assert "logging_steps" in logged and "every step is logged" in logged
@@ -155,7 +155,7 @@ def test_interpolation_in_a_file_is_about_the_file_or_about_the_whole(tmp_path: 
     assert (loaded.data.max_samples, loaded.model.path) == (7, "m-7")
 
 
-def test_all_that_is_wrong_is_said_at_once_in_the_names_that_were_written(tmp_path: Path) -> None:
+def test_all_faults_are_reported_together_in_the_names_that_were_written(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("ring_attn_size: 2\nsed: 3\n")
     words = ["--config", f"{tmp_path}/a.yaml", "--dataset_probs", "0.5,0.5", "--max_samples", "0", "seed=-1"]
     with pytest.raises(ConfigError) as error:
@@ -186,7 +186,7 @@ def test_a_value_of_another_kind_and_a_switch_that_is_on_are_refused(words: list
     assert load_config(Schema, ["--mix", "false", "dataset_probs=null"]) == Schema()
 
 
-def test_a_sentence_is_said_in_the_names_of_the_user() -> None:
+def test_a_message_uses_the_option_names_of_the_user() -> None:
     text = "model.path=x and data.max_samples=3; set train.precision"
     assert CommandLine(Schema, ["seed=2"]).renamed(text) == text
     words = ["--actor.model_name_or_path", "x"]

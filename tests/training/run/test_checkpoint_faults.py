@@ -395,7 +395,7 @@ def test_a_latest_that_cannot_be_written_leaves_the_steps_as_they_were(tmp_path:
     assert read_state(tmp_path / "step_1")["generation"] == "before"
 
 
-def test_what_is_not_ours_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_foreign_files_are_left_untouched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("step_1.backup", ".step_2.mine", "notes", "step_x"):
         (tmp_path / name).mkdir(parents=True)
     with caplog.at_level(logging.WARNING):

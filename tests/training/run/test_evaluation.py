@@ -90,7 +90,7 @@ def test_each_evaluation_has_the_score_and_the_best_step_is_known() -> None:
     assert len(policy.asked) == requests
 
 
-def test_what_was_not_asked_for_is_not_drawn_and_has_no_score() -> None:
+def test_disabled_evaluations_sample_nothing_and_have_no_score() -> None:
     policy, said = Policy(), []
     scores = heldout(policy, said, prompts(), greedy=False)
     assert "eval/score_greedy" not in scores.at_step(7)

@@ -237,7 +237,7 @@ def test_the_steps_of_a_run_may_follow_from_what_is_left_of_its_data(tmp_path: P
     assert re.search(says("step 2 of 7", tmp_path / "step_2"), said)
 
 
-def test_what_another_run_has_saved_is_saved_again_in_the_folder_of_this_one(tmp_path: Path) -> None:
+def test_a_step_resumed_from_another_run_is_saved_again_in_this_folder(tmp_path: Path) -> None:
     Box(tmp_path / "one", every=2).train(2)
     box = Box(tmp_path / "two")
     box.checkpoints.load(str(tmp_path / "one"))

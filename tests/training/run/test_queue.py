@@ -225,7 +225,7 @@ def test_a_stop_while_the_loop_waits_leaves_the_batch_that_comes_in_the_queue() 
     assert (stream.step, stream.queued, len(stream)) == (0, 1, 3)
 
 
-def test_what_fails_as_the_run_stops_is_raised() -> None:
+def test_an_error_during_the_stop_of_a_run_is_raised() -> None:
     stop, begun = threading.Event(), threading.Event()
 
     def generate(step: int) -> int:

@@ -64,7 +64,7 @@ def test_a_name_belongs_to_its_own_entry_or_to_the_first_family_that_it_fits(nam
     assert metric is not None and metric.name == family
 
 
-def test_what_no_entry_fits_has_none() -> None:
+def test_an_unknown_name_has_no_metric_entry() -> None:
     for name in ("score", "actor/approx_kl2", "eval/", "reward/", "perf/tokens"):
         assert metric_of(name) is None
 

@@ -169,7 +169,7 @@ def test_a_soft_cap_of_attention_is_not_left_out(folder_of: Callable[[str], Path
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_packed_is_refused(folder_of: Callable[[str], Path], name: str) -> None:
+def test_models_that_cannot_be_packed_are_rejected(folder_of: Callable[[str], Path], name: str) -> None:
     with pytest.raises(ValueError, match=says(*REFUSED[name][1], "packing=False")):
         load_policy(folder_of(name), packing=True)
 
