@@ -116,7 +116,7 @@ def test_requests_that_come_together_are_one_batch_bit_for_bit(inner: WatchedEng
     assert {each.finish for each in drawn} == {"stop", "length"}
 
 
-def test_two_thousand_requests_each_get_their_own(inner: WatchedEngine) -> None:
+def test_2000_concurrent_requests_each_get_their_result(inner: WatchedEngine) -> None:
     rows, sampling = some_rows(2000), SamplingConfig(max_new_tokens=4)
     drawn = run(inner, lambda engine: ask(engine, rows, sampling))
     assert drawn == expected(inner.generate(numbered(rows), sampling))
@@ -352,7 +352,7 @@ def test_an_error_reaches_all_who_wait_for_its_batch_and_nobody_else(inner: Watc
     assert {str(each) for each in errors[1:6:2]} == {"an unlucky step"}
 
 
-def test_a_request_that_cannot_be_is_refused_at_once(inner: WatchedEngine) -> None:
+def test_an_invalid_request_is_rejected_immediately(inner: WatchedEngine) -> None:
     engine = BatchedEngine(inner)
     with pytest.raises(ValueError, match="0 tokens"):
         engine.submit([], SamplingConfig())

@@ -57,7 +57,7 @@ def test_without_vllm_auto_takes_hf_and_asking_for_it_says_what_to_install(monke
         ({"engine": "vllm", "cpu_cache_gb": 0.0}, ["rollout.cpu_cache_gb=0.0", 0]),
     ],
 )
-def test_options_of_sampling_that_cannot_be_are_named(options: dict[str, object], facts: list[object]) -> None:
+def test_invalid_sampling_options_are_named(options: dict[str, object], facts: list[object]) -> None:
     with pytest.raises(ValueError, match=says(*facts)):
         RolloutOptions(**options)  # pyright: ignore[reportArgumentType]
 

@@ -40,7 +40,7 @@ def test_weights_go_past_the_host_where_there_are_gpus_and_processes_to_go_betwe
         ("broadcast", True, False, 16, "adapters"),
     ],
 )
-def test_a_way_of_the_weights_that_cannot_be_is_refused(
+def test_an_unusable_weight_transport_is_rejected(
     option: str, apart: bool, shares: bool, lora_rank: int, why: str
 ) -> None:
     setting = SyncSetting(gpus=8, apart=apart, shares=shares, lora_rank=lora_rank)

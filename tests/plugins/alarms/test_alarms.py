@@ -148,7 +148,7 @@ def test_suggested_options_exist() -> None:
 
 
 @pytest.mark.parametrize("recipe", CONFIGS)
-def test_a_recipe_is_told_of_its_own_options_only(recipe: str) -> None:
+def test_suggestions_name_only_options_of_the_recipe(recipe: str) -> None:
     for alarm in (*ALARMS, NOT_A_NUMBER):
         remedies = advice(alarm, SCHEMAS[recipe])
         assert [
@@ -156,7 +156,7 @@ def test_a_recipe_is_told_of_its_own_options_only(recipe: str) -> None:
         ] == []
 
 
-def test_remedies_are_those_whose_options_there_are() -> None:
+def test_suggestions_omit_options_that_do_not_exist() -> None:
     entropy = next(alarm for alarm in ALARMS if alarm.name == "entropy")
     remedies = advice(entropy, {"train.learning_rate", "algorithm.clip_high"})
     assert remedies == "lower the learning rate (train.learning_rate); clip less above (algorithm.clip_high)"

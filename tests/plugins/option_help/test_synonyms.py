@@ -309,7 +309,7 @@ def test_a_name_without_an_equal_is_answered_with_what_to_do(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_an_option_of_other_recipes_says_whose_it_is(name: str) -> None:
+def test_the_error_for_an_option_of_other_recipes_names_them(name: str) -> None:
     message = fault(GRPOConfig, name)
     for fact in (*ELSEWHERE[name], "grpo has none"):
         assert fact in message, message

@@ -87,7 +87,7 @@ def test_an_engine_that_is_sent_adapters_samples_from_the_policy(
     engine.close()
 
 
-def test_only_the_adapters_travel(trainer: TrainEngine, published: WeightHandle) -> None:
+def test_only_the_adapters_are_published(trainer: TrainEngine, published: WeightHandle) -> None:
     shapes = [parameter.shape for name, parameter in trainer.model.named_parameters() if ".lora_" in name]
     assert published.nbytes == 4 * sum(shape.numel() for shape in shapes)
     whole = sum(tensor.nbytes for _, tensor in trainer.gathered_parameters())

@@ -111,7 +111,7 @@ def test_many_requests_at_once_each_get_their_own_and_an_aborted_one_keeps_what_
     assert len(aborted.tokens) == len(aborted.logprobs) == len(aborted.versions)
 
 
-def test_a_request_that_cannot_be_is_refused_at_once(loop: asyncio.AbstractEventLoop, engine: AsyncVLLMEngine) -> None:
+def test_an_invalid_request_is_rejected_immediately(loop: asyncio.AbstractEventLoop, engine: AsyncVLLMEngine) -> None:
     with pytest.raises(ValueError, match="0 tokens"):
         engine.submit([], SamplingConfig())
     with pytest.raises(ValueError, match=says("9 tokens", f"max_new_tokens={POSITIONS - 8}", POSITIONS)):

@@ -47,7 +47,7 @@ def test_generation_and_training_at_the_same_time_need_devices_and_processes_of_
     assert faults_of(AsyncOptions(enabled=True, queue_size=0), True, "local") == []
 
 
-def test_who_learns_from_older_answers_without_a_correction_is_told() -> None:
+def test_training_on_stale_responses_without_a_correction_gives_a_note() -> None:
     ahead = AsyncOptions(enabled=True, queue_size=2)
     (note,) = ahead.notes("correction=tis", False)
     assert re.search(says(" 2 ", "correction=tis"), note)

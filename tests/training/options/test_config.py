@@ -149,7 +149,7 @@ def test_files_come_before_the_command_line_and_later_files_win(tmp_path: Path) 
         (["optimizer.learning_rate=inf"], ["optimizer.learning_rate=inf", "finite"]),
     ],
 )
-def test_a_mistake_is_answered_with_what_to_write(words: list[str], facts: list[object]) -> None:
+def test_an_error_message_names_the_correct_spelling(words: list[str], facts: list[object]) -> None:
     with pytest.raises(ConfigError, match=says(*facts)):
         load_config(Options, words)
 
@@ -214,10 +214,10 @@ def test_a_refused_option_in_a_file_is_refused_with_the_name_of_the_file(tmp_pat
 
 
 @pytest.mark.parametrize("words", [["--packing", "false"], ["packing=no"], ["--tp_size", "1"], ["tp_size=1.0"]])
-def test_a_refused_option_that_asks_for_what_is_so_anyway_is_let_through(words: list[str]) -> None:
+def test_an_unsupported_option_with_its_effective_value_is_accepted(words: list[str]) -> None:
     assert load_config(Newcomers, [*words, "--seed", "2"]) == Newcomers(seed=2)
 
 
-def test_a_misspelt_option_is_told_the_nearest_of_all_names() -> None:
+def test_the_error_for_a_misspelt_option_names_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=says("pakcing", "'packing'")):
         load_config(Newcomers, ["--pakcing"])

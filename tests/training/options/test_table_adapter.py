@@ -104,14 +104,14 @@ def test_all_names_of_an_option_set_it(name: str) -> None:
     assert load_config(Schema, [name, "m"]).model.path == "m"
 
 
-def test_a_default_of_the_system_is_that_of_whoever_writes_in_its_names() -> None:
+def test_defaults_of_another_system_apply_to_commands_in_its_names() -> None:
     assert not load_config(Schema, ["--model.path", "m"]).train.warmup_from_zero
     assert load_config(Schema, ["--pretrain", "m"]).train.warmup_from_zero
     assert load_config(Schema, ["--max_len", "9"]).train.warmup_from_zero
     assert not load_config(Schema, ["--pretrain", "m", "train.warmup_from_zero=false"]).train.warmup_from_zero
 
 
-def test_a_value_is_called_otherwise_or_refused_with_what_to_use() -> None:
+def test_a_value_is_translated_or_rejected_with_the_alternative() -> None:
     assert load_config(Schema, ["--param_dtype", "BF16"]).train.precision == "bf16"
     with pytest.raises(ConfigError, match=says("param_dtype=fp16", "use bf16")):
         load_config(Schema, ["--param_dtype", "fp16"])

@@ -99,7 +99,7 @@ def test_disabled_evaluations_sample_nothing_and_have_no_score() -> None:
     assert re.findall(r"[0-9.]+", said[-1]) == ["2", "0.500"]
 
 
-def test_a_run_that_ends_at_a_step_that_nobody_knew_to_be_its_last_is_scored_then() -> None:
+def test_a_run_that_ends_early_is_evaluated_at_its_last_step() -> None:
     policy, said = Policy(), []
     scores = heldout(policy, said, prompts())
     scores.start()
@@ -142,7 +142,7 @@ def test_a_recipe_adds_metrics_of_its_own_of_the_same_responses() -> None:
     assert scores.best == ("a_score", 0.5)
 
 
-def test_another_part_of_the_run_goes_on_with_the_scores() -> None:
+def test_a_resumed_run_restores_the_scores_without_sampling_again() -> None:
     policy, said = Policy(), []
     first = heldout(policy, said, prompts())
     first.start()
@@ -175,7 +175,7 @@ def test_the_end_names_the_best_policy_and_its_folder_where_it_has_one(tmp_path:
     assert f"{tmp_path}/step_2/hf" in evaluation.verdict(tmp_path)
 
 
-def test_the_end_says_nothing_of_the_start_that_is_not_worse_and_nothing_at_all_of_the_best(tmp_path: Path) -> None:
+def test_the_verdict_omits_a_worse_start_and_is_empty_if_the_last_step_is_best(tmp_path: Path) -> None:
     (tmp_path / "step_2").mkdir()
     said = ended([0.2, 0.54, 0.4], [0, 2, 4]).verdict(tmp_path)
     assert re.search(says("step 2", "0.540", f"{tmp_path}/step_2/hf"), said)

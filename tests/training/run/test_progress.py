@@ -42,7 +42,7 @@ def fake_time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
     return FakeTime(monkeypatch)
 
 
-def test_a_step_lasts_from_one_take_to_the_next_and_its_phases_add_up_to_it(fake_time: FakeTime) -> None:
+def test_the_phases_of_a_step_add_up_to_its_duration(fake_time: FakeTime) -> None:
     clock = PhaseClock()
     fake_time.now += 60  # the set-up
     clock.begin()
@@ -210,7 +210,7 @@ def test_a_checkpoint_that_fails_is_said_and_counted_and_the_last_one_must_not(t
     assert names(box) == ["step_1"]
 
 
-def test_a_run_goes_on_where_it_was_and_says_what_is_other_than_before(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_at_its_step_and_lists_changed_options(tmp_path: Path) -> None:
     before = Box(tmp_path, every=2)
     before.checkpoints.parts["tracker"] = Progress(tokens=7)  # made after loading
     before.train(2)
@@ -433,7 +433,7 @@ def test_what_is_saved_already_or_was_never_trained_on_is_not_saved_for_rewards_
     assert (names(box), box.said) == ([], [])
 
 
-def test_a_checkpoint_that_fails_does_not_hide_why_the_run_ends(tmp_path: Path) -> None:
+def test_a_failed_checkpoint_does_not_hide_the_error_that_ended_the_run(tmp_path: Path) -> None:
     box = Box(tmp_path).train(1)
     box.fault = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     put_back(box, at=3)

@@ -186,7 +186,7 @@ def test_a_stop_ends_the_loop_before_the_next_batch_and_the_queue_keeps_what_is_
 
 
 @pytest.mark.parametrize("queue_size", [0, 1])
-def test_generation_is_told_to_give_up_when_the_run_stops_and_not_in_a_loop_that_goes_on(queue_size: int) -> None:
+def test_generation_is_cancelled_only_if_the_run_stops(queue_size: int) -> None:
     signals: list[bool] = []
     stop = threading.Event()
 
@@ -330,7 +330,7 @@ def test_a_state_after_a_failed_generation_is_that_before_it(queue_size: int) ->
 
 @settings(deadline=None, max_examples=30)
 @given(st.data())
-def test_wherever_a_run_is_killed_and_goes_on_every_prompt_is_trained_on_once_and_in_order(data: st.DataObject) -> None:
+def test_a_run_killed_at_any_point_trains_on_every_prompt_once_in_order(data: st.DataObject) -> None:
     steps, trained = 6, list[int]()
     states: dict[str, Any] = {"stream": {"step": 0}, "prompts": {"taken": 0}}
     while (done := states["stream"]["step"]) < steps:

@@ -54,7 +54,7 @@ def responses() -> Batch:
     )
 
 
-def test_a_step_is_described_by_hand() -> None:
+def test_metrics_of_a_step_equal_a_calculation_by_hand() -> None:
     metrics = rollout_metrics(responses(), 0.6, 2.0, responses().select([0]))
     assert metrics["reward/reward"] == 2.0
     assert metrics["reward/score"] == 0.75
@@ -79,7 +79,7 @@ def test_the_responses_without_a_reward_are_left_out_of_the_others() -> None:
     assert drop_unrewarded(left) is left
 
 
-def test_of_episodes_also_those_without_a_reward_have_ended_somehow() -> None:
+def test_status_shares_include_episodes_without_a_reward() -> None:
     ended = ["finished", "truncated", "error", "finished"]
     episodes = responses().with_sequences(num_turns=torch.ones(4)).with_objects(status=ended)
     metrics = rollout_metrics(drop_unrewarded(episodes), failed=episodes.select([2]))
@@ -105,7 +105,7 @@ def test_each_prompt_is_asked_side_by_side_and_its_samples_are_numbered() -> Non
     assert requests["sample_id"].tolist() == [0, 1, 2, 0, 1, 2]
 
 
-def test_answers_are_cut_off_or_finished_in_words() -> None:
+def test_each_response_has_the_status_finished_or_truncated() -> None:
     assert with_status(responses())["status"] == ["finished", "truncated", "finished", "finished"]
 
 
@@ -242,7 +242,7 @@ def test_an_engine_that_missed_an_update_is_found() -> None:
         check_staleness(responses(), 3, most=1)
 
 
-def test_answers_may_be_so_many_versions_behind_and_it_is_measured() -> None:
+def test_staleness_of_responses_is_limited_and_logged() -> None:
     checked = check_staleness(responses(), 5, most=2)
     assert checked["staleness"].tolist() == [1, 1, 2, 1]
     with pytest.raises(RuntimeError, match=says("version [3]", "version 5", 1)):
@@ -274,7 +274,7 @@ def test_episodes_are_counted_by_how_they_ended() -> None:
     assert "rollout/finished_share" not in rollout_metrics(with_status(responses()))
 
 
-def test_a_status_that_is_there_stays() -> None:
+def test_an_existing_status_is_kept() -> None:
     assert with_status(responses().with_objects(status=["error"] * 4))["status"] == ["error"] * 4
 
 
