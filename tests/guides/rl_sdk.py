@@ -22,7 +22,7 @@ def plus_hundred(results: list[int]) -> list[int]:
 
 
 class Described(BaseWorkload):
-    """What every role of the program offers."""
+    """Methods that every role of the program has."""
 
     def describe(self) -> dict[str, Any]:
         return {

@@ -16,13 +16,13 @@ from tests.messages import says
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, dict[str, Any]]:
-    """What the trainer found on each backend."""
+    """Reports of the trainer by backend."""
     return {}
 
 
 @pytest.fixture
-def found(backend: str, runs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the trainer found there; the job runs once for each backend."""
+def report(backend: str, runs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the report of the trainer on this backend. The job runs once per backend."""
     if backend not in runs:
         out = tmp_path_factory.mktemp("openrlhf") / "found.json"
         ranks = "2" if backend == "ray" else "1"
@@ -50,28 +50,28 @@ def test_the_job_is_described_as_in_the_guide(capsys: pytest.CaptureFixture[str]
     assert "REFERENCE" not in json.loads(capsys.readouterr().out)["roles"]
 
 
-def test_all_roles_are_initialised_at_the_same_time(found: dict[str, Any]) -> None:
-    assert found["inits"] == [["ref"], ["rm"], ["critic"], ["actor"] * found["ranks"]]
+def test_all_roles_are_initialised_at_the_same_time(report: dict[str, Any]) -> None:
+    assert report["inits"] == [["ref"], ["rm"], ["critic"], ["actor"] * report["ranks"]]
 
 
-def test_batches_are_split_and_come_back_in_order(found: dict[str, Any]) -> None:
-    assert found["sequences"] == [[1, 1], [2, 3, 2, 3], [4, 4]]
-    assert found["rewards"] == [2.0, 10.0, 8.0]
-    assert found["log_probs"] == [-4.0, -2.0]
-    assert (found["values"], found["ref"]) == (0.5, [-4.0, -8.0, -4.0])
+def test_batches_are_split_and_come_back_in_order(report: dict[str, Any]) -> None:
+    assert report["sequences"] == [[1, 1], [2, 3, 2, 3], [4, 4]]
+    assert report["rewards"] == [2.0, 10.0, 8.0]
+    assert report["log_probs"] == [-4.0, -2.0]
+    assert (report["values"], report["ref"]) == (0.5, [-4.0, -8.0, -4.0])
 
 
-def test_updates_weights_and_checkpoints(found: dict[str, Any]) -> None:
-    assert found["update"] == {"loss": 40.5}
-    assert found["critic_updates"] == [6]
-    assert found["versions"] == [6, 6]
-    assert found["saved"] == [["step0", "step1"]] * found["ranks"]
+def test_updates_weights_and_checkpoints(report: dict[str, Any]) -> None:
+    assert report["update"] == {"loss": 40.5}
+    assert report["critic_updates"] == [6]
+    assert report["versions"] == [6, 6]
+    assert report["saved"] == [["step0", "step1"]] * report["ranks"]
 
 
-def test_rpc_functions_of_the_top_level_are_exported(found: dict[str, Any]) -> None:
-    assert found["top_level"] == ["an engine", "an engine"]
-    assert found["imported"] == "1"
-    assert found["anywhere"] == "made elsewhere"
+def test_rpc_functions_of_the_top_level_are_exported(report: dict[str, Any]) -> None:
+    assert report["top_level"] == ["an engine", "an engine"]
+    assert report["imported"] == "1"
+    assert report["anywhere"] == "made elsewhere"
 
 
 def test_a_future_sequence_blocks_for_its_part_alone() -> None:

@@ -101,10 +101,10 @@ def test_the_job_is_described_as_in_the_guide(tmp_path: Path) -> None:
 
 def test_groups_call_the_methods_of_the_workers_core(ran: SimpleNamespace) -> None:
     assert (ran.result.status, ran.result.error) == ("finished", ""), ran.result.traceback
-    found = json.loads((ran.out / "found.json").read_text())
-    assert found["initialised"] == [[True] * ran.gpus] * 3
-    assert (found["texts"], found["scores"], found["updated"]) == (["A", "BC"], [1, 2], [2, 3])
-    assert found["rank0"] == [6]
+    report = json.loads((ran.out / "found.json").read_text())
+    assert report["initialised"] == [[True] * ran.gpus] * 3
+    assert (report["texts"], report["scores"], report["updated"]) == (["A", "BC"], [1, 2], [2, 3])
+    assert report["rank0"] == [6]
 
 
 def test_run_of_each_worker_is_called_and_ends_with_job_end(ran: SimpleNamespace) -> None:

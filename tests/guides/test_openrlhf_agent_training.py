@@ -213,8 +213,8 @@ def test_the_tokens_of_an_episode_are_those_that_were_sampled(
     feedback = AutoTokenizer.from_pretrained(model)("ba>")["input_ids"]
     for row in episodes[1]:
         sampled = [token for token, acted in zip(row["tokens"], row["action_mask"], strict=True) if acted]
-        given = [token for token, acted in zip(row["tokens"], row["action_mask"], strict=True) if not acted]
-        assert given[row["prompt_length"] :][: len(feedback)] == feedback
+        observed = [token for token, acted in zip(row["tokens"], row["action_mask"], strict=True) if not acted]
+        assert observed[row["prompt_length"] :][: len(feedback)] == feedback
         assert len(sampled) <= 3 * 6
 
 

@@ -25,7 +25,7 @@ def runs() -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture
-def found(
+def report(
     backend: BackendName, runs: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
     """Findings of the program there; it runs once for each backend."""
@@ -52,71 +52,71 @@ def test_roles_are_an_enum() -> None:
     assert RLRoleType.ACTOR.name == RLRoleType.ACTOR.value == "ACTOR"
 
 
-def test_properties_of_a_workload(found: dict[str, Any]) -> None:
-    first, second = found["RG_ACTOR"]
+def test_properties_of_a_workload(report: dict[str, Any]) -> None:
+    first, second = report["RG_ACTOR"]
     assert (first["name"], second["name"]) == ("ACTOR-0", "ACTOR-1")
     assert (first["role"], second["rank"], second["word_size"], second["world_size"]) == ("ACTOR", 1, 2, 2)
     assert second["config"]["lr"] == 0.1
     assert (second["local_rank"], second["local_world_size"]) == (1, 2)
     assert first["collocation"] == "ACTOR,ROLLOUT"
-    assert found["RG_REWARD"][0]["collocation"] is None
+    assert report["RG_REWARD"][0]["collocation"] is None
 
 
 @pytest.mark.parametrize("backend", [pytest.param("ray", marks=pytest.mark.full)], indirect=True)
-def test_ranks_have_an_address_to_meet_at(found: dict[str, Any]) -> None:
-    ranks = found["RG_CRITIC"][0]
+def test_ranks_have_an_address_to_meet_at(report: dict[str, Any]) -> None:
+    ranks = report["RG_CRITIC"][0]
     assert ranks["torch_master_addr"]
     assert 0 < ranks["torch_master_port"] < 65536
 
 
-def test_role_predicates(found: dict[str, Any]) -> None:
-    by_role = [found[f"RG_{role}"][0]["predicates"] for role in ALL]
+def test_role_predicates(report: dict[str, Any]) -> None:
+    by_role = [report[f"RG_{role}"][0]["predicates"] for role in ALL]
     assert by_role == [[i == j for j in range(5)] for i in range(5)]
 
 
-def test_master_handle_has_a_replacement(found: dict[str, Any]) -> None:
-    assert re.search(says("UserTrainer", "master_handle", "self.info", "RoleGroup(role)"), found["master"][1])
+def test_master_handle_has_a_replacement(report: dict[str, Any]) -> None:
+    assert re.search(says("UserTrainer", "master_handle", "self.info", "RoleGroup(role)"), report["master"][1])
 
 
-def test_methods_without_a_decorator_are_called(found: dict[str, Any]) -> None:
-    assert found["init_model"] == ["model of ACTOR-0", "model of ACTOR-1"]
-    assert found["update_actor"] == [1, 1]
-    assert found["generate"] == ["x y 0", "x y 1"]
-    assert found["private"][0] == found["typo"][0] == "AttributeError"
-    assert re.search(says("ACTOR", "'updat_actor'", "update_actor"), found["typo"][1])
+def test_methods_without_a_decorator_are_called(report: dict[str, Any]) -> None:
+    assert report["init_model"] == ["model of ACTOR-0", "model of ACTOR-1"]
+    assert report["update_actor"] == [1, 1]
+    assert report["generate"] == ["x y 0", "x y 1"]
+    assert report["private"][0] == report["typo"][0] == "AttributeError"
+    assert re.search(says("ACTOR", "'updat_actor'", "update_actor"), report["typo"][1])
 
 
-def test_options_of_an_invocation(found: dict[str, Any]) -> None:
-    assert found["a"] == found["b"] == [1, 2]
-    assert found["a_later"] == [101, 102]
-    assert found["b_filtered"] == [1, 1]
-    assert found["between"] == [101, 101]
-    assert found["first"] == [1, 2]
-    assert found["whole"] == [[1, 2], [1, 2]]
-    assert found["update"] == [[1], [2]]
-    assert found["error"][0] == "KeyError"
-
-
-@pytest.mark.parametrize("backend", [pytest.param("ray", marks=pytest.mark.full)], indirect=True)
-def test_references_and_handles_are_taken_by_ray(found: dict[str, Any]) -> None:
-    assert (found["get"], found["wait"]) == ([1, 2], 2)
-    assert (found["remote"], found["remote_one"]) == ([2, 2], [7])
-    assert found["remote_error"]
+def test_options_of_an_invocation(report: dict[str, Any]) -> None:
+    assert report["a"] == report["b"] == [1, 2]
+    assert report["a_later"] == [101, 102]
+    assert report["b_filtered"] == [1, 1]
+    assert report["between"] == [101, 101]
+    assert report["first"] == [1, 2]
+    assert report["whole"] == [[1, 2], [1, 2]]
+    assert report["update"] == [[1], [2]]
+    assert report["error"][0] == "KeyError"
 
 
 @pytest.mark.parametrize("backend", [pytest.param("ray", marks=pytest.mark.full)], indirect=True)
-def test_a_timeout_is_the_callers(found: dict[str, Any]) -> None:
-    assert re.search(says("1 s", "ACTOR.late", "0, 1"), found["late"])
-    assert found["same_processes"]
+def test_references_and_handles_are_taken_by_ray(report: dict[str, Any]) -> None:
+    assert (report["get"], report["wait"]) == ([1, 2], 2)
+    assert (report["remote"], report["remote_one"]) == ([2, 2], [7])
+    assert report["remote_error"]
 
 
-def test_properties_and_methods_of_a_trainer(found: dict[str, Any]) -> None:
-    assert found["config"] == 0.1
-    assert found["handles"] == {"ACTOR": 2, "ROLLOUT": 2, "REWARD": 1, "REFERENCE": 1, "CRITIC": 1}
-    assert found["lists"] == [2, 1, 2, 1, 1]
-    assert found["groups"] == sorted(f"RG_{role}" for role in ALL)
-    assert (found["resource"]["cpu"], found["resource"]["accelerator"]) == (0.1, 0.0)
-    assert re.search(says("RG_TOOL", "RG_ACTOR"), found["no_role"][1])
+@pytest.mark.parametrize("backend", [pytest.param("ray", marks=pytest.mark.full)], indirect=True)
+def test_a_timeout_is_the_callers(report: dict[str, Any]) -> None:
+    assert re.search(says("1 s", "ACTOR.late", "0, 1"), report["late"])
+    assert report["same_processes"]
+
+
+def test_properties_and_methods_of_a_trainer(report: dict[str, Any]) -> None:
+    assert report["config"] == 0.1
+    assert report["handles"] == {"ACTOR": 2, "ROLLOUT": 2, "REWARD": 1, "REFERENCE": 1, "CRITIC": 1}
+    assert report["lists"] == [2, 1, 2, 1, 1]
+    assert report["groups"] == sorted(f"RG_{role}" for role in ALL)
+    assert (report["resource"]["cpu"], report["resource"]["accelerator"]) == (0.1, 0.0)
+    assert re.search(says("RG_TOOL", "RG_ACTOR"), report["no_role"][1])
 
 
 def test_imports_of_the_guide() -> None:

@@ -78,14 +78,14 @@ class Trainer:
         from core.context import current
 
         texts = self.actor_rollout_wg.generate_sequences(["a", "bc"])
-        found: dict[str, Any] = {
+        report: dict[str, Any] = {
             "initialised": self.initialised,
             "texts": texts,
             "scores": self.rm_wg.compute_rm_score(texts),
             "updated": self.critic_wg.update([1, 2]),
             "rank0": self.critic_wg.call_rank0("update", [5]).result(),
         }
-        Path(current().config["out"], "found.json").write_text(json.dumps(found))
+        Path(current().config["out"], "found.json").write_text(json.dumps(report))
 
 
 class Broken(BaseWorker):

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # for recipe_runs
 
 @pytest.fixture(scope="session")
 def warm_starts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where they are kept: pytest-xdist gives each of its processes a folder below the session's own."""
+    """Folder of the cached warm starts. pytest-xdist gives each of its processes a folder below that of the session."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent

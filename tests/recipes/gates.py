@@ -7,11 +7,11 @@ class Gate:
     """Shut once the run has left a trace in its folder, until it is opened."""
 
     def __init__(self, trace: Path, key: Path) -> None:
-        """Of a run that has written `trace`; the file `key` opens it."""
+        """A gate that a run reaches by writing `trace` and that the file `key` opens."""
         self.trace, self.key = trace, key
 
     def is_reached(self) -> bool:
-        """Whether what comes next in the run waits."""
+        """True if the run waits at this gate."""
         return self.trace.exists()
 
     def open(self) -> None:

@@ -51,14 +51,14 @@ def run_locally(recipe: str, folder: Path, runs: Mapping[str, Sequence[str]]) ->
         folder: where the runs' folders go.
         runs: the options of each.
     """
-    found = {name: run_here(recipe, folder / name, *options) for name, options in runs.items()}
-    assert {name: run.err for name, run in found.items() if run.code != 0} == {}
-    return found
+    folders = {name: run_here(recipe, folder / name, *options) for name, options in runs.items()}
+    assert {name: run.err for name, run in folders.items() if run.code != 0} == {}
+    return folders
 
 
 def run_apart(recipe: str, folder: Path, runs: Mapping[str, Sequence[str]]) -> dict[str, RunFolder]:
     """The same in one new process, for what changes its process for good."""
-    options = {str(folder / name): [*given, "backend=local"] for name, given in runs.items()}
+    options = {str(folder / name): [*arguments, "backend=local"] for name, arguments in runs.items()}
     done = subprocess.run(
         [sys.executable, __file__, recipe],
         input=json.dumps(options),
@@ -69,10 +69,10 @@ def run_apart(recipe: str, folder: Path, runs: Mapping[str, Sequence[str]]) -> d
         timeout=580,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = {name: RunFolder(folder / name) for name in runs}
-    for run in found.values():
+    folders = {name: RunFolder(folder / name) for name in runs}
+    for run in folders.values():
         run.check_metrics()
-    return found
+    return folders
 
 
 @contextlib.contextmanager
@@ -93,7 +93,7 @@ def unchanged() -> Iterator[None]:
 
 
 def state_of_process() -> dict[str, Any]:
-    """What libraries and roles could change for everybody."""
+    """Return the process-wide state that libraries and roles could change."""
     import torch
 
     return {

@@ -47,7 +47,7 @@ class Server:
 
 
 def rewards(request: Mapping[str, Sequence[str]]) -> list[float]:
-    """Of each response, which follows its prompt in the query."""
+    """Return the reward of each response. A query is a prompt followed by its response."""
     responses = [query[len(prompt) :] for query, prompt in zip(request["query"], request["prompts"], strict=True)]
     pairs = zip(responses, request["labels"], strict=True)
     return [sum(a == b for a, b in zip(response, label)) / len(label) for response, label in pairs]

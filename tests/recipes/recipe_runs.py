@@ -23,18 +23,19 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 GUARD_S = 1700
-"""What a run may take that hangs, far from what any takes; a little less than what pytest gives a test."""
+"""Timeout of a run in seconds: far above the duration of any run, slightly below pytest's timeout of a test."""
 NOT_METRICS = {"step", "time", "nonfinite"}
-"""What else a line of metrics.jsonl has."""
+"""Fields of a line of metrics.jsonl that are no metrics."""
 OUTSIDE_STEP = {"step", "checkpoint", "save_checkpoint", "testing"}
-"""What has a time and no share in the step's."""
+"""Phases that are timed but are not part of the time of a step."""
 OF_STEPS = {"perf/tokens_per_second", "perf/samples_per_second"}
-"""What every step of every recipe logs, and what those log besides whose steps have responses."""
+"""Metrics that every step of every recipe logs."""
 OF_ANSWERS = {"rollout/staleness_max", "rollout/staleness_mean", "rollout/truncated_share"}
+"""Further metrics of the recipes whose steps have responses."""
 
 
 class RunFolder:
-    """What a run has written so far."""
+    """The files that a run has written so far."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -68,18 +69,18 @@ class RunFolder:
                 if "wait" not in phases:  # otherwise phases of two threads are shown
                     seconds = sum(line[f"timing_s/{phase}"] for phase in phases - OUTSIDE_STEP)
                     assert seconds == pytest.approx(line["timing_s/step"], rel=0.01)
-                wanted = OF_STEPS | {f"perf/{phase}_share" for phase in phases - OUTSIDE_STEP}
-                wanted |= OF_ANSWERS if "reward/score" in names else set()
+                required = OF_STEPS | {f"perf/{phase}_share" for phase in phases - OUTSIDE_STEP}
+                required |= OF_ANSWERS if "reward/score" in names else set()
                 # Where the critic learns alone, nobody may have asked the policy.
-                wanted |= {"rollout/logprob_gap_mean"} if {"reward/score", "actor/loss"} <= names else set()
-                wanted |= {"reward/group_std", "reward/zero_variance_share"} if is_grouped else set()
-                assert not (missing := wanted - names), missing
+                required |= {"rollout/logprob_gap_mean"} if {"reward/score", "actor/loss"} <= names else set()
+                required |= {"reward/group_std", "reward/zero_variance_share"} if is_grouped else set()
+                assert not (missing := required - names), missing
         # Processes tell what they take every 2 s, to a master that is in another.
         if lines and self.starts() and lines[-1]["time"] - lines[0]["time"] > 60:
             assert any("perf/memory_gb" in line for line in lines)
 
     def _rollouts(self, step: int) -> tuple[set[str], bool]:
-        """What the rewards of a step logged, by name, and whether any prompt of it has several responses."""
+        """Return the names that the rewards of a step logged, and True if a prompt has several responses."""
         path = self.run_dir / "rollouts" / f"step_{step:06d}.parquet"
         if not path.exists():
             return set(), False
@@ -95,11 +96,11 @@ class RunFolder:
 
     def starts(self) -> dict[str, list[int]]:
         """Process ids of all starts of each worker."""
-        found = {
+        starts_by_name = {
             log.stem: [int(pid) for pid in re.findall(r"^\S+: process (\d+) on ", log.read_text(), re.MULTILINE)]
             for log in (self.run_dir / "logs").glob("*.log")
         }
-        return {name: pids for name, pids in found.items() if pids}
+        return {name: pids for name, pids in starts_by_name.items() if pids}
 
     def learnt(self) -> list[dict[str, Any]]:
         """The metrics without what is of the clock: times, speeds, and how the writing of checkpoints went."""
@@ -110,7 +111,9 @@ class RunFolder:
         """All tensors in the checkpoint of the last step, by file and name."""
         folder = self.run_dir / "checkpoints" / f"step_{self.summary['steps']}"
         files = {file: load_file(file) for file in sorted(folder.rglob("*.safetensors"))}
-        return {f"{file.relative_to(folder)}:{name}": x for file, found in files.items() for name, x in found.items()}
+        return {
+            f"{file.relative_to(folder)}:{name}": x for file, tensors in files.items() for name, x in tensors.items()
+        }
 
 
 class Run(RunFolder):
@@ -138,7 +141,7 @@ class Run(RunFolder):
         return self
 
     def left_behind(self) -> list[str]:
-        """What of the run is still there: processes, shared memory, actors, placement groups."""
+        """Return the processes, shared memory, actors and placement groups of the run that still exist."""
         run_id = (self.run_dir / "logs" / "trainer-0.log").read_text().split(" in run ")[-1].split()[0]
         wait_until_gone(*itertools.chain.from_iterable(self.starts().values()), timeout_s=60)
         # Reward code runs in children of the reward role, whose process id stands at the end of their command.
@@ -165,12 +168,12 @@ class Run(RunFolder):
 
 
 def is_known(name: str, names: Collection[str], logged: Collection[str]) -> bool:
-    """Whether a metric is in the registry; of a family only what there is a reason for.
+    """True if a metric is in the registry. A member of a family also needs the metric or log it derives from.
 
     Args:
-        name: of the metric.
-        names: of all in its step.
-        logged: what rewards have logged.
+        name: Name of the metric.
+        names: Names of all metrics of its step.
+        logged: Names that the rewards have logged.
     """
     metric = metric_of(name)
     if metric is None:
@@ -184,12 +187,12 @@ def is_known(name: str, names: Collection[str], logged: Collection[str]) -> bool
 
 def running(module: str, last_argument: object) -> list[int]:
     """Processes of a module of ours whose command ends in this argument."""
-    found = []
+    processes = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_text().split("\0")[:-1]
         except OSError:  # it has ended meanwhile
             continue
         if words and any(word.endswith(module) for word in words) and words[-1] == str(last_argument):
-            found.append(int(folder.name))
-    return found
+            processes.append(int(folder.name))
+    return processes

@@ -62,7 +62,7 @@ def in_flight() -> list[tuple[str, tuple[Any, ...]]]:
 
 
 def ppo_calls(model: str, folder: Path) -> Calls:
-    """Of openrlhf_ppo."""
+    """Return the calls of the roles of openrlhf_ppo."""
     return {
         "Actor": [
             ("actor_init", (model, 1)),
@@ -102,7 +102,7 @@ def ppo_calls(model: str, folder: Path) -> Calls:
 
 
 def role_group_calls(model: str, folder: Path) -> Calls:
-    """Of grpo."""
+    """Return the calls of the roles of grpo."""
     return {
         "Actor": [
             ("load", (model, 1)),
@@ -134,12 +134,12 @@ def pairs() -> Batch:
     """Two responses of three tokens to the same, of which the first is better."""
     tokens = experience().only("tokens")
     mask_N = torch.tensor([False, False, True, True, True] * 2)
-    found = {"margin": torch.tensor([0.5, 0.5]), "reference_logprob": torch.tensor([-3.0, -2.0])}
-    return tokens.with_tokens(loss_mask=mask_N).with_sequences(**found)
+    columns = {"margin": torch.tensor([0.5, 0.5]), "reference_logprob": torch.tensor([-3.0, -2.0])}
+    return tokens.with_tokens(loss_mask=mask_N).with_sequences(**columns)
 
 
 def pair_calls(recipe: str, model: str, folder: Path) -> Calls:
-    """Of reward_model and dpo."""
+    """Return the calls of the roles of reward_model and dpo."""
     state, responses = str(folder / "state"), pairs().only("tokens", "loss_mask")
     kept = [("save_state", (state,)), ("load_state", (state,))]
     if recipe == "reward_model":
@@ -151,7 +151,7 @@ def pair_calls(recipe: str, model: str, folder: Path) -> Calls:
 
 
 def verl_calls(model: str, folder: Path) -> Calls:
-    """Of verl_ppo, by the roles' names there; the policy is all that it can be, in one process."""
+    """Return the calls of verl_ppo by role. One process holds the policy in all of its functions."""
     tokens, sampling = experience().only("tokens"), SamplingConfig(max_new_tokens=4)
     kept = [("save_state", (str(folder / "state"),)), ("load_state", (str(folder / "state"),))]
     return {
@@ -181,8 +181,8 @@ def verl_calls(model: str, folder: Path) -> Calls:
 
 
 def verl_config(model: str, folder: Path) -> Any:
-    """Of verl_ppo: everything that has an effect in a worker is on."""
-    given = f"""run_dir={folder} actor_rollout_ref.model.path={model} reward_model.model.path={model}
+    """Return a configuration of verl_ppo that enables every option with an effect in a worker."""
+    text = f"""run_dir={folder} actor_rollout_ref.model.path={model} reward_model.model.path={model}
         data.train_files=task:sort data.train_batch_size=2 actor_rollout_ref.rollout.n=1
         actor_rollout_ref.actor.ppo_mini_batch_size=1 actor_rollout_ref.actor.ppo_epochs=2
         actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 actor_rollout_ref.actor.shuffle=true
@@ -190,7 +190,7 @@ def verl_config(model: str, folder: Path) -> Any:
         reward_model.enable=true actor_rollout_ref.hybrid_engine=false async_train=true partial_rollout=true""".split()
     apart = ["trainer.resource_pool_spec={train: [1], sample: [1]}"]
     apart += ["trainer.role_mapping={actor: train, ref: train, critic: train, rm: train, rollout: sample}"]
-    return import_module("recipes.verl_ppo.main").read_config(given + apart)
+    return import_module("recipes.verl_ppo.main").read_config(text + apart)
 
 
 VERL_WORKERS = {
@@ -243,8 +243,8 @@ def walk(recipe: str, config: Any, calls: Calls, folder: Path) -> None:
         role.setup()
         exports = exports_of(role)
         kept_for_update: list[tuple[Any, Any]] = []
-        for name, given in methods:
-            args = tuple(handle if arg == "handle" else arg for arg in given)
+        for name, arguments in methods:
+            args = tuple(handle if arg == "handle" else arg for arg in arguments)
             before = copy.deepcopy(args)
             kept_for_update += [(args, before)]
             result = exports[name][1](*args)
@@ -254,10 +254,10 @@ def walk(recipe: str, config: Any, calls: Calls, folder: Path) -> None:
             print(f"{cls.__name__}.{name} {'kept' if kept else 'changed'}")
         # Tests of core export functions of their own to every workload of a process.
         ours = ("core.", f"{package.partition('.')[0]}.")
-        own = {
+        methods_by_name = {
             name for name, (_, method) in exports.items() if export_of(method) and method.__module__.startswith(ours)
         }
-        untested = own - {name for name, _ in methods} - {"end_job", "mesh_position"}
+        untested = methods_by_name - {name for name, _ in methods} - {"end_job", "mesh_position"}
         print(f"{cls.__name__} untested: {sorted(untested)}")
         if "end_job" in exports:
             ends.append(exports["end_job"][1])

@@ -70,12 +70,12 @@ def options_of(recipe: str, policy: Path, agent: Path) -> list[str]:
 
 
 def batches(run: RunFolder) -> list[Batch]:
-    """What was trained on, step by step."""
+    """Return the batch that each step trained on."""
     return [Batch.load(file) for file in sorted((run.run_dir / "rollouts").glob("*.parquet"))]
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "openrlhf_ppo"])
-def test_an_agents_episodes_are_trained_on_and_evaluated(
+def test_episodes_of_an_agent_are_trained_on_and_evaluated(
     recipe: str, policy: Path, agent: Path, tmp_path: Path
 ) -> None:
     options = [*options_of(recipe, policy, agent), *HELDOUT[recipe].split()]
@@ -135,7 +135,7 @@ def synchronous(policy: Path, agent: Path, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.full
-def test_a_queue_of_no_batches_is_the_synchronous_run_bit_for_bit(
+def test_queue_size_0_equals_the_synchronous_run_bit_for_bit(
     synchronous: LocalRun, policy: Path, agent: Path, ray_address: str, tmp_path: Path
 ) -> None:
     options = asynchronous(policy, agent, "--async_train", "--async_queue_size=0")
@@ -147,7 +147,7 @@ def test_a_queue_of_no_batches_is_the_synchronous_run_bit_for_bit(
 
 
 @pytest.mark.full
-def test_a_killed_asynchronous_run_goes_on_and_trains_on_every_prompt_once(
+def test_a_killed_asynchronous_run_resumes_and_trains_on_every_prompt_once(
     synchronous: LocalRun, policy: Path, ray_address: str, tmp_path: Path
 ) -> None:
     # From the third checkpoint on no episode continues, so that it is killed with some in the queue and some begun.
@@ -179,7 +179,7 @@ def is_shut(label):
 
 
 @pytest.mark.full
-def test_weights_change_in_the_middle_of_episodes_and_the_slowest_come_a_batch_later(
+def test_weights_change_within_episodes_and_the_slowest_episodes_join_the_next_batch(
     synchronous: LocalRun, policy: Path, ray_address: str, tmp_path: Path
 ) -> None:
     # Two of the first twelve prompts, which are in flight at the start; eight of the others are the first batch.
@@ -217,7 +217,7 @@ def test_weights_change_in_the_middle_of_episodes_and_the_slowest_come_a_batch_l
         ("grpo", ["--agent_func_path", "env:guess", "algorithm.overlong_buffer=2"], ["agent", "overlong_buffer"]),
     ],
 )
-def test_what_cannot_work_is_said_before_anything_starts(
+def test_invalid_agent_options_are_rejected_before_the_start(
     recipe: str, options: list[str], facts: list[object], capsys: pytest.CaptureFixture[str]
 ) -> None:
     from importlib import import_module

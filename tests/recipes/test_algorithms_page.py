@@ -32,8 +32,8 @@ IN_CODE = set(re.findall(r"`([^`\s(]+)", PAGE))
 
 def public(module: str) -> list[str]:
     """The functions that a module of components/rl defines for others."""
-    found = inspect.getmembers(import_module(f"components.rl.{module}"), inspect.isfunction)
-    return [name for name, f in found if f.__module__ == f"components.rl.{module}" and not name.startswith("_")]
+    functions = inspect.getmembers(import_module(f"components.rl.{module}"), inspect.isfunction)
+    return [name for name, f in functions if f.__module__ == f"components.rl.{module}" and not name.startswith("_")]
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -51,7 +51,7 @@ def test_verls_names_of_estimators_of_the_kl_are_on_the_page() -> None:
     assert {name + end for name in (*ESTIMATORS, "k1", "k2", "k3", "abs") for end in ("", "+")} <= IN_CODE
 
 
-def test_what_the_page_calls_an_option_is_one() -> None:
+def test_every_option_named_on_the_page_exists() -> None:
     keys = [*VERL.options, *VERL.computed, *(option.name for option in options_of(VerlPPOConfig))]
     verls = [key.removeprefix("actor_rollout_ref.") for key in keys]
     verls += [f"algorithm.kl_ctrl.{name}" for name in ("kl_coef", "type", "target_kl", "horizon")]

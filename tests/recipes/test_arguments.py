@@ -1,4 +1,4 @@
-"""What arrives in a role is shared memory: nobody may write into it."""
+"""Arguments of a role are in shared memory, so no method may write to them."""
 
 from pathlib import Path
 

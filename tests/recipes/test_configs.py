@@ -63,8 +63,8 @@ def test_the_prompts_of_gsm8k_are_read_as_its_script_writes_them(tmp_path: Path)
 
     row = {"prompt": [{"role": "user", "content": "3 + 4?"}], "reward_model": {"style": "rule", "ground_truth": "7"}}
     (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
-    (found,) = load_rows(f"{tmp_path}/train.jsonl", "prompt", "reward_model.ground_truth")
-    assert found["input"][-1]["content"] == "3 + 4?"
-    assert get_scorer("gsm8k")("so #### 7", found["label"]) == 1.0
+    (loaded,) = load_rows(f"{tmp_path}/train.jsonl", "prompt", "reward_model.ground_truth")
+    assert loaded["input"][-1]["content"] == "3 + 4?"
+    assert get_scorer("gsm8k")("so #### 7", loaded["label"]) == 1.0
     with pytest.raises(ValueError, match=says("reward_model.truth", "label_key")):
         load_rows(f"{tmp_path}/train.jsonl", "prompt", "reward_model.truth")

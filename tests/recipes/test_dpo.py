@@ -67,7 +67,7 @@ def loaded(folder: Path) -> Any:
 
 
 def transformers_logprobs(folder: Path, prompt: str, response: str) -> list[float]:
-    """Of each token of a response, by transformers' own logits of one sequence."""
+    """Return the log-probability of each token of a response, from transformers' logits of that sequence alone."""
     tokenizer, model = load_tokenizer(folder, pad_with_end=True), loaded(folder)
     before, after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, response))
     ids = [*before, *after, tokenizer.eos_token_id]
@@ -84,12 +84,12 @@ def pairs_of(folder: Path, rows: list[dict[str, str]]) -> Batch:
 
 def gaps(policy: Path, reference: Path) -> list[float]:
     """By how much the log-ratio of the chosen response is above that of the other, of each pair of ROWS."""
-    found = []
+    gaps_P = []
     for row in ROWS:
-        own = {k: sum(transformers_logprobs(policy, row["prompt"], row[k])) for k in ("chosen", "rejected")}
+        logprob_sums = {k: sum(transformers_logprobs(policy, row["prompt"], row[k])) for k in ("chosen", "rejected")}
         base = {k: sum(transformers_logprobs(reference, row["prompt"], row[k])) for k in ("chosen", "rejected")}
-        found.append((own["chosen"] - base["chosen"]) - (own["rejected"] - base["rejected"]))
-    return found
+        gaps_P.append((logprob_sums["chosen"] - base["chosen"]) - (logprob_sums["rejected"] - base["rejected"]))
+    return gaps_P
 
 
 @pytest.mark.parametrize(
@@ -123,21 +123,21 @@ def test_the_loss_is_that_of_the_papers_on_the_logits_of_transformers(
     assert ("nll" in output.metrics) == (nll_loss_coef > 0)
 
 
-def test_what_both_answers_follow_counts_nothing(models: tuple[Path, Path]) -> None:
+def test_the_common_prefix_of_both_responses_adds_nothing_to_the_loss(models: tuple[Path, Path]) -> None:
     config = made()
     batch = pairs_of(models[0], ROWS).with_sequences(reference_logprob=torch.zeros(6))
     own_N = torch.where(batch["loss_mask"], -1.0, torch.nan)  # nats of each token; a prompt's may be anything
-    found = preference_loss(_sums(own_N, batch), batch, 3, config)
+    loss = preference_loss(_sums(own_N, batch), batch, 3, config)
     # -1 for each token and the end token: " two" 5, " eleven, they say" 18, then 34 and 3, 5 and 1.
     gap = [0.1 * (18 - 5), 0.1 * (3 - 34), 0.1 * (1 - 5)]
-    assert found.loss.item() == pytest.approx(sum(math.log(1 + math.exp(-z)) for z in gap) / 3, abs=1e-6)
-    assert found.metrics["accuracy"].item() == pytest.approx(1 / 3)
+    assert loss.loss.item() == pytest.approx(sum(math.log(1 + math.exp(-z)) for z in gap) / 3, abs=1e-6)
+    assert loss.metrics["accuracy"].item() == pytest.approx(1 / 3)
 
 
 def made(**algorithm: Any) -> DPOConfig:
     """A configuration with these options of the algorithm."""
-    own = DPOOptions(**algorithm)
-    return DPOConfig(model=ModelOptions(path="x"), data=PairDataOptions(path="x"), algorithm=own)
+    settings = DPOOptions(**algorithm)
+    return DPOConfig(model=ModelOptions(path="x"), data=PairDataOptions(path="x"), algorithm=settings)
 
 
 def _sums(x_N: Tensor, batch: Batch) -> Tensor:
@@ -169,10 +169,10 @@ TIES = {
 def runs(policy: Path, models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunFolder]:
     """Short runs in one process, by name."""
     folder = tmp_path_factory.mktemp("runs")
-    options = {name: [f"model.path={policy}", *SHORT.split(), *given] for name, given in VARIANTS.items()}
+    options = {name: [f"model.path={policy}", *SHORT.split(), *extra] for name, extra in VARIANTS.items()}
     options["resumed"].append(f"resume={folder}/plain/checkpoints/step_2")
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
-    own = [
+    messages_options = [
         f"data.path={folder}/rows.jsonl",
         "data.prompt_key=prompt",
         f"evaluation.path={folder}/rows.jsonl",
@@ -189,8 +189,8 @@ def runs(policy: Path, models: tuple[Path, Path], tmp_path_factory: pytest.TempP
         "evaluation.held_out=150",
     ]
     ties += ["train.max_tokens=2000", "train.batch_size=256"]
-    options |= {name: [*ties, *given.split()] for name, given in TIES.items()}
-    options["two models"] = [f"model.path={models[0]}", f"reference.path={models[1]}", *own]
+    options |= {name: [*ties, *extra.split()] for name, extra in TIES.items()}
+    options["two models"] = [f"model.path={models[0]}", f"reference.path={models[1]}", *messages_options]
     return {**run_locally("dpo", folder, options)}
 
 
@@ -232,7 +232,7 @@ def test_no_rank_is_asked_about_more_than_1024_pairs_at_once_and_none_about_noth
 
 
 @pytest.mark.parametrize("option", ["data.path", "evaluation.path"])
-def test_a_file_that_is_missing_is_told_before_a_model_is_made(
+def test_a_missing_file_is_reported_before_a_model_is_created(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str
 ) -> None:
     monkeypatch.setenv("TROUPE_CACHE", str(tmp_path / "cache"))
@@ -241,7 +241,7 @@ def test_a_file_that_is_missing_is_told_before_a_model_is_made(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_home_folder_may_be_written_as_a_tilde(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_tilde_in_a_path_is_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     names = ("model.path", "reference.path", "data.path", "evaluation.path")
     config = read_config([f"{name}=~/{name}" for name in names])
@@ -257,7 +257,7 @@ def test_how_it_is_computed_changes_no_result(runs: dict[str, RunFolder], other:
 
 
 @pytest.mark.full
-def test_two_ranks_learn_what_one_learns(
+def test_training_on_two_ranks_matches_one_rank(
     runs: dict[str, RunFolder], policy: Path, ray_address: str, tmp_path: Path
 ) -> None:
     run = Run(
@@ -291,7 +291,7 @@ def test_adapters_learn_too_and_are_merged_into_what_is_saved(runs: dict[str, Ru
 
 
 @pytest.mark.nightly
-def test_the_policy_becomes_better_in_truth(tmp_path: Path) -> None:
+def test_training_improves_the_true_reward_of_the_policy(tmp_path: Path) -> None:
     start = Path(resolve_model("warm_start:sort"))
     # As in tiny.yaml, which is read because no model is named, with half of the pairs.
     run = run_locally("dpo", tmp_path, {"run": ["seed=1", "data.max_samples=2760", "evaluation.held_out=200"]})["run"]
@@ -347,8 +347,14 @@ NEW = """--model.model_name_or_path m --ref.model_name_or_path r --ref.offload -
 def test_openrlhfs_names_of_0_9_and_of_0_10_mean_the_same() -> None:
     flat, new = (read_config(["run_dir=x", *text.split()]) for text in (FLAT, NEW))
     assert flat == new
-    own = flat.algorithm
-    assert (flat.model.path, flat.reference.path, own.beta, own.ipo, own.nll_loss_coef) == ("m", "r", 0.2, True, 0.3)
+    algorithm = flat.algorithm
+    assert (flat.model.path, flat.reference.path, algorithm.beta, algorithm.ipo, algorithm.nll_loss_coef) == (
+        "m",
+        "r",
+        0.2,
+        True,
+        0.3,
+    )
     train = flat.train
     assert (train.learning_rate, train.betas, train.lora_target_modules) == (5e-7, (0.9, 0.99), "q_proj,v_proj")
     assert (train.batch_size, train.micro_batch_size, train.epochs, train.precision) == (64, 2, 3, "bf16")
@@ -358,18 +364,18 @@ def test_openrlhfs_names_of_0_9_and_of_0_10_mean_the_same() -> None:
 
 def test_its_defaults_are_those_of_openrlhf() -> None:
     config = read_config(["model.path=m", "data.path=d"])
-    own, train = config.algorithm, config.train
+    algorithm, train = config.algorithm, config.train
     assert (train.batch_size, train.epochs, train.learning_rate) == (128, 1, 1e-5)
     assert (train.lr_scheduler, train.lr_warmup_ratio, train.min_lr_ratio) == ("cosine_with_min_lr", 0.03, 0.1)
-    assert (config.data.max_tokens, own.beta, own.label_smoothing, own.ipo) == (512, 0.1, 0.0, False)
-    assert (own.nll_loss_coef, config.reference.path, config.data.prompt_key) == (0.0, None, None)
+    assert (config.data.max_tokens, algorithm.beta, algorithm.label_smoothing, algorithm.ipo) == (512, 0.1, 0.0, False)
+    assert (algorithm.nll_loss_coef, config.reference.path, config.data.prompt_key) == (0.0, None, None)
 
 
 def test_the_whole_plan_is_one_role_with_a_gpu_for_each_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--dry_run", "placement.ranks_per_node=4", "placement.nodes=2"]) == 0
     roles = json.loads(capsys.readouterr().out)["roles"]
-    found = {name: (role["nnodes"], role["nproc_per_node"]) for name, role in roles.items()}
-    assert found == {"TRAINER": (1, 1), "ACTOR": (2, 4)}
+    machines = {name: (role["nnodes"], role["nproc_per_node"]) for name, role in roles.items()}
+    assert machines == {"TRAINER": (1, 1), "ACTOR": (2, 4)}
     assert [role["resource"]["accelerator"] for role in roles.values()] == [0, 1]
 
 
@@ -393,7 +399,7 @@ def test_the_whole_plan_is_one_role_with_a_gpu_for_each_rank(capsys: pytest.Capt
         (["data.path={rows}", "load_in_4bit=true"], ["load_in_4bit", "lora_rank"]),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(
+def test_bad_input_is_reported_in_one_line_with_exit_code_2(
     options: list[str],
     facts: list[str],
     models: tuple[Path, Path],

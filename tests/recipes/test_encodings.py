@@ -27,7 +27,7 @@ def program(*arguments: str, **env: str) -> "subprocess.CompletedProcess[bytes]"
     )
 
 
-def test_what_an_encoding_lacks_is_written_as_its_code() -> None:
+def test_characters_missing_from_an_encoding_are_written_as_codes() -> None:
     code = f"from {accept_any_text.__module__} import *; accept_any_text(); print('é \\U0001f600 \\ud800')"
     shown = {name: program("-c", code, PYTHONIOENCODING=name).stdout for name in ("ascii", "latin-1", "utf-8")}
     assert shown == {
@@ -40,8 +40,8 @@ def test_what_an_encoding_lacks_is_written_as_its_code() -> None:
 def test_a_run_whose_terminal_is_ascii_prints_emojis_of_names_and_of_users_code_as_codes(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
     run_dir = tmp_path / "run \U0001f600"
-    given = [f"run_dir={run_dir}", f"reward.source={tmp_path}/reward.py", *OPTIONS]
-    done = program("-m", "recipes.grpo.main", *given, PYTHONIOENCODING="ascii")
+    arguments = [f"run_dir={run_dir}", f"reward.source={tmp_path}/reward.py", *OPTIONS]
+    done = program("-m", "recipes.grpo.main", *arguments, PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
     assert f"run folder {tmp_path}/run \\U0001f600".encode() in done.stdout
     assert b"\\U0001f600 \\ud800" in done.stderr  # a reward's process writes there

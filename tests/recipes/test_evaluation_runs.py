@@ -1,4 +1,4 @@
-"""What a run says of held-out prompts, and what becomes of responses without a reward, in all of its files."""
+"""Held-out scores and responses without a reward, in all files of a run."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ OPTIONS = """data.path=task:sort data.max_prompt_tokens=16 rollout.max_new_token
     samples_per_prompt=4 max_steps=3"""
 
 
-def test_the_score_stands_at_step_0_and_at_each_evaluation_in_every_place(policy: Path, tmp_path: Path) -> None:
+def test_the_score_of_step_0_and_of_each_evaluation_is_in_every_output(policy: Path, tmp_path: Path) -> None:
     held = "evaluation.path=task:sort evaluation.max_samples=16 evaluation.samples_per_prompt=2 evaluation.every=2"
     options = [f"model.path={policy}", *OPTIONS.split(), *held.split(), "evaluation.greedy=true"]
     run = run_here("grpo", tmp_path / "run", *options, "log.tensorboard=true", "log.wandb=true")
@@ -34,8 +34,8 @@ def test_the_score_stands_at_step_0_and_at_each_evaluation_in_every_place(policy
     assert run.summary["score"]["start"] == run.lines[0]["eval/score"]
     for line in (line for line in run.lines if "eval/score" in line):
         assert re.search(rf"step={line['step']} .*eval/score={line['eval/score']:.4g} ", run.out)
-    found = [line for line in run.metrics if "eval/score" in line]
-    best = max(found, key=lambda line: (line["eval/score"], -line["step"]))
+    evaluated = [line for line in run.metrics if "eval/score" in line]
+    best = max(evaluated, key=lambda line: (line["eval/score"], -line["step"]))
     assert (run.run_dir / "checkpoints" / "best").read_text().strip() == f"step_{best['step']}"
 
 
@@ -46,10 +46,10 @@ def reward_func(prompts, completions, **kwargs):
 """
 
 
-def test_a_response_without_a_reward_is_in_no_baseline_and_is_not_trained_on(policy: Path, tmp_path: Path) -> None:
+def test_a_response_without_a_reward_is_excluded_from_baselines_and_training(policy: Path, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
-    own = ["algorithm.std_norm=false", "reward.max_failed_share=0.9", f"reward.source={tmp_path}/reward.py"]
-    run = run_here("grpo", tmp_path / "run", f"model.path={policy}", *OPTIONS.split(), *own)
+    options = ["algorithm.std_norm=false", "reward.max_failed_share=0.9", f"reward.source={tmp_path}/reward.py"]
+    run = run_here("grpo", tmp_path / "run", f"model.path={policy}", *OPTIONS.split(), *options)
     assert run.code == 0, run.err
     for line in run.metrics:
         step = line["step"]
@@ -62,13 +62,13 @@ def test_a_response_without_a_reward_is_in_no_baseline_and_is_not_trained_on(pol
         for row in kept:
             group = [other["reward"] for other in kept if other["prompt_id"] == row["prompt_id"]]
             worth = row["reward"] - sum(group) / len(group)
-            told = [x for x, is_own in zip(row["advantage"], row["action_mask"], strict=True) if is_own]
-            assert told == pytest.approx([worth] * len(told), abs=1e-5)
+            advantages = [x for x, is_own in zip(row["advantage"], row["action_mask"], strict=True) if is_own]
+            assert advantages == pytest.approx([worth] * len(advantages), abs=1e-5)
 
 
 def test_a_step_in_which_no_response_has_a_reward_ends_the_run(policy: Path, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text("def reward_func(prompts, completions, **kwargs): return [None] * len(prompts)")
-    own = ["reward.max_failed_share=1", f"reward.source={tmp_path}/reward.py"]
-    run = run_here("grpo", tmp_path / "run", f"model.path={policy}", *OPTIONS.split(), *own)
+    options = ["reward.max_failed_share=1", f"reward.source={tmp_path}/reward.py"]
+    run = run_here("grpo", tmp_path / "run", f"model.path={policy}", *OPTIONS.split(), *options)
     assert run.code == 1
     assert re.search(says("0 of 32", "reward"), run.err.splitlines()[-1])

@@ -46,19 +46,19 @@ def options(recipe: str, model: Path, folder: Path, **more: Any) -> list[str]:
     else:
         row = {"prompt": [USER, ASSISTANT], "data_source": "sort", "reward_model": {"ground_truth": "4"}}
     (folder / "rows.jsonl").write_text(json.dumps(row | more) + "\n")
-    found = [f"model.path={model}", f"data.path={folder / 'rows.jsonl'}"]
+    arguments = [f"model.path={model}", f"data.path={folder / 'rows.jsonl'}"]
     if recipe in ROLLOUTS and recipe != "verl_ppo":
         rewards = "agent.func_path=env:guess" if recipe == "multi_turn" else "reward.source=exact_match"
-        found += [rewards, "data.prompt_key=prompt", "prompts_per_step=1"]
+        arguments += [rewards, "data.prompt_key=prompt", "prompts_per_step=1"]
     if recipe == "multi_turn":
-        found += ["data.label_key=reward_model.ground_truth"]
+        arguments += ["data.label_key=reward_model.ground_truth"]
     if recipe in ("openrlhf_ppo", "verl_ppo"):
-        found += ["train.mini_batch_size=1"]
+        arguments += ["train.mini_batch_size=1"]
     if recipe == "verl_ppo":
-        found += ["prompts_per_step=1", "data.epochs=2"]
+        arguments += ["prompts_per_step=1", "data.epochs=2"]
     if recipe not in ROLLOUTS:
-        found += ["evaluation.held_out=0"]
-    return found
+        arguments += ["evaluation.held_out=0"]
+    return arguments
 
 
 @pytest.mark.parametrize("recipe", LINES)
@@ -91,8 +91,8 @@ def test_a_column_that_would_be_lost_ends_the_command_before_anything_starts(
 
 
 def test_a_run_shows_them_too(model: Path, tmp_path: Path) -> None:
-    given = [*options("sft", model, tmp_path), "train.batch_size=1", "evaluation.held_out=0"]
-    run = run_here("sft", tmp_path / "run", *given)
+    arguments = [*options("sft", model, tmp_path), "train.batch_size=1", "evaluation.held_out=0"]
+    run = run_here("sft", tmp_path / "run", *arguments)
     assert run.code == 0, run.err
     shown = run.out + run.err
     assert re.search(says("columns used: prompt, response; not used: note", *LINES["sft"][0]), shown)

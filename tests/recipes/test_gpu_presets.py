@@ -37,7 +37,7 @@ MODELS = {
 DATA = ["data.path=task:sort", "data.max_prompt_tokens=1024", "rollout.max_new_tokens=1024"]
 
 
-def given(recipe: str, folder: Path, machines: str) -> list[str]:
+def required_options(recipe: str, folder: Path, machines: str) -> list[str]:
     """Options with a model of which there is only the shape."""
     (folder / "config.json").write_text(json.dumps(QWEN | MODELS[machines]))
     agent = ["agent.func_path=env:guess", "data.path=task:guess"] if recipe == "multi_turn" else []
@@ -56,10 +56,10 @@ def planned(recipe: str, arguments: list[str], capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("machines", MODELS)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_on_gpus_a_model_of_ones_own_is_packed_recomputed_and_fits(
+def test_on_gpus_a_user_model_uses_packing_and_recomputation_and_fits(
     recipe: str, machines: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan, shown = planned(recipe, given(recipe, tmp_path, machines), capsys)
+    plan, shown = planned(recipe, required_options(recipe, tmp_path, machines), capsys)
     config = plan["config"]
     train, placement = config["train"], config["placement"]
     assert (train["precision"], train["zero_stage"]) == ("bf16", 3)
@@ -72,15 +72,15 @@ def test_on_gpus_a_model_of_ones_own_is_packed_recomputed_and_fits(
     assert [place for place in devices if place["most"] > place["there"]] == []
 
 
-def test_what_a_user_says_comes_before_the_preset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = given("grpo", tmp_path, "8x1x80GB")
+def test_user_options_override_the_preset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = required_options("grpo", tmp_path, "8x1x80GB")
     plan, _ = planned("grpo", [*arguments, "train.packing=false", "placement.engines_sleep=false"], capsys)
     assert (plan["config"]["train"]["packing"], plan["config"]["train"]["gradient_checkpointing"]) == (False, True)
     assert plan["config"]["placement"]["engines_sleep"] is False
     # With a file of their own they have said it all.
-    own = tmp_path / "own.yaml"
-    own.write_text("train: {zero_stage: 2}\n")
-    plan, shown = planned("grpo", [*arguments, "--config", str(own)], capsys)
+    path = tmp_path / "own.yaml"
+    path.write_text("train: {zero_stage: 2}\n")
+    plan, shown = planned("grpo", [*arguments, "--config", str(path)], capsys)
     assert (plan["config"]["train"]["engine"], plan["config"]["train"]["packing"]) == ("deepspeed", None)
     assert "gpu.yaml" not in shown
     # A variant of the algorithm, which lies beside the preset, says nothing of that.
@@ -93,8 +93,8 @@ def test_what_a_user_says_comes_before_the_preset(tmp_path: Path, capsys: pytest
         assert "gpu.yaml" not in shown
 
 
-def test_a_command_of_openrlhfs_is_taken_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = given("openrlhf_ppo", tmp_path, "8x1x80GB")
+def test_an_openrlhf_command_is_not_changed_by_the_preset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = required_options("openrlhf_ppo", tmp_path, "8x1x80GB")
     flags = ["--colocate_all_models", "--zero_stage", "3", "--train_batch_size", "128", "--deepspeed_enable_sleep"]
     plan, shown = planned("openrlhf_ppo", [*arguments, *flags], capsys)
     assert (plan["config"]["train"]["engine"], plan["config"]["train"]["packing"]) == ("deepspeed", None)
@@ -102,7 +102,7 @@ def test_a_command_of_openrlhfs_is_taken_as_it_is(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize(("has_gpu", "has_preset", "fails"), [(1, 1, 0), (1, 1, 1), (1, 0, 0), (0, 1, 0)])
-def test_run_sh_sets_vllm_up_where_there_are_gpus_and_a_preset(
+def test_run_sh_installs_vllm_if_there_are_gpus_and_a_preset(
     has_gpu: int, has_preset: int, fails: int, tmp_path: Path
 ) -> None:
     scripts = {
@@ -134,12 +134,12 @@ def test_run_sh_sets_vllm_up_where_there_are_gpus_and_a_preset(
 
 
 @pytest.mark.parametrize("recipe", ["openrlhf_ppo", "verl_ppo"])
-def test_a_preset_that_does_not_go_with_what_the_user_asks_for_is_left_out_with_a_note(
+def test_a_preset_that_conflicts_with_user_options_is_skipped_with_a_note(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ahead = ["asynchronous.enabled=true", "placement.colocate=false"]
-    plan, shown = planned(recipe, [*given(recipe, tmp_path, "8x1x80GB"), *ahead], capsys)
+    plan, shown = planned(recipe, [*required_options(recipe, tmp_path, "8x1x80GB"), *ahead], capsys)
     assert plan["config"]["placement"]["learners_sleep"] is False
     assert re.search(says("gpu.yaml", "placement.learners_sleep", "asynchronous.enabled"), shown)
-    both = [*given(recipe, tmp_path, "8x1x80GB"), *ahead, "placement.learners_sleep=true"]
+    both = [*required_options(recipe, tmp_path, "8x1x80GB"), *ahead, "placement.learners_sleep=true"]
     assert import_module(f"recipes.{recipe}.main").main(both) == 2

@@ -42,9 +42,7 @@ def responses() -> Batch:
         (False, [-1.0, 1.0, 1.0, -1.0]),
     ],
 )
-def test_every_token_of_an_answer_is_worth_what_the_answer_is_beside_the_others(
-    std_norm: bool, worth: list[float]
-) -> None:
+def test_every_token_has_the_group_relative_advantage_of_its_response(std_norm: bool, worth: list[float]) -> None:
     experience = add_advantages(responses(), config(std_norm=std_norm))
     a, b, c, d = worth
     assert experience["advantage"].tolist() == pytest.approx([0, a, 0, b, b, 0, c, c, 0, d, d, d], abs=1e-5)
@@ -53,22 +51,24 @@ def test_every_token_of_an_answer_is_worth_what_the_answer_is_beside_the_others(
 
 
 @pytest.mark.parametrize("std_norm", [True, False])
-def test_a_prompt_whose_answers_earn_the_same_teaches_nothing(std_norm: bool) -> None:
+def test_equal_rewards_within_a_group_give_zero_advantages(std_norm: bool) -> None:
     equal = responses().with_sequences(reward=torch.tensor([0.1, 4.0, 0.1, 2.0]))
     experience = add_advantages(equal, config(std_norm=std_norm))
     assert experience["advantage"][[0, 1, 5, 6, 7]].tolist() == [0.0] * 5
 
 
-def test_an_answer_pays_for_the_tokens_of_the_buffer_that_it_uses() -> None:
+def test_the_overlong_penalty_grows_with_the_tokens_in_the_buffer() -> None:
     # Free are 4 - 3 = 1 tokens. Responses of 1, 2, 2 and 3 use 0, 1, 1 and 2 thirds of the buffer, at 3 for all of it.
-    found = shaped_rewards(responses(), config(overlong_buffer=3, overlong_penalty=3.0))
-    assert found.tolist() == pytest.approx([1.0, 3.0, 2.0, 0.0])
+    shaped = shaped_rewards(responses(), config(overlong_buffer=3, overlong_penalty=3.0))
+    assert shaped.tolist() == pytest.approx([1.0, 3.0, 2.0, 0.0])
 
 
 @pytest.mark.parametrize(
     ("correction", "weights"), [("tis", [1, 2, 2, 0.5, 2, 2, 1, 1]), ("icepop", [1, 0, 0, 0, 0, 0, 1, 1])]
 )
-def test_tokens_that_the_engine_saw_otherwise_count_otherwise(correction: Any, weights: list[float]) -> None:
+def test_the_correction_reweights_tokens_by_the_ratio_of_trainer_and_engine(
+    correction: Any, weights: list[float]
+) -> None:
     # p / q of the four responses' tokens: 1 | 4 4 | 1/4 4 | 8 1 1.
     gap_N = torch.tensor([1, 1, 1, 4, 4, 1, 0.25, 4, 1, 8, 1, 1]).log()
     batch = responses().with_tokens(logprob=gap_N - 9, rollout_logprob=torch.full((12,), -9.0))
@@ -91,7 +91,7 @@ class Fixed(torch.nn.Module):
 
 
 NOW = -math.log(4)
-"""What the policy says of every token."""
+"""Log-probability of every token under the policy."""
 
 
 def learnt_from(old: list[float]) -> Batch:
@@ -133,14 +133,14 @@ TOTALS = Totals(tokens=3, sequences=2)
         ({"correction": "tis"}, (-2.4 - 1.2) / 3),
     ],
 )
-def test_the_loss_is_what_it_is_by_hand(options: dict[str, Any], loss: float) -> None:
+def test_the_loss_equals_a_calculation_by_hand(options: dict[str, Any], loss: float) -> None:
     output = policy_loss(Fixed(), learnt_from([1.5, 1.25, 0.5]), TOTALS, config(**options))
     assert float(output.loss) == pytest.approx(loss, abs=1e-5)
     assert float(output.metrics["entropy"]) == pytest.approx(math.log(4), abs=1e-5)
     assert float(output.metrics["engine_gap"]) == pytest.approx(0.5, abs=1e-5)
 
 
-def test_a_kl_in_the_loss_is_weighed_beside_the_surrogate() -> None:
+def test_the_kl_loss_is_added_to_the_surrogate_with_its_coefficient() -> None:
     output = policy_loss(Fixed(), learnt_from([1.0, 1.0, 1.0]), TOTALS, config(kl_coef=0.1))
     # d is 0, ln 2, 0: k3 is exp(-d) - 1 + d = ln 2 - 1/2 at the second token alone.
     kl = (math.log(2) - 0.5) / 3
@@ -149,7 +149,7 @@ def test_a_kl_in_the_loss_is_weighed_beside_the_surrogate() -> None:
     assert float(output.metrics["policy_loss"]) == pytest.approx(0.0, abs=1e-6)
 
 
-def test_without_a_look_back_the_policy_is_its_own_old_one() -> None:
+def test_without_a_recomputed_logprob_the_current_policy_is_the_old_policy() -> None:
     batch, model = learnt_from([1.5, 1.25, 0.5]).without("logprob", "correction"), Fixed()
     output = policy_loss(model, batch, TOTALS, config())
     assert float(output.loss) == pytest.approx(0.0, abs=1e-6)
@@ -166,7 +166,7 @@ def minibatches(count: int, settings: GRPOConfig, step: int) -> list[torch.Tenso
     return shuffled_minibatches(count, parts, settings.train.epochs, seed=settings.seed, step=step)
 
 
-def test_each_epoch_takes_every_response_once_in_an_order_of_its_own() -> None:
+def test_each_epoch_uses_every_response_once_in_a_new_order() -> None:
     settings = config()
     settings.prompts_per_step, settings.samples_per_prompt = 4, 2
     settings.train = replace(settings.train, mini_batch_size=4, epochs=2)

@@ -78,10 +78,10 @@ def untouched(started: Callable[[str], Run]) -> Callable[[str], Run]:
 
     @functools.cache
     def run(case: str) -> Run:
-        found = started(case).wait()
-        assert found.code == 0, found.err
-        assert sorted(found.pids()) == INSTANCES[case]
-        return found
+        finished = started(case).wait()
+        assert finished.code == 0, finished.err
+        assert sorted(finished.pids()) == INSTANCES[case]
+        return finished
 
     return run
 

@@ -25,7 +25,7 @@ OPTIONS = {
     "recipe",
     ["grpo", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("reinforce_pp", "openrlhf_ppo", "verl_ppo"))],
 )
-def test_the_recipe_turns_the_policy_over_within_a_few_steps(recipe: str, tmp_path: Path) -> None:
+def test_the_policy_learns_the_reward_within_a_few_steps(recipe: str, tmp_path: Path) -> None:
     resolve_model("warm_start:sort")
     run = run_locally(recipe, tmp_path, {"run": ["seed=1", *OPTIONS[recipe].split()]})["run"]
     score = run.summary["score"]

@@ -30,8 +30,10 @@ def write_adapters(folder: Path, model: Path, **settings: Any) -> Path:
     """Write adapters, far from 0, that peft makes of a model."""
     from peft import LoraConfig, get_peft_model
 
-    own: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]} | settings
-    adapted: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(model), LoraConfig(task_type="CAUSAL_LM", **own))
+    adapter_settings: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]} | settings
+    adapted: Any = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(model), LoraConfig(task_type="CAUSAL_LM", **adapter_settings)
+    )
     generator = torch.Generator().manual_seed(3)
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
@@ -54,8 +56,8 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> LocalRun:
 
 
 def options(model: Path, *more: str) -> list[str]:
-    own = [f"model.path={model}/policy", f"train.lora_path={model}/adapters", "train.learning_rate=1e-2"]
-    return [*SMALL.split(), *own, *more]
+    arguments = [f"model.path={model}/policy", f"train.lora_path={model}/adapters", "train.learning_rate=1e-2"]
+    return [*SMALL.split(), *arguments, *more]
 
 
 def logprobs(adapted: Any, batch: Batch, row: int) -> torch.Tensor:
@@ -65,7 +67,7 @@ def logprobs(adapted: Any, batch: Batch, row: int) -> torch.Tensor:
     return logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0][batch.row(row, "action_mask")[1:]]
 
 
-def test_the_first_responses_are_those_of_the_model_with_the_adapters(model: Path, run: LocalRun) -> None:
+def test_the_first_responses_come_from_the_model_with_the_loaded_adapters(model: Path, run: LocalRun) -> None:
     from peft import PeftModel
 
     assert run.code == 0, run.err
@@ -91,7 +93,7 @@ def test_the_first_responses_are_those_of_the_model_with_the_adapters(model: Pat
     assert (logprobs(trained, batch, 0) - logprobs(adapted, batch, 0)).abs().max() > 1e-3
 
 
-def test_a_resumed_run_continues_with_what_the_adapters_have_become(model: Path, run: LocalRun, tmp_path: Path) -> None:
+def test_a_resumed_run_continues_with_the_trained_adapters(model: Path, run: LocalRun, tmp_path: Path) -> None:
     rest = run_here("grpo", tmp_path / "rest", *options(model, f"resume={run.run_dir}/checkpoints/step_1"))
     assert rest.code == 0, rest.err
     weights = [folder / "checkpoints/step_2/hf/model.safetensors" for folder in (run.run_dir, rest.run_dir)]
@@ -99,7 +101,7 @@ def test_a_resumed_run_continues_with_what_the_adapters_have_become(model: Path,
 
 
 @pytest.mark.parametrize(
-    ("settings", "given", "facts"),
+    ("settings", "options", "facts"),
     [
         ({}, ["train.lora_path=HERE/none"], ["lora_path=", "adapter_config.json"]),
         ({"use_dora": True}, [], ["use_dora=True", "merge"]),
@@ -108,16 +110,16 @@ def test_a_resumed_run_continues_with_what_the_adapters_have_become(model: Path,
         ({}, ["train.lora_rank=8"], ["lora_rank=8", "have 4"]),
     ],
 )
-def test_adapters_that_cannot_be_trained_on_are_refused(
-    settings: dict[str, Any], given: list[str], facts: list[Any], model: Path, tmp_path: Path
+def test_unsupported_adapters_are_rejected(
+    settings: dict[str, Any], options: list[str], facts: list[Any], model: Path, tmp_path: Path
 ) -> None:
     write_adapters(tmp_path / "adapters", model / "policy", **settings)
-    words = [f"train.lora_path={tmp_path}/adapters", *(word.replace("HERE", str(tmp_path)) for word in given)]
+    words = [f"train.lora_path={tmp_path}/adapters", *(word.replace("HERE", str(tmp_path)) for word in options)]
     with pytest.raises(ConfigError, match=says(*facts)):
         load_config(GRPOConfig, [*SMALL.split(), f"model.path={model}/policy", *words])
 
 
-def test_verls_key_takes_the_adapters_own_settings(model: Path) -> None:
+def test_the_key_of_verl_uses_the_settings_stored_with_the_adapters(model: Path) -> None:
     part = "actor_rollout_ref.model"
     config = load_config(
         VerlPPOConfig,

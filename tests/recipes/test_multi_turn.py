@@ -35,10 +35,10 @@ MODEL = ["model.path=x", "data.path=task:guess", "agent.func_path=env:guess"]
 
 def config(**algorithm: Any) -> MultiTurnConfig:
     """Nothing is whitened where it is not asked for."""
-    found = read_config([*MODEL, "prompts_per_step=1", "samples_per_prompt=3"])
-    given: dict[str, Any] = {"whiten": False} | algorithm
-    found.algorithm = AlgorithmOptions(**given)
-    return found
+    loaded = read_config([*MODEL, "prompts_per_step=1", "samples_per_prompt=3"])
+    changes: dict[str, Any] = {"whiten": False} | algorithm
+    loaded.algorithm = AlgorithmOptions(**changes)
+    return loaded
 
 
 def episodes() -> Batch:
@@ -64,9 +64,9 @@ def episodes() -> Batch:
 
 def learnt(**algorithm: Any) -> list[float]:
     """The advantages of the seven tokens that the policy wrote."""
-    found = add_advantages(episodes(), config(**algorithm))
-    assert found["advantage"][~found["action_mask"]].tolist() == [0.0] * 6
-    return found["advantage"][found["action_mask"]].tolist()
+    learned = add_advantages(episodes(), config(**algorithm))
+    assert learned["advantage"][~learned["action_mask"]].tolist() == [0.0] * 6
+    return learned["advantage"][learned["action_mask"]].tolist()
 
 
 @pytest.mark.parametrize(
@@ -86,17 +86,15 @@ def learnt(**algorithm: Any) -> list[float]:
         ("grpo_passk", [0, 0, 0, 0]),
     ],
 )
-def test_credit_by_trajectory_gives_an_episodes_comparison_to_all_its_turns(
-    estimator: Any, shaped: list[float]
-) -> None:
+def test_credit_by_trajectory_gives_all_turns_the_advantage_of_the_episode(estimator: Any, shaped: list[float]) -> None:
     a, b, c, d = shaped
-    own = {"estimator": estimator, "std_epsilon": 1e-9}
-    assert learnt(**own) == pytest.approx([a, a, a, b, c, c, d], abs=1e-6)
-    found = add_advantages(episodes(), config(**own))
-    assert found["shaped_reward"].tolist() == pytest.approx(shaped, abs=1e-6)
+    settings = {"estimator": estimator, "std_epsilon": 1e-9}
+    assert learnt(**settings) == pytest.approx([a, a, a, b, c, c, d], abs=1e-6)
+    learned = add_advantages(episodes(), config(**settings))
+    assert learned["shaped_reward"].tolist() == pytest.approx(shaped, abs=1e-6)
 
 
-def test_credit_by_turn_compares_what_came_from_each_turn_on() -> None:
+def test_credit_by_turn_compares_the_returns_from_each_turn_onwards() -> None:
     # From the first turns on 4, 1 and 4, mean 3; from the second ones 4 and 1, mean 2.5.
     assert learnt(credit="turn") == pytest.approx([1, 1, 1.5, -2, 1, -1.5, 0])
     # Discounted by half: 0 + 4/2, 1 and 3 + 1/2, mean 13/6.
@@ -106,7 +104,7 @@ def test_credit_by_turn_compares_what_came_from_each_turn_on() -> None:
     assert learnt(credit="turn", estimator="reinforce") == pytest.approx([4, 4, 4, 1, 4, 1, 5])
 
 
-def test_what_is_compared_is_whitened_over_the_step_where_the_estimator_does() -> None:
+def test_advantages_are_whitened_over_the_step_if_the_estimator_does_so() -> None:
     # 1, 1, 1, -2, 1, 1, 0: mean 3/7, and of the squares 9/7, so the deviation is sqrt(9/7 - 9/49).
     deviation = math.sqrt(9 / 7 - 9 / 49)
     expected = [(x - 3 / 7) / deviation for x in (1, 1, 1, -2, 1, 1, 0)]
@@ -119,16 +117,16 @@ def test_what_is_compared_is_whitened_over_the_step_where_the_estimator_does() -
     ]
 
 
-def test_the_kl_that_is_still_to_come_is_taken_off_each_token() -> None:
+def test_the_future_kl_is_subtracted_from_each_token() -> None:
     # k1 is 0.5 at the last token of the first episode, whose other tokens come before it.
     assert learnt(kl_coef=0.1) == pytest.approx([0.95, 0.95, 0.95, -2, 1, 1, 0])
 
 
-def test_a_correction_weighs_tokens_by_how_much_likelier_they_have_become() -> None:
+def test_the_correction_weights_tokens_by_the_ratio_of_new_to_old_probability() -> None:
     # The first token is twice as likely as it was when it was drawn, the last one an eighth as likely.
     for correction, first, last in (("tis", 1.5, 0.5), ("icepop", 0.0, 0.0)):
-        found = add_advantages(episodes(), config(correction=correction, correction_range=(0.5, 1.5)))
-        weight = found["correction"][found["action_mask"]]
+        learned = add_advantages(episodes(), config(correction=correction, correction_range=(0.5, 1.5)))
+        weight = learned["correction"][learned["action_mask"]]
         assert weight.tolist() == pytest.approx([first, 1, 1, 1, 1, 1, last])
     assert config(correction="tis").needs_old_logprobs
     assert not config().needs_old_logprobs
@@ -147,7 +145,7 @@ def test_a_correction_weighs_tokens_by_how_much_likelier_they_have_become() -> N
         (["--async_train"], ["async_train", "placement.colocate=false"]),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_starts(
+def test_invalid_multi_turn_options_are_rejected_before_the_start(
     options: list[str], facts: list[object], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*MODEL, "--dry_run", *options]) == 2
@@ -178,7 +176,7 @@ def turns(runner: Path, tmp_path_factory: pytest.TempPathFactory) -> LocalRun:
 
 
 @pytest.mark.nightly
-def test_the_policy_learns_in_every_turn_what_a_world_rewards(runner: Path, tmp_path: Path) -> None:
+def test_the_policy_learns_the_reward_of_an_environment_in_every_turn(runner: Path, tmp_path: Path) -> None:
     (tmp_path / "digits.py").write_text(DIGITS)
     digits = [f"agent.func_path={tmp_path}/digits.py", "data.max_samples=192", "prompts_per_step=32"]
     digits += ["train.mini_batch_size=64"]
@@ -196,7 +194,7 @@ def test_the_policy_learns_in_every_turn_what_a_world_rewards(runner: Path, tmp_
         assert (line["rollout/finished_share"], line["rollout/turns_mean"]) == (1, 2)
 
 
-def test_a_run_with_credit_by_turn_trains_on_what_each_turn_brought(turns: LocalRun) -> None:
+def test_a_run_with_credit_by_turn_trains_on_the_reward_of_each_turn(turns: LocalRun) -> None:
     # What the policy reads first is shown once, as its environment has written it.
     assert len(re.findall(r"first episode begins \(\d+ characters, \d+ tokens\): .*token ids", turns.out)) == 1
     assert (turns.summary["status"], turns.summary["score"]["examples"]) == ("finished", 16)
@@ -220,7 +218,7 @@ def test_a_run_with_credit_by_turn_trains_on_what_each_turn_brought(turns: Local
             assert advantage[turn == -1].tolist() == [0.0] * int((turn == -1).sum())
 
 
-def test_an_agent_whose_episodes_have_no_reward_ends_the_run_with_what_to_do(runner: Path, tmp_path: Path) -> None:
+def test_episodes_without_a_reward_end_the_run_with_the_remedy(runner: Path, tmp_path: Path) -> None:
     agent = tmp_path / "agent.py"
     agent.write_text("from agents import SingleTurnAgentExecutor as AgentExecutor\n")
     options = [f"model.path={runner}", "data.path=task:guess", f"agent.func_path={agent}", "data.max_samples=4"]

@@ -60,14 +60,14 @@ def test_lengths_that_do_not_fit_are_refused_before_anything_starts(
     tokenizer = task_tokenizer(get_task("sort"))
     tiny_model(tokenizer, seed=1, max_positions=64).model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    own = [f"model.path={folder}", "data.path=task:sort", "data.max_samples=64", f"run_dir={tmp_path}/run"]
+    arguments = [f"model.path={folder}", "data.path=task:sort", "data.max_samples=64", f"run_dir={tmp_path}/run"]
     # No prompt at all leaves room for 64 tokens; one of 6 tokens does for 58.
     for options in (["rollout.max_new_tokens=64", "dry_run=true"], ["rollout.max_new_tokens=59"]):
-        assert COMMAND.main([*own, *options]) == 2
+        assert COMMAND.main([*arguments, *options]) == 2
         assert re.search(says(f"model.path={folder}", "64 positions", options[0]), capsys.readouterr().err)
-    assert COMMAND.main([*own, "rollout.max_new_tokens=58", "dry_run=true"]) == 0
+    assert COMMAND.main([*arguments, "rollout.max_new_tokens=58", "dry_run=true"]) == 0
     # Another machine's plan may be of a model of other lengths.
-    assert COMMAND.main([*own, "rollout.max_new_tokens=64", "dry_run=true", "assume_devices=8x2"]) == 0
+    assert COMMAND.main([*arguments, "rollout.max_new_tokens=64", "dry_run=true", "assume_devices=8x2"]) == 0
     assert not (tmp_path / "run").exists()
 
 
@@ -75,12 +75,12 @@ def test_lengths_that_do_not_fit_are_refused_before_anything_starts(
 def test_prompts_that_are_all_too_long_are_refused_before_anything_starts(
     model: str, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = [f"model.path={model.replace('MODEL', str(policy))}", "data.path=task:sort", "data.max_samples=64"]
-    assert COMMAND.main([*own, "data.max_prompt_tokens=5", f"run_dir={tmp_path}/run"]) == 2
+    arguments = [f"model.path={model.replace('MODEL', str(policy))}", "data.path=task:sort", "data.max_samples=64"]
+    assert COMMAND.main([*arguments, "data.max_prompt_tokens=5", f"run_dir={tmp_path}/run"]) == 2
     assert re.search(says("64 prompts", "max_prompt_tokens=5", "6 tokens"), capsys.readouterr().err)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_path_that_does_not_exist_is_said_to_be_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_path_is_reported_as_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert COMMAND.main([f"model.path={tmp_path}/my-modle", "data.path=task:sort", f"run_dir={tmp_path}/run"]) == 2
     assert re.search(says(f"model.path={tmp_path}/my-modle", "does not exist"), capsys.readouterr().err)

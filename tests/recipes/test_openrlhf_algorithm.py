@@ -21,7 +21,7 @@ from training.roles.updates import over_updates
 
 def config(**changes: Any) -> PPOConfig:
     """Two prompts, two responses each, no reference; with these options of the algorithm."""
-    own: dict[str, Any] = {"kl_coef": 0.0} | changes
+    settings: dict[str, Any] = {"kl_coef": 0.0} | changes
     return PPOConfig(
         prompts_per_step=2,
         samples_per_prompt=2,
@@ -29,7 +29,7 @@ def config(**changes: Any) -> PPOConfig:
         data=DataOptions(path="task:sort"),
         rollout=RolloutOptions(max_new_tokens=8),
         train=PolicyTrainOptions(mini_batch_size=4),
-        algorithm=AlgorithmOptions(**own),
+        algorithm=AlgorithmOptions(**settings),
     )
 
 
@@ -67,13 +67,13 @@ def responses() -> Batch:
         ("grpo_passk", [0.0, 2**0.5, 2**0.5, 0.0]),
     ],
 )
-def test_answers_are_compared_within_the_group_of_their_prompt(estimator: str, shaped: list[float]) -> None:
-    found = shaped_rewards(responses(), config(estimator=estimator))
-    assert found.tolist() == pytest.approx(shaped, abs=1e-5)
+def test_responses_are_compared_within_the_group_of_their_prompt(estimator: str, shaped: list[float]) -> None:
+    shaped_reward = shaped_rewards(responses(), config(estimator=estimator))
+    assert shaped_reward.tolist() == pytest.approx(shaped, abs=1e-5)
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "grpo", "dr_grpo"])
-def test_without_a_discount_each_token_has_the_advantage_of_its_answer(estimator: str) -> None:
+def test_without_a_discount_each_token_has_the_advantage_of_its_response(estimator: str) -> None:
     settings = config(estimator=estimator)
     experience = add_advantages(responses(), settings, 0.0)
     a, b, c, d = shaped_rewards(responses(), settings).tolist()
@@ -98,24 +98,24 @@ def test_reinforce_without_std_norm_only_centres_the_discounted_returns() -> Non
     assert experience["advantage"][mask_N].tolist() == pytest.approx([x - 15 / 8 for x in returns])
 
 
-def test_an_answer_pays_for_the_tokens_of_the_buffer_that_it_uses() -> None:
+def test_the_overlong_penalty_grows_with_the_tokens_in_the_buffer() -> None:
     # Allowed without a penalty: 8 - 6 = 2 tokens. The last response has 3: one sixth of the buffer, times 3.
-    found = shaped_rewards(responses(), config(overlong_buffer=6, overlong_penalty=3.0))
-    assert found.tolist() == pytest.approx([1.0, 4.0, 3.0, 1.5])
+    shaped = shaped_rewards(responses(), config(overlong_buffer=6, overlong_penalty=3.0))
+    assert shaped.tolist() == pytest.approx([1.0, 4.0, 3.0, 1.5])
 
 
 @pytest.mark.parametrize(("coef", "last"), [(0.0, 0.0), (0.25, 0.5), (-1.0, -1.0)])
-def test_only_the_answer_that_was_cut_off_is_penalised(coef: float, last: float) -> None:
-    found = shaped_rewards(responses(), config(truncated_factor=coef))
-    assert found.tolist() == pytest.approx([1.0, 4.0, 3.0, last])
+def test_only_truncated_responses_are_penalised(coef: float, last: float) -> None:
+    shaped = shaped_rewards(responses(), config(truncated_factor=coef))
+    assert shaped.tolist() == pytest.approx([1.0, 4.0, 3.0, last])
 
 
-def test_rewards_are_cut_to_their_range_after_the_comparison() -> None:
+def test_rewards_are_clipped_to_their_range_after_the_baseline() -> None:
     settings = config(estimator="rloo", reward_range=(-1.5, 0.5))
     assert shaped_rewards(responses(), settings).tolist() == [-1.5, 0.5, 0.5, -1.5]
 
 
-def test_a_prompt_with_equal_rewards_teaches_nothing() -> None:
+def test_equal_rewards_of_a_prompt_give_zero_advantages() -> None:
     equal = responses().with_sequences(reward=torch.tensor([0.1, 4.0, 0.1, 2.0]))
     experience = add_advantages(equal, config(estimator="grpo"), 0.0)
     assert experience["advantage"][:2].tolist() == [0.0, 0.0]
@@ -156,7 +156,7 @@ def trained_on() -> Batch:
 
 @pytest.mark.parametrize("kind", get_args(PolicyLoss))
 @pytest.mark.parametrize("aggregation", [None, "seq-mean-token-sum-norm"])
-def test_how_a_step_is_cut_changes_neither_loss_nor_gradient(kind: Any, aggregation: Any) -> None:
+def test_the_size_of_micro_batches_changes_neither_loss_nor_gradient(kind: Any, aggregation: Any) -> None:
     settings = config(
         policy_loss=kind, loss_aggregation=aggregation, correction="tis", entropy_coef=0.1,
         kl_coef=0.2, kl_in_reward=False, kl_estimator="k3+",
@@ -178,7 +178,7 @@ def test_how_a_step_is_cut_changes_neither_loss_nor_gradient(kind: Any, aggregat
     torch.testing.assert_close(cut_gradient, gradient, rtol=1e-4, atol=1e-6)
 
 
-def test_the_correction_weighs_each_token_and_gspo_starts_from_the_engine() -> None:
+def test_the_correction_weights_each_token_and_gspo_starts_from_engine_logprobs() -> None:
     step, totals = trained_on(), Totals(tokens=10, sequences=5)
 
     def loss(batch: Batch, **changes: Any) -> float:
@@ -203,7 +203,9 @@ def test_the_correction_weighs_each_token_and_gspo_starts_from_the_engine() -> N
         ({"correction": "seq-mask"}, [1, 0, 0, 0.25, 4, 8, 1, 1]),
     ],
 )
-def test_tokens_that_the_engine_saw_otherwise_count_otherwise(options: dict[str, Any], weights: list[float]) -> None:
+def test_the_correction_reweights_tokens_by_the_ratio_of_trainer_and_engine(
+    options: dict[str, Any], weights: list[float]
+) -> None:
     gap = torch.tensor([0, 1, 0, 4, 4, 0, 0.25, 4, 0, 8, 1, 1]).clamp(min=1e-3).log()
     batch = responses().with_tokens(logprob=gap - 9, rollout_logprob=torch.full((12,), -9.0))
     settings = config(**({"correction": "tis", "correction_range": (0.5, 2.0)} | options))
@@ -213,7 +215,7 @@ def test_tokens_that_the_engine_saw_otherwise_count_otherwise(options: dict[str,
 
 # d is 1/2 at the only token of the first response: 1/8 by k2, of four responses.
 @pytest.mark.parametrize(("estimator", "kl"), [("k1", 0.125), ("k2", 0.03125)])
-def test_the_weight_of_a_kl_in_the_reward_follows_its_mean_over_responses(estimator: str, kl: float) -> None:
+def test_the_adaptive_kl_coefficient_in_the_reward_follows_the_mean_over_responses(estimator: str, kl: float) -> None:
     reference_N = torch.zeros(12)
     reference_N[1] = -0.5
     batch = responses().with_tokens(logprob=torch.zeros(12), reference_logprob=reference_N)
@@ -225,7 +227,7 @@ def test_the_weight_of_a_kl_in_the_reward_follows_its_mean_over_responses(estima
 
 @pytest.mark.parametrize("epochs", [1, 2])
 @pytest.mark.parametrize("cut", [[[0], [1]], [[1, 0]]])
-def test_the_weight_of_a_kl_in_the_loss_follows_its_mean_over_the_tokens_of_all_optimizer_steps(
+def test_the_adaptive_kl_coefficient_in_the_loss_follows_the_mean_over_all_trained_tokens(
     epochs: int, cut: list[list[int]]
 ) -> None:
     settings = config(kl_coef=0.1, kl_target=0.28, kl_horizon=100, kl_in_reward=False, kl_estimator="k2")
@@ -252,7 +254,7 @@ def test_the_weight_of_a_kl_in_the_loss_follows_its_mean_over_the_tokens_of_all_
     assert control.coef == pytest.approx(0.1 * (1 + (0.3125 / 0.28 - 1) * 4 / 100))
 
 
-def test_a_kl_in_the_loss_is_not_in_the_reward() -> None:
+def test_a_kl_in_the_loss_leaves_the_reward_unchanged() -> None:
     batch = responses().with_tokens(logprob=torch.zeros(12), reference_logprob=torch.ones(12))
     common = {"estimator": "reinforce", "kl_coef": 0.5, "std_norm": False}
     apart = add_advantages(batch, config(**common, kl_in_reward=False, kl_estimator="k2"), 0.5)

@@ -71,13 +71,13 @@ class Command:
 
     def flags(self) -> dict[str, list[str]]:
         """Each flag with its values."""
-        found: dict[str, list[str]] = {}
+        values_by_flag: dict[str, list[str]] = {}
         for word in self.words:
             if word.startswith("--"):
-                found[word.removeprefix("--")] = []
+                values_by_flag[word.removeprefix("--")] = []
             else:
-                found[list(found)[-1]].append(word)
-        return found
+                values_by_flag[list(values_by_flag)[-1]].append(word)
+        return values_by_flag
 
 
 def older_name(name: str) -> str:
@@ -100,8 +100,8 @@ def older(command: Command) -> Command:
 def commands() -> list[Command]:
     """Every PPO command, under its own names and, where these are new, under the older ones."""
     lines = map(json.loads, (UPSTREAM / "openrlhf.jsonl").read_text().splitlines())
-    found = [Command(line["script"], tuple(line["tags"]), tuple(line["argv"])) for line in lines]
-    return [*found, *(older(command) for command in found if any("." in name for name in command.flags()))]
+    read = [Command(line["script"], tuple(line["tags"]), tuple(line["argv"])) for line in lines]
+    return [*read, *(older(command) for command in read if any("." in name for name in command.flags()))]
 
 
 MODELS = {"pretrain", "actor.model_name_or_path"}
@@ -135,17 +135,17 @@ def local(command: Command, folder: Path) -> list[str]:
         **dict.fromkeys(DATA, folder / "prompts.jsonl"),
         **dict.fromkeys(AGENTS, ROOT / "tests" / "idle_agent.py"),
     }
-    found: list[str] = []
+    arguments: list[str] = []
     for name, values in command.flags().items():
         is_code = name in CODE and values[0].endswith(".py")
         path = folder / "reward.py" if is_code else here.get(name)
-        found += [f"--{name}", *(values if path is None else [str(path)])]
-    return found
+        arguments += [f"--{name}", *(values if path is None else [str(path)])]
+    return arguments
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[io.StringIO]:
-    """What is written to stderr meanwhile; stdout is dropped."""
+    """Yield the text written to stderr in this block, and discard stdout."""
     error = io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(error):
         yield error
@@ -158,9 +158,7 @@ def planned(words: list[str]) -> tuple[int, str]:
     return code, error.getvalue()
 
 
-def test_of_the_commands_about_text_95_percent_are_accepted_whole(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_95_percent_of_the_text_commands_are_accepted_in_full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused, total = {}, 0
     for command in commands():
         if "vlm" in command.tags:
@@ -173,7 +171,7 @@ def test_of_the_commands_about_text_95_percent_are_accepted_whole(
     assert len(refused) <= 0.05 * total, refused
 
 
-def test_what_is_refused_says_why_and_what_to_do(folder: Path) -> None:
+def test_a_rejected_command_names_the_reason_and_the_remedy(folder: Path) -> None:
     images = [command for command in commands() if "vlm" in command.tags]
     assert images
     for command in images:
@@ -203,12 +201,12 @@ SMALLER = [
         ),
     ],
 )
-def test_three_commands_run_two_steps_on_a_laptop(
+def test_three_commands_train_two_steps_on_a_cpu(
     script: str, options: list[str], metrics: set[str], folder: Path, tmp_path: Path
 ) -> None:
     (command,) = [command for command in commands() if command.name == script]
-    own = [f"checkpoint.path={tmp_path}/ckpt", f"checkpoint.export_path={tmp_path}/model"]
-    run = run_here("openrlhf_ppo", tmp_path / "run", *local(command, folder), *SMALLER, *options, *own)
+    run_options = [f"checkpoint.path={tmp_path}/ckpt", f"checkpoint.export_path={tmp_path}/model"]
+    run = run_here("openrlhf_ppo", tmp_path / "run", *local(command, folder), *SMALLER, *options, *run_options)
     assert run.code == 0, run.err
     assert len(run.metrics) == 2
     for entry in run.metrics:

@@ -23,7 +23,7 @@ FLAGS: dict[str, list[Any]] = json.loads((UPSTREAM / "openrlhf_flags.json").read
 """Flag of OpenRLHF 0.8.11 to 0.11.2 -> its first release, its last, the kind of its value, and its default."""
 
 BASE = ["model.path=./x", "data.path=task:sort"]
-"""What has to be given of a run of one's own."""
+"""Options that every run requires."""
 
 KINDS = {bool: "switch", int: "int", float: "float", str: "text", tuple[float, float]: "pair", list[str]: "list"}
 
@@ -64,26 +64,26 @@ def test_every_flag_of_every_release_is_known() -> None:
     assert len(FLAGS) > 290
 
 
-def test_every_flag_takes_as_many_values_as_there() -> None:
+def test_every_flag_takes_as_many_values_as_in_openrlhf() -> None:
     words = {"switch": 0, "pair": 2, "list": 9}
     # One number up to 0.9.0, two from then on.
     either = {"vllm_is_truncated_threshold", "algo.advantage.is_correction_threshold"}
     for name, (_, _, kind, _) in FLAGS.items():
-        found = words.get(KINDS.get(known(name), "text"), 1)
-        assert name in either or found == words.get(kind, 1), name
+        arity = words.get(KINDS.get(known(name), "text"), 1)
+        assert name in either or arity == words.get(kind, 1), name
 
 
-def test_every_name_of_the_table_leads_to_one_thing() -> None:
-    own = train_ppo()
-    parts = [set(own.options), set(own.computed), set(own.no_effect), set(own.refused)]
+def test_every_name_of_the_table_maps_to_exactly_one_target() -> None:
+    program = train_ppo()
+    parts = [set(program.options), set(program.computed), set(program.no_effect), set(program.refused)]
     assert sum(map(len, parts)) == len(set.union(*parts))
-    targets = {target.name for target in own.options.values()}
+    targets = {target.name for target in program.options.values()}
     assert targets - set(fields_of(PPOConfig)) == set()
-    whys = {entry.why for part in (own.no_effect, own.refused) for entry in part.values()}
+    whys = {entry.why for part in (program.no_effect, program.refused) for entry in part.values()}
     assert [why for why in whys if len(why) < 10] == []
 
 
-def test_the_defaults_are_those_of_openrlhf_or_named_as_others() -> None:
+def test_defaults_equal_those_of_openrlhf_or_are_listed_as_different() -> None:
     ours = {option.name: option.default for option in options_of(PPOConfig)}
     renamed = train_ppo().options
     others = {}
@@ -91,21 +91,21 @@ def test_the_defaults_are_those_of_openrlhf_or_named_as_others() -> None:
         if name not in renamed or "." in name:
             continue
         target = renamed[name]
-        wanted = target.values.get(str(default).lower(), default)
-        found = ours[target.name]
-        if (list(found) if isinstance(found, tuple) else found or None) != (wanted or None):
-            others[name] = (found, wanted)
+        upstream_default = target.values.get(str(default).lower(), default)
+        our_default = ours[target.name]
+        if (list(our_default) if isinstance(our_default, tuple) else our_default or None) != (upstream_default or None):
+            others[name] = (our_default, upstream_default)
     assert set(others) - set(OTHER_DEFAULTS) == set(), others
 
 
-def test_flags_of_releases_up_to_0_8_are_read_or_refused_with_a_reason() -> None:
+def test_flags_of_releases_up_to_0_8_are_accepted_or_rejected_with_a_reason() -> None:
     kl = ["--init_kl_coef", "0.1", "--use_kl_loss", "--use_kl_estimator_k3", "--disable_trace_cache"]
     assert read_config([*BASE, *kl, "run_dir=x"]).algorithm.kl_estimator == "k3"
     with pytest.raises(ConfigError, match=says("pretrain_data", "PTX")):
         read_config([*BASE, "--pretrain_data", "some/corpus", "--ptx_coef", "0.05", "run_dir=x"])
 
 
-def test_newer_names_give_the_configuration_of_the_older_ones() -> None:
+def test_newer_names_give_the_same_configuration_as_older_ones() -> None:
     old = """--init_kl_coef 0.05 --reward_clip_range -1 1 --advantage_estimator rloo --colocate_all_models --seed 3
         --n_samples_per_prompt 4 --actor_num_nodes 2 --actor_num_gpus_per_node 4 --eps_clip_low_high 0.1 0.3
         --enable_vllm_is_correction --vllm_is_correction_type icepop --use_kl_loss --no_advantage_std_norm
@@ -116,14 +116,14 @@ def test_newer_names_give_the_configuration_of_the_older_ones() -> None:
         --algo.advantage.is_correction_type icepop --algo.kl.use_loss --algo.advantage.no_std_norm
         --train.enable_ema --ds.lora.target_modules q_proj v_proj --train.dynamic_batch_enable
         --algo.dynamic_filtering_enable --data.max_len 512"""
-    found = [read_config([*shlex.split(command), "run_dir=x"]) for command in (old, new)]
-    assert found[0] == found[1]
-    own = found[0]
-    assert (own.algorithm.correction, own.algorithm.filter_range) == ("icepop", (0.0, 1.0))
-    assert (own.algorithm.clip_low, own.algorithm.clip_high) == (0.1, 0.3)
-    assert (own.algorithm.kl_in_reward, own.algorithm.std_norm) == (False, False)
-    assert (own.placement.actor_ranks, own.placement.actor_nodes, own.placement.colocate) == (8, 2, True)
-    assert (own.train.ema_beta, own.train.lora_target_modules) == (0.992, "q_proj,v_proj")
+    configs = [read_config([*shlex.split(command), "run_dir=x"]) for command in (old, new)]
+    assert configs[0] == configs[1]
+    newer = configs[0]
+    assert (newer.algorithm.correction, newer.algorithm.filter_range) == ("icepop", (0.0, 1.0))
+    assert (newer.algorithm.clip_low, newer.algorithm.clip_high) == (0.1, 0.3)
+    assert (newer.algorithm.kl_in_reward, newer.algorithm.std_norm) == (False, False)
+    assert (newer.placement.actor_ranks, newer.placement.actor_nodes, newer.placement.colocate) == (8, 2, True)
+    assert (newer.train.ema_beta, newer.train.lora_target_modules) == (0.992, "q_proj,v_proj")
 
 
 @pytest.mark.parametrize(
@@ -145,14 +145,14 @@ def test_newer_names_give_the_configuration_of_the_older_ones() -> None:
         ("--max_len 72 --prompt_max_len 48 --agent_func_path env:guess", 48, 1024, 72),
     ],
 )
-def test_lengths_are_what_they_are_in_each_release(options: str, prompt: int, new: int, both: int | None) -> None:
+def test_lengths_have_the_meaning_of_each_release(options: str, prompt: int, new: int, both: int | None) -> None:
     config = read_config([*BASE, *options.split()])
-    found = (config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.agent.max_tokens)
-    assert found == (prompt, new, both)
+    lengths = (config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.agent.max_tokens)
+    assert lengths == (prompt, new, both)
 
 
 @pytest.mark.parametrize(
-    ("options", "found"),
+    ("options", "spec"),
     [
         # The agent's environment rewards, then the URL, then reward models.
         ("--agent_func_path env:guess --remote_rm_url r.py --reward_pretrain x", ("env:guess", None, None)),
@@ -160,11 +160,11 @@ def test_lengths_are_what_they_are_in_each_release(options: str, prompt: int, ne
         ("--reward_pretrain a,b", (None, None, "a,b")),
     ],
 )
-def test_of_several_rewards_the_one_that_openrlhf_takes_is_taken(
-    options: str, found: tuple[str | None, ...], capsys: pytest.CaptureFixture[str]
+def test_the_precedence_of_reward_sources_is_that_of_openrlhf(
+    options: str, spec: tuple[str | None, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = read_config(options.split())
-    assert (config.agent.func_path, config.reward.source, config.reward_model.path) == found
+    assert (config.agent.func_path, config.reward.source, config.reward_model.path) == spec
 
 
 @pytest.mark.parametrize(
@@ -176,24 +176,26 @@ def test_of_several_rewards_the_one_that_openrlhf_takes_is_taken(
         ("--vllm_is_correction_type seq-mask-tis", "seq-mask-tis", (0.5, 5.0)),
     ],
 )
-def test_the_correction_is_that_of_each_release(options: str, apart: str, bounds: tuple[float, float]) -> None:
-    own = read_config(["--enable_vllm_is_correction", *options.split()]).algorithm
-    assert (own.correction, own.correction_range) == (apart, bounds)
+def test_the_correction_flags_have_the_meaning_of_each_release(
+    options: str, apart: str, bounds: tuple[float, float]
+) -> None:
+    algorithm = read_config(["--enable_vllm_is_correction", *options.split()]).algorithm
+    assert (algorithm.correction, algorithm.correction_range) == (apart, bounds)
 
 
 @pytest.mark.parametrize(
-    ("level", "mode", "own"),
+    ("level", "mode", "name"),
     [("token", "clip", "tis"), ("token", "mask", "icepop"), ("seq", "mask", "seq-mask"), ("off", "mask", "none")],
 )
-def test_the_correction_of_the_newest_release_has_a_level_and_a_mode(level: str, mode: str, own: str) -> None:
+def test_the_newest_release_sets_the_correction_by_level_and_mode(level: str, mode: str, name: str) -> None:
     flags = f"--algo.advantage.is_correction_level {level} --algo.advantage.is_correction_mode {mode}"
     config = read_config([*flags.split(), "--algo.advantage.is_correction_threshold", "3"])
-    assert config.algorithm.correction == own
+    assert config.algorithm.correction == name
     assert config.algorithm.correction_range == (0.0, 3.0)
     assert read_config(["--algo.advantage.is_correction_level", "seq"]).algorithm.correction == "seq-mask"
 
 
-def test_a_correction_that_is_not_here_is_refused_with_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unsupported_correction_is_rejected_with_the_supported_ones(capsys: pytest.CaptureFixture[str]) -> None:
     level = "--algo.advantage.is_correction_level"
     assert main(["--dry_run", *BASE, level, "seq", "--algo.advantage.is_correction_mode", "clip"]) == 2
     assert re.search(says("is_correction_level=seq", "clip", "mask"), capsys.readouterr().err)
@@ -201,15 +203,15 @@ def test_a_correction_that_is_not_here_is_refused_with_what_there_is(capsys: pyt
     assert re.search(says("is_correction_gating", "dppo_kl"), capsys.readouterr().err)
 
 
-def test_engines_have_devices_of_their_own_while_responses_are_generated_ahead() -> None:
-    own = read_config(["--colocate_all_models", "--async_train", "--deepspeed_enable_sleep"]).placement
-    assert (own.colocate, own.colocate_models, own.learners_sleep) == (False, True, False)
-    own = read_config(["--colocate_all_models", "--vllm_enable_sleep", "--deepspeed_enable_sleep"]).placement
-    assert (own.colocate, own.engines_sleep, own.learners_sleep) == (True, True, True)
+def test_asynchronous_generation_gives_engines_separate_devices() -> None:
+    placement = read_config(["--colocate_all_models", "--async_train", "--deepspeed_enable_sleep"]).placement
+    assert (placement.colocate, placement.colocate_models, placement.learners_sleep) == (False, True, False)
+    placement = read_config(["--colocate_all_models", "--vllm_enable_sleep", "--deepspeed_enable_sleep"]).placement
+    assert (placement.colocate, placement.engines_sleep, placement.learners_sleep) == (True, True, True)
     assert not read_config(["--vllm_enable_sleep"]).placement.engines_sleep
 
 
-def test_engines_that_generate_ahead_cannot_be_part_of_the_hybrid_engine() -> None:
+def test_asynchronous_generation_excludes_the_hybrid_engine() -> None:
     for names in (
         "--colocate_all_models --async_train --vllm_enable_sleep",
         "--train.colocate_all --train.async_enable --vllm.enable_sleep",
@@ -218,12 +220,12 @@ def test_engines_that_generate_ahead_cannot_be_part_of_the_hybrid_engine() -> No
             read_config([*names.split()])
 
 
-def test_a_command_with_canonical_names_and_openrlhfs_has_both() -> None:
+def test_canonical_and_openrlhf_names_can_be_mixed_in_a_command() -> None:
     config = read_config(["--rollout_batch_size", "32", "samples_per_prompt=4", "--train.batch_size=64"])
     assert (config.prompts_per_step, config.samples_per_prompt, config.train.mini_batch_size) == (32, 4, 64)
 
 
-def test_all_that_is_in_the_way_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_faults_of_a_command_are_reported_together(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = "--fp16 --load_in_4bit --pretrian x --actor.optim muon --max_len many --port 5000"
     assert main(["--dry_run", *shlex.split(wrong)]) == 2
     error = capsys.readouterr().err
@@ -231,7 +233,7 @@ def test_all_that_is_in_the_way_is_said_at_once(capsys: pytest.CaptureFixture[st
     assert re.search(says("port", "remote_rm_url"), error)
 
 
-def test_the_page_from_openrlhf_is_what_the_schema_says() -> None:
+def test_the_page_from_openrlhf_matches_the_schema() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "migration_page.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
@@ -280,13 +282,13 @@ def test_the_page_names_every_flag() -> None:
         (["reward.workers=0"], ["workers", 0]),
     ],
 )
-def test_options_that_contradict_each_other_are_an_error(options: list[str], facts: list[object]) -> None:
+def test_contradictory_options_are_an_error(options: list[str], facts: list[object]) -> None:
     with pytest.raises(ConfigError, match=says(*facts)) as caught:
         read_config([*BASE, *options])
     assert "\n" not in str(caught.value)
 
 
-def test_several_reward_models_need_a_weight_each() -> None:
+def test_several_reward_models_need_one_weight_each() -> None:
     models = [*BASE, "--reward_pretrain", "a,b"]
     assert read_config([*models, "reward_model.weights=[0.5,2]"]).reward_model.weights == [0.5, 2.0]
     with pytest.raises(ConfigError, match=says("reward_model.weights", 1, "2 reward models")):
@@ -303,7 +305,7 @@ def test_several_reward_models_need_a_weight_each() -> None:
         (0, [], {"ACTOR": 1, "CRITIC": 1, "ROLLOUT": 1}),
     ],
 )
-def test_devices_that_nobody_counted_are_shared_out_evenly(
+def test_devices_without_a_setting_are_divided_evenly(
     gpus: int, options: list[str], devices: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from recipes.openrlhf_ppo.layout import resolved
@@ -325,7 +327,7 @@ def test_devices_that_nobody_counted_are_shared_out_evenly(
         ("--vllm_tensor_parallel_size 2", {"ACTOR": 2, "CRITIC": 2, "ROLLOUT": 1}),
     ],
 )
-def test_engines_are_counted_by_their_devices(options: str, workers: dict[str, int]) -> None:
+def test_the_number_of_engines_follows_from_their_devices(options: str, workers: dict[str, int]) -> None:
     from recipes.openrlhf_ppo.layout import resolved
     from recipes.openrlhf_ppo.main import build_job
 
@@ -334,7 +336,7 @@ def test_engines_are_counted_by_their_devices(options: str, workers: dict[str, i
     assert {role: processes[role] for role in workers} == workers
 
 
-def test_more_workers_than_a_machine_without_gpus_has_cores_are_refused(
+def test_more_workers_than_cpu_cores_are_rejected_without_gpus(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -343,7 +345,7 @@ def test_more_workers_than_a_machine_without_gpus_has_cores_are_refused(
     assert re.search(says("vllm_num_engines=5000", "CPU cores"), capsys.readouterr().err)
 
 
-def test_flash_attention_on_a_machine_without_gpu_is_sdpa_and_said(
+def test_flash_attention_without_a_gpu_becomes_sdpa_with_a_note(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -392,12 +394,14 @@ def test_flash_attention_on_a_machine_without_gpu_is_sdpa_and_said(
         (["--actor.muon.lr", "0.1"], ["actor.muon.lr", "adam"]),
     ],
 )
-def test_what_has_no_effect_is_a_note(options: list[str], facts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_without_effect_is_reported_as_a_note(
+    options: list[str], facts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--print_config", *options]) == 0
     assert any(re.search(says(*facts), line) for line in capsys.readouterr().err.splitlines())
 
 
-def test_a_refused_option_in_a_file_is_refused_with_its_file(
+def test_an_unsupported_option_in_a_file_is_rejected_with_the_path_of_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine.yaml").write_text("load_in_4bit: true\n")
@@ -405,6 +409,6 @@ def test_a_refused_option_in_a_file_is_refused_with_its_file(
     assert re.search(says(f"{tmp_path}/mine.yaml", "load_in_4bit"), capsys.readouterr().err)
 
 
-def test_no_engines_of_vllm_is_generation_by_transformers() -> None:
-    own = read_config(["--vllm_num_engines", "0", "--vllm_tensor_parallel_size", "2"])
-    assert (own.rollout.engine, own.rollout.tensor_parallel, own.placement.rollout_engines) == ("hf", 1, None)
+def test_zero_vllm_engines_selects_transformers_for_generation() -> None:
+    config = read_config(["--vllm_num_engines", "0", "--vllm_tensor_parallel_size", "2"])
+    assert (config.rollout.engine, config.rollout.tensor_parallel, config.placement.rollout_engines) == ("hf", 1, None)

@@ -92,7 +92,7 @@ def test_two_ppo_steps_on_gsm8k_through_a_chat_template(bytes_policy: Path, tmp_
     assert exported.chat_template == template
 
 
-def test_a_mixture_keeps_its_sources_apart_in_the_evaluation(policy: Path, tmp_path: Path) -> None:
+def test_evaluation_reports_each_source_of_a_mixture_separately(policy: Path, tmp_path: Path) -> None:
     from plugins.demo.tasks import get_task
 
     held = get_task("sort").rows("heldout", 12, 0)
@@ -134,18 +134,18 @@ def test_reward_models_are_weighted_normalised_and_start_the_critic(bytes_policy
     run = run_here("openrlhf_ppo", tmp_path / "run", f"pretrain={bytes_policy}", *QUICK, *options)
     assert run.code == 0, run.err
     responses = rollouts(run)
-    wanted: list[list[float]] = []
+    expected: list[list[float]] = []
     for i, path in enumerate(paths, 1):
         model: Any = AutoModelForSequenceClassification.from_pretrained(path)
         with torch.inference_mode():
             logits = [
                 model.score(model.model(torch.tensor([row])).last_hidden_state)[0, -1, 0] for row in responses["tokens"]
             ]
-        wanted.append([(float(x) - 0.25 * i) / (0.5 * i) for x in logits])
-    total = [a + 0.5 * b for a, b in zip(*wanted, strict=True)]
+        expected.append([(float(x) - 0.25 * i) / (0.5 * i) for x in logits])
+    total = [a + 0.5 * b for a, b in zip(*expected, strict=True)]
     assert max(total) - min(total) > 0.1
     assert responses["reward"] == pytest.approx(total, abs=1e-4)
-    assert run.metrics[0]["reward/model_2"] == pytest.approx(sum(wanted[1]) / 16, abs=1e-4)
+    assert run.metrics[0]["reward/model_2"] == pytest.approx(sum(expected[1]) / 16, abs=1e-4)
     # The critic starts as the first reward model: the value before the last token is its score of the row up to there.
     model = AutoModelForSequenceClassification.from_pretrained(paths[0])
     row, value = responses["tokens"][0], responses["value"][0]
@@ -196,7 +196,7 @@ def servers() -> Iterator[list[RewardServer]]:
         server.server.server_close()
 
 
-def test_reward_servers_share_the_answers_in_batches_and_a_refusal_loses_none(
+def test_responses_are_divided_among_reward_servers_and_a_refusal_loses_none(
     servers: list[RewardServer], bytes_policy: Path, tmp_path: Path
 ) -> None:
     urls = ",".join(server.url for server in servers)
@@ -218,9 +218,7 @@ def test_reward_servers_share_the_answers_in_batches_and_a_refusal_loses_none(
         assert all(query.startswith(prompt) for query, prompt in zip(request["query"], request["prompts"], strict=True))
 
 
-def test_a_server_that_is_not_there_is_refused_with_its_url_before_the_start(
-    bytes_policy: Path, tmp_path: Path
-) -> None:
+def test_an_unreachable_server_is_rejected_with_its_url_before_the_start(bytes_policy: Path, tmp_path: Path) -> None:
     options = [f"prompt_data={questions(tmp_path / 'q.jsonl')}", "advantage_estimator=reinforce"]
     options += ["--remote_rm_url", "http://127.0.0.1:9/get_reward"]
     run = run_here("openrlhf_ppo", tmp_path / "run", f"pretrain={bytes_policy}", *QUICK, *options)
@@ -238,7 +236,7 @@ def reward_func(queries, prompts, labels, **kwargs):
 """
 
 
-def test_reward_code_that_fails_for_too_many_answers_ends_the_run(bytes_policy: Path, tmp_path: Path) -> None:
+def test_reward_code_that_fails_for_too_many_responses_ends_the_run(bytes_policy: Path, tmp_path: Path) -> None:
     # Two responses to each of eight prompts: two bad labels are 4 of 16, above a tenth and above two.
     (tmp_path / "reward.py").write_text(REWARD_FILE.format(bad="(3, 4)"))
     options = [f"prompt_data={questions(tmp_path / 'q.jsonl')}", "label_key=label", "advantage_estimator=rloo"]
@@ -249,7 +247,7 @@ def test_reward_code_that_fails_for_too_many_answers_ends_the_run(bytes_policy: 
     assert re.search(says("cannot judge this", "3 of 16"), line)  # it is enough to stop
 
 
-def test_a_response_without_a_reward_is_named_counted_and_left_out(bytes_policy: Path, tmp_path: Path) -> None:
+def test_a_response_without_a_reward_is_reported_counted_and_excluded(bytes_policy: Path, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(REWARD_FILE.format(bad="(9,)"))
     rows = questions(tmp_path / "q.jsonl", 16)
     options = ["rollout_batch_size=16", "n_samples_per_prompt=1", "label_key=label", f"prompt_data={rows}"]
@@ -269,7 +267,7 @@ def test_a_response_without_a_reward_is_named_counted_and_left_out(bytes_policy:
 # --- what cannot be
 
 
-def test_a_loss_that_is_no_number_stops_the_run_and_keeps_its_batch(bytes_policy: Path, tmp_path: Path) -> None:
+def test_a_nan_loss_stops_the_run_and_saves_its_batch(bytes_policy: Path, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(REWARD_FILE.format(bad="()"))
     options = [f"prompt_data={questions(tmp_path / 'q.jsonl', 16)}", "label_key=label", "critic_learning_rate=1e38"]
     options += [f"remote_rm_url={tmp_path}/reward.py", "actor_learning_rate=0"]
@@ -283,7 +281,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_its_batch(bytes_policy
 
 @pytest.fixture
 def file_of_prompts(tmp_path: Path) -> list[str]:
-    """What a run needs besides a model."""
+    """Return the options that a run needs besides a model."""
     (tmp_path / "reward.py").write_text(REWARD_FILE.format(bad="()"))
     return [f"prompt_data={questions(tmp_path / 'q.jsonl')}", f"remote_rm_url={tmp_path}/reward.py", *QUICK]
 
@@ -298,7 +296,7 @@ def refused(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[st
     return error
 
 
-def test_a_tokenizer_without_an_end_token_is_refused_and_one_without_padding_pads_with_it(
+def test_a_tokenizer_needs_an_end_token_which_also_replaces_a_missing_padding_token(
     file_of_prompts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     endless = write_policy(tmp_path / "endless", byte_tokenizer(eos_token=None))
@@ -324,7 +322,7 @@ def test_a_tokenizer_without_an_end_token_is_refused_and_one_without_padding_pad
         ("prompt_split=test", ["test"]),
     ],
 )
-def test_data_and_rewards_that_are_not_there_are_refused(
+def test_missing_data_and_reward_files_are_rejected(
     option: str,
     facts: list[object],
     file_of_prompts: list[str],
@@ -336,7 +334,7 @@ def test_data_and_rewards_that_are_not_there_are_refused(
     assert re.search(says(*facts), error)
 
 
-def test_an_empty_file_of_prompts_is_refused(
+def test_an_empty_prompt_file_is_rejected(
     bytes_policy: Path, file_of_prompts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty.jsonl").write_text("")
@@ -345,7 +343,7 @@ def test_an_empty_file_of_prompts_is_refused(
 
 
 @pytest.mark.parametrize("name", ["nobody/has-this-model", "no/such/folder", "nowhere"])
-def test_a_model_that_nobody_has_is_refused(
+def test_an_unknown_model_is_rejected(
     name: str, file_of_prompts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = refused([f"pretrain={name}", *file_of_prompts], tmp_path, capsys)
@@ -355,7 +353,7 @@ def test_a_model_that_nobody_has_is_refused(
 @pytest.mark.parametrize(
     ("labels", "tokens", "facts"), [(2, {}, ["rm", 2, "labels"]), (1, {"extra": "<more>"}, ["rm", "vocabulary"])]
 )
-def test_a_reward_model_that_does_not_fit_is_refused(
+def test_an_incompatible_reward_model_is_rejected(
     labels: int,
     tokens: dict[str, str],
     facts: list[object],

@@ -82,7 +82,7 @@ def test_filtered_prompts_are_replaced_until_the_data_ends(filtered: LocalRun) -
         scores = defaultdict(list)
         for prompt, score in zip(rows["prompt_id"], rows["score"], strict=True):
             scores[prompt].append(score)
-        assert all(len(found) == 4 and 0 < sum(found) / 4 < 1 for found in scores.values())
+        assert all(len(group) == 4 and 0 < sum(group) / 4 < 1 for group in scores.values())
         trained += scores
         seen = entry["rollout/filter_prompts_seen"]
         assert len(scores) == pytest.approx(entry["rollout/filter_pass_rate"] * seen)
@@ -96,7 +96,7 @@ def test_filtered_prompts_are_replaced_until_the_data_ends(filtered: LocalRun) -
     assert run.summary["score"]["end"] == run.metrics[-1]["eval/score"]
 
 
-def test_when_no_prompt_passes_the_run_fails_and_says_what_to_set(policy: Path, tmp_path: Path) -> None:
+def test_a_run_in_which_no_prompt_passes_the_filter_fails_with_the_option_to_set(policy: Path, tmp_path: Path) -> None:
     (tmp_path / "coin.py").write_text(COIN)
     options = SMALL | {"dynamic_filtering": True, "dynamic_filtering_reward_range": "[1.5,2]"}
     options |= {"pretrain": policy, "remote_rm_url": tmp_path / "coin.py"}
@@ -106,7 +106,7 @@ def test_when_no_prompt_passes_the_run_fails_and_says_what_to_set(policy: Path, 
     assert run.summary["status"] == "failed"
 
 
-def test_a_filtered_run_goes_on_with_the_prompts_that_are_left(
+def test_a_resumed_filtered_run_continues_with_the_remaining_prompts(
     filtered: LocalRun, start: Start, tmp_path: Path
 ) -> None:
     options = {"eval_dataset": "task:sort", "evaluation.max_samples": 32}
@@ -126,7 +126,7 @@ def test_a_filtered_run_goes_on_with_the_prompts_that_are_left(
     assert max(ids) >= 32
 
 
-def test_an_average_of_the_weights_is_saved_and_changes_nothing_else(
+def test_averaging_saves_the_averaged_weights_and_changes_nothing_else(
     plain: LocalRun, start: Start, policy: Path
 ) -> None:
     run = start(enable_ema=True, ema_beta=0.5)
@@ -138,7 +138,7 @@ def test_an_average_of_the_weights_is_saved_and_changes_nothing_else(
     assert 0 < behind < moved
 
 
-def test_an_adapted_kl_weight_and_an_average_go_on_where_they_were(start: Start, tmp_path: Path) -> None:
+def test_a_resumed_run_restores_the_adaptive_kl_coefficient_and_the_average(start: Start, tmp_path: Path) -> None:
     options = {"init_kl_coef": 0.5, "kl_target": 1e-9, "kl_horizon": 128, "use_kl_loss": True, "kl_estimator": "k3+"}
     options |= {"enable_ema": True, "policy_loss_type": "clip_cov", "enable_vllm_is_correction": True}
     whole = start(**options, num_episodes=2)

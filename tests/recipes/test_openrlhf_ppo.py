@@ -42,7 +42,7 @@ def one_rank(ray_address: str, policy: Path, tmp_path_factory: pytest.TempPathFa
     return Run("openrlhf_ppo", ray_address, run_dir, f"pretrain={policy}", *SMALL).wait()
 
 
-def test_a_run_ends_well_and_its_summary_is_true(one_rank: Run) -> None:
+def test_a_run_finishes_and_its_summary_matches_its_metrics(one_rank: Run) -> None:
     assert one_rank.code == 0, one_rank.err
     summary = one_rank.summary
     assert (summary["status"], summary["steps"], summary["seed"], summary["error"]) == ("finished", 2, 42, None)
@@ -53,7 +53,7 @@ def test_a_run_ends_well_and_its_summary_is_true(one_rank: Run) -> None:
     assert re.search(says("score", 32, round(summary["score"]["end"], 2)), one_rank.out)
 
 
-def test_the_run_folder_holds_what_a_run_leaves(one_rank: Run) -> None:
+def test_the_run_folder_contains_all_files_of_a_run(one_rank: Run) -> None:
     import pyarrow.parquet
 
     folder = one_rank.run_dir
@@ -64,9 +64,7 @@ def test_the_run_folder_holds_what_a_run_leaves(one_rank: Run) -> None:
     assert {"tokens", "action_mask", "logprob", "rollout_logprob", "advantage", "reward"} <= set(table.column_names)
 
 
-def test_local_mode_gives_the_metrics_and_the_policy_of_the_processes_bit_for_bit(
-    one_rank: Run, policy: Path, tmp_path: Path
-) -> None:
+def test_the_local_backend_equals_the_ray_backend_bit_for_bit(one_rank: Run, policy: Path, tmp_path: Path) -> None:
     run = run_here("openrlhf_ppo", tmp_path / "run", f"pretrain={policy}", *SMALL)
     assert run.code == 0, run.err
     assert run.learnt() == one_rank.learnt()
@@ -77,7 +75,7 @@ def test_local_mode_gives_the_metrics_and_the_policy_of_the_processes_bit_for_bi
     assert run.starts() == {}
 
 
-def test_a_run_folder_is_never_written_over(one_rank: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_folder_is_never_overwritten(one_rank: Run, capsys: pytest.CaptureFixture[str]) -> None:
     from recipes.openrlhf_ppo.main import main
 
     before = (one_rank.run_dir / "metrics.jsonl").read_bytes()
@@ -115,7 +113,7 @@ def test_the_exported_policy_loads_and_repeats_the_greedy_score(one_rank: Run) -
 
 
 @pytest.mark.nightly
-def test_two_ranks_two_engines_and_other_micro_batches_give_the_losses_of_one(
+def test_losses_do_not_depend_on_ranks_engines_or_micro_batches(
     one_rank: Run, ray_address: str, policy: Path, tmp_path: Path
 ) -> None:
     ranks = ["actor_num_gpus_per_node=2", "critic_num_gpus_per_node=2", "vllm_num_engines=2"]
@@ -170,7 +168,7 @@ def test_a_reference_a_reward_file_and_a_jsonl_of_prompts_work_together(policy: 
         (["temperature=0"], ["temperature=0.0"]),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2_before_anything_starts(
+def test_bad_input_is_reported_in_one_line_with_exit_code_2_before_the_start(
     options: list[str], facts: list[object], capsys: pytest.CaptureFixture[str]
 ) -> None:
     from recipes.openrlhf_ppo.main import main
@@ -211,7 +209,7 @@ def test_the_plan_for_a_machine_with_gpus_gives_each_role_its_share(
     assert (len(set(shared)) == 1) == (devices["ACTOR"] < 1)
 
 
-def test_too_few_gpus_are_refused_with_what_to_do(
+def test_too_few_gpus_are_rejected_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from recipes.openrlhf_ppo.main import main
@@ -223,7 +221,7 @@ def test_too_few_gpus_are_refused_with_what_to_do(
     assert re.search(says(3, 1, "devices"), error)
 
 
-def test_every_option_has_its_meaning_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_option_has_a_description_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     from recipes.openrlhf_ppo.main import main
 
     assert main(["--help", "all"]) == 0
@@ -233,7 +231,7 @@ def test_every_option_has_its_meaning_in_the_help(capsys: pytest.CaptureFixture[
     assert [lines[i] for i in options if i + 1 == len(lines) or not lines[i + 1].startswith("    ")] == []
 
 
-def test_the_whole_configuration_is_printed_without_keys_and_nothing_starts(
+def test_print_config_prints_the_configuration_without_secrets_and_starts_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from recipes.openrlhf_ppo.main import main

@@ -29,7 +29,7 @@ def digest(folder: Path) -> dict[str, str]:
 
 
 def refused(recipe: str, run_dir: Path, options: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What a command on the folder prints that is refused before it starts, and leaves every file as it was."""
+    """Return the message of a command on the folder that is rejected before the start and changes no file."""
     before = digest(run_dir)
     capsys.readouterr()
     code = import_module(f"recipes.{recipe}.main").main([f"run_dir={run_dir}", *options, "backend=local"])
@@ -42,7 +42,7 @@ def refused(recipe: str, run_dir: Path, options: list[str], capsys: pytest.Captu
 @pytest.mark.parametrize(
     "recipe", [pytest.param(name, marks=[] if name in ("grpo", "sft") else pytest.mark.full) for name in RECIPES]
 )
-def test_another_seed_data_or_recipe_is_refused_and_changes_no_file(
+def test_resuming_with_another_seed_dataset_or_recipe_is_rejected_and_changes_no_file(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small, run_dir = SMALL[recipe], tmp_path / "run"
@@ -60,7 +60,9 @@ def test_another_seed_data_or_recipe_is_refused_and_changes_no_file(
     assert run_here(recipe, run_dir, *small).code == 0
 
 
-def test_other_weights_and_adapters_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resuming_with_other_weights_or_adapters_is_rejected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from plugins.demo.tasks import get_task
     from plugins.demo.tiny_model import task_tokenizer, tiny_model
 
@@ -78,7 +80,7 @@ def test_other_weights_and_adapters_are_refused(tmp_path: Path, capsys: pytest.C
     assert re.search(says("model.path", "intermediate 64", "384 there"), other_model)
 
 
-def test_a_finished_run_without_its_checkpoints_is_not_begun_anew(
+def test_a_finished_run_without_checkpoints_is_not_restarted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small, run_dir = SMALL["sft"], tmp_path / "run"

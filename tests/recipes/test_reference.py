@@ -37,15 +37,15 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def runs(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunFolder]:
-    folder, found = tmp_path_factory.mktemp("reference"), {}
+    folder, folders = tmp_path_factory.mktemp("reference"), {}
     (folder / "reward.py").write_text(REWARD)
     common = [f"model.path={policy}", f"reward.source={folder}/reward.py", *COMMON.split()]
     for name, options in CASES.items():
         recipe = name.rpartition("_")[0]
         run = run_here(recipe, folder / name, *common, *options.split())
         assert run.code == 0, run.err
-        found[name] = run
-    return found
+        folders[name] = run
+    return folders
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -24,7 +24,7 @@ REWARD = "def reward_func(queries, **_):\n    return [sum(map(ord, query)) % 7 /
 
 
 @pytest.fixture
-def given(tmp_path: Path) -> list[str]:
+def options(tmp_path: Path) -> list[str]:
     """Options of a run whose responses are worth different things."""
     (tmp_path / "reward.py").write_text(REWARD)
     return [
@@ -38,8 +38,8 @@ def weights(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def test_the_reference_moves_part_of_the_way_after_every_second_step(given: list[str], tmp_path: Path) -> None:
-    runs = run_locally("grpo", tmp_path, {"run": [*given, "algorithm.reference_mixup=0.25"]})
+def test_the_reference_is_mixed_with_the_policy_after_every_second_step(options: list[str], tmp_path: Path) -> None:
+    runs = run_locally("grpo", tmp_path, {"run": [*options, "algorithm.reference_mixup=0.25"]})
     steps = runs["run"].run_dir / "checkpoints"
     first, second = weights(tmp_path / "model"), weights(steps / "step_2" / "state" / "reference")
     policy = weights(steps / "step_2" / "hf")
@@ -56,24 +56,24 @@ def test_the_reference_moves_part_of_the_way_after_every_second_step(given: list
         torch.testing.assert_close(tensor, 0.75 * second[name] + 0.25 * policy[name], rtol=0, atol=1e-6)
 
 
-def test_a_run_that_was_resumed_has_the_reference_of_its_checkpoint(given: list[str], tmp_path: Path) -> None:
-    early = [*given, "max_steps=3"]
+def test_a_resumed_run_loads_the_reference_of_its_checkpoint(options: list[str], tmp_path: Path) -> None:
+    early = [*options, "max_steps=3"]
     run_locally("grpo", tmp_path, {"run": early})
-    runs = run_locally("grpo", tmp_path, {"run": given, "undisturbed": given})
+    runs = run_locally("grpo", tmp_path, {"run": options, "undisturbed": options})
     assert runs["run"].summary["resumed_from"] == 3
     assert runs["run"].learnt() == runs["undisturbed"].learnt()
-    found, expected = runs["run"].weights(), runs["undisturbed"].weights()
-    assert [name for name, tensor in found.items() if not torch.equal(tensor, expected[name])] == []
+    actual, expected = runs["run"].weights(), runs["undisturbed"].weights()
+    assert [name for name, tensor in actual.items() if not torch.equal(tensor, expected[name])] == []
 
 
-def test_weights_mix_by_their_share(tmp_path: Path) -> None:
+def test_weights_are_mixed_in_the_given_proportion(tmp_path: Path) -> None:
     one, other = write_untrained(tmp_path / "one"), write_untrained(tmp_path / "other", seed=1)
     engine = FrozenEngine(load_policy(one), FrozenConfig())
     engine.mix(other, 1.0)
     engine.save_hf(tmp_path / "mixed", writes=True)
-    found, expected = weights(tmp_path / "mixed"), weights(other)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    actual, expected = weights(tmp_path / "mixed"), weights(other)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in actual.items())
 
 
 @pytest.mark.parametrize(
@@ -84,6 +84,6 @@ def test_weights_mix_by_their_share(tmp_path: Path) -> None:
         ("train.lora_rank=4", "without its adapters"),
     ],
 )
-def test_what_cannot_be_is_refused(option: str, message: str) -> None:
+def test_invalid_reference_sync_options_are_rejected(option: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_config([*OPTIONS.split(), "model.path=none", option])

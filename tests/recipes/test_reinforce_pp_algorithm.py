@@ -54,18 +54,18 @@ def learnt(**algorithm: Any) -> list[float]:
         ("leave_one_out", [-2.0, 2.0, 2.0, -2.0]),
     ],
 )
-def test_what_is_subtracted_from_a_reward(baseline: Any, shaped: list[float]) -> None:
+def test_each_baseline_subtracts_its_value_from_the_reward(baseline: Any, shaped: list[float]) -> None:
     a, b, c, d = shaped
     assert shaped_rewards(responses(), config(baseline=baseline)).tolist() == shaped
     assert learnt(baseline=baseline) == pytest.approx([a, b, b, c, c, d, d, d])
 
 
-def test_rewards_are_cut_to_their_range_after_the_comparison() -> None:
-    found = shaped_rewards(responses(), config(baseline="leave_one_out", reward_range=(-1.5, 0.5)))
-    assert found.tolist() == [-1.5, 0.5, 0.5, -1.5]
+def test_rewards_are_clipped_to_their_range_after_the_baseline() -> None:
+    shaped = shaped_rewards(responses(), config(baseline="leave_one_out", reward_range=(-1.5, 0.5)))
+    assert shaped.tolist() == [-1.5, 0.5, 0.5, -1.5]
 
 
-def test_a_discount_makes_early_tokens_worth_less() -> None:
+def test_a_discount_reduces_the_advantage_of_early_tokens() -> None:
     assert learnt(gamma=0.5) == pytest.approx([1, 2, 4, 1.5, 3, 0.5, 1, 2])
 
 
@@ -74,20 +74,20 @@ def test_a_discount_makes_early_tokens_worth_less() -> None:
     # d is ln 2 at the two tokens of the second response.
     [("k1", HALF), ("abs", HALF), ("k2", HALF**2 / 2), ("k3", 0.5 - 1 + HALF)],
 )
-def test_the_kl_is_taken_off_each_token_on_the_way_and_the_reward_comes_at_the_end(estimator: Any, each: float) -> None:
+def test_the_kl_is_subtracted_per_token_and_the_reward_is_added_to_the_last_token(estimator: Any, each: float) -> None:
     # Without a discount the last token still pays its own, the first one both.
     pays = 0.1 * each
-    found = learnt(kl_coef=0.1, kl_estimator=estimator)
-    assert found == pytest.approx([1, 4 - 2 * pays, 4 - pays, 3, 3, 2, 2, 2], abs=1e-6)
+    learned = learnt(kl_coef=0.1, kl_estimator=estimator)
+    assert learned == pytest.approx([1, 4 - 2 * pays, 4 - pays, 3, 3, 2, 2, 2], abs=1e-6)
 
 
-def test_whitening_is_over_all_tokens_of_the_step_so_long_answers_weigh_more() -> None:
+def test_whitening_uses_all_tokens_of_the_step_and_so_weights_long_responses_more() -> None:
     # 1, twice 4, twice 3, thrice 2: mean 21 / 8, mean square 63 / 8, so the variance is 63 / 64.
     spread = math.sqrt(63 / 64)
     expected = [(x - 21 / 8) / spread for x in (1, 4, 4, 3, 3, 2, 2, 2)]
     assert learnt(whiten=True) == pytest.approx(expected, abs=1e-4)
 
 
-def test_reinforce_pp_baseline_compares_first_and_whitens_then() -> None:
+def test_reinforce_pp_baseline_subtracts_the_baseline_before_whitening() -> None:
     # -1, 1 1, 1 1, -1 -1 -1: mean 0 and variance 1 as they are.
     assert learnt(whiten=True, baseline="group_mean") == pytest.approx([-1, 1, 1, 1, 1, -1, -1, -1], abs=1e-4)

@@ -98,7 +98,7 @@ def test_killed_replaced_stopped_and_started_again_a_run_ends_as_if_nothing_had_
 
 
 def happened(folder: Path) -> list[str]:
-    """What became of the job, from its log of events."""
+    """Return the events of the job from its event log."""
     text = (folder / "events.jsonl").read_text()
     events = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     return [event["kind"] for event in events if event["event"] == "job"]
@@ -122,9 +122,7 @@ def test_without_restarts_a_killed_process_ends_the_run_which_says_why_and_leave
     assert run.left_behind() == []
 
 
-def test_what_cannot_be_resumed_is_refused_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_invalid_resume_is_rejected_before_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from recipes.sft.main import main
 
     assert run_here("sft", tmp_path / "run", *SFT, "data.max_samples=96").code == 0

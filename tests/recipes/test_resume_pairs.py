@@ -48,10 +48,10 @@ def exact(run: RunFolder) -> dict[str, Any]:
 def test_a_run_that_was_killed_ends_with_the_metrics_and_weights_of_one_that_was_not(
     recipe: str, tmp_path: Path
 ) -> None:
-    given = [f"model.path={write_untrained(tmp_path / 'model')}", *OPTIONS]
-    given += [] if recipe == "sft" else ["evaluation.every=7"]
+    arguments = [f"model.path={write_untrained(tmp_path / 'model')}", *OPTIONS]
+    arguments += [] if recipe == "sft" else ["evaluation.every=7"]
     killed = subprocess.run(
-        [sys.executable, "-c", KILLED, recipe, f"run_dir={tmp_path}/run", *given, "backend=local"],
+        [sys.executable, "-c", KILLED, recipe, f"run_dir={tmp_path}/run", *arguments, "backend=local"],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -61,12 +61,12 @@ def test_a_run_that_was_killed_ends_with_the_metrics_and_weights_of_one_that_was
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
     assert RunFolder(tmp_path / "run").metrics[-1]["step"] == LAST
 
-    runs = run_locally(recipe, tmp_path, {"run": given, "undisturbed": given})
+    runs = run_locally(recipe, tmp_path, {"run": arguments, "undisturbed": arguments})
     assert runs["run"].summary["resumed_from"] == 2 * SAVE_STEPS
-    found, expected = exact(runs["run"]), exact(runs["undisturbed"])
-    assert found["metrics"] == expected["metrics"]
-    assert [line["step"] for line in found["metrics"]] == list(range(STEPS + 1))
-    assert found["weights"].keys() == expected["weights"].keys()
-    assert [name for name in found["weights"] if found["weights"][name] != expected["weights"][name]] == []
-    assert (found["score"], found["note"]) == (expected["score"], expected["note"])
-    assert ("mean" in found["note"]) == (recipe == "reward_model")
+    actual, expected = exact(runs["run"]), exact(runs["undisturbed"])
+    assert actual["metrics"] == expected["metrics"]
+    assert [line["step"] for line in actual["metrics"]] == list(range(STEPS + 1))
+    assert actual["weights"].keys() == expected["weights"].keys()
+    assert [name for name in actual["weights"] if actual["weights"][name] != expected["weights"][name]] == []
+    assert (actual["score"], actual["note"]) == (expected["score"], expected["note"])
+    assert ("mean" in actual["note"]) == (recipe == "reward_model")

@@ -111,7 +111,7 @@ def test_the_reward_of_heldout_prompts_reads_the_columns(source: str, folder: Pa
     assert [line["eval/score"] for line in done.metrics] == pytest.approx([4.5] * 2)
 
 
-def test_a_number_that_both_rewards_log_is_kept_of_each(folder: Path, tmp_path: Path) -> None:
+def test_a_metric_logged_by_both_rewards_is_kept_for_each(folder: Path, tmp_path: Path) -> None:
     body = "def f(completions, log_metric):\n    log_metric('x', {})\n    return [1.0] * len(completions)\n"
     sources = []
     for name, value in (("reward.source", 1.0), ("reward.heldout_source", 2.0)):
@@ -138,7 +138,7 @@ def test_the_function_of_a_single_turn_agent_reads_the_columns(
     assert_rewarded(done)
 
 
-def test_a_run_that_was_resumed_reads_the_columns(folder: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_reads_the_columns(folder: Path, tmp_path: Path) -> None:
     options = [f"reward.source={folder}/columns_reward.py:accuracy", "checkpoint.every=1"]
     run("openrlhf_ppo", folder, tmp_path / "run", *OPENRLHF, *options, "max_steps=1")
     assert_rewarded(run("openrlhf_ppo", folder, tmp_path / "run", *OPENRLHF, *options, "resume=auto"))

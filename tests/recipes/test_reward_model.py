@@ -48,7 +48,7 @@ ADAPTERS = ["train.lora_rank=4", "train.lora_alpha=8", "train.learning_rate=1e-2
 
 
 class Runs(NamedTuple):
-    """What was run, and on what."""
+    """The finished runs and their inputs."""
 
     folders: dict[str, RunFolder]
     rows: list[dict[str, Any]]
@@ -98,7 +98,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     options = {
         "plain": [*plain, "checkpoint.every=3"],
         "resumed": [*plain, f"resume={folder}/plain/checkpoints/step_3"],
-        **{name: [*plain, *given.split()] for name, given in SAME.items()},
+        **{name: [*plain, *extra.split()] for name, extra in SAME.items()},
         "adapters": [*plain, *ADAPTERS, "checkpoint.every=3"],
         "adapters resumed": [*plain, *ADAPTERS, f"resume={folder}/adapters/checkpoints/step_3"],
         "finished twice": plain,
@@ -147,14 +147,14 @@ def logged(run: RunFolder) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_how_it_is_computed_changes_nothing(runs: Runs, name: str) -> None:
+def test_precision_packing_and_micro_batches_do_not_change_the_result(runs: Runs, name: str) -> None:
     expected = logged(runs.folders["plain"])
     assert expected.shape == (1 + 2 * 4, 6)  # before training, and two epochs of 52 pairs in 16s
     torch.testing.assert_close(logged(runs.folders[name]), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.full
-def test_two_ranks_train_as_one_does(runs: Runs, ray_address: str, tmp_path: Path) -> None:
+def test_training_on_two_ranks_matches_one_rank(runs: Runs, ray_address: str, tmp_path: Path) -> None:
     options = [f"model.path={runs.policy}", f"data.path={runs.text}", "data.prompt_key=prompt", *SHORT]
     run = Run(
         "reward_model", ray_address, tmp_path / "run", *options, "train.zero_stage=3", "placement.ranks_per_node=2"
@@ -178,7 +178,7 @@ def test_an_evaluation_file_leaves_the_whole_data_set_to_training(runs: Runs) ->
 
 
 @pytest.mark.parametrize("name", ["plain", "padded with the end", "new"])
-def test_transformers_gives_the_scores_of_the_recipe_wherever_the_padding_is(runs: Runs, name: str) -> None:
+def test_transformers_computes_the_same_scores_with_left_and_right_padding(runs: Runs, name: str) -> None:
     folder = runs.exported(name)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.pad_token != tokenizer.eos_token
@@ -217,7 +217,7 @@ def test_a_resumed_run_ends_with_the_same_weights(runs: Runs) -> None:
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-def test_adapters_and_the_head_learn_and_what_is_saved_has_them_merged(runs: Runs) -> None:
+def test_adapters_and_the_head_are_trained_and_merged_into_the_saved_model(runs: Runs) -> None:
     losses = [line["eval/loss"] for line in runs.folders["adapters"].lines if "eval/loss" in line]
     assert losses[-1] < losses[0] - 0.1
     start, end = (load_file(folder / "model.safetensors") for folder in (runs.policy, runs.exported("adapters")))
@@ -240,14 +240,14 @@ def test_a_resumed_run_of_adapters_ends_with_the_same_weights(runs: Runs) -> Non
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-def test_a_finished_run_started_again_says_what_it_said(runs: Runs) -> None:
+def test_restarting_a_finished_run_prints_the_same_summary(runs: Runs) -> None:
     once, twice = runs.folders["plain"], runs.folders["finished twice"]
     assert twice.summary["resumed_from"] == twice.summary["steps"] == 8
     assert (twice.summary["status"], twice.summary["score"]) == ("finished", once.summary["score"])
     assert twice.learnt() == once.learnt()
 
 
-def test_a_margin_asks_for_more(runs: Runs) -> None:
+def test_a_margin_increases_the_loss(runs: Runs) -> None:
     plain, margin = (runs.folders[name].lines[1] for name in ("plain", "with margins"))
     assert margin["reward/accuracy"] == plain["reward/accuracy"]
     # Scores begin near 0, where -log sigmoid(0) = 0.693 and -log sigmoid(0 - 1.5) = 1.701.
@@ -256,7 +256,7 @@ def test_a_margin_asks_for_more(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("name", ["prompts of users", "by hand"])
-def test_messages_and_the_same_texts_train_alike(runs: Runs, name: str) -> None:
+def test_messages_and_equal_texts_train_identically(runs: Runs, name: str) -> None:
     assert runs.folders[name].learnt() == runs.folders["messages"].learnt()
 
 
@@ -287,7 +287,7 @@ def test_the_published_command_runs(runs: Runs) -> None:
         (["--use_ms"], ["use_ms", "ModelScope"]),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(
+def test_bad_input_is_reported_in_one_line_with_exit_code_2(
     options: list[str],
     facts: list[object],
     tmp_path: Path,
@@ -313,7 +313,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         ),
     ],
 )
-def test_pairs_that_leave_nothing_to_train_on_end_the_run_with_one_line(
+def test_a_run_without_training_pairs_ends_with_one_line(
     options: list[str], facts: list[object], tmp_path: Path
 ) -> None:
     policy, text = write_policy(tmp_path / "policy"), write_rows(tmp_path / "text.jsonl", rows_of_pairs())
@@ -324,7 +324,7 @@ def test_pairs_that_leave_nothing_to_train_on_end_the_run_with_one_line(
     assert run.summary["status"] == "failed"
 
 
-def test_pairs_that_are_all_held_out_are_refused_before_the_start(tmp_path: Path) -> None:
+def test_holding_out_all_pairs_is_rejected_before_the_start(tmp_path: Path) -> None:
     policy, text = write_policy(tmp_path / "policy"), write_rows(tmp_path / "text.jsonl", rows_of_pairs())
     options = ["evaluation.held_out=64", "data.prompt_key=prompt"]
     run = run_here("reward_model", tmp_path / "run", f"model.path={policy}", f"data.path={text}", *options)
@@ -333,7 +333,7 @@ def test_pairs_that_are_all_held_out_are_refused_before_the_start(tmp_path: Path
     assert not (tmp_path / "run").exists()
 
 
-def test_names_of_newer_versions_and_values_that_ask_for_nothing_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+def test_newer_names_and_values_without_effect_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     newer = """--model.model_name_or_path m --data.dataset d.jsonl --value_prefix_head v --ds.zero_stage 1
         --adam.lr 1e-4 --model.margin_loss_enable --model.loss_type sigmoid --model.aux_loss_coef 0 --ckpt.load_enable
         --zpg 1 --logger.wandb.project p --data.dataset_split test"""
@@ -346,11 +346,11 @@ def test_names_of_newer_versions_and_values_that_ask_for_nothing_are_taken(capsy
         "algorithm": {"margin_loss": True},
         "log": {"wandb_project": "p"},
     }
-    assert {group: {name: printed[group][name] for name in own} for group, own in taken.items()} == taken
+    assert {group: {name: printed[group][name] for name in settings} for group, settings in taken.items()} == taken
 
 
 @pytest.mark.parametrize("option", ["data.path", "evaluation.path"])
-def test_a_file_that_is_missing_is_told_before_a_model_is_made(
+def test_a_missing_file_is_reported_before_a_model_is_created(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str
 ) -> None:
     monkeypatch.setenv("TROUPE_CACHE", str(tmp_path / "cache"))
@@ -359,7 +359,7 @@ def test_a_file_that_is_missing_is_told_before_a_model_is_made(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_home_folder_may_be_written_as_a_tilde(
+def test_a_tilde_in_a_path_is_the_home_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))

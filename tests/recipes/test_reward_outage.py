@@ -27,12 +27,12 @@ SHORT_TIMEOUT = "reward.url_timeout_s=15"
 
 
 class Outage(NamedTuple):
-    """How a server fails, and at which of its requests."""
+    """A failure of a reward server, and the requests that fail."""
 
     fails: str = "never"
     at: int = 0
     options: tuple[str, ...] = ()
-    """Of the run that meets it."""
+    """Options of the run that uses the failing server."""
 
 
 def meet(recipe: str, folder: Path, option: str, options: Sequence[str], outages: Sequence[Outage]) -> list[LocalRun]:
@@ -79,7 +79,7 @@ def state(folder: Path, step: int) -> dict[str, Any]:
     return json.loads((folder / "disturbed" / "checkpoints" / f"step_{step}" / "state" / "trainer.json").read_text())
 
 
-def test_a_dead_and_a_slow_server_end_a_run_with_one_line_and_it_goes_on_as_if_they_had_not(
+def test_a_failed_server_ends_the_run_with_one_line_and_the_resumed_run_is_identical(
     policy: Path, tmp_path: Path
 ) -> None:
     # Requests: two of the trial before each start, for the data and the held-out data; one of the evaluation at the
@@ -107,7 +107,7 @@ def test_a_dead_and_a_slow_server_end_a_run_with_one_line_and_it_goes_on_as_if_t
 
 
 @pytest.mark.nightly
-def test_where_rewards_belong_to_the_generation_it_is_done_again(policy: Path, tmp_path: Path) -> None:
+def test_generation_is_repeated_if_rewards_are_part_of_it(policy: Path, tmp_path: Path) -> None:
     options = [*GRPO.split(), f"model.path={policy}"]
     # The first request is of the trial before the start.
     dead, whole = meet("grpo", tmp_path, "reward.source", options, [Outage("dies", 4), Outage()])
@@ -119,9 +119,9 @@ def test_where_rewards_belong_to_the_generation_it_is_done_again(policy: Path, t
 
 
 @pytest.mark.nightly
-def test_ahead_of_training_what_is_in_the_queue_waits_too(ray_address: str, policy: Path, tmp_path: Path) -> None:
-    given = PPO.replace("max_samples=48", "max_samples=32 async_train=true init_kl_coef=0")
-    options = [*given.split(), f"pretrain={policy}"]
+def test_queued_batches_wait_for_rewards_in_asynchronous_runs(ray_address: str, policy: Path, tmp_path: Path) -> None:
+    arguments = PPO.replace("max_samples=48", "max_samples=32 async_train=true init_kl_coef=0")
+    options = [*arguments.split(), f"pretrain={policy}"]
     held = held_port()
     server = Server(held, fails="dies", at=4)  # the first is of the trial
     run = Run("openrlhf_ppo", ray_address, tmp_path / "run", *options, f"remote_rm_url={server.url}").wait()

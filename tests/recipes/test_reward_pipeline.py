@@ -29,9 +29,9 @@ def test_a_policy_becomes_right_by_a_reward_model_that_has_only_seen_pairs(tmp_p
         "evaluation.max_samples=256",
     ]
     run = run_locally("openrlhf_ppo", tmp_path, {"ppo": ["seed=1", *options]})["ppo"]
-    score, found = run.summary["score"], [line for line in run.metrics if "eval/sort_score" in line]
-    assert [line["step"] for line in found] == [4, 8]
-    assert score["end"] == found[-1]["eval/score"]
+    score, evaluated = run.summary["score"], [line for line in run.metrics if "eval/sort_score" in line]
+    assert [line["step"] for line in evaluated] == [4, 8]
+    assert score["end"] == evaluated[-1]["eval/score"]
     # Measured, seed 1, with 10 steps: .20 -> .65.
     assert score["end"] - score["start"] > 0.3
-    assert found[-1]["eval/sort_reward"] > found[0]["eval/sort_reward"]
+    assert evaluated[-1]["eval/sort_reward"] > evaluated[0]["eval/sort_reward"]

@@ -78,9 +78,9 @@ class Server:
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        found = re.search(r"http://\S+(?=,)", line)
-        assert found is not None, line
-        self.url, self.said = found[0], line
+        match = re.search(r"http://\S+(?=,)", line)
+        assert match is not None, line
+        self.url, self.said = match[0], line
 
     def get(self, name: str, **headers: str) -> httpx.Response:
         return httpx.get(self.url.replace("get_reward", name), headers=headers, timeout=GUARD_S)
@@ -109,17 +109,15 @@ AUTHORIZATION = {"Authorization": f"Bearer {TOKEN}"}
 
 
 @pytest.mark.full
-def test_texts_that_are_scored_together_get_the_scores_they_get_alone(
-    server: Server, expected: dict[str, float]
-) -> None:
+def test_scores_do_not_depend_on_the_other_texts_of_a_batch(server: Server, expected: dict[str, float]) -> None:
     texts = list(expected)
 
     def ask(number: int) -> None:
-        own = [texts[(number * 7 + place) % len(texts)] for place in range(number % 9)]
-        response = server.post({"query": own}, **AUTHORIZATION).json()
-        assert response["rewards"] == pytest.approx([expected[text] for text in own], abs=1e-5)
+        batch = [texts[(number * 7 + place) % len(texts)] for place in range(number % 9)]
+        response = server.post({"query": batch}, **AUTHORIZATION).json()
+        assert response["rewards"] == pytest.approx([expected[text] for text in batch], abs=1e-5)
         assert response["scores"] == response["rewards"]
-        assert response["extra_logs"] == {"truncated": [0.0] * len(own)}
+        assert response["extra_logs"] == {"truncated": [0.0] * len(batch)}
 
     with ThreadPoolExecutor(16) as clients:
         list(clients.map(ask, range(120)))
@@ -131,14 +129,14 @@ def test_texts_that_are_scored_together_get_the_scores_they_get_alone(
 
 
 @pytest.mark.full
-def test_an_end_token_in_the_text_is_the_end_and_not_a_second_one(server: Server, expected: dict[str, float]) -> None:
+def test_an_end_token_in_the_text_is_not_duplicated(server: Server, expected: dict[str, float]) -> None:
     text, score = next(iter(expected.items()))
     response = server.post({"query": [text + "<eos>", text + "<eos>\n", text]}, **AUTHORIZATION).json()
     assert response["rewards"] == pytest.approx([score] * 3, abs=1e-5)
 
 
 @pytest.mark.full
-def test_of_a_long_text_the_end_is_read_and_that_is_said(server: Server, folder: Path) -> None:
+def test_a_long_text_is_truncated_from_the_left_and_counted(server: Server, folder: Path) -> None:
     long = "ponmlkjihgfedcba>" * 3 + "abcde"
     response = server.post({"query": [long, "dbcaf>abcdf"]}, **AUTHORIZATION).json()
     assert response["extra_logs"]["truncated"] == [1.0, 0.0]
@@ -169,7 +167,7 @@ def test_of_a_long_text_the_end_is_read_and_that_is_said(server: Server, folder:
         ({"query": [1] * 7000}, 422, ["query.0", "string"]),
     ],
 )
-def test_what_is_no_query_is_refused_with_the_reason(
+def test_an_invalid_request_is_rejected_with_the_reason(
     server: Server, body: Any, status: int, facts: list[object]
 ) -> None:
     response = server.post(body, **AUTHORIZATION)
@@ -178,13 +176,13 @@ def test_what_is_no_query_is_refused_with_the_reason(
 
 
 @pytest.mark.parametrize("token", ["", "  "])
-def test_an_empty_token_is_refused_as_it_would_let_everybody_in(token: str) -> None:
+def test_an_empty_access_token_is_rejected(token: str) -> None:
     with pytest.raises(ValueError, match=says("token", "empty")):
         ServeConfig(model=ScorerOptions(path="model"), token=token)
 
 
 @pytest.mark.full
-def test_only_who_brings_the_token_is_answered(server: Server) -> None:
+def test_requests_without_the_access_token_are_rejected(server: Server) -> None:
     assert TOKEN not in server.said and "with a token" in server.said
     for headers in ({}, {"Authorization": TOKEN}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer é"}):
         sent = {name.encode(): value.encode() for name, value in headers.items()}
@@ -196,7 +194,7 @@ def test_only_who_brings_the_token_is_answered(server: Server) -> None:
 
 
 @pytest.mark.full
-def test_900_half_sent_heads_keep_nobody_waiting_and_end_in_time(folder: Path) -> None:
+def test_900_incomplete_requests_block_no_client_and_time_out(folder: Path) -> None:
     server = Server(folder, "--grace_s", "3")
     try:
         descriptors = Path(f"/proc/{server.process.pid}/fd")
@@ -217,12 +215,12 @@ def test_900_half_sent_heads_keep_nobody_waiting_and_end_in_time(folder: Path) -
         server.stop()
 
 
-def test_who_listens_is_this_machine_alone() -> None:
+def test_the_server_listens_on_this_machine_only() -> None:
     assert ServeConfig(model=ScorerOptions(path="x")).host == "127.0.0.1"
 
 
 @pytest.mark.full
-def test_what_is_under_way_when_it_is_stopped_is_answered(folder: Path, expected: dict[str, float]) -> None:
+def test_requests_in_progress_are_answered_at_shutdown(folder: Path, expected: dict[str, float]) -> None:
     server = Server(folder, "--normalize", "--max_tokens", "40", "--grace_s", str(GUARD_S))
     body = json.dumps({"query": list(expected)}).encode()
     try:
@@ -250,7 +248,7 @@ def test_what_is_under_way_when_it_is_stopped_is_answered(folder: Path, expected
 
 
 def takes_connections(address: httpx.URL) -> bool:
-    """Whether somebody listens there."""
+    """True if a process accepts connections at this address."""
     try:
         socket.create_connection((address.host, address.port or 0), timeout=GUARD_S).close()
     except ConnectionRefusedError:
@@ -287,7 +285,7 @@ def waiting_in(service: ScoringService) -> float | None:
     return service.metrics.registry.get_sample_value("troupe_reward_waiting")
 
 
-def test_what_waits_goes_into_one_pass_up_to_the_token_budget(folder: Path, expected: dict[str, float]) -> None:
+def test_waiting_requests_share_a_forward_pass_up_to_the_token_budget(folder: Path, expected: dict[str, float]) -> None:
     texts = [text for text in expected if len(text) == 11][:9]  # 12 tokens each, with the end token
 
     async def run_episodes() -> list[float]:
@@ -308,7 +306,7 @@ def test_what_waits_goes_into_one_pass_up_to_the_token_budget(folder: Path, expe
     assert asyncio.run(run_episodes()) == pytest.approx([expected[text] for text in texts], abs=1e-5)
 
 
-def test_a_full_queue_refuses_what_comes_and_answers_what_waits(folder: Path, expected: dict[str, float]) -> None:
+def test_a_full_queue_rejects_new_requests_and_answers_queued_ones(folder: Path, expected: dict[str, float]) -> None:
     texts = list(expected)
 
     async def run_episodes() -> None:
@@ -331,7 +329,7 @@ def test_a_full_queue_refuses_what_comes_and_answers_what_waits(folder: Path, ex
     asyncio.run(run_episodes())
 
 
-def test_who_has_gone_is_not_scored(folder: Path) -> None:
+def test_requests_of_disconnected_clients_are_not_scored(folder: Path) -> None:
     async def run_episodes() -> None:
         service, model = held_service(folder)
         app = make_app(service, ServeConfig(model=ScorerOptions(path=str(folder))))
@@ -368,33 +366,35 @@ def test_who_has_gone_is_not_scored(folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_client_of_the_recipes_is_answered(folder: Path, expected: dict[str, float]) -> None:
+def test_the_reward_client_of_the_recipes_gets_its_scores(folder: Path, expected: dict[str, float]) -> None:
     server = Server(folder)
     try:
         texts = list(expected)[:50]
         with RemoteReward([server.url], RewardSettings(url_batch_size=7)) as reward:
-            found = reward(texts, [text[:6] for text in texts], [""] * 50)
+            rewards = reward(texts, [text[:6] for text in texts], [""] * 50)
     finally:
         server.stop()
-    assert found.reward_B.tolist() == pytest.approx([expected[text] for text in texts], abs=1e-5)
-    assert found.logs["truncated"].tolist() == [0.0] * 50
+    assert rewards.reward_B.tolist() == pytest.approx([expected[text] for text in texts], abs=1e-5)
+    assert rewards.logs["truncated"].tolist() == [0.0] * 50
 
 
-def test_bad_options_end_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_invalid_options_are_reported_in_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     path = str(folder)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        own = ("--reward_pretrain", path)
+        model_option = ("--reward_pretrain", path)
         cases: dict[tuple[str, ...], list[object]] = {
             (): ["model.path"],
             ("--reward_pretrain", str(tmp_path)): [tmp_path],
-            (*own, "--port", port): ["host=127.0.0.1", f"port={port}"],
-            (*own, "--port", "0", "--max_len", "4096"): ["max_len=4096", 512],
+            (*model_option, "--port", port): ["host=127.0.0.1", f"port={port}"],
+            (*model_option, "--port", "0", "--max_len", "4096"): ["max_len=4096", 512],
             (f"model.path={path}", "max_text_tokens=4096"): ["max_text_tokens=4096", 512],
-            (*own, "--port", "70000"): ["port", 70000, 65535],
-            (*own, "--queue_size", "0"): ["queue_size=0"],
-            (*own, "--host", "no.such.host"): ["host=no.such.host", "port=5000"],
-            (*own, "--token", "é"): ["token", "HTTP header"],
+            (*model_option, "--port", "70000"): ["port", 70000, 65535],
+            (*model_option, "--queue_size", "0"): ["queue_size=0"],
+            (*model_option, "--host", "no.such.host"): ["host=no.such.host", "port=5000"],
+            (*model_option, "--token", "é"): ["token", "HTTP header"],
         }
         for options, facts in cases.items():
             assert main(list(options)) == 2

@@ -56,11 +56,13 @@ def refused(main: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Ca
         ("algorithm.klcoef", "algorithm.kl_coef"),
     ],
 )
-def test_an_unknown_option_names_the_nearest(refused: Callable[..., str], key: str, nearest: str) -> None:
+def test_the_error_for_an_unknown_option_names_the_nearest_option(
+    refused: Callable[..., str], key: str, nearest: str
+) -> None:
     assert re.search(says(key, f"'{nearest}'"), refused(f"--{key}=1"))
 
 
-def test_later_files_and_then_the_command_line_win(main: Any, tmp_path: Path) -> None:
+def test_the_command_line_overrides_files_and_later_files_override_earlier_ones(main: Any, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("prompts_per_step: 8\nsamples_per_prompt: 4\ntrain: {learning_rate: 0.5}\n")
     (tmp_path / "b.yaml").write_text("samples_per_prompt: 2\ntrain: {max_tokens: 77}\n")
     files = ["--config", f"{tmp_path}/a.yaml", "--config", f"{tmp_path}/b.yaml"]
@@ -69,30 +71,30 @@ def test_later_files_and_then_the_command_line_win(main: Any, tmp_path: Path) ->
     assert (config.train.learning_rate, config.train.max_tokens, config.train.eps) == (0.5, 99, 1e-3)
 
 
-def test_a_path_of_the_command_line_and_one_of_a_file_are_both_a_model_of_ones_own(main: Any, tmp_path: Path) -> None:
+def test_a_model_path_in_a_file_counts_like_one_on_the_command_line(main: Any, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("model: {path: mine}\ndata: {path: 'task:sort'}\n")
     assert main.read_config([]).train.learning_rate == 1e-4
     assert main.read_config(["seed=3"]).model.path == "warm_start:sort"
-    for given in (OWN, ["--config", f"{tmp_path}/mine.yaml"]):
-        config = main.read_config(given)
-        assert config.train.learning_rate == 1e-6, given
+    for arguments in (OWN, ["--config", f"{tmp_path}/mine.yaml"]):
+        config = main.read_config(arguments)
+        assert config.train.learning_rate == 1e-6, arguments
         assert config.model.path in ("x", "mine")
 
 
-def test_the_demonstration_is_40_steps_of_512_responses(main: Any) -> None:
+def test_the_demonstration_runs_40_steps_of_512_responses(main: Any) -> None:
     config = main.read_config([])
     facts = ["40 steps", "64 prompts", "8 responses", 512, "4 optimizer steps", "128 responses", "16384 tokens"]
     assert re.search(says(*facts), config.arithmetic(2560))
 
 
-def test_prompts_that_fill_no_step_are_named(main: Any) -> None:
+def test_the_plan_reports_prompts_of_an_incomplete_last_step(main: Any) -> None:
     config = main.read_config([*OWN, "prompts_per_step=8", "samples_per_prompt=2", "train.epochs=2", "data.epochs=3"])
     # 3 times 9 are 3 steps of 8, and 3 more.
     facts = ["3 steps", "8 prompts", "2 responses", "2 optimizer steps", "16 responses", "last 3 prompts"]
     assert re.search(says(*facts), config.arithmetic(9))
 
 
-def test_what_is_printed_as_the_configuration_can_be_read_again(
+def test_a_printed_configuration_can_be_loaded_again(
     main: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.main(["--print_config", "seed=5", f"run_dir={tmp_path}/run"]) == 0
@@ -104,7 +106,7 @@ def test_what_is_printed_as_the_configuration_can_be_read_again(
     assert not (tmp_path / "run").exists()
 
 
-def test_every_option_has_its_meaning_in_the_help(main: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_option_has_a_description_in_the_help(main: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["--help", "all"]) == 0
     lines = capsys.readouterr().out.splitlines()
     options = [i for i, line in enumerate(lines) if line.startswith("--")]
@@ -149,7 +151,7 @@ def test_dry_run_prints_the_plan_without_ray_or_torch(recipe: str) -> None:
         (None, ["placement.nodes=2", "placement.actor_ranks=4"], {"ACTOR": -2, "ROLLOUT": -1, "REFERENCE": -1}),
     ],
 )
-def test_the_plan_says_who_has_how_many_threads(
+def test_the_plan_lists_the_threads_of_each_role(
     main: Any, cores: int | None, options: list[str], threads: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", str(cores or 4))
@@ -157,8 +159,8 @@ def test_the_plan_says_who_has_how_many_threads(
     if cores is None:
         monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     job = main.build_job(main.read_config(["algorithm.kl_coef=0.1", *options]))
-    found = {host.workers[0][0]: host.threads for host in job.placement.hosts}
-    assert {role: count for role, count in found.items() if role != "TRAINER"} == threads
+    threads_of = {host.workers[0][0]: host.threads for host in job.placement.hosts}
+    assert {role: count for role, count in threads_of.items() if role != "TRAINER"} == threads
 
 
 @pytest.mark.parametrize(
@@ -174,15 +176,15 @@ def test_the_plan_says_who_has_how_many_threads(
         ),
     ],
 )
-def test_on_gpus_the_roles_share_them_or_have_their_own(
+def test_roles_share_gpus_or_get_separate_ones(
     main: Any, gpus: str, options: list[str], devices: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     config = main.read_config(options)
     assert config.train.precision == "bf16"
     assert config.placement.rollout_engines == (1 if "placement.colocate=false" in options else 2)
-    found = main.build_job(config).placement.devices
-    assert {role: found[role] for role in devices} == pytest.approx(devices, abs=0.01)
+    role_devices = main.build_job(config).placement.devices
+    assert {role: role_devices[role] for role in devices} == pytest.approx(devices, abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -193,13 +195,13 @@ def test_on_gpus_the_roles_share_them_or_have_their_own(
         (["rollout.tensor_parallel=8", "placement.nodes=2"], ["actor_ranks=8 on 2 nodes", "tensor_parallel=8"]),
     ],
 )
-def test_engines_that_share_gpus_are_as_many_as_their_devices_allow(
+def test_the_number_of_engines_on_shared_gpus_follows_from_their_devices(
     main: Any, options: list[str], facts: list[object]
 ) -> None:
     with assuming(Machines(devices=4)):
         config = main.read_config(["rollout.tensor_parallel=2", "algorithm.kl_coef=0.1"])
-        own = config.placement
-        assert (own.actor_ranks, own.rollout_engines, own.references) == (4, 2, 4)
+        placement = config.placement
+        assert (placement.actor_ranks, placement.rollout_engines, placement.references) == (4, 2, 4)
         assert main.build_job(config).placement.processes["ROLLOUT"] == 2
         with pytest.raises(ValueError, match=says(*facts)):
             main.read_config(options)
@@ -231,12 +233,12 @@ BOTH: list[tuple[list[str], list[object]]] = [
 
 
 @pytest.mark.parametrize(("options", "facts"), BOTH)
-def test_options_that_cannot_be_are_refused_with_what_to_set(
+def test_invalid_options_are_rejected_with_the_option_to_set(
     refused: Callable[..., str], tmp_path: Path, options: list[str], facts: list[object]
 ) -> None:
     (tmp_path / "none.yaml").write_text("model: {path: ''}\n")
-    own = "model.path=x" in options
-    assert re.search(says(*facts), refused(*options, *([] if own else ["--config", str(tmp_path / "none.yaml")])))
+    has_model = "model.path=x" in options
+    assert re.search(says(*facts), refused(*options, *([] if has_model else ["--config", str(tmp_path / "none.yaml")])))
 
 
 @pytest.mark.parametrize(
@@ -260,7 +262,7 @@ def test_options_that_cannot_be_are_refused_with_what_to_set(
         ("reinforce_pp", ["algorithm.kl_estimator=k3+"], ["k3+"]),  # its gradient means nothing in a reward
     ],
 )
-def test_options_of_one_recipe_that_cannot_be_are_refused(
+def test_invalid_options_of_a_single_recipe_are_rejected(
     recipe: str, refused: Callable[..., str], options: list[str], facts: list[object]
 ) -> None:
     assert re.search(says(*facts), refused(*OWN, *options))
@@ -282,7 +284,7 @@ def test_options_of_one_recipe_that_cannot_be_are_refused(
         (["resume=DIR/nothing"], ["nothing"]),
     ],
 )
-def test_inputs_that_are_not_there_are_refused_in_one_line_before_anything_starts(
+def test_missing_inputs_are_rejected_in_one_line_before_the_start(
     refused: Callable[..., str], tmp_path: Path, options: list[str], facts: list[object]
 ) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "ab>", "response": "ab"}\n')
@@ -292,23 +294,40 @@ def test_inputs_that_are_not_there_are_refused_in_one_line_before_anything_start
     assert re.search(says(*facts), refused(*options))
 
 
-def test_dapo_is_clip_higher_with_filtered_prompts_and_a_soft_limit() -> None:
-    own = load("grpo", "dapo").algorithm
-    assert (own.clip_low, own.clip_high, own.loss_aggregation, own.kl_coef) == (0.2, 0.28, "token-mean", 0.0)
-    assert (own.filter_range, own.overlong_buffer, own.overlong_penalty, own.std_norm) == ((0.0, 1.0), 2, 1.0, True)
+def test_the_dapo_preset_sets_clip_higher_filtered_prompts_and_a_soft_length_limit() -> None:
+    algorithm = load("grpo", "dapo").algorithm
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.loss_aggregation, algorithm.kl_coef) == (
+        0.2,
+        0.28,
+        "token-mean",
+        0.0,
+    )
+    assert (algorithm.filter_range, algorithm.overlong_buffer, algorithm.overlong_penalty, algorithm.std_norm) == (
+        (0.0, 1.0),
+        2,
+        1.0,
+        True,
+    )
     # The filter leaves fewer prompts for the last step, so there may be one more.
     assert "at most 41 steps" in load("grpo", "dapo").arithmetic(2561)
 
 
-def test_dr_grpo_divides_by_neither_deviation_nor_length() -> None:
-    own = load("grpo", "dr_grpo").algorithm
-    assert (own.std_norm, own.loss_aggregation, own.kl_coef) == (False, "seq-mean-token-sum-norm", 0.0)
-    assert (own.clip_low, own.clip_high, own.filter_range) == (0.2, 0.2, None)
+def test_the_dr_grpo_preset_divides_by_neither_deviation_nor_length() -> None:
+    algorithm = load("grpo", "dr_grpo").algorithm
+    assert (algorithm.std_norm, algorithm.loss_aggregation, algorithm.kl_coef) == (
+        False,
+        "seq-mean-token-sum-norm",
+        0.0,
+    )
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.filter_range) == (0.2, 0.2, None)
 
 
-def test_the_two_variants_of_reinforce_pp_differ_in_baseline_and_whitening() -> None:
-    found = [load("reinforce_pp", name).algorithm for name in ("baseline", "rloo")]
-    assert [(own.baseline, own.whiten) for own in found] == [("group_mean", True), ("leave_one_out", False)]
+def test_the_two_presets_of_reinforce_pp_differ_in_baseline_and_whitening() -> None:
+    algorithms = [load("reinforce_pp", name).algorithm for name in ("baseline", "rloo")]
+    assert [(algorithm.baseline, algorithm.whiten) for algorithm in algorithms] == [
+        ("group_mean", True),
+        ("leave_one_out", False),
+    ]
     plain = import_module("recipes.reinforce_pp.main").read_config(OWN).algorithm
     assert (plain.baseline, plain.whiten, plain.kl_estimator) == ("none", True, "k1")
 

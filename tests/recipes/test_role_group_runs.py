@@ -41,10 +41,10 @@ APART = """placement.colocate=false placement.actor_ranks=2 placement.rollout_en
 
 
 def options(policy: Path, folder: Path, *gates: Gate) -> list[str]:
-    """What all runs share; their rewards wait at the gates, however long."""
+    """Return the options that all runs share. The rewards wait at the gates without a timeout."""
     (folder / "reward.py").write_text(source(*gates) + REWARD)
-    given = [f"model.path={policy}", f"reward.source={folder}/reward.py", "reward.timeout_s=600"]
-    return [*COMMON.split(), *given]
+    arguments = [f"model.path={policy}", f"reward.source={folder}/reward.py", "reward.timeout_s=600"]
+    return [*COMMON.split(), *arguments]
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +67,8 @@ def local(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, R
 def reinforce(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """Two steps of the other recipe, with a baseline of its own."""
     folder = tmp_path_factory.mktemp("reinforce_pp")
-    given = [*options(policy, folder), *TWO_STEPS, "algorithm.baseline=group_mean"]
-    return run_locally("reinforce_pp", folder, {"plain": given})["plain"]
+    arguments = [*options(policy, folder), *TWO_STEPS, "algorithm.baseline=group_mean"]
+    return run_locally("reinforce_pp", folder, {"plain": arguments})["plain"]
 
 
 def agree(one: RunFolder, other: RunFolder) -> None:
@@ -86,7 +86,7 @@ def agree(one: RunFolder, other: RunFolder) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "reinforce_pp"])
-def test_what_a_run_leaves_is_true(recipe: str, local: dict[str, RunFolder], reinforce: RunFolder) -> None:
+def test_the_outputs_of_a_run_are_consistent(recipe: str, local: dict[str, RunFolder], reinforce: RunFolder) -> None:
     run = {"grpo": local["plain"], "reinforce_pp": reinforce}[recipe]
     assert (run.summary["status"], run.summary["recipe"], run.summary["seed"]) == ("finished", recipe, 42)
     assert run.summary["score"]["examples"] == 32
@@ -136,13 +136,13 @@ def test_two_ranks_whose_driver_was_killed_go_on_and_learn_what_one_rank_learns(
 ) -> None:
     gate = Gate(tmp_path / "run/checkpoints/step_1", tmp_path / "go")
     ranks = ["placement.actor_ranks=2", "train.zero_stage=2"]
-    given = [*options(policy, tmp_path, gate), *TWO_STEPS, *ranks, "algorithm.kl_coef=0", "checkpoint.every=1"]
-    run = Run("grpo", ray_address, tmp_path / "run", *given)
+    arguments = [*options(policy, tmp_path, gate), *TWO_STEPS, *ranks, "algorithm.kl_coef=0", "checkpoint.every=1"]
+    run = Run("grpo", ray_address, tmp_path / "run", *arguments)
     run.wait_until(gate.is_reached)
     assert len(run.kill()) == 4
     gate.open()
 
-    again = Run("grpo", ray_address, tmp_path / "run", *given).wait()
+    again = Run("grpo", ray_address, tmp_path / "run", *arguments).wait()
     assert again.code == 0, again.err
     assert again.summary["resumed_from"] == 1
     agree(again, local["alone"])
@@ -154,8 +154,8 @@ def test_two_ranks_whose_driver_was_killed_go_on_and_learn_what_one_rank_learns(
 def test_two_ranks_two_engines_and_two_references_apart_learn_what_one_of_each_learns(
     policy: Path, local: dict[str, RunFolder], ray_address: str, tmp_path: Path
 ) -> None:
-    given = [*options(policy, tmp_path), *TWO_STEPS, *APART.split()]
-    run = Run("grpo", ray_address, tmp_path / "run", *given).wait()
+    arguments = [*options(policy, tmp_path), *TWO_STEPS, *APART.split()]
+    run = Run("grpo", ray_address, tmp_path / "run", *arguments).wait()
     assert run.code == 0, run.err
     agree(run, local["plain"])
     assert run.starts().keys() == {
@@ -185,14 +185,14 @@ def test_filtered_steps_are_filled_up_and_the_last_one_takes_what_is_left(local:
 
 
 @pytest.mark.full
-def test_a_run_whose_engine_and_driver_were_killed_ends_as_if_nothing_had_happened(
+def test_a_run_whose_engine_and_driver_were_killed_equals_an_undisturbed_run(
     policy: Path, local: dict[str, RunFolder], ray_address: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
     first = Gate(folder / "rollouts/step_000001.parquet", tmp_path / "first")
     second = Gate(folder / "checkpoints/step_2", tmp_path / "second")
-    given = [*options(policy, tmp_path, first, second), *LONG]
-    run = Run("grpo", ray_address, folder, *given)
+    arguments = [*options(policy, tmp_path, first, second), *LONG]
+    run = Run("grpo", ray_address, folder, *arguments)
     run.wait_until(first.is_reached)
     os.kill(run.pids()["rollout-0"], signal.SIGKILL)
     first.open()
@@ -203,7 +203,7 @@ def test_a_run_whose_engine_and_driver_were_killed_ends_as_if_nothing_had_happen
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     assert [event["kind"] for event in events if event["event"] == "job"] == ["start", "lost", "replaced"]
 
-    again = Run("grpo", ray_address, folder, *given).wait()
+    again = Run("grpo", ray_address, folder, *arguments).wait()
     assert again.code == 0, again.err
     undisturbed = local["long"]
     assert again.summary["resumed_from"] == 2

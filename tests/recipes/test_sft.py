@@ -54,12 +54,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunFolder]:
         {"talk": [turn("user", "a"), turn("assistant", "b"), turn("user", str(n)), turn("assistant", "d")]}
         for n in range(24)
     ]
-    asked = [{"question": f"{n}?", "answer": "yes"} for n in range(24)]
+    questions = [{"question": f"{n}?", "answer": "yes"} for n in range(24)]
     texts = [{"input": "never mind " * (n + 1)} for n in range(24)]
-    paths = {"talks": talks, "asked": asked, "texts": texts}
+    paths = {"talks": talks, "asked": questions, "texts": texts}
     for name, rows in paths.items():
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    own = [
+    template_options = [
         f"model.path={policy}",
         "train.batch_size=8",
         "train.learning_rate=1e-2",
@@ -69,22 +69,32 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunFolder]:
     pair = [f"data.path={folder}/asked.jsonl", "data.prompt_key=question", "data.response_key=answer"]
     talk = [f"data.path={folder}/talks.jsonl", "data.prompt_key=talk"]
     options = {
-        "pairs": [*own, *pair, "checkpoint.every=2"],
+        "pairs": [*template_options, *pair, "checkpoint.every=2"],
         "as there": [
             *("--pretrain", str(policy), "--dataset", f"{folder}/asked.jsonl", "--input_key", "question"),
             *("--output_key", "answer", "--input_template", "{}", "--train_batch_size", "8", "--learning_rate", "1e-2"),
             *("--lr_warmup_ratio", "0", "--seed", "1", "--micro_train_batch_size", "3", "--packing_samples"),
         ],
-        "all turns": [*own, *talk],
-        "last turn": [*own, *talk, "data.multiturn=false"],
-        "texts": [*own, f"data.path={folder}/texts.jsonl", "data.plain_text=true", "data.max_tokens=32"],
-        "mixed": [*own, f"data.path={folder}/asked.jsonl,{folder}/asked.jsonl", *pair[1:], "data.probs=0.5,0.5"],
-        "apart": [*own, *pair, f"evaluation.path={folder}/asked.jsonl", "evaluation.max_samples=5"],
-        "adapters": [*own, *pair, "train.lora_rank=4", "checkpoint.every=2"],
-        "adapters resumed": [*own, *pair, "train.lora_rank=4", f"resume={folder}/adapters/checkpoints/step_2"],
-        "experts": [*own, *pair, f"model.path={experts}"],
-        "experts, balanced": [*own, *pair, f"model.path={experts}", "train.router_aux_loss_coef=10"],
-        "experts, packed": [*own, *pair, f"model.path={experts}", *PACKED],
+        "all turns": [*template_options, *talk],
+        "last turn": [*template_options, *talk, "data.multiturn=false"],
+        "texts": [*template_options, f"data.path={folder}/texts.jsonl", "data.plain_text=true", "data.max_tokens=32"],
+        "mixed": [
+            *template_options,
+            f"data.path={folder}/asked.jsonl,{folder}/asked.jsonl",
+            *pair[1:],
+            "data.probs=0.5,0.5",
+        ],
+        "apart": [*template_options, *pair, f"evaluation.path={folder}/asked.jsonl", "evaluation.max_samples=5"],
+        "adapters": [*template_options, *pair, "train.lora_rank=4", "checkpoint.every=2"],
+        "adapters resumed": [
+            *template_options,
+            *pair,
+            "train.lora_rank=4",
+            f"resume={folder}/adapters/checkpoints/step_2",
+        ],
+        "experts": [*template_options, *pair, f"model.path={experts}"],
+        "experts, balanced": [*template_options, *pair, f"model.path={experts}", "train.router_aux_loss_coef=10"],
+        "experts, packed": [*template_options, *pair, f"model.path={experts}", *PACKED],
     }
     return {**run_locally("sft", folder, options)}
 
@@ -162,8 +172,8 @@ def test_two_ranks_learn_from_a_jsonl_of_prompts_and_responses_and_export_what_t
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    given = [f"data.path={write_rows(tmp_path)}", f"checkpoint.export_path={tmp_path}/model"]
-    options = [*OPTIONS, *given, "train.epochs=3", "train.zero_stage=2", "placement.ranks_per_node=2"]
+    arguments = [f"data.path={write_rows(tmp_path)}", f"checkpoint.export_path={tmp_path}/model"]
+    options = [*OPTIONS, *arguments, "train.epochs=3", "train.zero_stage=2", "placement.ranks_per_node=2"]
     run = Run("sft", ray_address, tmp_path / "run", *options).wait()
     assert run.code == 0, run.err
     first, *_, last = [entry["eval/loss"] for entry in run.lines if "eval/loss" in entry]
@@ -187,7 +197,7 @@ def test_the_whole_configuration_is_printed_and_nothing_starts(
     assert not (tmp_path / "run").exists()
 
 
-def test_openrlhfs_names_are_taken() -> None:
+def test_option_names_of_openrlhf_are_accepted() -> None:
     from recipes.sft.main import read_config
 
     old = """--pretrain m --dataset d --max_len 9 --train_batch_size 64 --learning_rate 1e-5 --packing_samples
@@ -208,7 +218,7 @@ def test_openrlhfs_names_are_taken() -> None:
         (["evaluation.path=task:sort"], ["evaluation.path=task:sort", "evaluation.held_out"]),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(
+def test_bad_input_is_reported_in_one_line_with_exit_code_2(
     options: list[str], facts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     from recipes.sft.main import main

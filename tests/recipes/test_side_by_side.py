@@ -35,7 +35,7 @@ def in_shared_memory() -> set[str]:
 
 
 @pytest.mark.nightly
-def test_two_runs_that_start_at_the_same_time_end_as_each_alone(policy: Path, tmp_path: Path) -> None:
+def test_two_concurrent_runs_end_as_each_does_alone(policy: Path, tmp_path: Path) -> None:
     before = in_shared_memory()
     folders = [tmp_path / "one", tmp_path / "other"]
     for process in [started(folder, policy) for folder in folders]:
@@ -47,7 +47,7 @@ def test_two_runs_that_start_at_the_same_time_end_as_each_alone(policy: Path, tm
 
 
 @pytest.mark.nightly
-def test_the_end_of_one_run_is_nothing_to_another(policy: Path, tmp_path: Path) -> None:
+def test_the_end_of_one_run_does_not_affect_another(policy: Path, tmp_path: Path) -> None:
     first = started(tmp_path / "first", policy)
     second = started(tmp_path / "second", policy)
     while not RunFolder(tmp_path / "first").metrics:
@@ -63,7 +63,7 @@ def test_the_end_of_one_run_is_nothing_to_another(policy: Path, tmp_path: Path) 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("end", ["well", "killed"])
-def test_on_a_cluster_of_somebody_else_nothing_of_theirs_is_touched(
+def test_on_a_shared_cluster_the_actors_of_other_users_are_untouched(
     end: str, ray_address: str, policy: Path, tmp_path: Path
 ) -> None:
     import ray

@@ -56,7 +56,7 @@ def settings_of(config: GRPOConfig) -> Settings:
     )
 
 
-def options_of(own: Settings) -> list[str]:
+def options_of(settings: Settings) -> list[str]:
     """The options of the recipe that amount to these settings."""
     groups = {
         "data": ("path", "max_samples"),
@@ -66,29 +66,29 @@ def options_of(own: Settings) -> list[str]:
         "algorithm": ("clip_low", "clip_high", "kl_coef"),
     }
     group_of = {name: f"{group}.{name}" for group, names in groups.items() for name in names}
-    given = asdict(own)
-    given["path"] = given.pop("data")
-    given["source"] = given.pop("reward")
-    given["max_samples"] = given.pop("steps") * own.prompts_per_step
-    return [f"{group_of.get(name, name)}={value}" for name, value in given.items()]
+    values = asdict(settings)
+    values["path"] = values.pop("data")
+    values["source"] = values.pop("reward")
+    values["max_samples"] = values.pop("steps") * settings.prompts_per_step
+    return [f"{group_of.get(name, name)}={value}" for name, value in values.items()]
 
 
 @contextmanager
 def in_this_process() -> Iterator[None]:
-    """What a training engine does to its process is taken back, and the rest is checked."""
+    """Undo the changes that a training engine makes to its process, and check that it makes no others."""
     with unchanged(), kept_environment(), torch.random.fork_rng():
         yield
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_step_has_the_numbers_of_the_recipe(case: str, policy: Path, tmp_path: Path) -> None:
+def test_each_step_has_the_same_metrics_as_the_recipe(case: str, policy: Path, tmp_path: Path) -> None:
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD)
-    own = Settings(reward=str(reward), **SIZES | CASES[case])
-    run = run_here("grpo", tmp_path / "run", f"model.path={policy}", *options_of(own))
+    settings = Settings(reward=str(reward), **SIZES | CASES[case])
+    run = run_here("grpo", tmp_path / "run", f"model.path={policy}", *options_of(settings))
     assert run.code == 0, run.err
     with in_this_process():
-        steps = list(train(str(policy), own))
+        steps = list(train(str(policy), settings))
 
     assert len(steps) == len(run.metrics) == STEPS
     for ours, line in zip(steps, run.metrics, strict=True):
@@ -96,16 +96,16 @@ def test_each_step_has_the_numbers_of_the_recipe(case: str, policy: Path, tmp_pa
         theirs["reward"] = line["reward/reward"]
         compared = ours.keys() - {"seconds"}
         assert {"reward", "loss", "approx_kl", "entropy", "grad_norm", "clip_frac"} <= compared
-        assert ("kl_loss" in compared) == (own.kl_coef > 0)
+        assert ("kl_loss" in compared) == (settings.kl_coef > 0)
         assert {name: ours[name] for name in compared} == {name: theirs[name] for name in compared}
     # They say something: the responses differ in reward, and the policy has moved.
     assert all(step["grad_norm"] > 0 for step in steps)
     assert len({step["reward"] for step in steps}) > 1
-    is_on_policy = own.mini_batch_size == 32 and own.epochs == 1
+    is_on_policy = settings.mini_batch_size == 32 and settings.epochs == 1
     assert all((step["approx_kl"] == 0) == is_on_policy for step in steps)
 
 
-def test_its_defaults_are_the_demonstration() -> None:
+def test_the_defaults_of_the_script_are_those_of_the_demonstration() -> None:
     tiny = recipe.read_config(["--config", str(FILE.with_name("tiny.yaml"))])
     assert settings_of(tiny) == Settings()
 
@@ -122,8 +122,8 @@ def test_the_command_line_prints_a_line_per_step(
     assert all(list(line) == ["step", "reward", "loss", "approx_kl", "entropy", "seconds"] for line in lines)
 
 
-def test_it_is_short_and_stands_on_components_alone() -> None:
+def test_the_script_is_short_and_imports_only_components() -> None:
     assert len(FILE.read_text().splitlines()) <= 150
-    imported = {found.top for found in imports_of(FILE, ROOT)}
+    imported = {module.top for module in imports_of(FILE, ROOT)}
     assert imported <= {"components", "torch", "numpy"} | sys.stdlib_module_names
     assert "components" in imported

@@ -32,7 +32,7 @@ OTHERS = {
 
 
 class Calls:
-    """What engines and learners of this process were asked for, in order, with who slept then."""
+    """Calls of the engines and learners of this process in order, each with the engines that were asleep."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
@@ -59,16 +59,16 @@ class Calls:
         return call
 
     def generations(self) -> Iterator[list[str]]:
-        """What was done between a sleep of the learners and the next time that they woke."""
-        found: list[str] | None = None
+        """Yield the calls between each sleep of the learners and their next wake-up."""
+        calls: list[str] | None = None
         for name in self.names:
             if name == "learner sleep":
-                found = []
-            elif name == "learner wake" and found is not None:
-                yield found
-                found = None
-            elif found is not None:
-                found.append(name)
+                calls = []
+            elif name == "learner wake" and calls is not None:
+                yield calls
+                calls = None
+            elif calls is not None:
+                calls.append(name)
 
 
 def ended(recipe: str, folder: Path, *options: str) -> LocalRun:
@@ -77,14 +77,12 @@ def ended(recipe: str, folder: Path, *options: str) -> LocalRun:
     return run
 
 
-def test_engines_and_learners_sleep_while_the_others_work_and_a_run_learns_the_same(
-    policy: Path, tmp_path: Path
-) -> None:
-    given = [f"model.path={policy}", *GRPO]
-    awake = ended("grpo", tmp_path / "awake", *given, "max_steps=2")
+def test_engines_and_learners_sleep_in_turn_without_changing_the_training(policy: Path, tmp_path: Path) -> None:
+    arguments = [f"model.path={policy}", *GRPO]
+    awake = ended("grpo", tmp_path / "awake", *arguments, "max_steps=2")
     with pytest.MonkeyPatch.context() as patch:
         calls = Calls(patch)
-        asleep = ended("grpo", tmp_path / "asleep", *given, *SLEEP, "max_steps=2")
+        asleep = ended("grpo", tmp_path / "asleep", *arguments, *SLEEP, "max_steps=2")
         verl_runs.same(awake, asleep)
         # Before the first step the policy is evaluated, sampled and greedy. After each held-out responses are scored,
         # and a checkpoint is written.
@@ -96,21 +94,21 @@ def test_engines_and_learners_sleep_while_the_others_work_and_a_run_learns_the_s
         # version, or again.
         assert calls.levels == [1, 1, 2, 2, 2]
         assert calls.names.count("engine receive") == 2 + 1
-        resumed = ended("grpo", tmp_path / "asleep", *given, *SLEEP)
+        resumed = ended("grpo", tmp_path / "asleep", *arguments, *SLEEP)
     assert resumed.summary["resumed_from"] == 2
-    verl_runs.same(ended("grpo", tmp_path / "awake", *given), resumed)
+    verl_runs.same(ended("grpo", tmp_path / "awake", *arguments), resumed)
     for who in ("engines", "actor and critic"):
         assert re.search(says(who, "sleep"), asleep.out)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", OTHERS)
-def test_a_critic_sleeps_too_and_a_run_learns_the_same(recipe: str, policy: Path, tmp_path: Path) -> None:
-    given = [f"model.path={policy}", *OTHERS[recipe]]
-    awake = ended(recipe, tmp_path / "awake", *given)
+def test_a_sleeping_critic_does_not_change_the_training(recipe: str, policy: Path, tmp_path: Path) -> None:
+    arguments = [f"model.path={policy}", *OTHERS[recipe]]
+    awake = ended(recipe, tmp_path / "awake", *arguments)
     with pytest.MonkeyPatch.context() as patch:
         calls = Calls(patch)
-        asleep = ended(recipe, tmp_path / "asleep", *given, *SLEEP)
+        asleep = ended(recipe, tmp_path / "asleep", *arguments, *SLEEP)
     verl_runs.same(awake, asleep)
     # An actor and a critic each time, and the engines once more, before anything else is loaded.
     assert calls.names.count("learner sleep") == 2 * (len(calls.levels) - 1)

@@ -58,13 +58,13 @@ def test_the_kl_of_one_optimizer_step_is_that_of_the_sampled_responses(tmp_path:
     assert metrics["step_kl"] > 1e-3
 
 
-def test_a_step_that_changes_nothing_has_no_kl(tmp_path: Path) -> None:
+def test_an_unchanged_policy_has_a_kl_of_0(tmp_path: Path) -> None:
     metrics, _, before_N, after_N = updated(tmp_path, 16, 1e-30)
     assert torch.equal(before_N, after_N)
     assert metrics["step_kl"] == 0.0
 
 
-def test_several_optimizer_steps_have_the_kl_of_the_loss_and_no_other(tmp_path: Path) -> None:
+def test_with_several_optimizer_steps_only_the_kl_of_the_loss_is_logged(tmp_path: Path) -> None:
     metrics, *_ = updated(tmp_path, 8, 1e-2)
     assert metrics["approx_kl"] > 0
     assert "step_kl" not in metrics

@@ -38,25 +38,25 @@ def named(command: dict[str, Any]) -> str:
 
 def locally(argv: list[str], model: Path, data: Path) -> list[str]:
     """The command with a model and data that are here."""
-    found = list(argv)
+    arguments = list(argv)
     for index, word in enumerate(argv[:-1]):
         last = word.removeprefix("--").rpartition(".")[2]
         if word.startswith("--") and last in MODELS:
-            found[index + 1] = str(model)
+            arguments[index + 1] = str(model)
         if word.startswith("--") and last == "dataset":
             parts = argv[index + 1].count(",") + 1
-            found[index + 1] = ",".join([str(data)] * parts)
-    return found
+            arguments[index + 1] = ",".join([str(data)] * parts)
+    return arguments
 
 
 def write_rows(path: Path, count: int) -> Path:
     """Rows that are demonstrations and pairs, in the columns of all commands."""
     rows = []
     for number in range(count):
-        asked = {"role": "user", "content": f"{number}?"}
+        question = {"role": "user", "content": f"{number}?"}
         good, bad = ({"role": "assistant", "content": text} for text in ("yes", "no"))
         columns = {"question": f"{number}?", "response": "yes", "input": f"{number}?", "output": "yes"}
-        rows.append(columns | {"chosen": [asked, good], "rejected": [asked, bad]})
+        rows.append(columns | {"chosen": [question, good], "rejected": [question, bad]})
     path.write_text("\n".join(map(json.dumps, rows)))
     return path
 
@@ -68,7 +68,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.full
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c["program"] != "serve_rm"], ids=named)
-def test_a_command_is_taken_whole_on_the_machines_it_asks_for(
+def test_openrlhf_commands_are_accepted_in_full_on_their_machines(
     command: dict[str, Any], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = locally(command["argv"], model, write_rows(tmp_path / "rows.jsonl", 4))
@@ -79,31 +79,35 @@ def test_a_command_is_taken_whole_on_the_machines_it_asks_for(
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c["program"] == "serve_rm"], ids=named)
-def test_a_command_of_the_reward_server_is_taken_whole(command: dict[str, Any], model: Path, tmp_path: Path) -> None:
+def test_openrlhf_commands_of_the_reward_server_are_accepted_in_full(
+    command: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
     config = load_config(ServeConfig, locally(command["argv"], model, tmp_path))
     assert (config.model.path, config.port, config.precision) == (str(model), 5000, "bf16")
     assert (config.max_text_tokens, config.batch_size, config.normalize) == (8192, 16, True)
 
 
 def words_of(kind: Any) -> str:
-    """How many words of a command line belong to a value of this type."""
+    """Return the number of command-line arguments that a value of this type takes."""
     kind = without_none(kind)
     return {bool: "none or one", tuple: "two", list: "any"}.get(get_origin(kind) or kind, "one")
 
 
 @pytest.mark.parametrize("program", FLAGS)
-def test_every_flag_of_the_program_is_known_and_takes_as_many_words_as_there(program: str) -> None:
+def test_every_flag_of_the_program_is_known_and_takes_the_same_number_of_arguments(program: str) -> None:
     schema = SCHEMAS[program]
-    there = [(name, words_of(KINDS[kind])) for kind, names in FLAGS[program].items() for name in names.split()]
+    upstream = [(name, words_of(KINDS[kind])) for kind, names in FLAGS[program].items() for name in names.split()]
     vocabulary = Vocabulary.of(schema).with_adapters()
-    kinds = {name: vocabulary.kind_of(name) for name, _ in there}
+    kinds = {name: vocabulary.kind_of(name) for name, _ in upstream}
     assert [name for name, kind in kinds.items() if kind is None] == []
-    assert [(name, words_of(kinds[name])) for name, _ in there] == there
+    assert [(name, words_of(kinds[name])) for name, _ in upstream] == upstream
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("script", ["train_sft.sh", "train_rm.sh", "train_dpo_llama.sh"])
-def test_a_command_trains_two_steps(script: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_openrlhf_command_trains_two_steps(
+    script: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     command = next(c for c in COMMANDS if (c["source"], c["script"]) == ("v0.11.0", script))
     monkeypatch.chdir(tmp_path)  # it saves into ./checkpoint
     # Of its batches of 256 the size alone is another, which would only take its time.

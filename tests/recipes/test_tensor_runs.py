@@ -33,17 +33,17 @@ def _given(recipe: str, policy: Path, folder: Path) -> list[str]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("recipe", list(FSDP))
-def test_two_ranks_that_share_each_layer_learn_what_one_learns(
+def test_tensor_parallel_training_on_two_ranks_matches_one_rank(
     recipe: str, policy: Path, ray_address: str, tmp_path: Path
 ) -> None:
-    given = [*_given(recipe, policy, tmp_path), *FSDP[recipe]]
-    alone = run_locally(recipe, tmp_path, {"alone": given})["alone"]
-    run = Run(recipe, ray_address, tmp_path / "run", *given, *RANKS[recipe], "parallel.tensor=2").wait()
+    arguments = [*_given(recipe, policy, tmp_path), *FSDP[recipe]]
+    alone = run_locally(recipe, tmp_path, {"alone": arguments})["alone"]
+    run = Run(recipe, ray_address, tmp_path / "run", *arguments, *RANKS[recipe], "parallel.tensor=2").wait()
     assert run.code == 0, run.err
     assert run.summary["steps"] == 2
-    for found, expected in zip(run.metrics, alone.metrics, strict=True):
+    for actual, expected in zip(run.metrics, alone.metrics, strict=True):
         for name in sorted({"actor/loss", "actor/grad_norm", "actor/entropy", "critic/loss"} & expected.keys()):
-            assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
+            assert actual[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
     exported = [load_file(one.run_dir / "checkpoints/step_2/hf/model.safetensors") for one in (run, alone)]
     assert exported[0].keys() == exported[1].keys()
     assert run.left_behind() == []

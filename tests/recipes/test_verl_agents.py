@@ -70,7 +70,7 @@ def play(agent: AgentInstance, label: str, *actions: str, **extra: Any) -> list[
     return asyncio.run(episode())
 
 
-def test_an_interaction_answers_as_the_user_until_it_ends_the_episode(tmp_path: Path) -> None:
+def test_an_interaction_writes_the_user_turns_until_it_ends_the_episode(tmp_path: Path) -> None:
     (tmp_path / "counting.py").write_text(USER)
     path = write_interactions(tmp_path, "counting.CountingInteraction")
     prompt = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
@@ -86,7 +86,7 @@ def test_an_interaction_answers_as_the_user_until_it_ends_the_episode(tmp_path: 
     assert agent._user.ended == [agent._id]
 
 
-def test_verls_own_interaction_of_gsm8k_is_here_without_verl(tmp_path: Path) -> None:
+def test_the_gsm8k_interaction_of_verl_runs_without_verl(tmp_path: Path) -> None:
     path = write_interactions(tmp_path, "verl.interactions.gsm8k_interaction.Gsm8kInteraction", name="gsm8k")
     kwargs = {"name": "gsm8k", "ground_truth": "18"}
     for extra in ({"interaction_kwargs": kwargs}, {}):  # of one interaction a row need not tell the name
@@ -96,7 +96,7 @@ def test_verls_own_interaction_of_gsm8k_is_here_without_verl(tmp_path: Path) -> 
         assert steps[0]["environment_feedback"][0]["role"] == "user"
 
 
-def test_a_row_that_names_no_interaction_of_the_file_is_an_error(tmp_path: Path) -> None:
+def test_a_row_with_an_unknown_interaction_is_an_error(tmp_path: Path) -> None:
     path = write_interactions(tmp_path, "verl.interactions.gsm8k_interaction.Gsm8kInteraction", name="gsm8k")
     with pytest.raises(ValueError, match=says("interaction_kwargs.name", "'other'", "gsm8k")):
         play(AgentInstance(interaction_config_path=path), "1", interaction_kwargs={"name": "other"})
@@ -105,7 +105,7 @@ def test_a_row_that_names_no_interaction_of_the_file_is_an_error(tmp_path: Path)
         check_interactions(write_interactions(tmp_path / "below", "no_such_module.Lost"))
 
 
-def test_functions_marked_as_tools_are_called_by_what_the_policy_writes(tmp_path: Path) -> None:
+def test_tool_calls_in_a_response_call_the_functions_marked_as_tools(tmp_path: Path) -> None:
     path = tmp_path / "functions.py"
     path.write_text(FUNCTIONS)
     add, look_up = tool_schemas("", str(path))
@@ -123,7 +123,7 @@ def test_functions_marked_as_tools_are_called_by_what_the_policy_writes(tmp_path
         tool_schemas("", str(tmp_path / "none.py"))
 
 
-def test_files_of_interactions_and_functions_are_an_agent(tmp_path: Path) -> None:
+def test_a_file_of_interactions_or_functions_defines_an_agent(tmp_path: Path) -> None:
     interactions = write_interactions(tmp_path, "verl.interactions.gsm8k_interaction.Gsm8kInteraction")
     functions = tmp_path / "functions.py"
     functions.write_text(FUNCTIONS)
@@ -139,18 +139,18 @@ def test_files_of_interactions_and_functions_are_an_agent(tmp_path: Path) -> Non
         )
 
 
-def test_the_limit_on_turns_of_0_4_is_that_of_the_policys(tmp_path: Path) -> None:
+def test_max_turns_of_verl_0_4_limits_the_turns_of_the_policy(tmp_path: Path) -> None:
     path = write_interactions(tmp_path, "verl.interactions.gsm8k_interaction.Gsm8kInteraction")
     keys = [f"{TURNS}.interaction_config_path={path}", f"{TURNS}.max_turns=2", f"{TURNS}.format=chatml"]
     assert load_config(VerlPPOConfig, plain_arguments([*SMALL, *keys])).agent.max_turns == 2
 
 
-def test_a_configuration_that_verl_ships_is_known_by_its_name(tmp_path: Path) -> None:
+def test_a_configuration_shipped_with_verl_is_selected_by_its_name(tmp_path: Path) -> None:
     path = write_interactions(tmp_path, "verl.interactions.gsm8k_interaction.Gsm8kInteraction")
     words = ["--config-path=elsewhere", "--config-name=gsm8k_multiturn_grpo_w_interaction"]
-    own = [word for word in SMALL if not word.startswith("data.train_batch_size")]
+    small = [word for word in SMALL if not word.startswith("data.train_batch_size")]
     keys = [f"{TURNS}.interaction_config_path={path}", "actor_rollout_ref.rollout.name=vllm"]
-    line = CommandLine(VerlPPOConfig, plain_arguments([*words, *own, *keys]))
+    line = CommandLine(VerlPPOConfig, plain_arguments([*words, *small, *keys]))
     read = line.config()
     assert (read.prompts_per_step, read.data.max_prompt_tokens, read.agent.max_turns) == (256, 1024, 6)
     assert any("gsm8k_multiturn_grpo_w_interaction" in note for note in line.notes)

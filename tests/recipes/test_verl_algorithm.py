@@ -42,9 +42,9 @@ def responses(**columns: torch.Tensor) -> Batch:
 
 
 def advantages(*options: str, **columns: torch.Tensor) -> list[float]:
-    """Of each response, whose two tokens have the same."""
-    found = add_advantages(responses(**columns), config(*options), 0.1)
-    advantage_BT = found["advantage"].reshape(4, 3)
+    """Return the advantage of each response. Its two tokens have equal advantages."""
+    learned = add_advantages(responses(**columns), config(*options), 0.1)
+    advantage_BT = learned["advantage"].reshape(4, 3)
     assert advantage_BT[:, 0].tolist() == [0.0] * 4
     assert advantage_BT[:, 1].tolist() == advantage_BT[:, 2].tolist()
     return advantage_BT[:, 1].tolist()
@@ -52,7 +52,7 @@ def advantages(*options: str, **columns: torch.Tensor) -> list[float]:
 
 ROOT3 = math.sqrt(3)
 UNBIASED = math.sqrt(7 / 8)
-"""Of eight tokens: the deviation over their count is this times that over their count less one."""
+"""Ratio of the biased to the unbiased standard deviation of eight tokens."""
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,9 @@ def test_each_estimator_is_what_it_is_by_hand(options: str, expected: list[float
 def test_a_digit_of_noise_in_a_group_of_equal_rewards_is_worth_little() -> None:
     # 1, 1 - d, 1: d / 3, -2 d / 3 and d / 3 about the mean, and a deviation of d / sqrt(3), to which 1e-6 is added.
     d = 2.0**-23
-    found = advantages("algorithm.adv_estimator=grpo", reward=torch.tensor([1.0, 1.0 - d, 1.0, 5.0]))
+    group_advantages = advantages("algorithm.adv_estimator=grpo", reward=torch.tensor([1.0, 1.0 - d, 1.0, 5.0]))
     unit = d / 3 / (d / ROOT3 + 1e-6)
-    assert found == pytest.approx([unit, -2 * unit, unit, 0], rel=1e-3)
+    assert group_advantages == pytest.approx([unit, -2 * unit, unit, 0], rel=1e-3)
     assert unit < 0.04
 
 
@@ -101,8 +101,8 @@ def test_gdpo_normalises_each_reward_for_itself() -> None:
     logs = {"log_a": torch.tensor([1.0, 0.0, 1.0, 7.0]), "log_b": torch.tensor([0.0, 0.0, 3.0, 7.0])}
     total = [ROOT3 / 3 - 1 / ROOT3, -2 * ROOT3 / 3 - 1 / ROOT3, ROOT3 / 3 + 2 / ROOT3, 0.0]
     deviation = math.sqrt(sum(x * x for x in total) / 4)
-    found = advantages("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a,b]", **logs)
-    assert found == pytest.approx([x / deviation for x in total], abs=1e-4)
+    actual = advantages("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a,b]", **logs)
+    assert actual == pytest.approx([x / deviation for x in total], abs=1e-4)
     with pytest.raises(ValueError, match=says("gdpo_rewards", " c,", "a, b")):
         advantages("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a,c]", **logs)
 
@@ -129,8 +129,8 @@ def test_the_weight_of_the_kl_follows_its_target() -> None:
 
 def test_verls_names_of_the_kl_estimators_are_ours() -> None:
     names = ["kl", "k1", "abs", "mse", "low_var_kl", "low_var_kl+", "k3+"]
-    found = [config("algorithm.use_kl_in_reward=True", f"algorithm.kl_penalty={name}").algorithm for name in names]
-    assert [own.kl_estimator for own in found] == ["k1", "k1", "abs", "k2", "k3", "k3+", "k3+"]
+    algorithms = [config("algorithm.use_kl_in_reward=True", f"algorithm.kl_penalty={name}").algorithm for name in names]
+    assert [algorithm.kl_estimator for algorithm in algorithms] == ["k1", "k1", "abs", "k2", "k3", "k3+", "k3+"]
     in_loss = [f"actor_rollout_ref.actor.{option}" for option in ("use_kl_loss=True", "kl_loss_type=mse")]
     assert config(*in_loss).kl_in_loss == (0.001, "k2")
 
@@ -159,45 +159,47 @@ def test_verls_names_of_the_kl_estimators_are_ours() -> None:
         ("rollout_rs=seq_max_k2 rollout_rs_threshold=1.0", None, 8),
     ],
 )
-def test_what_the_engine_judges_otherwise_is_weighed_or_left_out(
-    options: str, weights: list[float] | None, kept: int
-) -> None:
-    given = [f"algorithm.rollout_correction.{option}" for option in options.split()]
-    found = add_advantages(responses(), config("algorithm.adv_estimator=grpo", *given), 0.0)
-    assert int(found["action_mask"].sum()) == kept
+def test_the_rollout_correction_weights_or_rejects_tokens(options: str, weights: list[float] | None, kept: int) -> None:
+    options_N = [f"algorithm.rollout_correction.{option}" for option in options.split()]
+    learned = add_advantages(responses(), config("algorithm.adv_estimator=grpo", *options_N), 0.0)
+    assert int(learned["action_mask"].sum()) == kept
     if weights is not None:
-        assert found["correction"][responses()["action_mask"]].tolist() == pytest.approx(weights, abs=1e-5)
+        assert learned["correction"][responses()["action_mask"]].tolist() == pytest.approx(weights, abs=1e-5)
 
 
 def test_an_answer_that_is_left_out_still_counts_among_those_to_its_prompt() -> None:
-    given = ["algorithm.adv_estimator=grpo", "algorithm.norm_adv_by_std_in_grpo=False"]
+    arguments = ["algorithm.adv_estimator=grpo", "algorithm.norm_adv_by_std_in_grpo=False"]
     rule = ["rollout_rs=seq_mean_k1", "rollout_rs_threshold=1.5"]
-    found = add_advantages(
-        responses(), config(*given, *(f"algorithm.rollout_correction.{option}" for option in rule)), 0.0
+    learned = add_advantages(
+        responses(), config(*arguments, *(f"algorithm.rollout_correction.{option}" for option in rule)), 0.0
     )
-    assert found["shaped_reward"].tolist() == [4, 1, 4, 5]
+    assert learned["shaped_reward"].tolist() == [4, 1, 4, 5]
     # The first is left out, and the mean of the three is 3 nevertheless.
-    assert found["advantage"].reshape(4, 3)[:, 1].tolist() == pytest.approx([0, -2, 1, 0])
-    assert found["sampled_mask"].sum() == 8
+    assert learned["advantage"].reshape(4, 3)[:, 1].tolist() == pytest.approx([0, -2, 1, 0])
+    assert learned["sampled_mask"].sum() == 8
 
 
 def test_means_of_weights_of_sequences_are_over_sequences_of_any_length() -> None:
     # The first response has one token, which is 4 times as likely; the cut at 2 leaves 2, 1, 1 and 1/4.
     batch = responses().with_tokens(action_mask=torch.tensor([False, True, False] + [False, True, True] * 3))
-    given = [f"algorithm.rollout_correction.{x}" for x in ("rollout_is=sequence", "rollout_is_batch_normalize=True")]
-    found = add_advantages(batch, config("algorithm.adv_estimator=grpo", *given), 0.0)
+    arguments = [
+        f"algorithm.rollout_correction.{x}" for x in ("rollout_is=sequence", "rollout_is_batch_normalize=True")
+    ]
+    learned = add_advantages(batch, config("algorithm.adv_estimator=grpo", *arguments), 0.0)
     weights = [x / (4.25 / 4) for x in (2, 1, 1, 1, 1, 0.25, 0.25)]
-    assert found["correction"][batch["action_mask"]].tolist() == pytest.approx(weights, abs=1e-5)
+    assert learned["correction"][batch["action_mask"]].tolist() == pytest.approx(weights, abs=1e-5)
 
 
-def test_what_a_rejected_token_earned_is_in_no_return_unless_asked_for() -> None:
+def test_rewards_of_rejected_tokens_are_in_no_return_unless_estimate_rejected_is_set() -> None:
     # The last response's last token has its reward of 5 and is a quarter as likely; the first one's first token goes.
     rule = ["algorithm.rollout_correction.rollout_rs=token_k1", "algorithm.rollout_correction.rollout_rs_threshold=2.0"]
-    given = ["algorithm.adv_estimator=remax", *rule]
+    arguments = ["algorithm.adv_estimator=remax", *rule]
     columns = responses(greedy_reward=torch.ones(4))
-    first = add_advantages(columns, config(*given), 0.0)["advantage"].reshape(4, 3)
+    first = add_advantages(columns, config(*arguments), 0.0)["advantage"].reshape(4, 3)
     assert first[:, 1:].tolist() == [[0, 3], [0, 0], [3, 3], [-1, 0]]
-    after = add_advantages(columns, config(*given, "algorithm.estimate_rejected=true"), 0.0)["advantage"].reshape(4, 3)
+    after = add_advantages(columns, config(*arguments, "algorithm.estimate_rejected=true"), 0.0)["advantage"].reshape(
+        4, 3
+    )
     assert after[:, 1:].tolist() == [[0, 3], [0, 0], [3, 3], [4, 0]]
 
 
@@ -205,18 +207,18 @@ def test_a_rejected_response_counts_in_the_mean_over_responses() -> None:
     mask_N = torch.tensor([False, True, True, False, False, False])
     columns = {"action_mask": mask_N, "rollout_logprob": torch.zeros(6), "advantage": torch.ones(6)}
     micro = Batch([3, 3], {"tokens": torch.zeros(6, dtype=torch.int64), **columns, "logprob": torch.full((6,), -1.0)})
-    own = config("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean", "algorithm.adv_estimator=grpo")
+    loaded = config("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean", "algorithm.adv_estimator=grpo")
     totals = Totals(tokens=2, sequences=1, rows=2)
     # Four tokens, all equally likely, beside e^-1: a ratio of e/4 = 0.68, so that the loss of a token is -e/4.
-    loss = policy_loss(Even(), micro, totals, own).metrics["policy_loss"]
+    loss = policy_loss(Even(), micro, totals, loaded).metrics["policy_loss"]
     assert float(loss) == pytest.approx(-math.e / 4 / 2, abs=1e-6)
 
 
 def test_the_learning_rate_is_one_of_a_training_step_and_begins_at_0() -> None:
     optim = "actor_rollout_ref.actor.optim"
-    own = config(f"{optim}.lr=1.0", f"{optim}.lr_warmup_steps_ratio=0.5")  # 8 prompts in mini-batches of 4
-    assert own.updates_per_step == 2
-    engine = own.train_engine(5)
+    loaded = config(f"{optim}.lr=1.0", f"{optim}.lr_warmup_steps_ratio=0.5")  # 8 prompts in mini-batches of 4
+    assert loaded.updates_per_step == 2
+    engine = loaded.train_engine(5)
     # int(0.5 * 5) = 2 of 5 training steps rise, of two optimizer steps each.
     assert [engine.learning_rate_at(step) for step in range(8)] == [0, 0, 0.5, 0.5, 1, 1, 1, 1]
     assert (engine.weight_decay, engine.weight_decay_all) == (0.01, True)
@@ -229,8 +231,8 @@ def test_a_branch_has_what_its_main_sequence_has_and_is_not_compared_itself() ->
     logs = {"log_a": torch.tensor([1.0, 1.0, 0.0, 7.0])}
     assert advantages("algorithm.adv_estimator=opo", **columns) == pytest.approx([1, 1, -1, 0])
     # 1 and 0 over a deviation of sqrt(1/2), and 0: whitened over the three samples.
-    found = advantages("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a]", **columns, **logs)
-    assert found == pytest.approx([1.5**0.5, 1.5**0.5, -(1.5**0.5), 0], abs=1e-4)
+    actual = advantages("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a]", **columns, **logs)
+    assert actual == pytest.approx([1.5**0.5, 1.5**0.5, -(1.5**0.5), 0], abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -253,14 +255,14 @@ def test_a_branch_has_what_its_main_sequence_has_and_is_not_compared_itself() ->
     ],
 )
 def test_each_surrogate_is_what_it_is_by_hand(options: str, expected: list[float]) -> None:
-    given = [f"actor_rollout_ref.{option}" for option in options.split()]
+    arguments = [f"actor_rollout_ref.{option}" for option in options.split()]
     logprob_N = torch.tensor([-1.0, -1.0])
     old_N = logprob_N - torch.tensor([1.5, 4.0]).log()
     columns = {"logprob": old_N, "advantage": torch.tensor([1.0, -1.0]), "action_mask": torch.tensor([True, True])}
     micro = Batch([1, 1], {"tokens": torch.arange(2), "rollout_logprob": logprob_N, **columns})
-    assert surrogate(logprob_N, micro, config(*given)).loss_N.tolist() == pytest.approx(expected, abs=1e-5)
+    assert surrogate(logprob_N, micro, config(*arguments)).loss_N.tolist() == pytest.approx(expected, abs=1e-5)
     # In bypass mode it is the engine's policy that the ratio is taken to, and that is the same here.
-    bypass = config(*given, "algorithm.rollout_correction.bypass_mode=True")
+    bypass = config(*arguments, "algorithm.rollout_correction.bypass_mode=True")
     if "clip_ratio" in options and "dppo" not in options:
         assert surrogate(logprob_N, micro, bypass).loss_N.tolist() == pytest.approx([-1.0, 1.0])
 
@@ -278,8 +280,8 @@ def test_where_the_engine_is_believed_the_loss_tells_how_far_it_is_off() -> None
     micro = Batch([3], {"tokens": torch.arange(3), "action_mask": mask_N, "rollout_logprob": engine_N})
     micro = micro.with_tokens(advantage=torch.ones(3), logprob=torch.full((3,), math.log(1 / 4)))
     bypass, totals = "algorithm.rollout_correction.bypass_mode=True", Totals(tokens=2, sequences=1)
-    found = policy_loss(Even(), micro, totals, config(bypass)).metrics
-    assert float(found["engine_gap"]) == pytest.approx(0.375, abs=1e-5)
+    metrics = policy_loss(Even(), micro, totals, config(bypass)).metrics
+    assert float(metrics["engine_gap"]) == pytest.approx(0.375, abs=1e-5)
     assert "engine_gap" not in policy_loss(Even(), micro, totals, config()).metrics
 
 
@@ -289,18 +291,18 @@ def test_where_the_engine_is_believed_it_is_compared_with_the_policy_of_each_pas
     engine_N = math.log(1 / 4) - torch.tensor([9.0, math.log(2), math.log(4)])
     micro = Batch([3], {"tokens": torch.arange(3), "action_mask": mask_N, "rollout_logprob": engine_N})
     micro = micro.with_tokens(advantage=torch.tensor([0.0, 1.0, 10.0]))
-    own = "algorithm.rollout_correction."
-    given = [f"{own}bypass_mode=True", f"{own}rollout_is=token", f"{own}rollout_is_threshold=3.0"]
+    prefix = "algorithm.rollout_correction."
+    arguments = [f"{prefix}bypass_mode=True", f"{prefix}rollout_is=token", f"{prefix}rollout_is_threshold=3.0"]
     totals = Totals(tokens=2, sequences=1)
 
     def loss(*options: str) -> float:
-        return float(policy_loss(Even(), micro, totals, config(*given, *options)).metrics["policy_loss"])
+        return float(policy_loss(Even(), micro, totals, config(*arguments, *options)).metrics["policy_loss"])
 
     # Weights 2 and 3 of log 4 each; the ratio of PPO is its own, 1.2 at most.
-    assert loss(f"{own}loss_type=reinforce") == pytest.approx(math.log(4) * (2 * 1 + 3 * 10) / 2)
+    assert loss(f"{prefix}loss_type=reinforce") == pytest.approx(math.log(4) * (2 * 1 + 3 * 10) / 2)
     assert loss() == pytest.approx(-1.2 * (1 + 10) / 2)
     # The second token is left out, and counts among the tokens nevertheless.
-    assert loss(f"{own}rollout_rs=token_k1", f"{own}rollout_rs_threshold=3.0") == pytest.approx(-1.2 / 2)
+    assert loss(f"{prefix}rollout_rs=token_k1", f"{prefix}rollout_rs_threshold=3.0") == pytest.approx(-1.2 / 2)
 
 
 def test_the_policy_loss_of_whole_responses_is_a_mean_over_responses_and_the_kl_is_as_asked() -> None:
@@ -313,17 +315,17 @@ def test_the_policy_loss_of_whole_responses_is_a_mean_over_responses_and_the_kl_
     actor = "actor_rollout_ref.actor"
     kl = [f"{actor}.use_kl_loss=true", f"{actor}.kl_loss_coef=0.5", f"{actor}.kl_loss_type=abs"]
     for loss_mode, mean in (("vanilla", -(1 + 3 * 5) / 4), ("gspo", -(1 + 5) / 2)):
-        own = config(f"{actor}.policy_loss.loss_mode={loss_mode}", *kl)
-        metrics = policy_loss(Even(), micro, Totals(tokens=4, sequences=2, rows=2), own).metrics
+        loaded = config(f"{actor}.policy_loss.loss_mode={loss_mode}", *kl)
+        metrics = policy_loss(Even(), micro, Totals(tokens=4, sequences=2, rows=2), loaded).metrics
         assert float(metrics["policy_loss"]) == pytest.approx(mean)
         assert float(metrics["kl_loss"]) == pytest.approx(math.log(4) * 3 / 4)
 
 
 def test_a_single_response_to_a_prompt_is_worth_its_reward() -> None:
     for estimator in ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline"):
-        own = config(f"algorithm.adv_estimator={estimator}", "actor_rollout_ref.rollout.n=1")
-        found = compared(responses(), torch.tensor([4.0, 1.0, 4.0, 5.0]), own)
-        assert found.tolist() == [4.0, 1.0, 4.0, 5.0]
+        loaded = config(f"algorithm.adv_estimator={estimator}", "actor_rollout_ref.rollout.n=1")
+        actual = compared(responses(), torch.tensor([4.0, 1.0, 4.0, 5.0]), loaded)
+        assert actual.tolist() == [4.0, 1.0, 4.0, 5.0]
 
 
 def test_minibatches_count_prompts_and_come_in_order_unless_shuffled() -> None:
@@ -339,15 +341,15 @@ def test_responses_are_drawn_by_their_rewards_the_same_for_actor_and_critic() ->
     reward_B = torch.tensor([1.0, -2.0, *[0.5] * 22])
     responses = Batch([1] * 24, {"action_mask": torch.ones(24, dtype=torch.bool)}, {"reward": reward_B})
     extremes = config("algorithm.use_pf_ppo=True", "algorithm.pf_ppo.reweight_method=max_min")
-    found = {part: torch.cat(minibatches(responses, extremes, part, 3)).tolist() for part in ("actor", "critic")}
-    assert found["actor"] == found["critic"] and len(found["actor"]) == 24
-    assert set(found["actor"]) == {0, 1}
-    assert torch.cat(minibatches(responses, extremes, "actor", 4)).tolist() != found["actor"]
+    drawn = {part: torch.cat(minibatches(responses, extremes, part, 3)).tolist() for part in ("actor", "critic")}
+    assert drawn["actor"] == drawn["critic"] and len(drawn["actor"]) == 24
+    assert set(drawn["actor"]) == {0, 1}
+    assert torch.cat(minibatches(responses, extremes, "actor", 4)).tolist() != drawn["actor"]
 
 
 def test_pf_ppo_is_off_unless_it_is_asked_for_and_has_verls_rule() -> None:
     assert config("algorithm.pf_ppo.reweight_method=max_min").algorithm.resample is None
-    own = config("algorithm.use_pf_ppo=True", "algorithm.pf_ppo={weight_pow: 3.0}").algorithm
-    assert (own.resample, own.resample_power) == ("pow", 3.0)
+    algorithm = config("algorithm.use_pf_ppo=True", "algorithm.pf_ppo={weight_pow: 3.0}").algorithm
+    assert (algorithm.resample, algorithm.resample_power) == ("pow", 3.0)
     with pytest.raises(ValueError, match=says("algorithm.pf_ppo.reweight_method", "best", "max_min")):
         config("algorithm.use_pf_ppo=True", "algorithm.pf_ppo.reweight_method=best")

@@ -33,12 +33,12 @@ REASONS = {
     "trtllm": ["actor_rollout_ref.rollout.name=trtllm", "vllm"],
     "npu": ["trainer.device=npu", "NVIDIA"],
 }
-"""What is said first of commands for something that is not here."""
+"""First sentence of the message for commands that use a missing feature."""
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What stands for upstream's models, data and code."""
+    """Folder of files that replace upstream's models, data and code."""
     folder = tmp_path_factory.mktemp("verl")
     write_policy(folder / "policy", num_attention_heads=8)  # as many as share a sequence there
     write_reward_model(folder / "reward_model", 0)
@@ -77,16 +77,16 @@ def planned(
     arguments: Sequence[str], files: Path, capsys: pytest.CaptureFixture[str], policy: str = "policy"
 ) -> tuple[int, str]:
     """Exit code and messages of a dry run on the machines that the command asks for."""
-    asked = {key: value for key, _, value in (word.partition("=") for word in arguments)}
-    machines = int(asked.get("trainer.nnodes") or 1) + int(asked.get("rollout.nnodes") or 0)
-    assumed = f"--assume_devices={asked.get('trainer.n_gpus_per_node') or 8}x{machines}"
+    values = {key: value for key, _, value in (word.partition("=") for word in arguments)}
+    machines = int(values.get("trainer.nnodes") or 1) + int(values.get("rollout.nnodes") or 0)
+    assumed = f"--assume_devices={values.get('trainer.n_gpus_per_node') or 8}x{machines}"
     capsys.readouterr()
     code = main([*(local(word, files, policy) for word in arguments), "--dry_run", assumed])
     return code, capsys.readouterr().err
 
 
 @pytest.mark.nightly
-def test_nine_in_ten_plain_text_commands_are_taken_whole(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_90_percent_of_the_text_commands_are_accepted_in_full(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refused = {}
     for command in PLAIN:
         code, said = planned(command["argv"], files, capsys)
@@ -98,7 +98,7 @@ def test_nine_in_ten_plain_text_commands_are_taken_whole(files: Path, capsys: py
 
 
 @pytest.mark.nightly
-def test_four_in_five_megatron_commands_are_taken_whole_with_their_axes(
+def test_80_percent_of_the_megatron_commands_are_accepted_with_their_axes(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     refused, axes = {}, set[str]()
@@ -119,7 +119,7 @@ def test_four_in_five_megatron_commands_are_taken_whole_with_their_axes(
 
 
 @pytest.mark.parametrize("tag", REASONS)
-def test_commands_for_what_is_not_here_hear_the_reason_and_what_to_use(
+def test_commands_for_missing_features_are_rejected_with_the_reason_and_the_alternative(
     tag: str, files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commands = [command for command in COMMANDS if tag in command["tags"]]
@@ -135,9 +135,11 @@ def test_commands_for_what_is_not_here_hear_the_reason_and_what_to_use(
 
 
 @pytest.mark.parametrize("name", ["verl_ppo_trainer.yaml", "verl_generated_ppo_trainer.yaml"])
-def test_verls_own_default_configuration_is_read(name: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    own = ["data.train_files=x", "data.val_files=x", "actor_rollout_ref.model.path=x", "critic.model.path=x"]
-    code, said = planned([f"--config={DEFAULTS / name}", *own], files, capsys)
+def test_the_default_configuration_of_verl_is_accepted(
+    name: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    required = ["data.train_files=x", "data.val_files=x", "actor_rollout_ref.model.path=x", "critic.model.path=x"]
+    code, said = planned([f"--config={DEFAULTS / name}", *required], files, capsys)
     assert code == 0, said
     # What it has hundreds of keys for is said in a few lines.
     assert sum("no effect" in line for line in said.splitlines()) <= 20
@@ -163,11 +165,15 @@ FEW = """
         "recipe/dapo/test_dapo_7b_math.sh",
     ],
 )
-def test_a_command_runs_two_steps(script: str, files: Path, tmp_path: Path) -> None:
+def test_a_verl_command_trains_two_steps(script: str, files: Path, tmp_path: Path) -> None:
     (command,) = [command for command in PLAIN if command["script"] == script]
     arguments = [local(word, files) for word in command["argv"]]
-    own = [f"trainer.default_local_dir={tmp_path}/checkpoints", "data.train_max_samples=8", "trainer.total_epochs=1"]
-    run = run_here("verl_ppo", tmp_path / "run", *arguments, *FEW.split(), *own)
+    options = [
+        f"trainer.default_local_dir={tmp_path}/checkpoints",
+        "data.train_max_samples=8",
+        "trainer.total_epochs=1",
+    ]
+    run = run_here("verl_ppo", tmp_path / "run", *arguments, *FEW.split(), *options)
     assert run.code == 0, run.err
     assert (run.summary["status"], run.summary["steps"]) == ("finished", 2)
     assert all("actor/pg_loss" in line for line in run.metrics)

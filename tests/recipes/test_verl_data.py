@@ -56,8 +56,8 @@ def verl_rows(path: Path, *prompts: Any, source: str = "exact_match") -> Path:
 # --- the scripts
 
 
-def run_script(name: str, given: Path, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPTS / f"{name}.py"), "--input", str(given), "--local_dir", str(out), *options]
+def run_script(name: str, source: Path, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPTS / f"{name}.py"), "--input", str(source), "--local_dir", str(out), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd="/")
 
 
@@ -66,12 +66,12 @@ def written(path: Path) -> list[dict[str, Any]]:
 
 
 def test_gsm8k_becomes_verls_rows_whole_and_every_solution_scores(tmp_path: Path) -> None:
-    given = {split: gsm8k_rows(split) for split in ("train", "test")}
-    for split, records in given.items():
+    rows_by_split = {split: gsm8k_rows(split) for split in ("train", "test")}
+    for split, records in rows_by_split.items():
         write_lines(tmp_path / "in" / f"{split}.jsonl", records)
     done = run_script("gsm8k", tmp_path / "in", tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    for split, records in given.items():
+    for split, records in rows_by_split.items():
         assert re.search(says(len(records), f"{tmp_path}/out/{split}.parquet"), done.stdout)
         rows = written(tmp_path / "out" / f"{split}.parquet")
         assert [row["extra_info"]["index"] for row in rows] == list(range(len(records)))
@@ -82,16 +82,16 @@ def test_gsm8k_becomes_verls_rows_whole_and_every_solution_scores(tmp_path: Path
     row = written(tmp_path / "out" / "test.parquet")[0]
     assert (row["data_source"], row["ability"], row["reward_model"]["style"]) == ("openai/gsm8k", "math", "rule")
     assert row["extra_info"]["split"] == "test"
-    assert row["extra_info"]["answer"] == given["test"][0]["answer"]
+    assert row["extra_info"]["answer"] == rows_by_split["test"][0]["answer"]
     ((role, content),) = ((message["role"], message["content"]) for message in row["prompt"])
     assert role == "user"
-    assert content.startswith(given["test"][0]["question"])
+    assert content.startswith(rows_by_split["test"][0]["question"])
     assert "####" in content
     config = config_of(
         f"data.train_files={tmp_path}/out/train.parquet", f"data.val_files=[{tmp_path}/out/test.parquet]"
     )
     train, heldout = config.rows(), config.rows(heldout=True)
-    assert (len(train), len(heldout)) == (len(given["train"]), len(given["test"]))
+    assert (len(train), len(heldout)) == (len(rows_by_split["train"]), len(rows_by_split["test"]))
     check_rewards(config, train, heldout)
     batch = config_of("data.max_prompt_length=2000").data.source(train[:50], byte_tokenizer(), 0).take(2)
     assert batch["prompt"][0].startswith("<user>")
@@ -104,10 +104,10 @@ def test_math_keeps_what_is_in_the_last_box(tmp_path: Path) -> None:
     for split in ("train", "test"):
         write_lines(tmp_path / f"{split}.jsonl", rows)
     assert run_script("math", tmp_path, tmp_path / "out").returncode == 0
-    found = written(tmp_path / "out" / "train.parquet")
-    assert [row["reward_model"]["ground_truth"] for row in found] == [r"\frac{1}{2}", "3", "x", r"\{1, 2\}"]
-    assert found[0]["prompt"][0]["content"].startswith("P0 ")
-    assert found[0]["data_source"] == "DigitalLearningGmbH/MATH-lighteval"
+    converted = written(tmp_path / "out" / "train.parquet")
+    assert [row["reward_model"]["ground_truth"] for row in converted] == [r"\frac{1}{2}", "3", "x", r"\{1, 2\}"]
+    assert converted[0]["prompt"][0]["content"].startswith("P0 ")
+    assert converted[0]["data_source"] == "DigitalLearningGmbH/MATH-lighteval"
     write_lines(tmp_path / "test.jsonl", [*rows, {"problem": "P", "solution": "none"}])
     done = run_script("math", tmp_path, tmp_path / "out", "--only", "test")
     assert (done.returncode, done.stdout) == (2, "")
@@ -142,12 +142,12 @@ def test_dialogues_become_messages_texts_or_pairs(tmp_path: Path) -> None:
     for kind in ("rl", "sft", "rm"):
         done = run_script("full_hh_rlhf", tmp_path, tmp_path / "out", "--split", kind, "--only", "train")
         assert done.returncode == 0, done.stderr
-        found = written(tmp_path / "out" / kind / "train.parquet")
+        converted = written(tmp_path / "out" / kind / "train.parquet")
         if kind != "rl":
-            assert found == [expected[kind]] * 2
+            assert converted == [expected[kind]] * 2
             continue
         turns = [("user", "Hi"), ("assistant", "Hello."), ("user", "How?")]
-        for row in found:
+        for row in converted:
             assert [(message["role"], message["content"]) for message in row["prompt"]] == turns
             assert row["reward_model"] == {"ground_truth": " Well.", "style": "model"}
 
@@ -189,8 +189,8 @@ def sourced(tmp_path: Path, *options: str) -> tuple[list[str], list[str]]:
 def test_prompts_that_are_too_long_are_left_out_or_cut_and_it_is_said(
     tmp_path: Path, options: list[str], prompts: list[str], facts: list[str]
 ) -> None:
-    found, lines = sourced(tmp_path, *options)
-    assert found == prompts
+    kept, lines = sourced(tmp_path, *options)
+    assert kept == prompts
     assert re.search(says(*facts), "".join(lines))
     assert len(lines) == bool(facts)
 
@@ -287,21 +287,25 @@ def test_inputs_that_cannot_be_or_do_not_fit_are_refused(models: Path, options: 
     ):
         write_lines(models / f"{name}.jsonl", [{"data_source": "sort", "prompt": "a", **label, **field}])
     write_lines(models / "x.jsonl", [{"data_source": "openai/gsm8k", "prompt": "a", **label}])
-    own = [f"actor_rollout_ref.model.path={models}/policy", "data.train_batch_size=4", "data.max_response_length=9"]
-    own += ["actor_rollout_ref.actor.ppo_mini_batch_size=4"]
+    arguments = [
+        f"actor_rollout_ref.model.path={models}/policy",
+        "data.train_batch_size=4",
+        "data.max_response_length=9",
+    ]
+    arguments += ["actor_rollout_ref.actor.ppo_mini_batch_size=4"]
     expected = says(*(str(fact).replace("HERE", str(models)) for fact in facts))
     with pytest.raises(ConfigError, match=expected):
-        check_inputs(config_of(*own, *options.replace("HERE", str(models)).split()), [])
+        check_inputs(config_of(*arguments, *options.replace("HERE", str(models)).split()), [])
 
 
 def test_rows_without_a_function_or_a_ground_truth_are_for_a_reward_model(models: Path) -> None:
     rows = [{"data_source": "other", "prompt": "a", "reward_model": {"style": "model"}}] * 4
-    own = [f"data.train_files={write_lines(models / 'rows.jsonl', rows)}", "data.train_batch_size=4"]
-    own += [f"actor_rollout_ref.model.path={models}/policy", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
-    check_inputs(config_of(*own, *f"{RM}{models}/rm".split()), [])
-    check_inputs(config_of(*own, "data.train_files=task:sort"), [])
+    arguments = [f"data.train_files={write_lines(models / 'rows.jsonl', rows)}", "data.train_batch_size=4"]
+    arguments += [f"actor_rollout_ref.model.path={models}/policy", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
+    check_inputs(config_of(*arguments, *f"{RM}{models}/rm".split()), [])
+    check_inputs(config_of(*arguments, "data.train_files=task:sort"), [])
     with pytest.raises(ConfigError, match=says("row 0", "reward_model.ground_truth")):
-        check_inputs(config_of(*own), [])
+        check_inputs(config_of(*arguments), [])
 
 
 def test_a_tokenizer_without_a_token_for_padding_pads_with_its_end_token(tmp_path: Path) -> None:
@@ -344,10 +348,10 @@ def test_each_answer_is_rewarded_by_the_function_of_its_data_source() -> None:
         ("sort", "abc", "abc"),
         ("apps", "print(3)", '{"inputs": ["", ""], "outputs": ["3", "4"]}'),
     )
-    found, said = rewarded(samples)
-    assert found["reward"].tolist() == found["score"].tolist() == [1.0, 0.0, 1.0, 1.0, 0.5]
-    assert found["log_acc"].isnan().tolist() == [True, True, True, True, False]
-    assert found["reward_failed"].tolist() == [0.0] * 5
+    rewards, said = rewarded(samples)
+    assert rewards["reward"].tolist() == rewards["score"].tolist() == [1.0, 0.0, 1.0, 1.0, 0.5]
+    assert rewards["log_acc"].isnan().tolist() == [True, True, True, True, False]
+    assert rewards["reward_failed"].tolist() == [0.0] * 5
     assert said == []
     # As dynamic sampling does it: neither of the two has all columns of the other's data source.
     assert len(Batch.concat([rewarded(samples.select([i]))[0] for i in (0, 4)])) == 2
@@ -374,9 +378,9 @@ def test_ground_truths_that_some_rows_lack_are_refused(tmp_path: Path) -> None:
     truth = {"reward_model": {"ground_truth": "1"}}
     for rows, refused in (([{}, {}], False), ([truth, truth], False), ([truth, {}], True)):
         write_lines(tmp_path / "a.jsonl", [{"prompt": "q", **row} for row in rows])
-        own = config_of(f"data.train_files={tmp_path}/a.jsonl", f"custom_reward_function.path={tmp_path}/own.py")
+        config = config_of(f"data.train_files={tmp_path}/a.jsonl", f"custom_reward_function.path={tmp_path}/own.py")
         with pytest.raises(ValueError, match=says("1 of 2 rows", "ground_truth")) if refused else nullcontext():
-            check_rewards(own, own.rows())
+            check_rewards(config, config.rows())
 
 
 SCORE = """
@@ -393,21 +397,21 @@ def of_lists(data_sources, solution_strs, ground_truths, extra_infos):
 
 def test_a_function_of_the_users_own_is_asked_and_its_failures_are_counted(tmp_path: Path) -> None:
     (tmp_path / "score.py").write_text(SCORE)
-    own = [f"custom_reward_function.path={tmp_path}/score.py"]
+    options = [f"custom_reward_function.path={tmp_path}/score.py"]
     samples = responses(("x", "ab", "ab"), ("y", "bad", ""), ("y", "abc", "")).with_objects(
         extra_info=[{"index": 5}, None, None]
     )
-    found, said = rewarded(samples, *own, "custom_reward_function.reward_kwargs.scale=-2")
-    assert found["reward"].tolist() == found["score"].tolist() == [-4.0, 0.0, -6.0]
-    assert found["reward_failed"].tolist() == [0.0, 1.0, 0.0]
-    assert found["log_index"].nan_to_num(9.0).tolist() == [5.0, 9.0, -1.0]
-    assert found["info_pred"] == ["ab", None, "abc"]
-    assert found["info"] == [{"why": "ab"}, None, {"why": "abc"}]
-    found.save(tmp_path / "rollouts.parquet")
-    assert Batch.load(tmp_path / "rollouts.parquet")["info"] == found["info"]
+    rewards, said = rewarded(samples, *options, "custom_reward_function.reward_kwargs.scale=-2")
+    assert rewards["reward"].tolist() == rewards["score"].tolist() == [-4.0, 0.0, -6.0]
+    assert rewards["reward_failed"].tolist() == [0.0, 1.0, 0.0]
+    assert rewards["log_index"].nan_to_num(9.0).tolist() == [5.0, 9.0, -1.0]
+    assert rewards["info_pred"] == ["ab", None, "abc"]
+    assert rewards["info"] == [{"why": "ab"}, None, {"why": "abc"}]
+    rewards.save(tmp_path / "rollouts.parquet")
+    assert Batch.load(tmp_path / "rollouts.parquet")["info"] == rewards["info"]
     assert re.search(says("response 1", "no reward", "KeyError: 'bad'"), said[0])
     batch = ["reward_model.reward_manager=batch", "custom_reward_function.name=of_lists"]
-    assert rewarded(samples, *own, *batch)[0]["reward"].tolist() == [3.0] * 3
+    assert rewarded(samples, *options, *batch)[0]["reward"].tolist() == [3.0] * 3
 
 
 def test_a_function_of_lists_has_the_time_of_all_its_answers(tmp_path: Path) -> None:
@@ -422,40 +426,40 @@ def test_a_function_of_lists_has_the_time_of_all_its_answers(tmp_path: Path) -> 
 def test_dapo_takes_reward_from_answers_near_the_limit_and_leaves_their_score() -> None:
     # Of at most 10 tokens the last 4 are the buffer; with the end token the responses have 4, 8 and 10.
     samples = responses(*(("exact_match", "a" * count, "a" * count) for count in (3, 7, 9)))
-    own = ["reward_model.reward_manager=dapo", f"{BUFFER}.enable=true", f"{BUFFER}.len=4"]
-    found, _ = rewarded(samples, *own, f"{BUFFER}.penalty_factor=2")
-    assert found["reward"].tolist() == [1.0, 0.0, -1.0]
-    assert found["score"].tolist() == [1.0, 1.0, 1.0]
-    assert found["log_overlong_reward"].tolist() == [0.0, -1.0, -2.0]
-    assert found["log_overlong"].tolist() == [0.0, 1.0, 1.0]
-    found, _ = rewarded(samples, "reward_model.reward_manager=dapo")
-    assert found["reward"].tolist() == [1.0, 1.0, 1.0]
+    options = ["reward_model.reward_manager=dapo", f"{BUFFER}.enable=true", f"{BUFFER}.len=4"]
+    rewards, _ = rewarded(samples, *options, f"{BUFFER}.penalty_factor=2")
+    assert rewards["reward"].tolist() == [1.0, 0.0, -1.0]
+    assert rewards["score"].tolist() == [1.0, 1.0, 1.0]
+    assert rewards["log_overlong_reward"].tolist() == [0.0, -1.0, -2.0]
+    assert rewards["log_overlong"].tolist() == [0.0, 1.0, 1.0]
+    rewards, _ = rewarded(samples, "reward_model.reward_manager=dapo")
+    assert rewards["reward"].tolist() == [1.0, 1.0, 1.0]
 
 
 def test_a_reward_model_rewards_alone_or_with_the_function_beside_it() -> None:
     rows = [("exact_match", "a", "a"), ("exact_match", "a", "b"), ("chat", "a", "")]
     model = [0.5, -2.0, 3.0]
-    own = f"{RM}unused".split()
-    found, _ = rewarded(responses(*rows, rm_score=model), *own)
-    assert found["reward"].tolist() == found["log_model"].tolist() == model
+    options = f"{RM}unused".split()
+    rewards, _ = rewarded(responses(*rows, rm_score=model), *options)
+    assert rewards["reward"].tolist() == rewards["log_model"].tolist() == model
     # Of the prompt whose data source has no function the model's score is the only one.
-    assert found["score"].tolist() == [1.0, 0.0, 3.0]
-    assert found["log_function"].isnan().tolist() == [False, False, True]
-    weighted = [*own, "reward_model.function_weight=2"]
-    found, _ = rewarded(responses(*rows[:2], rm_score=model[:2]), *weighted)
-    assert found["reward"].tolist() == [2.5, -2.0]
+    assert rewards["score"].tolist() == [1.0, 0.0, 3.0]
+    assert rewards["log_function"].isnan().tolist() == [False, False, True]
+    weighted = [*options, "reward_model.function_weight=2"]
+    rewards, _ = rewarded(responses(*rows[:2], rm_score=model[:2]), *weighted)
+    assert rewards["reward"].tolist() == [2.5, -2.0]
     with pytest.raises(ValueError, match="data source 'chat'"):
         rewarded(responses(*rows, rm_score=model), *weighted)
 
 
 def test_a_function_that_fails_beside_a_model_costs_the_reward_only_where_it_counts() -> None:
     rows = [("openai/gsm8k", "#### 1", "1"), ("openai/gsm8k", "#### 1", "one"), ("openai/gsm8k", "#### 1", "1")]
-    own = [*f"{RM}unused".split(), "reward_model.max_failed_share=0.5"]
-    found, said = rewarded(responses(*rows, rm_score=[3.0, 4.0, 5.0]), *own)
-    assert (found["reward"].tolist(), found["score"].tolist()) == ([3.0, 4.0, 5.0], [1.0, 0.0, 1.0])
+    options = [*f"{RM}unused".split(), "reward_model.max_failed_share=0.5"]
+    rewards, said = rewarded(responses(*rows, rm_score=[3.0, 4.0, 5.0]), *options)
+    assert (rewards["reward"].tolist(), rewards["score"].tolist()) == ([3.0, 4.0, 5.0], [1.0, 0.0, 1.0])
     assert re.search(says("response 1", "no score", "'one'"), said[0])
-    found, said = rewarded(responses(*rows, rm_score=[3.0, 4.0, 5.0]), *own, "reward_model.function_weight=1")
-    assert (found["reward"].tolist(), found["score"].tolist()) == ([4.0, 0.0, 6.0], [1.0, 0.0, 1.0])
+    rewards, said = rewarded(responses(*rows, rm_score=[3.0, 4.0, 5.0]), *options, "reward_model.function_weight=1")
+    assert (rewards["reward"].tolist(), rewards["score"].tolist()) == ([4.0, 0.0, 6.0], [1.0, 0.0, 1.0])
     assert re.search(says("response 1", "no reward", "'one'"), said[0])
 
 
@@ -463,8 +467,8 @@ def test_episodes_keep_the_rewards_of_their_world() -> None:
     episodes = responses(("mine", "a", ""), ("mine", "b", ""), reward=[0.25, 0.0], score=[1.0, 0.0]).with_objects(
         status=["finished", "error"], error=[None, "it broke"]
     )
-    found, said = rewarded(episodes)
-    assert found["reward"].tolist() == [0.25, 0.0]
+    rewards, said = rewarded(episodes)
+    assert rewards["reward"].tolist() == [0.25, 0.0]
     assert len(said) == 1
     assert re.search(says("response 1", "no reward", "it broke"), said[0])
     with pytest.raises(ValueError, match=says("episodes", "reward", "executor")):

@@ -23,10 +23,10 @@ LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 
 
 @pytest.mark.parametrize("kind", ["gspo", "sapo", "geo_mean"])
-def test_losses_of_whole_responses_are_means_over_responses_as_verl_forces_it(kind: str) -> None:
+def test_sequence_level_losses_are_means_over_responses_as_in_verl(kind: str) -> None:
     line = CommandLine(VerlPPOConfig, [*SMALL, f"{LOSS}={kind}"])
-    own = line.config().algorithm
-    assert (own.policy_aggregation, own.loss_aggregation) == ("seq-mean-token-mean", "token-mean")
+    algorithm = line.config().algorithm
+    assert (algorithm.policy_aggregation, algorithm.loss_aggregation) == ("seq-mean-token-mean", "token-mean")
     assert any(re.search(says(f"loss_mode={kind}", "loss_agg_mode", "entropy and KL"), note) for note in line.notes)
     same = CommandLine(
         VerlPPOConfig, [*SMALL, f"{LOSS}={kind}", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"]
@@ -43,12 +43,12 @@ def test_losses_of_whole_responses_are_means_over_responses_as_verl_forces_it(ki
 
 
 @pytest.mark.parametrize(("kind", "loss"), [("", "ppo"), ("ppo_clip", "ppo"), ("reinforce", "reinforce")])
-def test_bypass_takes_the_loss_of_rollout_correction_as_verl_does(kind: str, loss: str) -> None:
+def test_bypass_mode_uses_the_loss_of_rollout_correction_as_in_verl(kind: str, loss: str) -> None:
     group = "algorithm.rollout_correction"
     keys = [f"{group}.bypass_mode=true", *([f"{group}.loss_type={kind}"] if kind else [])]
     line = CommandLine(VerlPPOConfig, [*SMALL, *keys, f"{LOSS}=gspo"])
-    own = line.config().algorithm
-    assert (own.policy_loss, own.policy_aggregation) == (loss, None)
+    algorithm = line.config().algorithm
+    assert (algorithm.policy_loss, algorithm.policy_aggregation) == (loss, None)
     assert any(re.search(says("no effect", "loss_mode=gspo", "bypass_mode"), note) for note in line.notes)
     plain = CommandLine(VerlPPOConfig, [*SMALL, *keys])
     assert plain.config().algorithm.policy_loss == loss
@@ -56,7 +56,7 @@ def test_bypass_takes_the_loss_of_rollout_correction_as_verl_does(kind: str, los
 
 
 @pytest.mark.parametrize(("owner", "group"), [("actor_rollout_ref.actor", "train"), ("critic", "critic")])
-def test_the_limit_of_gradients_is_the_optimizers_else_grad_clip(owner: str, group: str) -> None:
+def test_the_gradient_limit_is_that_of_the_optimizer_with_grad_clip_as_fallback(owner: str, group: str) -> None:
     for keys, norm, noted in (
         ([f"{owner}.grad_clip=0.5"], 0.5, "later releases"),
         ([f"{owner}.optim.clip_grad=0.7", f"{owner}.grad_clip=0.5"], 0.7, "no effect"),
@@ -72,14 +72,14 @@ def test_the_limit_of_gradients_is_the_optimizers_else_grad_clip(owner: str, gro
         assert bool(noted) == any("clip" in note for note in line.notes)
 
 
-def test_the_optimal_token_baseline_beside_an_environment_names_the_difference() -> None:
+def test_the_optimal_token_baseline_with_an_environment_notes_the_difference() -> None:
     keys = ["algorithm.adv_estimator=optimal_token_baseline", "agent.func_path=env:guess"]
     line = CommandLine(VerlPPOConfig, [*SMALL, *keys])
     assert any("tir_optimal_token_baseline" in note for note in line.notes)
     assert not any("tir_optimal" in note for note in CommandLine(VerlPPOConfig, [*SMALL, keys[0]]).notes)
 
 
-def test_actor_and_critic_have_one_kind_of_engine() -> None:
+def test_actor_and_critic_must_use_the_same_engine() -> None:
     for actor, critic in (("fsdp", "megatron"), ("megatron", "fsdp2")):
         keys = [f"actor_rollout_ref.actor.strategy={actor}", f"critic.strategy={critic}"]
         with pytest.raises(ConfigError, match=says(f"actor.strategy={actor}", f"critic.strategy={critic}")):
@@ -87,7 +87,7 @@ def test_actor_and_critic_have_one_kind_of_engine() -> None:
     assert small("actor_rollout_ref.actor.strategy=fsdp2", "critic.strategy=fsdp").train.engine == "fsdp"
 
 
-def test_keys_of_the_entropy_recipe_mean_the_same_at_their_old_place() -> None:
+def test_old_keys_of_the_entropy_recipe_have_the_same_meaning() -> None:
     actor = "actor_rollout_ref.actor"
     old = small(
         f"{actor}.loss_mode=clip_cov",
@@ -95,14 +95,19 @@ def test_keys_of_the_entropy_recipe_mean_the_same_at_their_old_place() -> None:
         f"{actor}.clip_cov_lb=2",
         f"{actor}.clip_cov_ub=4",
     )
-    own = old.algorithm
-    assert (own.policy_loss, own.cov_share, own.cov_low, own.cov_high) == ("clip_cov", 0.01, 2.0, 4.0)
+    algorithm = old.algorithm
+    assert (algorithm.policy_loss, algorithm.cov_share, algorithm.cov_low, algorithm.cov_high) == (
+        "clip_cov",
+        0.01,
+        2.0,
+        4.0,
+    )
     kl = small(f"{actor}.loss_mode=kl_cov", f"{actor}.k_percent=0.2", f"{actor}.ppo_kl_coef=0.5").algorithm
     assert (kl.policy_loss, kl.cov_share, kl.kl_cov_coef) == ("kl_cov", 0.002, 0.5)
 
 
 @pytest.mark.parametrize(("key", "aggregation"), [("True", "token-mean"), ("False", "seq-mean-token-mean")])
-def test_the_switch_of_the_early_dapo_recipe_is_an_aggregation(key: str, aggregation: str) -> None:
+def test_the_switch_of_the_early_dapo_recipe_selects_a_loss_aggregation(key: str, aggregation: str) -> None:
     read = small(f"actor_rollout_ref.actor.use_token_level_loss={key}")
     assert read.algorithm.loss_aggregation == aggregation
 
@@ -112,7 +117,7 @@ def test_the_switch_of_the_early_dapo_recipe_is_an_aggregation(key: str, aggrega
     [("quantization=fp8", ["quantization", "weights"]), ("kv_cache_dtype=fp8", ["kv_cache_dtype", "auto"]),
      ("logprobs_mode=raw_logprobs", ["logprobs_mode", "processed_logprobs"])],
 )  # fmt: skip
-def test_arguments_of_vllm_that_change_log_probabilities_are_refused_by_name(name: str, facts: list[str]) -> None:
+def test_vllm_arguments_that_change_logprobs_are_rejected_by_name(name: str, facts: list[str]) -> None:
     with pytest.raises(ConfigError, match=says(*facts)):
         small(f"+actor_rollout_ref.rollout.engine_kwargs.vllm.{name}")
 
@@ -126,22 +131,20 @@ def test_arguments_of_vllm_that_change_log_probabilities_are_refused_by_name(nam
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.disable_custom_all_reduce=true", ["disable_custom_all_reduce"]),
     ],
 )
-def test_what_is_taken_without_an_effect_is_named(
-    key: str, facts: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_accepted_keys_without_effect_are_named(key: str, facts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, key, "--print_config"]) == 0
     assert re.search(says("no effect", *facts), capsys.readouterr().err)
 
 
-def test_arguments_of_vllm_that_are_options_here_are_these() -> None:
+def test_vllm_arguments_set_the_corresponding_options() -> None:
     engine = "actor_rollout_ref.rollout.engine_kwargs.vllm"
-    own = small(f"{engine}.enforce_eager=true", f"{engine}.gpu_memory_utilization=0.3").rollout
-    assert (own.enforce_eager, own.gpu_memory) == (True, 0.3)
+    rollout = small(f"{engine}.enforce_eager=true", f"{engine}.gpu_memory_utilization=0.3").rollout
+    assert (rollout.enforce_eager, rollout.gpu_memory) == (True, 0.3)
     with pytest.raises(ConfigError, match=says(f"{engine}.kv_cache_dtype")):
         small(f"{engine}.kv_cache_dtype=fp8")
 
 
-def test_num_examine_is_taken_and_a_misspelt_key_beside_it_is_told_the_nearest() -> None:
+def test_num_examine_is_accepted_and_a_misspelt_key_is_answered_with_the_nearest() -> None:
     for key in ("reward_model.num_examine", "reward.num_examine"):
         assert small(f"{key}=2").reward.num_examine == 2
     with pytest.raises(ConfigError, match=says("num_exmine", "reward_model.num_examine")):
@@ -155,7 +158,7 @@ def test_num_examine_is_taken_and_a_misspelt_key_beside_it_is_told_the_nearest()
         "+data.apply_chat_template_kwargs.enable_thinking=False",
     ],
 )
-def test_arguments_of_the_chat_template_are_taken(key: str) -> None:
+def test_arguments_of_the_chat_template_are_accepted(key: str) -> None:
     assert small(key).model.template_arguments == {"enable_thinking": False}
 
 
@@ -167,7 +170,7 @@ def test_arguments_of_the_chat_template_are_taken(key: str) -> None:
         "actor_rollout_ref.rollout.min_p=0.0",
     ],
 )
-def test_values_that_ask_for_what_happens_anyway_are_taken_without_a_word(key: str) -> None:
+def test_values_equal_to_the_behaviour_are_accepted_without_a_note(key: str) -> None:
     line = CommandLine(VerlPPOConfig, [*SMALL, key])
     line.config()
     assert not any(key.rpartition(".")[2].partition("=")[0] in note for note in line.notes)
@@ -176,14 +179,14 @@ def test_values_that_ask_for_what_happens_anyway_are_taken_without_a_word(key: s
         small(f"{key.partition('=')[0]}={other}")
 
 
-def test_rejection_by_the_names_of_0_7_has_the_bounds_of_the_inverse() -> None:
+def test_rejection_options_of_verl_0_7_invert_the_bounds() -> None:
     group = "algorithm.rollout_correction"
     for level, rule in (("token", "token_k1"), ("sequence", "seq_sum_k1"), ("geometric", "seq_mean_k1")):
         bounds = [f"{group}.rollout_rs_threshold=4.0", f"{group}.rollout_rs_threshold_lower=0.5"]
-        own = small(f"{group}.rollout_rs={level}", *bounds).algorithm
-        assert own.rejection == rule
+        algorithm = small(f"{group}.rollout_rs={level}", *bounds).algorithm
+        assert algorithm.rejection == rule
         # The policy's probability over the engine's between 1/2 and 4: the engine's over the policy's from 1/4 to 2.
-        assert own.rejection_threshold == "0.25_2.0"
+        assert algorithm.rejection_threshold == "0.25_2.0"
 
 
 @pytest.mark.parametrize(
@@ -197,16 +200,16 @@ def test_rejection_by_the_names_of_0_7_has_the_bounds_of_the_inverse() -> None:
         (["n=4"], 0.0, 1),
     ],
 )
-def test_servers_validate_at_the_temperature_whatever_do_sample_is(
+def test_server_engines_validate_at_the_temperature_regardless_of_do_sample(
     keys: list[str], temperature: float, samples: int
 ) -> None:
     rollout = "actor_rollout_ref.rollout"
     words = [f"{rollout}.{key}" if key.startswith("mode") else f"{rollout}.val_kwargs.{key}" for key in keys]
-    own = small(*words, "data.val_files=task:sort").evaluation
-    assert (own.temperature, own.samples_per_prompt) == (temperature, samples)
+    evaluation = small(*words, "data.val_files=task:sort").evaluation
+    assert (evaluation.temperature, evaluation.samples_per_prompt) == (temperature, samples)
 
 
-def test_an_engine_over_several_machines_has_the_devices_of_one() -> None:
+def test_an_engine_across_machines_is_reduced_to_the_devices_of_one_machine() -> None:
     keys = ["actor_rollout_ref.rollout.tensor_model_parallel_size=16", "trainer.nnodes=4", "trainer.n_gpus_per_node=8"]
     line = CommandLine(VerlPPOConfig, [*SMALL, *keys])
     assert line.config().rollout.tensor_parallel == 8
@@ -215,12 +218,12 @@ def test_an_engine_over_several_machines_has_the_devices_of_one() -> None:
 
 
 @pytest.mark.parametrize("axis", ["tensor_model_parallel_size", "expert_model_parallel_size"])
-def test_layers_are_whole_beside_adapters(axis: str) -> None:
+def test_tensor_and_expert_axes_have_no_effect_with_adapters(axis: str) -> None:
     keys = ["actor_rollout_ref.actor.strategy=megatron", "critic.strategy=megatron", "trainer.n_gpus_per_node=8"]
     keys += [f"actor_rollout_ref.actor.megatron.{axis}=4", "actor_rollout_ref.model.lora.rank=8"]
     line = CommandLine(VerlPPOConfig, [*SMALL, *keys])
-    own = line.config()
-    assert (own.parallel.tensor, own.parallel.expert, own.train.lora_rank) == (1, 1, 8)
+    config = line.config()
+    assert (config.parallel.tensor, config.parallel.expert, config.train.lora_rank) == (1, 1, 8)
     assert any(re.search(says("no effect", f"{axis}=4", "adapters"), note) for note in line.notes)
 
 
@@ -233,10 +236,10 @@ def test_a_function_beside_a_served_reward_model_gives_the_reward_alone(group: s
     keys += [f"{group}.enable_resource_pool=true", f"{group}.nnodes=1", "custom_reward_function.name=compute_score"]
     keys += [f"custom_reward_function.path={path}", "+custom_reward_function.reward_kwargs.reward_router_address=h:1"]
     line = CommandLine(VerlPPOConfig, plain_arguments([*SMALL, *keys]))
-    own = line.config()
-    assert (own.reward.model_path, own.reward.source) == ("", str(path))
-    assert own.reward.arguments == {"reward_router_address": "h:1"}
-    assert "rm" not in own.roles
+    config = line.config()
+    assert (config.reward.model_path, config.reward.source) == ("", str(path))
+    assert config.reward.arguments == {"reward_router_address": "h:1"}
+    assert "rm" not in config.roles
     assert any(re.search(says("no effect of reward_model", "vllm serve"), note) for note in line.notes)
 
 
@@ -249,16 +252,16 @@ def test_a_function_beside_a_served_reward_model_gives_the_reward_alone(group: s
         ("reward_model.model.beta_train=0.05", ["beta_train", "custom_reward_function.path"]),
     ],
 )
-def test_what_other_recipes_train_with_is_refused_with_what_to_use(key: str, facts: list[str]) -> None:
+def test_keys_of_other_recipes_are_rejected_with_the_alternative(key: str, facts: list[str]) -> None:
     with pytest.raises(ConfigError, match=says(*facts)):
         small(key)
 
 
-def test_keys_of_data_are_the_config_of_a_dataset_class_and_those_of_the_recipe_hold_too(tmp_path: Path) -> None:
+def test_data_keys_are_passed_to_a_dataset_class_and_also_apply_to_the_recipe(tmp_path: Path) -> None:
     keys = ["data.custom_cls.path=own.py", "data.custom_cls.name=Own", "+data.strategy=x", "+data.own.depth=3"]
-    own = small(*keys, "data.max_prompt_length=99", "data.return_raw_chat=true", "data.prompt_key=question")
-    config = own.class_config()
-    assert (own.data.class_path, own.data.class_name, own.data.max_prompt_tokens) == ("own.py", "Own", 99)
+    loaded = small(*keys, "data.max_prompt_length=99", "data.return_raw_chat=true", "data.prompt_key=question")
+    config = loaded.class_config()
+    assert (loaded.data.class_path, loaded.data.class_name, loaded.data.max_prompt_tokens) == ("own.py", "Own", 99)
     assert (config["strategy"], config["own"], config["return_raw_chat"]) == ("x", {"depth": 3}, True)
     assert (config["max_prompt_length"], config["prompt_key"], config["truncation"]) == (99, "question", "error")
     (tmp_path / "c.yaml").write_text("data: {custom_cls: {path: own.py, name: Own}, own: {depth: 4}, image_key: null}")
@@ -286,20 +289,20 @@ def test_rows_of_a_dataset_class_are_trained_on(tmp_path: Path) -> None:
     assert {row["datasource"] for row in rows} == {"s"}
 
 
-def test_agent_loops_of_a_file_run_the_episodes_with_the_limits_of_the_command(tmp_path: Path) -> None:
+def test_agent_loops_of_a_file_run_with_the_limits_of_the_command(tmp_path: Path) -> None:
     rollout = "actor_rollout_ref.rollout"
     keys = [f"{rollout}.agent.agent_loop_config_path={tmp_path}/loops.yaml", f"{rollout}.multi_turn.max_user_turns=4"]
     (tmp_path / "rows.jsonl").write_text(
         '{"prompt": [{"role": "user", "content": "a"}], "agent_name": "mine", "data_source": "s", "reward_model": '
         '{"ground_truth": "1"}}'
     )
-    own = small(*keys, f"{rollout}.agent.default_agent_loop=mine", f"data.train_files={tmp_path}/rows.jsonl")
-    assert (own.has_verl_loops, own.agent.rewarded_by, own.agent.max_tokens) == (True, "reward", 1024)
-    arguments = own.agent.arguments
+    config = small(*keys, f"{rollout}.agent.default_agent_loop=mine", f"data.train_files={tmp_path}/rows.jsonl")
+    assert (config.has_verl_loops, config.agent.rewarded_by, config.agent.max_tokens) == (True, "reward", 1024)
+    arguments = config.agent.arguments
     assert (arguments["path"], arguments["default"]) == (f"{tmp_path}/loops.yaml", "mine")
     policy = arguments["config"]["actor_rollout_ref"]["rollout"]
     assert (policy["response_length"], policy["multi_turn"]["max_user_turns"]) == (512, 4)
-    (row,) = own.rows()
+    (row,) = config.rows()
     assert row["extra_info"] == {"agent_name": "mine", "raw_prompt": row["input"]}
     assert small(*keys, "agent.rewarded_by=environment").agent.gives_rewards
     # Beside an agent of the user's own, or verl's tools, the file has no effect.
@@ -308,7 +311,7 @@ def test_agent_loops_of_a_file_run_the_episodes_with_the_limits_of_the_command(t
     assert any(re.search(says("no effect", "agent_loop_config_path"), note) for note in line.notes)
 
 
-def test_max_model_len_limits_prompt_and_response_together() -> None:
+def test_max_model_len_limits_the_sum_of_prompt_and_response() -> None:
     key = "actor_rollout_ref.rollout.max_model_len"
     line = CommandLine(VerlPPOConfig, [*SMALL, f"{key}=600"])
     assert line.config().agent.max_tokens == 600
@@ -316,7 +319,7 @@ def test_max_model_len_limits_prompt_and_response_together() -> None:
     assert small(f"{key}=2000").agent.max_tokens is None
 
 
-def test_megatrons_adam_is_adamw_and_torchs_adam_is_refused() -> None:
+def test_adam_of_megatron_is_adamw_and_adam_of_torch_is_rejected() -> None:
     key = "actor_rollout_ref.actor.optim.optimizer"
     assert small(f"{key}=adam", "model_engine=megatron").train == small("model_engine=megatron").train
     assert small(f"{key}=AdamW").train == small().train
@@ -326,13 +329,13 @@ def test_megatrons_adam_is_adamw_and_torchs_adam_is_refused() -> None:
     assert small("actor_rollout_ref.actor.optim.lr_decay_style=linear").train.lr_scheduler == "linear"
 
 
-def test_the_default_alpha_of_no_adapters_may_be_zero() -> None:
+def test_lora_alpha_may_be_0_without_adapters() -> None:
     assert small("actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.model.lora_alpha=0").train.lora_rank == 0
     with pytest.raises(ConfigError, match=says("lora_alpha")):
         small("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=0")
 
 
-def test_attention_kernels_of_the_critic_are_the_policys() -> None:
+def test_the_critic_uses_the_attention_kernels_of_the_policy() -> None:
     line = CommandLine(VerlPPOConfig, [*SMALL, "critic.model.override_config.attn_implementation=sdpa"])
     line.config()
     assert any(re.search(says("no effect", "attn_implementation", "critic"), note) for note in line.notes)
@@ -341,13 +344,13 @@ def test_attention_kernels_of_the_critic_are_the_policys() -> None:
 @pytest.mark.parametrize(
     "short", [["-cn", "ppo_megatron_trainer"], ["-cp", "config", "-cn", "ppo_megatron_trainer.yaml"]]
 )
-def test_hydras_short_options_are_read(short: list[str]) -> None:
+def test_short_options_of_hydra_are_accepted(short: list[str]) -> None:
     line = CommandLine(VerlPPOConfig, plain_arguments([*short, *SMALL]))
     line.config()
     assert any("megatron is torch's fully_shard" in note for note in line.notes)
 
 
-def test_a_named_reward_model_beside_a_function_is_served_apart_and_its_penalty_holds(tmp_path: Path) -> None:
+def test_a_named_reward_model_with_a_function_is_served_separately_and_keeps_its_penalty(tmp_path: Path) -> None:
     (tmp_path / "score.py").write_text("def compute_score(data_source, solution_str, **_):\n    return 0.0\n")
     model = "reward_model.reward_models.judge"
     keys = ["reward_model.enable=true", f"{model}.model.path=judge", f"{model}.rollout.name=vllm", f"{model}.nnodes=2"]
@@ -355,6 +358,6 @@ def test_a_named_reward_model_beside_a_function_is_served_apart_and_its_penalty_
     keys += [f"+{model}.reward_kwargs.overlong_buffer_cfg.{name}" for name in ("enable=true", "len=64")]
     keys += [f"custom_reward_function.path={tmp_path}/score.py"]
     line = CommandLine(VerlPPOConfig, plain_arguments([*SMALL, *keys]))
-    own = line.config()
-    assert (own.reward.model_path, own.algorithm.overlong_buffer) == ("", 64)
+    config = line.config()
+    assert (config.reward.model_path, config.algorithm.overlong_buffer) == ("", 64)
     assert any(re.search(says("no effect of reward_model", "vllm serve"), note) for note in line.notes)

@@ -1,4 +1,4 @@
-"""What a step of the verl recipe is described by, worked by hand. B sequences, N tokens."""
+"""Metrics of a step of the verl recipe, calculated by hand. B sequences, N tokens."""
 
 import math
 from types import SimpleNamespace
@@ -45,8 +45,8 @@ def experience() -> Batch:
     )
 
 
-def test_rewards_and_values_are_told_without_the_answers_that_are_empty() -> None:
-    found = experience_metrics(experience(), config(), experience().select([2]))
+def test_metrics_of_rewards_and_values_exclude_empty_responses() -> None:
+    metrics = experience_metrics(experience(), config(), experience().select([2]))
     expected = {
         "critic/score": (0.75, 1.0, 0.5),
         "critic/rewards": (0.5, 0.75, 0.25),
@@ -55,18 +55,18 @@ def test_rewards_and_values_are_told_without_the_answers_that_are_empty() -> Non
         "critic/values": (2.0, 3.0, 1.0),
     }
     for name, numbers in expected.items():
-        assert tuple(found[f"{name}/{kind}"] for kind in ("mean", "max", "min")) == numbers
+        assert tuple(metrics[f"{name}/{kind}"] for kind in ("mean", "max", "min")) == numbers
     # Returns less values are 1, 1 and 4: variance 2; that of the returns is 8 / 3.
-    assert found["critic/vf_explained_var"] == pytest.approx(1 - 2 / (8 / 3), abs=1e-5)
+    assert metrics["critic/vf_explained_var"] == pytest.approx(1 - 2 / (8 / 3), abs=1e-5)
     # What verl has no name for keeps its own.
     names = ("reward/failed", "reward/score", "reward/format", "rollout/truncated_share")
-    assert [found[name] for name in names] == pytest.approx([1.0, 1 / 3, 0.5, 1 / 3])
-    assert not {"reward/reward", "reward/shaped", "rollout/response_length", "rollout/mismatch_kl"} & set(found)
+    assert [metrics[name] for name in names] == pytest.approx([1.0, 1 / 3, 0.5, 1 / 3])
+    assert not {"reward/reward", "reward/shaped", "rollout/response_length", "rollout/mismatch_kl"} & set(metrics)
 
 
-def test_lengths_by_hand() -> None:
-    found = experience_metrics(experience(), config())
-    lengths = {name: value for name, value in found.items() if "_length" in name or "aborted" in name}
+def test_length_metrics_equal_a_calculation_by_hand() -> None:
+    metrics = experience_metrics(experience(), config())
+    lengths = {name: value for name, value in metrics.items() if "_length" in name or "aborted" in name}
     assert lengths == pytest.approx(
         {
             "response_length/mean": 1.0,
@@ -86,11 +86,11 @@ def test_lengths_by_hand() -> None:
     )
 
 
-def test_trainer_and_engine_are_compared_by_hand() -> None:
-    found = experience_metrics(experience(), config())
+def test_the_comparison_of_trainer_and_engine_equals_a_calculation_by_hand() -> None:
+    metrics = experience_metrics(experience(), config())
     # Probabilities 1/4, 1/2, 1/2 and 1/2, 1/2, 1/4: apart by 1/4, 0, 1/4. Less their mean, 5/12, those are
     # -2, 1, 1 and 1, 1, -2 twelfths: correlation -3 / 6.
-    compared = {name: value for name, value in found.items() if name.startswith("training/")}
+    compared = {name: value for name, value in metrics.items() if name.startswith("training/")}
     assert compared == pytest.approx(
         {
             "training/rollout_probs_diff_valid": 1.0,
@@ -119,16 +119,16 @@ def test_trainer_and_engine_are_compared_by_hand() -> None:
         "chi2_token": (0.25 + 1 + 4) / 3 - 1,
         "chi2_seq": (0.25 + 4) / 2 - 1,
     }
-    corrected = {name: value for name, value in found.items() if name.startswith("rollout_corr/")}
+    corrected = {name: value for name, value in metrics.items() if name.startswith("rollout_corr/")}
     assert corrected == pytest.approx({f"rollout_corr/{name}": value for name, value in expected.items()}, abs=1e-6)
 
 
-def test_without_log_probabilities_of_the_trainer_nothing_is_compared() -> None:
-    found = experience_metrics(experience().without("logprob", "value"), config())
-    assert not any(name.startswith(("training/", "rollout_corr/", "critic/v")) for name in found)
+def test_without_trainer_logprobs_there_are_no_comparison_metrics() -> None:
+    metrics = experience_metrics(experience().without("logprob", "value"), config())
+    assert not any(name.startswith(("training/", "rollout_corr/", "critic/v")) for name in metrics)
 
 
-def test_weights_and_rejected_tokens_are_told_of_all_that_was_sampled() -> None:
+def test_metrics_of_weights_and_rejections_cover_all_sampled_tokens() -> None:
     sampled_N = experience()["action_mask"]
     # The last token is rejected; the weights are p / q, cut at 1.5: 0.5, 1 and 1.5, and one of three is outside.
     batch = experience().with_tokens(
@@ -136,8 +136,8 @@ def test_weights_and_rejected_tokens_are_told_of_all_that_was_sampled() -> None:
         action_mask=sampled_N & (torch.arange(7) < 5),
         correction=torch.tensor([0.0, 0.5, 1.0, 0.0, 0.0, 1.5, 0.0]),
     )
-    found = experience_metrics(batch, config(rollout_is="token"))
-    weights = {name: value for name, value in found.items() if "rollout_is_" in name or "rollout_rs_" in name}
+    metrics = experience_metrics(batch, config(rollout_is="token"))
+    weights = {name: value for name, value in metrics.items() if "rollout_is_" in name or "rollout_rs_" in name}
     expected = {
         "rollout_is_mean": 1.0,
         "rollout_is_max": 1.5,
@@ -148,32 +148,32 @@ def test_weights_and_rejected_tokens_are_told_of_all_that_was_sampled() -> None:
         "rollout_rs_masked_fraction": 1 / 3,
     }
     assert weights == pytest.approx({f"rollout_corr/{name}": value for name, value in expected.items()})
-    assert found["critic/advantages/mean"] == 0.5
-    assert found["rollout_corr/kl"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["critic/advantages/mean"] == 0.5
+    assert metrics["rollout_corr/kl"] == pytest.approx(0.0, abs=1e-6)
 
 
-def test_turns_and_the_age_of_the_weights_are_told_of_episodes() -> None:
+def test_episodes_have_metrics_of_turns_and_weight_staleness() -> None:
     batch = experience().with_sequences(
         num_turns=torch.tensor([1, 3, 2]), staleness=torch.tensor([0, 1, 2]), weight_version=torch.tensor([2, 1, 0])
     )
-    found = experience_metrics(batch.with_objects(status=["finished", "truncated", "aborted"]), config())
-    assert [found[f"num_turns/{kind}"] for kind in ("mean", "max", "min")] == [2.0, 3.0, 1.0]
-    assert (found["rollout/staleness_mean"], found["rollout/aborted_share"]) == (1.0, pytest.approx(1 / 3))
-    assert "rollout/turns_mean" not in found
+    metrics = experience_metrics(batch.with_objects(status=["finished", "truncated", "aborted"]), config())
+    assert [metrics[f"num_turns/{kind}"] for kind in ("mean", "max", "min")] == [2.0, 3.0, 1.0]
+    assert (metrics["rollout/staleness_mean"], metrics["rollout/aborted_share"]) == (1.0, pytest.approx(1 / 3))
+    assert "rollout/turns_mean" not in metrics
 
 
-def test_metrics_of_an_update_have_verls_names() -> None:
+def test_update_metrics_have_the_names_of_verl() -> None:
     actor = ("loss", "policy_loss", "clip_frac", "dual_clip_frac", "approx_kl", "entropy", "kl_loss")
-    found = renamed({f"actor/{name}": 1.0 for name in (*actor, "grad_norm", "learning_rate", "first_ratio_mean")})
+    metrics = renamed({f"actor/{name}": 1.0 for name in (*actor, "grad_norm", "learning_rate", "first_ratio_mean")})
     names = "loss pg_loss pg_clipfrac pg_clipfrac_lower ppo_kl entropy kl_loss grad_norm lr first_ratio_mean"
-    assert list(found) == [f"actor/{name}" for name in names.split()]
+    assert list(metrics) == [f"actor/{name}" for name in names.split()]
     critic = ("loss", "clip_frac", "value_mean", "return_mean", "grad_norm", "learning_rate")
-    found = renamed({f"critic/{name}": 1.0 for name in critic})
+    metrics = renamed({f"critic/{name}": 1.0 for name in critic})
     names = "vf_loss vf_clipfrac vpred_mean return_mean grad_norm lr"
-    assert list(found) == [f"critic/{name}" for name in names.split()]
+    assert list(metrics) == [f"critic/{name}" for name in names.split()]
 
 
-def test_speed_by_hand() -> None:
+def test_throughput_metrics_equal_a_calculation_by_hand() -> None:
     # 7 tokens, 4 of them prompts, in 2 s on 2 ranks.
     took = {"timing_s/step": 2.0, "timing_s/gen": 0.6, "timing_s/ref": 0.7, "timing_s/testing": 0.1}
     assert performance(experience(), took, 2) == pytest.approx(
@@ -187,10 +187,10 @@ def test_speed_by_hand() -> None:
     )
 
 
-def test_held_out_answers_are_told_as_verl_tells_them() -> None:
+def test_held_out_metrics_have_the_names_and_values_of_verl() -> None:
     responses = experience().with_objects(datasource=["gsm", "gsm", "math"], info_pred=["4", "5", None])
-    found = heldout_metrics(responses.with_sequences(num_turns=torch.tensor([1, 3, 2])))
-    assert found == {
+    metrics = heldout_metrics(responses.with_sequences(num_turns=torch.tensor([1, 3, 2])))
+    assert metrics == {
         "val-aux/gsm/score/mean@1": 0.5,
         "val-aux/gsm/format/mean@1": 0.5,
         "val-core/gsm/reward/mean@1": 0.75,
@@ -207,7 +207,7 @@ def numbered(lengths: list[int]) -> Batch:
     return Batch(lengths, {"tokens": torch.zeros(sum(lengths))}, {"index": torch.arange(len(lengths))})
 
 
-def test_ranks_get_as_many_answers_and_about_as_many_tokens() -> None:
+def test_ranks_get_equal_numbers_of_responses_and_similar_numbers_of_tokens() -> None:
     # The longest first, each to whoever has less: 8 to one; 7 and 2 to the other; 1 to the first.
     batch, metrics = balanced(numbered([8, 7, 1, 2]), 2)
     assert batch["index"].tolist() == [0, 2, 1, 3]
@@ -221,14 +221,14 @@ def test_ranks_get_as_many_answers_and_about_as_many_tokens() -> None:
     }
 
 
-def test_where_answers_do_not_divide_the_parts_are_those_that_split_cuts() -> None:
+def test_responses_that_do_not_divide_evenly_are_split_as_by_split() -> None:
     # 9 alone is more than 4 and 3 together, so the second rank has room for one more.
     batch, metrics = balanced(numbered([9, 4, 3]), 2)
     assert [part["index"].tolist() for part in batch.split(2)] == [[1, 2], [0]]
     assert (metrics["global_seqlen/balanced_min"], metrics["global_seqlen/balanced_max"]) == (7.0, 9.0)
 
 
-def test_the_sequences_of_a_sample_stay_side_by_side() -> None:
+def test_the_sequences_of_a_sample_stay_adjacent() -> None:
     batch, metrics = balanced(numbered([8, 7, 1, 2]).with_sequences(branch=torch.tensor([0, 1, 0, 0])), 2)
     assert batch["index"].tolist() == [0, 1, 2, 3]
     assert metrics["global_seqlen/balanced_max"] == metrics["global_seqlen/max"] == 15.0

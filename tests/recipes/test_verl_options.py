@@ -35,14 +35,14 @@ def small(*arguments: str) -> VerlPPOConfig:
 
 @pytest.fixture
 def vllm_is_elsewhere() -> Iterator[None]:
-    """What is read is for a machine that has vLLM, whether this one has it or not."""
+    """Read configurations as on a machine with vLLM, even if this one lacks it."""
     token = is_elsewhere.set(True)
     yield
     is_elsewhere.reset(token)
 
 
 @pytest.mark.usefixtures("vllm_is_elsewhere")
-def test_verls_grpo_example_is_read_as_verl_means_it() -> None:
+def test_the_grpo_example_of_verl_has_the_same_settings_as_in_verl() -> None:
     arguments = plain_arguments(shlex.split(GRPO_ON_GSM8K))
     config = read(*arguments)
     assert (config.needs_critic, config.needs_reference, config.reward.model_path) == (False, True, "")
@@ -73,7 +73,7 @@ def test_verls_grpo_example_is_read_as_verl_means_it() -> None:
     ]
 
 
-def test_verls_ppo_example_with_a_reward_model_is_read_as_verl_means_it() -> None:
+def test_the_ppo_example_of_verl_with_a_reward_model_has_the_same_settings_as_in_verl() -> None:
     config = read_config(plain_arguments(shlex.split(PPO_ON_GSM8K_AND_MATH)))
     assert (config.needs_critic, config.needs_reference) == (True, False)
     assert config.reward.model_path == "sfairXC/FsfairX-LLaMA3-RM-v0.1"
@@ -91,12 +91,17 @@ def test_verls_ppo_example_with_a_reward_model_is_read_as_verl_means_it() -> Non
     assert config.placement.workers("rm") == 8
 
 
-def test_what_is_not_set_is_as_in_verl() -> None:
+def test_defaults_are_those_of_verl() -> None:
     config = small()
-    own = config.algorithm
+    algorithm = config.algorithm
     assert (config.data.max_prompt_tokens, config.data.overlong, config.data.shuffle) == (512, "error", True)
-    assert (own.clip_low, own.clip_high, own.dual_clip, config.train.max_grad_norm) == (0.2, 0.2, 3.0, 1.0)
-    assert (own.loss_aggregation, own.entropy_coef, config.train.epochs, config.train.shuffle) == (
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip, config.train.max_grad_norm) == (
+        0.2,
+        0.2,
+        3.0,
+        1.0,
+    )
+    assert (algorithm.loss_aggregation, algorithm.entropy_coef, config.train.epochs, config.train.shuffle) == (
         "token-mean",
         0,
         1,
@@ -104,7 +109,7 @@ def test_what_is_not_set_is_as_in_verl() -> None:
     )
     assert (config.size_of("critic"), config.critic.max_tokens, config.critic.value_clip) == (128, 32768, 0.5)
     assert (config.critic.learning_rate, config.critic.loss_aggregation) == (1e-5, None)
-    assert (own.gamma, own.lam, own.estimator, own.kl_coef) == (1.0, 1.0, "gae", 0.0)
+    assert (algorithm.gamma, algorithm.lam, algorithm.estimator, algorithm.kl_coef) == (1.0, 1.0, "gae", 0.0)
     assert (config.rollout.temperature, config.evaluation.temperature) == (1.0, 0.0)
     assert (config.evaluation.samples_per_prompt, config.data.epochs, config.checkpoint.every) == (1, 30, -1)
     assert (config.placement.holder("actor"), config.placement.holder("rollout")) == ("actor_rollout", "actor_rollout")
@@ -114,12 +119,12 @@ def test_what_is_not_set_is_as_in_verl() -> None:
     assert read(*sizes, "data.train_batch_size=512").mini_batch_size == 256 * 8
 
 
-def test_the_options_of_all_recipes_are_options_here_and_go_beside_verls_keys() -> None:
+def test_options_of_all_recipes_can_be_combined_with_keys_of_verl() -> None:
     config = small("rollout.temperature=0.7", "train.max_tokens=99", "checkpoint.export_path=x", "critic.value_clip=1")
     assert (config.rollout.temperature, config.train.micro_batch_size) == (0.7, 4)
     assert (config.checkpoint.export_path, config.critic.value_clip) == ("x", 1.0)
-    own = read("model.path=m", "data.path=task:sort", "prompts_per_step=8", "samples_per_prompt=2", "train.epochs=3")
-    assert (own.mini_batch_size, own.updates_per_step) == (16, 3)
+    loaded = read("model.path=m", "data.path=task:sort", "prompts_per_step=8", "samples_per_prompt=2", "train.epochs=3")
+    assert (loaded.mini_batch_size, loaded.updates_per_step) == (16, 3)
 
 
 def test_batch_sizes_count_prompts_and_micro_batches_count_sequences() -> None:
@@ -138,15 +143,19 @@ def test_batch_sizes_count_prompts_and_micro_batches_count_sequences() -> None:
     assert small(*epochs, "trainer.total_training_steps=5").steps(450) == 5
 
 
-def test_validation_is_drawn_as_val_kwargs_says_and_the_score_from_all_tokens() -> None:
-    own = f"{R}.val_kwargs"
-    config = small("data.val_files=task:sort", f"{own}.do_sample=true", f"{own}.temperature=0.6", f"{own}.top_p=0.7")
-    drawn = small("data.val_files=task:sort", f"{own}.do_sample=true", f"{own}.temperature=1", f"{own}.top_k=20")
+def test_validation_samples_with_val_kwargs_and_the_score_from_the_full_vocabulary() -> None:
+    prefix = f"{R}.val_kwargs"
+    config = small(
+        "data.val_files=task:sort", f"{prefix}.do_sample=true", f"{prefix}.temperature=0.6", f"{prefix}.top_p=0.7"
+    )
+    drawn = small(
+        "data.val_files=task:sort", f"{prefix}.do_sample=true", f"{prefix}.temperature=1", f"{prefix}.top_k=20"
+    )
     assert (config.heldout_sampling.temperature, config.heldout_sampling.top_p) == (0.6, 0.7)
     assert (drawn.heldout_sampling.temperature, drawn.heldout_sampling.top_k) == (1.0, 20)
     assert config.sampling(1).top_p == 1.0
     # Temperature alone does nothing; greedy responses are all the same.
-    greedy = ["data.val_files=task:sort", f"{own}.do_sample=false", f"{own}.temperature=1", f"{own}.n=4"]
+    greedy = ["data.val_files=task:sort", f"{prefix}.do_sample=false", f"{prefix}.temperature=1", f"{prefix}.n=4"]
     assert (small(*greedy).evaluation.temperature, small(*greedy).evaluation.samples_per_prompt) == (0.0, 1)
 
 
@@ -174,12 +183,12 @@ def test_validation_is_drawn_as_val_kwargs_says_and_the_score_from_all_tokens() 
         (["algorithm.rollout_is=False", f"{A}.tis_imp_ratio_cap=-1"], ("none", (0.0, 2.0), "token")),
     ],
 )
-def test_weights_for_the_engine_are_known_by_the_names_of_three_releases(options: list[str], correction: Any) -> None:
-    own = small(*options).algorithm
-    assert (own.correction, own.correction_range, own.correction_level) == correction
+def test_importance_weights_are_set_by_the_names_of_three_releases(options: list[str], correction: Any) -> None:
+    algorithm = small(*options).algorithm
+    assert (algorithm.correction, algorithm.correction_range, algorithm.correction_level) == correction
 
 
-def test_rejection_bounds_are_of_the_policys_probability_over_the_engines() -> None:
+def test_rejection_bounds_apply_to_the_ratio_of_policy_to_engine_probability() -> None:
     prefix = "algorithm.rollout_correction"
     config = small(f"{prefix}.rollout_rs=token_k1, seq_mean_k3", f"{prefix}.rollout_rs_threshold=0.5_4.0, 0.1")
     # verl bounds the inverse ratio: 0.5 to 4 of it is 1/4 to 2 of this.
@@ -188,7 +197,7 @@ def test_rejection_bounds_are_of_the_policys_probability_over_the_engines() -> N
     assert one.rejections == [("sequence", "k1", 0.25, 4.0)]
 
 
-def test_a_run_continues_as_resume_mode_says_unless_resume_does() -> None:
+def test_resume_overrides_resume_mode() -> None:
     assert small().resume == "auto"
     assert small("trainer.resume_mode=disable").resume == "none"
     path = ["trainer.resume_mode=resume_path", "trainer.resume_from_path=a/step_3"]
@@ -196,7 +205,7 @@ def test_a_run_continues_as_resume_mode_says_unless_resume_does() -> None:
     assert small(*path, "resume=none").resume == "none"
 
 
-def test_nulls_quotes_and_newer_names_mean_what_they_mean_in_verl(tmp_path: Path) -> None:
+def test_nulls_quotes_and_newer_names_have_the_same_meaning_as_in_verl(tmp_path: Path) -> None:
     config = small(
         "trainer.max_actor_ckpt_to_keep=null",
         "critic.ppo_mini_batch_size=null",
@@ -223,7 +232,7 @@ def test_nulls_quotes_and_newer_names_mean_what_they_mean_in_verl(tmp_path: Path
         )
 
 
-def test_a_file_of_verls_keys_is_read_as_hydra_reads_it(tmp_path: Path) -> None:
+def test_a_yaml_file_of_verl_keys_is_read_as_by_hydra(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(
         """
         defaults: [ppo_trainer, _self_]
@@ -259,18 +268,18 @@ def test_a_file_of_verls_keys_is_read_as_hydra_reads_it(tmp_path: Path) -> None:
         (["model_dtype=bfloat16"], "bf16", "bf16"),
     ],
 )
-def test_fp32_is_float32_weights_whose_products_are_in_bfloat16_on_gpus(
+def test_fp32_keeps_float32_weights_and_multiplies_in_bfloat16_on_gpus(
     options: list[str], on_cpus: str, on_gpus: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for visible, precision in (("", on_cpus), ("0", on_gpus)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        own = [f"{R}.name=hf", "reward_model.num_workers=1"]
-        config = read_config([*SMALL, *own, *(f"{A}.fsdp_config.{option}" for option in options)])
+        engine_options = [f"{R}.name=hf", "reward_model.num_workers=1"]
+        config = read_config([*SMALL, *engine_options, *(f"{A}.fsdp_config.{option}" for option in options)])
         assert config.train.precision == precision
         assert config.critic.precision == ("bf16" if visible else "fp32")
 
 
-def test_options_that_others_make_idle_are_named() -> None:
+def test_options_without_effect_are_named() -> None:
     named = """
         actor_rollout_ref.rollout.name=hf actor_rollout_ref.rollout.gpu_memory_utilization=0.6
         actor_rollout_ref.rollout.enforce_eager=true actor_rollout_ref.model.lora_alpha=8
@@ -303,7 +312,7 @@ def test_options_that_others_make_idle_are_named() -> None:
 # --- the keys
 
 
-def test_every_key_that_is_not_taken_says_why_and_every_option_that_one_stands_for_is_there() -> None:
+def test_every_unsupported_key_has_a_reason_and_every_target_option_exists() -> None:
     assert [name for name, one in VERL.refused.items() if len(one.why) < 10] == []
     # Without a reason only what is let through whatever it is.
     assert {one.harmless for one in VERL.no_effect.values() if not one.why} == {"*"}
@@ -333,7 +342,7 @@ def test_every_key_that_is_not_taken_says_why_and_every_option_that_one_stands_f
         (f"{A}.no_such_key=1", [f"'{A}.no_such_key'"]),
     ],
 )
-def test_a_key_that_is_not_taken_says_what_to_use(argument: str, facts: list[object]) -> None:
+def test_the_error_for_an_unsupported_key_names_the_alternative(argument: str, facts: list[object]) -> None:
     with pytest.raises(ConfigError, match=says(*facts)):
         small(argument)
 
@@ -341,20 +350,20 @@ def test_a_key_that_is_not_taken_says_what_to_use(argument: str, facts: list[obj
 @pytest.mark.parametrize(
     "chosen", [f"{A}.strategy=megatron", "--config-name=ppo_megatron_trainer", "model_engine=megatron"]
 )
-def test_megatron_is_fully_shard_with_the_axes_that_it_names(chosen: str) -> None:
-    own = [f"{A}.megatron.{name}_parallel_size" for name in ("tensor_model", "context", "pipeline_model")]
-    config = small(chosen, f"{own[0]}=2", f"{own[1]}=4", f"{own[2]}=8", f"{A}.megatron.param_offload=True")
+def test_megatron_keys_become_fully_shard_with_the_same_parallel_axes(chosen: str) -> None:
+    keys = [f"{A}.megatron.{name}_parallel_size" for name in ("tensor_model", "context", "pipeline_model")]
+    config = small(chosen, f"{keys[0]}=2", f"{keys[1]}=4", f"{keys[2]}=8", f"{A}.megatron.param_offload=True")
     assert (config.parallel.tensor, config.parallel.context, config.parallel.expert) == (2, 4, 1)
     assert (config.train.engine, config.train.adam_offload) == ("fsdp", True)
-    mixed = small(chosen, f"{own[0]}=2", f"{A}.megatron.expert_model_parallel_size=4")
+    mixed = small(chosen, f"{keys[0]}=2", f"{A}.megatron.expert_model_parallel_size=4")
     assert (mixed.parallel.tensor, mixed.parallel.expert) == (1, 4)
 
 
-def test_what_belongs_elsewhere_is_said_first() -> None:
+def test_unsupported_engines_and_devices_are_reported_first() -> None:
     keys = ["+x.y=1", f"{A}.optim.optimizer=adam", f"{A}.strategy=torchtitan", f"{R}.name=sglang"]
-    with pytest.raises(ConfigError) as found:
+    with pytest.raises(ConfigError) as error:
         small(*keys, "trainer.device=npu")
-    lines = str(found.value).splitlines()[1:]
+    lines = str(error.value).splitlines()[1:]
     assert [word in line for word, line in zip(("torchtitan", "sglang", "npu"), lines)] == [True] * 3
     assert len(lines) == 5
 
@@ -376,14 +385,14 @@ def test_what_belongs_elsewhere_is_said_first() -> None:
         "reward_model.reward_manager=prime",
     ],
 )
-def test_what_changes_no_results_is_noted_and_taken(argument: str) -> None:
+def test_keys_that_change_no_results_are_accepted_with_a_note(argument: str) -> None:
     config, plain = small(argument), small()
     config.run_dir = plain.run_dir
     assert config == plain
     assert len(CommandLine(VerlPPOConfig, [*SMALL, argument]).notes) == 1
 
 
-def test_switches_that_are_off_and_values_that_ask_for_what_happens_anyway_are_let_through() -> None:
+def test_disabled_switches_and_values_equal_to_the_behaviour_are_accepted() -> None:
     values = [(name, one) for name, one in VERL.refused.items() if "*" not in name]
     arguments = [f"{name}={one.harmless or ('false' if one.kind is bool else 'null')}" for name, one in values]
     assert small(*arguments) == small()
@@ -443,12 +452,12 @@ def test_switches_that_are_off_and_values_that_ask_for_what_happens_anyway_are_l
         (["data.label_key=x"], ["data.label_key=x"]),
     ],
 )
-def test_what_cannot_work_is_refused_with_what_to_set(options: list[str], facts: list[object]) -> None:
+def test_invalid_verl_options_are_rejected_with_the_option_to_set(options: list[str], facts: list[object]) -> None:
     with pytest.raises(ConfigError, match=says(*facts)):
         small(*options)
 
 
-def test_too_few_prompts_for_a_step_are_refused_in_verls_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_few_prompts_for_a_step_are_rejected_with_the_names_of_verl(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "data.train_max_samples=3", "trainer.total_epochs=1"]) == 2
     facts = ["task:sort", "3 prompts", "data.train_batch_size=64", "data.train_max_samples", "trainer.total_epochs"]
     assert re.search(says(*facts), capsys.readouterr().err)
@@ -457,7 +466,7 @@ def test_too_few_prompts_for_a_step_are_refused_in_verls_words(capsys: pytest.Ca
 # --- the page
 
 
-def test_the_page_from_verl_is_what_the_table_says_and_names_every_key() -> None:
+def test_the_page_from_verl_matches_the_table_and_names_every_key() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "migration_page.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")

@@ -27,18 +27,22 @@ def small(*arguments: str) -> VerlPPOConfig:
 
 
 def test_pools_count_processes_and_roles_of_the_users_own_are_in_them() -> None:
-    own = PoolOptions(
+    pools = PoolOptions(
         pools={"a": [4, 4], "b": [2]}, role_pools={"actor_rollout": "a", "ref": "a", "critic": "b", "judge": "b"}
     )
-    assert (own.workers("ref"), own.nodes_of("ref"), own.workers("judge")) == (8, 2, 2)
-    assert own.roles_of("a") == ["actor_rollout", "ref", "rm"]
-    assert [own.holder(part) for part in ("actor", "rollout", "ref")] == ["actor_rollout", "actor_rollout", "ref"]
-    assert (own.is_hybrid, own.colocate, own.resolved(0, 2).nodes) == (True, True, 2)
+    assert (pools.workers("ref"), pools.nodes_of("ref"), pools.workers("judge")) == (8, 2, 2)
+    assert pools.roles_of("a") == ["actor_rollout", "ref", "rm"]
+    assert [pools.holder(part) for part in ("actor", "rollout", "ref")] == ["actor_rollout", "actor_rollout", "ref"]
+    assert (pools.is_hybrid, pools.colocate, pools.resolved(0, 2).nodes) == (True, True, 2)
 
 
 def test_engines_apart_have_devices_of_their_own() -> None:
-    own = ["actor_rollout_ref.hybrid_engine=False", "trainer.n_gpus_per_node=4", f"{R}.tensor_model_parallel_size=2"]
-    config = small(*own)
+    options = [
+        "actor_rollout_ref.hybrid_engine=False",
+        "trainer.n_gpus_per_node=4",
+        f"{R}.tensor_model_parallel_size=2",
+    ]
+    config = small(*options)
     assert (config.placement.spec, config.roles[:2]) == ({"train": [2], "sample": [2]}, ["actor", "rollout"])
     placed = config.placement.resolved(4, 2, config.rollout.tensor_parallel)
     assert (placed.actor_ranks, placed.rollout_engines) == (2, 1)
@@ -80,16 +84,16 @@ def test_engines_that_do_not_fill_the_devices_of_their_pools_nodes_are_refused(
 
 
 def test_a_reward_model_may_have_a_pool_of_its_own() -> None:
-    own = ["reward_model.enable=True", "reward_model.model.path=m", "reward_model.enable_resource_pool=True"]
+    options = ["reward_model.enable=True", "reward_model.model.path=m", "reward_model.enable_resource_pool=True"]
     config = read_config(
-        [*SMALL, *own, "trainer.n_gpus_per_node=1", "reward_model.nnodes=1", "reward_model.n_gpus_per_node=2"]
+        [*SMALL, *options, "trainer.n_gpus_per_node=1", "reward_model.nnodes=1", "reward_model.n_gpus_per_node=2"]
     )
     assert config.placement.pools == {"global_pool": [1], "reward": [2]}
     assert (config.placement.workers("rm"), config.placement.workers("critic"), config.placement.nodes) == (2, 1, 2)
 
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    """What `--dry_run` prints."""
+    """Return the plan that `--dry_run` prints."""
     assert main([*SMALL, "data.max_response_length=64", *arguments, "--dry_run"]) == 0, capsys.readouterr().err
     return json.loads(capsys.readouterr().out)
 

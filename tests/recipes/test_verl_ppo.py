@@ -25,7 +25,7 @@ PAIRS = "algorithm.adv_estimator=grpo data.val_files=null"
 
 @pytest.fixture(scope="module")
 def options(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What all runs share."""
+    """Options that all runs share."""
     return [*SMALL.split(), "evaluation.greedy=true", *write_files(tmp_path_factory.mktemp("files"), policy)]
 
 
@@ -89,7 +89,7 @@ TRUTH = {"data_source": "mine", "reward_model": {"style": "rule", "ground_truth"
 # --- what a run is
 
 
-def test_ppo_with_the_hybrid_engine_learns_within_six_steps_of_which_the_critic_has_the_first(
+def test_ppo_with_the_hybrid_engine_learns_within_six_steps_including_critic_warm_up(
     local: dict[str, RunFolder],
 ) -> None:
     run = local["long"]
@@ -119,7 +119,7 @@ VERLS = """
 """
 
 
-def test_metrics_have_the_names_that_verl_gives_them_and_tell_what_was_trained_on(local: dict[str, RunFolder]) -> None:
+def test_metrics_have_the_names_of_verl_and_match_the_trained_batches(local: dict[str, RunFolder]) -> None:
     run = local["long"]
     last, batch = run.metrics[-1], batches(run)[-1]
     assert sorted(set(VERLS.split()) - set(last)) == []
@@ -136,11 +136,11 @@ def test_metrics_have_the_names_that_verl_gives_them_and_tell_what_was_trained_o
 def calls(run: RunFolder) -> list[str]:
     """Every call to a role, in the order in which they began."""
     events = [json.loads(line) for line in (run.run_dir / "events.jsonl").read_text().splitlines()]
-    found = [event for event in events if event["event"] == "call" and event["role"] != "TRAINER"]
-    return [f"{call['role'].lower()}.{call['method']}" for call in sorted(found, key=lambda call: call["began"])]
+    role_calls = [event for event in events if event["event"] == "call" and event["role"] != "TRAINER"]
+    return [f"{call['role'].lower()}.{call['method']}" for call in sorted(role_calls, key=lambda call: call["began"])]
 
 
-def test_the_stages_of_a_step_come_in_verls_order(local: dict[str, RunFolder]) -> None:
+def test_the_stages_of_a_step_have_the_order_of_verl(local: dict[str, RunFolder]) -> None:
     began, policy = calls(local["long"]), "actor_rollout"
     # The engines load first, then all others at once. Held-out prompts are answered twice: as validation asks, and
     # greedily. In the first step the critic learns alone.
@@ -187,22 +187,22 @@ def compute_score(*given, **named):
 """
 
 
-def test_a_run_that_was_stopped_and_one_that_goes_on_from_a_path_end_as_if_nothing_had_happened(
+def test_a_stopped_run_and_one_resumed_from_a_path_equal_an_undisturbed_run(
     local: dict[str, RunFolder], policy: Path, tmp_path: Path
 ) -> None:
     undisturbed = local["long"]
-    given = [*SMALL.split(), "evaluation.greedy=true", *write_files(tmp_path, policy), *LONG.split()]
+    arguments = [*SMALL.split(), "evaluation.greedy=true", *write_files(tmp_path, policy), *LONG.split()]
     stop, trace = tmp_path / "stop", tmp_path / "run/rollouts/step_000001.parquet"
     stop.touch()
     with (tmp_path / "reward.py").open("a") as code:
         code.write("\n\nimport os\nimport signal\nfrom pathlib import Path")
         code.write(STOPS.format(stop=str(stop), trace=str(trace)))
-    run = run_here("verl_ppo", tmp_path / "run", *given)
+    run = run_here("verl_ppo", tmp_path / "run", *arguments)
     assert (run.code, run.summary["status"]) == (130, "stopped"), run.err
     stopped_at = run.summary["steps"]
     assert 2 <= stopped_at < 6
     assert re.search(says(f"step {stopped_at} of 6", f"run_dir={tmp_path}/run"), run.out)
-    again = run_here("verl_ppo", tmp_path / "run", *given, "trainer.resume_mode=auto")
+    again = run_here("verl_ppo", tmp_path / "run", *arguments, "trainer.resume_mode=auto")
     assert again.code == 0, again.err
     assert re.search(says(f"step {stopped_at} of 6"), again.out)
     assert again.summary["resumed_from"] == stopped_at
@@ -219,7 +219,7 @@ def test_a_run_that_was_stopped_and_one_that_goes_on_from_a_path_end_as_if_nothi
     assert [name for name, tensor in other.weights().items() if not tensor.equal(weights[name])] == []
 
 
-def test_resume_mode_disable_never_writes_over_a_run(
+def test_resume_mode_disable_never_overwrites_a_run(
     local: dict[str, RunFolder], options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from recipes.verl_ppo.main import main
@@ -236,14 +236,16 @@ def test_resume_mode_disable_never_writes_over_a_run(
 # --- what keys do
 
 
-def test_the_reference_beside_the_policy_or_in_its_process_gives_the_same_bit_for_bit(
+def test_a_reference_in_the_policys_process_equals_a_separate_one_bit_for_bit(
     local: dict[str, RunFolder],
 ) -> None:
     same(local["within"], local["apart"])
     assert {call.partition(".")[0] for call in calls(local["within"])} == {"actor_rollout_ref", "critic"}
 
 
-def test_the_kl_in_the_reward_is_taken_off_and_its_weight_follows_its_target(local: dict[str, RunFolder]) -> None:
+def test_the_kl_is_subtracted_from_the_reward_and_its_coefficient_adapts_to_the_target(
+    local: dict[str, RunFolder],
+) -> None:
     first, second = local["within"].metrics
     assert (first["actor/reward_kl_penalty"], first["actor/reward_kl_penalty_coeff"]) == (0, 0.5)
     # Far below the target of 1 nat, after 32 responses with a horizon of 64: times 1 - 0.2 * 32 / 64.
@@ -255,7 +257,7 @@ def test_the_kl_in_the_reward_is_taken_off_and_its_weight_follows_its_target(loc
     assert not batch["shaped_reward"].allclose(batch["reward"], atol=1e-3)
 
 
-def test_the_kl_in_the_loss_is_added_and_leaves_rewards_as_they_are(local: dict[str, RunFolder]) -> None:
+def test_the_kl_is_added_to_the_loss_and_leaves_rewards_unchanged(local: dict[str, RunFolder]) -> None:
     first, second = local["loss"].metrics
     assert "critic/vf_loss" not in first
     for line in (first, second):
@@ -264,7 +266,7 @@ def test_the_kl_in_the_loss_is_added_and_leaves_rewards_as_they_are(local: dict[
         assert line["critic/rewards/mean"] == line["critic/score/mean"]
 
 
-def test_a_reward_model_and_half_of_a_function_of_the_users_own_make_the_reward(local: dict[str, RunFolder]) -> None:
+def test_the_reward_is_the_sum_of_a_reward_model_and_half_a_user_function(local: dict[str, RunFolder]) -> None:
     (line,) = local["model"].metrics
     (batch,) = batches(local["model"])
     assert len(batch) == 8
@@ -277,7 +279,7 @@ def test_a_reward_model_and_half_of_a_function_of_the_users_own_make_the_reward(
     assert line["reward/model"] == pytest.approx(float(batch["rm_score"].mean()))
 
 
-def test_an_agents_episodes_are_trained_on_and_validate(local: dict[str, RunFolder]) -> None:
+def test_episodes_of_an_agent_are_trained_on_and_validated(local: dict[str, RunFolder]) -> None:
     run = local["agent"]
     assert run.summary["score"]["examples"] == 32
     for line, batch in zip(run.metrics, batches(run), strict=True):
@@ -289,13 +291,13 @@ def test_an_agents_episodes_are_trained_on_and_validate(local: dict[str, RunFold
     assert run.metrics[-1]["val-core/sort/reward/mean@1"] > 0
 
 
-def test_remax_compares_with_a_greedy_answer_and_no_validation_comes_before(local: dict[str, RunFolder]) -> None:
+def test_remax_uses_a_greedy_response_as_baseline_without_a_prior_validation(local: dict[str, RunFolder]) -> None:
     run = local["remax"]
     loading = ["actor_rollout.init_rollout", "actor_rollout.init_model"]
     assert calls(run)[:4] == [*loading, *["actor_rollout.generate_sequences"] * 2]
     for batch in batches(run):
-        for own in batch.group_by("prompt_id").values():
-            assert len(set(own["greedy_reward"].tolist())) == 1
+        for group in batch.group_by("prompt_id").values():
+            assert len(set(group["greedy_reward"].tolist())) == 1
         gain_B = batch["reward"] - batch["greedy_reward"]
         for i in range(len(batch)):
             advantage = batch.row(i, "advantage")[batch.row(i, "action_mask")]
@@ -306,14 +308,14 @@ def test_remax_compares_with_a_greedy_answer_and_no_validation_comes_before(loca
     assert score["end"] > 0
 
 
-def test_filtered_groups_are_replaced_and_the_last_step_takes_what_is_left(local: dict[str, RunFolder]) -> None:
+def test_filtered_groups_are_replaced_and_the_last_step_uses_the_remaining_prompts(local: dict[str, RunFolder]) -> None:
     run = local["filtered"]
     assert sum(line["rollout/filter_prompts_seen"] for line in run.metrics) == 30
     *whole, last = batches(run)
     assert [len(batch) for batch in whole] == [32] * len(whole)
     assert 0 < len(last) < 32
     for batch in (*whole, last):
-        means = [float(own["score"].mean()) for own in batch.group_by("prompt_id").values()]
+        means = [float(group["score"].mean()) for group in batch.group_by("prompt_id").values()]
         assert all(0 < mean < 1 for mean in means)
 
 
@@ -337,7 +339,7 @@ def test_val_only_validates_a_checkpoint_and_trains_nothing(local: dict[str, Run
 # --- several processes
 
 
-def test_processes_of_a_cluster_learn_what_one_process_learns_bit_for_bit(
+def test_a_run_on_ray_equals_a_run_in_one_process_bit_for_bit(
     local: dict[str, RunFolder], options: list[str], ray_address: str, tmp_path: Path
 ) -> None:
     run = Run("verl_ppo", ray_address, tmp_path / "run", *options, *KL.split(), REFERENCE_WITHIN).wait()
@@ -348,7 +350,7 @@ def test_processes_of_a_cluster_learn_what_one_process_learns_bit_for_bit(
 
 
 @pytest.mark.full
-def test_two_ranks_whose_roles_share_processes_balance_their_work_and_learn_what_one_rank_learns(
+def test_two_ranks_with_colocated_roles_balance_tokens_and_match_one_rank(
     local: dict[str, RunFolder], options: list[str], ray_address: str, tmp_path: Path
 ) -> None:
     two = ["trainer.n_gpus_per_node=2", "trainer.share_processes=true"]
@@ -370,13 +372,13 @@ def test_two_ranks_whose_roles_share_processes_balance_their_work_and_learn_what
 
 
 @pytest.mark.full
-def test_pools_apart_sample_ahead_and_a_killed_run_of_them_trains_on_every_prompt_once(
+def test_a_killed_asynchronous_run_with_separate_pools_trains_on_every_prompt_once(
     policy: Path, ray_address: str, tmp_path: Path
 ) -> None:
     # After the second checkpoint no response is rewarded, until the run has been killed.
     gate = Gate(tmp_path / "run/checkpoints/step_2", tmp_path / "go")
-    given = [*SMALL.split(), *write_files(tmp_path, policy, gate), *APART.split(), "--async_train"]
-    run = Run("verl_ppo", ray_address, tmp_path / "run", *given, "reward_model.timeout_s=600")
+    arguments = [*SMALL.split(), *write_files(tmp_path, policy, gate), *APART.split(), "--async_train"]
+    run = Run("verl_ppo", ray_address, tmp_path / "run", *arguments, "reward_model.timeout_s=600")
     run.wait_until(gate.is_reached)
     os.kill(run.pids()["trainer-0"], signal.SIGKILL)
     run.wait_until(lambda: len(run.starts()["trainer-0"]) == 2)

@@ -42,20 +42,22 @@ def gaps(run: LocalRun) -> list[float]:
     return [float(d_N[step["action_mask"]].abs().max()) for d_N, step in zip(differences, steps, strict=True)]
 
 
-def test_the_reference_becomes_the_policy_every_two_steps_and_resumes_so(policy: Path, tmp_path: Path) -> None:
+def test_the_reference_is_replaced_by_the_policy_every_two_steps_also_after_resume(
+    policy: Path, tmp_path: Path
+) -> None:
     moving = run_here("verl_ppo", tmp_path / "moving", *options(policy, "trainer.ref_update_freq=2"))
-    found = gaps(moving)
-    assert len(found) == 4
+    kl_gaps = gaps(moving)
+    assert len(kl_gaps) == 4
     # The third step begins with a reference that is the policy; the second and the fourth are an update away.
-    assert [gap < 1e-5 for gap in found] == [True, False, True, False]
+    assert [gap < 1e-5 for gap in kl_gaps] == [True, False, True, False]
     fixed = gaps(run_here("verl_ppo", tmp_path / "fixed", *options(policy, "trainer.ref_update_freq=-1")))
     assert [gap < 1e-5 for gap in fixed] == [True, False, False, False]
     resume = f"resume={moving.run_dir}/checkpoints/step_3"
     rest = run_here("verl_ppo", tmp_path / "rest", *options(policy, "trainer.ref_update_freq=2", resume))
-    assert gaps(rest) == found[3:]
+    assert gaps(rest) == kl_gaps[3:]
 
 
-def test_the_kl_is_measured_to_the_model_of_the_reference(policy: Path, tmp_path: Path) -> None:
+def test_the_kl_is_computed_against_the_reference_model(policy: Path, tmp_path: Path) -> None:
     other = AutoModelForCausalLM.from_pretrained(policy)
     with torch.no_grad():
         for parameter in other.parameters():

@@ -132,7 +132,7 @@ def calling_model(folder: Path) -> Path:
     return folder
 
 
-def test_a_step_is_trained_on_episodes_that_call_verls_tools(tmp_path: Path) -> None:
+def test_a_step_trains_on_episodes_that_call_tools_of_verl(tmp_path: Path) -> None:
     tools = write_tools(tmp_path / "repo", entry())
     row = {"data_source": "mine", "agent_name": "tool_agent", "prompt": [{"role": "user", "content": "Count."}]}
     kwargs = {"count": {"create_kwargs": {"ground_truth": "7"}}}
@@ -172,7 +172,7 @@ def test_a_step_is_trained_on_episodes_that_call_verls_tools(tmp_path: Path) -> 
         assert "Count to the label." in tokenizer.decode(batch.row(i, "tokens"))
 
 
-def test_a_call_has_an_instance_of_its_tool_which_is_released(tmp_path: Path) -> None:
+def test_each_tool_call_creates_and_releases_an_instance(tmp_path: Path) -> None:
     path = write_tools(
         tmp_path, entry("once_tool.Count", config={"long": 5}), entry("once_tool.Older", tool_schema=None),
         modules="once_tool",
@@ -204,7 +204,7 @@ def test_a_call_has_an_instance_of_its_tool_which_is_released(tmp_path: Path) ->
         assert "at most 1 calls" in results[1]  # a second call is not run, and the policy reads that
 
 
-def test_verls_own_tool_of_gsm8k_is_here_without_verl(tmp_path: Path) -> None:
+def test_the_gsm8k_tool_of_verl_runs_without_verl(tmp_path: Path) -> None:
     path = write_tools(tmp_path, entry("verl.tools.gsm8k_tool.Gsm8kTool"), modules="unused_tool")
 
     async def play(answer: Any) -> tuple[str, float, float]:
@@ -231,19 +231,17 @@ def test_verls_own_tool_of_gsm8k_is_here_without_verl(tmp_path: Path) -> None:
         (["actor_rollout_ref.rollout.agent.default_agent_loop=react"], ["default_agent_loop=react"]),
     ],
 )
-def test_tools_that_cannot_work_are_refused_before_anything_starts(
-    options: list[str], facts: list[Any], tmp_path: Path
-) -> None:
+def test_invalid_tools_are_rejected_before_the_start(options: list[str], facts: list[Any], tmp_path: Path) -> None:
     write_tools(tmp_path, entry())
     write_tools(tmp_path / "lost", entry("lost_tool.Count"))
-    given = [option.replace("HERE", str(tmp_path)) for option in options]
+    arguments = [option.replace("HERE", str(tmp_path)) for option in options]
     base = ["actor_rollout_ref.model.path=warm_start:sort", "data.train_files=task:sort"]
     base += ["actor_rollout_ref.actor.use_dynamic_bsz=true"]
     with pytest.raises(ConfigError, match=says(*facts)):
-        load_config(VerlPPOConfig, plain_arguments([*base, *given]))
+        load_config(VerlPPOConfig, plain_arguments([*base, *arguments]))
 
 
-def test_a_hydra_configuration_that_is_there_is_read_by_its_path_and_name(tmp_path: Path) -> None:
+def test_a_hydra_configuration_is_read_by_its_path_and_name(tmp_path: Path) -> None:
     tools = write_tools(tmp_path / "repo", entry("verl.tools.gsm8k_tool.Gsm8kTool"))
     turns = {"enable": True, "max_assistant_turns": 5, "max_user_turns": 2, "tool_config_path": tools}
     config = {

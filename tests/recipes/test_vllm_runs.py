@@ -22,7 +22,7 @@ VLLM = ["--rollout_engine", "vllm", "--verify_weight_sync"]
 
 
 @pytest.mark.nightly
-def test_an_engine_that_has_no_memory_left_while_it_generates_is_replaced_and_no_prompt_is_lost(
+def test_an_engine_out_of_memory_during_generation_is_replaced_and_no_prompt_is_lost(
     ray_cluster: None, policy: Path, tmp_path: Path
 ) -> None:
     options = ["data.path=task:sort", "rollout.engine=vllm", "rollout.max_new_tokens=90", "data.max_prompt_tokens=16"]
@@ -38,29 +38,29 @@ def test_an_engine_that_has_no_memory_left_while_it_generates_is_replaced_and_no
     assert disturbed["rollout_logprob"].equal(undisturbed["rollout_logprob"])
 
 
-def test_the_policy_is_what_vllm_samples_from_in_every_step(policy: Path, tmp_path: Path) -> None:
+def test_vllm_samples_from_the_current_policy_in_every_step(policy: Path, tmp_path: Path) -> None:
     options = """data.path=task:sort data.max_prompt_tokens=16 data.max_samples=24 prompts_per_step=8
         samples_per_prompt=4 train.mini_batch_size=16 rollout.max_new_tokens=8 train.learning_rate=1e-2
         train.packing=true
     """
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD)
-    given = [f"model.path={policy}", f"reward.source={reward}", *options.split(), *VLLM]
+    arguments = [f"model.path={policy}", f"reward.source={reward}", *options.split(), *VLLM]
     adapters = ["train.lora_rank=4", "train.lora_alpha=64"]
-    runs = run_apart("grpo", tmp_path, {"weights": given, "adapters": [*given, *adapters]})
+    runs = run_apart("grpo", tmp_path, {"weights": arguments, "adapters": [*arguments, *adapters]})
     for run in runs.values():
         assert run.summary["steps"] == 3
         assert all(step["rollout/logprob_gap_max"] < 1e-4 for step in run.metrics)
         assert all(step["actor/grad_norm"] > 0 for step in run.metrics)
 
 
-def test_before_an_update_the_ratio_is_1_and_there_is_no_kl_to_the_reference(policy: Path, tmp_path: Path) -> None:
+def test_before_the_first_update_the_ratio_is_1_and_the_kl_to_the_reference_is_0(policy: Path, tmp_path: Path) -> None:
     options = """data.path=task:sort data.max_prompt_tokens=16 data.max_samples=4 prompts_per_step=4
         samples_per_prompt=4 train.mini_batch_size=16 rollout.max_new_tokens=8 algorithm.kl_coef=0.1
     """
-    given = [f"model.path={policy}", *options.split(), *VLLM]
+    arguments = [f"model.path={policy}", *options.split(), *VLLM]
     precisions = {"fp32": 1e-4, "bf16": 0.02, "bf16_autocast": 0.02}
-    runs = run_apart("grpo", tmp_path, {name: [*given, f"train.precision={name}"] for name in precisions})
+    runs = run_apart("grpo", tmp_path, {name: [*arguments, f"train.precision={name}"] for name in precisions})
     for name, gap in precisions.items():
         [step] = runs[name].metrics
         assert step["actor/first_ratio_mean"] == 1, name
@@ -69,7 +69,7 @@ def test_before_an_update_the_ratio_is_1_and_there_is_no_kl_to_the_reference(pol
 
 
 @pytest.mark.nightly
-def test_episodes_go_on_with_vllm_while_the_policy_learns(ray_address: str, runner: Path, tmp_path: Path) -> None:
+def test_vllm_continues_episodes_while_the_policy_trains(ray_address: str, runner: Path, tmp_path: Path) -> None:
     options = """data.path=task:guess data.max_samples=40 evaluation.path=task:guess evaluation.max_samples=8
         agent.func_path=env:guess agent.max_turns=3 agent.max_tokens=64 prompts_per_step=8 samples_per_prompt=4
         train.mini_batch_size=16 rollout.max_new_tokens=4 train.learning_rate=1e-3 placement.colocate=false
@@ -81,9 +81,9 @@ def test_episodes_go_on_with_vllm_while_the_policy_learns(ray_address: str, runn
     samples = [Batch.load(file) for file in sorted((run.run_dir / "rollouts").glob("*.parquet"))]
     assert sorted(prompt for batch in samples for prompt in set(batch["prompt_id"].tolist())) == list(range(40))
     # What has been drawn with the weights of the step before is the policy's own, wherever it stands in an episode.
-    own = [batch["token_version"] == step for step, batch in enumerate(samples)]
+    is_newest = [batch["token_version"] == step for step, batch in enumerate(samples)]
     gaps = [(batch["logprob"] - batch["rollout_logprob"]).abs() for batch in samples]
-    assert all(gap[fresh].max() < 1e-4 for gap, fresh in zip(gaps, own, strict=True) if fresh.any())
+    assert all(gap[fresh].max() < 1e-4 for gap, fresh in zip(gaps, is_newest, strict=True) if fresh.any())
     assert sum(line["rollout/staleness_mean"] for line in run.metrics) > 0
     assert run.left_behind() == []
 

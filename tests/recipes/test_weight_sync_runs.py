@@ -17,7 +17,7 @@ NEW_GROUP = "create a new process group"
 
 
 @pytest.mark.nightly
-def test_a_run_learns_the_same_whichever_way_its_weights_take(ray_address: str, policy: Path, tmp_path: Path) -> None:
+def test_every_transport_of_weights_gives_the_same_training(ray_address: str, policy: Path, tmp_path: Path) -> None:
     def start(way: str, name: str) -> Run:
         chosen = [f"model.path={policy}", f"rollout.weight_sync={way}", *OPTIONS.split()]
         return Run("grpo", ray_address, tmp_path / name, *chosen)

@@ -1,4 +1,4 @@
-"""What the tests of recipes/verl_ppo run, and how they look at it."""
+"""Runs of recipes/verl_ppo for its tests, and helpers that read their results."""
 
 from pathlib import Path
 
@@ -49,7 +49,7 @@ def write_files(folder: Path, policy: Path, *gates: Gate) -> list[str]:
 
 
 def batches(run: RunFolder) -> list[Batch]:
-    """What was trained on, step by step."""
+    """Return the batch that each step trained on."""
     return [Batch.load(file) for file in sorted((run.run_dir / "rollouts").glob("*.parquet"))]
 
 

@@ -23,7 +23,7 @@ class Engine(RolloutWorker):
 
     @trainer_invocation
     def pid(self) -> int:
-        """Of this engine."""
+        """Return the process id of this engine."""
         return os.getpid()
 
     @trainer_invocation

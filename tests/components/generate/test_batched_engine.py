@@ -68,7 +68,7 @@ def numbered(rows: list[list[int]]) -> Batch:
 
 
 def expected(batch: Batch) -> list[Generation]:
-    """What `generate` has drawn, as requests would have it."""
+    """Return the result of `generate` in the form that requests return."""
     drawn = []
     for i in range(len(batch)):
         inside = batch.row(i, "action_mask")
@@ -116,7 +116,7 @@ def test_requests_that_come_together_are_one_batch_bit_for_bit(inner: WatchedEng
     assert {each.finish for each in drawn} == {"stop", "length"}
 
 
-def test_two_thousand_requests_each_get_their_own(inner: WatchedEngine) -> None:
+def test_2000_concurrent_requests_each_get_their_result(inner: WatchedEngine) -> None:
     rows, sampling = some_rows(2000), SamplingConfig(max_new_tokens=4)
     drawn = run(inner, lambda engine: ask(engine, rows, sampling))
     assert drawn == expected(inner.generate(numbered(rows), sampling))
@@ -149,9 +149,9 @@ def test_requests_with_limits_of_their_own_share_a_batch(inner: WatchedEngine) -
 
     drawn = run(inner, scene)
     assert inner.batches == [20]
-    for own, full, limit in zip(drawn, expected(inner.generate(numbered(rows), whole)), limits, strict=True):
-        assert own.tokens == full.tokens[:limit]
-        assert own.finish == ("stop" if own.tokens[-1] == END else "length")
+    for generation, full, limit in zip(drawn, expected(inner.generate(numbered(rows), whole)), limits, strict=True):
+        assert generation.tokens == full.tokens[:limit]
+        assert generation.finish == ("stop" if generation.tokens[-1] == END else "length")
 
 
 def test_requests_that_are_drawn_in_another_way_are_another_batch(inner: WatchedEngine) -> None:
@@ -224,12 +224,12 @@ def test_an_aborted_request_keeps_what_its_batch_gives_it_or_is_never_drawn(inne
         await begun(inner, 1)
         waits = engine.submit([2, 7], sampling)
         ending = asyncio.create_task(drawn.abort())
-        found = [await waits.abort()]
+        generations = [await waits.abort()]
         assert not ending.done()
         inner.gate.set()
-        found += [await ending, await other.result()]
-        assert await other.abort() == found[-1]
-        return found
+        generations += [await ending, await other.result()]
+        assert await other.abort() == generations[-1]
+        return generations
 
     waited, aborted, whole = run(inner, scene)
     assert waited == Generation([], [], [], "abort")
@@ -347,12 +347,12 @@ def test_an_error_reaches_all_who_wait_for_its_batch_and_nobody_else(inner: Watc
         await engine.wake()
         return [*first, await engine.submit([2], lucky).result()]
 
-    found = run(inner, scene)
-    assert [isinstance(each, Generation) for each in found] == [True, False, True, False, True, False, True]
-    assert {str(each) for each in found[1:6:2]} == {"an unlucky step"}
+    errors = run(inner, scene)
+    assert [isinstance(each, Generation) for each in errors] == [True, False, True, False, True, False, True]
+    assert {str(each) for each in errors[1:6:2]} == {"an unlucky step"}
 
 
-def test_a_request_that_cannot_be_is_refused_at_once(inner: WatchedEngine) -> None:
+def test_an_invalid_request_is_rejected_immediately(inner: WatchedEngine) -> None:
     engine = BatchedEngine(inner)
     with pytest.raises(ValueError, match="0 tokens"):
         engine.submit([], SamplingConfig())

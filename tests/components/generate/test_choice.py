@@ -24,8 +24,8 @@ def test_vllm_is_chosen_on_a_gpu_or_for_a_large_model_and_the_reason_is_said(
 ) -> None:
     monkeypatch.setattr(config, "LARGE_BYTES", 100)
     reasons = []
-    for asked, gpus, expected in (("auto", 0, "hf"), ("auto", 2, "vllm"), ("hf", 2, "hf")):
-        name, reason = choose_rollout_engine(asked, gpus, str(tmp_path))
+    for choice, gpus, expected in (("auto", 0, "hf"), ("auto", 2, "vllm"), ("hf", 2, "hf")):
+        name, reason = choose_rollout_engine(choice, gpus, str(tmp_path))
         assert name == expected
         reasons.append(reason)
     (tmp_path / "model.safetensors").write_bytes(bytes(100))
@@ -57,7 +57,7 @@ def test_without_vllm_auto_takes_hf_and_asking_for_it_says_what_to_install(monke
         ({"engine": "vllm", "cpu_cache_gb": 0.0}, ["rollout.cpu_cache_gb=0.0", 0]),
     ],
 )
-def test_options_of_sampling_that_cannot_be_are_named(options: dict[str, object], facts: list[object]) -> None:
+def test_invalid_sampling_options_are_named(options: dict[str, object], facts: list[object]) -> None:
     with pytest.raises(ValueError, match=says(*facts)):
         RolloutOptions(**options)  # pyright: ignore[reportArgumentType]
 
@@ -81,9 +81,9 @@ def test_options_reach_the_engine_and_evaluations_draw_from_all_tokens() -> None
         0.7: PlacementOptions(engines_sleep=True, learners_sleep=True),
     }
     for share, placement in shares.items():
-        found = options.engine_config("bf16", 100, placement, lora_rank=0)
-        assert isinstance(found, VLLMRolloutConfig)
-        assert found.gpu_memory_utilization == share
+        engine_config = options.engine_config("bf16", 100, placement, lora_rank=0)
+        assert isinstance(engine_config, VLLMRolloutConfig)
+        assert engine_config.gpu_memory_utilization == share
     assert isinstance(RolloutOptions(engine="hf").engine_config("fp32", 9, shared, lora_rank=8), HFRolloutConfig)
     trained, inferred = options.sampling(1, 2), options.sampling(1, 2, 0.6)
     assert (trained.top_p, trained.top_k, trained.is_whole) == (0.9, 5, False)
@@ -109,11 +109,11 @@ def test_engines_of_two_devices_share_out_what_there_is() -> None:
 def test_flash_attention_that_cannot_run_is_sdpa_and_why_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     has: list[str] = []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in has else None)
-    assert [choose_attention(asked, 0) for asked in ("auto", None, "eager")] == [None, None, "eager"]
+    assert [choose_attention(attention, 0) for attention in ("auto", None, "eager")] == [None, None, "eager"]
     assert choose_attention("flash_attention_2", 0) == "sdpa"
     assert re.search(says("flash_attention_2", "GPU", "sdpa"), attention_note("flash_attention_2", 0))
     assert choose_attention("flash_attention_2", 8) == "sdpa"
     assert re.search(says("flash_attn", "sdpa"), attention_note("flash_attention_2", 8))
     has.append("flash_attn")
-    assert [choose_attention(asked, 8) for asked in ("auto", "flash_attention_2")] == ["flash_attention_2"] * 2
-    assert [attention_note(asked, 8) for asked in ("auto", None, "eager", "flash_attention_2")] == [""] * 4
+    assert [choose_attention(attention, 8) for attention in ("auto", "flash_attention_2")] == ["flash_attention_2"] * 2
+    assert [attention_note(attention, 8) for attention in ("auto", None, "eager", "flash_attention_2")] == [""] * 4

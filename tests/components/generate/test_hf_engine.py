@@ -110,7 +110,7 @@ def test_a_row_with_a_limit_of_its_own_ends_there_and_leaves_the_cache(engine: H
     assert max(rows_per_call[3:]) <= 4
 
 
-def test_a_row_that_lingers_in_the_cache_past_its_limit_is_not_ended_by_what_it_draws(engine: HFRolloutEngine) -> None:
+def test_tokens_sampled_after_the_limit_of_a_row_are_ignored(engine: HFRolloutEngine) -> None:
     # So hot that an end token is as likely as any of the 20. One row of 64 is too few to leave at once.
     prompts, sampling = same_prompt([2, 9, 4], 256), SamplingConfig(max_new_tokens=8, temperature=30)
     new = [len(row) for row in completions(engine.generate(prompts, sampling))]
@@ -404,9 +404,9 @@ def test_asleep_an_engine_holds_nothing_and_weights_that_were_dropped_have_to_co
             engine.generate(some_prompts(), SamplingConfig())
         engine.receive(published)
     engine.wake()
-    found = engine.generate(some_prompts(), SamplingConfig(max_new_tokens=4))
-    assert torch.equal(found["tokens"], expected["tokens"])
-    assert torch.equal(found["rollout_logprob"], expected["rollout_logprob"])
+    generated = engine.generate(some_prompts(), SamplingConfig(max_new_tokens=4))
+    assert torch.equal(generated["tokens"], expected["tokens"])
+    assert torch.equal(generated["rollout_logprob"], expected["rollout_logprob"])
 
 
 @pytest.mark.parametrize(

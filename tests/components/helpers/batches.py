@@ -40,13 +40,16 @@ def with_everything() -> Batch:
     )
 
 
-def assert_alike(found: Batch, expected: Batch) -> None:
+def assert_alike(actual: Batch, expected: Batch) -> None:
     """The same columns in the same order, with the same numbers."""
-    assert found.names == expected.names
-    assert (list(found.per_token), list(found.per_sequence)) == (list(expected.per_token), list(expected.per_sequence))
-    assert torch.equal(found.lengths, expected.lengths)
+    assert actual.names == expected.names
+    assert (list(actual.per_token), list(actual.per_sequence)) == (
+        list(expected.per_token),
+        list(expected.per_sequence),
+    )
+    assert torch.equal(actual.lengths, expected.lengths)
     for name in expected.names:
-        left, right = found[name], expected[name]
+        left, right = actual[name], expected[name]
         if isinstance(right, torch.Tensor):
             assert (left.dtype, left.shape) == (right.dtype, right.shape)
             left, right = left.tolist(), right.tolist()

@@ -1,4 +1,4 @@
-"""What a rank of the tests of empty models does: the same training from a model loaded whole and from an empty one."""
+"""Work of a rank in the tests of empty models: the same training from a fully loaded model and from an empty one."""
 
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ def held(engine: TrainEngine) -> int:
 
 
 def bytes_read() -> int:
-    """Of all files, by this process."""
+    """Return the number of bytes that this process has read from files."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 

@@ -32,7 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "values": {"model": "qwen3_moe", "expert": 2, "zero_stage": 2, "values": True},
     "mixtral": {"model": "mixtral", "expert": 2, "zero_stage": 3},
 }
-"""What is trained, and how: each also by one process."""
+"""Training cases. One process also trains each of them for comparison."""
 BALANCED: dict[str, Any] = {"model": "qwen3_moe", "zero_stage": 2, "router_aux_loss_coef": 0.1}
 RESUMED: dict[str, Any] = {"model": "qwen3_moe", "zero_stage": 3}
 
@@ -54,66 +54,66 @@ def write_models(folder: Path) -> None:
 
 
 def trained(folder: str, expert: int, chosen: list[str]) -> dict[str, Any]:
-    """What training recorded, by case; with expert 1 on data-parallel ranks alone."""
-    found = dict[str, Any]()
+    """Return the training record of each case. With `expert` = 1 all ranks are data-parallel."""
+    records = dict[str, Any]()
     for name in chosen:
         engine = open_case(folder, CASES[name], alone=expert == 1)
-        found[name] = mesh_worker.trained(engine, CASES[name].get("values", False))
-    return found
+        records[name] = mesh_worker.trained(engine, CASES[name].get("values", False))
+    return records
 
 
 def alone(folder: str, state: str, again: str) -> dict[str, Any]:
     """One process: the cases; and what it makes of a state of ranks that shared experts, which it saves again."""
-    found = trained(folder, 1, list(CASES))
+    records = trained(folder, 1, list(CASES))
     engine = open_case(folder, RESUMED, alone=True)
-    found["remarks"] = engine.load_state(state)
-    found["loaded"] = cases.weights(engine)
+    records["remarks"] = engine.load_state(state)
+    records["loaded"] = cases.weights(engine)
     engine.save_state(again)
-    found["next"] = engine.train_step(experience(2), update)
-    found["exported"] = _parameters(f"{state}/hf")
-    return found
+    records["next"] = engine.train_step(experience(2), update)
+    records["exported"] = _parameters(f"{state}/hf")
+    return records
 
 
 def pair(folder: str, state: str) -> dict[str, Any]:
     """Two ranks: the cases, the balancing loss with and without the axis, memory, and a state that is saved."""
-    found = trained(folder, 2, list(CASES))
+    records = trained(folder, 2, list(CASES))
     for name, expert in (("balanced", 1), ("balanced-2", 2)):
         engine = open_case(folder, BALANCED | {"expert": expert}, alone=False)
-        found[name] = [engine.train_step(experience(step), update) for step in range(2)]
-    found["memory"] = {expert: _held(folder, expert) for expert in (1, 2)}
-    found["refused"] = refusals(folder)
+        records[name] = [engine.train_step(experience(step), update) for step in range(2)]
+    records["memory"] = {expert: _held(folder, expert) for expert in (1, 2)}
+    records["refused"] = refusals(folder)
     engine = open_case(folder, RESUMED | {"expert": 2}, alone=False)
     for step in range(2):
         engine.train_step(experience(step), update)
     engine.save_state(state)
     engine.save_hf(f"{state}/hf")
-    found["saved"], found["next"] = cases.weights(engine), engine.train_step(experience(2), update)
+    records["saved"], records["next"] = cases.weights(engine), engine.train_step(experience(2), update)
     resumed = open_case(folder, RESUMED | {"expert": 2}, alone=False)
-    found["remarks"] = resumed.load_state(state)
-    found["resumed"] = resumed.train_step(experience(2), update)
-    return found
+    records["remarks"] = resumed.load_state(state)
+    records["resumed"] = resumed.train_step(experience(2), update)
+    return records
 
 
 def four(folder: str, state: str) -> dict[str, Any]:
     """Four ranks, two for the same experts: some cases, and the next step after a state of one process."""
-    found = trained(folder, 2, ["packed-2", "context"])
+    records = trained(folder, 2, ["packed-2", "context"])
     engine = open_case(folder, RESUMED | {"expert": 2}, alone=False)
     engine.load_state(state)
-    found["loaded"] = cases.weights(engine)
-    found["next"] = engine.train_step(experience(2), update)
-    return found
+    records["loaded"] = cases.weights(engine)
+    records["next"] = engine.train_step(experience(2), update)
+    return records
 
 
 def refusals(folder: str) -> dict[str, str]:
-    """What ranks are told that cannot share experts."""
+    """Return the error messages for settings with which ranks cannot share experts."""
     write = {"dense": {"model": "dense", "expert": 2}, "five": {"model": "five", "expert": 2}}
-    found = dict[str, str]()
+    messages = dict[str, str]()
     for name, case in write.items():
         try:
             open_case(folder, case | {"zero_stage": 3}, alone=False)
         except ValueError as error:
-            found[name] = str(error)
-    return found
+            messages[name] = str(error)
+    return messages
 
 
 def _held(folder: str, expert: int) -> dict[str, int]:

@@ -38,7 +38,10 @@ def frozen(folder: str, precision: str, layout: str, values: bool = False) -> Fr
 
 
 def own_part() -> Batch:
-    """Of the first mini-batch: of 7 sequences all, or 6 and 1, so that ranks make different numbers of passes."""
+    """Return this rank's part of the first mini-batch.
+
+    One rank gets all 7 sequences. Two ranks get 6 and 1, and so make different numbers of passes.
+    """
     batch = cases.minibatches()[0]
     return batch if dist.get_world_size() == 1 else batch.select([slice(0, 6), slice(6, 7)][dist.get_rank()])
 

@@ -1,4 +1,4 @@
-"""What a rank of the tests of groups does: it trains on pairs in several ways; the tests read the record.
+"""Work of a rank in the tests of groups: training on pairs in several ways. The tests read the record.
 
 P pairs; B = 2P sequences, chosen and rejected in turn.
 """
@@ -27,18 +27,21 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def minibatches() -> list[Batch]:
-    """Of 7, 4 and 1 pairs: on two ranks unequal shares, and once none for the second rank."""
+    """Return mini-batches of 7, 4 and 1 pairs.
+
+    Two ranks get unequal shares, and the second rank gets none of the last mini-batch.
+    """
     generator = torch.Generator().manual_seed(5)
-    found = []
+    batches = []
     for pairs in (7, 4, 1):
         lengths_B = torch.randint(1, 10, (2 * pairs,), generator=generator)
         tokens_N = torch.randint(2, 20, (int(lengths_B.sum()),), generator=generator)
-        found.append(Batch(lengths_B, {"tokens": tokens_N}, {"pair": torch.arange(pairs).repeat_interleave(2)}))
-    return found
+        batches.append(Batch(lengths_B, {"tokens": tokens_N}, {"pair": torch.arange(pairs).repeat_interleave(2)}))
+    return batches
 
 
 def trained(model_folder: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """What becomes of the model, and which pairs each pass has seen; at last, part of a pair."""
+    """Train, then pass part of a pair. Return the weights and the pairs of each pass."""
     model = load_value_model(model_folder, packing=changes.get("packing", False))
     engine = open_engine(model, config(**changes))
     passes: list[list[int]] = []
@@ -58,5 +61,5 @@ def trained(model_folder: str, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def trained_on_pairs(model_folder: str) -> dict[str, Any]:
-    """What training recorded, by case."""
+    """Return the training record of each case."""
     return {case: trained(model_folder, changes) for case, changes in CASES.items()}

@@ -53,7 +53,7 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "qwen2-value": {"model": "qwen2", "context": 2, "zero_stage": 3, "values": True},
     "qwen2-whole": {"model": "qwen2", "context": 2, "zero_stage": 3, "logits": True},
 }
-"""What the meshes train, and how: each also by one process."""
+"""Training cases of the meshes. One process also trains each of them for comparison."""
 TENSOR: dict[str, dict[str, Any]] = {
     "qwen2-tensor-2": {"model": "qwen2", "tensor": 2, "zero_stage": 2, "checkpointing": True},
     "llama-tensor-3": {"model": "llama", "tensor": 2, "zero_stage": 3, "chunks": True},
@@ -64,7 +64,7 @@ TENSOR: dict[str, dict[str, Any]] = {
 BOTH: dict[str, dict[str, Any]] = {"qwen2-both": {"model": "qwen2", "context": 2, "tensor": 2, "zero_stage": 3}}
 """For 4 ranks."""
 RESUMED = "llama-tensor-3"
-"""Whose state is saved after the training."""
+"""Case whose state is saved after training."""
 
 
 def write_models(folder: Path) -> None:
@@ -118,7 +118,7 @@ def update(model: nn.Module, micro: Batch, totals: Totals) -> LossOutput:
 
 
 def saved_bytes(engine: TrainEngine, batch: Batch) -> int:
-    """What a forward pass of a batch keeps for its backward pass, with the few weights of a small model."""
+    """Return the bytes that a forward pass saves for its backward pass, including the few weights of a small model."""
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -132,32 +132,32 @@ def saved_bytes(engine: TrainEngine, batch: Batch) -> int:
 
 
 def activations(folder: str, *meshes: dict[str, int]) -> list[int]:
-    """Of one sequence of 32,768 tokens on each of the meshes, whose ranks share it."""
-    found = []
+    """Return the activation bytes per mesh of one sequence of 32,768 tokens, which the ranks of a mesh share."""
+    sizes = []
     for axes in meshes:
         model = load_policy(f"{folder}/long", packing=True)
         engine = open_engine(model, cases.config(engine="fsdp", zero_stage=3, packing=True, **axes))
         tokens_N = torch.randint(2, 20, (LONG,), generator=torch.Generator().manual_seed(0))
-        found.append(saved_bytes(engine, Batch(torch.tensor([LONG]), {"tokens": tokens_N})))
-    return found
+        sizes.append(saved_bytes(engine, Batch(torch.tensor([LONG]), {"tokens": tokens_N})))
+    return sizes
 
 
 def refusals(folder: str) -> dict[str, str]:
-    """What two ranks are told that cannot share a model's rows."""
-    found = dict[str, str]()
-    wanted = {
+    """Return the error messages for settings with which two ranks cannot share the rows of a model."""
+    messages = dict[str, str]()
+    meshes = {
         "odd": ("odd", True, {"context": 2}),
         "qwen2": ("qwen2", False, {"context": 2}),
         "odd-tensor": ("odd", True, {"tensor": 2}),
         "gpt2-tensor": ("gpt2", False, {"tensor": 2}),
     }
-    for name, (path, packing, axes) in wanted.items():
+    for name, (path, packing, axes) in meshes.items():
         config = cases.config(engine="fsdp", zero_stage=3, **axes)
         try:
             open_engine(load_policy(f"{folder}/{path}", packing=packing), config)
         except ValueError as error:
-            found[name] = str(error)
-    return found
+            messages[name] = str(error)
+    return messages
 
 
 def open_case(folder: str, case: dict[str, Any], *, alone: bool) -> TrainEngine:
@@ -185,25 +185,25 @@ def trained(engine: TrainEngine, values: bool) -> dict[str, Any]:
         return token_values(model, batch) if values else token_logprobs(model, batch, TEMPERATURE).logprob_N
 
     whole = groups(1, 3, 3)
-    own = whole.split(engine.world_size)[engine.rank]
-    record: dict[str, Any] = {"before": engine.forward(own, compute)}
+    part = whole.split(engine.world_size)[engine.rank]
+    record: dict[str, Any] = {"before": engine.forward(part, compute)}
     loss = cases.squared_error if values else update
     record["metrics"] = [engine.train_step(experience(step), loss) for step in range(STEPS)]
-    record["after"] = engine.forward(own, compute)
+    record["after"] = engine.forward(part, compute)
     record["weights"] = cases.weights(engine)
     return record
 
 
 def kept_bytes(engine: TrainEngine) -> int:
-    """Of this rank's weights and moments."""
+    """Return the bytes of the weights and moments of this rank."""
     state = engine._state()
-    moments = [moment for own in state.adam.state.values() for name, moment in own.items() if name != "step"]
+    moments = [moment for state_of in state.adam.state.values() for name, moment in state_of.items() if name != "step"]
     return sum(local_part(tensor).nbytes for tensor in [*engine.model.parameters(), *moments])
 
 
 def resumed(folder: str, states: list[str], alone: bool) -> dict[str, Any]:
     """By state that was saved: the weights that it has, one more optimizer step from it, and what is exported."""
-    found = dict[str, Any]()
+    records = dict[str, Any]()
     for state in states:
         engine = open_case(folder, TENSOR[RESUMED], alone=alone)
         remarks = engine.load_state(f"{folder}/{state}")
@@ -211,19 +211,19 @@ def resumed(folder: str, states: list[str], alone: bool) -> dict[str, Any]:
         record["metrics"] = engine.train_step(experience(0), update)
         engine.save_hf(f"{folder}/exported-{engine.world_size}-{state}")
         record["after"] = cases.weights(engine)
-        found[state] = record
-    return found
+        records[state] = record
+    return records
 
 
 def trained_on_mesh(folder: str, chosen: dict[str, dict[str, Any]], alone: bool) -> dict[str, Any]:
-    """What training recorded, by case."""
-    found = dict[str, Any]()
+    """Return the training record of each case."""
+    records = dict[str, Any]()
     for name, case in chosen.items():
         engine = open_case(folder, case, alone=alone)
         together = 1 if alone else case.get("context", 1) * case.get("tensor", 1)
         assert engine.axes.data * together == engine.world_size
-        found[name] = trained(engine, case.get("values", False))
-        found[name]["bytes"] = kept_bytes(engine)
+        records[name] = trained(engine, case.get("values", False))
+        records[name]["bytes"] = kept_bytes(engine)
         if name == RESUMED:
             engine.save_state(f"{folder}/state-{engine.world_size}")
-    return found
+    return records

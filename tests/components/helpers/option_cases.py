@@ -49,7 +49,7 @@ COUNTED: dict[str, dict[str, Any]] = {
     **{f"bf16-{stage}": {"zero_stage": stage, "precision": "bf16"} for stage in (2, 3)},
     **{f"bf16-fsdp-{stage}": {"engine": "fsdp", "zero_stage": stage, "precision": "bf16"} for stage in (2, 3)},
 }
-"""What else sleeps, of which it is only looked at what that leaves."""
+"""Further cases that sleep. Only the memory left after sleep is checked."""
 LEARNED: dict[str, dict[str, Any]] = {"zero-2": {"zero_stage": 2}, "fsdp-2": {"engine": "fsdp", "zero_stage": 2}}
 LEARNING_STEPS = 12
 
@@ -182,8 +182,10 @@ def movable_engine(model_folder: str, **changes: Any) -> TrainEngine:
 
 
 def move_and_return(engine: TrainEngine, before: dict[int, int], records: dict[str, Any]) -> dict[str, int]:
-    """What `sleep` does with the memory of a GPU, done with that of the CPU: bytes that it frees, and that are left of
-    all tensors that this process has made since `before` but for the test's records.
+    """Do with CPU memory what `sleep` does with GPU memory.
+
+    Return the bytes that it frees, and the bytes left in the tensors that this process has made since `before`.
+    Tensors of the test's records are not counted.
     """
     copies = HostCopies(engine._tensors(), engine._scratch(), "cpu")
     waiting = [copy for _, _, pieces in copies._freed for copy in pieces]

@@ -12,7 +12,7 @@ from tests.components.helpers.ranks import run_ranks
 
 
 class Runs:
-    """What each rank recorded, each run made when a test first asks for it."""
+    """Records of the ranks. Each run starts when a test first requests it."""
 
     def __init__(self, root: Path, model: Path, other_model: Path) -> None:
         self.root = root
@@ -45,7 +45,7 @@ class Runs:
         return self._run(options.cast, 1)[0]
 
     def crossed(self) -> dict[str, Any]:
-        """What two ranks saved, loaded by one."""
+        """Record of one rank that loads the state of two ranks."""
         self.resumed(2)
         return self._run(options.crossed, 1, self.states(2))[0]
 

@@ -53,7 +53,7 @@ def small_chunks(rows: int) -> Iterator[None]:
 
 
 def packed(model_folder: str) -> dict[str, Any]:
-    """What training recorded, by case."""
+    """Return the training record of each case."""
     record: dict[str, Any] = {}
     for precision in sorted({settings.get("precision", "fp32") for settings in CASES.values()}):
         stage = 1 if precision == "bf16" else 0

@@ -38,7 +38,7 @@ def next_tokens(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def greedy(engine: TrainEngine) -> list[list[int]]:
-    """What the training engine itself would answer, token by token."""
+    """Return the greedy responses of the training engine, token by token."""
     prompts = uneven_prompts(PROMPTS)
     rows = [prompts.row(i, "tokens").tolist() for i in range(PROMPTS)]
     for _ in range(NEW_TOKENS):

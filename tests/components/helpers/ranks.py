@@ -24,7 +24,7 @@ FORKS.set_forkserver_preload([f"tests.components.helpers.{part}" for part in PAR
 
 
 def run_ranks(work: Callable[..., Any], world_size: int, folder: Path, *arguments: object) -> list[Any]:
-    """What `work(*arguments)` gives on each of so many ranks, which may print nothing and can find no compiler.
+    """Return the result of `work(*arguments)` on each rank. The ranks must print nothing and find no compiler.
 
     Args:
         work: a function of a module, which the ranks import.
@@ -40,8 +40,8 @@ def run_ranks(work: Callable[..., Any], world_size: int, folder: Path, *argument
     processes = []
     try:
         for rank in range(world_size):
-            own = (work, arguments, folder, rank, rendezvous if world_size > 1 else {})
-            process = FORKS.Process(target=_run_rank, args=own, daemon=True)
+            rank_arguments = (work, arguments, folder, rank, rendezvous if world_size > 1 else {})
+            process = FORKS.Process(target=_run_rank, args=rank_arguments, daemon=True)
             process.start()
             processes.append(process)
         running = {process.sentinel: rank for rank, process in enumerate(processes)}
@@ -62,7 +62,7 @@ def run_ranks(work: Callable[..., Any], world_size: int, folder: Path, *argument
 def _run_rank(
     work: Callable[..., Any], arguments: tuple[object, ...], folder: Path, rank: int, rendezvous: dict[str, object]
 ) -> None:
-    """What a rank does."""
+    """Run `work` in a rank's process."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR"):
         os.environ.pop(name, None)
     if rendezvous:

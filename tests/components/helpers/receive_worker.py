@@ -33,29 +33,29 @@ def cut(response: list[int]) -> list[int]:
 
 
 def faults(models: Path, kind: str, published: list[Published]) -> list[str]:
-    """What does not fit, a line each, of all that is published."""
+    """Return one message for each difference in the published weights."""
     return [fault for name in ("tied", "untied") for fault in _faults_of(models, name, kind, published)]
 
 
 def _faults_of(models: Path, name: str, kind: str, published: list[Published]) -> list[str]:
-    found = []
+    lines = []
     sampling = SamplingConfig(temperature=0, max_new_tokens=NEW_TOKENS)
     seen: set[str] = set()
-    own = [entry for entry in published if entry[0] == name]
+    versions = [entry for entry in published if entry[0] == name]
     engine = open_rollout_engine(models / name, KINDS[kind])
-    for _, source, handle, expected in sorted(own, key=lambda entry: entry[2].version):
+    for _, source, handle, expected in sorted(versions, key=lambda entry: entry[2].version):
         engine.receive(handle, verify=True)
         responses = engine.generate(uneven_prompts(PROMPTS), sampling)
         answered = answers_of(responses)
         if answered != [cut(response) for response in expected]:
-            found.append(f"{name} from {source}: {answered} instead of {expected}")
+            lines.append(f"{name} from {source}: {answered} instead of {expected}")
         if set(responses["weight_version"].tolist()) != {handle.version}:
-            found.append(f"{name} from {source}: samples carry {responses['weight_version'].tolist()}")
+            lines.append(f"{name} from {source}: samples carry {responses['weight_version'].tolist()}")
         seen.add(str(answered))
     engine.close()
-    if len(seen) != len(own):
-        found.append(f"{name}: {len(own)} versions gave {len(seen)} different responses")
-    return found
+    if len(seen) != len(versions):
+        lines.append(f"{name}: {len(versions)} versions gave {len(seen)} different responses")
+    return lines
 
 
 if __name__ == "__main__":

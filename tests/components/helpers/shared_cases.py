@@ -51,19 +51,19 @@ def trained(engine: TrainEngine, of_values: bool) -> dict[str, Any]:
         lambda _, __, inputs: sizes.append(inputs["input_ids"].numel()), with_kwargs=True
     )
     whole = groups(1, 6, 4)
-    own = whole.split(engine.world_size)[engine.rank]
-    record: dict[str, Any] = {"before": engine.forward(own, compute), "forward_tokens": sum(sizes)}
+    part = whole.split(engine.world_size)[engine.rank]
+    record: dict[str, Any] = {"before": engine.forward(part, compute), "forward_tokens": sum(sizes)}
     sizes.clear()
     minibatches = [groups(2, 2, 8), groups(3, 9, 2), groups(4, 1, 2)]
     record["metrics"] = [engine.train_step(minibatch, loss) for minibatch in minibatches]
     record["train_tokens"] = sum(sizes)
-    record["after"] = engine.forward(own, compute)
+    record["after"] = engine.forward(part, compute)
     record["weights"] = cases.weights(engine)
     return record
 
 
 def shared_and_whole(model_folder: str) -> dict[str, Any]:
-    """What training recorded, by case: with prompts read once, and with each sequence whole."""
+    """Return the training record of each case, with prompts computed once and with complete sequences."""
     record: dict[str, Any] = {}
     for case, settings in CASES.items():
         for way in ("shared", "whole"):

@@ -1,4 +1,4 @@
-"""What the tests of training train on, how, and what they record of it."""
+"""Data, settings and records of the training tests."""
 
 from collections.abc import Callable
 from typing import Any
@@ -35,12 +35,15 @@ def ragged(seed: int, count: int) -> Batch:
 
 
 def minibatches() -> list[Batch]:
-    """Of 7, 5 and 1 sequences: on two ranks unequal shares, and once none for the second rank."""
+    """Return mini-batches of 7, 5 and 1 sequences.
+
+    Two ranks get unequal shares, and the second rank gets none of the last mini-batch.
+    """
     return [ragged(1, 7), ragged(2, 5), ragged(3, 1)]
 
 
 def evaluated() -> list[Batch]:
-    """What is evaluated, in the parts in which two ranks get it: 6 sequences and 1."""
+    """Return the evaluated batches in the parts that two ranks get: 6 sequences and 1."""
     whole = ragged(4, 7)
     return [whole.select(slice(0, 6)), whole.select(slice(6, 7))]
 
@@ -152,6 +155,6 @@ FSDP: dict[str, dict[str, Any]] = {
     **{f"fsdp-bf16-{stage}": {"zero_stage": stage, "precision": "bf16"} for stage in (2, 3)},
     "fsdp-learning_rate_0": {"zero_stage": 2, "learning_rate": 0.0},
 }
-"""What FSDP trains, beside the cases of DeepSpeed."""
+"""FSDP cases, in addition to those of DeepSpeed."""
 SAVED = ("fsdp-3", "fsdp-bf16-2")
-"""What of it is saved for transformers."""
+"""FSDP cases whose model is saved for transformers."""

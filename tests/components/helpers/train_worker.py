@@ -1,4 +1,4 @@
-"""What a rank of the tests of training does: all that needs an engine and other ranks, once; the tests read the record.
+"""Work of a rank in the training tests: everything that needs an engine and other ranks. The tests read the record.
 
 Of the folder `states`, states/1 and states/2 are for the states that so many ranks saved.
 """
@@ -65,11 +65,11 @@ STATES: dict[str, dict[str, Any]] = {
     "bf16-fsdp-3": {"engine": "fsdp", "zero_stage": 3, "precision": "bf16"},
     "odd-fsdp-3": {"engine": "fsdp", "zero_stage": 3},
 }
-"""What is saved by one process and loaded by another. The odd ones have dropout, buffers and frozen parameters."""
+"""Cases saved by one process and loaded by another. The odd cases have dropout, buffers and frozen parameters."""
 IN_ONE_GO = ("fp32-0", "bf16-2", "odd-3", "fsdp-2")
-"""What is trained by an engine that is never saved, too."""
+"""Cases that an engine also trains without saving."""
 FRESH = ("fp32-0", "bf16-1", "fp32-3", "fsdp-2")
-"""What is saved before the first step, too."""
+"""Cases whose state is also saved before the first step."""
 CROSSED = [
     ("fp32-0", "fp32-0"),
     ("fp32-1", "fp32-3"),
@@ -92,7 +92,7 @@ deepspeed_engine.ZERO_NUMBERS = {"cpu": 1000}
 
 
 def meet_nowhere() -> str:
-    """What is said where two ranks are to meet, and nothing tells where."""
+    """Return the error message for two ranks without a rendezvous address."""
     os.environ.update(WORLD_SIZE="2", RANK="0")
     try:
         init_process_group()
@@ -145,7 +145,7 @@ def look(engine: TrainEngine) -> dict[str, Any]:
 
 
 def public_moments(engine: TrainEngine) -> dict[str, Tensor | None]:
-    """What DeepSpeed itself says of one parameter."""
+    """Return the moments of one parameter from DeepSpeed's public functions."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     parameter = dict(engine.model.named_parameters())["model.layers.1.mlp.up_proj.weight"]
@@ -174,7 +174,7 @@ def save_states(model_folder: str, states: Path) -> dict[str, Any]:
 
 
 def loaded(model_folder: str, case: str, folder: Path, again: Path, batches: list[Batch]) -> dict[str, Any]:
-    """What a state is loaded as, saved again, and continued from."""
+    """Load a state, save it again and continue training. Return the record."""
     engine = state_engine(case, model_folder)
     record = {"inexact": engine.load_state(folder), "loaded": look(engine)}
     engine.save_state(again)
@@ -182,7 +182,7 @@ def loaded(model_folder: str, case: str, folder: Path, again: Path, batches: lis
 
 
 def load_crossed(model_folder: str, states: Path, output: Path) -> dict[str, Any]:
-    """What the other number of ranks saved."""
+    """Load the states of the other world size and continue. Return the record of each case."""
     engine_state.PIECE = 700
     deepspeed_engine.ZERO_NUMBERS = {"cpu": 400}
     other = states / str(3 - int(os.environ.get("WORLD_SIZE", "1")))
@@ -199,12 +199,12 @@ def load_states(model_folder: str, states: Path, output: Path) -> dict[str, Any]
     def load(case: str, folder: Path, name: str, batches: list[Batch]) -> None:
         record[name] = loaded(model_folder, case, folder, output / name, batches)
 
-    own = states / os.environ.get("WORLD_SIZE", "1")
+    rank_states = states / os.environ.get("WORLD_SIZE", "1")
     for case in STATES:
-        load(case, own / case, case, all_minibatches()[HALF:])
+        load(case, rank_states / case, case, all_minibatches()[HALF:])
     for case in FRESH:
-        load(case, own / f"fresh-{case}", f"fresh-{case}", all_minibatches()[:HALF])
-    record["errors"] = state_errors(model_folder, own, output)
+        load(case, rank_states / f"fresh-{case}", f"fresh-{case}", all_minibatches()[:HALF])
+    record["errors"] = state_errors(model_folder, rank_states, output)
     return record
 
 
@@ -300,8 +300,8 @@ def masters(engine: TrainEngine) -> dict[str, Tensor]:
     if engine.config.engine == "fsdp":
         parameters: dict[str, Any] = dict(engine.model.named_parameters())
         return {name: parameter.full_tensor().detach().clone() for name, parameter in parameters.items()}
-    found = {name: safe_get_full_fp32_param(parameter) for name, parameter in engine.model.named_parameters()}
-    return {name: tensor.clone() for name, tensor in found.items() if tensor is not None}
+    master_of = {name: safe_get_full_fp32_param(parameter) for name, parameter in engine.model.named_parameters()}
+    return {name: tensor.clone() for name, tensor in master_of.items() if tensor is not None}
 
 
 def averaged_steps(engine: TrainEngine, batches: list[Batch]) -> list[dict[str, Any]]:
@@ -331,22 +331,22 @@ def averaged_case(
 
 
 def average_weights(model_folder: str, states: Path, output: Path) -> dict[str, Any]:
-    own = states / os.environ.get("WORLD_SIZE", "1")
+    folder = states / os.environ.get("WORLD_SIZE", "1")
     record: dict[str, Any] = {}
     for case in ("fp32-0", "fp32-2", "bf16-fsdp-3"):
-        record |= averaged_case(case, model_folder, own, output)[0]
-    averaged, resumed = averaged_case("fp32-3", model_folder, own, output)
+        record |= averaged_case(case, model_folder, folder, output)[0]
+    averaged, resumed = averaged_case("fp32-3", model_folder, folder, output)
     record |= averaged
-    record["other_stage"] = {"inexact": resumed.load_state(own / "fp32-2"), "average": average(resumed)}
-    averaged, resumed = averaged_case("bf16-2", model_folder, own, output)
+    record["other_stage"] = {"inexact": resumed.load_state(folder / "fp32-2"), "average": average(resumed)}
+    averaged, resumed = averaged_case("bf16-2", model_folder, folder, output)
     record |= averaged
     without = averaging_engine("bf16-2", model_folder, ema_beta=None)
-    inexact = without.load_state(own / "bf16-2")
+    inexact = without.load_state(folder / "bf16-2")
     record["without"] = {"inexact": inexact, "steps": averaged_steps(without, averaged_minibatches()[HALF:])}
     without.save_hf(output / "hf-without")
-    without.save_state(own / "without")
-    record["anew"] = {"inexact": resumed.load_state(own / "without"), "average": average(resumed)}
-    record["errors"] = average_errors(resumed, own / "bf16-2", output)
+    without.save_state(folder / "without")
+    record["anew"] = {"inexact": resumed.load_state(folder / "without"), "average": average(resumed)}
+    record["errors"] = average_errors(resumed, folder / "bf16-2", output)
     record["failed"] = failure(resumed, infinite_gradient) | {"masters": masters(resumed), "average": average(resumed)}
     return record
 
@@ -387,7 +387,7 @@ def fsdp(model_folder: str, output: Path) -> dict[str, Any]:
 
 
 def beats_of(engine: TrainEngine, output: Path) -> dict[str, int]:
-    """How often each kind of work says that it makes progress."""
+    """Return the number of progress signals of each kind of work."""
     heard: list[str] = []
     doing = ""
     listen(lambda: heard.append(doing))

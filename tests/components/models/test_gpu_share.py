@@ -13,7 +13,7 @@ GB = 10**9
 
 
 class Readings:
-    """Free memory of two GPUs of 80 GB at successive calls. The last value is repeated."""
+    """Free memory of two GPUs of 80 GB at successive readings. The last reading repeats."""
 
     def __init__(self, *free_gb: tuple[int, int]) -> None:
         self.free_gb = list(free_gb)
@@ -43,7 +43,7 @@ def test_an_engine_that_has_waited_for_nothing_takes_what_is_free_and_says_so(
 
 
 @pytest.mark.parametrize("readings", [list, Readings((0, 80))], ids=["not known", "nothing is free"])
-def test_an_engine_asks_for_its_whole_share_where_vllm_says_better_what_is_missing(readings: Readings) -> None:
+def test_an_engine_requests_its_full_share_if_vllm_gives_the_better_error(readings: Readings) -> None:
     assert free_share(0.9, readings, within_s=0.0) == 0.9
 
 

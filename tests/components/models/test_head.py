@@ -84,8 +84,8 @@ def test_values_and_gradients_are_those_of_whole_logits(dtype: str, rtol: float,
             ((logprob_M * weight_M).sum() + 0.3 * entropy_M[2]).backward()
         results.append((logprob_M, entropy_M, *(x.grad for x in columns[:3])))
     rtol = max(rtol, 0.02 if casts else 0.0)
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol * float(expected.detach().abs().max()))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=rtol, atol=rtol * float(expected.detach().abs().max()))
 
 
 def test_autocast_computes_logits_in_bfloat16_and_the_rest_in_float32() -> None:
@@ -111,7 +111,7 @@ def test_sums_over_chunks_of_bfloat16_are_float32() -> None:
     assert weight_VH.grad.flatten().tolist() == [150.0, -150.0]
 
 
-def test_what_is_frozen_gets_no_gradient() -> None:
+def test_frozen_parameters_get_no_gradient() -> None:
     state_MH, weight_VH, bias_V, label_M = layer()
     state_logprobs(state_MH, weight_VH.detach(), None, label_M, 1.0, False)[0].sum().backward()
     assert state_MH.grad is not None
@@ -140,7 +140,7 @@ def test_a_temperature_of_0_is_refused() -> None:
 def test_a_model_learns_the_same_from_states_as_from_logits(
     tied: bool, tied_model: Path, untied_model: Path, batch: Batch
 ) -> None:
-    found: list[tuple[Tensor, dict[str, Tensor]]] = []
+    learned: list[tuple[Tensor, dict[str, Tensor]]] = []
     for from_states in (True, False):
         model: Any = load_policy(tied_model if tied else untied_model)
         model.logprobs_from_states &= from_states
@@ -150,12 +150,12 @@ def test_a_model_learns_the_same_from_states_as_from_logits(
             assert output.entropy_N is not None
             (output.logprob_N + 0.2 * output.entropy_N).sum().backward()
         gradients = {name: p.grad for name, p in model.named_parameters()}
-        found.append((torch.stack([output.logprob_N, output.entropy_N]), gradients))
-    torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=1e-6)
-    for name, gradient in found[1][1].items():
+        learned.append((torch.stack([output.logprob_N, output.entropy_N]), gradients))
+    torch.testing.assert_close(learned[0][0], learned[1][0], rtol=0, atol=1e-6)
+    for name, gradient in learned[1][1].items():
         # Of gradients of about 2: each kind of CPU adds products up in an order of its own.
         torch.testing.assert_close(
-            found[0][1][name], gradient, rtol=0, atol=1e-5 * max(1.0, float(gradient.abs().max()))
+            learned[0][1][name], gradient, rtol=0, atol=1e-5 * max(1.0, float(gradient.abs().max()))
         )
 
 

@@ -273,7 +273,7 @@ def test_no_labels_give_a_gradient_of_zeros() -> None:
     assert torch.equal(leaf_RV.grad, torch.zeros(3, 3))
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_arguments_are_rejected() -> None:
     logits_RV = leaf() * 1
     for scale in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match=f"scale={scale}"):

@@ -28,10 +28,10 @@ def test_automatic_casting_rounds_passes_and_nothing_else(runs: Runs, case: str)
     assert difference_N.max() < 0.1
     assert {tensor.dtype for part in ("weights", "masters") for tensor in record[part].values()} == {torch.float32}
     assert record["moments"] == {"torch.float32"}
-    for found, expected in zip(record["metrics"], exact["metrics"], strict=True):
-        assert found["loss"] != expected["loss"]
-        assert found["loss"] == pytest.approx(expected["loss"], rel=0.03)
-        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
+    for actual, expected in zip(record["metrics"], exact["metrics"], strict=True):
+        assert actual["loss"] != expected["loss"]
+        assert actual["loss"] == pytest.approx(expected["loss"], rel=0.03)
+        assert actual["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
     for name, expected in exact["weights"].items():
         torch.testing.assert_close(record["weights"][name], expected, atol=0.01, rtol=0)
 

@@ -32,7 +32,7 @@ STAGES = (0, 1, 2, 3)
 class Run(NamedTuple):
     folder: Path
     records: list[dict[str, Any]]
-    """Of each rank."""
+    """One record per rank."""
 
 
 RunOf = Callable[[int], Run]
@@ -53,7 +53,7 @@ def run_of(tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunOf:
 
 
 def whole(run: Run, case: str, column: str) -> Tensor:
-    """What the ranks evaluated, put together."""
+    """Return a column of the evaluated batch, concatenated over the ranks."""
     return torch.cat([record[case][column] for record in run.records])
 
 
@@ -102,8 +102,8 @@ def plain(tied_model: Path) -> Plain:
 def test_training_equals_plain_torch(run_of: RunOf, plain: Plain, world_size: int, case: str) -> None:
     """Whatever the engine, the stage, the number of ranks, and the size of micro-batches."""
     run = run_of(world_size)
-    for found, expected in zip(run.records[0][case]["metrics"], plain.metrics, strict=True):
-        assert {name: found[name] for name in expected} == pytest.approx(expected, rel=2e-5)
+    for actual, expected in zip(run.records[0][case]["metrics"], plain.metrics, strict=True):
+        assert {name: actual[name] for name in expected} == pytest.approx(expected, rel=2e-5)
     found_weights = run.records[0][case]["weights"]
     assert found_weights.keys() == plain.weights.keys()
     for name, expected in plain.weights.items():
@@ -116,9 +116,9 @@ def test_training_equals_plain_torch(run_of: RunOf, plain: Plain, world_size: in
 @pytest.mark.parametrize("case", ["bf16-0", "bf16-2", "bf16-3", "fsdp-bf16-2", "fsdp-bf16-3"])
 def test_bf16_training_follows_float32(run_of: RunOf, plain: Plain, world_size: int, case: str) -> None:
     record = run_of(world_size).records[0][case]
-    for found, expected in zip(record["metrics"], plain.metrics, strict=True):
-        assert found["loss"] == pytest.approx(expected["loss"], rel=0.03)
-        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
+    for actual, expected in zip(record["metrics"], plain.metrics, strict=True):
+        assert actual["loss"] == pytest.approx(expected["loss"], rel=0.03)
+        assert actual["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
     assert {tensor.dtype for tensor in record["weights"].values()} == {torch.bfloat16}
     for name, expected in plain.weights.items():
         # Two bfloat16 neighbours below 1 are at most 0.0039 apart.
@@ -196,10 +196,10 @@ def test_passes_without_gradients_have_limits_of_their_own(run_of: RunOf) -> Non
 def test_each_micro_batch_and_each_tensor_that_is_gathered_or_saved_is_a_sign_of_progress(
     run_of: RunOf, world_size: int, training: int, forward: list[int]
 ) -> None:
-    for record, own in zip(run_of(world_size).records, forward, strict=True):
+    for record, inputs in zip(run_of(world_size).records, forward, strict=True):
         beats, parameters = record["beats"], len(run_of(1).records[0]["fp32-3"]["weights"])
         # Of 7 sequences, two by two on one rank, or on each of two.
-        assert (beats["training"], beats["forward"], beats["gathering"]) == (training, own, parameters)
+        assert (beats["training"], beats["forward"], beats["gathering"]) == (training, inputs, parameters)
         assert beats["state"] >= 3 * parameters
 
 
@@ -222,10 +222,10 @@ def test_the_saved_folder_loads_with_from_pretrained(run_of: RunOf, world_size: 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("case", cases.SAVED)
 def test_fsdp_saves_the_model_as_deepspeed_does(run_of: RunOf, world_size: int, case: str) -> None:
-    folder, own = run_of(world_size).folder, run_of(world_size).records[0][case]["weights"]
+    folder, weights = run_of(world_size).folder, run_of(world_size).records[0][case]["weights"]
     saved = load_file(folder / f"hf-{case}" / "model.safetensors")
-    assert saved.keys() == own.keys() == load_file(folder / "hf" / "model.safetensors").keys()
-    assert all(torch.equal(saved[name], tensor) for name, tensor in own.items())
+    assert saved.keys() == weights.keys() == load_file(folder / "hf" / "model.safetensors").keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in weights.items())
     note = json.loads((folder / f"hf-{case}" / "config.json").read_text())
     other = json.loads((folder / "hf" / "config.json").read_text())
     assert note == other | {"dtype": "bfloat16" if "bf16" in case else "float32"}
@@ -236,12 +236,12 @@ def test_fsdp_saves_the_model_as_deepspeed_does(run_of: RunOf, world_size: int, 
 def test_fsdp_equals_deepspeed_and_itself_with_other_micro_batches(run_of: RunOf, world_size: int, stage: int) -> None:
     expected = run_of(world_size).records[0][f"fp32-{stage}"]
     for case in (f"fsdp-{stage}", f"fsdp-large_micro_batches-{stage}"):
-        found = run_of(world_size).records[0][case]
-        for one, other in zip(found["metrics"], expected["metrics"], strict=True):
+        actual = run_of(world_size).records[0][case]
+        for one, other in zip(actual["metrics"], expected["metrics"], strict=True):
             assert one == pytest.approx(other, rel=1e-5)
-        assert found["weights"].keys() == expected["weights"].keys()
+        assert actual["weights"].keys() == expected["weights"].keys()
         for name, weight in expected["weights"].items():
-            torch.testing.assert_close(found["weights"][name], weight, atol=1e-5, rtol=0)
+            torch.testing.assert_close(actual["weights"][name], weight, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -263,8 +263,8 @@ def test_partitioned_weights_reach_the_rollout_engine(run_of: RunOf, tied_model:
 def test_a_value_model_trains_and_is_saved(run_of: RunOf, world_size: int, case: str) -> None:
     run = run_of(world_size)
     record = run.records[0][case]
-    for found, expected in zip(record["metrics"], run_of(1).records[0]["deepspeed-value"]["metrics"], strict=True):
-        assert found == pytest.approx(expected, rel=1e-4)
+    for actual, expected in zip(record["metrics"], run_of(1).records[0]["deepspeed-value"]["metrics"], strict=True):
+        assert actual == pytest.approx(expected, rel=1e-4)
     model = load_value_model(run.folder / case)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, record["weights"][name])

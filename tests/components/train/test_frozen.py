@@ -1,4 +1,4 @@
-"""What is frozen computes as what is trained: before the first update the KL is 0, and the ratio 1, to the last bit.
+"""A frozen model computes the same bits as a trained one: before the first update the KL is 0 and the ratio is 1.
 
 One run in a plain process, and one of two ranks; every test reads what it recorded.
 """
@@ -22,7 +22,7 @@ ENGINES = [f"{precision}-{engine}" for precision in cases.PRECISIONS for engine 
 
 
 class Runs:
-    """What each rank recorded, each run made when a test first asks for it."""
+    """Records of the ranks. Each run starts when a test first requests it."""
 
     def __init__(self, root: Path, model: Path) -> None:
         self.root, self.model = root, model
@@ -90,11 +90,11 @@ def test_each_precision_rounds_as_its_name_says(runs: Runs, untied_model: Path) 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_a_sharded_model_keeps_its_rows_alone(runs: Runs, world_size: int, untied_model: Path) -> None:
     """And with bf16_autocast half of what products are with: all but embeddings, biases and norms."""
-    own = AutoConfig.from_pretrained(untied_model)
-    hidden, wide, layers = own.hidden_size, own.intermediate_size, own.num_hidden_layers
-    keys = hidden // own.num_attention_heads * own.num_key_value_heads
-    matrices = layers * (2 * hidden * hidden + 2 * hidden * keys + 3 * hidden * wide) + own.vocab_size * hidden
-    others = own.vocab_size * hidden + layers * (2 * hidden + hidden + 2 * keys) + hidden
+    config = AutoConfig.from_pretrained(untied_model)
+    hidden, wide, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    keys = hidden // config.num_attention_heads * config.num_key_value_heads
+    matrices = layers * (2 * hidden * hidden + 2 * hidden * keys + 3 * hidden * wide) + config.vocab_size * hidden
+    others = config.vocab_size * hidden + layers * (2 * hidden + hidden + 2 * keys) + hidden
     whole = {
         "fp32": 4 * (matrices + others),
         "bf16": 2 * (matrices + others),

@@ -33,20 +33,20 @@ def grown(folder: Path, kind: str, work: str) -> tuple[dict[str, int], str]:
 
 def test_a_frozen_model_is_read_and_exported_by_parts(model: tuple[Path, int]) -> None:
     folder, parameters = model
-    found, _ = grown(folder, "frozen", "train")
-    assert 0 < found["load"] - 2 * parameters // RANKS < BESIDES
-    assert found["save_hf"] < BESIDES
+    peaks, _ = grown(folder, "frozen", "train")
+    assert 0 < peaks["load"] - 2 * parameters // RANKS < BESIDES
+    assert peaks["save_hf"] < BESIDES
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "deepspeed"])
 def test_a_trained_model_is_read_saved_exported_and_resumed_by_parts(model: tuple[Path, int], kind: str) -> None:
     folder, parameters = model
-    found, trained = grown(folder, kind, "train")
+    peaks, trained = grown(folder, kind, "train")
     if kind == "fsdp":  # DeepSpeed's engine takes its gradients and buffers with the weights
-        assert found["load"] - 4 * parameters // RANKS < BESIDES
-    assert found["save_state"] < BESIDES
-    assert found["save_hf"] < 2 * BUCKET_BYTES + BESIDES
-    found, loaded = grown(folder, kind, "load")
+        assert peaks["load"] - 4 * parameters // RANKS < BESIDES
+    assert peaks["save_state"] < BESIDES
+    assert peaks["save_hf"] < 2 * BUCKET_BYTES + BESIDES
+    peaks, loaded = grown(folder, kind, "load")
     # AdamW's moments come with the state.
-    assert found["load_state"] - 8 * parameters // RANKS < 2 * BESIDES
+    assert peaks["load_state"] - 8 * parameters // RANKS < 2 * BESIDES
     assert loaded == trained

@@ -26,7 +26,7 @@ Record = dict[str, dict[str, Any]]
 
 
 class Runs:
-    """What so many ranks recorded, each run made when a test first asks for it."""
+    """Records of the ranks by world size. Each run starts when a test first requests it."""
 
     def __init__(self, root: Path, model: Path, other_model: Path) -> None:
         self.root = root
@@ -41,16 +41,16 @@ class Runs:
         return self._records[name]
 
     def saved(self, world_size: int) -> list[Record]:
-        """Of each rank."""
+        """Return the record of each rank that saves a state."""
         return self._run("save", worker.save_states, world_size)
 
     def loaded(self, world_size: int) -> list[Record]:
-        """Of each rank that starts from other weights, and loads what as many ranks saved."""
+        """Return the record of each rank that starts from other weights and loads a state of the same world size."""
         self.saved(world_size)
         return self._run("load", worker.load_states, world_size, self.root / f"load{world_size}")
 
     def crossed(self, world_size: int) -> list[Record]:
-        """Of each rank that loads what the other number of ranks saved."""
+        """Return the record of each rank that loads a state of the other world size."""
         self.saved(3 - world_size)
         return self._run("cross", worker.load_crossed, world_size, self.root / f"cross{world_size}")
 
@@ -68,9 +68,9 @@ def read(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path in folder.glob("rank_*.safetensors"):
         with safe_open(path, framework="pt") as reader:
-            found = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118 - a reader is no dict
-        assert not tensors.keys() & found.keys()
-        tensors |= found
+            tensor_of = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118 - a reader is no dict
+        assert not tensors.keys() & tensor_of.keys()
+        tensors |= tensor_of
     return tensors
 
 
@@ -121,10 +121,10 @@ def test_another_process_goes_on_to_the_last_bit(runs: Runs, world_size: int, ca
 @pytest.mark.parametrize("case", worker.FRESH)
 def test_a_state_saved_before_the_first_step_is_gone_on_from(runs: Runs, world_size: int, case: str) -> None:
     for saved, loaded in zip(runs.saved(world_size), runs.loaded(world_size), strict=True):
-        found = loaded[f"fresh-{case}"]
-        assert found["inexact"] == []
-        assert_same(found["loaded"], saved[f"fresh-{case}"]["saved"])
-        assert_same(found, saved[case]["saved"])
+        actual = loaded[f"fresh-{case}"]
+        assert actual["inexact"] == []
+        assert_same(actual["loaded"], saved[f"fresh-{case}"]["saved"])
+        assert_same(actual, saved[case]["saved"])
     state = runs.state(world_size, f"fresh-{case}")
     assert len(state) == 26
     assert {name.rpartition("/")[2] for name in state} == {"weight"}
@@ -145,15 +145,15 @@ def test_other_ranks_and_stages_have_the_same_state_and_the_same_losses_but_for_
     settings = ("zero_stage", "engine", "precision", "adam_offload")
     changed = [name for name in settings if before.get(name) != after.get(name)]
     assert [re.findall(r"(\w+)=", line) for line in inexact[1:]] == [[name, name] for name in changed]
-    for found, expected in zip(record["metrics"], runs.saved(other)[0][saved]["metrics"], strict=True):
-        assert found["learning_rate"] == expected["learning_rate"]
+    for actual, expected in zip(record["metrics"], runs.saved(other)[0][saved]["metrics"], strict=True):
+        assert actual["learning_rate"] == expected["learning_rate"]
         if "odd" in saved:
-            assert found["loss"] != expected["loss"]  # dropout starts anew
+            assert actual["loss"] != expected["loss"]  # dropout starts anew
         elif "bf16" in saved + loaded:
-            assert found["loss"] == pytest.approx(expected["loss"], rel=0.02)
+            assert actual["loss"] == pytest.approx(expected["loss"], rel=0.02)
         else:
-            assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
-            assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+            assert actual["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+            assert actual["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -164,11 +164,11 @@ def test_the_files_hold_the_master_weights_and_moments_of_each_stage(runs: Runs,
     for name, weight in runs.saved(1)[0]["fp32-0"]["saved"]["weights"].items():
         assert torch.equal(expected[f"{name}/weight"], weight)
     for case in ("fp32-1", "fp32-2", "fp32-3", "offload-2"):
-        found = runs.state(world_size, case)
-        assert found.keys() == expected.keys()
+        tensors = runs.state(world_size, case)
+        assert tensors.keys() == expected.keys()
         for name, tensor in expected.items():
-            assert found[name].dtype == torch.float32
-            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6 if "weight" in name else 1e-8)
+            assert tensors[name].dtype == torch.float32
+            torch.testing.assert_close(tensors[name], tensor, rtol=1e-4, atol=1e-6 if "weight" in name else 1e-8)
         assert note(runs.root / "states" / str(world_size) / case)["adam_step"] == worker.HALF
 
 
@@ -192,9 +192,9 @@ def test_the_ranks_share_the_writing_and_each_parameter_is_written_once(runs: Ru
     folder = runs.root / "states" / "2" / "fp32-3"
     first, second = ((folder / f"rank_{rank}.safetensors").stat().st_size for rank in (0, 1))
     assert abs(first - second) < 0.1 * (first + second)
-    found = note(folder)
-    assert (found["world_size"], found["zero_stage"], found["step_count"], found["format"]) == (2, 3, 2, 1)
-    shapes = {name: entry["shape"] for name, entry in found["parameters"].items()}
+    entries = note(folder)
+    assert (entries["world_size"], entries["zero_stage"], entries["step_count"], entries["format"]) == (2, 3, 2, 1)
+    shapes = {name: entry["shape"] for name, entry in entries["parameters"].items()}
     assert shapes["model.embed_tokens.weight"] == [20, 64]
     assert len(shapes) == 26
 
@@ -202,9 +202,9 @@ def test_the_ranks_share_the_writing_and_each_parameter_is_written_once(runs: Ru
 @pytest.mark.full
 def test_buffers_and_frozen_weights_are_each_ranks_own(runs: Runs) -> None:
     # Each rank counted its own tokens; with other ranks than saved, all resume from rank 0's count.
-    own = [record["odd-2"]["loaded"]["buffers"]["seen"].item() for record in runs.loaded(2)]
-    assert own[0] != own[1]
-    assert runs.crossed(1)[0]["odd-2-odd-3"]["loaded"]["buffers"]["seen"].item() == own[0]
+    counts = [record["odd-2"]["loaded"]["buffers"]["seen"].item() for record in runs.loaded(2)]
+    assert counts[0] != counts[1]
+    assert runs.crossed(1)[0]["odd-2-odd-3"]["loaded"]["buffers"]["seen"].item() == counts[0]
     assert "scratch" not in note(runs.root / "states" / "1" / "odd-0")["buffers"]
     state = runs.state(2, "odd-3")
     assert "model.layers.0.mlp.up_proj.weight/weight" in state

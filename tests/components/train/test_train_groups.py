@@ -65,8 +65,8 @@ def plain(tied_model: Path) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
         for group in optimizer.param_groups:
             group["lr"] = train_cases.LEARNING_RATE * share
         optimizer.step()
-        found = {"loss": loss, "grad_norm": norm, "accuracy": (gap_P > 0).float().mean(), "margin": gap_P.mean()}
-        metrics.append({name: float(value.detach()) for name, value in found.items()})
+        step_metrics = {"loss": loss, "grad_norm": norm, "accuracy": (gap_P > 0).float().mean(), "margin": gap_P.mean()}
+        metrics.append({name: float(value.detach()) for name, value in step_metrics.items()})
     return metrics, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -76,8 +76,8 @@ def test_training_on_pairs_equals_plain_torch_however_they_are_cut(
     records_of: RecordsOf, plain: tuple[list[dict[str, float]], dict[str, Tensor]], world_size: int, case: str
 ) -> None:
     first, *others = (record[case] for record in records_of(world_size))
-    for found, expected in zip(first["metrics"], plain[0], strict=True):
-        assert {name: found[name] for name in expected} == pytest.approx(expected, rel=2e-5, abs=1e-6)
+    for actual, expected in zip(first["metrics"], plain[0], strict=True):
+        assert {name: actual[name] for name in expected} == pytest.approx(expected, rel=2e-5, abs=1e-6)
     assert first["weights"].keys() == plain[1].keys()
     for name, expected in plain[1].items():
         torch.testing.assert_close(first["weights"][name], expected, atol=2e-5, rtol=1e-4)

@@ -14,7 +14,7 @@ COMPUTED = ComputedTokens(places=8, pairs=9 + 25)
 
 
 def model(tied: bool) -> Qwen2ForCausalLM:
-    """Of 2 layers, 2 heads of 4 numbers, and 10 tokens."""
+    """Return a model with 2 layers, 2 heads of dimension 4 and a vocabulary of 10 tokens."""
     return Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=10,
@@ -45,7 +45,7 @@ def test_a_frozen_weight_needs_no_product_for_its_own_gradient() -> None:
     assert training_flops(policy, COMPUTED) == 4 * PRODUCTS * 8 + ATTENTION
 
 
-def test_the_peak_is_known_by_the_name_that_a_driver_gives() -> None:
+def test_peak_flops_are_selected_by_the_device_name() -> None:
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert peak_flops("NVIDIA H100 PCIe") == 756e12
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12

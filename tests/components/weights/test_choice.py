@@ -10,7 +10,7 @@ from tests.messages import says
 
 
 @pytest.mark.parametrize(
-    ("asked", "gpus", "apart", "shares", "lora_rank", "expected"),
+    ("option", "gpus", "apart", "shares", "lora_rank", "expected"),
     [
         ("auto", 8, True, True, 0, "ipc"),
         ("auto", 8, True, False, 0, "broadcast"),
@@ -24,14 +24,14 @@ from tests.messages import says
     ],
 )
 def test_weights_go_past_the_host_where_there_are_gpus_and_processes_to_go_between(
-    asked: str, gpus: int, apart: bool, shares: bool, lora_rank: int, expected: str
+    option: str, gpus: int, apart: bool, shares: bool, lora_rank: int, expected: str
 ) -> None:
     setting = SyncSetting(gpus=gpus, apart=apart, shares=shares, lora_rank=lora_rank)
-    assert choose_weight_sync(asked, setting)[0] == expected
+    assert choose_weight_sync(option, setting)[0] == expected
 
 
 @pytest.mark.parametrize(
-    ("asked", "apart", "shares", "lora_rank", "why"),
+    ("option", "apart", "shares", "lora_rank", "why"),
     [
         ("ipc", True, False, 0, "no engines beside"),
         ("ipc", True, True, 16, "adapters"),
@@ -40,12 +40,12 @@ def test_weights_go_past_the_host_where_there_are_gpus_and_processes_to_go_betwe
         ("broadcast", True, False, 16, "adapters"),
     ],
 )
-def test_a_way_of_the_weights_that_cannot_be_is_refused(
-    asked: str, apart: bool, shares: bool, lora_rank: int, why: str
+def test_an_unusable_weight_transport_is_rejected(
+    option: str, apart: bool, shares: bool, lora_rank: int, why: str
 ) -> None:
     setting = SyncSetting(gpus=8, apart=apart, shares=shares, lora_rank=lora_rank)
-    with pytest.raises(ValueError, match=says(f"rollout.weight_sync={asked}", why)):
-        choose_weight_sync(asked, setting)
+    with pytest.raises(ValueError, match=says(f"rollout.weight_sync={option}", why)):
+        choose_weight_sync(option, setting)
 
 
 def test_without_the_plug_ins_auto_is_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,9 +38,9 @@ def test_every_single_bit_that_is_flipped_changes_the_digest(dtype: torch.dtype)
 def test_two_values_that_change_places_change_the_digest_near_and_far() -> None:
     tensor = torch.zeros(3 * 2**18)  # three chunks
     tensor[0], tensor[1], tensor[2**18] = 1.0, 0.5, 2.0
-    for here, there in ((0, 1), (0, 2**18), (1, 3 * 2**18 - 1)):
+    for here, second in ((0, 1), (0, 2**18), (1, 3 * 2**18 - 1)):
         other = tensor.clone()
-        other[here], other[there] = tensor[there], tensor[here]
+        other[here], other[second] = tensor[second], tensor[here]
         assert digest(other) != digest(tensor)
     assert digest(torch.cat(tensor.chunk(3)[::-1])) != digest(tensor)
 

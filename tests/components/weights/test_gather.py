@@ -1,4 +1,4 @@
-"""What the ranks have in parts is whole on rank 0, to the last bit, and takes two buckets on the way."""
+"""Weights that are sharded over the ranks are gathered on rank 0 bit for bit, with two buckets of extra memory."""
 
 from __future__ import annotations
 

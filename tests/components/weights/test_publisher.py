@@ -25,7 +25,7 @@ def folders(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_what_is_read_is_what_was_published(tmp_path: Path) -> None:
+def test_a_reader_gets_the_published_weights(tmp_path: Path) -> None:
     publisher = WeightPublisher(tmp_path / "w", bucket_bytes=24)  # room for a.weight alone: several buckets
     handle = publisher.publish(1, some_weights().items())
     arrived = dict(read_weights(handle))
@@ -91,7 +91,7 @@ def test_a_version_that_nobody_holds_gives_its_memory_to_the_one_after_the_next(
     assert places[0] != places[1]
 
 
-def test_what_a_reader_keeps_is_never_overwritten(tmp_path: Path) -> None:
+def test_tensors_held_by_a_reader_are_never_overwritten(tmp_path: Path) -> None:
     publisher = WeightPublisher(tmp_path / "w")
     first = publisher.publish(1, some_weights(1.0).items())
     place, kept = place_on_disk(first), dict(read_weights(first))["c.weight"]

@@ -20,7 +20,7 @@ from tests.components.helpers.receive_worker import FAULTS, faults
 from tests.components.helpers.vllm_models import write_vllm_model
 
 PublishedBy = Callable[[int], list[Published]]
-"""What so many ranks published: 8 versions, no two of them alike."""
+"""The 8 versions that this number of ranks published. No two are equal."""
 
 
 @pytest.fixture(scope="module")

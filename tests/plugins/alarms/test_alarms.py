@@ -99,7 +99,7 @@ def test_an_alarm_sounds_beyond_its_limit(name: str, at: int, steps: list[dict[s
         [{"reward/failed": 1.0}, {"reward/failed": 0.0}] * 9,  # a server that stumbles
     ],
 )
-def test_what_is_healthy_sets_off_none(steps: list[dict[str, Any]]) -> None:
+def test_healthy_metrics_raise_no_alarm(steps: list[dict[str, Any]]) -> None:
     assert sounded(steps) == []
 
 
@@ -120,7 +120,7 @@ def test_an_alarm_of_several_steps_counts_those_that_have_its_metric() -> None:
     assert sounded([{} if x is None else open_to(x, 0.0) for x in entropies]) == [("entropy", 4)]
 
 
-def test_what_is_no_number_does_no_harm_and_what_is_not_finite_is_named() -> None:
+def test_non_numeric_metrics_are_ignored_and_non_finite_ones_are_named() -> None:
     watched = list(dict.fromkeys(alarm.watches for alarm in ALARMS))
     for odd in (None, "text", [1.0], {"a": 1}):
         assert sounded([dict.fromkeys(watched, odd), {}]) == []
@@ -139,7 +139,7 @@ def test_a_policy_without_entropy_at_the_start_sets_off_none() -> None:
     assert sounded([open_to(0.0, 0.0)] * 5) == []
 
 
-def test_what_is_to_be_tried_are_options_that_there_are() -> None:
+def test_suggested_options_exist() -> None:
     for alarm in (*ALARMS, NOT_A_NUMBER):
         named = {name for remedy in alarm.remedies for name in re.findall(r"\{(.*?)\}", remedy)}
         assert named <= ALL, alarm.name
@@ -148,23 +148,25 @@ def test_what_is_to_be_tried_are_options_that_there_are() -> None:
 
 
 @pytest.mark.parametrize("recipe", CONFIGS)
-def test_a_recipe_is_told_of_its_own_options_only(recipe: str) -> None:
+def test_suggestions_name_only_options_of_the_recipe(recipe: str) -> None:
     for alarm in (*ALARMS, NOT_A_NUMBER):
-        told = advice(alarm, SCHEMAS[recipe])
-        assert [name for name in ALL - set(SCHEMAS[recipe]) if re.search(rf"(?<![\w.]){re.escape(name)}\b", told)] == []
+        remedies = advice(alarm, SCHEMAS[recipe])
+        assert [
+            name for name in ALL - set(SCHEMAS[recipe]) if re.search(rf"(?<![\w.]){re.escape(name)}\b", remedies)
+        ] == []
 
 
-def test_remedies_are_those_whose_options_there_are() -> None:
+def test_suggestions_omit_options_that_do_not_exist() -> None:
     entropy = next(alarm for alarm in ALARMS if alarm.name == "entropy")
-    told = advice(entropy, {"train.learning_rate", "algorithm.clip_high"})
-    assert told == "lower the learning rate (train.learning_rate); clip less above (algorithm.clip_high)"
+    remedies = advice(entropy, {"train.learning_rate", "algorithm.clip_high"})
+    assert remedies == "lower the learning rate (train.learning_rate); clip less above (algorithm.clip_high)"
 
 
 def test_a_score_that_falls_below_its_start_sets_off_an_alarm_and_one_that_wavers_does_not() -> None:
     def sounded(name: str, scores: list[float]) -> list[tuple[str, int]]:
         alarms = Alarms({"train.learning_rate"})
-        found = [event for step, x in enumerate(scores, 1) for event in alarms.look(step, {name: x, "step": step})]
-        return [(event.alarm, event.step) for event in found]
+        events = [event for step, x in enumerate(scores, 1) for event in alarms.look(step, {name: x, "step": step})]
+        return [(event.alarm, event.step) for event in events]
 
     assert sounded("eval/score", [0.476, 0.54, 0.17]) == [("falling_evaluation", 3)]
     assert sounded("reward/score", [0.476, 0.54, 0.17, 0.15]) == [("falling_reward", 4)]
@@ -207,8 +209,8 @@ def test_a_continued_run_knows_its_best_score_however_long_ago_it_was(tmp_path: 
     )
     alarms = Alarms(ALL)
     alarms.recall(tmp_path)
-    found = [event.alarm for step in range(3) for event in alarms.look(300 + step, {"reward/score": 0.25})]
-    assert found == ["lost_reward"]
+    alarm_names = [event.alarm for step in range(3) for event in alarms.look(300 + step, {"reward/score": 0.25})]
+    assert alarm_names == ["lost_reward"]
 
 
 def test_one_optimizer_step_that_moves_the_policy_far_sets_off_an_alarm() -> None:
@@ -218,5 +220,5 @@ def test_one_optimizer_step_that_moves_the_policy_far_sets_off_an_alarm() -> Non
 
 def test_an_entropy_that_grows_several_times_sets_off_an_alarm() -> None:
     alarms = Alarms({"train.learning_rate"})
-    found = [alarms.look(step, {"actor/entropy": x}) for step, x in enumerate([0.5, 0.9, 1.8, 2.0], 1)]
-    assert [[event.alarm for event in events] for events in found] == [[], [], [], ["entropy_explosion"]]
+    alarm_events = [alarms.look(step, {"actor/entropy": x}) for step, x in enumerate([0.5, 0.9, 1.8, 2.0], 1)]
+    assert [[event.alarm for event in events] for events in alarm_events] == [[], [], [], ["entropy_explosion"]]

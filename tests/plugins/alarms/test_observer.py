@@ -8,7 +8,7 @@ from plugins.alarms.observer import AlarmObserver
 from training.tracking import AlarmEvent, EventLog, StepEvent
 
 
-def test_what_a_run_began_with_is_known_when_it_is_gone_on_with(tmp_path: Path) -> None:
+def test_a_resumed_run_knows_the_initial_metrics(tmp_path: Path) -> None:
     lines = ("7", '{"step": 1, "actor/entropy": 1.0, "reward/score": null}', '{"step": 2, "ac')  # a stray one, and half
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     said, bell = list[Any](), AlarmObserver({"train.learning_rate"})
@@ -18,7 +18,7 @@ def test_what_a_run_began_with_is_known_when_it_is_gone_on_with(tmp_path: Path) 
     assert [(event.alarm, event.step) for event in said] == [("entropy", 3)]
 
 
-def test_an_alarm_is_said_and_written_once_also_by_a_run_that_is_gone_on_with(tmp_path: Path) -> None:
+def test_an_alarm_is_printed_and_logged_once_also_after_a_resume(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     # A call, half a line, and an event of somebody's own class.
     path.write_text('{"event": "call", "method": "alarm"}\n{"event": "alarm", "al\n{"event": "alarm"}\n')

@@ -55,7 +55,7 @@ def test_a_sleeping_engine_is_checked_with_the_newest_version_when_it_wakes() ->
     assert check.next(None, False) is None
 
 
-def test_differences_beyond_the_precision_and_numbers_that_are_none_are_not_explained() -> None:
+def test_differences_beyond_the_precision_and_nan_are_unexplained() -> None:
     handle = handle_of(1, probe_of([[-1.0, -2.0], [-3.0, -4.0]]))
     for dtype, limit in LIMITS.items():
         check = EngineCheck(1, dtype)

@@ -21,9 +21,9 @@ def sft(*words: str) -> SFTConfig:
 
 
 def test_columns_of_train_sft_come_with_its_template_and_its_last_turn() -> None:
-    own = sft("--input_key", "q", "--output_key", "a").data
-    assert (own.prompt_key, own.response_key, own.multiturn) == ("q", "a", False)
-    assert own.input_template == "User: {}\nAssistant: "
+    data = sft("--input_key", "q", "--output_key", "a").data
+    assert (data.prompt_key, data.response_key, data.multiturn) == ("q", "a", False)
+    assert data.input_template == "User: {}\nAssistant: "
     assert sft("--output_key", "a").data.prompt_key == "input"
     notes = CommandLine(SFTConfig, [*BASE, "--data.input_key", "q", "--data.output_key", "a"]).notes
     assert re.search(says("data.input_template", "User: {}"), notes[0])
@@ -39,15 +39,15 @@ def test_columns_of_train_sft_come_with_its_template_and_its_last_turn() -> None
         (["--pretrain_mode"], None, False),
     ],
 )
-def test_what_the_command_says_itself_is_left_as_it_is(words: list[str], template: str | None, multiturn: bool) -> None:
-    own = sft("--input_key", "q", *words).data
-    assert (own.input_template, own.multiturn) == (template, multiturn)
-    assert own.plain_text == ("--pretrain_mode" in words)
+def test_explicit_options_of_the_command_are_kept(words: list[str], template: str | None, multiturn: bool) -> None:
+    data = sft("--input_key", "q", *words).data
+    assert (data.input_template, data.multiturn) == (template, multiturn)
+    assert data.plain_text == ("--pretrain_mode" in words)
 
 
 def test_without_its_columns_nothing_of_train_sft_is_put_in() -> None:
-    own = sft().data
-    assert (own.prompt_key, own.response_key, own.input_template, own.multiturn) == (None, None, None, True)
+    data = sft().data
+    assert (data.prompt_key, data.response_key, data.input_template, data.multiturn) == (None, None, None, True)
 
 
 def test_a_template_without_a_place_for_the_prompt_is_left_out_as_there() -> None:
@@ -57,7 +57,7 @@ def test_a_template_without_a_place_for_the_prompt_is_left_out_as_there() -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "schedule"),
     [
         ("cosine_with_min_lr", ("cosine_with_min_lr", 0.03, 0.1)),
         ("cosine", ("cosine_with_min_lr", 0.03, 0.0)),
@@ -66,13 +66,13 @@ def test_a_template_without_a_place_for_the_prompt_is_left_out_as_there() -> Non
         ("constant_with_warmup", ("constant", 0.03, 0.1)),
     ],
 )
-def test_a_schedule_is_the_one_that_transformers_calls_so(name: str, found: tuple[str, float, float]) -> None:
+def test_a_schedule_is_the_one_that_transformers_calls_so(name: str, schedule: tuple[str, float, float]) -> None:
     train = sft("--lr_scheduler", name).train
-    assert (train.lr_scheduler, train.lr_warmup_ratio, train.min_lr_ratio) == found
+    assert (train.lr_scheduler, train.lr_warmup_ratio, train.min_lr_ratio) == schedule
 
 
 @pytest.mark.parametrize(
-    ("words", "found"),
+    ("words", "expected"),
     [
         (["--use_wandb", "true"], (True, None, False, None)),
         (["--use_wandb", "True"], (True, None, False, None)),
@@ -81,20 +81,20 @@ def test_a_schedule_is_the_one_that_transformers_calls_so(name: str, found: tupl
         (["--logger.tensorboard_dir", "true"], (False, None, True, None)),
     ],
 )
-def test_a_key_or_a_folder_may_stand_where_true_may(words: list[str], found: tuple[Any, ...]) -> None:
+def test_a_key_or_a_folder_may_stand_where_true_may(words: list[str], expected: tuple[Any, ...]) -> None:
     log = sft(*words).log
-    assert (log.wandb, log.wandb_key, log.tensorboard, log.tensorboard_dir) == found
+    assert (log.wandb, log.wandb_key, log.tensorboard, log.tensorboard_dir) == expected
 
 
 def test_switches_and_lists_are_read_as_there() -> None:
     words = "--bf16 --flash_attn --ds.lora.target_modules q_proj v_proj --aux_loss_coef 0.001 --max_ckpt_mem 1000"
-    found = load_config(DPOConfig, [*BASE, *words.split()])
-    assert (found.train.precision, found.model.attn_implementation) == ("bf16", "flash_attention_2")
-    assert (found.train.lora_target_modules, found.train.router_aux_loss_coef) == ("q_proj,v_proj", 0.001)
-    assert found.checkpoint.max_gb == 1000
+    config = load_config(DPOConfig, [*BASE, *words.split()])
+    assert (config.train.precision, config.model.attn_implementation) == ("bf16", "flash_attention_2")
+    assert (config.train.lora_target_modules, config.train.router_aux_loss_coef) == ("q_proj,v_proj", 0.001)
+    assert config.checkpoint.max_gb == 1000
 
 
-def test_what_only_changes_speed_is_a_note_and_what_changes_nothing_is_not_even_that() -> None:
+def test_options_that_only_change_speed_give_a_note_and_options_without_effect_give_none() -> None:
     words = (
         "--ring_attn_size 2 --use_liger_kernel --zpg 1 --load_checkpoint --save_hf_ckpt --logging_steps 5 --loss logexp"
     )
@@ -104,7 +104,7 @@ def test_what_only_changes_speed_is_a_note_and_what_changes_nothing_is_not_even_
     assert len(notes) == 4
 
 
-def test_all_that_is_in_the_way_is_said_at_once_in_the_words_of_the_command() -> None:
+def test_all_faults_are_reported_together_in_the_names_of_the_command() -> None:
     words = "--optim muon --muon.lr 0.02 --ds.param_dtype fp16 --ds.load_in_4bit --use_ms --lr_scheduler polynomial"
     with pytest.raises(ConfigError) as error:
         sft(*words.split(), "--train_batch_size", "0")
@@ -114,7 +114,7 @@ def test_all_that_is_in_the_way_is_said_at_once_in_the_words_of_the_command() ->
 
 def test_the_reward_server_has_its_own_names() -> None:
     words = "--reward_pretrain m --bf16 --max_len 9 --batch_size 3 --value_head_prefix v --packing_samples --port 7"
-    found = load_config(ServeConfig, words.split())
-    assert (found.model.path, found.precision, found.max_text_tokens, found.batch_size) == ("m", "bf16", 9, 3)
-    assert (found.model.value_head_prefix, found.port, found.normalize) == ("v", 7, False)
+    config = load_config(ServeConfig, words.split())
+    assert (config.model.path, config.precision, config.max_text_tokens, config.batch_size) == ("m", "bf16", 9, 3)
+    assert (config.model.value_head_prefix, config.port, config.normalize) == ("v", 7, False)
     assert re.search(says("packing_samples"), CommandLine(ServeConfig, words.split()).notes[0])

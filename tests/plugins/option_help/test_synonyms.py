@@ -1,4 +1,4 @@
-"""What is said to unknown options: the right name, or what to do instead."""
+"""Messages for unknown options: the right name, or the alternative."""
 
 from __future__ import annotations
 
@@ -280,9 +280,9 @@ ELSEWHERE = {
 
 
 def fault(schema: type, name: str) -> str:
-    """What is said of an unknown option."""
-    (found,) = Vocabulary.of(schema).with_adapters().translate([WrittenOption(name, "1")]).faults
-    return found
+    """Return the error message for an unknown option."""
+    (message,) = Vocabulary.of(schema).with_adapters().translate([WrittenOption(name, "1")]).faults
+    return message
 
 
 KNOWN = set(fields_of(GRPOConfig))
@@ -295,24 +295,24 @@ def test_more_than_150_names_are_tried() -> None:
 
 @pytest.mark.parametrize(("name", "right"), RIGHT)
 def test_a_name_of_another_system_is_answered_with_the_right_one(name: str, right: str) -> None:
-    told = fault(GRPOConfig, name)
-    assert told.startswith(f"unknown option {name!r}")
+    message = fault(GRPOConfig, name)
+    assert message.startswith(f"unknown option {name!r}")
     # The first option that is named, where others are explained beside it.
-    assert right in told.partition(name)[2], told
+    assert right in message.partition(name)[2], message
 
 
 @pytest.mark.parametrize("name", INSTEAD)
 def test_a_name_without_an_equal_is_answered_with_what_to_do(name: str) -> None:
-    told = fault(GRPOConfig, name)
+    message = fault(GRPOConfig, name)
     for fact in INSTEAD[name]:
-        assert fact in told, told
+        assert fact in message, message
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_an_option_of_other_recipes_says_whose_it_is(name: str) -> None:
-    told = fault(GRPOConfig, name)
+def test_the_error_for_an_option_of_other_recipes_names_them(name: str) -> None:
+    message = fault(GRPOConfig, name)
     for fact in (*ELSEWHERE[name], "grpo has none"):
-        assert fact in told, told
+        assert fact in message, message
 
 
 def test_the_same_name_means_what_the_recipe_has() -> None:
@@ -326,7 +326,7 @@ def says_whose(text: str, *facts: str) -> bool:
     return all(fact in text for fact in facts)
 
 
-def test_what_is_named_comes_with_its_meaning() -> None:
+def test_suggested_options_come_with_their_description() -> None:
     # The unit of warmup_steps is another one than that of the option which is meant.
     assert "share of the run's optimizer steps" in fault(GRPOConfig, "warmup_steps")
 
@@ -337,7 +337,7 @@ def test_a_typing_error_is_answered_with_the_nearest_option() -> None:
     assert "--help" in fault(GRPOConfig, "nonsense_of_mine")
 
 
-def test_all_unknown_options_are_said_at_once() -> None:
+def test_all_unknown_options_are_reported_together() -> None:
     with pytest.raises(ConfigError, match=says("train.learning_rate", "samples_per_prompt", "prompts_per_step")):
         load_config(GRPOConfig, ["lr=1", "num_generations=8", "batch_size=4", "model.path=m", "data.path=task:sort"])
 

@@ -39,7 +39,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks_of(models: Path, tmp_path_factory: pytest.TempPathFactory) -> RanksOf:
-    """What so many ranks recorded: one without other axes than data."""
+    """Return the records by number of ranks. One rank uses the data axis only."""
     root = tmp_path_factory.mktemp("mesh")
 
     @cache
@@ -56,15 +56,15 @@ def ranks_of(models: Path, tmp_path_factory: pytest.TempPathFactory) -> RanksOf:
 def test_a_mesh_trains_as_one_process_does(ranks_of: RanksOf, ranks: int, case: str) -> None:
     (alone,) = (record[case] for record in ranks_of(1))
     together = [record[case] for record in ranks_of(ranks)]
-    for found, expected in zip(together[0]["metrics"], alone["metrics"], strict=True):
-        assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    for actual, expected in zip(together[0]["metrics"], alone["metrics"], strict=True):
+        assert actual == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert all(record["metrics"] == together[0]["metrics"] for record in together)
     assert together[0]["weights"].keys() == alone["weights"].keys()
     for name, expected in alone["weights"].items():
         torch.testing.assert_close(together[0]["weights"][name], expected, atol=1e-5, rtol=1e-5)
     for column in ("before", "after"):
-        found = torch.cat([record[column] for record in together])
-        torch.testing.assert_close(found, alone[column], atol=1e-5, rtol=1e-5)
+        actual = torch.cat([record[column] for record in together])
+        torch.testing.assert_close(actual, alone[column], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.full
@@ -92,11 +92,11 @@ def _planned(models: Path, tensor: int) -> float:
 
 @pytest.mark.full
 def test_heads_that_cannot_be_shared_and_padded_rows_are_refused_by_name(models: Path, tmp_path: Path) -> None:
-    for found in run_ranks(mesh_worker.refusals, 2, tmp_path, str(models)):
-        assert re.search(says("parallel.context=2", "3 attention heads"), found["odd"])
-        assert re.search(says("parallel.context=2", "train.packing=true"), found["qwen2"])
-        assert re.search(says("parallel.tensor=2", "3 attention heads"), found["odd-tensor"])
-        assert re.search(says("parallel.tensor=2", "GPT2LMHeadModel", "plan"), found["gpt2-tensor"])
+    for messages in run_ranks(mesh_worker.refusals, 2, tmp_path, str(models)):
+        assert re.search(says("parallel.context=2", "3 attention heads"), messages["odd"])
+        assert re.search(says("parallel.context=2", "train.packing=true"), messages["qwen2"])
+        assert re.search(says("parallel.tensor=2", "3 attention heads"), messages["odd-tensor"])
+        assert re.search(says("parallel.tensor=2", "GPT2LMHeadModel", "plan"), messages["gpt2-tensor"])
 
 
 @pytest.mark.full
@@ -121,17 +121,17 @@ def test_a_state_goes_from_a_tensor_mesh_to_one_process_and_back(
     (alone,) = run_ranks(mesh_worker.resumed, 1, tmp_path / "alone", str(models), list(saved), True)
     together = run_ranks(mesh_worker.resumed, 2, tmp_path / "together", str(models), list(saved), False)
     for state, trained in saved.items():
-        for found in (alone[state], together[0][state]):
-            assert found["weights"].keys() == trained["weights"].keys()
-            assert all(torch.equal(found["weights"][name], weight) for name, weight in trained["weights"].items())
+        for record in (alone[state], together[0][state]):
+            assert record["weights"].keys() == trained["weights"].keys()
+            assert all(torch.equal(record["weights"][name], weight) for name, weight in trained["weights"].items())
         assert together[0][state]["metrics"] == pytest.approx(alone[state]["metrics"], rel=1e-5, abs=1e-6)
         assert bool(alone[state]["remarks"]) == (state == "state-2")
-        for ranks, found in ((1, alone[state]), (2, together[0][state])):
+        for ranks, record in ((1, alone[state]), (2, together[0][state])):
             exported = load_file(models / f"exported-{ranks}-{state}" / "model.safetensors")
-            assert exported.keys() == found["after"].keys()
-            assert all(torch.equal(exported[name], weight) for name, weight in found["after"].items())
+            assert exported.keys() == record["after"].keys()
+            assert all(torch.equal(exported[name], weight) for name, weight in record["after"].items())
             for name, weight in alone[state]["after"].items():
-                torch.testing.assert_close(found["after"][name], weight, atol=1e-5, rtol=1e-5)
+                torch.testing.assert_close(record["after"][name], weight, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_state_goes_from_a_tensor_mesh_to_one_process_and_back(
         ({"context": 1, "tensor": 0}, ["tensor=0", 1]),
     ],
 )
-def test_what_cannot_share_sequences_is_named(settings: dict[str, Any], facts: list[object]) -> None:
+def test_models_that_cannot_share_sequences_are_named(settings: dict[str, Any], facts: list[object]) -> None:
     with pytest.raises(ValueError, match=says(*facts)):
         TrainConfig(**({"engine": "fsdp", "zero_stage": 2, "context": 2} | settings))
 

@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def recorded(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Records:
-    """What two ranks, one process and four ranks recorded, each with the state that those before saved."""
+    """Records of two ranks, one process and four ranks. Each loads the state that the previous run saved."""
     root = tmp_path_factory.mktemp("experts")
     states = [str(root / name) for name in ("pair", "alone")]
     return {
@@ -42,15 +42,15 @@ def without_loads(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name not in names}
 
 
-def assert_equal(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
-    for own, other in zip(found[0]["metrics"], expected["metrics"], strict=True):
-        assert without_loads(own) == pytest.approx(without_loads(other), rel=1e-5, abs=1e-6)
-    assert all(record["metrics"] == found[0]["metrics"] for record in found)
-    assert found[0]["weights"].keys() == expected["weights"].keys()
+def assert_equal(records: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    for metrics, other in zip(records[0]["metrics"], expected["metrics"], strict=True):
+        assert without_loads(metrics) == pytest.approx(without_loads(other), rel=1e-5, abs=1e-6)
+    assert all(record["metrics"] == records[0]["metrics"] for record in records)
+    assert records[0]["weights"].keys() == expected["weights"].keys()
     for name, weight in expected["weights"].items():
-        torch.testing.assert_close(found[0]["weights"][name], weight, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(records[0]["weights"][name], weight, atol=1e-5, rtol=1e-5)
     for column in ("before", "after"):
-        together = torch.cat([record[column] for record in found])
+        together = torch.cat([record[column] for record in records])
         torch.testing.assert_close(together, expected[column], atol=1e-5, rtol=1e-5)
 
 
@@ -66,9 +66,9 @@ def test_ranks_that_share_experts_train_as_one_process_does(recorded: Records, r
 @pytest.mark.full
 def test_the_balancing_loss_is_the_same_with_the_axis(recorded: Records) -> None:
     first = recorded["pair"][0]
-    for found, expected in zip(first["balanced-2"], first["balanced"], strict=True):
-        assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
-        assert found["router_aux_loss"] > 1
+    for actual, expected in zip(first["balanced-2"], first["balanced"], strict=True):
+        assert actual == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        assert actual["router_aux_loss"] > 1
 
 
 @pytest.mark.full
@@ -93,13 +93,13 @@ def test_a_state_goes_from_shared_experts_to_whole_ones_and_back(recorded: Recor
     assert pair["remarks"] == []
     assert any("expert=2" in remark for remark in alone["remarks"])
     assert pair["resumed"] == pair["next"]
-    for found in (alone["loaded"], four["loaded"]):
-        assert found.keys() == pair["saved"].keys()
-        assert all(torch.equal(found[name], pair["saved"][name]) for name in found)
+    for record in (alone["loaded"], four["loaded"]):
+        assert record.keys() == pair["saved"].keys()
+        assert all(torch.equal(record[name], pair["saved"][name]) for name in record)
     assert all(torch.equal(weight, pair["saved"][name]) for name, weight in alone["exported"].items())
     # The moments arrived too, or the next step would be another.
-    for found in (alone["next"], four["next"]):
-        assert found == pytest.approx(pair["next"], rel=1e-5, abs=1e-6)
+    for record in (alone["next"], four["next"]):
+        assert record == pytest.approx(pair["next"], rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.full
@@ -122,7 +122,7 @@ def config(expert: int, **settings: Any) -> TrainConfig:
         ({"tensor": 2}, ["parallel.tensor=2", "parallel.expert=2"]),
     ],
 )
-def test_what_cannot_share_experts_is_named(settings: dict[str, Any], facts: list[object]) -> None:
+def test_settings_that_cannot_share_experts_are_named(settings: dict[str, Any], facts: list[object]) -> None:
     with pytest.raises(ValueError, match=says(*facts)):
         config(**({"expert": 2} | settings))
 

@@ -43,7 +43,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def expected(folder: Path, rows: list[list[int]]) -> float:
-    """What transformers says of these rows, padded with a mask."""
+    """Return the router loss of transformers for these rows, padded with a mask."""
     model = MixtralForCausalLM.from_pretrained(folder, output_router_logits=True)
     width = max(map(len, rows))
     tokens_BT = torch.tensor([row + [0] * (width - len(row)) for row in rows])
@@ -52,7 +52,7 @@ def expected(folder: Path, rows: list[list[int]]) -> float:
         return float(model(input_ids=tokens_BT, attention_mask=mask_BT).aux_loss)
 
 
-def test_by_hand() -> None:
+def test_the_router_loss_equals_a_calculation_by_hand() -> None:
     # Two tokens, three experts, one chosen each: the first and the second. Probabilities .5 .25 .25 and .25 .5 .25.
     logits_RE = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]]).log()
     # Shares of assignments .5 .5 0, mean probabilities .375 .375 .25: 3 * (.1875 + .1875).
@@ -132,12 +132,12 @@ def test_sequences_without_a_token_to_learn_count_as_they_do_in_transformers(
         assert engine.train_step(minibatch, loss)["router_aux_loss"] == pytest.approx(value, rel=1e-4)
 
 
-def test_metrics_by_hand() -> None:
+def test_router_metrics_equal_a_calculation_by_hand() -> None:
     # Four tokens, four experts, one chosen each: expert 0 three times, expert 1 once. The last token is padding.
     logits_RE = torch.tensor([[2.0, 0, 0, 0], [2.0, 0, 0, 0], [2.0, 0, 0, 0], [0, 2.0, 0, 0], [0, 0, 2.0, 0]])
-    found = router_metrics([logits_RE], torch.tensor([1.0, 1, 1, 1, 0]), 1)
+    metrics = router_metrics([logits_RE], torch.tensor([1.0, 1, 1, 1, 0]), 1)
     # Shares .75 .25 0 0, relative to .25; of 1 to 4 the busiest has (3 - 1) / (4 - 1).
-    assert {name: float(x) for name, x in found.items()} == pytest.approx(
+    assert {name: float(x) for name, x in metrics.items()} == pytest.approx(
         {
             "router_load_max": 3.0,
             "router_load_min": 0.0,
@@ -146,8 +146,8 @@ def test_metrics_by_hand() -> None:
         }
     )
     # Both experts of a token are the same for all: collapsed.
-    found = router_metrics([torch.tensor([[3.0, 2, 0, 0]] * 5)], torch.ones(5), 2)
-    assert float(found["router_imbalance"]) == 1.0
+    metrics = router_metrics([torch.tensor([[3.0, 2, 0, 0]] * 5)], torch.ones(5), 2)
+    assert float(metrics["router_imbalance"]) == 1.0
     # Each token has all experts.
     assert float(router_metrics([torch.rand(5, 2)], torch.ones(5), 2)["router_imbalance"]) == pytest.approx(0)
 
@@ -162,17 +162,17 @@ def test_loss_and_metrics_are_equal_packed_and_padded_and_with_sequences_that_ar
     def loss(model: torch.nn.Module, micro: Batch, totals: Totals) -> LossOutput:
         return LossOutput(-(token_logprobs(model, micro).logprob_N * micro["loss_mask"]).sum() / totals.tokens)
 
-    found = []
+    results = []
     for packing in (False, True):
         for every in (1, 2):
             engine = open_engine(load_policy(experts, packing=packing), config)
             mask = [[i % every == 0] * len(row) for i, row in enumerate(rows)]
             metrics = engine.train_step(Batch.from_rows({"tokens": rows, "loss_mask": mask}), loss)
-            found.append({name: x for name, x in metrics.items() if name.startswith("router_")})
-    assert len(found[0]) == (5 if coefficient else 4)
-    assert all(each == pytest.approx(found[0], rel=1e-5) for each in found)
+            results.append({name: x for name, x in metrics.items() if name.startswith("router_")})
+    assert len(results[0]) == (5 if coefficient else 4)
+    assert all(each == pytest.approx(results[0], rel=1e-5) for each in results)
     if coefficient:
-        assert found[0]["router_aux_loss"] == pytest.approx(expected(experts, [row[:-1] for row in rows]), rel=1e-5)
+        assert results[0]["router_aux_loss"] == pytest.approx(expected(experts, [row[:-1] for row in rows]), rel=1e-5)
 
 
 def test_a_dense_model_has_none(tmp_path: Path) -> None:

@@ -103,10 +103,10 @@ def test_a_sum_is_explained_and_logs_that_are_renamed_are_named(tmp_path: Path) 
 
 @pytest.fixture
 def server() -> Iterator[RewardServer]:
-    found = RewardServer(right)
-    yield found
-    found.shutdown()
-    found.server_close()
+    reward_server = RewardServer(right)
+    yield reward_server
+    reward_server.shutdown()
+    reward_server.server_close()
 
 
 def right(request: Request, number: int) -> Answer:

@@ -92,8 +92,8 @@ def test_what_a_row_lacks_is_said_with_its_file_and_number(
 
 def test_columns_may_have_other_names_and_where_nobody_asks_a_ground_truth_may_be_missing(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"question": "q", "origin": 3, "reward_model": {"style": "model"}})
-    found = load_verl_rows([path], prompt_key="question", source_key="origin", needs_truth=False)
-    assert found == [{"input": "q", "label": "", "datasource": "3"}]
+    rows = load_verl_rows([path], prompt_key="question", source_key="origin", needs_truth=False)
+    assert rows == [{"input": "q", "label": "", "datasource": "3"}]
 
 
 def test_a_prompt_is_enough_where_nothing_chooses_a_function(tmp_path: Path) -> None:

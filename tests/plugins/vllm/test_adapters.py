@@ -87,7 +87,7 @@ def test_an_engine_that_is_sent_adapters_samples_from_the_policy(
     engine.close()
 
 
-def test_only_the_adapters_travel(trainer: TrainEngine, published: WeightHandle) -> None:
+def test_only_the_adapters_are_published(trainer: TrainEngine, published: WeightHandle) -> None:
     shapes = [parameter.shape for name, parameter in trainer.model.named_parameters() if ".lora_" in name]
     assert published.nbytes == 4 * sum(shape.numel() for shape in shapes)
     whole = sum(tensor.nbytes for _, tensor in trainer.gathered_parameters())
@@ -114,13 +114,13 @@ def test_a_request_in_flight_continues_with_the_adapters_that_come(
 
     tokens, logprobs, versions = asyncio.run(run())
     batch = Batch.from_rows({"tokens": [[*prompt, *tokens]]})
-    found = torch.tensor(logprobs)
+    logprobs_T = torch.tensor(logprobs)
     changed = versions.index(3)
     assert versions == [0] * changed + [3] * (len(tokens) - changed)
     compute = partial(policy_logprobs, temperature=1.0)
     old, new = (trainer.forward(batch, compute, adapters=on)[len(prompt) :] for on in (False, True))
-    assert (old - found)[:changed].abs().max() < 1e-4
-    assert (new - found)[changed:].abs().max() < 1e-4
+    assert (old - logprobs_T)[:changed].abs().max() < 1e-4
+    assert (new - logprobs_T)[changed:].abs().max() < 1e-4
 
 
 def test_adapters_of_another_model_are_named_before_anything_is_loaded() -> None:

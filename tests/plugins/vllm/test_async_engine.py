@@ -111,7 +111,7 @@ def test_many_requests_at_once_each_get_their_own_and_an_aborted_one_keeps_what_
     assert len(aborted.tokens) == len(aborted.logprobs) == len(aborted.versions)
 
 
-def test_a_request_that_cannot_be_is_refused_at_once(loop: asyncio.AbstractEventLoop, engine: AsyncVLLMEngine) -> None:
+def test_an_invalid_request_is_rejected_immediately(loop: asyncio.AbstractEventLoop, engine: AsyncVLLMEngine) -> None:
     with pytest.raises(ValueError, match="0 tokens"):
         engine.submit([], SamplingConfig())
     with pytest.raises(ValueError, match=says("9 tokens", f"max_new_tokens={POSITIONS - 8}", POSITIONS)):
@@ -159,11 +159,11 @@ def test_weights_change_in_the_middle_of_a_request_and_each_token_says_which_dre
         assert each.versions == sorted(each.versions)
         assert set(each.versions) == {0, 7}
         changed = each.versions.index(7)
-        found = torch.tensor(each.logprobs)
+        logprobs_T = torch.tensor(each.logprobs)
         old, new = logprobs_of(model, prompt, each), logprobs_of(newer, prompt, each)
-        assert (old - found)[:changed].abs().max() < 1e-4
+        assert (old - logprobs_T)[:changed].abs().max() < 1e-4
         # What was read by the old weights was read again, so these are the new ones' own numbers.
-        assert (new - found)[changed:].abs().max() < 1e-4
+        assert (new - logprobs_T)[changed:].abs().max() < 1e-4
     greedy = SamplingConfig(temperature=0, max_new_tokens=12)
     now = loop.run_until_complete(response(engine, prompt, greedy))
     expected = HFRolloutEngine(newer).generate(prompts_of([prompt]), greedy)

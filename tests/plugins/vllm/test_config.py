@@ -32,12 +32,12 @@ def test_heads_without_a_kernel_are_for_hf_on_a_cpu(tmp_path: Path) -> None:
 def test_adapters_go_alone_to_an_engine_that_can_hold_them_and_merged_to_others(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     placement = PlacementOptions()
-    for engine, asked, merges, words in (
+    for engine, option, merges, words in (
         ("vllm", None, False, "only the adapters"),
         ("vllm", True, True, "merged adapters"),
         ("hf", None, True, "hf holds whole weights"),
     ):
-        options, line = RolloutOptions(engine=engine, merge_lora=asked).chosen(8, str(tmp_path), lora_rank=4)
+        options, line = RolloutOptions(engine=engine, merge_lora=option).chosen(8, str(tmp_path), lora_rank=4)
         assert options.merge_lora is merges
         assert words in line
         assert options.engine_config("fp32", 9, placement, lora_rank=4).lora_rank == (0 if merges else 4)

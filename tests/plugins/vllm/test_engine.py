@@ -56,11 +56,11 @@ def hf(model: Path) -> HFRolloutEngine:
 
 def test_greedy_answers_are_those_of_hf(engine: VLLMRolloutEngine, hf: HFRolloutEngine) -> None:
     sampling = SamplingConfig(temperature=0, max_new_tokens=12)
-    found, expected = (each.generate(uneven_prompts(20), sampling) for each in (engine, hf))
-    assert answers_of(found) == answers_of(expected)
-    assert torch.equal(found["truncated"], expected["truncated"])
-    assert {row[-1] == 1 for row in answers_of(found)} == {True, False}
-    assert (found["rollout_logprob"] - expected["rollout_logprob"]).abs().max() < 1e-4
+    actual, expected = (each.generate(uneven_prompts(20), sampling) for each in (engine, hf))
+    assert answers_of(actual) == answers_of(expected)
+    assert torch.equal(actual["truncated"], expected["truncated"])
+    assert {row[-1] == 1 for row in answers_of(actual)} == {True, False}
+    assert (actual["rollout_logprob"] - expected["rollout_logprob"]).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -112,12 +112,12 @@ def test_top_p_and_top_k_leave_the_same_tokens_and_log_probabilities_as_in_hf(
         mask_N = responses["action_mask"]
         tokens, logprobs = responses["tokens"][mask_N].tolist(), responses["rollout_logprob"][mask_N].tolist()
         drawn[type(rollout).__name__] = dict(zip(tokens, logprobs, strict=True))
-    found, expected = drawn.values()
-    assert found.keys() == expected.keys()
-    assert 1 < len(found) <= (top_k or 20)
-    assert all(abs(found[token] - expected[token]) < 1e-5 for token in found)
+    actual, expected = drawn.values()
+    assert actual.keys() == expected.keys()
+    assert 1 < len(actual) <= (top_k or 20)
+    assert all(abs(actual[token] - expected[token]) < 1e-5 for token in actual)
     # They are those of what is left: together certain.
-    assert abs(float(torch.tensor(list(found.values())).exp().sum()) - 1) < 1e-4
+    assert abs(float(torch.tensor(list(actual.values())).exp().sum()) - 1) < 1e-4
 
 
 def test_prompts_keep_their_columns_and_none_give_none(engine: VLLMRolloutEngine) -> None:
@@ -175,18 +175,18 @@ def test_heads_that_vllm_has_no_kernel_for_are_named_before_the_engine_starts(tm
 
 @pytest.mark.nightly
 def test_an_engine_whose_own_process_is_killed_while_it_draws_says_that_it_is_dead(model: Path) -> None:
-    own = VLLMRolloutEngine(model, VLLMRolloutConfig(cpu_cache_gb=0.25, own_process=True))
+    separate = VLLMRolloutEngine(model, VLLMRolloutConfig(cpu_cache_gb=0.25, own_process=True))
     children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
     pids = [int(pid) for file in children for pid in file.read_text().split()]
     (core,) = [pid for pid in pids if b"VLLM::" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    step = own._llm.llm_engine.step
+    step = separate._llm.llm_engine.step
 
     def deadly_step() -> Any:
         os.kill(core, signal.SIGKILL)
         return step()
 
-    own._llm.llm_engine.step = deadly_step
+    separate._llm.llm_engine.step = deadly_step
     prompts = Batch.from_rows({"tokens": [[4, 5], [6]]}, {"prompt_id": [0, 1], "sample_id": [0, 0]})
     with pytest.raises(Exception, match="EngineCore") as raised:
-        own.generate(prompts, SamplingConfig(max_new_tokens=16))
+        separate.generate(prompts, SamplingConfig(max_new_tokens=16))
     assert is_engine_dead(raised.value)

@@ -1,4 +1,4 @@
-"""What vLLM is started with on GPUs."""
+"""Start-up arguments of vLLM on GPUs."""
 
 from __future__ import annotations
 

@@ -56,9 +56,9 @@ def test_a_run_that_is_to_begin_anew_is_refused_where_checkpoints_lie(
         continued_run(config, "demo")
     assert not (tmp_path / "run" / "summary.json").exists()
     config.resume = "auto"
-    found = continued_run(config, "demo")
-    assert found is not None
-    assert found.folder.name == "step_3"
+    continued = continued_run(config, "demo")
+    assert continued is not None
+    assert continued.folder.name == "step_3"
 
 
 def test_a_command_that_fails_before_its_trainer_leaves_the_record_of_the_run_before(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_the_end_of_a_job_is_its_exit_code_its_summary_and_its_last_line(
     builder = JobBuilder().device_type("CPU")
     builder.role("a").run(f"tests.training.launch.launch_roles.{role}")
     run_dir = open_run_folder(str(tmp_path / "run"))
-    found = run_job(
+    exit_code = run_job(
         builder.build(),
         recipe="demo",
         run_dir=run_dir,
@@ -96,7 +96,7 @@ def test_the_end_of_a_job_is_its_exit_code_its_summary_and_its_last_line(
         lines=["on CPU"],
         seconds={"warm_start": 1.5},
     )
-    assert found == code
+    assert exit_code == code
     shown = capsys.readouterr()
     assert shown.out.startswith(f"demo: run folder {run_dir}\ndemo: on CPU\n")
     summary = json.loads((run_dir / "summary.json").read_text())

@@ -39,8 +39,8 @@ def test_settings_are_those_that_are_given_and_weights_are_the_models_own(model:
     assert config.max_position_embeddings == 4096
     assert config.hidden_size == before["hidden_size"]
     assert json.loads((model / "config.json").read_text()) == before
-    own, other = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (model, prepared.path))
-    assert all(bool((own[name] == other[name]).all()) for name in own)
+    prepared_state, other = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (model, prepared.path))
+    assert all(bool((prepared_state[name] == other[name]).all()) for name in prepared_state)
 
 
 def test_a_tokenizer_of_another_folder_is_the_one_that_is_loaded(model: Path, tmp_path: Path) -> None:
@@ -49,8 +49,8 @@ def test_a_tokenizer_of_another_folder_is_the_one_that_is_loaded(model: Path, tm
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     options = ModelOptions(path=str(model), tokenizer_path=f"{tmp_path}/tokenizer")
     prepared = options.prepared(tmp_path)
-    for found in (options.tokenizer(), prepared.tokenizer(), AutoTokenizer.from_pretrained(prepared.path)):
-        assert found.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+    for loaded in (options.tokenizer(), prepared.tokenizer(), AutoTokenizer.from_pretrained(prepared.path)):
+        assert loaded.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
 
 
 def test_a_chat_template_of_the_user_is_in_the_folder_that_engines_load(model: Path, tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_setting_that_the_model_does_not_have_is_named(model: Path, tmp_path: 
         ("sft", ["model.config_overrides={hidden_size: 8}"], ["model.path=new:sort", "model.config_overrides"]),
     ],
 )
-def test_what_a_model_cannot_be_given_is_one_line_before_anything_starts(
+def test_invalid_model_settings_are_reported_in_one_line_before_the_start(
     recipe: str, options: list[str], facts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main = import_module(f"recipes.{recipe}.main").main

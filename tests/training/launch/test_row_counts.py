@@ -5,7 +5,7 @@ from pathlib import Path
 from training.launch.row_counts import steps_text
 
 
-def test_steps_are_told_where_rows_are_counted_quickly(tmp_path: Path) -> None:
+def test_the_number_of_steps_is_printed_if_rows_can_be_counted_quickly(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"x": 1}\n\n{"x": 2}\n')
     assert steps_text(str, f"{tmp_path}/a.jsonl", None) == "2"
     assert steps_text(str, f"{tmp_path}/a.jsonl,task:sort", 9) == "9"

@@ -31,9 +31,9 @@ def test_a_batch_may_be_as_old_as_the_queue_is_long_and_one_more_where_prompts_a
     assert AsyncOptions(**partial, in_flight_prompts=3).most_stale == 3
 
 
-def faults_of(own: AsyncOptions, colocated: bool, backend: str) -> list[str]:
-    """What is in the way in a run with steps of four prompts."""
-    return list(own.faults_beside(colocated, backend, 4, "placement.colocate=false"))
+def faults_of(options: AsyncOptions, colocated: bool, backend: str) -> list[str]:
+    """Return the faults of these options in a run with four prompts per step."""
+    return list(options.faults_beside(colocated, backend, 4, "placement.colocate=false"))
 
 
 def test_generation_and_training_at_the_same_time_need_devices_and_processes_of_their_own() -> None:
@@ -47,7 +47,7 @@ def test_generation_and_training_at_the_same_time_need_devices_and_processes_of_
     assert faults_of(AsyncOptions(enabled=True, queue_size=0), True, "local") == []
 
 
-def test_who_learns_from_older_answers_without_a_correction_is_told() -> None:
+def test_training_on_stale_responses_without_a_correction_gives_a_note() -> None:
     ahead = AsyncOptions(enabled=True, queue_size=2)
     (note,) = ahead.notes("correction=tis", False)
     assert re.search(says(" 2 ", "correction=tis"), note)
@@ -57,7 +57,7 @@ def test_who_learns_from_older_answers_without_a_correction_is_told() -> None:
 
 @pytest.mark.parametrize(("count", "fits"), [(4, False), (5, True), (8, True), (9, False)])
 def test_more_prompts_than_a_step_has_and_at_most_twice_as_many_are_under_way(count: int, fits: bool) -> None:
-    own = AsyncOptions(enabled=True, partial_rollout=True, in_flight_prompts=count)
-    faults = faults_of(own, False, "ray")
+    options = AsyncOptions(enabled=True, partial_rollout=True, in_flight_prompts=count)
+    faults = faults_of(options, False, "ray")
     assert len(faults) == (0 if fits else 1)
     assert all(re.search(says(f"in_flight_prompts={count}", 5, 8, "4 prompts"), fault) for fault in faults)

@@ -27,8 +27,8 @@ class Options:
     """The schema of these tests."""
 
     steps: int = 3
-    """How
-    many."""
+    """Number
+    of steps."""
     kind: Literal["gae", "rloo"] = "gae"
     betas: tuple[float, float] = (0.9, 0.95)
     names: list[str] = field(default_factory=list)
@@ -42,9 +42,9 @@ class Options:
 
 
 def test_all_ways_of_writing_an_option_mean_the_same() -> None:
-    wanted = Options(steps=7)
+    expected = Options(steps=7)
     for words in (["steps=7"], ["--steps=7"], ["--steps", "7"]):
-        assert load_config(Options, words) == wanted
+        assert load_config(Options, words) == expected
 
 
 def test_how_many_values_an_option_takes_follows_from_its_field() -> None:
@@ -78,7 +78,7 @@ def test_the_values_of_a_flag_end_before_the_next_option(last: str) -> None:
 def test_help_says_what_each_option_means_and_what_it_is_without() -> None:
     lines = describe_options(Options).splitlines()
     at = lines.index("--steps  (int, default 3)")
-    assert lines[at + 1] == "    How many."
+    assert lines[at + 1] == "    Number of steps."
     assert "--optimizer.learning_rate  (float, default 0.001)" in lines
     assert (
         lines[lines.index("--optimizer.learning_rate  (float, default 0.001)") + 1] == "    Step size of the optimizer."
@@ -87,31 +87,31 @@ def test_help_says_what_each_option_means_and_what_it_is_without() -> None:
 
 @dataclass(kw_only=True)
 class Base:
-    """What schemas share."""
+    """Options of all schemas."""
 
     seed: int = 1
-    """Of all random numbers."""
+    """Seed of all random numbers."""
     folder: str = ""
-    """Where to."""
+    """Output folder."""
     name: str = "base"
-    """In messages."""
+    """Name in messages."""
 
 
 @dataclass(kw_only=True)
 class Derived(Base):
-    """One of them, with defaults of its own."""
+    """A schema that overrides inherited defaults."""
 
     folder: str = "runs"
     name: str = "derived"
-    """In every line."""
+    """Name in every line."""
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(learning_rate=0.5))
 
 
 def test_help_shows_what_a_schema_inherits_and_the_defaults_that_it_gives_a_group() -> None:
     assert describe_options(Derived).splitlines()[2:] == [
-        *("--seed  (int, default 1)", "    Of all random numbers."),
-        *("--folder  (str, default 'runs')", "    Where to."),
-        *("--name  (str, default 'derived')", "    In every line."),
+        *("--seed  (int, default 1)", "    Seed of all random numbers."),
+        *("--folder  (str, default 'runs')", "    Output folder."),
+        *("--name  (str, default 'derived')", "    Name in every line."),
         *("--optimizer.learning_rate  (float, default 0.5)", "    Step size of the optimizer."),
     ]
 
@@ -120,8 +120,8 @@ def test_files_come_before_the_command_line_and_later_files_win(tmp_path: Path) 
     (tmp_path / "a.yaml").write_text("steps: 10\noptimizer: {learning_rate: 0.5}\nkind: rloo\n")
     (tmp_path / "b.yaml").write_text("steps: 20\n")
     words = ["--config", str(tmp_path / "a.yaml"), f"config={tmp_path / 'b.yaml'}", "kind=gae"]
-    found = load_config(Options, words)
-    assert (found.steps, found.optimizer.learning_rate, found.kind) == (20, 0.5, "gae")
+    loaded = load_config(Options, words)
+    assert (loaded.steps, loaded.optimizer.learning_rate, loaded.kind) == (20, 0.5, "gae")
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_files_come_before_the_command_line_and_later_files_win(tmp_path: Path) 
         (["optimizer.learning_rate=inf"], ["optimizer.learning_rate=inf", "finite"]),
     ],
 )
-def test_a_mistake_is_answered_with_what_to_write(words: list[str], facts: list[object]) -> None:
+def test_an_error_message_names_the_correct_spelling(words: list[str], facts: list[object]) -> None:
     with pytest.raises(ConfigError, match=says(*facts)):
         load_config(Options, words)
 
@@ -214,10 +214,10 @@ def test_a_refused_option_in_a_file_is_refused_with_the_name_of_the_file(tmp_pat
 
 
 @pytest.mark.parametrize("words", [["--packing", "false"], ["packing=no"], ["--tp_size", "1"], ["tp_size=1.0"]])
-def test_a_refused_option_that_asks_for_what_is_so_anyway_is_let_through(words: list[str]) -> None:
+def test_an_unsupported_option_with_its_effective_value_is_accepted(words: list[str]) -> None:
     assert load_config(Newcomers, [*words, "--seed", "2"]) == Newcomers(seed=2)
 
 
-def test_a_misspelt_option_is_told_the_nearest_of_all_names() -> None:
+def test_the_error_for_a_misspelt_option_names_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=says("pakcing", "'packing'")):
         load_config(Newcomers, ["--pakcing"])

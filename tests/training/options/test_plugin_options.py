@@ -70,6 +70,6 @@ def test_without_the_plugin_they_are_unknown_options() -> None:
 
 
 def test_a_command_in_the_recipes_own_names_has_no_defaults_of_another_system() -> None:
-    own = ["model.path=m", "data.path=d", "run_dir=x", "data.input_template=Q: {}"]
-    assert not load_config(SFTConfig, own).train.lr_warmup_from_zero
-    assert load_config(SFTConfig, [*own, "--max_norm", "1"]).train.lr_warmup_from_zero
+    arguments = ["model.path=m", "data.path=d", "run_dir=x", "data.input_template=Q: {}"]
+    assert not load_config(SFTConfig, arguments).train.lr_warmup_from_zero
+    assert load_config(SFTConfig, [*arguments, "--max_norm", "1"]).train.lr_warmup_from_zero

@@ -35,14 +35,14 @@ ppo:
 """
 
 
-def compute(found: Computed) -> None:
+def compute(computed: Computed) -> None:
     """The prompt has what the response leaves of the length."""
-    most = found.get("max_len", default=1024)
-    found.put("data.max_prompt_tokens", most - found.get("generate_max_len", default=0))
-    if found.option("data.max_samples") is not None:
-        found.notes.append("max_samples is known here")
+    most = computed.get("max_len", default=1024)
+    computed.put("data.max_prompt_tokens", most - computed.get("generate_max_len", default=0))
+    if computed.option("data.max_samples") is not None:
+        computed.notes.append("max_samples is known here")
     if most < 1:
-        found.faults.append(f"max_len={most} leaves no prompt")
+        computed.faults.append(f"max_len={most} leaves no prompt")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -104,25 +104,25 @@ def test_all_names_of_an_option_set_it(name: str) -> None:
     assert load_config(Schema, [name, "m"]).model.path == "m"
 
 
-def test_a_default_of_the_system_is_that_of_whoever_writes_in_its_names() -> None:
+def test_defaults_of_another_system_apply_to_commands_in_its_names() -> None:
     assert not load_config(Schema, ["--model.path", "m"]).train.warmup_from_zero
     assert load_config(Schema, ["--pretrain", "m"]).train.warmup_from_zero
     assert load_config(Schema, ["--max_len", "9"]).train.warmup_from_zero
     assert not load_config(Schema, ["--pretrain", "m", "train.warmup_from_zero=false"]).train.warmup_from_zero
 
 
-def test_a_value_is_called_otherwise_or_refused_with_what_to_use() -> None:
+def test_a_value_is_translated_or_rejected_with_the_alternative() -> None:
     assert load_config(Schema, ["--param_dtype", "BF16"]).train.precision == "bf16"
     with pytest.raises(ConfigError, match=says("param_dtype=fp16", "use bf16")):
         load_config(Schema, ["--param_dtype", "fp16"])
 
 
 def test_the_entries_of_a_mapping_have_its_name() -> None:
-    found = load_config(Schema, ["override.rope_theta=10", "++override={a: 1}"[2:]])
-    assert found.model.overrides == {"rope_theta": 10, "a": 1}
+    loaded = load_config(Schema, ["override.rope_theta=10", "++override={a: 1}"[2:]])
+    assert loaded.model.overrides == {"rope_theta": 10, "a": 1}
 
 
-def test_what_is_computed_sees_all_that_is_given_in_files_and_on_the_command_line(tmp_path: Path) -> None:
+def test_computed_options_use_values_of_files_and_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("generate_max_len: 100\nmax_samples: 5\n")
     words = ["--config", f"{tmp_path}/a.yaml", "--max_len", "300"]
     assert load_config(Schema, words).data == Data(max_samples=5, max_prompt_tokens=200)
@@ -134,7 +134,7 @@ def test_what_is_computed_sees_all_that_is_given_in_files_and_on_the_command_lin
     }
 
 
-def test_what_has_no_effect_is_noted_once_per_reason_unless_it_asks_for_what_is_so() -> None:
+def test_options_without_effect_are_noted_once_per_reason() -> None:
     words = ["--logging_steps", "5", "actor.megatron.a=1", "critic.megatron.b=2"]
     logged, megatron = CommandLine(Schema, words).notes
     assert "logging_steps" in logged and "every step is logged" in logged
@@ -151,11 +151,11 @@ def test_null_is_null_in_a_file_as_on_the_command_line(text: str, tmp_path: Path
 
 def test_interpolation_in_a_file_is_about_the_file_or_about_the_whole(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("pretrain: m-${max_samples}\nmax_samples: ${seed}\n")
-    found = load_config(Schema, ["--config", f"{tmp_path}/a.yaml", "seed=7"])
-    assert (found.data.max_samples, found.model.path) == (7, "m-7")
+    loaded = load_config(Schema, ["--config", f"{tmp_path}/a.yaml", "seed=7"])
+    assert (loaded.data.max_samples, loaded.model.path) == (7, "m-7")
 
 
-def test_all_that_is_wrong_is_said_at_once_in_the_names_that_were_written(tmp_path: Path) -> None:
+def test_all_faults_are_reported_together_in_the_names_that_were_written(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("ring_attn_size: 2\nsed: 3\n")
     words = ["--config", f"{tmp_path}/a.yaml", "--dataset_probs", "0.5,0.5", "--max_samples", "0", "seed=-1"]
     with pytest.raises(ConfigError) as error:
@@ -186,7 +186,7 @@ def test_a_value_of_another_kind_and_a_switch_that_is_on_are_refused(words: list
     assert load_config(Schema, ["--mix", "false", "dataset_probs=null"]) == Schema()
 
 
-def test_a_sentence_is_said_in_the_names_of_the_user() -> None:
+def test_a_message_uses_the_option_names_of_the_user() -> None:
     text = "model.path=x and data.max_samples=3; set train.precision"
     assert CommandLine(Schema, ["seed=2"]).renamed(text) == text
     words = ["--actor.model_name_or_path", "x"]

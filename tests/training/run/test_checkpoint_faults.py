@@ -92,16 +92,16 @@ def test_killed_at_any_operation_a_whole_step_is_found(
         assert written_first is not None
         assert_whole(written_first)
         shutil.rmtree(tmp_path / "written_first")
-        found = find_checkpoint("auto", folder)
-        assert found is not None
-        assert_whole(found)
+        checkpoint = find_checkpoint("auto", folder)
+        assert checkpoint is not None
+        assert_whole(checkpoint)
         for step in folder.glob("step_*"):
             assert_whole(step)
-        found_in.append(f"{found.name} {read_state(found)['generation']}")
+        found_in.append(f"{checkpoint.name} {read_state(checkpoint)['generation']}")
         box = Checkpoints(folder, keep=1)
         assert not [name for name in names(folder) if name.startswith(".")]
-        assert box.latest() == found
-        assert written_first.name == found.name
+        assert box.latest() == checkpoint
+        assert written_first.name == checkpoint.name
         if what == "best":
             assert_whole(folder / (folder / "best").read_text().strip())
         assert_whole(save(box, 4))
@@ -395,7 +395,7 @@ def test_a_latest_that_cannot_be_written_leaves_the_steps_as_they_were(tmp_path:
     assert read_state(tmp_path / "step_1")["generation"] == "before"
 
 
-def test_what_is_not_ours_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_foreign_files_are_left_untouched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("step_1.backup", ".step_2.mine", "notes", "step_x"):
         (tmp_path / name).mkdir(parents=True)
     with caplog.at_level(logging.WARNING):

@@ -33,8 +33,8 @@ def test_the_sequences_of_a_group_stay_together() -> None:
 
 @pytest.mark.parametrize("other", [{"batch_size": 5}, {"seed": 2}, {"batch": ROWS.select([1, 0])}])
 def test_a_state_is_taken_for_the_same_data_in_the_same_order_alone(other: dict[str, object]) -> None:
-    given: dict[str, object] = {"batch": ROWS, "batch_size": 4, "epochs": 1, "seed": 1}
-    state = Epochs(**given).state_dict()  # pyright: ignore[reportArgumentType]
-    Epochs(**given | {"epochs": 2}).load_state_dict(state)  # pyright: ignore[reportArgumentType]
+    settings: dict[str, object] = {"batch": ROWS, "batch_size": 4, "epochs": 1, "seed": 1}
+    state = Epochs(**settings).state_dict()  # pyright: ignore[reportArgumentType]
+    Epochs(**settings | {"epochs": 2}).load_state_dict(state)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=says("data", "seed", "train.batch_size", "resume")):
-        Epochs(**given | other).load_state_dict(state)  # pyright: ignore[reportArgumentType]
+        Epochs(**settings | other).load_state_dict(state)  # pyright: ignore[reportArgumentType]

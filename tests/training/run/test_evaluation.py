@@ -32,23 +32,23 @@ class Policy:
         self.failing: list[int] = []
         """Places of responses that have no reward."""
 
-    def response(self, asked: Batch, sampling: SamplingConfig) -> Batch:
+    def response(self, prompts_B: Batch, sampling: SamplingConfig) -> Batch:
         temperature = sampling.temperature
-        self.asked.append((len(asked), temperature))
+        self.asked.append((len(prompts_B), temperature))
         self.narrowed.append((sampling.top_p, sampling.top_k))
-        right_B = (asked["sample_id"] == 1) | torch.tensor(self.learnt and temperature == 0)
+        right_B = (prompts_B["sample_id"] == 1) | torch.tensor(self.learnt and temperature == 0)
         responses = Batch(
-            [2] * len(asked),
-            {"tokens": torch.zeros(2 * len(asked)), "action_mask": torch.tensor([False, True] * len(asked))},
+            [2] * len(prompts_B),
+            {"tokens": torch.zeros(2 * len(prompts_B)), "action_mask": torch.tensor([False, True] * len(prompts_B))},
             {
                 "score": right_B.float(),
-                "prompt_id": asked["prompt_id"],
-                "truncated": torch.zeros(len(asked), dtype=torch.bool),
-                "log_greedy": torch.full([len(asked)], float(temperature == 0)),
+                "prompt_id": prompts_B["prompt_id"],
+                "truncated": torch.zeros(len(prompts_B), dtype=torch.bool),
+                "log_greedy": torch.full([len(prompts_B)], float(temperature == 0)),
             },
-            {"datasource": asked["datasource"]},
+            {"datasource": prompts_B["datasource"]},
         )
-        return responses.select(~torch.isin(torch.arange(len(asked)), torch.tensor(self.failing)))
+        return responses.select(~torch.isin(torch.arange(len(prompts_B)), torch.tensor(self.failing)))
 
 
 def heldout(policy: Policy, said: list[str], batch: Batch | None = None, greedy: bool = True) -> Evaluation:
@@ -83,14 +83,14 @@ def test_each_evaluation_has_the_score_and_the_best_step_is_known() -> None:
     assert not scores.is_best(last)
     assert not scores.is_best({"reward/score": 1.0})
     assert scores.best == ("score", 0.5)
-    asked = len(policy.asked)
+    requests = len(policy.asked)
     summary = scores.finish(7)
     assert summary == {"start": 0.5, "start_greedy": 0.0, "end": 0.5, "end_greedy": 1.0, "examples": 2}
     assert re.findall(r"[0-9.]+", said[-1]) == ["2", "0.500", "0.500", "0.000", "1.000"]
-    assert len(policy.asked) == asked
+    assert len(policy.asked) == requests
 
 
-def test_what_was_not_asked_for_is_not_drawn_and_has_no_score() -> None:
+def test_disabled_evaluations_sample_nothing_and_have_no_score() -> None:
     policy, said = Policy(), []
     scores = heldout(policy, said, prompts(), greedy=False)
     assert "eval/score_greedy" not in scores.at_step(7)
@@ -99,7 +99,7 @@ def test_what_was_not_asked_for_is_not_drawn_and_has_no_score() -> None:
     assert re.findall(r"[0-9.]+", said[-1]) == ["2", "0.500"]
 
 
-def test_a_run_that_ends_at_a_step_that_nobody_knew_to_be_its_last_is_scored_then() -> None:
+def test_a_run_that_ends_early_is_evaluated_at_its_last_step() -> None:
     policy, said = Policy(), []
     scores = heldout(policy, said, prompts())
     scores.start()
@@ -115,10 +115,10 @@ def test_a_run_that_ends_at_a_step_that_nobody_knew_to_be_its_last_is_scored_the
 def test_a_response_without_a_reward_is_in_no_mean_and_is_counted() -> None:
     policy = Policy()
     policy.failing = [0]  # of four, the first of prompt 0, which scores 0; and of two, that of prompt 0
-    found = heldout(policy, [], prompts()).at_step(7)
+    evaluation = heldout(policy, [], prompts()).at_step(7)
     # Left are 1 of prompt 0, and 0 and 1 of prompt 1.
-    assert found["eval/score"] == pytest.approx(2 / 3)
-    assert (found["eval/pass2"], found["eval/failed"], found["eval/num_samples"]) == (1.0, 2.0, 3.0)
+    assert evaluation["eval/score"] == pytest.approx(2 / 3)
+    assert (evaluation["eval/pass2"], evaluation["eval/failed"], evaluation["eval/num_samples"]) == (1.0, 2.0, 3.0)
     policy.failing = [0, 1, 2, 3]
     with pytest.raises(RewardError, match=says(4)):
         heldout(policy, [], prompts()).at_step(7)
@@ -135,24 +135,24 @@ def test_a_recipe_adds_metrics_of_its_own_of_the_same_responses() -> None:
         info=lambda _: None,
         further=lambda responses: {"val-core/a/reward/best@2/mean": float(responses["score"].max())},
     )
-    found = scores.at_step(7)
-    assert (found["val-core/a/reward/best@2/mean"], found["eval/a_score"]) == (1.0, 0.5)
+    metrics = scores.at_step(7)
+    assert (metrics["val-core/a/reward/best@2/mean"], metrics["eval/a_score"]) == (1.0, 0.5)
     assert policy.asked == [(4, 0.0)]
-    assert scores.is_best(found)
+    assert scores.is_best(metrics)
     assert scores.best == ("a_score", 0.5)
 
 
-def test_another_part_of_the_run_goes_on_with_the_scores() -> None:
+def test_a_resumed_run_restores_the_scores_without_sampling_again() -> None:
     policy, said = Policy(), []
     first = heldout(policy, said, prompts())
     first.start()
     assert first.is_best(first.at_step(7))
     second = heldout(policy, said, prompts())
     second.load_state_dict(first.state_dict())
-    asked = len(policy.asked)
+    requests = len(policy.asked)
     assert second.start() == {}
     assert second.finish(7) == first.finish(7)
-    assert len(policy.asked) == asked
+    assert len(policy.asked) == requests
     assert not second.is_best(second.scores["end"])
 
 
@@ -175,7 +175,7 @@ def test_the_end_names_the_best_policy_and_its_folder_where_it_has_one(tmp_path:
     assert f"{tmp_path}/step_2/hf" in evaluation.verdict(tmp_path)
 
 
-def test_the_end_says_nothing_of_the_start_that_is_not_worse_and_nothing_at_all_of_the_best(tmp_path: Path) -> None:
+def test_the_verdict_omits_a_worse_start_and_is_empty_if_the_last_step_is_best(tmp_path: Path) -> None:
     (tmp_path / "step_2").mkdir()
     said = ended([0.2, 0.54, 0.4], [0, 2, 4]).verdict(tmp_path)
     assert re.search(says("step 2", "0.540", f"{tmp_path}/step_2/hf"), said)

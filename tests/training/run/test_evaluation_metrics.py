@@ -97,7 +97,7 @@ METRICS = {
 
 
 @pytest.mark.parametrize(
-    ("key", "found"),
+    ("key", "metric"),
     [
         ("", ("score", 0.15)),
         ("eval/score", ("score", 0.15)),
@@ -109,8 +109,8 @@ METRICS = {
         ("eval_of_eval_score", ("eval_of_eval_score", 0.4)),
     ],
 )
-def test_the_metric_that_decides(key: str, found: tuple[str, float] | None) -> None:
-    assert best_metric(METRICS, key) == found
+def test_the_metric_that_decides(key: str, metric: tuple[str, float] | None) -> None:
+    assert best_metric(METRICS, key) == metric
 
 
 def test_a_metric_that_is_not_there_lists_those_that_are() -> None:

@@ -42,7 +42,7 @@ def fake_time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
     return FakeTime(monkeypatch)
 
 
-def test_a_step_lasts_from_one_take_to_the_next_and_its_phases_add_up_to_it(fake_time: FakeTime) -> None:
+def test_the_phases_of_a_step_add_up_to_its_duration(fake_time: FakeTime) -> None:
     clock = PhaseClock()
     fake_time.now += 60  # the set-up
     clock.begin()
@@ -119,8 +119,8 @@ def test_a_step_is_counted_in_and_its_speed_is_told() -> None:
     }
     assert (progress.tokens, progress.seconds) == (20, 5.0)
     # Nobody has looked at the memory yet, and the clock may not have moved.
-    found = progress.count({"timing_s/step": 0.0}, batch)
-    assert sorted(found) == ["perf/samples_per_second", "perf/tokens_per_second", "timing_s/step"]
+    counted = progress.count({"timing_s/step": 0.0}, batch)
+    assert sorted(counted) == ["perf/samples_per_second", "perf/tokens_per_second", "timing_s/step"]
 
 
 def test_a_stream_that_generates_ahead_tells_the_clock_of_both_threads() -> None:
@@ -133,10 +133,10 @@ def test_a_stream_that_generates_ahead_tells_the_clock_of_both_threads() -> None
     for _ in RolloutQueue(generate, 2, 1, clock=clock):
         with clock.phase("train"):
             pass
-        found = clock.take()
-        seen.append(sorted(found))
-        phases = found["timing_s/wait"] + found["timing_s/train"] + found["timing_s/other"]
-        assert found["timing_s/step"] == pytest.approx(phases)
+        times = clock.take()
+        seen.append(sorted(times))
+        phases = times["timing_s/wait"] + times["timing_s/train"] + times["timing_s/other"]
+        assert times["timing_s/step"] == pytest.approx(phases)
     names = ["timing_s/generate", "timing_s/other", "timing_s/step", "timing_s/train", "timing_s/wait"]
     assert seen == [names] * 2
 
@@ -210,14 +210,14 @@ def test_a_checkpoint_that_fails_is_said_and_counted_and_the_last_one_must_not(t
     assert names(box) == ["step_1"]
 
 
-def test_a_run_goes_on_where_it_was_and_says_what_is_other_than_before(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_at_its_step_and_lists_changed_options(tmp_path: Path) -> None:
     before = Box(tmp_path, every=2)
     before.checkpoints.parts["tracker"] = Progress(tokens=7)  # made after loading
     before.train(2)
     box = Box(tmp_path, rate=0.2)
-    found = box.checkpoints.load("auto")
-    assert found is not None
-    folder, state = found
+    checkpoint = box.checkpoints.load("auto")
+    assert checkpoint is not None
+    folder, state = checkpoint
     assert (folder, state["tracker"]["tokens"]) == (tmp_path / "step_2", 7)
     assert (box.stream.step, box.progress.tokens) == (2, 20)
     resumed, changed = box.said
@@ -237,7 +237,7 @@ def test_the_steps_of_a_run_may_follow_from_what_is_left_of_its_data(tmp_path: P
     assert re.search(says("step 2 of 7", tmp_path / "step_2"), said)
 
 
-def test_what_another_run_has_saved_is_saved_again_in_the_folder_of_this_one(tmp_path: Path) -> None:
+def test_a_step_resumed_from_another_run_is_saved_again_in_this_folder(tmp_path: Path) -> None:
     Box(tmp_path / "one", every=2).train(2)
     box = Box(tmp_path / "two")
     box.checkpoints.load(str(tmp_path / "one"))
@@ -266,7 +266,7 @@ class Counter:
     """Hands out the prompts 0, 1, 2, ..."""
 
     label: Any = None
-    """Of each; None: one of its own."""
+    """Label of every row. None gives each row a different label."""
 
     def __init__(self) -> None:
         self.taken = 0
@@ -274,9 +274,9 @@ class Counter:
     def take(self, count: int) -> Batch:
         self.taken += count
         ids = list(range(self.taken - count, self.taken))
-        own = {"prompt_id": ids, "weight": torch.tensor(ids) / 3}
+        columns = {"prompt_id": ids, "weight": torch.tensor(ids) / 3}
         labels = [self.label or {"number": i} for i in ids]
-        return Batch.from_rows({"tokens": [[i] * (i + 1) for i in ids]}, own, {"label": labels})
+        return Batch.from_rows({"tokens": [[i] * (i + 1) for i in ids]}, columns, {"label": labels})
 
     def state_dict(self) -> dict[str, Any]:
         return {"taken": self.taken}
@@ -291,8 +291,8 @@ class Ahead:
     def __init__(self, folder: Path, halt: int = 0, **sources: Any) -> None:
         self.prompts, self.begun, self.go_on = Counter(), threading.Event(), threading.Event()
         self.halt = halt
-        own = {"prompts": self.prompts, **sources}
-        self.stream = RolloutQueue(self.generate, 5, 2, sources=own, metrics=lambda: {"nan": math.nan})
+        all_sources = {"prompts": self.prompts, **sources}
+        self.stream = RolloutQueue(self.generate, 5, 2, sources=all_sources, metrics=lambda: {"nan": math.nan})
         self.said: list[str] = []
         self.checkpoints = RunCheckpoints(
             store=Checkpoints(folder),
@@ -334,8 +334,8 @@ def test_a_checkpoint_holds_the_batches_that_were_made_ahead_and_resume_makes_th
     assert state["stream"]["queue"][0]["batch"] == {"__batch__": "batch-stream-queue-0-batch.parquet"}
     resumed = Ahead(tmp_path)
     # Of the 10 prompts 4 were not yet handed out, and of the steps that are left one is in the queue.
-    found = resumed.checkpoints.load("auto", lambda: (10 - resumed.prompts.taken) // 2)
-    assert found is not None
+    checkpoint = resumed.checkpoints.load("auto", lambda: (10 - resumed.prompts.taken) // 2)
+    assert checkpoint is not None
     assert (resumed.stream.step, resumed.stream.queued, resumed.stream.steps) == (2, 1, 5)
     (said,) = resumed.said
     assert re.search(says("step 2 of 5", tmp_path / "step_2"), said)
@@ -433,7 +433,7 @@ def test_what_is_saved_already_or_was_never_trained_on_is_not_saved_for_rewards_
     assert (names(box), box.said) == ([], [])
 
 
-def test_a_checkpoint_that_fails_does_not_hide_why_the_run_ends(tmp_path: Path) -> None:
+def test_a_failed_checkpoint_does_not_hide_the_error_that_ended_the_run(tmp_path: Path) -> None:
     box = Box(tmp_path).train(1)
     box.fault = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     put_back(box, at=3)
@@ -442,14 +442,14 @@ def test_a_checkpoint_that_fails_does_not_hide_why_the_run_ends(tmp_path: Path) 
 
 
 def test_a_step_whose_evaluation_failed_is_evaluated_before_the_run_goes_on(tmp_path: Path) -> None:
-    trained, found = Batch.from_rows({"tokens": [[1], [2, 3]]}, {"reward": torch.tensor([0.1, 0.2])}), {"loss": 0.3}
+    trained, logged = Batch.from_rows({"tokens": [[1], [2, 3]]}, {"reward": torch.tensor([0.1, 0.2])}), {"loss": 0.3}
 
     def no_rewards(batch: Batch, metrics: dict[str, float]) -> bool:
         raise ConnectionError
 
     box = Box(tmp_path).train(2)
     with pytest.raises(ConnectionError):
-        box.checkpoints.record(no_rewards, trained, found)
+        box.checkpoints.record(no_rewards, trained, logged)
     box.checkpoints.save_unfinished()
     (said,) = box.said
     assert re.search(says("step 2", "evaluation"), said)

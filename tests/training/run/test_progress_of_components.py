@@ -1,4 +1,4 @@
-"""What components do is what core's watch for hangs sees, in every process that has anything of a recipe."""
+"""Progress of components reaches core's hang detection in every process of a recipe."""
 
 import pytest
 

@@ -66,8 +66,10 @@ def test_where_the_data_ends_the_stream_ends_and_where_it_was_stopped_steps_are_
     ended = RolloutQueue(lambda step: step if step < 3 else None, 5, queue_size)
     assert list(ended) == [1, 2]
     assert (ended.step, len(ended)) == (2, 0)
-    asked: list[int] = []
-    stopped = RolloutQueue(lambda step: asked.append(step) if step == 3 else step, 5, stopped=lambda: 3 in asked)
+    drawn_steps: list[int] = []
+    stopped = RolloutQueue(
+        lambda step: drawn_steps.append(step) if step == 3 else step, 5, stopped=lambda: 3 in drawn_steps
+    )
     assert list(stopped) == [1, 2]
     assert (stopped.step, len(stopped)) == (2, 3)
 
@@ -110,8 +112,8 @@ class Prompts:
         self.taken = state["taken"]
 
 
-def ahead(prompts: Prompts, steps: int, queue_size: int, **own: Any) -> RolloutQueue[list[int]]:
-    return RolloutQueue(prompts.generate, steps, queue_size, sources={"prompts": prompts}, **own)
+def ahead(prompts: Prompts, steps: int, queue_size: int, **options: Any) -> RolloutQueue[list[int]]:
+    return RolloutQueue(prompts.generate, steps, queue_size, sources={"prompts": prompts}, **options)
 
 
 @pytest.mark.parametrize("queue_size", [1, 2])
@@ -184,12 +186,12 @@ def test_a_stop_ends_the_loop_before_the_next_batch_and_the_queue_keeps_what_is_
 
 
 @pytest.mark.parametrize("queue_size", [0, 1])
-def test_generation_is_told_to_give_up_when_the_run_stops_and_not_in_a_loop_that_goes_on(queue_size: int) -> None:
-    told: list[bool] = []
+def test_generation_is_cancelled_only_if_the_run_stops(queue_size: int) -> None:
+    signals: list[bool] = []
     stop = threading.Event()
 
     def generate(step: int) -> int:
-        told.append(stream.ending)
+        signals.append(stream.ending)
         return step
 
     stream = RolloutQueue(generate, 3, queue_size, stop.is_set)
@@ -197,9 +199,9 @@ def test_generation_is_told_to_give_up_when_the_run_stops_and_not_in_a_loop_that
         if step == 1:
             break
     stream.steps = 2  # what was left behind may have made the second one already
-    told.clear()
+    signals.clear()
     assert list(stream) == [2]
-    assert told in ([], [False])
+    assert signals in ([], [False])
     stop.set()
     assert stream.ending
 
@@ -223,7 +225,7 @@ def test_a_stop_while_the_loop_waits_leaves_the_batch_that_comes_in_the_queue() 
     assert (stream.step, stream.queued, len(stream)) == (0, 1, 3)
 
 
-def test_what_fails_as_the_run_stops_is_raised() -> None:
+def test_an_error_during_the_stop_of_a_run_is_raised() -> None:
     stop, begun = threading.Event(), threading.Event()
 
     def generate(step: int) -> int:
@@ -280,8 +282,8 @@ def test_a_state_holds_the_queue_and_where_the_prompts_were_before_the_batch_und
     trained, states = trained_and_saved(prompts, ahead(prompts, 9, 3, most_stale=4), 1, begun=4)
     assert trained == [0, 1]
     assert states["prompts"] == {"taken": 6}
-    own = {"metrics": {}, "seconds": {}, "most_stale": 4}
-    assert states["stream"] == {"step": 1, "queue": [{"batch": [2, 3], **own}, {"batch": [4, 5], **own}]}
+    counters = {"metrics": {}, "seconds": {}, "most_stale": 4}
+    assert states["stream"] == {"step": 1, "queue": [{"batch": [2, 3], **counters}, {"batch": [4, 5], **counters}]}
     # It continues inline as well; only what was drawn before may be as old as it was allowed to be.
     resumed = ahead(later := Prompts(), 5, 0)
     later.load_state_dict(states["prompts"])
@@ -328,7 +330,7 @@ def test_a_state_after_a_failed_generation_is_that_before_it(queue_size: int) ->
 
 @settings(deadline=None, max_examples=30)
 @given(st.data())
-def test_wherever_a_run_is_killed_and_goes_on_every_prompt_is_trained_on_once_and_in_order(data: st.DataObject) -> None:
+def test_a_run_killed_at_any_point_trains_on_every_prompt_once_in_order(data: st.DataObject) -> None:
     steps, trained = 6, list[int]()
     states: dict[str, Any] = {"stream": {"step": 0}, "prompts": {"taken": 0}}
     while (done := states["stream"]["step"]) < steps:
@@ -341,6 +343,6 @@ def test_wherever_a_run_is_killed_and_goes_on_every_prompt_is_trained_on_once_an
         prompts.load_state_dict(states["prompts"])
         stream = ahead(prompts, steps, queue_size)
         stream.load_state_dict(states["stream"])
-        found, states = trained_and_saved(prompts, stream, killed, begun=halt)
-        trained += found
+        batches, states = trained_and_saved(prompts, stream, killed, begun=halt)
+        trained += batches
     assert trained == list(range(2 * steps))

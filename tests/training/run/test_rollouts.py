@@ -1,4 +1,4 @@
-"""What is said of a step's responses."""
+"""Metrics, records and checks of the responses of a step."""
 
 import json
 import math
@@ -54,21 +54,21 @@ def responses() -> Batch:
     )
 
 
-def test_a_step_is_described_by_hand() -> None:
-    found = rollout_metrics(responses(), 0.6, 2.0, responses().select([0]))
-    assert found["reward/reward"] == 2.0
-    assert found["reward/score"] == 0.75
-    assert found["reward/failed"] == 1.0
-    assert found["reward/length"] == 1.25
+def test_metrics_of_a_step_equal_a_calculation_by_hand() -> None:
+    metrics = rollout_metrics(responses(), 0.6, 2.0, responses().select([0]))
+    assert metrics["reward/reward"] == 2.0
+    assert metrics["reward/score"] == 0.75
+    assert metrics["reward/failed"] == 1.0
+    assert metrics["reward/length"] == 1.25
     # Rewards 1 and 3 have the deviation sqrt(2), 2 and 2 none.
-    assert found["reward/group_std"] == pytest.approx(math.sqrt(2) / 2)
-    assert found["reward/zero_variance_share"] == 0.5
-    assert found["rollout/response_length"] == 1.25
-    assert found["rollout/truncated_share"] == 0.25
-    assert found["rollout/logprob_gap_max"] == pytest.approx(math.log(2))
+    assert metrics["reward/group_std"] == pytest.approx(math.sqrt(2) / 2)
+    assert metrics["reward/zero_variance_share"] == 0.5
+    assert metrics["rollout/response_length"] == 1.25
+    assert metrics["rollout/truncated_share"] == 0.25
+    assert metrics["rollout/logprob_gap_max"] == pytest.approx(math.log(2))
     # One token in five, of ratio 1/2.
-    assert found["rollout/outside_share"] == pytest.approx(0.2)
-    assert found["rollout/mismatch_kl"] == pytest.approx(math.log(2) / 5)
+    assert metrics["rollout/outside_share"] == pytest.approx(0.2)
+    assert metrics["rollout/mismatch_kl"] == pytest.approx(math.log(2) / 5)
 
 
 def test_the_responses_without_a_reward_are_left_out_of_the_others() -> None:
@@ -79,12 +79,12 @@ def test_the_responses_without_a_reward_are_left_out_of_the_others() -> None:
     assert drop_unrewarded(left) is left
 
 
-def test_of_episodes_also_those_without_a_reward_have_ended_somehow() -> None:
+def test_status_shares_include_episodes_without_a_reward() -> None:
     ended = ["finished", "truncated", "error", "finished"]
     episodes = responses().with_sequences(num_turns=torch.ones(4)).with_objects(status=ended)
-    found = rollout_metrics(drop_unrewarded(episodes), failed=episodes.select([2]))
-    shares = [found[f"rollout/{name}_share"] for name in ("finished", "truncated", "error")]
-    assert (shares, found["reward/failed"]) == ([0.5, 0.25, 0.25], 1.0)
+    metrics = rollout_metrics(drop_unrewarded(episodes), failed=episodes.select([2]))
+    shares = [metrics[f"rollout/{name}_share"] for name in ("finished", "truncated", "error")]
+    assert (shares, metrics["reward/failed"]) == ([0.5, 0.25, 0.25], 1.0)
 
 
 def test_prompts_with_one_answer_have_no_groups() -> None:
@@ -93,19 +93,19 @@ def test_prompts_with_one_answer_have_no_groups() -> None:
 
 def test_without_a_pass_of_the_trainer_its_log_probabilities_are_compared_with_none() -> None:
     alone = responses().only(*(name for name in responses().names if name != "logprob"))
-    found = rollout_metrics(alone)
-    assert found["reward/reward"] == 2.0
-    assert [name for name in found if "logprob" in name or "mismatch" in name] == []
+    metrics = rollout_metrics(alone)
+    assert metrics["reward/reward"] == 2.0
+    assert [name for name in metrics if "logprob" in name or "mismatch" in name] == []
 
 
 def test_each_prompt_is_asked_side_by_side_and_its_samples_are_numbered() -> None:
     prompts = Batch([1, 1], {"tokens": torch.tensor([3, 4])}, {"prompt_id": torch.tensor([7, 9])})
-    asked = for_samples(prompts, 3)
-    assert asked["prompt_id"].tolist() == [7, 7, 7, 9, 9, 9]
-    assert asked["sample_id"].tolist() == [0, 1, 2, 0, 1, 2]
+    requests = for_samples(prompts, 3)
+    assert requests["prompt_id"].tolist() == [7, 7, 7, 9, 9, 9]
+    assert requests["sample_id"].tolist() == [0, 1, 2, 0, 1, 2]
 
 
-def test_answers_are_cut_off_or_finished_in_words() -> None:
+def test_each_response_has_the_status_finished_or_truncated() -> None:
     assert with_status(responses())["status"] == ["finished", "truncated", "finished", "finished"]
 
 
@@ -148,8 +148,8 @@ def test_reward_code_reads_text_and_its_numbers_become_columns() -> None:
     end = character_tokenizer("abc").eos_token
     assert (queries, prompts, labels) == ([f"abc{end}", f"abcc{end}"], ["ab", "ab"], ["0", "1"])
     assert responses == ["c", "cc"]
-    found = [scored[name].tolist() for name in ("reward", "score", "reward_failed", "log_vowels")]
-    assert found == [[1, 2], [0.25, 0.5], [0, 0], [1, 1]]
+    columns = [scored[name].tolist() for name in ("reward", "score", "reward_failed", "log_vowels")]
+    assert columns == [[1, 2], [0.25, 0.5], [0, 0], [1, 1]]
     assert said == []
 
 
@@ -185,14 +185,14 @@ def test_a_batch_that_cannot_be_trained_on_is_kept_by_one_rank_and_named_by_all(
 
 
 def test_a_step_is_written_down_and_told_to_who_watches(tmp_path: Path) -> None:
-    told: list[StepEvent] = []
-    tracker = Tracker(tmp_path, "demo", {}, 0, emit=told.append, shown=("eval/score", "reward/"))
+    events: list[StepEvent] = []
+    tracker = Tracker(tmp_path, "demo", {}, 0, emit=events.append, shown=("eval/score", "reward/"))
     metrics = {"reward/score": 0.5, "actor/loss": 2.0}
     texts = {"prompt": ["a", "a", "b", "b"], "label": [1, 1, 2, 2]}
     samples = with_status(responses().with_sequences(prompt_length=torch.ones(4).long()).with_objects(**texts))
     record_step(tracker, 3, 9, metrics, samples, character_tokenizer("abcdefghi"))
     tracker.close()
-    (event,) = told
+    (event,) = events
     assert (event.step, event.steps, event.metrics, event.shown) == (3, 9, metrics, ("reward/score",))
     assert event.sample is not None and event.sample["reward"] == 1.0
     # The first response is of the tokens 0 and 1, whatever the data's own prompt was.
@@ -206,15 +206,15 @@ def test_a_step_is_written_down_and_told_to_who_watches(tmp_path: Path) -> None:
 
 
 def test_answers_that_cannot_be_shown_as_text_end_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    told: list[StepEvent] = []
-    tracker = Tracker(tmp_path, "demo", {}, 0, sinks={"tensorboard": {}}, emit=told.append)
+    events: list[StepEvent] = []
+    tracker = Tracker(tmp_path, "demo", {}, 0, sinks={"tensorboard": {}}, emit=events.append)
     samples = with_status(responses().with_sequences(prompt_length=torch.ones(4).long()))
     samples = samples.with_objects(prompt=["a"] * 4, label=[1] * 4)
     tokenizer: Any = object()  # it has neither decode nor save_pretrained
     for step in (1, 11):
         record_step(tracker, step, 20, {"reward/score": 0.5}, samples, tokenizer)
     tracker.close()
-    assert [(event.step, event.sample) for event in told] == [(1, None), (11, None)]
+    assert [(event.step, event.sample) for event in events] == [(1, None), (11, None)]
     switched_off = [record.getMessage() for record in caplog.records]
     assert len(switched_off) == 3
     for text, what in zip(switched_off, ("answer", "tokenizer", "samples")):
@@ -223,15 +223,15 @@ def test_answers_that_cannot_be_shown_as_text_end_no_run(tmp_path: Path, caplog:
 
 
 def test_without_a_pass_of_the_trainer_the_gap_of_the_first_update_is_that_of_the_rollouts(tmp_path: Path) -> None:
-    told: list[StepEvent] = []
-    tracker = Tracker(tmp_path, "demo", {}, 0, emit=told.append)
+    events: list[StepEvent] = []
+    tracker = Tracker(tmp_path, "demo", {}, 0, emit=events.append)
     samples = with_status(responses().with_sequences(prompt_length=torch.ones(4).long()))
     samples = samples.with_objects(prompt=["a"] * 4, label=[1] * 4)
     for pass_of_trainer in ({}, {"rollout/logprob_gap_mean": 0.25}):
         metrics = {"actor/first_engine_gap": 0.5, **pass_of_trainer}
         record_step(tracker, 1, 2, metrics, samples, character_tokenizer("abcdefghi"))
     tracker.close()
-    assert [event.metrics["rollout/logprob_gap_mean"] for event in told] == [0.5, 0.25]
+    assert [event.metrics["rollout/logprob_gap_mean"] for event in events] == [0.5, 0.25]
 
 
 def test_an_engine_that_missed_an_update_is_found() -> None:
@@ -242,39 +242,39 @@ def test_an_engine_that_missed_an_update_is_found() -> None:
         check_staleness(responses(), 3, most=1)
 
 
-def test_answers_may_be_so_many_versions_behind_and_it_is_measured() -> None:
+def test_staleness_of_responses_is_limited_and_logged() -> None:
     checked = check_staleness(responses(), 5, most=2)
     assert checked["staleness"].tolist() == [1, 1, 2, 1]
     with pytest.raises(RuntimeError, match=says("version [3]", "version 5", 1)):
         check_staleness(responses(), 5, most=1)
-    found = rollout_metrics(checked)
-    assert (found["rollout/staleness_mean"], found["rollout/staleness_max"]) == (1.25, 2.0)
-    assert "rollout/token_staleness_mean" not in found
+    metrics = rollout_metrics(checked)
+    assert (metrics["rollout/staleness_mean"], metrics["rollout/staleness_max"]) == (1.25, 2.0)
+    assert "rollout/token_staleness_mean" not in metrics
     # The five response tokens were drawn at 4, 4, 5, 3 and 5; the trainer is at 5.
     version_N = torch.tensor([-1, 4, -1, 4, 5, -1, 3, -1, 5])
-    found = rollout_metrics(checked.with_tokens(token_version=version_N))
-    assert found["rollout/token_staleness_mean"] == pytest.approx(0.8)
+    metrics = rollout_metrics(checked.with_tokens(token_version=version_N))
+    assert metrics["rollout/token_staleness_mean"] == pytest.approx(0.8)
     assert [name for name in rollout_metrics(responses()) if "staleness" in name] == []
 
 
 def test_a_log_that_answers_lack_is_averaged_over_the_others_and_left_out_where_all_lack_it() -> None:
     nan = math.nan
-    found = rollout_metrics(
+    metrics = rollout_metrics(
         responses().with_sequences(log_wins=torch.tensor([1.0, nan, 0.0, nan]), log_none=torch.full([4], nan))
     )
-    assert found["reward/wins"] == 0.5
-    assert "reward/none" not in found
+    assert metrics["reward/wins"] == 0.5
+    assert "reward/none" not in metrics
 
 
 def test_episodes_are_counted_by_how_they_ended() -> None:
     played = responses().with_sequences(num_turns=torch.tensor([1, 2, 3, 4]))
-    found = rollout_metrics(played.with_objects(status=["finished", "truncated", "error", "finished"]))
-    shares = [found[f"rollout/{name}_share"] for name in ("finished", "truncated", "aborted", "error")]
-    assert (shares, found["rollout/turns_mean"]) == ([0.5, 0.25, 0.0, 0.25], 2.5)
+    metrics = rollout_metrics(played.with_objects(status=["finished", "truncated", "error", "finished"]))
+    shares = [metrics[f"rollout/{name}_share"] for name in ("finished", "truncated", "aborted", "error")]
+    assert (shares, metrics["rollout/turns_mean"]) == ([0.5, 0.25, 0.0, 0.25], 2.5)
     assert "rollout/finished_share" not in rollout_metrics(with_status(responses()))
 
 
-def test_a_status_that_is_there_stays() -> None:
+def test_an_existing_status_is_kept() -> None:
     assert with_status(responses().with_objects(status=["error"] * 4))["status"] == ["error"] * 4
 
 

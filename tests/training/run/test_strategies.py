@@ -12,15 +12,15 @@ from training.run.strategies import WholeSteps
 
 
 def test_by_default_a_step_is_the_rollouts_of_its_prompts() -> None:
-    asked: list[tuple[int, int]] = []
+    requests: list[tuple[int, int]] = []
 
     def make(count: int, step: int) -> Batch:
-        asked.append((count, step))
+        requests.append((count, step))
         return Batch([1], {"tokens": torch.tensor([step])})
 
     strategy = WholeSteps(make, 4)
     assert strategy.fill(3)["tokens"].tolist() == [3]
-    assert asked == [(4, 3)]
+    assert requests == [(4, 3)]
     assert (strategy.waiting, strategy.has_ended, strategy.sources(), strategy.metrics) == (0, False, {}, {})
 
 
@@ -37,9 +37,9 @@ def test_by_default_a_step_is_the_rollouts_of_its_prompts() -> None:
 def test_an_option_whose_plug_in_is_missing_is_refused(
     option: list[str], strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = ["data.path=task:sort", *option]
-    config: GRPOConfig = read_config(given)
+    arguments = ["data.path=task:sort", *option]
+    config: GRPOConfig = read_config(arguments)
     assert config.rollout_strategy[0] == strategy
     monkeypatch.setattr("training.options.rl_options.names", lambda kind: [])
     with pytest.raises(ConfigError, match=says(strategy, "plugins/", "unset")):
-        read_config(given)
+        read_config(arguments)

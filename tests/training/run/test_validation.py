@@ -1,4 +1,4 @@
-"""What several responses to a prompt are worth together, worked by hand. B responses."""
+"""Metrics of several responses per prompt, calculated by hand. B responses."""
 
 import math
 
@@ -22,20 +22,20 @@ def test_the_majority_of_a_draw_is_worth_what_its_first_answer_is() -> None:
 
 def test_one_answer_to_each_prompt_has_a_mean_and_nothing_else() -> None:
     # Prompt 0 of gsm and prompt 0 of math are two prompts.
-    found = validation_metrics(torch.tensor([1.0, 0.0, 0.5]), torch.tensor([0, 1, 0]), ["gsm", "gsm", "math"])
-    assert found == {"val-core/gsm/reward/mean@1": 0.5, "val-core/math/reward/mean@1": 0.5}
-    assert all(type(value) is float for value in found.values())
+    metrics = validation_metrics(torch.tensor([1.0, 0.0, 0.5]), torch.tensor([0, 1, 0]), ["gsm", "gsm", "math"])
+    assert metrics == {"val-core/gsm/reward/mean@1": 0.5, "val-core/math/reward/mean@1": 0.5}
+    assert all(type(value) is float for value in metrics.values())
 
 
 def test_two_answers_to_each_prompt_by_hand() -> None:
     # The responses to prompt 7 earn 1 and 0, in any order; those to prompt 3 both 0.5.
     # Mean (0.5 + 0.5) / 2, deviation (0.5 + 0) / 2. Of two draws from 1 and 0 the best is 1 three times in four, the
     # worst one in four; the deviation of both is sqrt(3) / 4. Of prompt 3 all is 0.5, and nothing deviates.
-    found = validation_metrics(torch.tensor([1.0, 0.5, 0.0, 0.5]), torch.tensor([7, 3, 7, 3]), ["s"] * 4)
-    assert found["val-core/s/reward/mean@2"] == 0.5
-    assert found["val-aux/s/reward/std@2"] == 0.25
-    drawn = {name: value for name, value in found.items() if "/best" in name or "/worst" in name}
-    assert len(found) == 6
+    metrics = validation_metrics(torch.tensor([1.0, 0.5, 0.0, 0.5]), torch.tensor([7, 3, 7, 3]), ["s"] * 4)
+    assert metrics["val-core/s/reward/mean@2"] == 0.5
+    assert metrics["val-aux/s/reward/std@2"] == 0.25
+    drawn = {name: value for name, value in metrics.items() if "/best" in name or "/worst" in name}
+    assert len(metrics) == 6
     expected = {
         "val-core/s/reward/best@2/mean": (0.75 + 0.5) / 2,
         "val-core/s/reward/best@2/std": math.sqrt(3) / 8,
@@ -51,12 +51,12 @@ def test_what_most_answers_say_counts_where_there_are_predictions() -> None:
     #   4 or 3 times 4: 81/256 + 108/256, twice: 54/256 of which in half 4 comes first; together 216/256 = 0.84.
     reward_B = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0])
     said = ["4", "4", "5", "4", None, None, None, None]
-    found = validation_metrics(reward_B, torch.zeros(8), ["a"] * 4 + ["b"] * 4, predictions=said)
-    assert found["val-core/a/reward/maj@4/mean"] == pytest.approx(216 / 256, abs=0.035)
+    metrics = validation_metrics(reward_B, torch.zeros(8), ["a"] * 4 + ["b"] * 4, predictions=said)
+    assert metrics["val-core/a/reward/maj@4/mean"] == pytest.approx(216 / 256, abs=0.035)
     # Of two responses the first drawn wins either way: 0.75.
-    assert found["val-aux/a/reward/maj@2/mean"] == pytest.approx(0.75, abs=0.042)
-    assert not any(name.startswith(("val-core/b/reward/maj", "val-aux/b/reward/maj")) for name in found)
-    assert "val-core/b/reward/best@4/mean" in found
+    assert metrics["val-aux/a/reward/maj@2/mean"] == pytest.approx(0.75, abs=0.042)
+    assert not any(name.startswith(("val-core/b/reward/maj", "val-aux/b/reward/maj")) for name in metrics)
+    assert "val-core/b/reward/best@4/mean" in metrics
 
 
 def test_the_draws_are_the_same_every_time() -> None:
@@ -71,8 +71,8 @@ def test_the_draws_are_the_same_every_time() -> None:
 
 def test_acc_decides_where_it_is_logged_and_the_reward_elsewhere() -> None:
     logged = {"acc": torch.tensor([1.0, NAN]), "reward": torch.tensor([9.0, 9.0]), "steps": torch.tensor([NAN, 3.0])}
-    found = validation_metrics(torch.tensor([0.5, 0.25]), torch.tensor([0, 1]), ["a", "b"], logged)
-    assert found == {
+    metrics = validation_metrics(torch.tensor([0.5, 0.25]), torch.tensor([0, 1]), ["a", "b"], logged)
+    assert metrics == {
         "val-core/a/acc/mean@1": 1.0,
         "val-aux/a/reward/mean@1": 0.5,
         "val-core/b/reward/mean@1": 0.25,
@@ -82,7 +82,7 @@ def test_acc_decides_where_it_is_logged_and_the_reward_elsewhere() -> None:
 
 def test_an_answer_without_a_logged_number_is_not_drawn() -> None:
     logged = {"moves": torch.tensor([NAN, 2.0, NAN, NAN])}
-    found = validation_metrics(torch.ones(4), torch.tensor([0, 0, 1, 1]), ["a"] * 4, logged, ["x", "x", "y", "y"])
-    moves = {name: value for name, value in found.items() if "/moves/" in name}
+    metrics = validation_metrics(torch.ones(4), torch.tensor([0, 0, 1, 1]), ["a"] * 4, logged, ["x", "x", "y", "y"])
+    moves = {name: value for name, value in metrics.items() if "/moves/" in name}
     names = ("mean@2", "std@2", "best@2/mean", "best@2/std", "worst@2/mean", "worst@2/std", "maj@2/mean", "maj@2/std")
     assert moves == {f"val-aux/a/moves/{name}": 0.0 if "std" in name else 2.0 for name in names}

@@ -64,7 +64,7 @@ def test_a_name_belongs_to_its_own_entry_or_to_the_first_family_that_it_fits(nam
     assert metric is not None and metric.name == family
 
 
-def test_what_no_entry_fits_has_none() -> None:
+def test_an_unknown_name_has_no_metric_entry() -> None:
     for name in ("score", "actor/approx_kl2", "eval/", "reward/", "perf/tokens"):
         assert metric_of(name) is None
 
@@ -79,7 +79,7 @@ def test_metrics_of_the_engines_are_those_of_the_engine_with_most_and_have_a_mea
         {"gpu_memory_gb": 3.0, "gpu_memory_reserved_gb": 4.5},
         {"gpu_memory_gb": 1.0, "gpu_memory_reserved_gb": 5.0},
     ]
-    found = engine_metrics(each)
-    assert found == {"rollout/gpu_memory_gb": 3.0, "rollout/gpu_memory_reserved_gb": 5.0}
-    assert all(metric_of(name) for name in found)
+    metrics = engine_metrics(each)
+    assert metrics == {"rollout/gpu_memory_gb": 3.0, "rollout/gpu_memory_reserved_gb": 5.0}
+    assert all(metric_of(name) for name in metrics)
     assert engine_metrics([{}, {}]) == {}  # on CPUs

@@ -16,5 +16,5 @@ from training.tracking.serialization import duration
         (273600, "3 d 04 h"),
     ],
 )
-def test_a_duration_is_said_in_two_units(seconds: float, words: str) -> None:
+def test_a_duration_is_printed_in_two_units(seconds: float, words: str) -> None:
     assert duration(seconds) == words

@@ -60,7 +60,7 @@ def test_a_disk_that_is_full_switches_each_file_off_with_one_warning(tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts", "tensorboard", "environment.json", "config.yaml"])
-def test_what_stands_in_the_way_of_a_file_costs_one_warning(
+def test_an_obstructed_output_path_logs_one_warning(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     # A folder where a file should go, and a file where a folder should: nobody can write there, root included.

@@ -1,4 +1,4 @@
-"""What a run leaves behind, and that none of it can stop the run."""
+"""Files that a run writes. A failure to write one does not stop the run."""
 
 import json
 import logging
@@ -333,7 +333,7 @@ def test_keys_and_tokens_are_hidden_in_command_lines_and_texts() -> None:
         ("the signature of a bearer is key", "the signature of a bearer is key"),
     ],
 )
-def test_what_looks_like_a_login_is_hidden_in_any_text(text: str, hidden: str) -> None:
+def test_credentials_are_hidden_in_any_text(text: str, hidden: str) -> None:
     assert redact(text) == hidden
 
 

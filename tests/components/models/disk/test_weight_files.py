@@ -62,7 +62,7 @@ KINDS: dict[str, Callable[[], PreTrainedModel]] = {
         GPT2Config(vocab_size=40, n_embd=32, n_layer=2, n_head=4, n_positions=16, bos_token_id=1, eos_token_id=2)
     ),
 }
-"""Whose files have other names than the model, a tensor for each expert, or weights as [in, out]."""
+"""Models whose files use other names, one tensor per expert, or weights of shape [in, out]."""
 
 
 @pytest.fixture(scope="module", params=WORLD_SIZES)
@@ -116,7 +116,7 @@ def test_what_is_read_and_exported_is_what_transformers_reads_and_writes(tmp_pat
 
 
 def export(model: PreTrainedModel, folder: Path, **options: Any) -> list[int]:
-    """How many weights are still there whenever the next one is asked for."""
+    """Export a model. Return the number of weights in memory each time the next one is requested."""
     shapes = {name: parameter.detach().to("meta") for name, parameter in model.named_parameters()}
     alive: list[weakref.ref[Tensor]] = []
     counts = []

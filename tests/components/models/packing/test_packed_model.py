@@ -112,10 +112,10 @@ def test_values_and_gradients_equal_those_of_separate_sequences(
     packed_2N = both(model, batch)
     alone_2N = torch.cat([both(reference, batch.select([i])) for i in range(len(batch))], 1)
     torch.testing.assert_close(packed_2N, alone_2N, rtol=0, atol=1e-5)
-    found, expected = gradients(model, packed_2N.sum()), gradients(reference, alone_2N.sum())
-    assert found.keys() == expected.keys()
+    actual, expected = gradients(model, packed_2N.sum()), gradients(reference, alone_2N.sum())
+    assert actual.keys() == expected.keys()
     for key in expected:
-        torch.testing.assert_close(found[key], expected[key], rtol=1e-5, atol=1e-5 * float(expected[key].abs().max()))
+        torch.testing.assert_close(actual[key], expected[key], rtol=1e-5, atol=1e-5 * float(expected[key].abs().max()))
 
 
 def test_another_sequence_changes_no_bit(folder_of: Callable[[str], Path], batch: Batch) -> None:
@@ -169,7 +169,7 @@ def test_a_soft_cap_of_attention_is_not_left_out(folder_of: Callable[[str], Path
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_packed_is_refused(folder_of: Callable[[str], Path], name: str) -> None:
+def test_models_that_cannot_be_packed_are_rejected(folder_of: Callable[[str], Path], name: str) -> None:
     with pytest.raises(ValueError, match=says(*REFUSED[name][1], "packing=False")):
         load_policy(folder_of(name), packing=True)
 
@@ -189,8 +189,8 @@ def test_other_calls_of_a_model_that_packs_are_what_they_were(folder_of: Callabl
     models: list[Any] = [load_policy(folder_of("mistral"), packing=packing) for packing in (True, False)]
     with torch.no_grad():
         for arguments in ({"attention_mask": mask_BS}, {}, {"use_cache": True}):
-            found, expected = (model(input_ids=tokens_BS, **arguments).logits for model in models)
-            torch.testing.assert_close(found[:, 2:], expected[:, 2:], rtol=0, atol=1e-5)
+            actual, expected = (model(input_ids=tokens_BS, **arguments).logits for model in models)
+            torch.testing.assert_close(actual[:, 2:], expected[:, 2:], rtol=0, atol=1e-5)
     written = [
         model.generate(tokens_BS, attention_mask=mask_BS, max_new_tokens=6, do_sample=False).tolist()
         for model in models
@@ -271,7 +271,7 @@ def test_without_a_plug_in_for_shared_tokens_each_sequence_is_computed_whole(
 
 @pytest.fixture(scope="module")
 def record(tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What rank 0 of two recorded."""
+    """The record of rank 0 of two ranks."""
     return run_ranks(packing_cases.packed, 2, tmp_path_factory.mktemp("packing"), str(tied_model))[0]
 
 
@@ -280,14 +280,14 @@ def record(tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 def test_every_engine_learns_the_same_packed_and_in_chunks_as_padded(record: dict[str, Any], case: str) -> None:
     precision = packing_cases.CASES.get(case, {}).get("precision", "fp32")
     kind = "value" if case.startswith("value") else precision
-    found, expected = record[case], record[f"{packing_cases.PLAIN}-{kind}"]
+    actual, expected = record[case], record[f"{packing_cases.PLAIN}-{kind}"]
     # In bfloat16 with the rounding of one, which differs with the order of sums.
     atol = 1e-5 if precision == "fp32" else 0.05
-    torch.testing.assert_close(found["before"], expected["before"], rtol=0, atol=atol)
-    torch.testing.assert_close(found["after"], expected["after"], rtol=0, atol=5 * atol)
-    for step, other in zip(found["metrics"], expected["metrics"], strict=True):
+    torch.testing.assert_close(actual["before"], expected["before"], rtol=0, atol=atol)
+    torch.testing.assert_close(actual["after"], expected["after"], rtol=0, atol=5 * atol)
+    for step, other in zip(actual["metrics"], expected["metrics"], strict=True):
         assert step["loss"] == pytest.approx(other["loss"], abs=atol)
         assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=5 * atol)
-    assert found["weights"].keys() == expected["weights"].keys()
+    assert actual["weights"].keys() == expected["weights"].keys()
     for name, tensor in expected["weights"].items():
-        torch.testing.assert_close(found["weights"][name], tensor, rtol=0, atol=atol)
+        torch.testing.assert_close(actual["weights"][name], tensor, rtol=0, atol=atol)
