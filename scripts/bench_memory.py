@@ -45,6 +45,7 @@ from components.train.engine import TrainEngine  # noqa: E402
 from components.train.frozen import open_frozen_policy  # noqa: E402
 from components.train.opening import open_engine  # noqa: E402
 from components.train.process_group import init_process_group  # noqa: E402
+from components.train.state import EngineState, load_state, save_state  # noqa: E402
 from components.weights.bucket_sizes import BUCKET_BYTES  # noqa: E402
 
 VOCABULARY = 32_000
@@ -145,10 +146,10 @@ def measured(folder: Path, kind: str, work: str, say: Callable[[str], object] = 
         phase("forward", lambda: engine.forward(sequences(1), policy_logprobs))
         # AdamW allocates its moments at the end of the first step, so the second one has the peak.
         phase("step", lambda: [engine.train_step(sequences(ranks), nll) for _ in range(2)])
-        phase("save_state", lambda: engine.save_state(folder / "state"))
+        phase("save_state", lambda: save_state(engine, folder / "state"))
         phase("save_hf", lambda: engine.save_hf(folder / "hf"))
     else:
-        phase("load_state", lambda: engine.load_state(folder / "state"))
+        phase("load_state", lambda: load_state(engine, folder / "state"))
     return record | {"digest": digest(engine)}
 
 
@@ -159,8 +160,8 @@ def sequences(count: int) -> Batch:
 def digest(engine: TrainEngine) -> str:
     """Return a digest of the full AdamW state in the order of the model, on rank 0."""
     total = hashlib.sha256()
-    state = engine._state()
-    for parameter in state.parameters.values():
+    state = EngineState(engine)
+    for parameter in engine.parameters.values():
         for key in state.keys_of(parameter):
             for _, piece in state.pieces(parameter, key, 0):
                 if engine.rank == 0:

@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from components.models.size import model_size  # noqa: E402
 from components.train.config import TrainConfig  # noqa: E402 (may not be installed)
+from components.train.state import save_state  # noqa: E402
 from plugins.plan.memory import micro_batch_tokens, steps_in_parts, training  # noqa: E402
 
 SHAPE: dict[str, Any] = {
@@ -114,7 +115,7 @@ def work(folder: str, options: dict[str, Any], scratch: str) -> None:
     for _ in range(2):
         engine.train_step(batch, loss)
     reached("save")
-    engine.save_state(Path(scratch, "state"))
+    save_state(engine, Path(scratch, "state"))
     for _ in engine.gathered_parameters():
         pass
     phases.append("end")

@@ -186,6 +186,9 @@ class TrainOptions(Checked):
         # there instead of ending the run.
         if self.engine == "fsdp" and self.zero_stage < 2 and default_engine() != "fsdp":
             yield f"{prefix}zero_stage={self.zero_stage}: engine=fsdp partitions all between steps; set 2 or 3"
+        has_average = self.ema_beta is not None
+        if has_average and (missing := _missing("weight average", "ema", f"{prefix}ema_beta={self.ema_beta}")):
+            yield missing
         if self.engine == "fsdp" and self.overlap_comm:
             yield f"{prefix}overlap_comm=True: engine=fsdp overlaps always, and nobody can choose; leave it out"
 

@@ -120,7 +120,7 @@ class TrainEngine(PartitionedModel):
         Raises:
             ValueError: `adapters` is False, and the model has none.
         """
-        self._check_awake()
+        self.check_awake()
         if not adapters:
             if self.adapters is None:
                 raise ValueError("the model has no adapters, and its weights are trained; set lora_rank")
@@ -149,7 +149,7 @@ class TrainEngine(PartitionedModel):
             FloatingPointError: the loss or the gradient is not finite. It is raised on all ranks before the weights
                 change. The engine cannot be used afterwards.
         """
-        self._check_awake()
+        self.check_awake()
         began = time.perf_counter()
         totals = totals_of(minibatch)
         if self._auxiliary_loss is not None:
@@ -180,8 +180,7 @@ class TrainEngine(PartitionedModel):
         grad_norm = self._step(learning_rate)
         self.step_count += 1
         if self.average is not None:
-            # The average follows the float32 master weights, because small steps are rounded away in bfloat16.
-            self.average.update(self._state().master_weights())
+            self.average.follow(self)
         metrics |= {"grad_norm": grad_norm, "learning_rate": learning_rate}
         if self.device.type == "cuda":
             computed = layout.computed_tokens(minibatch, plans)

@@ -56,7 +56,7 @@ class FSDPEngine(TrainEngine):
             copies=self.axes.copies,
         )
         fill(model, "cpu" if config.adam_offload else self.device)
-        self._adam = adam_of(model, config)
+        self.adam = adam_of(model, config)
         self._start_average()
 
     @property
@@ -96,10 +96,10 @@ class FSDPEngine(TrainEngine):
             # The small constant is that of torch's clip_grad_norm_, so that both give the same gradients.
             for gradient in gradients:
                 gradient.mul_(self.config.max_grad_norm / (norm + 1e-6))
-        for group in self._adam.param_groups:
+        for group in self.adam.param_groups:
             group["lr"] = learning_rate
-        self._adam.step()
-        self._adam.zero_grad()
+        self.adam.step()
+        self.adam.zero_grad()
         return norm
 
     def _part(self, parameter: nn.Parameter, dtype: torch.dtype) -> Part:

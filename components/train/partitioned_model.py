@@ -1,6 +1,4 @@
-"""Gathering, export, saving, resuming and offloading of a trained model whose parameters may be sharded over the
-ranks.
-"""
+"""Gathering, export and offloading of a trained model whose parameters may be sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -8,23 +6,37 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from components.models.disk.export import save_model
+from components.registry import load
 from components.train.adapters import Adapters
 from components.train.collective_io import disk_errors
 from components.train.config import TrainConfig
 from components.train.host_memory import HostCopies
-from components.train.state import EngineState, whole_shape
-from components.train.weight_average import WeightAverage
 from components.weights.bucket_sizes import BUCKET_BYTES
 from components.weights.gather import Part, gathered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+class WeightAverage(Protocol):
+    """Average of the trained master weights. A plug-in provides it."""
+
+    tensors: dict[str, Tensor]
+    """Averages by name, float32, on the CPU of rank 0. Empty on other ranks."""
+
+    def follow(self, engine: PartitionedModel) -> None:
+        """Update the average after an optimizer step of the engine. All ranks must call this."""
+        ...
+
+    def restart(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Set the average to these tensors."""
+        ...
 
 
 class PartitionedModel(ABC):
@@ -41,25 +53,35 @@ class PartitionedModel(ABC):
     average: WeightAverage | None = None
     """Average of the trained master weights, or None without `ema_beta`."""
     _asleep: HostCopies | None = None
-    _adam: torch.optim.AdamW
+    adam: torch.optim.AdamW
+    """Optimizer over the parameters (ZeRO 0) or this rank's shards of them."""
 
     @abstractmethod
     def _part(self, parameter: nn.Parameter, dtype: torch.dtype) -> Part:
         """Return this rank's shard of a parameter, to be gathered in this dtype. All ranks must call this."""
 
     @property
-    def _zero(self) -> Any:
-        """DeepSpeed's ZeRO optimizer around AdamW, or None."""
+    def zero(self) -> Any:
+        """DeepSpeed's ZeRO optimizer around `adam`, which steps all parameters together. None with zero_stage 0, and
+        for other engines.
+        """
         return None
 
-    def _state(self) -> EngineState:
-        """Return the training state of this engine, in place."""
-        adapters = None if self.adapters is None else self.adapters.note
-        return EngineState(self.model, self._adam, self._zero, self.config, self.device, self.average, adapters)
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters that are saved and averaged: all of them, or with adapters only the trained ones."""
+        named = self.model.named_parameters()
+        return {name: parameter for name, parameter in named if parameter.requires_grad or self.adapters is None}
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """Persistent buffers of the model, which are saved with it."""
+        persistent = self.model.state_dict(keep_vars=True).keys()
+        return {name: buffer for name, buffer in self.model.named_buffers() if name in persistent}
 
     def _start_average(self) -> None:
         if self.config.ema_beta is not None:
-            self.average = WeightAverage(self.config.ema_beta, self._state().master_weights())
+            self.average = load("weight average", "ema", "train.ema_beta")(self.config.ema_beta, self)
 
     def gathered_parameters(self, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole parameters by name on the CPU of rank 0, with bf16 in bfloat16. Tied parameters are yielded
@@ -73,7 +95,7 @@ class PartitionedModel(ABC):
         Args:
             everywhere: yield the parameters on every rank, on its device. Only for models without adapters.
         """
-        trained = self._gather(self._state().parameters.items(), everywhere)
+        trained = self._gather(self.parameters.items(), everywhere)
         if self.adapters is None:
             yield from trained
         else:
@@ -87,12 +109,12 @@ class PartitionedModel(ABC):
         """
         if self.adapters is None:
             raise ValueError("the model has no adapters; set lora_rank")
-        yield from self.adapters.named(self._gather(self._state().parameters.items()))
+        yield from self.adapters.named(self._gather(self.parameters.items()))
 
     def _gather(
         self, parameters: Iterable[tuple[str, nn.Parameter]], everywhere: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        self._check_awake()
+        self.check_awake()
         parts = ((name, self._part(parameter, self._type(parameter))) for name, parameter in parameters)
         return gathered(parts, self.device, BUCKET_BYTES[self.device.type], everywhere)
 
@@ -113,7 +135,7 @@ class PartitionedModel(ABC):
         Raises:
             OSError: rank 0 cannot write to the folder. All ranks have finished gathering then.
         """
-        self._check_awake()
+        self.check_awake()
         weights, adapters = self._exported()
         tensors = dict(self._shapes())
         try:
@@ -131,7 +153,7 @@ class PartitionedModel(ABC):
 
     def _exported(self) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Tensor]]:
         """Return the weights that `save_hf` writes, and the trained adapters (empty without adapters)."""
-        parameters = self._state().parameters
+        parameters = self.parameters
         averaged: Iterable[tuple[str, Tensor]] = self.average.tensors.items() if self.average is not None else ()
         in_type = ((name, tensor.to(self._type(parameters[name]))) for name, tensor in averaged)
         trained = self._gather(parameters.items()) if self.average is None else in_type
@@ -142,7 +164,7 @@ class PartitionedModel(ABC):
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Return the buffers that are saved with a model, on rank 0."""
-        return iter(self._state().buffers.items() if self.rank == 0 else ())
+        return iter(self.buffers.items() if self.rank == 0 else ())
 
     def _shapes(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names, shapes and dtypes of the tensors from `_exported`, as meta tensors."""
@@ -150,50 +172,8 @@ class PartitionedModel(ABC):
             if self.adapters is None or ".lora_" not in name:
                 plain = name.replace(".base_layer.", ".")
                 yield plain, torch.empty(whole_shape(parameter), dtype=self._type(parameter), device="meta")
-        for name, buffer in self._state().buffers.items():
+        for name, buffer in self.buffers.items():
             yield name, buffer.to("meta")
-
-    def save_state(self, folder: str | Path) -> None:
-        """Write the complete training state. All ranks must call this, and each writes a share.
-
-        The state consists of the float32 master weights, AdamW's moments and step numbers, `step_count`, the model's
-        persistent buffers, each rank's random state, and the average of the weights if there is one. With adapters,
-        only the trained parameters are written. Call it between two calls of `train_step`, and not after an error in
-        one.
-
-        Args:
-            folder: path to a folder on a file system that all ranks share. It is created if it is missing. An older
-                state in it is replaced.
-
-        Raises:
-            OSError: a rank cannot write. It is raised on all ranks, and the engine can still be used.
-        """
-        self._check_awake()
-        self._state().save(Path(folder), self.step_count)
-
-    def load_state(self, folder: str | Path) -> list[str]:
-        """Resume from a state that `save_state` wrote. All ranks must call this, and each reads what it needs.
-
-        Call it on a new engine of the same architecture. Its weights are replaced, except for the weights beneath
-        adapters, which must be the same. Learning rate, schedule, AdamW's settings and `ema_beta` are taken from its
-        configuration. Load after all engines of the process have been created, because creating one seeds the generator
-        that dropout uses.
-
-        With the settings of the saved state, training continues bit by bit. With another number of ranks or another
-        zero_stage the loaded state is identical, and later results differ by the order of sums. With another number of
-        ranks, dropout also restarts from the seed of the configuration, and all ranks get the buffers of rank 0.
-
-        Returns:
-            A list of notes about state that could not be restored exactly. Empty if everything is exact.
-
-        Raises:
-            ValueError: the folder is incomplete, or is the state of another model or of other adapters. It is raised on
-                all ranks.
-            OSError: a rank cannot read a file. It is raised on all ranks.
-        """
-        self._check_awake()
-        self.step_count, inexact = self._state().load(Path(folder))
-        return inexact
 
     def sleep(self) -> int:
         """Move all tensors of the engine from the GPU to host memory until `wake`. No other method can be used
@@ -212,7 +192,8 @@ class PartitionedModel(ABC):
             self._asleep.restore()
         self._asleep = None
 
-    def _check_awake(self) -> None:
+    def check_awake(self) -> None:
+        """Raise a ValueError if the engine is asleep."""
         if self._asleep is not None:
             raise ValueError("the training engine is asleep, and what it holds is in host memory; call wake() first")
 
@@ -222,10 +203,9 @@ class PartitionedModel(ABC):
 
     def _tensors(self) -> Iterator[Tensor]:
         """Return the tensors that the next step needs."""
-        state = self._state()
-        for group in state.adam.param_groups:
+        for group in self.adam.param_groups:
             yield from group["params"]
-        for moments in state.adam.state.values():
+        for moments in self.adam.state.values():
             yield from (value for value in moments.values() if isinstance(value, Tensor))
         yield from self.model.buffers()
         for parameter in self.model.parameters():
@@ -236,3 +216,8 @@ class PartitionedModel(ABC):
     def _type(self, parameter: nn.Parameter) -> torch.dtype:
         """Return the dtype in which passes use a parameter. Its master weight may have another dtype."""
         return torch.bfloat16 if self.config.precision == "bf16" else parameter.dtype
+
+
+def whole_shape(tensor: Any) -> torch.Size:
+    """Return the shape of the whole parameter, of which this rank may have a shard."""
+    return torch.Size(getattr(tensor, "ds_shape", tensor.shape))

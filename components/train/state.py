@@ -35,8 +35,7 @@ from components.models.disk.blocks import Block, local_part, own_block
 from components.models.disk.tensor_file import TensorFile, TensorReader
 from components.process.heartbeat import beat
 from components.train.collective_io import CollectiveIO
-from components.train.config import TrainConfig
-from components.train.weight_average import WeightAverage
+from components.train.partitioned_model import PartitionedModel, whole_shape
 
 NOTE = "engine.json"
 AVERAGE = "average.safetensors"
@@ -55,6 +54,51 @@ CONSEQUENCES = {
 """Consequence, by setting, of loading a state that was saved with another value."""
 PIECE = 16 * 2**20
 """Number of elements of a parameter that are gathered, written or read at a time: 64 MB in float32."""
+
+
+def save_state(engine: PartitionedModel, folder: str | Path) -> None:
+    """Write the complete training state. All ranks must call this, and each writes a share.
+
+    The state consists of the float32 master weights, AdamW's moments and step numbers, `step_count`, the model's
+    persistent buffers, each rank's random state, and the average of the weights if there is one. With adapters,
+    only the trained parameters are written. Call it between two calls of `train_step`, and not after an error in
+    one.
+
+    Args:
+        engine: training engine.
+        folder: path to a folder on a file system that all ranks share. It is created if it is missing. An older
+            state in it is replaced.
+
+    Raises:
+        OSError: a rank cannot write. It is raised on all ranks, and the engine can still be used.
+    """
+    engine.check_awake()
+    EngineState(engine).save(Path(folder), engine.step_count)
+
+
+def load_state(engine: PartitionedModel, folder: str | Path) -> list[str]:
+    """Resume from a state that `save_state` wrote. All ranks must call this, and each reads what it needs.
+
+    Call it on a new engine of the same architecture. Its weights are replaced, except for the weights beneath
+    adapters, which must be the same. Learning rate, schedule, AdamW's settings and `ema_beta` are taken from its
+    configuration. Load after all engines of the process have been created, because creating one seeds the generator
+    that dropout uses.
+
+    With the settings of the saved state, training continues bit by bit. With another number of ranks or another
+    zero_stage the loaded state is identical, and later results differ by the order of sums. With another number of
+    ranks, dropout also restarts from the seed of the configuration, and all ranks get the buffers of rank 0.
+
+    Returns:
+        A list of notes about state that could not be restored exactly. Empty if everything is exact.
+
+    Raises:
+        ValueError: the folder is incomplete, or is the state of another model or of other adapters. It is raised on
+            all ranks.
+        OSError: a rank cannot read a file. It is raised on all ranks.
+    """
+    engine.check_awake()
+    engine.step_count, inexact = EngineState(engine).load(Path(folder))
+    return inexact
 
 
 @dataclass(frozen=True)
@@ -103,19 +147,7 @@ class _Saved:
 class EngineState:
     """Training state of one engine, in place. All ranks must make the same calls in the same order."""
 
-    model: nn.Module
-    adam: torch.optim.AdamW
-    """Optimizer over the parameters (ZeRO 0) or this rank's shards of them."""
-    zero: Any
-    """DeepSpeed's ZeRO optimizer around `adam`, which steps all parameters together. None with zero_stage 0, and for
-    other engines."""
-    config: TrainConfig
-    device: torch.device
-    """Device on which collectives are computed."""
-    average: WeightAverage | None = None
-    """Average of the weights, whose tensors are on rank 0. Either all ranks have one, or none."""
-    adapters: dict[str, Any] | None = None
-    """Settings of the model's adapters, or None. The weights beneath adapters are not saved."""
+    engine: PartitionedModel
 
     @property
     def rank(self) -> int:
@@ -126,14 +158,13 @@ class EngineState:
         return dist.get_world_size()
 
     @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters that are saved and averaged: all of them, or with adapters only the trained ones."""
-        named = self.model.named_parameters()
-        return {name: parameter for name, parameter in named if parameter.requires_grad or self.adapters is None}
+    def adapters(self) -> dict[str, Any] | None:
+        """Settings of the model's adapters, or None. The weights beneath adapters are not saved."""
+        return None if self.engine.adapters is None else self.engine.adapters.note
 
     def save(self, folder: Path, step_count: int) -> None:
         """Write the folder. engine.json is written last, so a folder that contains it is complete."""
-        parameters, beneath = self.parameters, self._sum_beneath()
+        parameters, beneath = self.engine.parameters, self._sum_beneath()
         writers = self._writers(parameters)
         io = CollectiveIO(f"write {folder}")
         io.do(partial(self._begin, folder))
@@ -146,8 +177,8 @@ class EngineState:
                         io.do(partial(file.write_part, f"{name}/{key}", piece, start))
         if file is not None:
             file.close()
-        if self.rank == 0 and self.average is not None:
-            averages = {f"{name}/average": tensor for name, tensor in self.average.tensors.items()}
+        if self.rank == 0 and self.engine.average is not None:
+            averages = {f"{name}/average": tensor for name, tensor in self.engine.average.tensors.items()}
             io.do(partial(save_file, averages, folder / AVERAGE))
         # All ranks must have written their files before the note declares the folder complete.
         io.end()
@@ -178,8 +209,8 @@ class EngineState:
                 )
             self._fill(saved)
         self._refresh()
-        if self.average is not None and saved.note["average"] is None:
-            self.average.restart(self.master_weights())
+        if self.engine.average is not None and saved.note["average"] is None:
+            self.engine.average.restart(self.master_weights())
         return saved.note["step_count"], self._remarks(saved.note)
 
     def master_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -188,7 +219,7 @@ class EngineState:
 
         Every rank must exhaust the iterator, because gathering is collective. Ranks other than 0 get no items.
         """
-        for name, parameter in self.parameters.items():
+        for name, parameter in self.engine.parameters.items():
             pieces = [piece.to("cpu", copy=True) for _, piece in self.pieces(parameter, "weight", 0) if self.rank == 0]
             if pieces:
                 yield name, torch.cat(pieces).view(whole_shape(parameter))
@@ -201,12 +232,12 @@ class EngineState:
         """
         if self.adapters is None:
             return None
-        total = torch.zeros((), dtype=torch.int64, device=self.device)
-        for parameter in self.model.parameters():
+        total = torch.zeros((), dtype=torch.int64, device=self.engine.device)
+        for parameter in self.engine.model.parameters():
             part = None if parameter.requires_grad else self._part(parameter)
             # Every rank has the parameters that are not sharded, so only rank 0 counts them.
             if part is not None and (self.rank == 0 or hasattr(parameter, "ds_id") or _is_dtensor(parameter)):
-                bits = part.of(part.flat).to(self.device, torch.bfloat16).view(torch.int16)
+                bits = part.of(part.flat).to(self.engine.device, torch.bfloat16).view(torch.int16)
                 total += bits.sum(dtype=torch.int64)
         dist.all_reduce(total)
         return int(total)
@@ -215,8 +246,8 @@ class EngineState:
         """Return this rank's shard of a parameter, or None if other ranks have all of it."""
         if hasattr(parameter, "ds_id"):
             if parameter.requires_grad:
-                group, offset, count = self.zero.grad_position[self.zero.get_param_id(parameter)]
-                flat = self.zero.fp32_partitioned_groups_flat[group]
+                group, offset, count = self.engine.zero.grad_position[self.engine.zero.get_param_id(parameter)]
+                flat = self.engine.zero.fp32_partitioned_groups_flat[group]
             else:
                 flat, offset, count = parameter.ds_tensor, 0, parameter.ds_tensor.numel()
             # The shards of the last ranks are padded to the size of the others, and may consist of padding only.
@@ -227,7 +258,7 @@ class EngineState:
         mapping = parameter._hp_mapping
         if mapping is None:
             return None
-        flat = self.adam.param_groups[mapping.param_group_index]["params"][0]
+        flat = self.engine.adam.param_groups[mapping.param_group_index]["params"][0]
         master, working = mapping.hp_fragment_address, mapping.lp_fragment_address
         return _Part(flat, master.start, Block(working.start, working.numel))
 
@@ -236,10 +267,10 @@ class EngineState:
         if not parameter.requires_grad:
             return None
         if not _is_zeros(parameter):
-            state = self.adam.state.get(parameter)
+            state = self.engine.adam.state.get(parameter)
             return int(state["step"]) if state else None
         # ZeRO steps all parameters together. This rank may have no shard of this one, so any step number is taken.
-        return max((int(state["step"]) for state in self.adam.state.values() if state), default=None)
+        return max((int(state["step"]) for state in self.engine.adam.state.values() if state), default=None)
 
     def keys_of(self, parameter: nn.Parameter) -> tuple[str, ...]:
         """Return the keys of the tensors that are saved for a parameter."""
@@ -255,7 +286,7 @@ class EngineState:
         block = Block(0, 0) if part is None else part.block
         shard = torch.empty(0, 1)
         if part is not None:
-            shard = part.of(part.flat if key == "weight" else self.adam.state[part.flat][key])
+            shard = part.of(part.flat if key == "weight" else self.engine.adam.state[part.flat][key])
         is_on_writer = self.world_size == 1 or not (_is_zeros(parameter) or _is_dtensor(parameter))
         for first, last in _pieces(whole_shape(parameter).numel() // block.width, block.width):
             beat()
@@ -278,7 +309,7 @@ class EngineState:
         """
         # The bits are summed as integers. All ranks but one contribute 0, so every bit arrives unchanged; a float sum
         # would turn -0.0 into 0.0.
-        bits = torch.zeros(rows, place.width, dtype=torch.int32, device=self.device)
+        bits = torch.zeros(rows, place.width, dtype=torch.int32, device=self.engine.device)
         if place.is_first and place.rows:
             place.of(bits).copy_(numbers.view(torch.int32))
         dist.reduce(bits, dst=writer)
@@ -311,9 +342,9 @@ class EngineState:
         # complete.
         if self.rank == 0:
             (folder / NOTE).unlink(missing_ok=True)
-        tensors = {f"{name}/buffer": buffer.to("cpu", copy=True) for name, buffer in self.buffers.items()}
+        tensors = {f"{name}/buffer": buffer.to("cpu", copy=True) for name, buffer in self.engine.buffers.items()}
         tensors["cpu/random"] = torch.get_rng_state()
-        if self.device.type == "cuda":
+        if self.engine.device.type == "cuda":
             tensors["cuda/random"] = torch.cuda.get_rng_state()
         save_file(tensors, folder / f"own_{self.rank}.safetensors")
 
@@ -332,22 +363,16 @@ class EngineState:
             "world_size": self.world_size,
             **self._settings(),
             "adam_step": max(steps, default=None),
-            "average": AVERAGE if self.average is not None else None,
+            "average": AVERAGE if self.engine.average is not None else None,
             "adapters": self.adapters,
             "parameters": entries,
-            "buffers": {name: {"shape": list(buffer.shape)} for name, buffer in self.buffers.items()},
+            "buffers": {name: {"shape": list(buffer.shape)} for name, buffer in self.engine.buffers.items()},
         }
 
     def _settings(self) -> dict[str, Any]:
         names = ("engine", "precision", "adam_offload", "context", "tensor", "expert")
-        settings = {name: getattr(self.config, name) for name in names}
-        return {"zero_stage": self.config.stage, **settings, "device": self.device.type}
-
-    @property
-    def buffers(self) -> dict[str, Tensor]:
-        """Persistent buffers of the model, which are saved with it."""
-        persistent = self.model.state_dict(keep_vars=True).keys()
-        return {name: buffer for name, buffer in self.model.named_buffers() if name in persistent}
+        settings = {name: getattr(self.engine.config, name) for name in names}
+        return {"zero_stage": self.engine.config.stage, **settings, "device": self.engine.device.type}
 
     def _open(self, folder: Path, stack: ExitStack) -> _Saved:
         """Open all files of a saved state.
@@ -357,8 +382,8 @@ class EngineState:
         """
         note = _read_note(folder)
         _same_adapters(folder, note["adapters"], self.adapters)
-        _same_model(folder, "parameter", note["parameters"], self.parameters)
-        _same_model(folder, "buffer", note["buffers"], self.buffers)
+        _same_model(folder, "parameter", note["parameters"], self.engine.parameters)
+        _same_model(folder, "buffer", note["buffers"], self.engine.buffers)
         rank_file = f"own_{self.rank if note['world_size'] == self.world_size else 0}.safetensors"
         shapes: dict[str, dict[str, list[int]]] = defaultdict(dict)
         """Shapes of the tensors that each file must contain."""
@@ -373,20 +398,20 @@ class EngineState:
 
     @torch.no_grad()
     def _fill(self, saved: _Saved) -> None:
-        for name, parameter in self.parameters.items():
+        for name, parameter in self.engine.parameters.items():
             part = self._part(parameter)
             if part is not None:
                 self._fill_part(name, parameter, part, saved)
-        for name, buffer in self.buffers.items():
+        for name, buffer in self.engine.buffers.items():
             buffer.copy_(saved.rank_reader.whole(f"{name}/buffer"))
         average = saved.note["average"]
-        if self.average is not None and average:
+        if self.engine.average is not None and average:
             reader = saved.readers[average]
-            self.average.restart((name, reader.whole(f"{name}/average")) for name in self.average.tensors)
+            self.engine.average.restart((name, reader.whole(f"{name}/average")) for name in self.engine.average.tensors)
         # With another number of ranks there is no random state for each rank, and dropout restarts from the seed.
         if saved.note["world_size"] == self.world_size:
             torch.set_rng_state(saved.rank_reader.whole("cpu/random"))
-            if self.device.type == saved.note["device"] == "cuda":
+            if self.engine.device.type == saved.note["device"] == "cuda":
                 torch.cuda.set_rng_state(saved.rank_reader.whole("cuda/random"))
 
     def _fill_part(self, name: str, parameter: nn.Parameter, part: _Part, saved: _Saved) -> None:
@@ -399,9 +424,9 @@ class EngineState:
         step = saved.note["adam_step"] if _is_zeros(parameter) else entry["adam_step"]
         # AdamW initializes its state at the first step. Moments that this engine has already would be wrong.
         if step is None or not parameter.requires_grad:
-            self.adam.state.pop(part.flat, None)
+            self.engine.adam.state.pop(part.flat, None)
             return
-        state = self.adam.state[part.flat]
+        state = self.engine.adam.state[part.flat]
         state["step"] = torch.tensor(float(step), device=part.flat.device)
         for key in MOMENTS:
             if key not in state:
@@ -422,12 +447,12 @@ class EngineState:
             # States of older versions have no parallel degrees, which were 1 then.
             if (saved := note.get(name, 1)) != value:
                 remarks.append(f"saved with {name}={saved}, loaded with {name}={value}: {CONSEQUENCES[name]}")
-        if self.average is not None and note["average"] is None:
+        if self.engine.average is not None and note["average"] is None:
             remarks.append("saved without an average of the weights: the average starts from the weights loaded")
-        if self.average is None and note["average"] is not None:
+        if self.engine.average is None and note["average"] is not None:
             remarks.append("saved with an average of the weights, loaded without one: the average is left out")
         steps = {entry["adam_step"] for entry in note["parameters"].values() if entry["adam_step"] is not None}
-        if len(steps) > 1 and self.zero is not None:
+        if len(steps) > 1 and self.engine.zero is not None:
             remarks.append(
                 f"AdamW had stepped some parameters {min(steps)} times and others {max(steps)}, and ZeRO counts once: "
                 f"all resume from {max(steps)}"
@@ -436,15 +461,15 @@ class EngineState:
 
     def _refresh(self) -> None:
         """Copy the master weights to the weights that passes use, as DeepSpeed does at the end of a step."""
-        if self.zero is None:
+        if self.engine.zero is None:
             return
-        if self.config.stage == 3:
-            self.zero._partition_all_parameters()
-            for group in range(len(self.zero.fp16_groups)):
-                self.zero._reassign_or_swap_out_partitioned_parameters(group)
-            self.zero._post_step(set())
+        if self.engine.config.stage == 3:
+            self.engine.zero._partition_all_parameters()
+            for group in range(len(self.engine.zero.fp16_groups)):
+                self.engine.zero._reassign_or_swap_out_partitioned_parameters(group)
+            self.engine.zero._post_step(set())
         else:
-            self.zero.update_lp_params()
+            self.engine.zero.update_lp_params()
 
 
 def _is_zeros(parameter: nn.Parameter) -> bool:
@@ -466,11 +491,6 @@ def _pieces(rows: int, width: int) -> Iterator[tuple[int, int]]:
 
 def _is_dtensor(tensor: Any) -> bool:
     return hasattr(tensor, "to_local")
-
-
-def whole_shape(tensor: Any) -> torch.Size:
-    """Return the shape of the whole parameter, of which this rank may have a shard."""
-    return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def _read_note(folder: Path) -> dict[str, Any]:

@@ -42,10 +42,10 @@ class DeepSpeedEngine(TrainEngine):
         settings = _deepspeed_json(model, config)
         if any(parameter.is_meta for parameter in model.parameters()):
             self._read_weights(model, settings)
-        self._adam = adam_of(model, config)
+        self.adam = adam_of(model, config)
         # Some of DeepSpeed's optimizers print their memory usage at any log level, which would end up in the run's log.
         with contextlib.redirect_stdout(io.StringIO()):
-            self._engine: Any = deepspeed.initialize(model=model, optimizer=self._adam, config=settings)[0]
+            self._engine: Any = deepspeed.initialize(model=model, optimizer=self.adam, config=settings)[0]
         self._start_average()
 
     def _read_weights(self, model: nn.Module, settings: dict[str, Any]) -> None:
@@ -103,7 +103,7 @@ class DeepSpeedEngine(TrainEngine):
         return cut_part(shard, partitioned.ds_shape, dtype, shard.ds_numel)
 
     @property
-    def _zero(self) -> Any:
+    def zero(self) -> Any:
         if self._stage == 0:
             return None
         return self._engine.optimizer

@@ -38,6 +38,7 @@ NAMED_BY: dict[str, list[str]] = {
     "vllm": ["grpo", "rollout.engine=vllm"],
     "vllm_weights": ["grpo", "rollout.engine=vllm"],
     "wandb": ["grpo", "log.wandb=true"],
+    "weight_average": ["grpo", "train.ema_beta=0.9"],
     "weights_broadcast": [*("grpo", "rollout.weight_sync=broadcast", "placement.colocate=false", "assume_devices=1x2")],
     "weights_ipc": ["grpo", "rollout.weight_sync=ipc", "assume_devices=1x1"],
 }

@@ -15,6 +15,7 @@ from components.generate.engine import RolloutEngine
 from components.generate.hf_engine import HFRolloutEngine
 from components.train.engine import TrainEngine
 from tests.messages import says
+from training.roles import trained_model
 
 SLEEP = ["placement.engines_sleep=true", "placement.learners_sleep=true"]
 OFTEN = ["evaluation.every=1", "checkpoint.every=1", "rollout.verify_weight_sync=true"]
@@ -39,19 +40,22 @@ class Calls:
         self.levels: list[int] = []
         # As on a GPU, as far as the engine keeps account of what it has.
         patch.setattr(RolloutEngine, "_can_free", staticmethod(lambda: True))
-        for cls, names in (
-            (TrainEngine, ("sleep", "wake", "train_step", "save_state", "save_hf", "load_state")),
+        owners: list[tuple[Any, tuple[str, ...]]] = [
+            (TrainEngine, ("sleep", "wake", "train_step", "save_hf")),
+            (trained_model, ("save_state", "load_state")),
             (RolloutEngine, ("sleep", "wake", "receive")),
             (HFRolloutEngine, ("_complete",)),
-        ):
+        ]
+        for owner, names in owners:
             for name in names:
-                patch.setattr(cls, name, self.recorded(cls, name))
+                patch.setattr(owner, name, self.recorded(owner, name))
 
-    def recorded(self, cls: type, name: str) -> Callable[..., Any]:
-        method = getattr(cls, name)
+    def recorded(self, owner: Any, name: str) -> Callable[..., Any]:
+        method = getattr(owner, name)
+        role = "learner" if owner in (TrainEngine, trained_model) else "engine"
 
         def call(engine: Any, *args: Any, **kwargs: Any) -> Any:
-            self.names.append(f"{'learner' if cls is TrainEngine else 'engine'} {name}")
+            self.names.append(f"{role} {name}")
             if self.names[-1] == "engine sleep":
                 self.levels.append(*args)
             return method(engine, *args, **kwargs)

@@ -11,6 +11,7 @@ from components.models.loading import load_policy
 from components.rl.aggregation import LossOutput, Totals
 from components.train.engine import LossFunction, TrainEngine
 from components.train.process_group import init_process_group
+from components.train.state import load_state, save_state
 from core import BaseWorkload, rpc, trainer_invocation
 from training.roles.updates import keep_failed, over_updates
 
@@ -117,12 +118,12 @@ class TrainedModel(BaseWorkload):
     @trainer_invocation
     def save_state(self, folder: str) -> None:
         """Save the training state in the `state` folder of a checkpoint. Each rank writes its part."""
-        self.engine.save_state(f"{folder}/{self.state_name}")
+        save_state(self.engine, f"{folder}/{self.state_name}")
 
     @trainer_invocation(post_func=lambda notes: notes[0])
     def load_state(self, folder: str) -> list[str]:
         """Resume from a checkpoint. Return a list of notes about state that could not be restored exactly."""
-        return self.engine.load_state(f"{folder}/{self.state_name}")
+        return load_state(self.engine, f"{folder}/{self.state_name}")
 
     @trainer_invocation
     def save(self, path: str) -> None:

@@ -19,6 +19,7 @@ from components.models.disk.blocks import local_part
 from components.models.loading import load_policy
 from components.rl.aggregation import LossOutput, Totals
 from components.train.engine import TrainEngine
+from components.train.state import load_state, save_state
 from tests.components.helpers import mesh_worker
 from tests.components.helpers import train_cases as cases
 from tests.components.helpers.mesh_worker import SHAPE, experience, open_case, update
@@ -66,9 +67,9 @@ def alone(folder: str, state: str, again: str) -> dict[str, Any]:
     """One process: the cases; and what it makes of a state of ranks that shared experts, which it saves again."""
     records = trained(folder, 1, list(CASES))
     engine = open_case(folder, RESUMED, alone=True)
-    records["remarks"] = engine.load_state(state)
+    records["remarks"] = load_state(engine, state)
     records["loaded"] = cases.weights(engine)
-    engine.save_state(again)
+    save_state(engine, again)
     records["next"] = engine.train_step(experience(2), update)
     records["exported"] = _parameters(f"{state}/hf")
     return records
@@ -85,11 +86,11 @@ def pair(folder: str, state: str) -> dict[str, Any]:
     engine = open_case(folder, RESUMED | {"expert": 2}, alone=False)
     for step in range(2):
         engine.train_step(experience(step), update)
-    engine.save_state(state)
+    save_state(engine, state)
     engine.save_hf(f"{state}/hf")
     records["saved"], records["next"] = cases.weights(engine), engine.train_step(experience(2), update)
     resumed = open_case(folder, RESUMED | {"expert": 2}, alone=False)
-    records["remarks"] = resumed.load_state(state)
+    records["remarks"] = load_state(resumed, state)
     records["resumed"] = resumed.train_step(experience(2), update)
     return records
 
@@ -98,7 +99,7 @@ def four(folder: str, state: str) -> dict[str, Any]:
     """Four ranks, two for the same experts: some cases, and the next step after a state of one process."""
     records = trained(folder, 2, ["packed-2", "context"])
     engine = open_case(folder, RESUMED | {"expert": 2}, alone=False)
-    engine.load_state(state)
+    load_state(engine, state)
     records["loaded"] = cases.weights(engine)
     records["next"] = engine.train_step(experience(2), update)
     return records
@@ -129,7 +130,7 @@ def _held(folder: str, expert: int) -> dict[str, int]:
         return output
 
     engine.train_step(experience(0), loss)
-    moments = [value for state in engine._adam.state.values() for key, value in state.items() if key != "step"]
+    moments = [value for state in engine.adam.state.values() for key, value in state.items() if key != "step"]
     return {"whole": max(seen), "kept": _nbytes(engine) + sum(local_part(moment).nbytes for moment in moments)}
 
 

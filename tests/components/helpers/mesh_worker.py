@@ -30,6 +30,7 @@ from components.rl.aggregation import LossOutput, Totals
 from components.rl.policy_losses import ppo_loss
 from components.train.engine import TrainEngine
 from components.train.opening import open_engine
+from components.train.state import load_state, save_state
 from tests.components.helpers import train_cases as cases
 from tests.components.helpers.shared_cases import groups
 
@@ -196,8 +197,7 @@ def trained(engine: TrainEngine, values: bool) -> dict[str, Any]:
 
 def kept_bytes(engine: TrainEngine) -> int:
     """Return the bytes of the weights and moments of this rank."""
-    state = engine._state()
-    moments = [moment for state_of in state.adam.state.values() for name, moment in state_of.items() if name != "step"]
+    moments = [moment for state_of in engine.adam.state.values() for name, moment in state_of.items() if name != "step"]
     return sum(local_part(tensor).nbytes for tensor in [*engine.model.parameters(), *moments])
 
 
@@ -206,7 +206,7 @@ def resumed(folder: str, states: list[str], alone: bool) -> dict[str, Any]:
     records = dict[str, Any]()
     for state in states:
         engine = open_case(folder, TENSOR[RESUMED], alone=alone)
-        remarks = engine.load_state(f"{folder}/{state}")
+        remarks = load_state(engine, f"{folder}/{state}")
         record: dict[str, Any] = {"remarks": remarks, "weights": cases.weights(engine)}
         record["metrics"] = engine.train_step(experience(0), update)
         engine.save_hf(f"{folder}/exported-{engine.world_size}-{state}")
@@ -225,5 +225,5 @@ def trained_on_mesh(folder: str, chosen: dict[str, dict[str, Any]], alone: bool)
         records[name] = trained(engine, case.get("values", False))
         records[name]["bytes"] = kept_bytes(engine)
         if name == RESUMED:
-            engine.save_state(f"{folder}/state-{engine.world_size}")
+            save_state(engine, f"{folder}/state-{engine.world_size}")
     return records

@@ -14,6 +14,7 @@ from components.models.value_model import load_value_model
 from components.train.engine import TrainEngine
 from components.train.host_memory import HostCopies, tensors_within
 from components.train.opening import open_engine
+from components.train.state import EngineState, load_state, save_state
 from tests.components.helpers import train_cases as cases
 
 RANK, ALPHA = 4, 8.0
@@ -61,7 +62,7 @@ def lora_engine(model_folder: str, checkpointing: bool = False, **changes: Any) 
 
 
 def masters(engine: TrainEngine) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in engine._state().master_weights()}
+    return {name: tensor.clone() for name, tensor in EngineState(engine).master_weights()}
 
 
 def beneath(engine: TrainEngine) -> dict[str, Tensor]:
@@ -103,12 +104,12 @@ def resumed(model_folder: str, states: Path, output: Path) -> dict[str, Any]:
     for case, changes in RESUMED.items():
         engine = lora_engine(model_folder, **changes)
         saved = step(engine, batches[:2])
-        engine.save_state(states / case)
+        save_state(engine, states / case)
         record[case] = {"saved": saved, "on": step(engine, batches[2:])}
         if engine.average:
             engine.save_hf(output / f"hf-ema-{case}")
         again = lora_engine(model_folder, **changes)
-        record[case]["inexact"] = again.load_state(states / case)
+        record[case]["inexact"] = load_state(again, states / case)
         record[case]["again"] = step(again, batches[2:])
     return record
 
@@ -117,7 +118,7 @@ def crossed(model_folder: str, states: Path) -> dict[str, Any]:
     record: dict[str, Any] = {}
     for saved, loaded in CROSSED:
         engine = lora_engine(model_folder, **(RESUMED[loaded] | {"ema_beta": None}))
-        inexact = engine.load_state(states / saved)
+        inexact = load_state(engine, states / saved)
         start = masters(engine)
         record[f"{saved}-{loaded}"] = {"inexact": inexact, "loaded": start, **step(engine, cases.minibatches()[2:])}
     return record
@@ -125,7 +126,7 @@ def crossed(model_folder: str, states: Path) -> dict[str, Any]:
 
 def refused(model_folder: str, other_folder: str, states: Path) -> dict[str, str]:
     plain = open_engine(load_policy(model_folder), cases.config())
-    plain.save_state(states / "plain")
+    save_state(plain, states / "plain")
     attempts = {
         "without": (plain, "zero-0"),
         "of_none": (lora_engine(model_folder), "plain"),
@@ -137,7 +138,7 @@ def refused(model_folder: str, other_folder: str, states: Path) -> dict[str, str
     for name, (engine, state) in attempts.items():
         before = masters(engine)
         try:
-            engine.load_state(states / state)
+            load_state(engine, states / state)
             messages[name] = "no error"
         except ValueError as error:
             messages[name] = str(error)
@@ -152,7 +153,7 @@ def cast(model_folder: str) -> dict[str, Any]:
         for case, changes in CAST.items():
             engine = open_engine(load_policy(model_folder), cases.config(precision=precision, **changes))
             state = cases.train(engine)
-            moments = {str(m.dtype) for s in engine._state().adam.state.values() for m in s.values()}
+            moments = {str(m.dtype) for s in engine.adam.state.values() for m in s.values()}
             record[f"{precision}-{case}"] = state | {"masters": masters(engine), "moments": moments}
     return record
 
@@ -214,8 +215,8 @@ def sleep_and_wake(engine: TrainEngine) -> dict[str, Any]:
         lambda: engine.train_step(cases.minibatches()[0], cases.nll),
         lambda: list(engine.gathered_parameters()),
         lambda: engine.save_hf("nowhere"),
-        lambda: engine.save_state("nowhere"),
-        lambda: engine.load_state("nowhere"),
+        lambda: save_state(engine, "nowhere"),
+        lambda: load_state(engine, "nowhere"),
     ]
     for call in calls:
         try:

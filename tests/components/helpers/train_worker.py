@@ -29,6 +29,7 @@ from components.train import state as engine_state
 from components.train.engine import TrainEngine
 from components.train.opening import open_engine
 from components.train.process_group import init_process_group
+from components.train.state import load_state, save_state
 from components.weights.publisher import WeightPublisher
 from plugins.deepspeed import engine as deepspeed_engine
 from tests.components.helpers.train_cases import (
@@ -161,7 +162,7 @@ def save_states(model_folder: str, states: Path) -> dict[str, Any]:
         engine = state_engine(case, model_folder)
         first = go_on(engine, all_minibatches()[:HALF])
         folder = states / str(engine.world_size) / case
-        engine.save_state(folder)
+        save_state(engine, folder)
         record[case] = {"saved": first, "public": public_moments(engine) if case == "one_group-1" else {}}
         record[case] |= go_on(engine, all_minibatches()[HALF:])
     for case in IN_ONE_GO:
@@ -169,15 +170,15 @@ def save_states(model_folder: str, states: Path) -> dict[str, Any]:
     for case in FRESH:
         fresh = state_engine(case, model_folder)
         record[f"fresh-{case}"] = {"saved": look(fresh)}
-        fresh.save_state(states / str(fresh.world_size) / f"fresh-{case}")
+        save_state(fresh, states / str(fresh.world_size) / f"fresh-{case}")
     return record
 
 
 def loaded(model_folder: str, case: str, folder: Path, again: Path, batches: list[Batch]) -> dict[str, Any]:
     """Load a state, save it again and continue training. Return the record."""
     engine = state_engine(case, model_folder)
-    record = {"inexact": engine.load_state(folder), "loaded": look(engine)}
-    engine.save_state(again)
+    record = {"inexact": load_state(engine, folder), "loaded": look(engine)}
+    save_state(engine, again)
     return record | go_on(engine, batches)
 
 
@@ -254,16 +255,16 @@ def state_errors(model_folder: str, states: Path, output: Path) -> dict[str, Any
         "newer": damaged("newer", lambda f: (f / "engine.json").write_text(note.replace('"format": 1', '"format": 2'))),
         "other_shape": damaged("other_shape", lambda f: (f / "engine.json").write_text(note.replace("128", "127"))),
     }
-    record: dict[str, Any] = {name: message(lambda: engine.load_state(folders[name])) for name in folders}  # noqa: B023
-    record["other_model"] = message(lambda: value.load_state(states / "fp32-2"))
-    record["full_disk"] = too_large(lambda: engine.save_state(output / "full"))
+    record: dict[str, Any] = {name: message(lambda: load_state(engine, folders[name])) for name in folders}  # noqa: B023
+    record["other_model"] = message(lambda: load_state(value, states / "fp32-2"))
+    record["full_disk"] = too_large(lambda: save_state(engine, output / "full"))
     record["full_disk_note"] = (output / "full" / "engine.json").exists()
     record["full_disk_hf"] = too_large(lambda: engine.save_hf(output / "full_hf"))
     (output / f"file{engine.rank}").touch()
-    record["folder_is_a_file"] = message(lambda: engine.save_state(output / f"file{engine.rank}"))
+    record["folder_is_a_file"] = message(lambda: save_state(engine, output / f"file{engine.rank}"))
     after = weights(engine)
     record["unchanged"] = all(torch.equal(before[name], after[name]) for name in before)
-    record["good"] = engine.load_state(states / "fp32-2")
+    record["good"] = load_state(engine, states / "fp32-2")
     record["goes_on"] = go_on(engine, all_minibatches()[HALF:])
     return record
 
@@ -320,12 +321,12 @@ def averaged_case(
     batches = averaged_minibatches()
     record: dict[str, Any] = {"start": {"masters": masters(engine), "average": average(engine)}}
     record["steps"] = averaged_steps(engine, batches[:HALF])
-    engine.save_state(states / case)
+    save_state(engine, states / case)
     record["steps"] += averaged_steps(engine, batches[HALF:])
     record["weights"] = weights(engine)
     engine.save_hf(output / f"hf-{case}")
     resumed = averaging_engine(case, model_folder)
-    record |= {"inexact": resumed.load_state(states / case), "loaded": average(resumed)}
+    record |= {"inexact": load_state(resumed, states / case), "loaded": average(resumed)}
     record["resumed"] = averaged_steps(resumed, batches[HALF:])
     return {case: record}, resumed
 
@@ -337,15 +338,15 @@ def average_weights(model_folder: str, states: Path, output: Path) -> dict[str, 
         record |= averaged_case(case, model_folder, folder, output)[0]
     averaged, resumed = averaged_case("fp32-3", model_folder, folder, output)
     record |= averaged
-    record["other_stage"] = {"inexact": resumed.load_state(folder / "fp32-2"), "average": average(resumed)}
+    record["other_stage"] = {"inexact": load_state(resumed, folder / "fp32-2"), "average": average(resumed)}
     averaged, resumed = averaged_case("bf16-2", model_folder, folder, output)
     record |= averaged
     without = averaging_engine("bf16-2", model_folder, ema_beta=None)
-    inexact = without.load_state(folder / "bf16-2")
+    inexact = load_state(without, folder / "bf16-2")
     record["without"] = {"inexact": inexact, "steps": averaged_steps(without, averaged_minibatches()[HALF:])}
     without.save_hf(output / "hf-without")
-    without.save_state(folder / "without")
-    record["anew"] = {"inexact": resumed.load_state(folder / "without"), "average": average(resumed)}
+    save_state(without, folder / "without")
+    record["anew"] = {"inexact": load_state(resumed, folder / "without"), "average": average(resumed)}
     record["errors"] = average_errors(resumed, folder / "bf16-2", output)
     record["failed"] = failure(resumed, infinite_gradient) | {"masters": masters(resumed), "average": average(resumed)}
     return record
@@ -357,7 +358,7 @@ def average_errors(engine: TrainEngine, state: Path, output: Path) -> dict[str, 
         shutil.copytree(state, folder)
         damage(folder / "average.safetensors")
         try:
-            return f"no error, but {engine.load_state(folder)}"
+            return f"no error, but {load_state(engine, folder)}"
         except ValueError as error:
             return str(error)
 
@@ -399,7 +400,7 @@ def beats_of(engine: TrainEngine, output: Path) -> dict[str, int]:
     partitioned_model.BUCKET_BYTES = {"cpu": 1}
     assert len(list(engine.gathered_parameters())) in (0, len(list(engine.model.parameters())))
     doing = "state"
-    engine.save_state(output / "beats")
+    save_state(engine, output / "beats")
     return dict(Counter(heard))
 
 

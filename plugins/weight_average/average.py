@@ -7,6 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from components.train.partitioned_model import PartitionedModel
+from components.train.state import EngineState
+
 NamedParameters = Iterable[tuple[str, Tensor]]
 """Whole parameters by name, from a collective iterator that yields all of them on rank 0 and none on other ranks. Each
 rank must exhaust it, as all functions here do. A tensor may be the parameter itself, so no function keeps a
@@ -49,3 +52,20 @@ class WeightAverage:
         """Set the average to these tensors."""
         for name, parameter in named_parameters:
             self.tensors[name].copy_(parameter)
+
+
+class EngineAverage(WeightAverage):
+    """Average of the master weights of a training engine. All ranks must make the same calls."""
+
+    def __init__(self, beta: float, engine: PartitionedModel) -> None:
+        """
+        Args:
+            beta: decay, as for `WeightAverage`.
+            engine: engine before its first step.
+        """
+        super().__init__(beta, EngineState(engine).master_weights())
+
+    def follow(self, engine: PartitionedModel) -> None:
+        """Update the average after an optimizer step of the engine."""
+        # The average follows the float32 master weights, because small steps are rounded away in bfloat16.
+        self.update(EngineState(engine).master_weights())

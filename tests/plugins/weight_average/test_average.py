@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from components.train.weight_average import WeightAverage
+from plugins.weight_average.average import WeightAverage
 from tests.components.helpers import train_worker as worker
 from tests.components.helpers.ranks import WORLD_SIZES, run_ranks
 from tests.messages import says
