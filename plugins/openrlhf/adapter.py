@@ -33,6 +33,8 @@ _CORRECTIONS: Mapping[tuple[str, str], str] = {
     ("seq", "mask"): "seq-mask",
 }
 """Level and mode of OpenRLHF's correction (since 0.11.2) -> algorithm.correction."""
+_OLDER_TYPES = {"mis": "seq-mask"}
+"""Type of the correction in OpenRLHF 0.9.3, whose weights are not clamped -> algorithm.correction."""
 
 
 def compute(flags: Computed) -> None:
@@ -43,7 +45,7 @@ def compute(flags: Computed) -> None:
 
 def compute_supervised(flags: Computed) -> None:
     """Set such options of train_sft, train_rm and train_dpo."""
-    for part in (*_SHARED, _columns):
+    for part in (*_SHARED, _columns, _split):
         part(flags)
 
 
@@ -227,7 +229,7 @@ def _algorithm(flags: Computed) -> None:
         )
     elif flags.get("enable_vllm_is_correction", "vllm_enable_is_correction", "algo.advantage.is_correction_enable"):
         kind = flags.get(*kinds, default="tis")
-        flags.put("algorithm.correction", "icepop" if flags.get("use_icepop") else kind)
+        flags.put("algorithm.correction", "icepop" if flags.get("use_icepop") else _OLDER_TYPES.get(kind, kind))
     else:
         flags.idle("enable_vllm_is_correction is off", "use_icepop", *kinds)
     bounds = flags.get("vllm_is_truncated_threshold", "algo.advantage.is_correction_threshold")
@@ -318,6 +320,17 @@ def _columns(flags: Computed) -> None:
         flags.put("data.input_template", INPUT_TEMPLATE)
         text = f"data.input_template={INPUT_TEMPLATE!r}, as input_key is OpenRLHF's; another may be given"
         flags.notes.append(text)
+
+
+def _split(flags: Computed) -> None:
+    """Set the split of the data by its name up to 0.6. Later releases read `dataset_split`."""
+    split = flags.get("train_split")
+    if split is None:
+        return
+    if flags.option("data.split") is not None:
+        flags.idle("dataset_split names the split", "train_split")
+    else:
+        flags.put("data.split", split, "train_split")
 
 
 _SHARED = (_template, _schedule, _log, _axes)

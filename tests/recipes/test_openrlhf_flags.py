@@ -16,6 +16,7 @@ from recipes.openrlhf_ppo.config import PPOConfig
 from recipes.openrlhf_ppo.main import main, read_config
 from tests.messages import says
 from training.launch.machines import Machines, assuming
+from training.options.config import CommandLine
 from training.options.schema import ConfigError, fields_of, options_of, without_none
 
 UPSTREAM = Path(__file__).parent / "upstream"
@@ -105,6 +106,12 @@ def test_flags_of_releases_up_to_0_8_are_accepted_or_rejected_with_a_reason() ->
         read_config([*BASE, "--pretrain_data", "some/corpus", "--ptx_coef", "0.05", "run_dir=x"])
 
 
+def test_flags_of_older_releases_that_change_no_results_are_accepted_with_a_note() -> None:
+    notes = CommandLine(PPOConfig, [*BASE, "--torch_compile", "--pretrain_max_len", "512", "run_dir=x"]).notes
+    assert re.search(says("torch_compile", "same results"), "\n".join(notes))
+    assert re.search(says("pretrain_max_len", "pretrain_data"), "\n".join(notes))
+
+
 def test_newer_names_give_the_same_configuration_as_older_ones() -> None:
     old = """--init_kl_coef 0.05 --reward_clip_range -1 1 --advantage_estimator rloo --colocate_all_models --seed 3
         --n_samples_per_prompt 4 --actor_num_nodes 2 --actor_num_gpus_per_node 4 --eps_clip_low_high 0.1 0.3
@@ -174,6 +181,8 @@ def test_the_precedence_of_reward_sources_is_that_of_openrlhf(
         ("--vllm_is_truncated_threshold 0.5 3", "tis", (0.5, 3.0)),
         ("--use_icepop", "icepop", (0.5, 5.0)),
         ("--vllm_is_correction_type seq-mask-tis", "seq-mask-tis", (0.5, 5.0)),
+        # 0.9.3 does not clamp the weights of its mis.
+        ("--vllm_is_correction_type mis", "seq-mask", (0.5, 5.0)),
     ],
 )
 def test_the_correction_flags_have_the_meaning_of_each_release(

@@ -50,6 +50,26 @@ def test_without_its_columns_nothing_of_train_sft_is_put_in() -> None:
     assert (data.prompt_key, data.response_key, data.input_template, data.multiturn) == (None, None, None, True)
 
 
+@pytest.mark.parametrize("config", [SFTConfig, DPOConfig, RewardModelConfig])
+def test_train_split_of_releases_up_to_0_6_names_the_split(config: type[Any]) -> None:
+    assert load_config(config, [*BASE, "--train_split", "train_prefs"]).data.split == "train_prefs"
+    command = CommandLine(config, [*BASE, "--dataset_split", "train", "--train_split", "train_prefs"])
+    assert command.config().data.split == "train"
+    assert re.search(says("no effect of train_split", "dataset_split"), "\n".join(command.notes))
+
+
+@pytest.mark.parametrize("config", [SFTConfig, DPOConfig, RewardModelConfig])
+def test_flags_of_older_releases_that_change_no_results_have_a_note(config: type[Any]) -> None:
+    notes = "\n".join(CommandLine(config, [*BASE, "--torch_compile", "--disable_trace_cache"]).notes)
+    assert re.search(says("torch_compile", "same results"), notes)
+    assert re.search(says("disable_trace_cache", "prefetching"), notes)
+
+
+def test_flash_attn_of_serve_rm_up_to_0_8_sets_the_attention_kernels() -> None:
+    config = load_config(ServeConfig, ["--reward_pretrain", "m", "--flash_attn"])
+    assert config.model.attn_implementation == "flash_attention_2"
+
+
 def test_a_template_without_a_place_for_the_prompt_is_left_out_as_there() -> None:
     words = [*BASE, "--input_template", "Q:"]
     assert load_config(SFTConfig, words).data.input_template is None
