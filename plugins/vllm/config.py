@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -47,14 +47,19 @@ class VLLMRolloutConfig(PagedRolloutConfig):
     check_every: CountFromZero = 0
     """Interval, in weight versions, of the engine check, which also runs on the first version. 0 disables it."""
 
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Further engine arguments, which replace those that the engine sets. The plug-in vllm_arguments checks them."""
+
     @classmethod
     def from_options(cls, options: RolloutOptions, setting: RolloutSetting) -> VLLMRolloutConfig:
         """See `RolloutConfig.from_options`."""
+        arguments = {name: value for name, value in options.vllm.items() if name != "dtype" and value != "auto"}
+        dtype = options.vllm.get("dtype", "auto")
         # Not 0.9: a sleeping role keeps its CUDA context on the GPU, and a reference model keeps its weights there.
         shared = 0.7 if setting.learners_sleep else 0.45
         longest = setting.max_prompt_tokens
         return cls(
-            dtype=product_type(setting.precision),
+            dtype=product_type(setting.precision) if dtype == "auto" else dtype,
             max_num_seqs=options.max_num_seqs,
             max_model_len=None if longest is None else longest + options.max_new_tokens,
             tensor_parallel_size=options.tensor_parallel,
@@ -65,6 +70,7 @@ class VLLMRolloutConfig(PagedRolloutConfig):
             enable_sleep=setting.engines_sleep,
             lora_rank=setting.lora_rank,
             check_every=options.check_engine_every,
+            arguments=arguments,
         )
 
     @classmethod

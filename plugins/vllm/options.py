@@ -116,7 +116,7 @@ def engine_arguments(model_path: str | Path, config: VLLMRolloutConfig, on_gpu: 
     if fault := load_fault(model_config(model_path), on_gpu):
         raise ValueError(f"{model_path} cannot be sampled from: {fault}; choose the engine hf")
     if on_gpu:
-        return arguments | {
+        chosen = {
             "max_num_batched_tokens": max(BATCHED_TOKENS, config.max_num_seqs),
             "enforce_eager": config.enforce_eager,
             "gpu_memory_utilization": free_share(
@@ -124,14 +124,16 @@ def engine_arguments(model_path: str | Path, config: VLLMRolloutConfig, on_gpu: 
             ),
             "enable_sleep_mode": config.enable_sleep,
         }
-    return arguments | {
-        # Without chunked prefill the longest prompt has to fit into one batch.
-        "max_num_batched_tokens": max(BATCHED_TOKENS, length or 0, config.max_num_seqs),
-        "enable_chunked_prefill": False,
-        # Compilation takes minutes on a CPU and gives no speed-up.
-        "enforce_eager": True,
-        "kv_cache_memory_bytes": int(config.cpu_cache_gb * 2**30),
-    }
+    else:
+        chosen = {
+            # Without chunked prefill the longest prompt has to fit into one batch.
+            "max_num_batched_tokens": max(BATCHED_TOKENS, length or 0, config.max_num_seqs),
+            "enable_chunked_prefill": False,
+            # Compilation takes minutes on a CPU and gives no speed-up.
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": int(config.cpu_cache_gb * 2**30),
+        }
+    return arguments | chosen | dict(config.arguments)
 
 
 def model_config(model_path: str | Path) -> dict[str, Any]:

@@ -36,6 +36,7 @@ NAMED_BY: dict[str, list[str]] = {
     "reward_trial": ["grpo", "reward.source=0.5*exact_match + 0.5*exact_match"],
     "tensorboard": ["grpo", "log.tensorboard=true"],
     "vllm": ["grpo", "rollout.engine=vllm"],
+    "vllm_arguments": ["grpo", "rollout.engine=vllm", "rollout.vllm.block_size=32"],
     "vllm_weights": ["grpo", "rollout.engine=vllm"],
     "wandb": ["grpo", "log.wandb=true"],
     "weight_average": ["grpo", "train.ema_beta=0.9"],

@@ -134,6 +134,7 @@ class PolicyCommand(Command[C]):
         temperature = requested.evaluation.temperature
         on_gpu = job.device_type == "GPU"
         _, generates = requested.rollout.chosen(on_gpu, requested.model.path, temperature, lora_rank=train.lora_rank)
+        arguments = config.engine_arguments().notes(on_gpu) if config.rollout.vllm else []
         return Plan(
             recipe=self.folder.name,
             job=job,
@@ -147,7 +148,7 @@ class PolicyCommand(Command[C]):
                 generates,
                 f"weights by {requested.weight_sync(on_gpu)[1]}",
             ],
-            notes=config.notes(line.named) + attention_notes(requested.model.attn_implementation),
+            notes=config.notes(line.named) + attention_notes(requested.model.attn_implementation) + arguments,
             overlaps=config.asynchronous.ahead > 0,
         )
 

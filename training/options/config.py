@@ -184,6 +184,8 @@ class Vocabulary:
     def kind_of(self, name: str) -> Any:
         """The type of the value of a name; None: there is no such name."""
         kind = self.adapter.kind_of(name, self.fields)
+        if kind is None and self._is_entry(name):
+            return Any
         return self.fields.get(name) if kind is None else kind
 
     def is_name(self, name: str) -> bool:
@@ -194,8 +196,11 @@ class Vocabulary:
         """True if this is an option of the schema, an entry of one that is a mapping, or a whole group."""
         name = option.name
         is_whole = option.value is None or isinstance(option.value, Mapping)
-        if name in self.fields or (is_whole and any(field.startswith(f"{name}.") for field in self.fields)):
-            return True
+        is_group = is_whole and any(field.startswith(f"{name}.") for field in self.fields)
+        return name in self.fields or is_group or self._is_entry(name)
+
+    def _is_entry(self, name: str) -> bool:
+        """Return True if this is an entry of an option that is a mapping."""
         mappings = (field for field, kind in self.fields.items() if get_origin(without_none(kind)) is dict)
         return any(name.startswith(f"{mapping}.") for mapping in mappings)
 

@@ -33,16 +33,14 @@ def with_plugin_groups(schema: type[S], value: Callable[[str], Any]) -> type[S]:
         schema: a dataclass.
         value: returns the written value of an option, None for an option that is not written.
     """
-    named: list[type[Options]] = []
+    groups: list[tuple[str, type[Options], Any]] = []
     for condition in registry.names(GROUPS):
-        option, _, wanted = condition.partition("=")
-        if as_text(value(option)) == wanted.lower():
-            named.append(registry.load(GROUPS, condition))
-    if not named:
+        option, _, expected = condition.partition("=")
+        if as_text(value(option)) == expected.lower():
+            group: type[Options] = registry.load(GROUPS, condition)
+            groups.append((group.GROUP, group, dataclasses.field(default_factory=group)))
+    if not groups:
         return schema
-    groups: list[tuple[str, type, Any]] = [
-        (group.GROUP, group, dataclasses.field(default_factory=group)) for group in named
-    ]
     # The name of the recipe follows from the module.
     namespace = {"__module__": schema.__module__}
     return dataclasses.make_dataclass(schema.__name__, groups, bases=(schema,), namespace=namespace, kw_only=True)

@@ -175,6 +175,8 @@ class RLOptions(RunOptions):
         strategy, option = self.rollout_strategy
         if strategy and strategy not in names("rollout strategy"):
             yield f"{option} needs the plug-in {strategy}, which is not in plugins/; unset {option}"
+        if self.rollout.vllm:
+            yield from self.engine_arguments().faults()
         if self.data.path:
             yield from self._faults_of_reward()
 
@@ -365,10 +367,8 @@ class RLOptions(RunOptions):
                 f"train.precision={self.train.precision} with train.packing=false: padding changes the rounding of "
                 "log-probabilities, so the initial KL is close to 0 but not exactly 0"
             )
-        notes += self.rollout.notes()
-        notes += self.agent.notes(set_options, self.rollout.engine)
-        corrects = self.algorithm.correction != "none"
-        return notes + self.asynchronous.notes(self.CORRECT, corrects)
+        notes += self.rollout.notes() + self.agent.notes(set_options, self.rollout.engine)
+        return notes + self.asynchronous.notes(self.CORRECT, self.algorithm.correction != "none")
 
     def sampling(self, step: int, temperature: float | None = None) -> SamplingConfig:
         """Return the sampling parameters of a step. Evaluations pass a temperature of their own."""
@@ -390,6 +390,10 @@ class RLOptions(RunOptions):
         shares = apart and self.placement.colocate and (gpus > 0 or self.placement.nodes == 1)
         setting = SyncSetting(gpus=gpus, apart=apart, shares=shares, lora_rank=self.train.lora_rank)
         return choose_weight_sync(self.rollout.weight_sync, setting)
+
+    def engine_arguments(self) -> Any:
+        """Return the check of the arguments in `rollout.vllm`."""
+        return load("engine arguments", "vllm", f"rollout.vllm={self.rollout.vllm}")(self)
 
     def rollout_engine(self) -> RolloutConfig:
         """Return the configuration of a rollout engine."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Annotated
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
 
 from components.generate.choice import BASIC_ENGINES, choose_rollout_engine, rollout_config
 from components.generate.config import HFRolloutConfig, RolloutConfig, RolloutSetting, SamplingConfig
 from components.ranges import Count, CountFromZero, NameOf, Positive, ShareAboveZero
 from components.weights.choice import BASIC_CARRIERS
 from training.options.placement_options import PlacementOptions
-from training.options.schema import Options, of_plugin
+from training.options.schema import PLUGIN, Options, of_plugin
 
 
 @dataclass(kw_only=True)
@@ -56,6 +56,12 @@ class RolloutOptions(Options, group="rollout"):
     from a rank to the engine on its GPU. `broadcast`: NCCL from rank 0 to all engines. The last two copy while weights
     are gathered, without host memory. `auto`: ipc if each rank shares its GPU with an engine, broadcast if engines have
     separate GPUs."""
+    vllm: dict[str, Any] = field(default_factory=dict, metadata={PLUGIN: "vllm_arguments"})
+    """vllm: further engine arguments, as rollout.vllm.block_size=32. Values are YAML. docs/engines.md lists those that
+    are passed on, and the reasons against the others."""
+    accept_bias: bool = of_plugin("vllm_arguments", False, engine=("auto", "vllm"))
+    """vllm: accept arguments in rollout.vllm that make the engine's log-probabilities differ from the trainer's, with
+    algorithm.correction=none. Gradients are then biased."""
     merge_lora: bool | None = of_plugin("vllm", None, engine=("auto", "vllm"))
     """vllm, with train.lora_rank: true sends the weights with the adapters merged. false sends only the adapters, which
     vLLM applies during generation. Default: false if vLLM supports adapters for the model, else true."""
@@ -139,8 +145,7 @@ class RolloutOptions(Options, group="rollout"):
         if self.top_p == 1 and not self.top_k:
             return []
         note = (
-            f"rollout.top_p={self.top_p} and rollout.top_k={self.top_k} sample from a part of the vocabulary: the "
-            "engine's log-probabilities then differ from the policy's, and importance-sampling ratios are biased; "
-            "set 1 and 0 for equal distributions"
+            f"rollout.top_p={self.top_p}, rollout.top_k={self.top_k}: tokens come from a part of the vocabulary, but "
+            "the policy's log-probabilities cover all of it, so importance-sampling ratios are biased; set 1 and 0"
         )
         return [note]
