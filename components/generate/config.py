@@ -139,7 +139,7 @@ class HFRolloutConfig(RolloutConfig):
 
     @classmethod
     def from_options(cls, options: Any, setting: RolloutSetting) -> Self:
-        return cls(precision=setting.precision, max_num_seqs=options.max_num_seqs)
+        return cls(precision=setting.precision, max_num_seqs=options.max_num_seqs or cls.max_num_seqs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,17 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated
 
 from components import registry
-from components.ranges import (
-    Checked,
-    Count,
-    CountFromZero,
-    NameOf,
-    NotNegative,
-    OneOf,
-    Positive,
-    Share,
-    ShareBelowOne,
-)
+from components.ranges import Checked, Count, CountFromZero, NameOf, NotNegative, OneOf, Positive, Share, ShareBelowOne
 from components.registry import names
 
 CHOSEN_PRECISIONS = ("fp32", "bf16", "bf16_autocast")
@@ -66,10 +56,11 @@ class TrainOptions(Checked):
 
     engine: Annotated[str, NameOf("train engine", ("fsdp",))] = field(default_factory=default_engine)
     """Training engine that shards the model over the ranks: "deepspeed", or "fsdp" (torch's fully_shard)."""
-    zero_stage: Annotated[int, OneOf((0, 1, 2, 3))] = 0
+    zero_stage: Annotated[int, OneOf((0, 1, 2, 3))] | None = None
     """ZeRO stage, which sets the tensors that are sharded over the ranks. 0: none; 1: optimizer states; 2: gradients
     too; 3: parameters too. fsdp needs 2 or 3 and always shards everything between optimizer steps. Within a step, 3
-    keeps parameters and gradients sharded and 2 keeps them whole."""
+    keeps parameters and gradients sharded and 2 keeps them whole. Default: on GPUs the lowest stage that fits in
+    memory, on CPUs 0."""
     precision: Annotated[str, OneOf(PRECISIONS)] = "fp32"
     """Precision of training. "fp32"; "bf16": bfloat16 parameters with float32 master weights; "bf16_autocast": float32
     parameters with matrix products in bfloat16; "auto": bf16 on GPUs, fp32 on CPUs."""
@@ -96,17 +87,18 @@ class TrainOptions(Checked):
     weight."""
     min_lr_ratio: Share = 0.0
     """Final learning rate of the schedule, as a share of learning_rate. Unused by "constant"."""
-    max_tokens: Count = 16384
+    max_tokens: Count | None = None
     """Maximum number of tokens of a micro-batch, with its padding. A longer sequence is a micro-batch of its own.
-    Changes no results."""
+    Changes no results. Default: on GPUs the largest number that fits in memory, up to 32768; on CPUs 16384."""
     forward_max_tokens: CountFromZero = 0
     """`max_tokens` of forward passes without gradients, which need less memory. 0: the value of `max_tokens`."""
     packing: bool | None = None
     """Concatenate the sequences of a micro-batch instead of padding them, and compute a common prefix, such as the
     prompt of a group, once. Attention stays within each sequence. Changes results only by rounding. Default: enabled
     for models that support it."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass instead of storing them. Saves memory and costs time."""
+    gradient_checkpointing: bool | None = None
+    """Recompute activations in the backward pass instead of storing them. Saves memory, and costs about a fifth of the
+    training time. Default: enabled on GPUs if the activations do not fit in memory."""
     lora_rank: CountFromZero = 0
     """Rank of the low-rank adapters (peft) that are trained instead of the weights, which are frozen. 0: train all
     weights."""
@@ -184,7 +176,7 @@ class TrainOptions(Checked):
             yield f"{prefix}adam_offload=True works on partitioned optimizer states; set zero_stage to 1, 2 or 3"
         # Demonstrations set lower stages. Without DeepSpeed fsdp is the only engine, so a lower stage counts as 2
         # there instead of ending the run.
-        if self.engine == "fsdp" and self.zero_stage < 2 and default_engine() != "fsdp":
+        if self.engine == "fsdp" and self.zero_stage in (0, 1) and default_engine() != "fsdp":
             yield f"{prefix}zero_stage={self.zero_stage}: engine=fsdp partitions all between steps; set 2 or 3"
         has_average = self.ema_beta is not None
         if has_average and (missing := _missing("weight average", "ema", f"{prefix}ema_beta={self.ema_beta}")):
@@ -197,13 +189,14 @@ class TrainOptions(Checked):
         """Effective ZeRO stage: at least 2 with fsdp and at least 1 with bf16. Without ZeRO, DeepSpeed would train
         bfloat16 with its own loss scaling.
         """
-        if self.engine == "fsdp":
-            return max(self.zero_stage, 2)
-        return max(self.zero_stage, 1) if self.precision == "bf16" else self.zero_stage
+        least = 2 if self.engine == "fsdp" else int(self.precision == "bf16")
+        return max(self.zero_stage or 0, least)
 
     def for_run(self, total_steps: int, seed: int) -> TrainConfig:
         """Return the engine's configuration for a run of `total_steps` optimizer steps."""
         options = {option.name: getattr(self, option.name) for option in fields(TrainOptions)}
+        # None is an option that was left to the machine and not resolved. The engine then takes its own default.
+        options = {name: value for name, value in options.items() if value is not None}
         return TrainConfig(**options, total_steps=total_steps, seed=seed)
 
 
@@ -212,6 +205,9 @@ class TrainConfig(TrainOptions):
     """Configuration of a training engine: the options, and the facts of a run that its recipe sets."""
 
     precision: Annotated[str, OneOf(CHOSEN_PRECISIONS)] = "fp32"
+    zero_stage: Annotated[int, OneOf((0, 1, 2, 3))] = 0
+    max_tokens: Count = 16384
+    gradient_checkpointing: bool = False
     total_steps: CountFromZero = 0
     """Number of optimizer steps of the run, at which the schedule ends. 0 = unknown: no warm-up, no decay."""
     steps_per_rate: Count = 1

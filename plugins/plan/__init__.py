@@ -3,4 +3,4 @@
 No option loads it. A run uses it if the folder exists.
 """
 
-PROVIDES = {"plan": {"memory": "memory_plan:plan_memory"}}
+PROVIDES = {"plan": {"memory": "memory_plan:plan_memory", "use": "collect:estimate_use", "pools": "pools:gpu_pools"}}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from components.generate.choice import text_config
-from components.generate.config import PagedRolloutConfig, RolloutSetting
+from components.generate.config import PagedRolloutConfig, RolloutConfig, RolloutSetting
 from components.ranges import CountFromZero, Range
 from components.registry import find
 from components.train.config import product_type
@@ -60,7 +60,7 @@ class VLLMRolloutConfig(PagedRolloutConfig):
         longest = setting.max_prompt_tokens
         return cls(
             dtype=product_type(setting.precision) if dtype == "auto" else dtype,
-            max_num_seqs=options.max_num_seqs,
+            max_num_seqs=options.max_num_seqs or RolloutConfig.max_num_seqs,
             max_model_len=None if longest is None else longest + options.max_new_tokens,
             tensor_parallel_size=options.tensor_parallel,
             gpu_memory_utilization=options.gpu_memory or (shared if setting.shares_devices else 0.9),

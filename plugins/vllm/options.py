@@ -38,6 +38,8 @@ BINDING, OUR_BINDING = "VLLM_CPU_OMP_THREADS_BIND", "TROUPE_VLLM_THREADS_BIND"
 """Environment variable with the cores that vLLM uses, and the one that records the value set here."""
 BATCHED_TOKENS = 16384
 """Number of prompt tokens that are prefilled at the same time. On a CPU this is the minimum."""
+CAPTURED_ROWS = 512
+"""Maximum number of rows of the CUDA graphs that vLLM captures by default."""
 
 
 def prepare_process(config: VLLMRolloutConfig, in_process: bool) -> None:
@@ -119,6 +121,8 @@ def engine_arguments(model_path: str | Path, config: VLLMRolloutConfig, on_gpu: 
         chosen = {
             "max_num_batched_tokens": max(BATCHED_TOKENS, config.max_num_seqs),
             "enforce_eager": config.enforce_eager,
+            # By default vLLM runs larger steps without CUDA graphs. None selects its default.
+            "max_cudagraph_capture_size": config.max_num_seqs if config.max_num_seqs > CAPTURED_ROWS else None,
             "gpu_memory_utilization": free_share(
                 config.gpu_memory_utilization, lambda: gpu_memory(config.tensor_parallel_size)
             ),

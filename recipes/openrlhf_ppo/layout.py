@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from components.models.attention import choose_attention
-from components.train.config import choose_precision
 from core.placement import detect_devices
 from training.launch.machines import cores_here, is_here
 from training.options.schema import ConfigError
@@ -30,7 +29,7 @@ def resolved(config: PPOConfig) -> PPOConfig:
         config,
         model=replace(config.model, attn_implementation=attention),
         rollout=replace(rollout, weight_sync=config.weight_sync(gpus)[0]),
-        train=replace(config.train, precision=choose_precision(config.train.precision, gpus)),
+        train=config.train.resolved(gpus),
         placement=replace(
             placement.with_sleep(gpus, rollout.engine),
             nodes=_machines(config, workers, gpus),

@@ -56,16 +56,20 @@ def planned(recipe: str, arguments: list[str], capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("machines", MODELS)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_on_gpus_a_user_model_uses_packing_and_recomputation_and_fits(
+def test_on_gpus_a_user_model_uses_packing_and_chosen_options_and_fits(
     recipe: str, machines: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan, shown = planned(recipe, required_options(recipe, tmp_path, machines), capsys)
     config = plan["config"]
     train, placement = config["train"], config["placement"]
-    assert (train["precision"], train["zero_stage"]) == ("bf16", 3)
-    assert (train["packing"], train["gradient_checkpointing"]) == (None, True)  # where the model can
+    assert (train["precision"], train["packing"]) == ("bf16", None)  # packed where the model can
     assert config["rollout"]["engine"] == "vllm"
-    assert placement["colocate"] and placement["engines_sleep"]
+    assert placement["colocate"]
+    chosen = dict(text.partition(":")[0].split("=") for text in plan["chosen"])
+    assert {"train.max_tokens", "rollout.gpu_memory", "placement.engines_sleep"} <= chosen.keys()
+    for name, value in chosen.items():
+        group, option = name.split(".")
+        assert json.loads(value) == config[group][option]
     assert sum(bool(re.search(says("gpu.yaml", "train.precision=bf16"), line)) for line in shown.splitlines()) == 1
     devices = [place for place in plan["places"] if place["there"] is not None]
     assert devices
@@ -74,9 +78,11 @@ def test_on_gpus_a_user_model_uses_packing_and_recomputation_and_fits(
 
 def test_user_options_override_the_preset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = required_options("grpo", tmp_path, "8x1x80GB")
-    plan, _ = planned("grpo", [*arguments, "train.packing=false", "placement.engines_sleep=false"], capsys)
+    options = ["train.packing=false", "placement.engines_sleep=true", "train.gradient_checkpointing=true"]
+    plan, _ = planned("grpo", [*arguments, *options], capsys)
     assert (plan["config"]["train"]["packing"], plan["config"]["train"]["gradient_checkpointing"]) == (False, True)
-    assert plan["config"]["placement"]["engines_sleep"] is False
+    assert plan["config"]["placement"]["engines_sleep"] is True
+    assert "engines_sleep" not in str(plan["chosen"])
     # With a file of their own they have said it all.
     path = tmp_path / "own.yaml"
     path.write_text("train: {zero_stage: 2}\n")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
 from components.process.streams import accept_any_text
+from components.registry import find
 from core import Job
 from core.backends.ray_address import check_reachable, is_ray_left
 from core.placement import detect_devices
@@ -22,7 +23,7 @@ from training.launch.launch import role_sizes, run_job
 from training.launch.machine_limits import check_machine
 from training.launch.machines import Machines, assuming, is_here
 from training.launch.model_checks import absent_models
-from training.launch.plan import Plan
+from training.launch.plan import CHOICES, PLAN, Plan
 from training.options.config import CommandLine, read_file
 from training.options.help import print_help
 from training.options.model_options import ModelOptions
@@ -161,6 +162,8 @@ class Command(ABC, Generic[C]):
                 requested = self.asked(line)
                 absent = absent_models(self.models(requested)) if requested.dry_run else {}
                 plan = self.plan(requested, line)
+                if choose := find(PLAN, CHOICES):
+                    plan = choose(plan, requested, lambda changed: self.plan(changed, line))
                 plan.absent = absent
                 plan.notes = [*line.notes, *(line.renamed(note) for note in plan.notes)]
                 if requested.print_config:

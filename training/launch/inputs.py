@@ -13,7 +13,6 @@ from components.models.attention import choose_attention
 from components.models.sources import is_made, made_model
 from components.net.hub import find_model
 from components.registry import load
-from components.train.config import choose_precision
 from training.launch.model_checks import check_model, check_vocabulary
 from training.options.data_options import DataOptions
 from training.options.evaluation_options import EvaluationOptions
@@ -48,9 +47,8 @@ def resolved(config: C, gpus: int) -> C:
     rollout = replace(rollout, weight_sync=options.weight_sync(gpus)[0])
     groups = 3 if options.has_reference_role else 2
     placement = options.placement.with_sleep(gpus, rollout.engine).resolved(gpus, groups, rollout.tensor_parallel)
-    train = replace(options.train, precision=choose_precision(options.train.precision, gpus))
     model = replace(options.model, attn_implementation=choose_attention(options.model.attn_implementation, gpus))
-    return replace(options, model=model, rollout=rollout, placement=placement, train=train)
+    return replace(options, model=model, rollout=rollout, placement=placement, train=options.train.resolved(gpus))
 
 
 def check_prompts(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,10 +23,19 @@ from training.launch.model_use import ModelUse
 from training.launch.node_layout import node_lines, nodes_of
 from training.tracking import redact
 
-PLAN, MEMORY = "plan", "memory"
-"""Kind and name of the plug-in that provides a `MemoryPlanType`."""
+PLAN, MEMORY, CHOICES = "plan", "memory", "choices"
+"""Kind of the plug-ins that provide a `MemoryPlanType` and a `Choose`, and their names."""
+Choose = Callable[["Plan", Any, Callable[[Any], "Plan"]], "Plan"]
+"""Function that chooses the options that the user left to the machine. It returns a plan with the chosen values and the
+reasons.
+
+Args:
+    plan: the plan of the requested configuration.
+    requested: configuration in which None stands for a value that is left to the machine.
+    replan: returns the plan of another requested configuration.
+"""
 WIDTH = 100
-_HEADS = ("memory", "steps", "sends", "with", "changed", "unknown", "idle", "absent")
+_HEADS = ("memory", "steps", "sends", "with", "chosen", "changed", "unknown", "idle", "absent")
 """Headings of the paragraphs below the table, in their order."""
 _NO_MEMORY_PLAN = "not checked: no plug-in plans it, so a run that does not fit fails after its start"
 _NOT_OF_THE_RUN = ("run_dir", "dry_run", "assume_devices", "print_config")
@@ -90,6 +99,8 @@ class Plan:
     """Arithmetic of the number of steps, or the reason why it is not known yet."""
     choices: Sequence[str]
     """Engines and precision, with the reasons."""
+    chosen: Sequence[str] = ()
+    """Options that were left to the machine, with the chosen values and the reasons."""
     notes: Sequence[str] = ()
     step_count: int | None = None
     """Number of steps, or None before the data are read."""
@@ -119,6 +130,7 @@ class Plan:
             "idle_nodes": max(self._idle_nodes(), 0),
             "absent": dict(self.absent),
             "changed": self.changed,
+            "chosen": list(self.chosen),
             "arithmetic": self.steps,
         }
         memory = {} if self.memory is None else self.memory.fields()
@@ -166,7 +178,8 @@ class Plan:
 
     def _paragraphs(self) -> list[tuple[str, str]]:
         """Return the texts below the table with their headings."""
-        paragraphs = [("steps", self.steps), ("with", "; ".join(self.choices)), ("changed", self._changed())]
+        paragraphs = [("steps", self.steps), ("with", "; ".join(self.choices))]
+        paragraphs += [*(("chosen", text) for text in self.chosen), ("changed", self._changed())]
         if (idle := self._idle_nodes()) > 0:
             count = idle + self.job.node_num
             paragraphs.append(("idle", f"{idle} of {count} machines: set placement.nodes={count} to use them all"))

@@ -139,7 +139,7 @@ class PolicyCommand(Command[C]):
             recipe=self.folder.name,
             job=job,
             config=config,
-            changed=line.changed(),
+            changed=line.changed,
             models=self.model_uses(config, job),
             longest=longest_sequence(config),
             steps=steps_text(config.arithmetic, data.path, data.max_samples, data.probs),

@@ -81,7 +81,7 @@ class SupervisedCommand(Command[C]):
             recipe=self.folder.name,
             job=job,
             config=config,
-            changed=line.changed(),
+            changed=line.changed,
             models=[use],
             longest=min(data.max_tokens, (size and size.positions) or data.max_tokens),
             steps=steps_text(lambda count: arithmetic(config, count), data.path, data.max_samples, data.probs),

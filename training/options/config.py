@@ -119,6 +119,7 @@ class CommandLine(Generic[T]):
             )
         return typing.cast(T, config)
 
+    @functools.cached_property
     def changed(self) -> dict[str, Any]:
         """The options that are not at the schema's defaults, by dotted name: as they are written."""
         usual, found = OmegaConf.structured(self.schema), self._merged[0]

@@ -38,7 +38,7 @@ class PlacementOptions(Options, group="placement"):
     restarts. `offloaded`: sharded, with all weights in host memory except the current layer."""
     engines_sleep: bool | None = None
     """Release the GPU memory of rollout engines while the policy trains. Default: true if vllm shares GPUs with
-    training."""
+    training and they do not fit in memory together."""
     learners_sleep: bool = False
     """Move actor and critic to host memory while responses are generated."""
 
@@ -48,7 +48,9 @@ class PlacementOptions(Options, group="placement"):
         return self.colocate
 
     def with_sleep(self, gpus: int, engine: str) -> Self:
-        """Resolve `engines_sleep`: engines sleep by default if that frees GPU memory for training."""
+        """Resolve `engines_sleep`: engines sleep by default if that frees GPU memory for training. The plan keeps them
+        awake if it knows that everything fits (`training.launch.plan.Choose`).
+        """
         if self.engines_sleep is not None:
             return self
         return replace(self, engines_sleep=gpus > 0 and engine == "vllm" and self.colocate)

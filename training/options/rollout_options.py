@@ -28,8 +28,9 @@ class RolloutOptions(Options, group="rollout"):
     distribution differs from the distribution that is trained."""
     max_new_tokens: Count = 1024
     """Maximum number of tokens of a response, including the end token."""
-    max_num_seqs: Count = 512
-    """Maximum number of responses that an engine generates concurrently. Affects memory and speed, not tokens."""
+    max_num_seqs: Count | None = None
+    """Maximum number of responses that an engine generates concurrently. Affects memory and speed, not tokens. Default:
+    512; on GPUs 512 to 2048 by the size of the model, or fewer if the key-value cache does not fit in memory."""
     engine: Annotated[str, NameOf("rollout engine", BASIC_ENGINES)] = "auto"
     """Generation engine. `vllm`; `hf`, which uses transformers; `auto` selects vLLM if it is installed and expected to
     be faster, that is, on a GPU or with a large model. The two sample different tokens from the same seed."""
@@ -37,8 +38,9 @@ class RolloutOptions(Options, group="rollout"):
     """vllm: tensor-parallel degree, the number of devices (on a CPU, processes) that share the weights of one engine.
     With shared GPUs, an engine uses the GPUs of this number of ranks on one node."""
     gpu_memory: ShareAboveZero | None = of_plugin("vllm", None, engine=("auto", "vllm"))
-    """vllm: share of GPU memory for weights and key-value cache. Default: 0.9; with shared GPUs 0.45, or 0.7 with
-    placement.learners_sleep."""
+    """vllm: share of GPU memory for weights and key-value cache. Default: 0.9; with shared GPUs the share that the
+    weights and max_num_seqs responses of maximum length need. If the sizes of model or GPU are not known, 0.45, or 0.7
+    with placement.learners_sleep."""
     cpu_cache_gb: Positive = of_plugin("vllm", 1.0, engine=("auto", "vllm"))
     """vllm: size of an engine's key-value cache on a CPU, in GiB."""
     enforce_eager: bool = of_plugin("vllm", False, engine=("auto", "vllm"))
@@ -91,15 +93,16 @@ class RolloutOptions(Options, group="rollout"):
             raise ValueError(
                 f"rollout.tensor_parallel={self.tensor_parallel} needs vllm, but {engine}; set rollout.engine=vllm"
             )
+        resolved = replace(self, engine=name, max_num_seqs=self.max_num_seqs or RolloutConfig.max_num_seqs)
         if not lora_rank:
-            return replace(self, engine=name), engine
+            return resolved, engine
         fault = rollout_config(name).adapters_fault(model_path, lora_rank, self.merge_lora is False)
         if fault and self.merge_lora is False:
             raise ValueError(f"rollout.merge_lora=false: {fault}; leave it out")
         merges = bool(fault) if self.merge_lora is None else self.merge_lora
         sent = "weights with merged adapters" if merges else "only the adapters"
         because = f", since {fault}" if fault else ""
-        return replace(self, engine=name, merge_lora=merges), f"{engine}; it is sent {sent}{because}"
+        return replace(resolved, merge_lora=merges), f"{engine}; it is sent {sent}{because}"
 
     def sampling(self, seed: int, step: int, temperature: float | None = None) -> SamplingConfig:
         """Return the sampling parameters of a step.

@@ -13,7 +13,7 @@ from components.data.mixture import Note, mixed, mixture_probabilities, source_n
 from components.data.sources import check_sources, is_drawn
 from components.models.attention import choose_attention
 from components.ranges import Count, CountFromZero
-from components.train.config import TrainConfig, choose_precision
+from components.train.config import TrainConfig
 from training.options.checkpoint_options import CheckpointOptions
 from training.options.log_options import LogOptions
 from training.options.model_options import ModelOptions
@@ -178,13 +178,9 @@ class SupervisedOptions(RunOptions):
         Args:
             gpus: number of GPUs of each machine.
         """
-        attention = choose_attention(self.model.attn_implementation, gpus)
-        return replace(
-            self,
-            model=replace(self.model, attn_implementation=attention),
-            train=replace(self.train, precision=choose_precision(self.train.precision, gpus)),
-            placement=replace(self.placement, ranks_per_node=self.placement.ranks_per_node or max(gpus, 1)),
-        )
+        model = replace(self.model, attn_implementation=choose_attention(self.model.attn_implementation, gpus))
+        placement = replace(self.placement, ranks_per_node=self.placement.ranks_per_node or max(gpus, 1))
+        return replace(self, model=model, train=self.train.resolved(gpus), placement=placement)
 
     def notes(self, set_options: Collection[str]) -> list[str]:
         """Return notes for the user before the run starts.

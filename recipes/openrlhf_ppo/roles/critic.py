@@ -22,7 +22,7 @@ class Critic(Learner):
         options = self.config
         model = load_value_model(
             model_path,
-            gradient_checkpointing=options.train.gradient_checkpointing,
+            gradient_checkpointing=bool(options.train.gradient_checkpointing),
             seed=options.seed,
             attn_implementation=options.model.attn_implementation,
             packing=options.train.packing,

@@ -21,7 +21,7 @@ class Reward(SupervisedModel[RewardModelConfig]):
         config = self.config
         model = load_value_model(
             path,
-            gradient_checkpointing=config.train.gradient_checkpointing,
+            gradient_checkpointing=bool(config.train.gradient_checkpointing),
             seed=config.seed,
             attn_implementation=config.model.attn_implementation,
             value_head_prefix=config.model.value_head_prefix,

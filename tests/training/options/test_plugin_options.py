@@ -34,7 +34,7 @@ def test_the_value_that_names_a_plugin_adds_its_options() -> None:
     assert vars(load_config(Schema, [NAMED]))["theirs"].speed == 3
     assert not hasattr(load_config(Schema, []), "theirs")
     assert recipe_of(type(config)) == recipe_of(Schema)
-    assert CommandLine(Schema, [NAMED, "theirs.speed=5"]).changed()["theirs.speed"] == 5
+    assert CommandLine(Schema, [NAMED, "theirs.speed=5"]).changed["theirs.speed"] == 5
 
 
 @pytest.mark.usefixtures("their_plugin")
