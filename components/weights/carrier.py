@@ -61,23 +61,42 @@ class FolderCarrier:
         """See `WeightHandle.route`."""
         return None
 
-    def sent(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:  # noqa: ARG002
-        """Send a version while it is gathered; yield each tensor once it is sent."""
+    def sent(
+        self,
+        version: int,  # noqa: ARG002
+        tensors: Iterable[tuple[str, Tensor]],
+        dtype: torch.dtype | None,  # noqa: ARG002
+    ) -> Iterable[tuple[str, Tensor]]:
+        """Send a version in `dtype` while it is gathered. Yield each tensor, in `dtype` or as it was gathered."""
         return tensors
 
     def publish(
-        self, version: int, tensors: Iterable[tuple[str, Tensor]], *, with_digests: bool, adapter_scale: float
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, Tensor]],
+        *,
+        dtype: torch.dtype | None = None,
+        with_digests: bool,
+        adapter_scale: float,
     ) -> WeightHandle | None:
         """Send and publish a version; see `WeightPublisher.publish`. All ranks call this.
+
+        Args:
+            version: see `WeightPublisher.publish`.
+            tensors: names and tensors.
+            dtype: dtype in which they are published. Default: that of each tensor.
+            with_digests: see `WeightPublisher.publish`.
+            adapter_scale: see `WeightPublisher.publish`.
 
         Returns:
             The handle on rank 0, else None.
         """
-        tensors = self.sent(version, tensors)
+        tensors = self.sent(version, tensors, dtype)
         if self.publisher is None:
             for _ in tensors:
                 assert self.gathers_everywhere, "only rank 0 is given parameters"
             return None
+        tensors = ((name, tensor.detach().to(dtype or tensor.dtype)) for name, tensor in tensors)
         handle = self.publisher.publish(version, tensors, with_digests=with_digests, adapter_scale=adapter_scale)
         return replace(handle, carrier=self.NAME, route=self.route)
 

@@ -68,10 +68,12 @@ class BroadcastCarrier(FolderCarrier):
             return None
         return self._broadcaster.address
 
-    def sent(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+    def sent(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None
+    ) -> Iterable[tuple[str, Tensor]]:
         if self._broadcaster is None:
             return tensors
-        return self._broadcaster.sent(version, tensors)
+        return self._broadcaster.sent(version, tensors, dtype)
 
     def close(self) -> None:
         if self._broadcaster is not None:
@@ -138,13 +140,16 @@ class Broadcaster:
             return None
         return self._address
 
-    def sent(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Broadcast a version. Yield each of its tensors after it was copied into a bucket (see `BucketFiller.passed`).
+    def sent(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Broadcast a version in `dtype`, by default that of each tensor. Yield its tensors (see
+        `BucketFiller.passed`).
 
         When the iterator is exhausted, either every reader has all tensors, or the version was aborted. The first
         version is not broadcast, because readers get the address with its handle.
         """
-        transfer = _Transfer(self._member, version, self._bucket_bytes, self.to_host)
+        transfer = _Transfer(self._member, version, self._bucket_bytes, self.to_host, dtype)
         self._old += self._keys
         self._keys = transfer.keys
         is_sent = self._is_known and self.address is not None
@@ -155,6 +160,7 @@ class Broadcaster:
             transfer.is_over = True
         try:
             yield from transfer.passed(tensors)
+            transfer.reclaim_all()
         except BaseException as error:
             transfer.give_up(error)
             raise
@@ -194,11 +200,15 @@ class Broadcaster:
 class _Transfer(BucketFiller):
     """Broadcast of one version from rank 0."""
 
-    def __init__(self, member: _Member, version: int, bucket_bytes: int, to_host: bool) -> None:
-        super().__init__(member.device, bucket_bytes, to_host)
+    def __init__(
+        self, member: _Member, version: int, bucket_bytes: int, to_host: bool, dtype: torch.dtype | None
+    ) -> None:
+        super().__init__(member.device, bucket_bytes, to_host, dtype)
         self._member = member
         self._version = version
-        self._buckets = 0
+        self._announced = 0
+        self._works: dict[int, Any] = {}
+        """Broadcast of each bucket that is under way."""
         self.keys = [f"{version}/group"]
         self.is_over = False
 
@@ -206,16 +216,22 @@ class _Transfer(BucketFiller):
         if not self.is_over:
             self.attempt(self._broadcast)
 
+    def reclaim(self) -> None:
+        """Wait until the bucket has been broadcast."""
+        work = self._works.pop(self.slot, None)
+        if work is not None and not self.is_over:
+            self.attempt(work.wait)
+
     def _broadcast(self) -> None:
         self.announce([self.end, self.pieces])
-        self._member.broadcast(self.bucket[: self.end])
+        self._works[self.slot] = self._member.broadcast(self.bucket[: self.end])
 
     def announce(self, content: list[Any] | None) -> None:
         """Announce the next message to the readers: bytes and pieces, or [] for the end, or None if it was aborted."""
-        key = f"{self._version}/bucket {self._buckets}"
+        key = f"{self._version}/bucket {self._announced}"
         self._member.store.set(key, json.dumps(content))
         self.keys.append(key)
-        self._buckets += 1
+        self._announced += 1
 
     def attempt(self, step: Callable[[], None]) -> None:
         """Run a step of the broadcast. An error aborts the broadcast of this version, but not the training."""
@@ -268,7 +284,7 @@ def read_broadcast(
                 break
             nbytes, pieces = content
             bucket = torch.empty(nbytes, dtype=torch.uint8, device=member.device)
-            member.broadcast(bucket)
+            member.broadcast(bucket).wait()
             yield from pieces_of(bucket, [Piece.of(piece) for piece in pieces])
             # Frees the device memory before the next bucket is allocated.
             del bucket
@@ -337,9 +353,9 @@ class _Member:
         self._joined = None
         self.group = 0
 
-    def broadcast(self, bucket: Tensor) -> None:
-        """Broadcast a bucket from rank 0. Returns when this process has received it, or has sent it."""
-        self._joined.broadcast(bucket, 0).wait()
+    def broadcast(self, bucket: Tensor) -> Any:
+        """Start to broadcast a bucket from rank 0. Return the work, whose `wait` ends when it is sent or received."""
+        return self._joined.broadcast(bucket, 0)
 
 
 @contextlib.contextmanager

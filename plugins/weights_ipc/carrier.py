@@ -1,6 +1,6 @@
 """Transfer of weights from a rank to the engines on the same device, without the host: all map the memory of a bucket.
 
-The rank fills the bucket, each engine copies it and confirms, and the rank fills it again. The memory is shared by
+There are two buckets. The rank fills one while each engine copies the other one and confirms. The memory is shared by
 torch: with a CUDA IPC handle, or on a CPU, where the carrier can be tried, with a name in shared memory. Handles and
 confirmations are sent over a socket in the run's folder, which only this user can open.
 
@@ -29,7 +29,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from components.models.device import compute_device
 from components.weights.bucket_sizes import SENT_BYTES
-from components.weights.buckets import BucketFiller, pieces_of
+from components.weights.buckets import BucketFiller, finish_copies, pieces_of
 from components.weights.carrier import CarrierSetting, FolderCarrier
 from components.weights.publisher import WeightHandle
 
@@ -55,10 +55,12 @@ class IPCCarrier(FolderCarrier):
     def gathers_everywhere(self) -> bool:
         return self.setting.device.type == "cuda"
 
-    def sent(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+    def sent(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None
+    ) -> Iterable[tuple[str, Tensor]]:
         if self._sender is None:
             return tensors
-        return self._sender.sent(version, tensors)
+        return self._sender.sent(version, tensors, dtype)
 
     def close(self) -> None:
         if self._sender is not None:
@@ -95,7 +97,7 @@ class BucketSender:
             folder: folder of the run on this machine, accessible to this user only.
             device: device on which the weights are gathered.
             readers: number of engine processes on the device. Each of them reads every version.
-            bucket_bytes: size of the shared bucket in bytes.
+            bucket_bytes: size of each of the two shared buckets in bytes.
             timeout_seconds: timeout until the readers have arrived, and of each bucket.
             to_host: see `BucketFiller`.
         """
@@ -114,16 +116,19 @@ class BucketSender:
         self._listening.close()
         self._path.unlink(missing_ok=True)
 
-    def sent(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Send a version. Yield each of its tensors after it was copied into the bucket (see `BucketFiller.passed`).
+    def sent(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Send a version in `dtype`, by default that of each tensor. Yield its tensors (see `BucketFiller.passed`).
 
         When the iterator is exhausted, every reader has all tensors or was given up.
         """
         readers = self._arrived(version)
-        transfer = _Transfer(readers, self._device, self._bucket_bytes, self.to_host, self._timeout_seconds)
+        transfer = _Transfer(readers, self._device, self._bucket_bytes, self.to_host, self._timeout_seconds, dtype)
         try:
             yield from transfer.passed(tensors)
-            transfer.tell(lambda: b"")
+            transfer.reclaim_all()
+            transfer.finish()
         finally:
             transfer.close()
 
@@ -161,34 +166,57 @@ class _Transfer(BucketFiller):
         bucket_bytes: int,
         to_host: bool,
         timeout_seconds: float,
+        dtype: torch.dtype | None,
     ) -> None:
-        super().__init__(device, bucket_bytes, to_host)
+        super().__init__(device, bucket_bytes, to_host, dtype)
         self._readers = readers
         self._timeout_seconds = timeout_seconds
-        self._mapped_bytes = 0
-        """Size of the bucket that the readers have mapped."""
+        self._mapped_bytes = [0, 0]
+        """Size of each bucket that the readers have mapped."""
+        self._unconfirmed = [False, False]
+        """True for each bucket that the readers have not confirmed yet. They confirm in the order of sending."""
 
     def send(self) -> None:
-        """Wait until every reader has a copy of the bucket's contents."""
-        _finish_copies(self.bucket.device)
-        is_mapped = self._mapped_bytes == len(self.bucket)
-        self.tell(lambda: pickle.dumps((None if is_mapped else _handle(self.bucket), self.end, self.pieces)))
-        self._mapped_bytes = len(self.bucket)
+        """Send the readers the table of the bucket, and a handle if its memory is new."""
+        is_mapped = self._mapped_bytes[self.slot] == len(self.bucket)
+        # Pickled once per reader, because torch counts the processes that map a handle.
+        self._post(
+            lambda: pickle.dumps((self.slot, None if is_mapped else _handle(self.bucket), self.end, self.pieces))
+        )
+        self._mapped_bytes[self.slot] = len(self.bucket)
+        self._unconfirmed[self.slot] = True
 
-    def tell(self, message: Callable[[], bytes]) -> None:
-        """Send each reader a message and wait for its response.
+    def reclaim(self) -> None:
+        """Wait until every reader has a copy of the bucket's content."""
+        if self._unconfirmed[self.slot]:
+            self._confirm()
+        self._unconfirmed[self.slot] = False
 
-        `message` is called once per reader, because torch counts the processes that map a handle.
-        """
+    def finish(self) -> None:
+        """Announce the end to the readers, and wait until they have unmapped the buckets."""
+        self._post(lambda: b"")
+        self._confirm()
+
+    def _post(self, message: Callable[[], bytes]) -> None:
         for reader in list(self._readers):
             try:
                 reader.send_bytes(message())
+            except (OSError, RuntimeError) as error:
+                self._give_up(reader, error)
+
+    def _confirm(self) -> None:
+        """Read the oldest confirmation of each reader that is due."""
+        for reader in list(self._readers):
+            try:
                 _message(reader, self._timeout_seconds)
-            except (OSError, EOFError, RuntimeError) as error:
-                # torch keeps a bucket that was mapped and not returned until this process ends.
-                _log.warning("weights: an engine on %s was given up: %r", self.bucket.device, error)
-                self._readers.remove(reader)
-                reader.close()
+            except (OSError, EOFError) as error:
+                self._give_up(reader, error)
+
+    def _give_up(self, reader: Connection, error: Exception) -> None:
+        # torch keeps a bucket that was mapped and not returned until this process ends.
+        _log.warning("weights: an engine on %s was given up: %r", self.device, error)
+        self._readers.remove(reader)
+        reader.close()
 
     def close(self) -> None:
         for reader in self._readers:
@@ -215,18 +243,18 @@ def read_sent(folder: Path, version: int, timeout_seconds: float) -> Iterator[tu
         rank = Connection(connecting.detach())
     with rank:
         rank.send_bytes(str(version).encode())
-        bucket = torch.empty(0)
+        buckets: dict[int, Tensor] = {}
         while message := _message(rank, timeout_seconds):
-            handle, size, pieces = pickle.loads(message)
+            slot, handle, size, pieces = pickle.loads(message)
             if handle is not None:
-                bucket = _mapped(handle, device)
+                buckets[slot] = _mapped(handle, device)
             # Copied before the rank fills the bucket again.
-            copy = bucket[:size].clone()
-            _finish_copies(device)
+            copy = buckets[slot][:size].clone()
+            finish_copies(device)
             rank.send_bytes(b"copied")
             yield from pieces_of(copy, pieces)
             del copy
-        del bucket
+        buckets.clear()
         rank.send_bytes(b"done")
 
 
@@ -261,9 +289,3 @@ def _message(connection: Connection, timeout_seconds: float) -> bytes:
     if not connection.poll(timeout_seconds):
         raise TimeoutError(f"nothing came in {timeout_seconds:g} s")
     return connection.recv_bytes()
-
-
-def _finish_copies(device: torch.device) -> None:
-    # CUDA copies run asynchronously. The other process must not read or overwrite the bucket before they have ended.
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

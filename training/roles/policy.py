@@ -114,11 +114,10 @@ class TrainedPolicy(TrainedModel):
         if self.engine.adapters is not None and sampling.lora_rank:
             scale = self.engine.adapters.scale
             gathered = self.engine.gathered_adapters
-        parameters = ((name, tensor.detach().to(dtype)) for name, tensor in gathered())
         verify = self.config.rollout.verify_weight_sync
         # Measured with each version, because an engine that is replaced later checks itself against this version.
         probe = None if self.probe is None else self.probe.measure()
-        handle = self.carrier.publish(version, parameters, with_digests=verify, adapter_scale=scale)
+        handle = self.carrier.publish(version, gathered(), dtype=dtype, with_digests=verify, adapter_scale=scale)
         return handle and replace(handle, probe=probe)
 
     @rpc(remote_call.end_job)
