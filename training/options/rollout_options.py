@@ -9,6 +9,7 @@ from typing import Annotated
 from components.generate.choice import BASIC_ENGINES, choose_rollout_engine, rollout_config
 from components.generate.config import HFRolloutConfig, RolloutConfig, RolloutSetting, SamplingConfig
 from components.ranges import Count, CountFromZero, NameOf, Positive, ShareAboveZero
+from components.registry import load
 from components.weights.choice import BASIC_CARRIERS
 from training.options.placement_options import PlacementOptions
 from training.options.schema import Options, of_plugin
@@ -56,6 +57,10 @@ class RolloutOptions(Options, group="rollout"):
     from a rank to the engine on its GPU. `broadcast`: NCCL from rank 0 to all engines. The last two copy while weights
     are gathered, without host memory. `auto`: ipc if each rank shares its GPU with an engine, broadcast if engines have
     separate GPUs."""
+    routing_replay: Annotated[str, NameOf("routing replay", ("off",))] = of_plugin("routing_replay", "off")
+    """Mixtures of experts: experts of each token in training. `off`: those that the router chooses in the training
+    pass. `policy`: those of the pass for the old log-probabilities. `engine`: those of the rollout (vllm on a GPU). The
+    weights of the experts are always computed by the router in training."""
     merge_lora: bool | None = of_plugin("vllm", None, engine=("auto", "vllm"))
     """vllm, with train.lora_rank: true sends the weights with the adapters merged. false sends only the adapters, which
     vLLM applies during generation. Default: false if vLLM supports adapters for the model, else true."""
@@ -85,6 +90,8 @@ class RolloutOptions(Options, group="rollout"):
             raise ValueError(
                 f"rollout.tensor_parallel={self.tensor_parallel} needs vllm, but {engine}; set rollout.engine=vllm"
             )
+        if self.routing_replay == "engine" and (fault := load("routing replay check", "engine")(name, gpus)):
+            raise ValueError(f"rollout.routing_replay=engine: {fault}")
         if not lora_rank:
             return replace(self, engine=name), engine
         fault = rollout_config(name).adapters_fault(model_path, lora_rank, self.merge_lora is False)
