@@ -73,7 +73,8 @@ class RoutingReplay:
         self._engine = engine
         self._records = source == "policy"
         routers = find_routers(engine.model).modules
-        text = engine.model.config.get_text_config()
+        config: Any = engine.model.config
+        text = config.get_text_config()
         self.experts = _setting(text, _EXPERT_COUNTS)
         self.top_k = _setting(text, ("num_experts_per_tok",))
         self.layers = len(routers)
