@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from components.models.routers import route_columns
 from components.rewards.names import metric_names
 from components.rl.correction import importance_weights
 
@@ -186,6 +187,11 @@ def with_correction(samples: Batch, kind: Literal["none", "tis", "icepop"], low:
     outside = "zero" if kind == "icepop" else "clamp"
     weight_N = importance_weights(*columns, level="token", low=low, high=high, outside=outside)
     return samples.with_tokens(correction=weight_N)
+
+
+def policy_inputs(samples: Batch) -> Batch:
+    """Return the columns that a pass for the policy's log-probabilities reads: tokens, and routes if there are any."""
+    return samples.only("tokens", *route_columns(samples.per_token))
 
 
 def old_logprobs(micro: Batch, logprob_N: Tensor, column: str = "logprob") -> Tensor:

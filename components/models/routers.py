@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
+
+ROUTES = "routes_"
+"""Prefix of the columns of a batch with the experts of each token; see plugins/routing_replay/routes.py."""
 
 
 @dataclass(frozen=True)
@@ -26,3 +32,8 @@ def find_routers(model: nn.Module) -> Routers:
     kinds = tuple({recorder.target_class for recorder in recorders})
     index = recorders[0].index if recorders else 0
     return Routers([module for module in model.modules() if isinstance(module, kinds)], index)
+
+
+def route_columns(names: Iterable[str]) -> list[str]:
+    """Return the names of the columns that hold routes."""
+    return [name for name in names if name.startswith(ROUTES)]

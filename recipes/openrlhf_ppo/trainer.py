@@ -6,7 +6,7 @@ Legend: `B` responses, `N` tokens of all responses.
 from pathlib import Path
 
 from components.batch import Batch
-from components.data.samples import with_status
+from components.data.samples import policy_inputs, with_status
 from components.generate.config import SamplingConfig
 from components.rewards.errors import RewardError
 from core import BaseTrainer
@@ -61,7 +61,7 @@ class PPOTrainer(BaseTrainer):
     def make_experience(self, rollouts: Batch) -> Batch:
         """Add `reward` and `score` [B], and `logprob`, `value` and `reference_logprob` [N], as needed."""
         tokens = rollouts.only("tokens")
-        futures = [remote_call.actor_forward(tokens, self.config.rollout.temperature)]
+        futures = [remote_call.actor_forward(policy_inputs(rollouts), self.config.rollout.temperature)]
         if "reward" not in rollouts:
             futures.append(remote_call.reward_forward(rollouts, step=self.policy_run.step - 1))
         if self.config.needs_critic:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import cache
 
 from components.batch import Batch
-from components.data.samples import with_status
+from components.data.samples import policy_inputs, with_status
 from components.generate.config import SamplingConfig
 from core import BaseTrainer, Future, WorkerGroup
 
@@ -110,7 +110,7 @@ class VerlPPOTrainer(BaseTrainer):
     def compute(self, phase: str, forward: Callable[[Batch], Future[Batch]], batch: Batch) -> Batch:
         """Run a forward pass and add its per-token columns to the batch."""
         with self.policy_run.phase(phase):
-            return batch.with_tokens(**forward(batch.only("tokens")).result().per_token)
+            return batch.with_tokens(**forward(policy_inputs(batch)).result().per_token)
 
     def update(
         self, phase: str, train: Callable[[Batch, int], list[dict[str, float]]], batch: Batch

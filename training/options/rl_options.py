@@ -172,6 +172,8 @@ class RLOptions(RunOptions):
                 f"{self.FILTER_OPTION} replaces prompts within a step, but asynchronous.partial_rollout moves prompts "
                 "to the next step; unset one of them"
             )
+        if self.rollout.routing_replay != "off":
+            yield from load("routing replay check", "options")(self)
         strategy, option = self.rollout_strategy
         if strategy and strategy not in names("rollout strategy"):
             yield f"{option} needs the plug-in {strategy}, which is not in plugins/; unset {option}"
@@ -358,6 +360,8 @@ class RLOptions(RunOptions):
             (not self.freezes_models, "placement.frozen_models", "every model is trained, or samples"),
             (self.is_own_reference, "placement.references", "the policy with its adapters off is the reference"),
         ]
+        if self.rollout.routing_replay == "policy":
+            idle.append((not self.needs_old_logprobs, "rollout.routing_replay", "every training step has one update"))
         idle += [(True, name, why) for name, why in idle_options(self)]
         notes = without_effect(idle, set_options)
         # These are compared with the log-probabilities of the update, which are computed in other micro-batches.

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from components.generate.choice import BASIC_ENGINES, choose_rollout_engine, rollout_config
 from components.generate.config import HFRolloutConfig, RolloutConfig, RolloutSetting, SamplingConfig
 from components.ranges import Count, CountFromZero, NameOf, Positive, ShareAboveZero
+from components.registry import load
 from components.weights.choice import BASIC_CARRIERS
 from training.options.placement_options import PlacementOptions
 from training.options.schema import PLUGIN, Options, of_plugin
@@ -64,6 +65,10 @@ class RolloutOptions(Options, group="rollout"):
     accept_bias: bool = of_plugin("vllm_arguments", False, engine=("auto", "vllm"))
     """vllm: accept arguments in rollout.vllm that make the engine's log-probabilities differ from the trainer's, with
     algorithm.correction=none. Gradients are then biased."""
+    routing_replay: Annotated[str, NameOf("routing replay", ("off",))] = of_plugin("routing_replay", "off")
+    """Mixtures of experts: experts of each token in training. `off`: those that the router chooses in the training
+    pass. `policy`: those of the pass for the old log-probabilities. `engine`: those of the rollout (vllm on a GPU). The
+    weights of the experts are always computed by the router in training."""
     merge_lora: bool | None = of_plugin("vllm", None, engine=("auto", "vllm"))
     """vllm, with train.lora_rank: true sends the weights with the adapters merged. false sends only the adapters, which
     vLLM applies during generation. Default: false if vLLM supports adapters for the model, else true."""
@@ -94,6 +99,8 @@ class RolloutOptions(Options, group="rollout"):
                 f"rollout.tensor_parallel={self.tensor_parallel} needs vllm, but {engine}; set rollout.engine=vllm"
             )
         resolved = replace(self, engine=name, max_num_seqs=self.max_num_seqs or RolloutConfig.max_num_seqs)
+        if self.routing_replay == "engine" and (fault := load("routing replay check", "engine")(name, gpus)):
+            raise ValueError(f"rollout.routing_replay=engine: {fault}")
         if not lora_rank:
             return resolved, engine
         fault = rollout_config(name).adapters_fault(model_path, lora_rank, self.merge_lora is False)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from components.batch import Batch
 from components.models.causal import policy_logprobs
-from components.registry import find
+from components.registry import find, load
 from components.rl.kl import kl_estimate
 from components.train.engine import LossFunction
 from components.train.opening import open_engine
@@ -39,6 +39,8 @@ class TrainedPolicy(TrainedModel):
     """Transport of the weights to the engines, or None until the policy is loaded."""
     probe: Any = None
     """Measures the reference values that engines check themselves against, or None if they run no checks."""
+    replay: Any = None
+    """Records and replays the experts of each token, or None if `rollout.routing_replay` is off."""
 
     def train(
         self,
@@ -54,6 +56,8 @@ class TrainedPolicy(TrainedModel):
         divergence between the policy before and after the step, in nats, on a sample of the responses.
         """
         parts = list(minibatches)
+        if self.replay is not None:
+            loss = self.replay.replaying(loss)
         if len(parts) != 1:
             return super().train(experience, step, parts, loss, prepare)
         sample = self._probed(experience)
@@ -95,6 +99,15 @@ class TrainedPolicy(TrainedModel):
         self.carrier = carrier_class(config.rollout.weight_sync)(setting)
         kind = find("engine probe", config.rollout.engine) if config.rollout.check_engine_every else None
         self.probe = None if kind is None else kind(self.engine)
+        if (source := config.rollout.routing_replay) != "off":
+            self.replay = load("routing replay", source, "rollout.routing_replay")(self.engine, source)
+
+    def old_logprobs(self, tokens: Batch, temperature: float) -> Batch:
+        """Return the column `logprob` [N] of the policy, in nats, and the routes of the tokens if they are replayed."""
+        if self.replay is not None:
+            return self.replay.logprobs(tokens, temperature)
+        logprob_N = self.engine.forward(tokens, partial(policy_logprobs, temperature=temperature))
+        return Batch(tokens.lengths, {"logprob": logprob_N})
 
     @rpc(remote_call.publish_weights)
     def publish_weights(self, version: int) -> WeightHandle | None:
@@ -140,8 +153,7 @@ class PolicyWorker(TrainedPolicy, Generic[C]):
     @trainer_invocation(blocking=False, post_func=Batch.concat)
     def logprobs(self, tokens: Batch, temperature: float) -> Batch:
         """Return the column `logprob` [N], in nats, of the policy. The batch is split over the ranks."""
-        logprob_N = self.engine.forward(tokens, partial(policy_logprobs, temperature=temperature))
-        return Batch(tokens.lengths, {"logprob": logprob_N})
+        return self.old_logprobs(tokens, temperature)
 
     @trainer_invocation(blocking=False, post_func=Batch.concat)
     def reference_logprobs(self, tokens: Batch) -> Batch:

@@ -137,7 +137,9 @@ class PolicyCalls:
                 calls[0].result()  # wait, because the reference model needs the same cores
         if self.config.needs_reference:
             compute = self.trainer.RG_ACTOR.reference_logprobs
-            calls.append((compute if self.config.is_own_reference else self.trainer.RG_REFERENCE.logprobs)(tokens))
+            if not self.config.is_own_reference:
+                compute = self.trainer.RG_REFERENCE.logprobs
+            calls.append(compute(tokens.only("tokens")))
         columns: dict[str, Tensor] = {}
         for future in calls:
             columns |= future.result().per_token

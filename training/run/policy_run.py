@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from components.batch import Batch
-from components.data.samples import add_rewards, for_samples, main_branches, with_status
+from components.data.samples import add_rewards, for_samples, main_branches, policy_inputs, with_status
 from components.data.shown import described
 from components.generate.config import SamplingConfig
 from components.registry import load
@@ -150,9 +150,8 @@ class PolicyRun(Run[Batch]):
 
     def compute_logprobs(self, rollouts: Batch) -> Batch:
         """Add `logprob` (of the policy before the update) and `reference_logprob` [N], in nats, as far as needed."""
-        tokens = rollouts.only("tokens")
         with self.phase("logprobs"):
-            return rollouts.with_tokens(**self.calls.old_and_reference_logprobs(tokens))
+            return rollouts.with_tokens(**self.calls.old_and_reference_logprobs(policy_inputs(rollouts)))
 
     def end_step(
         self,

@@ -9,6 +9,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from components.data.cells import label_text
+from components.models.routers import route_columns
 from components.rl.advantages import group_std
 from components.rl.correction import mismatch_metrics
 from training.tracking import Tracker
@@ -133,7 +134,8 @@ def record_step(
     if (gap := metrics.get("actor/first_engine_gap")) is not None:
         metrics = {"rollout/logprob_gap_mean": gap} | metrics
     tracker.log(step, metrics, steps=steps, sample=lambda: readable(samples, tokenizer, 1)[0])
-    tracker.rollouts(step, samples)
+    # Routes would take more space than everything else, and are computed again where they are needed.
+    tracker.rollouts(step, samples.without(*route_columns(samples.per_token)))
     tracker.keep_tokenizer(tokenizer)
     if step % SHOW_SAMPLES_EVERY == 1:
         tracker.samples(step, lambda: readable(samples, tokenizer, SHOWN_SAMPLES))

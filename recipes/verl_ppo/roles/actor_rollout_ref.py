@@ -82,8 +82,7 @@ class ActorRolloutRefWorker(TrainedPolicy, SamplingWorker):
     def compute_log_prob(self, tokens: Batch, temperature: float | None = None) -> Batch:
         """Compute `logprob` per token in nats, by default at the sampling temperature. The ranks split the batch."""
         at = self.config.rollout.temperature if temperature is None else temperature
-        logprob_N = self.engine.forward(tokens, partial(policy_logprobs, temperature=at))
-        return Batch(tokens.lengths, {"logprob": logprob_N})
+        return self.old_logprobs(tokens, at)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def compute_sharp_log_prob(self, tokens: Batch) -> Batch:

@@ -1,0 +1,38 @@
+"""Checks of the options of routing replay, before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from components.generate.choice import text_config
+
+
+def faults(options: Any) -> Iterator[str]:
+    """Yield a message for each option that routing replay cannot be combined with.
+
+    Args:
+        options: options of a recipe that trains a policy.
+    """
+    option = f"rollout.routing_replay={options.rollout.routing_replay}"
+    for axis in ("context", "tensor"):
+        if (degree := getattr(options.parallel, axis)) > 1:
+            yield f"{option} needs whole sequences on each rank, but parallel.{axis}={degree}; set off, or 1"
+    config = text_config(Path(options.model.path).expanduser()) if options.model.path else {}
+    if config and not config.get("num_experts_per_tok", config.get("moe_k")):
+        yield f"{option}: model.path={options.model.path} is no mixture of experts; set rollout.routing_replay=off"
+
+
+def engine_fault(engine: str, gpus: int) -> str:
+    """Return why the engine does not report the experts of each token. Empty: it reports them.
+
+    Args:
+        engine: name of the rollout engine.
+        gpus: number of GPUs of a machine.
+    """
+    if engine != "vllm":
+        return f"the engine {engine} does not report the experts of a token; set policy or off"
+    if not gpus:
+        return "vLLM reports the experts of a token only on a GPU (model runner V2 requires Triton); set policy or off"
+    return ""
