@@ -113,9 +113,9 @@ class PolicyCommand(Command[C]):
         """Return the requested configuration with all automatic values resolved."""
         return self.resolved(self.read(arguments))
 
-    def resolved(self, asked: C) -> C:
+    def resolved(self, requested: C) -> C:
         """Resolve the automatic values of a configuration."""
-        return resolved(asked, detect_devices())
+        return resolved(requested, detect_devices())
 
     def idle_presets(self, line: CommandLine[C]) -> dict[str, str]:
         """See `Command.idle_presets`."""

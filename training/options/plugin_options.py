@@ -35,8 +35,8 @@ def with_plugin_groups(schema: type[S], value: Callable[[str], Any]) -> type[S]:
     """
     named: list[type[Options]] = []
     for condition in registry.names(GROUPS):
-        option, _, wanted = condition.partition("=")
-        if as_text(value(option)) == wanted.lower():
+        option, _, expected = condition.partition("=")
+        if as_text(value(option)) == expected.lower():
             named.append(registry.load(GROUPS, condition))
     if not named:
         return schema

@@ -50,4 +50,12 @@ def printable(text: str) -> str:
     """Replace characters that move the cursor or change how the terminal shows the text after them."""
     if text.isprintable():
         return text
-    return "".join(x if x.isprintable() else "↵" if x == "\n" else " " if x.isspace() else "�" for x in text)
+    return "".join(_printable_character(character) for character in text)
+
+
+def _printable_character(character: str) -> str:
+    if character.isprintable():
+        return character
+    if character == "\n":
+        return "↵"
+    return " " if character.isspace() else "�"
