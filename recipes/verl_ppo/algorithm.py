@@ -68,12 +68,11 @@ def add_advantages(experience: Batch, config: VerlPPOConfig, kl_coef: float) -> 
             )
     experience = experience if algorithm.estimate_rejected else trained
     mask_N = experience["action_mask"]
+    gamma, lam = algorithm.gamma, algorithm.lam
     if algorithm.estimator == "gae":
-        advantage_N, return_N = returns.gae(
-            reward_N, experience["value"], mask_N, lengths_B, algorithm.gamma, algorithm.lam
-        )
+        advantage_N, return_N = returns.gae(reward_N, experience["value"], mask_N, lengths_B, gamma, lam)
     elif algorithm.estimator == "reinforce_plus_plus":
-        advantage_N = return_N = returns.discounted_returns(reward_N, mask_N, lengths_B, algorithm.gamma)
+        advantage_N = return_N = returns.discounted_returns(reward_N, mask_N, lengths_B, gamma)
     elif algorithm.estimator == "remax":
         advantage_N, return_N = returns.remax(reward_N, experience["greedy_reward"], mask_N, lengths_B)
     elif algorithm.estimator == "optimal_token_baseline":
@@ -117,9 +116,8 @@ def compared(experience: Batch, reward_B: Tensor, config: VerlPPOConfig) -> Tens
                 f"{', '.join(logged) or 'none beside its score'}; name some of these, or return what is missing"
             )
         reward_BK = torch.stack([mains[f"log_{key}"] for key in keys], 1)
-        return group_advantages.gdpo(
-            reward_BK, group_B, torch.tensor(algorithm.gdpo_weights or [1.0] * len(keys)), EPSILON
-        )
+        weight_K = torch.tensor(algorithm.gdpo_weights or [1.0] * len(keys))
+        return group_advantages.gdpo(reward_BK, group_B, weight_K, EPSILON)
 
     comparisons = {
         "opo": opo,

@@ -124,11 +124,7 @@ def check_prompts(
 
 
 def check_heldout(
-    model: ModelOptions,
-    data: DataOptions,
-    rows: list[dict[str, Any]],
-    seed: int,
-    max_new_tokens: int | None,
+    model: ModelOptions, data: DataOptions, rows: list[dict[str, Any]], seed: int, max_new_tokens: int | None
 ) -> None:
     """Check held-out prompts with `check_encoding`. There may be none.
 

@@ -79,7 +79,7 @@ class Refused:
 class Computed:
     """Input of `compute`, and the options, notes and errors that it produces."""
 
-    values_by_name: Mapping[str, Any]
+    values: Mapping[str, Any]
     """Values of the names in `computed`, converted to their types. None if a name is written as null."""
     known: Mapping[str, Any]
     """Options of the schema with their values as they are written."""
@@ -93,12 +93,12 @@ class Computed:
 
     def name(self, *names: str) -> str | None:
         """Return the first of these names that has a value, or None."""
-        return next((name for name in names if self.values_by_name.get(name) is not None), None)
+        return next((name for name in names if self.values.get(name) is not None), None)
 
     def get(self, *names: str, default: Any = None) -> Any:
         """Return the value of the first of these names that has one, or the default."""
         name = self.name(*names)
-        return default if name is None else self.values_by_name[name]
+        return default if name is None else self.values[name]
 
     def option(self, name: str, default: Any = None) -> Any:
         """Return the current value of an option of the schema."""
@@ -113,7 +113,7 @@ class Computed:
 
     def idle(self, why: str, *names: str) -> None:
         """Add a note that those of these names that are written have no effect."""
-        if idle_names := [name for name in names if name in self.values_by_name]:
+        if idle_names := [name for name in names if name in self.values]:
             self.notes.append(f"no effect of {', '.join(idle_names)}: {why}")
 
 

@@ -11,13 +11,7 @@ from typing import Any, Protocol
 
 from components.batch import Batch
 from components.rewards.errors import RewardError
-from training.run.checkpoint import (
-    CheckpointError,
-    Checkpoints,
-    changed_options,
-    find_checkpoint,
-    read_state,
-)
+from training.run.checkpoint import CheckpointError, Checkpoints, changed_options, find_checkpoint, read_state
 from training.run.continuation import GROUPS, unfinished_groups
 from training.run.phase_clock import PhaseClock
 from training.run.queue import RolloutQueue
