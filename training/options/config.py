@@ -121,7 +121,8 @@ class CommandLine(Generic[T]):
 
     def changed(self) -> dict[str, Any]:
         """Return the options that differ from the schema's defaults: dotted name -> value as it is written."""
-        usual, merged = OmegaConf.structured(self.schema), self._merged[0]
+        usual = OmegaConf.structured(self.schema)
+        merged = self._merged[0]
         values = {key: (OmegaConf.select(merged, key), OmegaConf.select(usual, key)) for key in fields_of(self.schema)}
         return {key: _plain(value) for key, (value, default) in values.items() if value != default}
 
@@ -183,8 +184,7 @@ class Vocabulary:
 
     def kind_of(self, name: str) -> Any:
         """Return the type of the value of a name, or None for an unknown name."""
-        kind = self.adapter.kind_of(name, self.fields)
-        return self.fields.get(name) if kind is None else kind
+        return self.adapter.kind_of(name, self.fields) or self.fields.get(name)
 
     def is_name(self, name: str) -> bool:
         """True if an option goes by this name."""
@@ -226,7 +226,7 @@ class Vocabulary:
             advise = registry.find("option help", "advice")
             for option in unknown:
                 advice = "" if advise is None else advise(option.name, self.schema, self.adapter.names())
-                source = f"{option.source}: " if option.source else ""
+                source = option.source and f"{option.source}: "
                 result.faults.append(f"{source}unknown option {option.name!r}{advice}")
         result.faults += faults
         return result

@@ -50,7 +50,7 @@ class Options:
         cls.PLUGIN = cls.PLUGIN if plugin is None else plugin
 
     def __post_init__(self) -> None:
-        refuse(out_of_range(self, f"{self.GROUP}." if self.GROUP else ""))
+        refuse(out_of_range(self, self.GROUP and f"{self.GROUP}."))
         refuse(self.faults())
 
     def faults(self) -> Iterator[str]:

@@ -159,7 +159,7 @@ class TableAdapter(Adapter):
             is_entry = computed != name and self.computed[computed] == KINDS["mapping"]
             return str if is_entry else self.computed[computed]
         _, entry = self._entry_of(name)
-        return None if entry is None else entry.kind
+        return entry and entry.kind
 
     def names(self) -> set[str]:
         """See `Adapter.names`."""
@@ -288,7 +288,7 @@ def _target(entry: str | Mapping[str, Any]) -> Target:
 
 def _entries(entries: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Refused]]:
     for entry in entries:
-        harmless = as_text(entry["harmless"]) if "harmless" in entry else ""
+        harmless = as_text(entry.get("harmless", ""))
         for names, kind in (("names", str), ("switches", bool)):
             for name in entry.get(names, ()):
                 yield name, Refused(entry["why"], kind, harmless)

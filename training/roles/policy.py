@@ -63,6 +63,7 @@ class TrainedPolicy(TrainedModel):
         before_N = self.engine.forward(sample, logprobs)
         metrics = super().train(experience, step, parts, loss, prepare)
         kl_N = kl_estimate(before_N, self.engine.forward(sample, logprobs), sample["action_mask"], "k3")
+        # Sums are added over the ranks, not means, because the ranks hold different numbers of tokens.
         sums = torch.stack([kl_N.double().sum(), sample["action_mask"].double().sum()]).to(self.engine.device)
         dist.all_reduce(sums)
         return metrics | {"step_kl": float(sums[0] / sums[1].clamp(min=1))}
@@ -94,7 +95,7 @@ class TrainedPolicy(TrainedModel):
         )
         self.carrier = carrier_class(config.rollout.weight_sync)(setting)
         kind = find("engine probe", config.rollout.engine) if config.rollout.check_engine_every else None
-        self.probe = None if kind is None else kind(self.engine)
+        self.probe = kind and kind(self.engine)
 
     @rpc(remote_call.publish_weights)
     def publish_weights(self, version: int) -> WeightHandle | None:
@@ -114,10 +115,11 @@ class TrainedPolicy(TrainedModel):
         if self.engine.adapters is not None and sampling.lora_rank:
             scale = self.engine.adapters.scale
             gathered = self.engine.gathered_adapters
+        # A generator: rank 0 holds one gathered parameter at a time, not a second copy of the model.
         parameters = ((name, tensor.detach().to(dtype)) for name, tensor in gathered())
         verify = self.config.rollout.verify_weight_sync
         # Measured with each version, because an engine that is replaced later checks itself against this version.
-        probe = None if self.probe is None else self.probe.measure()
+        probe = self.probe and self.probe.measure()
         handle = self.carrier.publish(version, parameters, with_digests=verify, adapter_scale=scale)
         return handle and replace(handle, probe=probe)
 
