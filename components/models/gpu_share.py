@@ -20,10 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 def free_share(
-    requested: float,
-    read: Callable[[], list[tuple[int, int]]],
-    within_s: float = MEMORY_WITHIN_S,
-    every_s: float = 1.0,
+    requested: float, read: Callable[[], list[tuple[int, int]]], within_s: float = MEMORY_WITHIN_S, every_s: float = 1.0
 ) -> float:
     """Return the share of its GPUs' memory that an engine may reserve at start-up.
 

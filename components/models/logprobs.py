@@ -167,12 +167,7 @@ def gradients_that_count(
 class _LabelLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits_RV: Tensor,
-        row_M: Tensor,
-        label_M: Tensor,
-        scale: float,
-        with_entropy: bool,
+        ctx: Any, logits_RV: Tensor, row_M: Tensor, label_M: Tensor, scale: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         logprob_M, entropy_M = read_logits(logits_RV, row_M, label_M, scale, with_entropy)
         ctx.save_for_backward(logits_RV, row_M, label_M, entropy_M)

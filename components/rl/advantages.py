@@ -10,9 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from components.rl.masked import (
-    check_sequences,
-)
+from components.rl.masked import check_sequences
 
 
 def group_mean_baseline(reward_B: Tensor, group_B: Tensor) -> Tensor:

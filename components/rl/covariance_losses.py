@@ -7,11 +7,7 @@ import torch
 from torch import Tensor
 
 from components.rl.aggregation import TokenLoss
-from components.rl.masked import (
-    check_columns,
-    chosen,
-    log_ratio,
-)
+from components.rl.masked import check_columns, chosen, log_ratio
 from components.rl.policy_losses import ppo_loss
 from components.rl.surrogate import checked_advantages, distance_metrics
 

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from components.rl.advantages import Groups
-from components.rl.masked import (
-    check_sequences,
-)
+from components.rl.masked import check_sequences
 from components.rl.returns import whiten
 
 

@@ -16,14 +16,7 @@ share of tokens that a clip range changes. All functions raise a ValueError if s
 from torch import Tensor
 
 from components.rl.aggregation import TokenLoss
-from components.rl.masked import (
-    action_counts,
-    check_columns,
-    chosen,
-    log_ratio,
-    sequence_sums,
-    spread,
-)
+from components.rl.masked import action_counts, check_columns, chosen, log_ratio, sequence_sums, spread
 from components.rl.surrogate import checked_advantages, clipped_surrogate, distance_metrics
 
 

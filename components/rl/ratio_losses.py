@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 
 from components.rl.aggregation import TokenLoss
-from components.rl.masked import (
-    action_counts,
-    chosen,
-    log_ratio,
-    sequence_sums,
-    spread,
-)
+from components.rl.masked import action_counts, chosen, log_ratio, sequence_sums, spread
 from components.rl.surrogate import checked_advantages, distance_metrics
 
 Divergence = Literal["tv", "kl"]

@@ -12,14 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from components.rl.masked import (
-    carried_back,
-    check_columns,
-    check_lengths,
-    chosen,
-    sequence_sums,
-    spread,
-)
+from components.rl.masked import carried_back, check_columns, check_lengths, chosen, sequence_sums, spread
 
 
 def gae(

@@ -4,11 +4,7 @@ import torch
 from torch import Tensor
 
 from components.rl.aggregation import TokenLoss
-from components.rl.masked import (
-    check_columns,
-    check_lengths,
-    chosen,
-)
+from components.rl.masked import check_columns, check_lengths, chosen
 
 
 def clipped_surrogate(

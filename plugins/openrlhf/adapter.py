@@ -157,7 +157,8 @@ def _placement(flags: Computed) -> None:
         if nodes is not None:
             flags.put(f"placement.{'reference' if role == 'ref' else role}_nodes", nodes)
         if each is not None:
-            flags.put(f"placement.{option}", (nodes or 1) * each)
+            nodes = nodes or 1
+            flags.put(f"placement.{option}", nodes * each)
     if flags.option("placement.rollout_engines") == 0:
         flags.put("placement.rollout_engines", None)
         flags.put("rollout.engine", "hf")

@@ -9,8 +9,8 @@ from training.options.schema import Options
 
 def plugin_groups() -> dict[str, tuple[str, type[Options]]]:
     """Every group of options that plug-ins can add: its name -> the option with the value that adds it, its class."""
-    found: dict[str, tuple[str, type[Options]]] = {}
+    groups: dict[str, tuple[str, type[Options]]] = {}
     for condition in registry.names(GROUPS):
         group: type[Options] = registry.load(GROUPS, condition)
-        found[group.GROUP] = (condition, group)
-    return found
+        groups[group.GROUP] = (condition, group)
+    return groups

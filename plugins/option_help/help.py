@@ -73,14 +73,14 @@ def overview(schema: type) -> str:
             lines.append(_cut(f"  {group:<16}{len(groups[group]):>3}  {meaning}"))
     lines += _plugin_lines(options)
     lines += ["", "Options of every run:", *_short_lines(groups.get(RUN, []))]
-    own = _by_group([option for option in options if option.is_own and "." in option.name])
+    own_groups = _by_group([option for option in options if option.is_own and "." in option.name])
     # The algorithm comes first, as it is what the recipe is about.
-    ordered = sorted(own, key=lambda group: (group != "algorithm", len(own[group])))
+    ordered = sorted(own_groups, key=lambda group: (group != "algorithm", len(own_groups[group])))
     for index, group in enumerate(ordered):
-        section = ["", f"Options of this recipe in {group}:", *_short_lines(own[group])]
+        section = ["", f"Options of this recipe in {group}:", *_short_lines(own_groups[group])]
         # Each later group needs two lines at least.
         if len(lines) + len(section) + 2 * len(ordered[index + 1 :]) > LINES:
-            section = ["", f"Options of this recipe in {group}: {len(own[group])}, shown by --help {group}"]
+            section = ["", f"Options of this recipe in {group}: {len(own_groups[group])}, shown by --help {group}"]
         lines += section
     return "\n".join(lines)
 

@@ -41,9 +41,9 @@ class Synonyms:
 
     @functools.cached_property
     def names(self) -> list[str]:
-        """All names that it has something to say of."""
-        found = [name for names in self.options.values() for name in names]
-        return list(dict.fromkeys(found + [name for advice in self.advice for name in advice.names]))
+        """All names for which the table has an answer."""
+        all_names = [name for names in self.options.values() for name in names]
+        return list(dict.fromkeys(all_names + [name for advice in self.advice for name in advice.names]))
 
     def meant_by(self, name: str) -> list[str]:
         """The options that go by this name elsewhere, the likeliest first."""
@@ -75,22 +75,22 @@ def answer(unknown: str, options: Mapping[str, str], recipe: str, others: Collec
     written = unknown.lower()
     *longer, last = _shorter(written)
     for name in longer:
-        if told := _of_table(name, written, options):
-            return told
+        if advice := _of_table(name, written, options):
+            return advice
     group = f"{written.partition('.')[0]}."
     has_group = any(name.startswith(group) for name in (*options, *others))
-    if not has_group and (told := _of_other_recipes([written], recipe)):
-        return told
-    if told := _of_table(last, written, options):
-        return told
+    if not has_group and (advice := _of_other_recipes([written], recipe)):
+        return advice
+    if advice := _of_table(last, written, options):
+        return advice
     for name in (*longer, last):
         namesakes = [option for option in synonyms().recipes if option.rpartition(".")[2] == name]
-        own = [] if has_group else [written]
-        if told := _of_other_recipes([*own, *synonyms().meant_by(name), *namesakes], recipe):
-            return told
+        candidates = [] if has_group else [written]
+        if advice := _of_other_recipes([*candidates, *synonyms().meant_by(name), *namesakes], recipe):
+            return advice
     for name in difflib.get_close_matches(last, synonyms().names, n=1, cutoff=_TYPO):
-        if told := _of_table(name, written, options):
-            return told
+        if advice := _of_table(name, written, options):
+            return advice
     return _nearest(written, options, others)
 
 
@@ -112,8 +112,8 @@ def _of_table(name: str, written: str, options: Mapping[str, str]) -> str:
     group = written.partition(".")[0]
     as_there = f"{_ALIKE.get(group, group)}."
     of_group = [f"{group}.{option.removeprefix(as_there)}" for option in meant if option.startswith(as_there)]
-    if found := [*(option for option in of_group if option in options), *meant]:
-        return f": here it is {found[0]!r}{_meaning(options[found[0]])}"
+    if likely := [*(option for option in of_group if option in options), *meant]:
+        return f": here it is {likely[0]!r}{_meaning(options[likely[0]])}"
     if len(namesakes) == 1:
         return f": here it is {namesakes[0]!r}{_meaning(options[namesakes[0]])}"
     return f"; did you mean {' or '.join(map(repr, namesakes))}?" if namesakes else ""

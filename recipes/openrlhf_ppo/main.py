@@ -56,9 +56,9 @@ class PPOCommand(PolicyCommand[PPOConfig]):
 
     is_adapted = True
 
-    def resolved(self, asked: PPOConfig) -> PPOConfig:
+    def resolved(self, requested: PPOConfig) -> PPOConfig:
         """See `PolicyCommand.resolved`."""
-        return resolved(asked)
+        return resolved(requested)
 
     def model_uses(self, config: PPOConfig, job: Job) -> list[ModelUse]:
         """See `PolicyCommand.model_uses`."""

@@ -114,7 +114,7 @@ def read_optimizers(keys: Computed) -> None:
     """Check the optimizer, which must be AdamW under its name in torch or Megatron."""
     # Megatron's adam decouples the weight decay, as AdamW does; torch's Adam does not.
     known = ("AdamW", "adam") if is_megatron(keys) else ("AdamW",)
-    for key, name in keys.given.items():
+    for key, name in keys.values.items():
         if key.endswith(".optim.optimizer") and name not in (None, *known):
             keys.faults.append(f"{key}={name}: the optimizer is torch's AdamW, with lr, betas and weight_decay")
 
@@ -161,8 +161,8 @@ def elsewhere(keys: Computed) -> Iterator[str]:
 def read_axes(keys: Computed) -> None:
     """Set the context, expert and tensor axes, which actor and critic share."""
     for option, names in AXES.items():
-        written = [key for key in keys.given if key.endswith(names) and not key.startswith(REFERENCE)]
-        sizes = {keys.given[key] or 1 for key in written}
+        written = [key for key in keys.values if key.endswith(names) and not key.startswith(REFERENCE)]
+        sizes = {keys.values[key] or 1 for key in written}
         largest = max(sizes, default=1)
         cuts_layers = largest > 1 and option != "parallel.context"
         if cuts_layers and (keys.option("train.lora_rank", 0) or keys.option("train.lora_path")):
@@ -180,8 +180,8 @@ def read_axes(keys: Computed) -> None:
 def read_data(keys: Computed) -> None:
     """Set the data files, the treatment of long prompts, and the sampling of validation."""
     for key, option in (("data.train_files", "data.path"), ("data.val_files", "evaluation.path")):
-        if key in keys.given:
-            files = keys.given[key] or []
+        if key in keys.values:
+            files = keys.values[key] or []
             keys.put(option, ",".join(files if isinstance(files, list) else [str(files)]) or None, key)
     if keys.get("data.filter_overlong_prompts"):
         keys.put("data.overlong", "leave_out", "data.filter_overlong_prompts")
@@ -195,8 +195,8 @@ def read_data(keys: Computed) -> None:
         keys.put("evaluation.samples_per_prompt", 1, f"{ROLLOUT}.val_kwargs.n")
         keys.notes.append(f"no effect of {ROLLOUT}.val_kwargs.n: greedy responses are all the same")
     longest = keys.option("data.max_prompt_tokens", 512) + keys.option("rollout.max_new_tokens", 512)
-    limits = [name for name in keys.given if name.endswith(".max_model_len")]
-    room = min((keys.given[name] for name in limits if keys.given[name] is not None), default=None)
+    limits = [name for name in keys.values if name.endswith(".max_model_len")]
+    room = min((keys.values[name] for name in limits if keys.values[name] is not None), default=None)
     if room is not None and room < longest:
         keys.put("agent.max_tokens", room, limits[0])
         keys.notes.append(
@@ -263,7 +263,10 @@ def read_models(keys: Computed) -> None:
         if "fp16" in (weights, products) or (weights, products) == ("bf16", "fp32"):
             keys.faults.append(f"{prefixes[0]}.model_dtype={weights} with dtype={products}; set fp32, or both bf16")
         elif weights is not None or products == "fp32":
-            precision = "bf16" if weights == "bf16" else "fp32" if products == "fp32" else "bf16_autocast"
+            # Products in bf16 of weights in fp32 are what autocast computes.
+            precision = "fp32" if products == "fp32" else "bf16_autocast"
+            if weights == "bf16":
+                precision = weights
             keys.put(f"{group}.precision", precision, f"{prefixes[0]}.model_dtype")
         switches = ("param_offload", "optimizer_offload", "offload_policy")
         offloads = [keys.get(f"{prefix}.{switch}") for prefix in prefixes for switch in switches]

@@ -38,8 +38,8 @@ def read_agent(keys: Computed) -> None:
     named = {name: key for name in FILES if (key := keys.name(f"{TURNS}.{name}", f"data.{name}"))}
     loop_key, file_key = f"{ROLLOUT}.agent.default_agent_loop", f"{ROLLOUT}.agent.agent_loop_config_path"
     loop = keys.get(loop_key, default=SINGLE_TURN)
-    loaders = [key for key in keys.given if key.endswith("custom_agent_loop_loader") and keys.given[key]]
-    keys.faults += [f"{key}={keys.given[key]}: {LOADER}" for key in loaders]
+    loaders = [key for key in keys.values if key.endswith("custom_agent_loop_loader") and keys.values[key]]
+    keys.faults += [f"{key}={keys.values[key]}: {LOADER}" for key in loaders]
     if keys.get(file_key) and not keys.option("agent.func_path") and not (loop == TOOLS and named):
         read_loop_agent(keys, file_key, loop, named)
         return

@@ -54,33 +54,34 @@ def add_advantages(experience: Batch, config: VerlPPOConfig, kl_coef: float) -> 
     Raises:
         ValueError: all tokens of the step are rejected.
     """
-    own, lengths_B = config.algorithm, experience.lengths
-    kl_N = kl_of(experience, config) if own.kl_in_reward and config.needs_reference else None
+    algorithm, lengths_B = config.algorithm, experience.lengths
+    kl_N = kl_of(experience, config) if algorithm.kl_in_reward and config.needs_reference else None
     reward_N = token_rewards(experience["reward"], kl_N, kl_coef, experience["action_mask"], lengths_B)
     total_B = experience.sum_tokens(reward_N)
     trained = experience.with_sequences(shaped_reward=total_B)
-    if not own.bypass:
+    if not algorithm.bypass:
         trained = correct(trained, config)
         if not bool(trained["action_mask"].any()):
             raise ValueError(
-                f"algorithm.rejection={own.rejection} rejects every token of a step; raise algorithm."
+                f"algorithm.rejection={algorithm.rejection} rejects every token of a step; raise algorithm."
                 "rejection_threshold, or look for what the engine that samples computes otherwise (rollout_corr/kl)"
             )
-    experience = experience if own.estimate_rejected else trained
+    experience = experience if algorithm.estimate_rejected else trained
     mask_N = experience["action_mask"]
-    if own.estimator == "gae":
-        advantage_N, return_N = returns.gae(reward_N, experience["value"], mask_N, lengths_B, own.gamma, own.lam)
-    elif own.estimator == "reinforce_plus_plus":
-        advantage_N = return_N = returns.discounted_returns(reward_N, mask_N, lengths_B, own.gamma)
-    elif own.estimator == "remax":
+    gamma, lam = algorithm.gamma, algorithm.lam
+    if algorithm.estimator == "gae":
+        advantage_N, return_N = returns.gae(reward_N, experience["value"], mask_N, lengths_B, gamma, lam)
+    elif algorithm.estimator == "reinforce_plus_plus":
+        advantage_N = return_N = returns.discounted_returns(reward_N, mask_N, lengths_B, gamma)
+    elif algorithm.estimator == "remax":
         advantage_N, return_N = returns.remax(reward_N, experience["greedy_reward"], mask_N, lengths_B)
-    elif own.estimator == "optimal_token_baseline":
+    elif algorithm.estimator == "optimal_token_baseline":
         groups = (mask_N, lengths_B, experience["prompt_id"])
         advantage_N, return_N = returns.optimal_token_baseline(reward_N, energy(trained, config), *groups)
     else:
         worth_B = compared(experience, total_B, config)
         advantage_N = return_N = chosen(mask_N, spread(worth_B, lengths_B, len(mask_N)))
-    if own.estimator in WHITENED:
+    if algorithm.estimator in WHITENED:
         advantage_N = returns.whiten(advantage_N, trained["action_mask"], unbiased=True)
     return trained.with_tokens(advantage=chosen(trained["action_mask"], advantage_N), **{"return": return_N})
 
@@ -96,8 +97,8 @@ def energy(experience: Batch, config: VerlPPOConfig) -> Tensor:
 
 def compared(experience: Batch, reward_B: Tensor, config: VerlPPOConfig) -> Tensor:
     """Return rewards [B] relative to those of the other responses to the same prompt."""
-    own = config.algorithm
-    name = own.estimator
+    algorithm = config.algorithm
+    name = algorithm.estimator
     if config.samples_per_prompt == 1:
         return reward_B
     mains = main_branches(experience)
@@ -107,7 +108,7 @@ def compared(experience: Batch, reward_B: Tensor, config: VerlPPOConfig) -> Tens
         return group_advantages.opo(reward_B, mains.sum_tokens(mains["action_mask"]), group_B)
 
     def gdpo(_: Tensor, group_B: Tensor) -> Tensor:
-        keys = own.gdpo_rewards
+        keys = algorithm.gdpo_rewards
         logged = [name.removeprefix("log_") for name in mains.names if name.startswith("log_")]
         if missing := [key for key in keys if key not in logged]:
             raise ValueError(
@@ -115,16 +116,17 @@ def compared(experience: Batch, reward_B: Tensor, config: VerlPPOConfig) -> Tens
                 f"{', '.join(logged) or 'none beside its score'}; name some of these, or return what is missing"
             )
         reward_BK = torch.stack([mains[f"log_{key}"] for key in keys], 1)
-        return group_advantages.gdpo(reward_BK, group_B, torch.tensor(own.gdpo_weights or [1.0] * len(keys)), EPSILON)
+        weight_K = torch.tensor(algorithm.gdpo_weights or [1.0] * len(keys))
+        return group_advantages.gdpo(reward_BK, group_B, weight_K, EPSILON)
 
     comparisons = {
         "opo": opo,
         "gdpo": gdpo,
-        "grpo": normalise if own.std_norm else advantages.group_mean_baseline,
-        "grpo_passk": partial(group_advantages.grpo_passk, divide_by_std=own.std_norm),
+        "grpo": normalise if algorithm.std_norm else advantages.group_mean_baseline,
+        "grpo_passk": partial(group_advantages.grpo_passk, divide_by_std=algorithm.std_norm),
         "reinforce_plus_plus_baseline": advantages.group_mean_baseline,
         "rloo": advantages.rloo,
-        "gpg": partial(group_advantages.gpg, scale=own.gpg_scale),
+        "gpg": partial(group_advantages.gpg, scale=algorithm.gpg_scale),
     }
     return compare_samples(experience, reward_B, comparisons[name])
 
@@ -142,23 +144,23 @@ def sampled(experience: Batch) -> Tensor:
 
 def correct(experience: Batch, config: VerlPPOConfig) -> Batch:
     """Add the importance weights `correction` [N], and remove rejected tokens from `action_mask`, as configured."""
-    own, mask_N = config.algorithm, experience["action_mask"]
-    if own.correction == "none" and not own.rejection:
+    algorithm, mask_N = config.algorithm, experience["action_mask"]
+    if algorithm.correction == "none" and not algorithm.rejection:
         return experience
     columns = (experience["logprob"], experience["rollout_logprob"], mask_N, experience.lengths)
-    if own.correction != "none":
-        outside = "zero" if own.correction == "icepop" else "clamp"
-        low, high = own.correction_range
+    if algorithm.correction != "none":
+        outside = "zero" if algorithm.correction == "icepop" else "clamp"
+        low, high = algorithm.correction_range
         weight_N = correction.importance_weights(
-            *columns, level=own.correction_level, low=low, high=high, outside=outside
+            *columns, level=algorithm.correction_level, low=low, high=high, outside=outside
         )
-        if own.correction_normalize:
-            weight_N = weight_N / mean_weight(weight_N, experience, own.correction_level).clamp(min=1e-8)
+        if algorithm.correction_normalize:
+            weight_N = weight_N / mean_weight(weight_N, experience, algorithm.correction_level).clamp(min=1e-8)
         experience = experience.with_tokens(correction=weight_N)
-    for level, estimator, least, most in own.rejections:
+    for level, estimator, least, most in algorithm.rejections:
         kept_N = correction.rejection_weights(*columns, level=level, estimator=estimator, low=least, high=most)
         mask_N = mask_N & (kept_N > 0)
-    if not own.rejection:
+    if not algorithm.rejection:
         return experience
     return experience.with_tokens(action_mask=mask_N, sampled_mask=experience["action_mask"])
 
@@ -179,7 +181,7 @@ def of_all(totals: Totals) -> Totals:
 
 def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: VerlPPOConfig) -> LossOutput:
     """Compute the surrogate loss with the entropy bonus and, if configured, the KL to the reference."""
-    own, mask_N = config.algorithm, micro["action_mask"]
+    algorithm, mask_N = config.algorithm, micro["action_mask"]
     output = token_logprobs(model, micro, config.rollout.temperature, with_entropy=True)
     assert output.entropy_N is not None
     mean = partial(
@@ -187,31 +189,31 @@ def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: VerlPPOC
         mask_N=mask_N,
         lengths_B=micro.lengths,
         totals=of_all(totals),
-        aggregation=own.loss_aggregation,
-        max_length=own.loss_length or config.rollout.max_new_tokens,
+        aggregation=algorithm.loss_aggregation,
+        max_length=algorithm.loss_length or config.rollout.max_new_tokens,
     )
-    if own.bypass:
+    if algorithm.bypass:
         micro = correct(micro.with_tokens(logprob=output.logprob_N.detach()), config)
     # A ratio to the engine is its own correction.
-    is_weighed = own.correction != "none" and (not own.bypass or own.policy_loss == "reinforce")
+    is_weighed = algorithm.correction != "none" and (not algorithm.bypass or algorithm.policy_loss == "reinforce")
     weight_N = micro["correction"] if is_weighed else None
     policy = mean(
         surrogate(output.logprob_N, micro, config),
         mask_N=micro["action_mask"],
         weight_N=weight_N,
-        aggregation=own.policy_aggregation or own.loss_aggregation,
+        aggregation=algorithm.policy_aggregation or algorithm.loss_aggregation,
     )
     entropy = mean(policy_losses.entropy_loss(output.entropy_N, mask_N))
     loss, metrics = policy.loss, policy.metrics | entropy.metrics | {"policy_loss": policy.loss.detach()}
-    if own.entropy_coef:
-        loss = loss + own.entropy_coef * entropy.loss
+    if algorithm.entropy_coef:
+        loss = loss + algorithm.entropy_coef * entropy.loss
     kl_coef, estimator = config.kl_in_loss
     if kl_coef:
         kl_N = kl_estimate(output.logprob_N, micro["reference_logprob"], mask_N, estimator)
         kl = mean(TokenLoss(kl_N, {}))
         loss = loss + kl_coef * kl.loss
         metrics["kl_loss"] = kl.loss.detach()
-    if own.bypass:  # otherwise it is measured from the old log-probabilities
+    if algorithm.bypass:  # otherwise it is measured from the old log-probabilities
         gap_N = (output.logprob_N.detach() - micro["rollout_logprob"]).abs()
         metrics["engine_gap"] = token_mean(gap_N, mask_N, totals.tokens)
     return LossOutput(loss=loss, metrics=metrics)
@@ -219,10 +221,10 @@ def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: VerlPPOC
 
 def value_loss(model: nn.Module, micro: Batch, totals: Totals, config: VerlPPOConfig) -> LossOutput:
     """Compute the squared error to the returns, clipped around the values at the start of the step."""
-    own, mask_N = config.critic, micro["action_mask"]
+    critic, mask_N = config.critic, micro["action_mask"]
     values = (token_values(model, micro), micro["value"], micro["return"], mask_N)
-    tokens = clipped_value_loss(*values, clip=own.value_clip)
-    aggregation = own.loss_aggregation or config.algorithm.loss_aggregation
+    tokens = clipped_value_loss(*values, clip=critic.value_clip)
+    aggregation = critic.loss_aggregation or config.algorithm.loss_aggregation
     longest = config.algorithm.loss_length or config.rollout.max_new_tokens
     return reduce_loss(tokens, mask_N, micro.lengths, of_all(totals), aggregation, longest)
 
@@ -249,12 +251,12 @@ def minibatches(experience: Batch, config: VerlPPOConfig, part: str, step: int) 
     Responses are in order, shuffled by (seed, step, epoch), or resampled by their rewards. Optimizer steps whose
     tokens are all rejected are left out.
     """
-    own, count, rule = config.trained(part), len(experience), config.algorithm.resample
+    learner, count, rule = config.trained(part), len(experience), config.algorithm.resample
     # The number is rounded: an additional step with a few responses would change the model as much as a complete one.
     parts = max(round(count / config.size_of(part)), 1)
-    steps = [chosen_B for _ in range(own.epochs) for chosen_B in torch.arange(count).tensor_split(parts)]
-    if own.shuffle:
-        steps = shuffled_minibatches(count, parts, own.epochs, seed=config.seed, step=step)
+    steps = [chosen_B for _ in range(learner.epochs) for chosen_B in torch.arange(count).tensor_split(parts)]
+    if learner.shuffle:
+        steps = shuffled_minibatches(count, parts, learner.epochs, seed=config.seed, step=step)
     if rule is not None:
         weight_B = selection_weights(experience["reward"], rule, config.algorithm.resample_power)
         draw = np.random.default_rng([config.seed, step, 2])  # the same for actor and critic

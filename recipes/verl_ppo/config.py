@@ -362,11 +362,7 @@ class VerlPPOConfig(PPORunOptions):
     @property
     def roles(self) -> list[str]:
         """Names of the roles of the run."""
-        needed = {
-            "critic": self.needs_critic,
-            "ref": self.has_reference_role,
-            "rm": bool(self.reward.model_path),
-        }
+        needed = {"critic": self.needs_critic, "ref": self.has_reference_role, "rm": bool(self.reward.model_path)}
         return [role for role in self.placement.mapping if needed.get(role, True)]
 
     def _faults_of_reward(self) -> Iterator[str]:

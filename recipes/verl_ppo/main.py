@@ -91,9 +91,9 @@ class VerlCommand(PolicyCommand[VerlPPOConfig]):
         """Convert Hydra's syntax to that of `load_config`."""
         return plain_arguments(arguments)
 
-    def resolved(self, asked: VerlPPOConfig) -> VerlPPOConfig:
+    def resolved(self, requested: VerlPPOConfig) -> VerlPPOConfig:
         """See `PolicyCommand.resolved`. bfloat16 is used on GPUs only."""
-        config, on_gpu = super().resolved(asked), detect_devices() > 0
+        config, on_gpu = super().resolved(requested), detect_devices() > 0
         chosen = {"auto": "bf16" if on_gpu else "fp32", "bf16_autocast": "bf16_autocast" if on_gpu else "fp32"}
         learners = (config.train, config.critic)
         train, critic = (replace(each, precision=chosen.get(each.precision, each.precision)) for each in learners)

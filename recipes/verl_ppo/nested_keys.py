@@ -12,7 +12,7 @@ def within(keys: Computed, *groups: str) -> dict[str, Any]:
     """Return the values of these mappings, by their dotted names relative to the mapping."""
     flat: dict[str, Any] = {}
     for group in groups:
-        for key, value in keys.given.items():
+        for key, value in keys.values.items():
             if key == group:
                 flat |= _flat(value or {})
             elif key.startswith(f"{group}."):

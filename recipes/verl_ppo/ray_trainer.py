@@ -229,9 +229,9 @@ class _ObjectCommand(VerlCommand):
     workers: Mapping[str, str]
     rewards: Mapping[str, Any]
 
-    def resolved(self, asked: VerlPPOConfig) -> VerlPPOConfig:
+    def resolved(self, requested: VerlPPOConfig) -> VerlPPOConfig:
         """See `PolicyCommand.resolved`."""
-        return self._with_rewards(super().resolved(asked))
+        return self._with_rewards(super().resolved(requested))
 
     def ready(self, config: VerlPPOConfig) -> VerlPPOConfig:
         return self._with_rewards(super().ready(config))

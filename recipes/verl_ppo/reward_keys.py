@@ -10,7 +10,7 @@ FUNCTIONS = "functions run at the same time in reward.workers processes of their
 
 def named_models(keys: Computed) -> list[str]:
     """Return the keys of reward models with names of their own, `reward_model.reward_models.NAME`, as before 0.7."""
-    parts = [key.split(".") for key in keys.given if key.startswith("reward_model.reward_models.")]
+    parts = [key.split(".") for key in keys.values if key.startswith("reward_model.reward_models.")]
     return sorted({".".join(part[:3]) for part in parts})
 
 

@@ -1,4 +1,4 @@
-"""How far apart each comparison may be, and the page that is written of how far it is."""
+"""Maximum difference of each comparison, and the page of measured differences."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from steps import ROOT, Apart
 
 PAGE = ROOT / "docs" / "differences.md"
 MOST = Apart(advantages=2e-5, losses=5e-6, gradients=5e-5, weights=2e-3)
-"""Of what is rounding alone. Adam divides gradients by their own size, so that what is only rounding in one that is
-nearly 0 is a share of the learning rate in its weight."""
+"""Maximum differences that rounding explains. Adam divides a gradient by its magnitude: rounding in a gradient near 0
+changes its weight by a share of the learning rate."""
 HEAD = """\
 # Differences
 

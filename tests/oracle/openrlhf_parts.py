@@ -1,7 +1,7 @@
-"""What stands around OpenRLHF's own trainers where there is neither a GPU nor Ray: its settings, and an optimizer.
+"""Settings and an optimizer for OpenRLHF's trainers, which run here without a GPU and without Ray.
 
-Import it before anything of OpenRLHF. Its package imports vLLM and FlashAttention where it is imported at all; none of
-what is compared here calls them, so that modules without content take their place.
+Import this module before OpenRLHF, whose package imports vLLM and FlashAttention. The compared functions call neither,
+so empty modules replace them.
 """
 
 # pyright: reportMissingImports=false
@@ -56,7 +56,7 @@ from openrlhf.utils.deepspeed.deepspeed_utils import get_optimizer_grouped_param
 
 
 def settings_of(command: list[str]) -> Any:
-    """What train_ppo_ray makes of a command line: its parser, and all that it does before it trains."""
+    """Return the settings that train_ppo_ray makes of a command line: its parser and everything before training."""
     tree = ast.parse((HOME / "cli" / "train_ppo_ray.py").read_text(encoding="utf-8"))
     main = next(node for node in tree.body if isinstance(node, ast.If))
     start = main.body[-1]
@@ -120,17 +120,17 @@ class Strategy:
 
     def taken(self) -> tuple[float, float]:
         """Means of loss and gradient norm since the last call."""
-        found = [sum(values) / len(values) for values in (self.losses, self.norms)]
+        means = [sum(values) / len(values) for values in (self.losses, self.norms)]
         self.losses, self.norms = [], []
-        return found[0], found[1]
+        return means[0], means[1]
 
 
 class ExperienceMaker(experience_maker.RemoteExperienceMaker):
     """Calls models that are here where the original calls groups of Ray's actors."""
 
-    def _dispatch_forward(self, group: Callable[..., Tensor], sync_condition: bool, **given: Any) -> list[Tensor]:
+    def _dispatch_forward(self, group: Callable[..., Tensor], sync_condition: bool, **columns: Any) -> list[Tensor]:
         del sync_condition
-        rows = zip(given["sequences"], given["attention_mask"], given["action_mask"], strict=True)
+        rows = zip(columns["sequences"], columns["attention_mask"], columns["action_mask"], strict=True)
         return [group(tokens, action_mask=acts, attention_mask=reads) for tokens, reads, acts in rows]
 
     def _flatten_results(self, refs: Any, duplicate_factor: int) -> list[Any]:
@@ -154,8 +154,8 @@ class Order:
 def on_a_cpu(patch: Any, order: Order) -> None:
     """Let its trainers run here, on responses in this order."""
 
-    def loader(*given: Any, **named: Any) -> DataLoader[Any]:
-        return DataLoader(*given, **named | {"shuffle": False, "sampler": order})
+    def loader(*arguments: Any, **named: Any) -> DataLoader[Any]:
+        return DataLoader(*arguments, **named | {"shuffle": False, "sampler": order})
 
     patch.setattr(experience_maker, "ray", types.SimpleNamespace(put=lambda x: x))
     patch.setattr(ppo_actor, "torch_dist_barrier_and_cuda_sync", lambda: None)

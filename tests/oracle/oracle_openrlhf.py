@@ -65,8 +65,8 @@ def flags_of(case: Case, path: str) -> list[str]:
 
 
 def ours(case: Case, path: str, folder: Path) -> Trace:
-    own = [f"run_dir={folder}", "train.engine=fsdp", "train.zero_stage=2"]
-    config = resolved(read_config([*own, *flags_of(case, path)]))
+    recipe_options = [f"run_dir={folder}", "train.engine=fsdp", "train.zero_stage=2"]
+    config = resolved(read_config([*recipe_options, *flags_of(case, path)]))
     trace, critic, reference = Trace(), None, None
     with roles(folder) as stage:
         actor = stage.role(OwnActor, config)
@@ -145,7 +145,7 @@ def theirs(case: Case, path: str, order: parts.Order) -> Trace:
 
 
 def optimizer_steps(args: Any) -> int:
-    """Of the run, as its trainer counts them."""
+    """Return the number of optimizer steps of the run, as OpenRLHF's trainer counts them."""
     return STEPS * SIZE // args.train.batch_size * args.train.max_epochs
 
 
@@ -178,20 +178,20 @@ def shuffled(args: Any, step: int) -> list[list[int]]:
 
 
 class Padding:
-    """What is read of a tokenizer."""
+    """The only attribute of a tokenizer that OpenRLHF reads."""
 
     pad_token_id = 0
 
 
 def samples_of(step: Batch) -> list[Experience]:
     """One Experience per response, as its samples generator makes them."""
-    found = []
+    experiences = []
     for row in range(len(step)):
         acts = step.row(row, "action_mask").long()
         tokens, drawn = step.row(row, "tokens"), step.row(row, "rollout_logprob")
         where = acts.nonzero().flatten()
         reward = step["reward"][row : row + 1].clone()
-        found.append(
+        experiences.append(
             Experience(
                 sequences=tokens[None],
                 attention_mask=torch.ones_like(tokens)[None],
@@ -209,7 +209,7 @@ def samples_of(step: Batch) -> list[Experience]:
                 info={"reward": reward.clone()},
             )
         )
-    return found
+    return experiences
 
 
 ESTIMATOR = "--algo.advantage.estimator"

@@ -41,9 +41,9 @@ RATE = 1e-3
 class Case:
     name: str
     options: str
-    """Of the recipe."""
+    """Options of the recipe."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Of GRPOConfig."""
+    """Arguments of GRPOConfig."""
     why: str = ""
     """Why they are apart, where they are meant to be."""
 
@@ -76,8 +76,8 @@ def ours(case: Case, path: str, folder: Path) -> Trace:
 class Recorded(GRPOTrainer):
     """Keeps what TRL computes on the way."""
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self.trace, self.all_losses = Trace(), []
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
@@ -94,14 +94,14 @@ class Recorded(GRPOTrainer):
 
 def theirs(case: Case, path: str, folder: Path) -> Trace:
     steps = make_steps(path)
-    given: defaultdict[int, list[tuple[list[int], list[int], float]]] = defaultdict(list)
+    rows_of_prompt: defaultdict[int, list[tuple[list[int], list[int], float]]] = defaultdict(list)
     for number, step in enumerate(steps):
         for row, (tokens, length) in enumerate(zip(step.lists("tokens"), step["prompt_length"].tolist(), strict=True)):
-            found = tokens[:length], tokens[length:], float(step["reward"][row])
-            given[number * PROMPTS + row // SAMPLES].append(found)
+            response = tokens[:length], tokens[length:], float(step["reward"][row])
+            rows_of_prompt[number * PROMPTS + row // SAMPLES].append(response)
 
     def rollouts(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        rows = [row for text in dict.fromkeys(prompts) for row in given[int(text)]]
+        rows = [row for text in dict.fromkeys(prompts) for row in rows_of_prompt[int(text)]]
         assert len(rows) == len(prompts) == SIZE
         ids, completions, rewards = (list(column) for column in zip(*rows, strict=True))
         return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None, "earned": rewards}

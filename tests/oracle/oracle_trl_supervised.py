@@ -37,26 +37,26 @@ class Case:
     recipe: str
     name: str
     options: str
-    """Of the recipe."""
+    """Options of the recipe."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Of TRL's configuration."""
+    """Arguments of TRL's configuration."""
     why: str = ""
     """Why they are apart, where they are meant to be."""
     diff: str = ""
-    """Of docs/variants.md, to a copy of the recipe."""
+    """Diff in docs/variants.md, applied to a copy of the recipe."""
     line: str = ""
-    """That is in the place of the one that the diff has."""
+    """Line that replaces the SLiC loss of the diff. Empty keeps it."""
 
 
 def data_of(path: str) -> list[Batch]:
     """Each step's responses: chosen and rejected in turn where they are pairs, by a margin."""
-    found = []
+    batches = []
     for step in make_steps(path):
         place_N = torch.arange(step.num_tokens) - step.offsets[step.sequence_ids]
         mask_N = place_N >= step["prompt_length"][step.sequence_ids]
         margin_B = (torch.arange(PAIRS) / PAIRS).repeat_interleave(2)
-        found.append(Batch(step.lengths, {"tokens": step["tokens"], "loss_mask": mask_N}, {"margin": margin_B}))
-    return found
+        batches.append(Batch(step.lengths, {"tokens": step["tokens"], "loss_mask": mask_N}, {"margin": margin_B}))
+    return batches
 
 
 def make_start(recipe: str, folder: Path) -> str:
@@ -100,8 +100,8 @@ def ours(case: Case, path: str, folder: Path) -> Trace:
         model = stage.role(cls, config)
         if case.recipe == "dpo":
             model["load_reference"](path)
-            found = [model["reference_logprobs"](step)["logprob"] for step in steps]
-            steps = [step.with_sequences(reference_logprob=x) for step, x in zip(steps, found, strict=True)]
+            logprobs = [model["reference_logprobs"](step)["logprob"] for step in steps]
+            steps = [step.with_sequences(reference_logprob=x) for step, x in zip(steps, logprobs, strict=True)]
             model["drop_reference"]()
         model["load"](path, STEPS)
         for step in steps:

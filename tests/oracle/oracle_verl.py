@@ -64,7 +64,7 @@ class Case:
     holes: bool = False
     update_twice: bool = True
     draws: bool = False
-    """Whether responses are drawn for training."""
+    """True if responses are drawn for training."""
 
 
 def keys_of(case: Case, path: str) -> list[str]:
@@ -136,10 +136,10 @@ class Model:
 def theirs(case: Case, path: str) -> Trace:
     defaults = OmegaConf.load(Path(verl.__path__[0]) / "trainer" / "config" / "_generated_ppo_trainer.yaml")
     adam = {"optim": {"override_optimizer_config": {"eps": EPS}}}
-    given = OmegaConf.from_dotlist(keys_of(case, path))
-    config: Any = OmegaConf.merge(defaults, given, {"actor_rollout_ref": {"actor": adam}, "critic": adam})
-    own = config.algorithm
-    correction, policy_loss = own.rollout_correction, config.actor_rollout_ref.actor.policy_loss
+    options_of_case = OmegaConf.from_dotlist(keys_of(case, path))
+    config: Any = OmegaConf.merge(defaults, options_of_case, {"actor_rollout_ref": {"actor": adam}, "critic": adam})
+    algorithm = config.algorithm
+    correction, policy_loss = algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss
     if correction.bypass_mode:  # as its loop does, which tells the actor of it
         apply_bypass_mode(DataProto.from_dict({"rollout_log_probs": torch.zeros(1)}), correction, policy_loss)
     # As its main program does: the actor and critic are told of the mini-batch in responses, the former of the rollout.
@@ -147,10 +147,10 @@ def theirs(case: Case, path: str) -> Trace:
     policy = Model(AutoModelForCausalLM.from_pretrained(path), options.optim)
     reference = AutoModelForCausalLM.from_pretrained(path)
     critic, critic_options = None, None
-    if own.adv_estimator == "gae":
+    if algorithm.adv_estimator == "gae":
         critic_options = omega_conf_to_dataclass(config.critic)
         critic = Model(value_model(path), critic_options.optim)
-    control, trace = core_algos.get_kl_controller(own.kl_ctrl), Trace()
+    control, trace = core_algos.get_kl_controller(algorithm.kl_ctrl), Trace()
     for number, step in enumerate(make_steps(path, holes=case.holes), 1):
         rows = Padded(step)
         data = DataProto.from_dict(tensors={"responses": rows.ids[:, rows.S :], "response_mask": rows.mask_BT.long()})
@@ -166,13 +166,13 @@ def theirs(case: Case, path: str) -> Trace:
         columns["row"] = torch.arange(SIZE)
         data.non_tensor_batch["uid"] = np.array([str(i) for i in step["prompt_id"].tolist()], dtype=object)
         columns["token_level_scores"] = columns["token_level_rewards"] = rows.last(step["reward"])
-        if own.use_kl_in_reward:
-            data, _ = apply_kl_penalty(data, control, own.kl_penalty)
+        if algorithm.use_kl_in_reward:
+            data, _ = apply_kl_penalty(data, control, algorithm.kl_penalty)
         if correction.bypass_mode:
             apply_bypass_mode(data, correction, policy_loss)
         elif correction.rollout_is or correction.rollout_rs:
             data, _ = compute_rollout_correction_and_add_to_batch(data, correction)
-        data = with_advantages(data, own, number)
+        data = with_advantages(data, algorithm, number)
         rows = Padded(step.select(data.batch["row"]))
         trace.advantages.append(data.batch["advantages"][data.batch["response_mask"].bool()])
         if critic is not None:
@@ -183,22 +183,24 @@ def theirs(case: Case, path: str) -> Trace:
             trace.value_losses.append(sum(loss for _, loss in values) / len(values))
             critic.scheduler.step()
         size = config.actor_rollout_ref.actor.ppo_mini_batch_size * SAMPLES
-        found = [
+        updates = [
             (float(loss.detach()), policy.step(loss))
             for loss in minibatch_losses(data, rows, policy, options, size, ppo_loss)
         ]
         policy.scheduler.step()
-        trace.losses.append(sum(loss for loss, _ in found) / len(found))
-        trace.grad_norms.append(sum(norm for _, norm in found) / len(found))
+        trace.losses.append(sum(loss for loss, _ in updates) / len(updates))
+        trace.grad_norms.append(sum(norm for _, norm in updates) / len(updates))
     trace.weights = weights_of(policy.model)
     return trace
 
 
-def with_advantages(data: DataProto, own: Any, number: int) -> DataProto:
+def with_advantages(data: DataProto, algorithm: Any, number: int) -> DataProto:
     """As verl's trainer estimates them; where it draws responses, those that the recipe draws."""
-    by_std = own.get("norm_adv_by_std_in_grpo", True)
+    by_std = algorithm.get("norm_adv_by_std_in_grpo", True)
     with mock.patch.object(torch, "multinomial", partial(drawn, number)):
-        return compute_advantage(data, own.adv_estimator, own.gamma, own.lam, SAMPLES, by_std, own)
+        return compute_advantage(
+            data, algorithm.adv_estimator, algorithm.gamma, algorithm.lam, SAMPLES, by_std, algorithm
+        )
 
 
 def drawn(number: int, weights: torch.Tensor, count: int, replacement: bool) -> torch.Tensor:

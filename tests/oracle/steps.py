@@ -1,4 +1,4 @@
-"""What both sides are given: a tiny model, three steps of responses to it, and how far apart two results are.
+"""Input of both sides (a tiny model, three steps of responses), and the differences of two results.
 
 B responses; N all tokens end to end; T tokens of the longest response; S tokens of the longest prompt.
 """
@@ -31,22 +31,22 @@ PROMPTS, SAMPLES, LONGEST = (int(n) for n in os.environ.get("ORACLE_SHAPE", "4x4
 """Prompts of a step, an even number, responses to each, and the tokens of the longest."""
 SIZE = PROMPTS * SAMPLES
 EPS = 1e-6
-"""Of Adam, on both sides: what is only rounding in a gradient is not made as large as the rest of it."""
+"""Epsilon of Adam on both sides. A smaller one would scale rounding errors up to the size of gradients."""
 
 
 @dataclass
 class Trace:
-    """What three steps came to, on one side."""
+    """Results of three steps on one side."""
 
     advantages: list[Tensor] = field(default_factory=list)
-    """Of each step, at the tokens that are trained on."""
+    """Advantages of each step, at the tokens that are trained on."""
     losses: list[float] = field(default_factory=list)
-    """Of the policy, means over the optimizer steps of a step."""
+    """Policy loss of each step: mean over its optimizer steps."""
     grad_norms: list[float] = field(default_factory=list)
-    """The same of the gradient's norm, before it is clipped."""
+    """Gradient norm of each step before clipping: mean over its optimizer steps."""
     value_losses: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
-    """After the last step."""
+    """Weights after the last step."""
 
 
 @dataclass
@@ -179,17 +179,17 @@ class Padded:
     def of(self, name: str) -> Tensor:
         """[B, T] a column of the batch at the tokens of the responses."""
         column = self.batch[name]
-        found = torch.zeros(len(self.batch), self.T, dtype=column.dtype)
+        padded_BT = torch.zeros(len(self.batch), self.T, dtype=column.dtype)
         for i, part in enumerate(column.split(self.batch.lengths.tolist())):
             response = part[int(self.prompt_B[i]) :]
-            found[i, : len(response)] = response
-        return found
+            padded_BT[i, : len(response)] = response
+        return padded_BT
 
     def last(self, x_B: Tensor) -> Tensor:
         """[B, T] a number of each response at its last token."""
-        found = torch.zeros(len(self.batch), self.T)
-        found[torch.arange(len(self.batch)), self.length_B - 1] = x_B.float()
-        return found
+        padded_BT = torch.zeros(len(self.batch), self.T)
+        padded_BT[torch.arange(len(self.batch)), self.length_B - 1] = x_B.float()
+        return padded_BT
 
     def logits(self, model: nn.Module) -> Tensor:
         """[B, T, V] of the tokens before those of the responses."""

@@ -82,7 +82,8 @@ def test_a_bad_input_is_reported_in_one_line_and_starts_nothing(
     for word, fact in wrong:
         run = tmp_path / "run"
         usual = [f"run_dir={run}", f"{of_model}={model}", f"{of_data}=task:sort"]
-        usual += ["agent.func_path=env:guess"] * (recipe == "multi_turn")
+        if recipe == "multi_turn":
+            usual.append("agent.func_path=env:guess")
         code = main([*(option for option in usual if not word.startswith(option.partition("=")[0])), word])
         (line,) = capsys.readouterr().err.splitlines()
         assert code == 2, word

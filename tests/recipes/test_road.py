@@ -8,7 +8,7 @@ import re
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -48,7 +48,11 @@ def carries(value: Any, depth: int = 0) -> bool:
     """True if an argument is a batch or published weights, or holds one."""
     if isinstance(value, Batch | WeightHandle):
         return True
-    items = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else ()
+    items: Iterable[Any] = ()
+    if isinstance(value, list | tuple):
+        items = value
+    elif isinstance(value, dict):
+        items = value.values()
     return depth < 3 and any(carries(item, depth + 1) for item in list(items)[:8])
 
 

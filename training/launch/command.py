@@ -150,6 +150,7 @@ class Command(ABC, Generic[C]):
     def main(self, arguments: list[str] | None = None) -> int:
         """Run the recipe. Return the exit code: 0 finished, 1 failed, 2 invalid input, 130 stopped."""
         began = time.time()
+        # File names and messages may hold any characters, also under a locale that cannot print them.
         accept_any_text()
         arguments = sys.argv[1:] if arguments is None else arguments
         if (code := print_help(self.schema, arguments)) is not None:
@@ -185,6 +186,7 @@ class Command(ABC, Generic[C]):
             if continued is not None:
                 self.check_continued(plan, continued)
             observers = open_observers(plan.recipe, config, role_sizes(plan.job))
+            # The folder is created only now, so that a refused command leaves no empty run behind.
             run_dir = open_run_folder(config.run_dir, config.resume)
             config = replace(config, run_dir=str(run_dir))
             plan.notes = [*plan.notes, *self.check_writes(plan)]
@@ -220,6 +222,7 @@ class Command(ABC, Generic[C]):
         try:
             self.check(plan)
         except (ValueError, OSError) as error:
+            # Raised only after the plan was printed: a dry run is for reading the plan of a run that does not fit too.
             fault = error
             if not is_here():
                 plan.notes = [*plan.notes, f"with the models and data of this machine it would be refused: {error}"]
@@ -250,11 +253,13 @@ class Command(ABC, Generic[C]):
             stopped_by = signal.Signals(number)
             raise KeyboardInterrupt
 
+        # Python's default for SIGTERM ends the process without running any `finally`.
         for number in STOPPED_BY:
             signal.signal(number, stop)
         try:
             code = self.main()
             if is_ray_left.is_set():
+                # os._exit does not flush them.
                 for stream in (sys.stdout, sys.stderr):
                     stream.flush()
                 os._exit(code)  # threads of the Ray library would keep the process alive

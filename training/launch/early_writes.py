@@ -26,6 +26,8 @@ FILES_BYTES = 1_000_000
 """Lower limit for the size of logs, metrics and rollouts of a run, in bytes."""
 TEMPORARY_BYTES = 10_000_000
 """Space for temporary files, in bytes."""
+WEIGHT_BYTES = {"bf16": 2}
+"""Bytes of an exported weight by training precision. Models of other precisions are exported in float32, 4 bytes."""
 STATE_BYTES = 12
 """Bytes per trained parameter in a checkpoint: its float32 value and the two moments of AdamW."""
 
@@ -79,6 +81,7 @@ def _export(model: ModelOptions, folder: Path) -> list[str]:
     try:
         tokenizer.save_pretrained(folder)
     except OSError:
+        # A full or read-only disk, which `try_write` reports with a remedy.
         raise
     except Exception as error:  # classes of tokenizers may raise any error
         raise ValueError(f"its tokenizer cannot be saved: {first_line(error)}") from error
@@ -96,12 +99,12 @@ def checkpoint_bytes(config: RunOptions) -> int:
     size = model_size(options.model.path)
     if size is None:
         return 0
-    export = size.parameters * (2 if train.precision == "bf16" else 4)
+    export = size.parameters * WEIGHT_BYTES.get(train.precision, 4)
     if getattr(train, "lora_rank", 0):
         return export  # only adapters are trained, and their state is small
     trained = size.parameters
     if getattr(options, "needs_critic", False):
-        critic = model_size(options.critic.path) if options.critic.path else size
+        critic = model_size(options.critic.path or options.model.path)
         trained += 0 if critic is None else critic.without_head.parameters
     average = 4 * size.parameters if getattr(train, "ema_beta", None) else 0
     return export + STATE_BYTES * trained + average
@@ -113,9 +116,10 @@ def _check_space(config: Any, steps: int | None) -> None:
     Raises:
         ValueError: a disk has too little free space.
     """
-    run_dir, checkpoint = Path(config.run_dir), config.checkpoint
+    run_dir = Path(config.run_dir)
+    checkpoint = config.checkpoint
     checkpoint_size = checkpoint_bytes(config)
-    folder = Path(checkpoint.path).expanduser() if checkpoint.path else run_dir / "checkpoints"
+    folder = Path(checkpoint.path or run_dir / "checkpoints").expanduser()
     count = max(1, _most_checkpoints(checkpoint, checkpoint_size, steps) - _existing(folder))
     size_text = _megabytes(checkpoint_size)
     what = f"{count} checkpoints of {size_text} each" if count > 1 else f"a checkpoint of {size_text}"
@@ -125,13 +129,13 @@ def _check_space(config: Any, steps: int | None) -> None:
         _Need(folder, count * checkpoint_size, what, advice),
         _Need(Path(tempfile.gettempdir()), TEMPORARY_BYTES, "temporary files", "TMPDIR to a folder on a larger disk"),
     ]
-    if checkpoint.export_path:
+    if checkpoint.export_path and (size := model_size(config.model.path)):
         export = Path(checkpoint.export_path).expanduser()
-        size = model_size(config.model.path)
-        weights = size.parameters * (2 if config.train.precision == "bf16" else 4) if size else 0
+        weights = size.parameters * WEIGHT_BYTES.get(config.train.precision, 4)
         needs.append(_Need(export, weights, "the exported model", "checkpoint.export_path to a folder on another disk"))
     if hasattr(config, "rollout"):
         needs += _published(config, run_dir)
+    # Folders of one disk share its free space, so their sizes are added before they are compared with it.
     by_disk: dict[int, list[_Need]] = {}
     for need in needs:
         by_disk.setdefault(_existing_folder(need.folder).stat().st_dev, []).append(need)
@@ -153,7 +157,7 @@ def _most_checkpoints(checkpoint: Any, checkpoint_size: int, steps: int | None) 
 
 def _existing(folder: Path) -> int:
     """Return the number of existing checkpoints. Their space is already used."""
-    return len(list(folder.glob("step_*"))) if folder.is_dir() else 0
+    return len(list(folder.glob("step_*")))
 
 
 def _published(config: Any, run_dir: Path) -> list[_Need]:
@@ -161,7 +165,7 @@ def _published(config: Any, run_dir: Path) -> list[_Need]:
     size = model_size(config.model.path)
     if size is None or config.rollout.weight_sync not in ("shared_memory", "auto"):
         return []
-    weights = 2 * size.parameters * (2 if config.train.precision == "bf16" else 4)
+    weights = 2 * size.parameters * WEIGHT_BYTES.get(config.train.precision, 4)
     with suppress(OSError):
         if shutil.disk_usage(SHARED_MEMORY).free >= weights:
             return []

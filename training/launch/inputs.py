@@ -42,7 +42,9 @@ def resolved(config: C, gpus: int) -> C:
         ValueError: the machine lacks something that the configuration requires.
     """
     options: Any = config
-    temperature, rank = options.evaluation.temperature, options.train.lora_rank
+    temperature = options.evaluation.temperature
+    rank = options.train.lora_rank
+    # The other choices follow from the engine: the number of engines, sleeping, and the carrier of the weights.
     rollout, _ = options.rollout.chosen(gpus, options.model.path, temperature, lora_rank=rank)
     rollout = replace(rollout, weight_sync=options.weight_sync(gpus)[0])
     groups = 3 if options.has_reference_role else 2
@@ -95,12 +97,14 @@ def check_prompts(
         check_model(model.path)
     if reward is not None:
         check_reward(reward)
-    rows, heldout = data.rows(seed, notes), evaluation.rows(data, notes)
+    rows = data.rows(seed, notes)
+    heldout = evaluation.rows(data, notes)
     parts = {part for _, part in reward_parts(reward)} if reward else set[str]()
     for scorer in parts.intersection(scorer_names()):
         # A scorer that cannot read a label indicates a wrong label_key. One row is enough to find that.
         for row in (rows[0], *heldout[:1]):
             get_scorer(scorer)("", label_text(row["label"]))
+    # A function of the user gets one type of prompt, text or messages, so the rows must not mix both.
     if any(map(is_reward_file, parts)):
         for path, part_rows in ((data.path, rows), (evaluation.path, heldout)):
             check_one_kind((row["input"] for row in part_rows), str(path))
@@ -122,11 +126,7 @@ def check_prompts(
 
 
 def check_heldout(
-    model: ModelOptions,
-    data: DataOptions,
-    rows: list[dict[str, Any]],
-    seed: int,
-    max_new_tokens: int | None,
+    model: ModelOptions, data: DataOptions, rows: list[dict[str, Any]], seed: int, max_new_tokens: int | None
 ) -> None:
     """Check held-out prompts with `check_encoding`. There may be none.
 
@@ -180,5 +180,4 @@ def check_encoding(
 
 def data_tokenizer(model: ModelOptions) -> PreTrainedTokenizerBase:
     """Return the tokenizer of the prompts, also for a model that a plug-in has not created yet."""
-    created = made_model(model.path)
-    return model.tokenizer() if created is None else created.tokenizer()
+    return (made_model(model.path) or model).tokenizer()

@@ -19,7 +19,7 @@ from typing import Any
 from components.registry import find, names
 from core import Job
 from core.backends import BackendName
-from training.launch.machines import cores_here
+from training.launch.machines import cores_here, counted
 from training.launch.programs import start_program
 from training.terminal.terminal import Terminal
 from training.terminal.view import LIVE, VIEW, printable
@@ -60,7 +60,7 @@ def threads_text(threads: int) -> str:
     """Describe a result of `threads_each`: "2 threads", or a share of the cores if their number is not known."""
     if threads < 0:
         return "all cores" if threads == -1 else f"1/{-threads} of the cores"
-    return "1 thread" if threads == 1 else f"{threads} threads"
+    return counted(threads, "thread")
 
 
 def printed(config: Any, named: Collection[str]) -> str:
@@ -68,10 +68,10 @@ def printed(config: Any, named: Collection[str]) -> str:
 
     Options that only print are left out. So is run_dir, unless it is among the options that the user has `named`.
     """
-    options = dict(redact(config))
-    for name in ("print_config", "dry_run", "assume_devices", *(() if "run_dir" in named else ("run_dir",))):
-        options.pop(name, None)
-    return config_text(options)
+    omitted = {"print_config", "dry_run", "assume_devices", "run_dir"}
+    if "run_dir" in named:
+        omitted.remove("run_dir")
+    return config_text({name: value for name, value in redact(config).items() if name not in omitted})
 
 
 def run_job(
@@ -117,6 +117,7 @@ def run_job(
                 terminal.info(f"{recipe}: {text}")
             logs = run_dir / "logs"
             result = job.submit(recipe, backend=backend, log_dir=logs, began=began, observers=receivers)
+        # Closed before the summary is written: a program that waits for the summary then finds all events.
         events.close()
         close_observers(observers)
         finish_summary(
@@ -129,6 +130,7 @@ def run_job(
             seconds=dict(seconds or {}),
             attempts=result.attempt,
         )
+    # Output of a worker may hold control characters, which would change how the terminal shows the text after it.
     if result.output and result.status == "failed":
         print("\n".join(printable(text) for text in result.output.splitlines()), file=sys.stderr)
     if result.status != "finished":
@@ -168,6 +170,7 @@ def reporting(run_dir: Path) -> Iterator[None]:
             # A line instead of closing stdin: a process that was forked in the meantime may hold the pipe open.
             _, errors = program.communicate("end\n", timeout=REPORT_WITHIN_S)
         except subprocess.TimeoutExpired:
+            # The whole group, because a child of the report could keep the pipes open.
             os.killpg(program.pid, signal.SIGKILL)
             program.communicate()
             errors = f"it was not done after {REPORT_WITHIN_S:g} s"

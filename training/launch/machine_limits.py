@@ -28,9 +28,10 @@ def check_machine(backend: Literal["ray", "local"], processes: int) -> None:
     Raises:
         ValueError: a limit is too low, or a folder is not writable. The message says what to set.
     """
+    threads = THREADS_OF_LOCAL_RUN
     if backend == "ray":
         check_open_files(processes)
-    threads = THREADS_OF_RAY + THREADS_OF_PROCESS * processes if backend == "ray" else THREADS_OF_LOCAL_RUN
+        threads = THREADS_OF_RAY + THREADS_OF_PROCESS * processes
     check_threads(threads)
     _check_folder(SHARED_MEMORY, "a run keeps its weights there", "mount a tmpfs there (docker: --shm-size=1g)")
     try:
@@ -88,6 +89,7 @@ def _threads_of(user: int) -> int:
 def _check_folder(folder: Path, purpose: str, remedy: str) -> None:
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
+            # A full disk creates an empty file without an error. Only written bytes show it.
             file.write(b"0" * 4096)
             file.flush()
     except OSError as error:

@@ -50,14 +50,15 @@ class Machines:
         return cls(int(devices), int(nodes) if nodes else None, device_bytes, host_bytes)
 
     def __str__(self) -> str:
-        machines = "as many machines as it asks for," if self.nodes is None else _count(self.nodes, "machine")
+        machines = "as many machines as it asks for," if self.nodes is None else counted(self.nodes, "machine")
         each = f" of {self.device_bytes / 1e9:g} GB" if self.device_bytes else ""
-        gpus = f"{_count(self.devices, 'GPU')}{each}" if self.devices else "no GPU"
+        gpus = f"{counted(self.devices, 'GPU')}{each}" if self.devices else "no GPU"
         host = f" and {self.host_bytes / 1e9:g} GB" if self.host_bytes else ""
         return f"{machines} with {gpus}{host}" + ("" if self.nodes == 1 else " each")
 
 
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun in the singular or the plural: `1 node`, `2 nodes`."""
     return f"{number} {noun}" if number <= 1 else f"{number} {noun}s"
 
 
@@ -68,7 +69,7 @@ _assumed: ContextVar[Machines | None] = ContextVar("assumed_machines", default=N
 def assuming(machines: Machines | None) -> Iterator[None]:
     """Plan for these machines inside the block. None plans for this machine."""
     machines_token = _assumed.set(machines)
-    devices_token = assumed_devices.set(machines.devices if machines else None)
+    devices_token = assumed_devices.set(machines and machines.devices)
     packages_token = is_elsewhere.set(machines is not None)
     try:
         yield
@@ -85,6 +86,7 @@ def assumed() -> Machines | None:
 
 def is_here() -> bool:
     """True if the run is planned for this machine, so that its cores, memory and packages count."""
+    # With RAY_ADDRESS the processes start on the machines of a cluster, of which this one may be no part.
     return assumed() is None and not os.environ.get("RAY_ADDRESS")
 
 

@@ -49,9 +49,11 @@ def model_view(
         raise ValueError(f"model.config_overrides has {', '.join(unknown)}, which config.json of {path} does not know")
     source = local_folder(path)
     folder.mkdir(parents=True, exist_ok=True)
+    # A resumed run may have another tokenizer. `_link` would keep a link from before instead of the new file.
     for old in folder.iterdir():
         old.unlink()
-    own_tokenizer = {file for pattern in TOKENIZER_FILES for file in source.glob(pattern)} if tokenizer_path else set()
+    # Files of the model's tokenizer that the other one lacks would be read together with its files.
+    own_tokenizer = {file for pattern in TOKENIZER_FILES for file in source.glob(pattern) if tokenizer_path}
     _link(folder, (file for file in source.iterdir() if file.name != "config.json" and file not in own_tokenizer))
     if tokenizer_path:
         other = local_folder(tokenizer_path)
@@ -80,5 +82,6 @@ def local_folder(path: str) -> Path:
 def _link(folder: Path, files: Iterable[Path]) -> None:
     for file in files:
         target = folder / file.name
+        # Links, because a copy of a large model would take minutes and as much space again.
         if file.is_file() and not target.is_symlink():
             target.symlink_to(file.resolve())

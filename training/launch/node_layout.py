@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from core import Job
-from training.launch.machines import assumed
+from training.launch.machines import assumed, counted
 
 
 def nodes_of(job: Job) -> list[int]:
@@ -24,18 +24,21 @@ def nodes_of(job: Job) -> list[int]:
         together.setdefault(bundle.machine or index, []).append(index)
     # Shares such as 1/3 were rounded down, so three of them may sum to a little less than one device.
     sizes = {key: math.ceil(sum(bundles[i].accelerator for i in indices) - 1e-3) for key, indices in together.items()}
+    # Large bundles are placed first: the small ones still fit into the gaps, but not the other way round.
     nodes = [0] * len(bundles)
     node_num = getattr(assumed(), "nodes", None) or job.node_num
     used = [0] * node_num
     taken: set[tuple[str, int]] = set()
     for key in sorted(together, key=lambda key: (isinstance(key, int), -sizes[key])):
-        first, size = together[key][0], sizes[key]
+        first = together[key][0]
+        size = sizes[key]
         machine = bundles[first].machine
         role = machine[0] if machine else ""
         free = [node for node, full in enumerate(used) if full + size <= devices and (role, node) not in taken]
         if not free:
             raise ValueError(_no_room(job, first, size, used, devices))
         used[free[0]] += size
+        # A role that spans several machines has exactly one bundle on each of them.
         if role:
             taken.add((role, free[0]))
         for index in together[key]:
@@ -47,13 +50,13 @@ def _no_room(job: Job, bundle: int, size: int, used: Sequence[int], devices: int
     """Return an error message that names the role that fits on no node, its request, and the free devices."""
     owners = dict.fromkeys(role for host in job.placement.hosts if host.bundle == bundle for role, _ in host.workers)
     widest = max(owners, key=lambda role: job.roles[role].nnodes)
-    nodes = "1 node" if len(used) == 1 else f"{len(used)} nodes"
+    nodes = counted(len(used), "node")
     count = job.roles[widest].nnodes
     if count > len(used):
         return f"{widest} asks for {count} nodes, and there {'are' if len(used) > 1 else 'is'} {nodes}; lower its nodes"
     left = ", ".join(str(devices - full) for full in used)
     return (
-        f"{' + '.join(owners)} asks for {size} device{'s' if size > 1 else ''} on one node, and of {devices} on each "
+        f"{' + '.join(owners)} asks for {counted(size, 'device')} on one node, and of {devices} on each "
         f"of {nodes} only {left} are left by the other roles; lower the counts, colocate roles, or set more nodes"
     )
 

@@ -111,6 +111,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         self.job.check_backend(self.config.backend)
+        # First, because a job that fits on no node has no memory per node either.
         self.nodes = nodes_of(self.job)
         options = {name: value for name, value in self.changed.items() if name not in _NOT_OF_THE_RUN}
         self.changed = redact(options)
@@ -127,7 +128,7 @@ class Plan:
         fields = {
             "assumed": str(assumed() or "") or None,
             "nodes": node_lines(self.job, self.nodes),
-            "idle_nodes": max(self._idle_nodes(), 0),
+            "idle_nodes": self._idle_nodes(),
             "absent": dict(self.absent),
             "changed": self.changed,
             "chosen": list(self.chosen),
@@ -156,6 +157,7 @@ class Plan:
             if self.memory is not None:
                 self.memory.check()
         except ValueError:
+            # The error names one process. The table shows the memory of all, which is needed to choose a remedy.
             self._info(self.lines())
             raise
         if always:
@@ -196,6 +198,7 @@ class Plan:
             processes.append(f"{count} x {f'{device:.2g} GPU' if device else threads_text(threads[role])}")
         columns = [[f"on {self.job.device_type}", *map(str.lower, placement.processes)], ["processes", *processes]]
         memory = {} if self.memory is None else self.memory.columns()
+        # A column of dashes, as of the cache of an engine that has none, would only make the table wider.
         columns += [[head, *cells] for head, cells in memory.items() if any(cell != "-" for cell in cells)]
         widths = [max(map(len, column)) for column in columns]
         gap = "  " if sum(widths) + 2 * len(widths) <= self._width else " "
@@ -219,8 +222,8 @@ class Plan:
 
     def _idle_nodes(self) -> int:
         """Return the number of assumed machines that the run does not use."""
-        machines = assumed()
-        return (machines.nodes or 0) - self.job.node_num if machines else 0
+        nodes = getattr(assumed(), "nodes", None) or 0
+        return max(nodes - self.job.node_num, 0)
 
     @property
     def _width(self) -> int:

@@ -57,7 +57,9 @@ def policy_job(
         reference: classes of the frozen policy, as for `frozen_role`. It is started if there is a KL penalty.
     """
     placement = config.placement
-    actors, engines, references = placement.actor_ranks or 1, placement.rollout_engines or 1, placement.references or 1
+    actors = placement.actor_ranks or 1
+    engines = placement.rollout_engines or 1
+    references = placement.references or 1
     # Colocated roles work one after the other, so each may use all cores. Other roles have to share them.
     learners = actors if placement.colocate or not config.has_reference_role else actors + references
     builder = RLJobBuilder().config(config).node_num(placement.nodes)
@@ -102,6 +104,7 @@ def frozen_role(
     if config.placement.frozen_models == "whole":
         builder.run(instance).total(count).max_restarts(config.max_restarts)
         return
+    # Every machine has to get the same number of ranks, so some machines may stay without any.
     machines = math.gcd(count, nodes)
     builder.train(rank).nnodes(machines).nproc_per_node(count // machines)
 
@@ -113,12 +116,13 @@ class PolicyCommand(Command[C]):
         """Return the requested configuration with all automatic values resolved."""
         return self.resolved(self.read(arguments))
 
-    def resolved(self, asked: C) -> C:
+    def resolved(self, requested: C) -> C:
         """Resolve the automatic values of a configuration."""
-        return resolved(asked, detect_devices())
+        return resolved(requested, detect_devices())
 
     def idle_presets(self, line: CommandLine[C]) -> dict[str, str]:
         """See `Command.idle_presets`."""
+        # The written value is compared, because the configuration is checked only after the preset was applied.
         if as_text(line.value("asynchronous.enabled")) not in ("true", "yes", "on", "1"):
             return {}
         return {"placement.learners_sleep": "asynchronous.enabled lets learners work while responses are generated"}
@@ -220,14 +224,17 @@ class PolicyCommand(Command[C]):
 
     def check_continued(self, plan: Plan, continued: Continued) -> None:
         """See `Command.check_continued`."""
-        config, saved = plan.config, continued.state.get("prompts")
+        config = plan.config
+        saved = continued.state.get("prompts")
         if not saved:
             raise no_state_of(continued, "prompts")
         check_seed(continued, config, saved)
+        # With overrides the shapes of the model differ from those of the config.json that the check reads.
         if not config.model.config_overrides:
             check_trained_model(continued, config.model.path, "model.path", config.train.lora_rank)
         if Role.CRITIC in plan.job.roles and not (continued.folder / "state" / "critic").is_dir():
             raise no_state_of(continued, "the critic")
+        # Half-finished responses can only be continued by an engine that generates partial rollouts.
         waiting = (continued.state.get(GROUPS) or {}).get("steps", ())
         if waiting and not config.asynchronous.partial_rollout:
             raise unfinished_groups(continued.folder, len(waiting))
@@ -246,15 +253,19 @@ class PolicyCommand(Command[C]):
 
 def longest_sequence(config: RLOptions) -> int:
     """Return the maximum number of tokens of a prompt, or of an episode, with its response."""
-    most_prompt, most_new = config.data.max_prompt_tokens, config.rollout.max_new_tokens
-    read, size = config.agent.longest_prompt(most_prompt, most_new), model_size(config.model.path)
+    most_prompt = config.data.max_prompt_tokens
+    most_new = config.rollout.max_new_tokens
+    read = config.agent.longest_prompt(most_prompt, most_new)
+    size = model_size(config.model.path)
+    # 0 and None are limits that are not known.
     limits = (read and read + most_new, size and size.positions)
     return min(filter(None, limits), default=most_prompt + most_new)
 
 
 def _check_positions(config: RLOptions) -> None:
     """Raise ConfigError if a response alone exceeds the positions of the model. `check_prompts` checks the prompts."""
-    size, most = model_size(config.model.path), config.rollout.max_new_tokens
+    size = model_size(config.model.path)
+    most = config.rollout.max_new_tokens
     if not config.agent.func_path and size is not None and 0 < size.positions <= most:
         raise ConfigError(
             f"rollout.max_new_tokens={most}, and model.path={config.model.path} has {size.positions} positions for "

@@ -21,16 +21,17 @@ def steps_text(arithmetic: Callable[[int], str], source: str, most: int | None, 
         probs: shares of a mixture, which repeats rows.
     """
     counts = [_count_rows(name.strip(), most) for name in source.split(",")]
+    # A mixture repeats the rows of small sources, so the sum of the counts says nothing without max_samples.
     if None in counts or (probs and most is None):
         return f"not known before {source} is read"
     total = sum(count or 0 for count in counts)
-    return arithmetic(total if most is None else min(total, most))
+    return arithmetic(min(total, most or total))
 
 
 def _count_rows(name: str, most: int | None) -> int | None:
     path = Path(name).expanduser()
     if is_drawn(name):
-        return DEFAULT_ROWS if most is None else most
+        return most or DEFAULT_ROWS
     try:
         if path.suffix == ".jsonl" and path.is_file() and path.stat().st_size <= _COUNTED_BYTES:
             with path.open("rb") as file:

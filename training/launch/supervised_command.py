@@ -66,7 +66,8 @@ class SupervisedCommand(Command[C]):
         """See `Command.plan`."""
         config = requested.resolved(detect_devices())
         job = self.build_job(config)
-        size, engine = model_size(config.model.path), config.engine(1)
+        size = model_size(config.model.path)
+        engine = config.engine(1)
         role = next(name for name, job_role in job.roles.items() if job_role.kind == "train")
         use = ModelUse(
             role=role,
@@ -165,6 +166,7 @@ class SupervisedCommand(Command[C]):
         parts: list[tuple[Source, Rows]] = []
         limits = {"data.path": config.data.max_samples, "evaluation.path": config.evaluation.max_samples}
         for source in config.sources:
+            # Each row of a generated task takes time to draw, and the first ones are like all others.
             limit = FIRST_ROWS if is_drawn(source.name) else limits[source.option]
             with naming(source.option, source.name):
                 note = limit_note(notes, source.option.replace("path", "max_samples"))
@@ -181,7 +183,8 @@ class SupervisedCommand(Command[C]):
 
     def check_continued(self, plan: Plan, continued: Continued) -> None:
         """See `Command.check_continued`."""
-        config, saved = plan.config, continued.state.get("data")
+        config = plan.config
+        saved = continued.state.get("data")
         if not saved:
             raise no_state_of(continued, config.EXAMPLES)
         check_seed(continued, config, saved)
@@ -196,6 +199,7 @@ class SupervisedCommand(Command[C]):
             return  # the trainer compares them later; a pass over all of them here would delay the start
         from training.run.epochs import Epochs
 
+        # A model of the demonstration is made in a folder of its own, so that a refused run leaves no files.
         with TemporaryDirectory() as scratch:
             train = self.training_data(config, scratch).train
         try:

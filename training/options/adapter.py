@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 NO_VALUE = ("null", "???", "")
-"""What stands where an option is not set."""
+"""Values that mean that an option is not set."""
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class Target:
 
     name: str
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Values there that are called otherwise here, in lower case."""
+    """Values of the other system, in lower case -> values of the schema, for those that differ."""
     otherwise: str = ""
-    """Why other values are refused. Default: they are taken as they are."""
+    """Reason for which all other values are refused. Empty if they are used unchanged."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,12 @@ class Adapter:
 
     @classmethod
     def of_names(cls, names: Mapping[str, str]) -> Adapter:
-        """One that knows only other names of options: name there -> name here."""
-        return cls(options={there: Target(here) for there, here in names.items()})
+        """Return an adapter that only renames options.
+
+        Args:
+            names: name in the other system -> name in the schema.
+        """
+        return cls(options={name: Target(here) for name, here in names.items()})
 
     def kind_of(self, name: str, fields: Mapping[str, Any]) -> Any:
         """Return the type of the value of a name of this system, or None for another name."""
@@ -106,21 +110,21 @@ class Adapter:
         return replace(self, options={**options, **self.options})
 
     def renamed(self, text: str, written: Mapping[str, str]) -> str:
-        """A sentence about options of the schema, in the names that the user writes: this system's, where any was."""
-        other = {name: own for name, own in written.items() if own != name}
+        """Replace the schema's names in a sentence by this system's if the user has written any of those."""
+        other = {option: name for option, name in written.items() if name != option}
         if not other:
             return text
         usual = {target.name: name for name, target in reversed(list(self.options.items()))}
         names = usual | other
-        return re.sub(r"(?<![\w.])[a-z_]+(\.[a-z_]+)*", lambda found: names.get(found[0], found[0]), text)
+        return re.sub(r"(?<![\w.])[a-z_]+(\.[a-z_]+)*", lambda match: names.get(match[0], match[0]), text)
 
     def _target_of(self, name: str) -> Target | None:
-        """Of a name, or of an entry `NAME.key` of one that is a mapping."""
+        """Return the target of a name, or of an entry `NAME.key` of a name that stands for a mapping."""
         if name in self.options:
             return self.options[name]
-        for there, target in self.options.items():
-            if name.startswith(f"{there}.") and not target.values:
-                return Target(target.name + name.removeprefix(there))
+        for mapping, target in self.options.items():
+            if name.startswith(f"{mapping}.") and not target.values:
+                return Target(target.name + name.removeprefix(mapping))
         return None
 
     def _translate_one(self, option: WrittenOption, target: Target, result: Translation) -> None:
@@ -136,7 +140,7 @@ class Adapter:
 
 
 def as_text(value: Any) -> str:
-    """A value as it is compared with those of a table: in lower case, None as null, lists with blanks."""
+    """Return a value as it is compared with those of a table: in lower case, None as null, lists joined by blanks."""
     if value is None:
         return "null"
     return " ".join(map(str, value)).lower() if isinstance(value, list | tuple) else str(value).lower()

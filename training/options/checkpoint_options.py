@@ -35,5 +35,5 @@ class CheckpointOptions(Options, group="checkpoint"):
             run_dir: folder of the run.
             least_bytes: minimum size of one checkpoint, in bytes.
         """
-        max_bytes = (self.max_gb or math.inf) * 1e9
-        return Checkpoints(self.path or Path(run_dir) / "checkpoints", self.keep, max_bytes, least_bytes)
+        max_gb = self.max_gb or math.inf
+        return Checkpoints(self.path or Path(run_dir) / "checkpoints", self.keep, max_gb * 1e9, least_bytes)

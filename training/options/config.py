@@ -38,7 +38,7 @@ _SWITCH_WORDS = {"true", "false", "yes", "no", "on", "off", "1", "0"}
 
 
 def load_config(schema: type[T], arguments: Sequence[str]) -> T:
-    """The configuration: the schema's defaults, then each `--config FILE`, then the other arguments.
+    """Return the configuration: the schema's defaults, then each `--config FILE`, then the other arguments.
 
     Raises:
         ConfigError: see `CommandLine.config`.
@@ -53,7 +53,7 @@ class CommandLine(Generic[T]):
         """
         Args:
             schema: the options.
-            arguments: the command line. What is wrong with it, `config` says.
+            arguments: the command line. `config` raises its errors.
         """
         self._vocabulary = Vocabulary.of(schema)
         self._read(arguments)
@@ -69,7 +69,7 @@ class CommandLine(Generic[T]):
         self.named = {option.name for option in self._found.options}
         """The options that the user has named."""
         self.notes = self._found.notes
-        """What is to be said of options that are named and have no effect here."""
+        """Notes about options that the user has set and that have no effect."""
 
     def _read(self, arguments: Sequence[str]) -> None:
         """Read the command line, and its files, with the names that are known by now."""
@@ -95,15 +95,15 @@ class CommandLine(Generic[T]):
         self._found = self._translated(options)
 
     def value(self, name: str) -> Any:
-        """What is written of an option, as it is written; None: nothing."""
+        """Return the value of an option as it is written, or None if it is not set."""
         return next((option.value for option in reversed(self._found.options) if option.name == name), None)
 
     def config(self) -> T:
-        """The configuration.
+        """Return the configuration.
 
         Raises:
-            ConfigError: unknown keys (each with the nearest one), options that are refused, values of the wrong kind,
-                files that are not there, and whatever the schema itself refuses, all at once.
+            ConfigError: all errors at once: unknown keys (each with the nearest one), refused options, values of the
+                wrong type, missing files, and what the schema itself refuses.
         """
         merged, faults = self._merged
         numbers = _numbers(_plain(merged))
@@ -111,8 +111,8 @@ class CommandLine(Generic[T]):
         faults = [*self._found.faults, *faults, *odd]
         config: Any = None
         if not odd:
-            config, told = _made(merged)
-            faults += told
+            config, errors = _made(merged)
+            faults += errors
         if faults:
             raise ConfigError(
                 _listed([self._vocabulary.adapter.renamed(fault, self._found.written) for fault in faults])
@@ -121,23 +121,24 @@ class CommandLine(Generic[T]):
 
     @functools.cached_property
     def changed(self) -> dict[str, Any]:
-        """The options that are not at the schema's defaults, by dotted name: as they are written."""
-        usual, found = OmegaConf.structured(self.schema), self._merged[0]
-        values = {key: (OmegaConf.select(found, key), OmegaConf.select(usual, key)) for key in fields_of(self.schema)}
+        """Return the options that differ from the schema's defaults: dotted name -> value as it is written."""
+        usual = OmegaConf.structured(self.schema)
+        merged = self._merged[0]
+        values = {key: (OmegaConf.select(merged, key), OmegaConf.select(usual, key)) for key in fields_of(self.schema)}
         return {key: _plain(value) for key, (value, default) in values.items() if value != default}
 
     def renamed(self, text: str) -> str:
-        """A sentence about options, in the names that the user writes."""
+        """Replace the schema's names of options in a sentence by the names that the user has written."""
         return self._vocabulary.adapter.renamed(text, self.written)
 
     def _translated(self, before: Sequence[WrittenOption]) -> Translation:
-        found = self._vocabulary.translate([*before, *self._given])
-        found.faults += self._faults
-        return found
+        translation = self._vocabulary.translate([*before, *self._given])
+        translation.faults += self._faults
+        return translation
 
     @functools.cached_property
     def _merged(self) -> tuple[Any, list[str]]:
-        """The schema with all values put in, and what is wrong with those that cannot be."""
+        """The schema with all written values, and an error for each value that does not fit."""
         merged, fields = OmegaConf.structured(self.schema), fields_of(self.schema)
         groups = {name.partition(".")[0] for name in fields if "." in name}
         for node in (merged, *(merged[group] for group in groups)):
@@ -166,7 +167,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, schema: Any) -> Vocabulary:
-        """The options of a schema with the names of its ADAPTER, where it has one."""
+        """Return the vocabulary of a schema, with the names of its ADAPTER if it has one."""
         return cls(schema, getattr(schema, "ADAPTER", None) or Adapter())
 
     @functools.cached_property
@@ -183,7 +184,7 @@ class Vocabulary:
         return replace(self, adapter=adapter)
 
     def kind_of(self, name: str) -> Any:
-        """The type of the value of a name; None: there is no such name."""
+        """Return the type of the value of a name, or None for an unknown name."""
         kind = self.adapter.kind_of(name, self.fields)
         if kind is None and self._is_entry(name):
             return Any
@@ -232,7 +233,7 @@ class Vocabulary:
             advise = registry.find("option help", "advice")
             for option in unknown:
                 advice = "" if advise is None else advise(option.name, self.schema, self.adapter.names())
-                source = f"{option.source}: " if option.source else ""
+                source = option.source and f"{option.source}: "
                 result.faults.append(f"{source}unknown option {option.name!r}{advice}")
         result.faults += faults
         return result
@@ -251,8 +252,8 @@ def read_file(schema: Any, path: Path) -> list[WrittenOption]:
 
 
 def _read_arguments(vocabulary: Vocabulary, arguments: Sequence[str]) -> tuple[list[WrittenOption], list[str]]:
-    """Each option with its value, still text or a list of texts, under the name that the user has written."""
-    found: list[WrittenOption] = []
+    """Return the options with their values, as text or lists of texts, in the names that the user has written."""
+    options: list[WrittenOption] = []
     faults: list[str] = []
     rest = list(arguments)
     while rest:
@@ -265,15 +266,15 @@ def _read_arguments(vocabulary: Vocabulary, arguments: Sequence[str]) -> tuple[l
             continue
         key = name.removeprefix("--").replace("-", "_") if name.startswith("--") else name
         if equals:
-            found.append(WrittenOption(key, value))
+            options.append(WrittenOption(key, value))
             continue
         try:
             following = _count_values(rest, lambda name: name == "config" or vocabulary.is_name(name))
             kind = str if key == "config" else vocabulary.kind_of(key)
-            found.append(WrittenOption(key, _take_values(word, kind, rest, *following)))
+            options.append(WrittenOption(key, _take_values(word, kind, rest, *following)))
         except ConfigError as error:
             faults.append(str(error))
-    return found, faults
+    return options, faults
 
 
 def _count_values(rest: Sequence[str], is_option: Callable[[str], bool]) -> tuple[int, int]:
@@ -308,18 +309,18 @@ def _take_values(word: str, kind: Any, rest: list[str], following: int, listed: 
     if kind is None or get_origin(kind) is list:
         return [rest.pop(0) for _ in range(listed)]
     is_tuple = get_origin(kind) is tuple
-    wanted = len(get_args(kind)) if is_tuple else 1
+    num_values = len(get_args(kind)) if is_tuple else 1
     following = listed if is_tuple else following
-    if following < wanted:
+    if following < num_values:
         del rest[:following]
-        raise ConfigError(f"{word} takes {wanted} value{'s' if wanted > 1 else ''}, but {following} follow")
-    values = [rest.pop(0) for _ in range(wanted)]
+        raise ConfigError(f"{word} takes {num_values} value{'s' if num_values > 1 else ''}, but {following} follow")
+    values = [rest.pop(0) for _ in range(num_values)]
     return values if is_tuple else values[0]
 
 
-def _leaves(given: Mapping[str, Any], is_option: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(tree: Mapping[str, Any], is_option: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of everything in a tree that is no group; a mapping may be the value of an option."""
-    for key, value in given.items():
+    for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value and not is_option(name):
             yield from _leaves(value, is_option, f"{name}.")
@@ -367,21 +368,25 @@ def _numbers(tree: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
     """(dotted name, value) of every number in a tree."""
     if isinstance(tree, float):
         yield prefix, tree
-    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list | tuple) else ()
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(tree, Mapping):
+        items = tree.items()
+    elif isinstance(tree, list | tuple):
+        items = enumerate(tree)
     for key, value in items:
         yield from _numbers(value, f"{prefix}.{key}" if prefix else str(key))
 
 
 def _made(merged: Any) -> tuple[Any, list[str]]:
-    """The configuration, and all that its groups and the whole have against it."""
-    with collect_errors() as told:
+    """Return the configuration, or None, and the errors of its groups and of the whole."""
+    with collect_errors() as errors:
         try:
-            return OmegaConf.to_object(merged), told
+            return OmegaConf.to_object(merged), errors
         except Exception as error:
-            if not told and not isinstance(error, OmegaConfBaseException | ValueError):
+            if not errors and not isinstance(error, OmegaConfBaseException | ValueError):
                 raise
-            # A check may rest on what is at fault.
-            return None, told or [first_line(error)]
+            # A later check may fail because of an error that is already collected: report only the first ones.
+            return None, errors or [first_line(error)]
 
 
 def _plain(value: Any) -> Any:
@@ -399,8 +404,8 @@ def _typed(value: Any, kind: Any) -> Any:
 
 
 def _listed(faults: Iterable[str]) -> str:
-    """One fault as a line, several as a list."""
-    found = list(dict.fromkeys(faults))
-    if len(found) == 1:
-        return found[0]
-    return "\n".join([f"{len(found)} things are in the way:", *(f"  - {fault}" for fault in found)])
+    """Join errors to one message: a single one as a line, several as a list."""
+    unique_faults = list(dict.fromkeys(faults))
+    if len(unique_faults) == 1:
+        return unique_faults[0]
+    return "\n".join([f"{len(unique_faults)} things are in the way:", *(f"  - {fault}" for fault in unique_faults)])

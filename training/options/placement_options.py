@@ -108,8 +108,8 @@ class PlacementOptions(Options, group="placement"):
     def _check_pairs(self, actor_ranks: int, actor_nodes: int, groups: int, tensor_parallel: int) -> None:
         """Raise ValueError if roles that share GPUs request different numbers of them."""
         has_reference = groups > 2
-        engine_devices = (self.rollout_engines or 1) * tensor_parallel
-        is_paired = engine_devices == actor_ranks and (not has_reference or self.references == actor_ranks)
+        engines = self.rollout_engines or 1
+        is_paired = engines * tensor_parallel == actor_ranks and (not has_reference or self.references == actor_ranks)
         is_on_one_node = actor_ranks // actor_nodes % tensor_parallel == 0
         if not (is_paired and is_on_one_node):
             raise ValueError(

@@ -330,7 +330,7 @@ class RLOptions(RunOptions):
         # Dynamic sampling may train on an incomplete last step, so a remainder counts as a step.
         remainder = self.prompts_per_step - 1 if self.filter_range else 0
         steps = (num_prompts + remainder) // self.prompts_per_step
-        return steps if self.max_steps is None else min(steps, self.max_steps)
+        return min(steps, self.max_steps or steps)
 
     def arithmetic(self, num_prompts: int) -> str:
         """Return one sentence with the number of steps, responses, optimizer steps and micro-batches of the run."""

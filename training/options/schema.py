@@ -50,12 +50,13 @@ class Options:
         cls.PLUGIN = cls.PLUGIN if plugin is None else plugin
 
     def __post_init__(self) -> None:
-        refuse(out_of_range(self, f"{self.GROUP}." if self.GROUP else ""))
+        refuse(out_of_range(self, self.GROUP and f"{self.GROUP}."))
         refuse(self.faults())
 
     def faults(self) -> Iterator[str]:
-        """What cannot work, each with what to set, besides numbers that are out of range. A subclass yields its own
-        after these.
+        """Yield a message for each value that cannot work, with the value to set instead.
+
+        Numbers out of range are checked elsewhere. A subclass yields its own messages after these.
         """
         yield from ()
 
@@ -66,29 +67,29 @@ _told: ContextVar[list[str] | None] = ContextVar("told_faults", default=None)
 @contextmanager
 def collect_errors() -> Iterator[list[str]]:
     """Collect the errors of all options made in the block instead of raising them."""
-    found: list[str] = []
-    token = _told.set(found)
+    errors: list[str] = []
+    token = _told.set(errors)
     try:
-        yield found
+        yield errors
     finally:
         _told.reset(token)
 
 
 def refuse(faults: Iterable[str]) -> None:
-    """Raise what is wrong, all at once, or pass it to `collect_errors`.
+    """Raise all faults at once, or pass them to `collect_errors`.
 
     Raises:
         ConfigError: there are faults.
     """
-    told = _told.get()
-    if told is not None:
-        told.extend(faults)
-    elif found := list(dict.fromkeys(faults)):
-        raise ConfigError(*found)
+    collected = _told.get()
+    if collected is not None:
+        collected.extend(faults)
+    elif unique_faults := list(dict.fromkeys(faults)):
+        raise ConfigError(*unique_faults)
 
 
 def errors_of(prefix: str, make: Callable[..., object], *arguments: Any, **options: Any) -> Iterator[str]:
-    """What `make` says against what it is given, behind a prefix."""
+    """Yield the message of the ValueError that `make` raises for its arguments, behind a prefix."""
     try:
         make(*arguments, **options)
     except ValueError as error:
@@ -111,23 +112,24 @@ def of_plugin(plugin: str, default: T, **others: Any) -> T:
 
 
 def active_when(default: T, **others: Any) -> T:
-    """The default of an option that has an effect only where others of its group have these values: True is any that
-    is set, False none, and a tuple any of its items. For `idle_options`.
+    """Return the default of an option that has an effect only if other options of its group have these values.
+
+    True stands for any value that is set, False for none, and a tuple for any of its items. `idle_options` reads them.
     """
     return dataclasses.field(default=default, metadata=others)
 
 
 def idle_options(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(name, why) of every option, or whole group, that has no effect in a configuration, as its `active_when` says."""
+    """Yield (name, reason) of every option or group that has no effect in a configuration; see `active_when`."""
     for field in dataclasses.fields(config):
         name, value = f"{prefix}{field.name}", getattr(config, field.name)
-        for other, wanted in field.metadata.items():
+        for other, expected in field.metadata.items():
             if other == PLUGIN:
                 continue
-            found = operator.attrgetter(other)(config)
-            is_wanted = bool(found) == wanted if isinstance(wanted, bool) else found in wanted
-            if not is_wanted and value != field.default:
-                yield name, f"{prefix}{other}={found}"
+            actual = operator.attrgetter(other)(config)
+            is_active = bool(actual) == expected if isinstance(expected, bool) else actual in expected
+            if not is_active and value != field.default:
+                yield name, f"{prefix}{other}={actual}"
         if dataclasses.is_dataclass(value):
             yield from idle_options(value, f"{name}.")
 
@@ -137,9 +139,9 @@ def limit_note(notes: list[str] | None, option: str) -> Callable[[str], None] | 
     return None if notes is None else lambda text: notes.append(f"{option}: {text}")
 
 
-def without_effect(idle: Collection[tuple[bool, str, str]], given: Collection[str]) -> list[str]:
+def without_effect(idle: Collection[tuple[bool, str, str]], set_options: Collection[str]) -> list[str]:
     """Return a note for each (has no effect, option, reason) whose option the user has set."""
-    return [f"no effect of {name}: {why}" for is_idle, name, why in idle if is_idle and name in given]
+    return [f"no effect of {name}: {why}" for is_idle, name, why in idle if is_idle and name in set_options]
 
 
 class Option(NamedTuple):
@@ -156,7 +158,7 @@ class Option(NamedTuple):
 
 
 def options_of(schema: type, prefix: str = "") -> list[Option]:
-    """Every option with its type, default and meaning, in the order of the schema.
+    """Return every option with its type, default and meaning, in the order of the schema.
 
     Args:
         schema: the options.
@@ -192,12 +194,12 @@ def recipe_of(schema: type) -> str:
 
 
 def fields_of(schema: Any) -> dict[str, Any]:
-    """The type of every field that holds a value, by dotted name."""
+    """Return the type of every field that holds a value, by dotted name."""
     return {key: kind for key, kind, _, _ in _walk(schema)}
 
 
 def without_none(kind: Any) -> Any:
-    """A type without its `| None`."""
+    """Return a type without its `| None`."""
     if get_origin(kind) in (types.UnionType, typing.Union):
         kinds = [k for k in get_args(kind) if k is not type(None)]
         return kinds[0] if len(kinds) == 1 else kind
@@ -218,20 +220,20 @@ def _default(schema: type, key: str) -> Any:
 
 @functools.cache
 def _meanings(schema: type) -> dict[str, str]:
-    """The string under each field of a dataclass, which Python itself does not keep."""
+    """Return the string under each field of a dataclass and its bases, which Python itself does not keep."""
     bases = [base for base in schema.__bases__ if dataclasses.is_dataclass(base)]
-    found = {name: text for base in reversed(bases) for name, text in _meanings(base).items()}
+    meanings = {name: text for base in reversed(bases) for name, text in _meanings(base).items()}
     definition = ast.parse(textwrap.dedent(inspect.getsource(schema))).body[0]
     assert isinstance(definition, ast.ClassDef)
     for pair in itertools.pairwise(definition.body):
         match pair:
             case (ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text)))):
-                found[name] = " ".join(text.split())
-    return found
+                meanings[name] = " ".join(text.split())
+    return meanings
 
 
 def _walk(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any, Any]]:
-    """(dotted key, type, field, its class) of every field that holds a value, depth first."""
+    """Yield (dotted key, type, field, its class) of every field that holds a value, depth first."""
     hints = get_type_hints(schema)
     for field in dataclasses.fields(schema):
         kind = without_none(hints[field.name])
@@ -242,6 +244,6 @@ def _walk(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any, Any]]:
 
 
 def at_home(path: str) -> str:
-    """A path, or several with commas between, with ~ written out; names on the hub and the like stay as they are."""
+    """Expand ~ in a path, or in several joined by commas. Names on the hub stay unchanged."""
     parts = [str(Path(part).expanduser()) if part.startswith("~") else part for part in path.split(",")]
     return ",".join(parts)

@@ -79,26 +79,26 @@ class Refused:
 class Computed:
     """Input of `compute`, and the options, notes and errors that it produces."""
 
-    given: Mapping[str, Any]
-    """Values of `computed` by name there, each of its kind; None: it is written as null."""
+    values: Mapping[str, Any]
+    """Values of the names in `computed`, converted to their types. None if a name is written as null."""
     known: Mapping[str, Any]
-    """Options by name here, as they are written."""
+    """Options of the schema with their values as they are written."""
     options: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     written: dict[str, str] = field(default_factory=dict)
-    """Option here -> what its value was written as."""
+    """Option of the schema -> name by which its value was written."""
     names: Collection[str] = ()
-    """Names there of options that are written."""
+    """Names of the other system that the user has written."""
 
     def name(self, *names: str) -> str | None:
-        """Which of these names there has a value."""
-        return next((name for name in names if self.given.get(name) is not None), None)
+        """Return the first of these names that has a value, or None."""
+        return next((name for name in names if self.values.get(name) is not None), None)
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """The value of the first of these names there that has one."""
+        """Return the value of the first of these names that has one, or the default."""
         name = self.name(*names)
-        return default if name is None else self.given[name]
+        return default if name is None else self.values[name]
 
     def option(self, name: str, default: Any = None) -> Any:
         """Return the current value of an option of the schema."""
@@ -112,13 +112,13 @@ class Computed:
             self.written[option] = name
 
     def idle(self, why: str, *names: str) -> None:
-        """Note which of these names is written, and has no effect."""
-        if found := [name for name in names if name in self.given]:
-            self.notes.append(f"no effect of {', '.join(found)}: {why}")
+        """Add a note that those of these names that are written have no effect."""
+        if idle_names := [name for name in names if name in self.values]:
+            self.notes.append(f"no effect of {', '.join(idle_names)}: {why}")
 
 
 Compute = Callable[[Computed], None]
-"""Puts options, notes and faults into what it reads."""
+"""Function that reads the values of a `Computed` and adds options, notes and faults to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,12 +159,12 @@ class TableAdapter(Adapter):
             is_entry = computed != name and self.computed[computed] == KINDS["mapping"]
             return str if is_entry else self.computed[computed]
         _, entry = self._entry_of(name)
-        return None if entry is None else entry.kind
+        return entry and entry.kind
 
     def names(self) -> set[str]:
         """See `Adapter.names`."""
-        found = {*self.options, *self.computed, *self.no_effect, *self.refused}
-        return {name for name in found if "*" not in name}
+        all_names = {*self.options, *self.computed, *self.no_effect, *self.refused}
+        return {name for name in all_names if "*" not in name}
 
     def ignores(self, name: str) -> bool:
         """See `Adapter.ignores`."""
@@ -202,14 +202,15 @@ class TableAdapter(Adapter):
         return result
 
     def _computed_of(self, name: str) -> str | None:
-        """A name or pattern of `computed`, or the mapping there of which it is an entry `NAME.key`."""
+        """Return the name, pattern or mapping of `computed` that a name belongs to, or None."""
         if name in self.computed:
             return name
-        mappings = (there for there, kind in self.computed.items() if kind == KINDS["mapping"])
-        if (mapping := next((there for there in mappings if name.startswith(f"{there}.")), None)) is not None:
-            return mapping
-        own, other = _longest(name, self.computed), _longest(name, [*self.no_effect, *self.refused])
-        return own if own and len(own) > len(other) else None
+        for mapping, kind in self.computed.items():
+            if kind == KINDS["mapping"] and name.startswith(f"{mapping}."):
+                return mapping
+        computed = _longest(name, self.computed)
+        other = _longest(name, [*self.no_effect, *self.refused])
+        return computed if computed and len(computed) > len(other) else None
 
     def _compute(
         self, to_compute: Mapping[str, WrittenOption], result: Translation, after: Iterable[WrittenOption]
@@ -252,7 +253,7 @@ class TableAdapter(Adapter):
 
 
 def _longest(name: str, patterns: Iterable[str]) -> str:
-    """The longest pattern that a name fits; empty: none."""
+    """Return the longest pattern that a name matches, or an empty string."""
     fitting = (pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern))
     return max(fitting, key=len, default="")
 
@@ -264,49 +265,50 @@ def _shortened(names: list[str]) -> str:
     return ", ".join(shown) + more
 
 
-def _targets(found: Mapping[str, Any], there: str = "", here: str = "") -> dict[str, Target]:
+def _targets(entries: Mapping[str, Any], prefix: str = "", here: str = "") -> dict[str, Target]:
     """Return the target of every name, including names within groups. A mapping without the key `is` is a group."""
     targets: dict[str, Target] = {}
-    for name, target in found.items():
+    for name, target in entries.items():
         if isinstance(target, Mapping) and "is" not in target:
-            names = {own: option for own, option in target.items() if own != "in"}
-            targets |= _targets(names, f"{there}{name}.", f"{target['in']}." if "in" in target else "")
+            group = f"{target['in']}." if "in" in target else ""
+            options = {key: option for key, option in target.items() if key != "in"}
+            targets |= _targets(options, f"{prefix}{name}.", group)
         else:
-            own = _target(target)
-            targets[f"{there}{name}"] = Target(f"{here}{own.name}", own.values, own.otherwise)
+            option = _target(target)
+            targets[f"{prefix}{name}"] = Target(f"{here}{option.name}", option.values, option.otherwise)
     return targets
 
 
-def _target(found: str | Mapping[str, Any]) -> Target:
-    if isinstance(found, str):
-        return Target(found)
-    values = {as_text(there): here for there, here in found.get("values", {}).items()}
-    return Target(found["is"], values, found.get("else", ""))
+def _target(entry: str | Mapping[str, Any]) -> Target:
+    if isinstance(entry, str):
+        return Target(entry)
+    values = {as_text(value): option_value for value, option_value in entry.get("values", {}).items()}
+    return Target(entry["is"], values, entry.get("else", ""))
 
 
-def _entries(found: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Refused]]:
-    for entry in found:
-        harmless = as_text(entry["harmless"]) if "harmless" in entry else ""
+def _entries(entries: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Refused]]:
+    for entry in entries:
+        harmless = as_text(entry.get("harmless", ""))
         for names, kind in (("names", str), ("switches", bool)):
             for name in entry.get(names, ()):
                 yield name, Refused(entry["why"], kind, harmless)
 
 
 def as_value(text: Any) -> Any:
-    """Text as the YAML value that it is, None where it is none; whatever is no text as it is."""
+    """Parse text as a YAML value, or None for an unset one. Other types are returned unchanged."""
     if not isinstance(text, str):
         return text
     if text in NO_VALUE:
         return None
     try:
-        found = yaml.safe_load(text)
-        return float(found) if isinstance(found, str) else found  # 1e-6 is text to YAML
+        value = yaml.safe_load(text)
+        return float(value) if isinstance(value, str) else value  # 1e-6 is text to YAML
     except (yaml.YAMLError, ValueError):
         return text
 
 
 def _of_kind(value: Any, kind: Any) -> Any:
-    """A value of a kind of KINDS, None where there is none.
+    """Convert a value to a type of KINDS; None if it is unset.
 
     Raises:
         ValueError: it is not of that kind.

@@ -67,6 +67,7 @@ class TrainedPolicy(TrainedModel):
         before_N = self.engine.forward(sample, logprobs)
         metrics = super().train(experience, step, parts, loss, prepare)
         kl_N = kl_estimate(before_N, self.engine.forward(sample, logprobs), sample["action_mask"], "k3")
+        # Sums are added over the ranks, not means, because the ranks hold different numbers of tokens.
         sums = torch.stack([kl_N.double().sum(), sample["action_mask"].double().sum()]).to(self.engine.device)
         dist.all_reduce(sums)
         return metrics | {"step_kl": float(sums[0] / sums[1].clamp(min=1))}

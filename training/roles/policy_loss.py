@@ -44,6 +44,7 @@ def clipped_policy_loss(
     tokens = ppo_loss(*columns, clip_low=algorithm.clip_low, clip_high=algorithm.clip_high)
     weight_N = micro["correction"] if algorithm.correction != "none" else None
     policy = reduce_loss(tokens, mask_N, micro.lengths, totals, aggregation, longest, weight_N)
+    # Measured in every loss: it is the first sign of an engine whose weights or kernels differ from the trainer's.
     gap_N = (output.logprob_N.detach() - micro["rollout_logprob"]).abs()
     metrics = {
         "policy_loss": policy.loss.detach(),

@@ -63,6 +63,7 @@ def mark_tokens(minibatch: Batch, index: int, config: PPORunOptions, step: int) 
         return minibatch
     mask_N = minibatch["action_mask"]
     covariance_N = covariance_losses.covariances(minibatch[config.old_policy], minibatch["advantage"], mask_N)
+    # kl_cov takes the largest covariances. clip_cov draws among those within its bounds.
     if ppo.policy_loss == "kl_cov":
         return minibatch.with_tokens(marked=covariance_losses.kl_cov_tokens(covariance_N, mask_N, share=ppo.cov_share))
     uniform_N = torch.from_numpy(np.random.default_rng([config.seed, step, index, 1]).random(minibatch.num_tokens))

@@ -115,7 +115,8 @@ class RolloutWorker(SamplingWorker):
         A failure is only logged: `receive_weights` is called next, and reads the same version as it was published.
         """
         rollout = self.config.rollout
-        route = None if self.received is None else self.received.route
+        # Engines receive a version by the route of the version before. The first version has none before it.
+        route = self.received and self.received.route
         reader = 1 + self.rank * rollout.tensor_parallel
         handle = carrier_class(rollout.weight_sync).announced(version, self.shared_dir, route, reader)
         if handle is None:

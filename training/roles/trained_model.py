@@ -28,7 +28,8 @@ def of_rank0(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
 def policy_to_train(path: str, config: Any) -> nn.Module:
     """Return the causal model at `path` with the options `model` and `train`. The engine loads its weights."""
     train = config.train
-    attention, checkpointing = config.model.attn_implementation, bool(train.gradient_checkpointing)
+    attention = config.model.attn_implementation
+    checkpointing = bool(train.gradient_checkpointing)
     return load_policy(
         path, gradient_checkpointing=checkpointing, attn_implementation=attention, packing=train.packing, empty=True
     )

@@ -18,6 +18,7 @@ def over_updates(history: list[dict[str, float]]) -> dict[str, float]:
     In the first optimizer step the policy equals the one that computed the old log-probabilities, so
     `first_ratio_mean` is 1.
     """
+    # A plain mean: each metric is already weighted within its optimizer step.
     means = {name: sum(entry[name] for entry in history) / len(history) for name in history[0]}
     return means | {f"first_{name}": history[0][name] for name in FIRST if name in history[0]}
 

@@ -137,6 +137,7 @@ class Checkpoints:
             (aside / "state").mkdir(parents=True)
             write(aside)
             (aside / STATE_FILE).write_text(text, encoding="utf-8")
+            # The digests are computed in threads while the files are synced, so that neither waits for the other.
             digests = Digests(aside)
             _sync_tree(aside)
             _sync(digests.write())
@@ -149,6 +150,7 @@ class Checkpoints:
             raise self._error(f"checkpoint of step {step} could not be written to {self.folder}", fault) from error
         finally:
             shutil.rmtree(aside, ignore_errors=True)
+        # Only now, so that a failed write never costs an older checkpoint.
         self.prune()
         return folder
 
@@ -167,6 +169,7 @@ class Checkpoints:
             )
         try:
             self._write_aside(BEST, name).replace(self.folder / BEST)
+            # A rename is on the disk only once its folder is synced. Without it, a power cut may undo the mark.
             _sync(self.folder)
         except OSError as error:
             fault = _disk_fault(error, self.folder) or str(error)
@@ -194,7 +197,8 @@ class Checkpoints:
             after = names.index(latest) + 1
             names = names[after:] + names[:after]
         over = set(names[: -self.keep])
-        size = {name: _bytes_of(self.folder / name) for name in names} if self.max_bytes < math.inf else {}
+        # Each size takes a system call per file, so without a limit none is read and the sum stays 0.
+        size = {name: _bytes_of(self.folder / name) for name in names if self.max_bytes < math.inf}
         for name in names:
             is_over = name in over or sum(size.values()) > self.max_bytes
             if is_over and name not in safe and _remove(self.folder / name):
@@ -204,14 +208,15 @@ class Checkpoints:
         """Raise the OSError of a full disk if a step cannot fit, before minutes are spent on writing a part of it."""
         latest = self.folder / (_read_name(self.folder, LATEST) or LATEST)
         # Half, because the latest step may also hold queued batches, which the next one may not have.
-        needed = self.least_bytes or (_bytes_of(latest) // 2 if latest.is_dir() else 0)
+        needed = self.least_bytes or _bytes_of(latest) // 2
         if shutil.disk_usage(self.folder).free < needed:
             advice = "it takes {:.1f} MB at least; lower checkpoint.keep or checkpoint.max_gb"
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {advice.format(needed / 1e6)}")
 
     def _commit(self, aside: Path, name: str) -> Path:
         """Rename the complete folder and make it the latest. Both are undone if one of them fails."""
-        target, old = self.folder / name, self.folder / f".{name}.old"
+        target = self.folder / name
+        old = self.folder / f".{name}.old"
         # Written before the first rename, so that a full disk cannot stop the commit halfway.
         pointer = self._write_aside(LATEST, name)
         try:
@@ -223,6 +228,7 @@ class Checkpoints:
             _sync(self.folder)
             pointer.replace(self.folder / LATEST)
         except OSError:
+            # Undone in reverse order. `save` then removes `aside`, and the run continues with the old checkpoints.
             if not aside.exists():
                 target.rename(aside)
             if old.exists():
@@ -252,6 +258,7 @@ class Checkpoints:
             if not _LEFTOVER.fullmatch(path.name):
                 continue
             step = path.with_name(path.stem.removeprefix("."))
+            # The writer was killed between the two renames of `_commit`: the old folder is the only complete one.
             if path.suffix == ".old" and not step.is_dir():
                 path.rename(step)
             else:
@@ -279,6 +286,7 @@ def find_checkpoint(resume: str, folder: str | Path, run_id: str | None = None) 
         ValueError: there is no checkpoint at the path, or it has no state to resume from.
     """
     if run_id is not None:
+        # `resume` says where the first attempt starts. A restart of the same run must not lose the steps since then.
         own_checkpoint = find_checkpoint("auto", folder)
         if own_checkpoint is not None and read_state(own_checkpoint).get("run_id") == run_id:
             return own_checkpoint
@@ -289,6 +297,7 @@ def find_checkpoint(resume: str, folder: str | Path, run_id: str | None = None) 
     except (OSError, RuntimeError) as error:
         # pathlib raises RuntimeError for an unknown home folder and for a loop of symbolic links.
         raise ValueError(f"resume={resume} cannot be read: {error}; set resume to a step folder, or to none") from error
+    # An exported model is also a step folder, but it has neither an optimizer state nor a position in the data.
     if chosen is not None and not (chosen / STATE_FILE).is_file():
         raise ValueError(
             f"resume={resume}: {chosen} holds a model but no state to resume from (no {STATE_FILE}); set resume to "
@@ -347,7 +356,8 @@ def changed_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
         before: options of the checkpoint, as `read_state` returns them.
         now: options of this run as plain values, as `redact` returns them.
     """
-    old, new = flat(before), flat(now)
+    old = flat(before)
+    new = flat(now)
     lines = []
     for name in dict.fromkeys([*new, *old]):
         left, right = (repr(options[name]) if name in options else "(not set)" for options in (old, new))
@@ -377,10 +387,12 @@ def _check_json(value: Any, where: str) -> None:
 
 def _find(resume: str) -> Path:
     named_path = Path(resume).expanduser()
+    # A step folder may be a symbolic link to storage elsewhere. Resolved, it could lose its name step_N.
     path = named_path.absolute() if _STEP.fullmatch(named_path.name) else named_path.resolve()
     step_folder = path if resume.strip() and _STEP.fullmatch(path.name) and _put_back(path) else None
     if step_folder is not None:
         _refuse_damage(resume, step_folder)
+    # An empty text would be the current directory, which may hold the checkpoints of another run.
     elif resume.strip():
         step_folder = _newest_whole(path) or _newest_whole(path / "checkpoints")
     if step_folder is None:
@@ -427,6 +439,7 @@ def _refuse_damage(resume: str, folder: Path) -> None:
 def _whole_before(root: Path, step: float = math.inf) -> Path | None:
     """Return the newest intact step below `step` that has a state to resume from, or None."""
     earlier = [root / name for name in _names(root) if step_of(root / name) < step]
+    # Lazily: the digests of a checkpoint take seconds per GB, and the first intact one is enough.
     intact = (path for path in reversed(earlier) if (path / STATE_FILE).is_file() and damage(path) is None)
     return next(intact, None)
 
@@ -497,6 +510,7 @@ def _sync_tree(folder: Path) -> None:
     def fail(error: OSError) -> NoReturn:
         raise error
 
+    # Files before their folders: a folder that is on the disk then never names a file that is not.
     for place, _, files in os.walk(folder, topdown=False, onerror=fail):
         for file in files:
             _sync(Path(place, file))
@@ -504,6 +518,7 @@ def _sync_tree(folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
+    # The target of a link belongs to another checkpoint or to the user, and may be missing.
     if path.is_symlink():
         return
     descriptor = os.open(path, os.O_RDONLY)

@@ -27,6 +27,7 @@ class Digests:
         self._folder = folder
         self._pool = ThreadPoolExecutor(_THREADS)
         self._pending = {name: self._pool.submit(_digest, folder / name) for name in _files(folder)}
+        # No more files follow. The threads end by themselves after the last one.
         self._pool.shutdown(wait=False)
 
     def write(self) -> Path:
@@ -67,6 +68,7 @@ def _damage(folder: Path, files: tuple[tuple[str, int, int], ...]) -> str | None
     missing = sorted(written.keys() - {name for name, _, _ in files})
     if missing:
         return f"{missing[0]} is missing"
+    # A thread that waits for the disk does not hold the interpreter lock, so several files are read at once.
     with ThreadPoolExecutor(_THREADS) as pool:
         digests = pool.map(lambda name: _digest(folder / name), written)
         changed = [name for name, digest in zip(written, digests, strict=True) if digest != written[name]]
@@ -94,6 +96,7 @@ def _files(folder: Path) -> list[str]:
 def _digest(file: Path) -> str:
     """Return the digest of a file as 32 hexadecimal digits. It detects damage, not tampering."""
     digest = xxh3_128()
+    # Blocks of 4 MiB are read without Python's buffer, which would only copy them once more.
     with file.open("rb", buffering=0) as stream:
         while block := stream.read(_BLOCK_BYTES):
             digest.update(block)

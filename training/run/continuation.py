@@ -51,12 +51,13 @@ def continued_run(config: RunOptions, recipe: str) -> Continued | None:
     """
     run_dir = Path(config.run_dir).expanduser().resolve()
     options: Any = config  # RunOptions lacks the group `checkpoint`, which every recipe adds
-    checkpoints = Path(options.checkpoint.path).expanduser() if options.checkpoint.path else run_dir / "checkpoints"
+    checkpoints = Path(options.checkpoint.path or run_dir / "checkpoints").expanduser()
     check_resume(config.resume, checkpoints)
     record = json_object(run_dir / "summary.json")
     if record.get("recipe") not in (None, recipe):
         raise ValueError(f"run_dir={config.run_dir} holds a run of recipe {record['recipe']}; name another run_dir")
     folder = find_checkpoint(config.resume, checkpoints)
+    # Without this check the same command would train a second time and overwrite the records of the first run.
     if folder is None and record.get("status") == "finished" and record.get("steps"):
         raise ValueError(
             f"run_dir={config.run_dir} holds a finished run of {record['steps']} steps, and {checkpoints} has no "
@@ -79,6 +80,7 @@ def check_seed(continued: Continued, config: RunOptions, saved: Mapping[str, Any
     Raises:
         ValueError: the seeds differ.
     """
+    # The order of the data follows from the seed. With another one, some data would be used twice and some never.
     if (seed := saved.get("seed", config.seed)) != config.seed:
         raise ValueError(
             f"seed={config.seed}, and {continued.folder} was written with seed={seed}, which fixes the order of the "
@@ -106,7 +108,9 @@ def check_trained_model(continued: Continued, path: str, option: str, lora_rank:
         ValueError: the checkpoint is of another model, or has adapters of another rank.
     """
     exported = continued.folder / "hf"
-    saved, current = model_size(str(exported)), model_size(path)
+    saved = model_size(str(exported))
+    current = model_size(path)
+    # None is a kind of model whose size cannot be computed. The engine then finds the difference when it loads.
     if saved is not None and current is not None:
         differences = [
             f"{name} {getattr(current, name)} and {getattr(saved, name)} there" for name in _different(saved, current)
@@ -122,6 +126,7 @@ def check_trained_model(continued: Continued, path: str, option: str, lora_rank:
             f"{option}={path} is a {kinds[1]} model, and {continued.folder} holds a {kinds[0]} model; set {option} to "
             "the model of that run, or name another run_dir"
         )
+    # Adapters of another rank have other shapes, so the saved optimizer state would not fit them. A critic has none.
     for note in sorted(continued.folder.glob("state/*/engine.json")):
         rank = (json_object(note).get("adapters") or {}).get("lora_rank", 0)
         if rank != lora_rank and note.parent.name != "critic":

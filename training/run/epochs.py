@@ -31,8 +31,10 @@ class Epochs:
             group_size: number of consecutive sequences that stay together, such as 2 for pairs.
         """
         self.batch = batch
-        self._groups, self._group_size = len(batch) // group_size, group_size
-        self._size, self._seed = batch_size, seed
+        self._group_size = group_size
+        self._groups = len(batch) // group_size
+        self._size = batch_size
+        self._seed = seed
         self._steps_per_epoch = -(-self._groups // batch_size)
         self.steps = epochs * self._steps_per_epoch
         """Number of optimizer steps of the whole run."""
@@ -48,12 +50,14 @@ class Epochs:
     def minibatch(self, step: int) -> Batch:
         """Return the sequences of an optimizer step. Steps are counted from 1."""
         epoch, position = divmod(step - 1, self._steps_per_epoch)
+        # The order depends on (seed, epoch) alone, so a resumed run needs no state but the step to continue it.
         order_G = np.random.default_rng([self._seed, epoch]).permutation(self._groups)
         chosen_G = torch.from_numpy(order_G).split(self._size)[position]
         return self.batch.select((chosen_G.view(-1, 1) * self._group_size + torch.arange(self._group_size)).flatten())
 
     def state_dict(self) -> dict[str, Any]:
         """Return what determines the sequences of each step. The queue saves the step number."""
+        # A digest, because the step number means other examples if a file has changed since the checkpoint.
         tokens = hashlib.blake2b(self.batch["tokens"].numpy().tobytes(), digest_size=8)
         return {"tokens": tokens.hexdigest(), "batch_size": self._size, "seed": self._seed}
 

@@ -88,6 +88,7 @@ class Evaluation:
             {name.removeprefix("log_"): responses[name] for name in responses.names if name.startswith("log_")},
         )
         if self.greedy:
+            # One response is enough: greedy decoding returns the same one each time.
             greedy, failed_too = self._responses(replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0), 1)
             metrics |= {"score_greedy": float(greedy["score"].mean())}
             failed += failed_too
@@ -99,6 +100,7 @@ class Evaluation:
         assert self.prompts is not None
         prompts = for_samples(self.prompts, count)
         responses = self.response(prompts, sampling)
+        # A mean over no responses would be NaN, and the best step could never change again.
         if not len(responses):
             raise RewardError(f"none of {len(prompts)} responses to held-out prompts has a reward")
         return responses, len(prompts) - len(responses)
@@ -126,11 +128,13 @@ class Evaluation:
         if self.prompts is None:
             return None
         # The data may have ended early, so that the last step was not known to be the last and was not evaluated.
-        start, end = self.scores.get("start", {}), self.scores["end"] if self.step == step else self.at_step(step)
+        start = self.scores.get("start", {})
+        end = self.scores["end"] if self.step == step else self.at_step(step)
         changes: list[str] = []
         summary: dict[str, Any] = {"examples": len(self.prompts)}
         for name, key, label in (("eval/score", "", "sampled"), ("eval/score_greedy", "_greedy", "greedy")):
-            first, last = start.get(name), end.get(name)
+            first = start.get(name)
+            last = end.get(name)
             summary |= {f"start{key}": first, f"end{key}": last}
             if last is not None:
                 changes.append(f"{label} {last:.3f}" if first is None else f"{label} {first:.3f} -> {last:.3f}")
@@ -143,7 +147,8 @@ class Evaluation:
         Args:
             checkpoints: folder of the run's checkpoints.
         """
-        start, end = self.scores.get("start", {}), self.scores.get("end", {})
+        start = self.scores.get("start", {})
+        end = self.scores.get("end", {})
         last = self._deciding(end) if end else None
         if last is None:
             return ""
@@ -165,6 +170,8 @@ class Evaluation:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the scores of the run before a resume."""
-        self.scores, self.step = state["scores"], state.get("step", -1)
+        self.scores = state["scores"]
+        self.step = state.get("step", -1)
+        # JSON has no tuples, so the pair comes back as a list.
         self.best = state["best"] and tuple(state["best"])
         self.best_step = state.get("best_step", 0)

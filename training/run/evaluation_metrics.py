@@ -43,11 +43,13 @@ def heldout_metrics(
         and `num_samples`, which is B. Per source s, in alphabetical order: all of these except `num_samples`, such as
         `{s}_score`, and `{s}_{name}`, the mean of each logged value.
     """
-    scores, lengths = score_B.tolist(), response_length_B.tolist()
+    scores = score_B.tolist()
+    lengths = response_length_B.tolist()
     truncated = [float(cut) for cut in truncated_B.tolist()]
     by_prompt: dict[tuple[str, int], list[float]] = defaultdict(list)
     by_source: dict[str, list[int]] = defaultdict(list)
     for i, (source, prompt) in enumerate(zip(sources, prompt_B.tolist(), strict=True)):
+        # Prompts of two sources may have the same number.
         by_prompt[source, prompt].append(scores[i])
         by_source[source].append(i)
     n = max(map(len, by_prompt.values()))

@@ -57,7 +57,8 @@ class FailedRewards:
         Raises:
             RewardError: there are fewer `rollouts` than the optimizer steps need.
         """
-        dropped, self._dropped = [failed for failed in self._dropped if len(failed)], []
+        dropped = [failed for failed in self._dropped if len(failed)]
+        self._dropped = []
         if rollouts is None or not dropped:
             return None
         failed = Batch.concat(dropped)

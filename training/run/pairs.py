@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from components.data.preferences import (
-    Pair,
-    PreferenceData,
-    encode_pairs,
-    hold_out,
-    read_pairs,
-    select_pairs,
-)
+from components.data.preferences import Pair, PreferenceData, encode_pairs, hold_out, read_pairs, select_pairs
 from components.data.shares import check_shares
 from training.options.supervised_options import Rows
 from training.run.supervised_run import TrainingData

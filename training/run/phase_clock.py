@@ -36,6 +36,7 @@ class PhaseClock:
 
     def begin(self) -> None:
         """Begin the first step. Earlier time, such as the set-up, belongs to no step."""
+        # Monotonic: the wall clock may be set back during a step, which would give a negative time.
         self._step_began = time.monotonic()
         self._beside_seconds = 0.0
         vars(self._seconds).clear()
@@ -107,6 +108,7 @@ class PhaseClock:
         """
         phases = self.hand_over()
         now = time.monotonic()
+        # Without `begin`, the first step starts with its first phase.
         if self._step_began is None:
             self._step_began = now - self._beside_seconds - sum(phases.values())
         step = now - self._step_began - self._beside_seconds

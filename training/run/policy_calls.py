@@ -74,6 +74,7 @@ class PolicyCalls:
         """Put the learners to sleep and wake the engines, as far as the options say so."""
         if self._generates:
             return
+        # The learners first: an engine that wakes up allocates its cache at once, and needs the memory they free.
         if self.config.placement.learners_sleep:
             self._free("actor and critic", self.learners, "sleep_learner")
         if self.config.placement.engines_sleep:
@@ -84,6 +85,7 @@ class PolicyCalls:
         """Put the engines to sleep and wake the learners."""
         if not self._generates:
             return
+        # In the reverse order of `begin_generation`, for the same reason.
         self._let_engines_sleep()
         if self.config.placement.learners_sleep:
             remote_call.wait_all([group.call("wake_learner") for group in self.learners])
@@ -94,6 +96,7 @@ class PolicyCalls:
             self._free("engines", [self.samplers], "sleep_engine")
 
     def _free(self, sleepers: str, groups: Sequence[RoleGroup[Any]], method: str) -> None:
+        # All groups are called before the first result is read, so that they free their memory in parallel.
         nbytes = sum(sum(freeing.result()) for freeing in [group.call(method) for group in groups])
         if sleepers not in self._reported:
             effect = f"{nbytes / 1e9:.1f} GB are freed" if nbytes else "nothing is freed, as always on a CPU"
@@ -153,7 +156,9 @@ class PolicyCalls:
         """Interpolate the reference model towards the policy. `share` is the weight of the policy."""
         self.end_generation()
         folder = Path(self.config.run_dir, "reference")
-        policy, target = folder / "policy", folder / f"step_{step}"
+        policy = folder / "policy"
+        target = folder / f"step_{step}"
+        # Left by an attempt that was killed. A mix of old and new files would load without an error.
         for old in (policy, target):
             shutil.rmtree(old, ignore_errors=True)
         self.save(policy)
@@ -168,6 +173,7 @@ class PolicyCalls:
     def _load_reference(self, path: Path) -> None:
         self._open_reference(path)
         self.reference_folder = path
+        # Removed last: until the load has returned, an instance may still read the folder from before.
         for other in path.parent.iterdir():
             if other != path:
                 shutil.rmtree(other)
@@ -189,6 +195,7 @@ class PolicyCalls:
         """Resume from a checkpoint. Return a list of notes about state that could not be restored exactly."""
         reference = folder / "state" / "reference"
         if reference.exists():
+            # Copied, because `checkpoint.keep` may remove the checkpoint while the run still needs its reference.
             target = Path(self.config.run_dir, "reference", "resumed")
             shutil.rmtree(target, ignore_errors=True)
             shutil.copytree(reference, target)

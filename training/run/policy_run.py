@@ -113,6 +113,7 @@ class PolicyRun(Run[Batch]):
         """
         self._make_rollouts = make_rollouts
         self._score = score
+        # A run that was asked to stop should not spend minutes on an evaluation first.
         if self.config.evaluation.at_start and not self.trainer.stop_requested:
             self._evaluate_at_start()
         with self.checkpoints.kept_if_rewards_fail():
@@ -169,6 +170,7 @@ class PolicyRun(Run[Batch]):
             weights_synced: True if the engines have received the weights of this step.
             by_role: metrics of the update of a role, such as `actor=...`, which are logged as `actor/<name>`.
         """
+        # Counted before the evaluation, which checks that its responses are from these weights.
         if weights_synced:
             self.progress.version = self.step
         logged = dict(metrics or {})
@@ -191,6 +193,7 @@ class PolicyRun(Run[Batch]):
 
     def finish(self) -> None:
         """Save the last checkpoint, write the summary, and close the run."""
+        # Saved first: if the last evaluation fails, the trained policy is on the disk.
         self.checkpoints.save()
         if self.is_last_step:
             self._sum_up()
@@ -234,6 +237,7 @@ class PolicyRun(Run[Batch]):
         rollouts = self.strategy.fill(step)
         if rollouts is not None:
             self._describe_first(rollouts)
+        # The strategy used more prompts than planned, so the run ends with this step.
         if self.strategy.has_ended:
             self.stream.steps = step
         self._failed = self.failed_rewards.take(rollouts)
@@ -241,6 +245,7 @@ class PolicyRun(Run[Batch]):
 
     def _checked(self, rollouts: Batch) -> Batch:
         """Check that the rollouts are recent enough, and record the failed rewards of their step."""
+        # The limit of the batch, not of the options: a resumed run may have changed how far generation is ahead.
         failed = self.stream.dropped
         rollouts = check_staleness(rollouts, self.version, self.stream.most_stale)
         if failed is not None:
@@ -310,10 +315,12 @@ class PolicyRun(Run[Batch]):
         self.reward = self._open_reward()
         self.failed_rewards = FailedRewards(self._least_rewarded, config.ROLLOUTS, self.info)
         self.strategy = self._open_strategy()
-        rows = self._read_rows(heldout=True)
-        heldout = self._open_prompts(rows, heldout=True) if rows else None
+        heldout: Batch | None = None
+        if rows := self._read_rows(heldout=True):
+            source = self._open_prompts(rows, heldout=True)
+            heldout = source.take(len(source))
         self.evaluation = Evaluation(
-            prompts=None if heldout is None else heldout.take(len(heldout)),
+            prompts=heldout,
             response=self.clock.outside_step("evaluate", self._respond_heldout),
             sampling=config.heldout_sampling,
             samples_per_prompt=config.evaluation.samples_per_prompt,
@@ -370,6 +377,7 @@ class PolicyRun(Run[Batch]):
             # Generation ahead of training needs a version per step. The previous run may have trained only a critic in
             # its last steps, which publishes no version.
             self.progress.version = self.step
+        # At version 0 the policy is the initial model, which the engines have loaded from its files already.
         if self.version or self.config.train.lora_path:
             self.calls.sync_weights(self.version)
 
@@ -384,6 +392,7 @@ class PolicyRun(Run[Batch]):
 
     def _steps_left(self) -> int:
         """Return the number of steps that the remaining prompts fill."""
+        # Prompts that a strategy has taken from the data and not used yet also fill steps.
         prompts = self.prompts.left(self.config.data.epochs) + self.strategy.waiting
         steps = self.config.steps(prompts)
         if self.config.max_steps is None:
@@ -406,6 +415,7 @@ class PolicyRun(Run[Batch]):
 
     def _write_checkpoint(self, folder: Path) -> None:
         """Write the state of the roles and the exported policy into the folder of a step."""
+        # A learner that sleeps has no weights on its device to save.
         self.calls.end_generation()
         self.calls.save_state(folder)
         self.export(folder / "hf")

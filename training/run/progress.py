@@ -11,13 +11,7 @@ from typing import Any, Protocol
 
 from components.batch import Batch
 from components.rewards.errors import RewardError
-from training.run.checkpoint import (
-    CheckpointError,
-    Checkpoints,
-    changed_options,
-    find_checkpoint,
-    read_state,
-)
+from training.run.checkpoint import CheckpointError, Checkpoints, changed_options, find_checkpoint, read_state
 from training.run.continuation import GROUPS, unfinished_groups
 from training.run.phase_clock import PhaseClock
 from training.run.queue import RolloutQueue
@@ -63,7 +57,8 @@ class Progress:
         self.seconds += seconds
         counts = {"tokens_per_second": batch.num_tokens, "samples_per_second": len(batch)}
         counts |= {f"{name.removeprefix('timing_s/')}_share": phase_seconds for name, phase_seconds in took.items()}
-        del counts["step_share"]
+        del counts["step_share"]  # always 1
+        # A step may be shorter than the resolution of the clock, and then takes 0 s.
         rates = {f"perf/{name}": count / max(seconds, 1e-9) for name, count in counts.items()}
         return {**took, **rates} | ({"perf/memory_gb": memory_bytes / 1e9} if memory_bytes else {})
 
@@ -130,6 +125,7 @@ class RunCheckpoints:
             return None
         saved = read_state(folder)
         parts: dict[str, Any] = {"stream": self.stream, **self.stream.sources, **self.parts}
+        # Checked before any part is restored, so that an error leaves no run that is restored by half.
         missing = sorted(set(parts) - set(saved) - {GROUPS})
         if missing:
             raise ValueError(
@@ -164,6 +160,7 @@ class RunCheckpoints:
             if is_best:
                 self.store.mark_best(self.stream.step)
         except CheckpointError as error:
+            # A full disk can be cleared while the run continues. The next checkpoint is another attempt.
             self._failed += 1
             self.info(f"warning: {error}; the training continues")
         seconds = time.monotonic() - began
@@ -194,7 +191,8 @@ class RunCheckpoints:
         It holds the last trained step, the queued batches, and the step that is not evaluated yet. A failed write is
         reported but not raised, because the RewardError that ends the run is being raised already.
         """
-        step, waiting = self.stream.step, self.stream.queued
+        step = self.stream.step
+        waiting = self.stream.queued
         is_saved = step == self._saved_step and not waiting and self.unrecorded is None
         if is_saved or not step:  # without a trained step, a restart loses nothing, and may have other options
             return
@@ -220,6 +218,7 @@ class RunCheckpoints:
         Returns:
             The result of `evaluate`.
         """
+        # Kept on the object and not passed on: if `evaluate` raises, `save_unfinished` finds the step here.
         self.unrecorded = batch, metrics
         is_best = evaluate(batch, metrics)
         self.unrecorded = None
@@ -257,6 +256,7 @@ class RunCheckpoints:
 
 def _without_batches(value: Any, name: str, batches: dict[str, Batch]) -> Any:
     """Replace the batches of a state by file names. The batches are added to `batches` by file name."""
+    # A parquet file each: as JSON, the tensors of a batch would be many times as large.
     if isinstance(value, Batch):
         batches[f"{name}.parquet"] = value
         return {_FILE: f"{name}.parquet"}

@@ -34,8 +34,7 @@ def read_prompts(
 def describe_prompts(data: DataOptions, source: PromptSource) -> list[str]:
     """Describe the columns, the first prompt, and the number of prompts that end with an assistant message."""
     columns = data.describe_columns(list(map(dict, source.rows)))
-    lines = [columns] if columns else []
-    lines.append(source.describe_first())
+    lines = [text for text in (columns, source.describe_first()) if text]
     if source.prefilled:
         lines.append(
             f"{source.prefilled} of {len(source.rows)} prompts end with a message of the assistant, which the policy "

@@ -123,7 +123,9 @@ class RolloutQueue(Generic[Item]):
                 queued = self._next()
                 if queued is None:
                     break
-                self._at_hand, self.metrics, self.most_stale = queued, queued.metrics, queued.most_stale
+                self._at_hand = queued
+                self.metrics = queued.metrics
+                self.most_stale = queued.most_stale
                 self.dropped = queued.dropped
                 yield queued.batch
             was_left = False
@@ -155,7 +157,7 @@ class RolloutQueue(Generic[Item]):
         """Return the state for `load_state_dict`. It holds the queued batches as objects."""
         with self._changed:
             queue = [_without_none(vars(queued)) for queued in self._queue]
-            return {"step": self.step} | ({"queue": queue} if queue else {})
+            return _without_none({"step": self.step, "queue": queue or None})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the step at which the state was saved. A larger `steps` than before extends the run."""
@@ -166,9 +168,8 @@ class RolloutQueue(Generic[Item]):
     def states(self) -> dict[str, dict[str, Any]]:
         """Return a consistent snapshot of the stream, as "stream", and of its sources, by name."""
         with self._changed:
-            under_way = self._under_way
-            sources = self._source_states() if under_way is None else under_way
-            return {"stream": self.state_dict(), **sources}
+            # During a generation the sources are ahead of the queue. The states from before it fit the queue.
+            return {"stream": self.state_dict(), **(self._under_way or self._source_states())}
 
     def _source_states(self) -> dict[str, dict[str, Any]]:
         return {name: source.state_dict() for name, source in self.sources.items()}
@@ -185,9 +186,11 @@ class RolloutQueue(Generic[Item]):
         dropped = self._dropped()
         seconds = self._clock.hand_over() if self.queue_size else {}
         with self._changed:
+            # The generation was cut short by the stop. `_under_way` stays, so a resume repeats it.
             if batch is None and self.ending:
                 return False
             self._under_way = None
+            # The data ended early: the run has fewer steps than were planned.
             if batch is None:
                 self.steps = step - 1
                 return False
@@ -200,6 +203,7 @@ class RolloutQueue(Generic[Item]):
     def _next(self) -> Queued[Item] | None:
         """Wait for the next batch, or generate it. Return None if there is none or a stop was requested."""
         with self._changed:
+            # A request for the next batch means that the last step has finished, so the thread may go one step further.
             self._trained = self.step
             self._changed.notify_all()
             ready = len(self._queue)
@@ -210,6 +214,7 @@ class RolloutQueue(Generic[Item]):
                     return None
             elif not ready:
                 self._generate_next()
+            # The error is raised only after the batches before it, which are intact, were trained on.
             if not self._queue:
                 if self._error is not None:
                     raise self._error
@@ -224,11 +229,14 @@ class RolloutQueue(Generic[Item]):
     def _open(self) -> None:
         if self._thread is not None:
             self._thread.join()  # thread of an earlier loop that was left
+        # A generation failed or was cut short before. The sources go back to where it started.
         if self._under_way is not None:
             for name, source in self.sources.items():
                 source.load_state_dict(self._under_way[name])
             self._under_way = None
-        self._trained, self._left, self._done, self._error = self.step, False, False, None
+        self._trained = self.step
+        self._left = self._done = False
+        self._error = None
         if not self.queue_size:
             return
         # The thread needs the context variables of the loop: remote calls read the current job from one.
@@ -240,6 +248,7 @@ class RolloutQueue(Generic[Item]):
         with self._changed:
             self._left = True
             self._changed.notify_all()
+        # A loop that was left by an error should report it now, not after a generation of minutes.
         if wait and self._thread is not None:
             self._thread.join()
             if self._error is not None:  # raised while the run was stopping

@@ -49,15 +49,17 @@ def rollout_metrics(
         `mismatch_metrics`. For episodes, a share per status, and `turns_mean`. The staleness in weight versions:
         `staleness_mean` and `_max` of the oldest token of each response, and `token_staleness_mean` of all tokens.
     """
-    mask_N, reward_B = samples["action_mask"], samples["reward"]
+    mask_N = samples["action_mask"]
+    reward_B = samples["reward"]
     metrics = {
         "reward/reward": float(reward_B.mean()),
         "reward/score": float(samples["score"].mean()),
         "reward/shaped": float(samples["shaped_reward"].mean()),
-        "reward/failed": float(0 if failed is None else len(failed)),
+        "reward/failed": float(len(failed or ())),
         "rollout/response_length": float(mask_N.sum() / len(samples)),
         "rollout/truncated_share": float(samples["truncated"].float().mean()),
     }
+    # With one response per prompt every deviation is 0, and the share would be 1 without a meaning.
     if len(samples["prompt_id"].unique()) < len(samples):
         std_B = group_std(reward_B, samples["prompt_id"])
         metrics["reward/group_std"] = float(std_B.mean())
@@ -92,7 +94,9 @@ def _staleness_metrics(samples: Batch) -> dict[str, float]:
     stale_B = samples["staleness"]
     metrics = {"rollout/staleness_mean": float(stale_B.float().mean()), "rollout/staleness_max": float(stale_B.max())}
     if "token_version" in samples:
-        version_N, trained_B = samples["token_version"], samples["weight_version"] + stale_B
+        version_N = samples["token_version"]
+        trained_B = samples["weight_version"] + stale_B
+        # -1 marks tokens that no engine sampled: those of the prompt and of an environment.
         stale_N = (trained_B[samples.sequence_ids] - version_N)[version_N >= 0]
         metrics["rollout/token_staleness_mean"] = float(stale_N.float().mean())
     return metrics
@@ -103,7 +107,8 @@ def readable(samples: Batch, tokenizer: Any, count: int) -> list[dict[str, Any]]
     first = samples.select(slice(0, count))
     rows = []
     for i in range(len(first)):
-        tokens, start = first.row(i, "tokens").tolist(), int(first["prompt_length"][i])
+        tokens = first.row(i, "tokens").tolist()
+        start = int(first["prompt_length"][i])
         numbers = {name: float(first[name][i]) for name in ("reward", "score")}
         # Decoded from the tokens, because the environment of an episode may have changed the prompt of the data.
         texts = {"prompt": tokenizer.decode(tokens[:start]), "response": tokenizer.decode(tokens[start:])}

@@ -101,7 +101,8 @@ class Run(Generic[Item]):
             run_id=self.trainer.run_id,
             info=self.info,
         )
-        resumed = self.checkpoints.load(config.resume, left)
+        # Before the tracker, which removes the records of steps after the one that the run resumes from.
+        folder, saved = self.checkpoints.load(config.resume, left) or (None, {})
         self.tracker = Tracker(
             config.run_dir,
             self.recipe.name,
@@ -109,12 +110,12 @@ class Run(Generic[Item]):
             config.seed,
             sinks=config.log.sinks(),
             resume_step=stream.step,
-            state=resumed[1]["tracker"] if resumed else None,
+            state=saved and saved["tracker"],
             emit=self.trainer.emit,
             shown=self.shown,
         )
         self.checkpoints.parts["tracker"] = self.tracker
-        return resumed[0] if resumed else None
+        return folder
 
     def note_setup(self) -> None:
         """Record the time until the roles were ready in the summary."""

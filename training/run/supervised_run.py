@@ -94,10 +94,10 @@ class SupervisedRun(Run[Batch]):
         logged = {f"{role}/{name}": value for role, metrics in by_role.items() for name, value in metrics.items()}
         logged |= self.count(minibatch)
         logged |= self.checkpoints.metrics
-        is_due = self.is_last_step or (every > 0 and self.step % every == 0)
-        evaluated = self._evaluate() if is_due else {}
+        if self.is_last_step or (every > 0 and self.step % every == 0):
+            logged |= self._evaluate()
         with self.phase("log"):
-            self.tracker.log(self.step, logged | evaluated, steps=self.steps)
+            self.tracker.log(self.step, logged, steps=self.steps)
         self.note_first_step()
         self._note_progress()
         self.checkpoints.save_when_due()
@@ -129,7 +129,8 @@ class SupervisedRun(Run[Batch]):
     def _open(self) -> None:
         config = self.config
         epochs = Epochs.of(config, self.data.train)
-        count, held_out = self._examples(self.data.train), self._examples(self.data.heldout)
+        count = self._examples(self.data.train)
+        held_out = self._examples(self.data.heldout)
         self.info(f"{count} {config.EXAMPLES} to train on, {held_out} held out; {epochs.steps} optimizer steps")
         stream = RolloutQueue(
             epochs.minibatch, epochs.steps, stopped=lambda: self.trainer.stop_requested, clock=self.clock
@@ -147,7 +148,7 @@ class SupervisedRun(Run[Batch]):
 
     def _examples(self, batch: Batch | None) -> int:
         """Return the number of examples of a batch."""
-        return 0 if batch is None else len(batch) // self.config.GROUP_SIZE
+        return len(batch or ()) // self.config.GROUP_SIZE
 
     def _evaluate(self) -> dict[str, float]:
         """Evaluate the held-out examples. Return the metrics as `eval/<name>`; empty without held-out examples."""
@@ -158,6 +159,7 @@ class SupervisedRun(Run[Batch]):
             # Variance of a Bernoulli variable, whose mean over n examples has the standard error sqrt(variance / n).
             variance = metrics["accuracy"] * (1 - metrics["accuracy"])
             metrics["accuracy_standard_error"] = math.sqrt(variance / self._examples(self.data.heldout))
+        # The start keeps the first metrics and the end always has the newest.
         self.evaluations = {"start": metrics} | self.evaluations | {"end": metrics}
         return {f"eval/{name}": value for name, value in metrics.items()}
 
@@ -170,8 +172,9 @@ class SupervisedRun(Run[Batch]):
             self.export(Path(self.config.checkpoint.export_path).expanduser())
         accuracy = {when: metrics["accuracy"] for when, metrics in self.evaluations.items() if "accuracy" in metrics}
         count = self._examples(self.data.heldout)
-        score = accuracy | {"examples": count} if accuracy and count else None
-        if score is not None:
+        score = None
+        if accuracy and count:
+            score = accuracy | {"examples": count}
             change = f"{score['start']:.3f} -> {score['end']:.3f}"
             self.info(f"accuracy on {count} held-out {self.config.EXAMPLES}: {change}")
         self.note_end("model", score=score)

@@ -63,7 +63,7 @@ def validation_metrics(
     metrics: dict[str, float] = {}
     for source in sorted(set(sources)):
         prompts = [rows for (prompt_source, _), rows in rows_of.items() if prompt_source == source]
-        answers = [[predictions[i] for i in rows] for rows in prompts] if predictions is not None else []
+        answers = [[predictions[i] for i in rows] for rows in prompts if predictions is not None]
         votes = list(map(_votes, answers)) if any(set(each) != {None} for each in answers) else None
         by_variable = {name: _of_source([x_B[rows] for rows in prompts], votes, n) for name, x_B in values.items()}
         core = "acc" if by_variable.get("acc") else "reward"
@@ -93,6 +93,7 @@ def _of_source(values: list[np.ndarray], votes: list[np.ndarray] | None, n: int)
     for i, value_n in enumerate(values):
         has_value_n = ~np.isnan(value_n)
         if has_value_n.any():
+            # Answers of responses without a value do not vote, since the draws do not include these responses.
             vote_n = None if votes is None else votes[i][has_value_n]
             for name, value in _of_prompt(value_n[has_value_n], vote_n, n).items():
                 values_by_metric[name].append(value)

@@ -5,6 +5,7 @@ A plug-in provides a `ViewType` of the kind "terminal view". Without one, a run 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -50,4 +51,5 @@ def printable(text: str) -> str:
     """Replace characters that move the cursor or change how the terminal shows the text after them."""
     if text.isprintable():
         return text
-    return "".join(x if x.isprintable() else "↵" if x == "\n" else " " if x.isspace() else "�" for x in text)
+    on_one_line = re.sub(r"\s", " ", text.replace("\n", "↵"))
+    return "".join(character if character.isprintable() else "�" for character in on_one_line)

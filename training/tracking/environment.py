@@ -129,8 +129,8 @@ def _hardware() -> dict[str, Any]:
 
 
 def _cpu_model() -> str:
-    found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
-    return found[1] if found else platform.machine()  # ARM's has no model name
+    match = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
+    return match[1] if match else platform.machine()  # ARM's has no model name
 
 
 def _version(package: str) -> str | None:

@@ -66,11 +66,11 @@ def hide_in_text(text: str) -> str:
     """Hide what looks like a key or a login, and every value that `redact` has met under a secret's name."""
     for secret in sorted(_known, key=len, reverse=True):  # one may be the beginning of another
         text = text.replace(secret, HIDDEN)
-    text = _HEADER.sub(lambda found: f"{found[1]}{HIDDEN}", _SECRET_VALUE.sub(HIDDEN, text))
+    text = _HEADER.sub(lambda match: f"{match[1]}{HIDDEN}", _SECRET_VALUE.sub(HIDDEN, text))
     if "://" not in text:
         return text
     text = _URL_LOGIN.sub(HIDDEN, text)
-    return _URL_PARAMETER.sub(lambda found: f"{found[1]}={HIDDEN}" if _is_secret(found[1]) else found[0], text)
+    return _URL_PARAMETER.sub(lambda match: f"{match[1]}={HIDDEN}" if _is_secret(match[1]) else match[0], text)
 
 
 def _hide_named(name: str, value: Any) -> Any:

@@ -33,11 +33,11 @@ def plain(value: Any) -> Any:
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The values of nested mappings by dotted name; an empty mapping stands for itself."""
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for name, value in tree.items():
         nested = isinstance(value, Mapping) and len(value) > 0
-        found |= flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
-    return found
+        leaves |= flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return leaves
 
 
 def finite(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -88,13 +88,13 @@ def json_lines(path: Path, beginning: bytes = b"") -> Iterator[dict[str, Any]]:
 def json_object(path: Path) -> dict[str, Any]:
     """The object of a JSON file; empty where there is none, or half of one, of a machine that lost power."""
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
     except ValueError as error:
         logger.warning("%s cannot be read, and its content is lost: %s", path, error)
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def duration(seconds: float) -> str:

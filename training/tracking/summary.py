@@ -50,7 +50,7 @@ def finish_summary(run_dir: str | Path, status: Status, error: str | None = None
             before a tracker wrote them.
     """
     check_fields(fields)
-    message = None if error is None else hide_in_text(error)
+    message = error and hide_in_text(error)
     try:
         Path(run_dir).mkdir(parents=True, exist_ok=True)
         # A trainer that begins sets the status to running.

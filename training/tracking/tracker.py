@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ROLLOUTS, UNREWARDED = "rollouts/step_{step:06d}.parquet", "failed/step_{step:06d}-rewards.parquet"
-"""Of a step: what it was trained on, and what it was not trained on because there is no reward."""
+"""Files of a step: its training samples, and the samples that are excluded because they have no reward."""
 
 
 class Tracker:
@@ -102,7 +102,7 @@ class Tracker:
         values: dict[str, Any] = {}
         if self._guard("metrics", lambda: values.update(plain(metrics))):
             self._emit(lambda sink: sink.log(step, values))
-            shown = tuple(name for wanted in self._shown for name in values if _is(name, wanted))
+            shown = tuple(name for pattern in self._shown for name in values if _is(name, pattern))
             response: dict[str, Any] = {}
             if sample is not None:
                 self._guard("a response of each step", lambda: response.update(plain(sample())))
@@ -189,8 +189,8 @@ class Tracker:
         return True
 
 
-def _is(name: str, wanted: str) -> bool:
-    return name.startswith(wanted) if wanted.endswith("/") else name == wanted
+def _is(name: str, pattern: str) -> bool:
+    return name.startswith(pattern) if pattern.endswith("/") else name == pattern
 
 
 def console_line(step: int, metrics: Mapping[str, Any]) -> str:
@@ -218,6 +218,6 @@ def _begin_rollouts(folder: Path, resume_step: int) -> None:
     """Make the folder of the rollouts, without those of steps that are done again."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
-        found = re.fullmatch(r"step_(\d+)\.parquet", path.name)
-        if path.name.endswith(".partial") or (found and int(found[1]) > resume_step):
+        match = re.fullmatch(r"step_(\d+)\.parquet", path.name)
+        if path.name.endswith(".partial") or (match and int(match[1]) > resume_step):
             path.unlink()

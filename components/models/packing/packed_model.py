@@ -296,14 +296,6 @@ def _by_kernel(
     query_NHD, key_NHD, value_NHD = (picked(x_UHD, row.place_N) for x_UHD in inputs)
     seen = (-1 if window is None else window - 1, 0)
     output_NHD: Any = varlen_attn(
-        query_NHD,
-        key_NHD,
-        value_NHD,
-        row.borders,
-        row.borders,
-        row.longest,
-        row.longest,
-        scale=scale,
-        window_size=seen,
+        query_NHD, key_NHD, value_NHD, row.borders, row.borders, row.longest, row.longest, scale=scale, window_size=seen
     )
     return picked(output_NHD, row.first_U)[None]
