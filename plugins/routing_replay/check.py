@@ -25,7 +25,7 @@ def faults(options: Any) -> Iterator[str]:
 
 
 def engine_fault(engine: str, gpus: int) -> str:
-    """Return why the engine does not report the experts of each token. Empty: it reports them.
+    """Return why the experts of each token are not available from the engine.
 
     Args:
         engine: name of the rollout engine.
@@ -35,4 +35,4 @@ def engine_fault(engine: str, gpus: int) -> str:
         return f"the engine {engine} does not report the experts of a token; set policy or off"
     if not gpus:
         return "vLLM reports the experts of a token only on a GPU (model runner V2 requires Triton); set policy or off"
-    return ""
+    return "the experts that vLLM reports (enable_return_routed_experts) are not read yet; set policy or off"
