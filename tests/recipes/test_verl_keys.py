@@ -370,6 +370,7 @@ def test_a_named_reward_model_with_a_function_is_served_separately_and_keeps_its
         ("actor_rollout_ref.actor.policy_loss.cppo.cppo_w_min=0.8", ["cppo_w_min", "policy loss", "loss_mode"]),
         ("actor_rollout_ref.rollout.partial_rollout_max_split=4", ["unfinished responses", "partial_rollout=true"]),
         ("actor_rollout_ref.rollout.rollout_threshold_rate=0.8", ["unfinished responses", "partial_rollout=true"]),
+        ("actor_rollout_ref.actor.megatron.dtype=float16", ["megatron.dtype=float16", "loss scale", "bfloat16"]),
         ("actor_rollout_ref.rollout.over_sample_rate=0.1", ["asynchronous.in_flight_prompts"]),
     ],
 )
