@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from components.registry import load
+from components.registry import find
 from training.options.ppo_options import BY_RESPONSE
 from training.options.rl_options import RLOptions
 from training.options.table_adapter import Computed
@@ -155,7 +155,8 @@ def elsewhere(keys: Computed) -> Iterator[str]:
         yield f"{ROLLOUT}.name={engine} is not here; set it to vllm, which draws from the same policy"
     if keys.get("trainer.device", default="cuda") not in ("cuda", "cpu"):
         yield f"trainer.device={keys.get('trainer.device')} is not here; runs are on NVIDIA GPUs or on CPUs"
-    if name and (settings := load(*PRESET)(name)) is not None:
+    read_preset = find(*PRESET)
+    if name and read_preset and (settings := read_preset(name)) is not None:
         sets = ", ".join(settings) or "nothing of these options"
         keys.notes.append(f"--config-name={name} is not there; verl's own file of this name sets {sets}")
     elif name and name != "ppo_trainer" and "megatron" not in name:
@@ -391,7 +392,9 @@ def read_run(keys: Computed) -> None:
 
 def plain_arguments(arguments: Sequence[str]) -> list[str]:
     """Convert Hydra's syntax to that of `load_config`; see `plugins/verl/hydra.py`."""
-    return load("verl command line", "arguments")(arguments)
+    # Without the plug-in the run ends where it reads the rows, with a message that names the plug-in.
+    convert = find("verl command line", "arguments") or list
+    return convert(arguments)
 
 
 _TABLE = VerlAdapter.load(Path(__file__).with_name("verl.yaml"), compute=compute)
