@@ -7,7 +7,8 @@ from training.options.table_adapter import Computed
 
 from .reward_keys import asks_served_model
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
 OWNERS = {"actor": ACTOR, "rollout": ROLLOUT, "ref": "actor_rollout_ref.ref", "critic": "critic", "rm": "reward_model"}
 """Role -> group of verl's keys with its `resource_pool_id`."""
 
@@ -35,7 +36,8 @@ def read_named_pools(keys: Computed) -> tuple[dict[str, list[int]], dict[str, st
 
 def read_pools(keys: Computed) -> None:
     """Set the pools of training, of separate engines and of a reward model, and generation ahead of training."""
-    nodes, devices = keys.option("placement.nodes", 1), keys.option("placement.devices_per_node", 8)
+    nodes = keys.option("placement.nodes", 1)
+    devices = keys.option("placement.devices_per_node", 8)
     sampling = keys.get("rollout.nnodes", f"{ROLLOUT}.nnodes", default=0)
     pools, roles = read_named_pools(keys)
     if sampling:
@@ -54,7 +56,8 @@ def read_pools(keys: Computed) -> None:
         keys.put("placement.pools", pools)
         keys.put("placement.role_pools", roles)
         keys.put("placement.nodes", sum(len(counts) for counts in pools.values()), "trainer.nnodes")
-    engine, tensor_parallel = keys.get(f"{ROLLOUT}.name"), f"{ROLLOUT}.tensor_model_parallel_size"
+    engine = keys.get(f"{ROLLOUT}.name")
+    tensor_parallel = f"{ROLLOUT}.tensor_model_parallel_size"
     devices_each = keys.get(tensor_parallel)
     per_engine = keys.get("rollout.n_gpus_per_node", f"{ROLLOUT}.n_gpus_per_node") if sampling else None
     if engine != "hf" and devices_each is not None:
@@ -76,7 +79,8 @@ def _read_fully_async(keys: Computed) -> None:
     stale = keys.get("async_training.staleness_threshold")
     if stale is None:
         return
-    size, samples = keys.get(f"{ACTOR}.ppo_mini_batch_size", default=256), keys.option("samples_per_prompt", 1)
+    size = keys.get(f"{ACTOR}.ppo_mini_batch_size", default=256)
+    samples = keys.option("samples_per_prompt", 1)
     batches = keys.get("async_training.require_batches", default=1)
     prompts = size * batches * keys.get("async_training.trigger_parameter_sync_step", default=1)
     keys.put("prompts_per_step", prompts, "ppo_mini_batch_size x require_batches x trigger_parameter_sync_step")
