@@ -1,22 +1,24 @@
 """Translation of verl's keys to the options of this recipe: verl.yaml, and here the keys that need arithmetic."""
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from components.registry import find
 from training.options.ppo_options import BY_RESPONSE
 from training.options.rl_options import RLOptions
 from training.options.table_adapter import Computed
 
 from .agent_keys import read_agent
 from .dataset_keys import VerlAdapter
-from .hydra import preset, presets, with_config_file
 from .nested_keys import within
-from .reward_keys import asks_served_model, read_reward
+from .pool_keys import ACTOR, ROLLOUT, read_pools
+from .reward_keys import read_reward
 
-ACTOR, ROLLOUT, REFERENCE = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
+REFERENCE = "actor_rollout_ref.ref"
+DTYPES = (("model_dtype",), ("dtype", "mixed_precision.param_dtype"))
+"""verl's keys of the dtype of weights, and of matrix products."""
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 ESTIMATORS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 """verl's names of KL estimators -> names here."""
@@ -25,6 +27,8 @@ AXES = {
     "parallel.expert": ("megatron.expert_model_parallel_size",),
     "parallel.tensor": ("megatron.tensor_model_parallel_size",),
 }
+PRESET = ("verl command line", "preset")
+"""Registry key of the function that returns the settings of a configuration file of verl."""
 OTHER_ENGINE = (
     "is not here: models are trained with torch's fully_shard; leave it and the keys of its own out, or set "
     "actor_rollout_ref.actor.strategy=fsdp2 and critic.strategy=fsdp2"
@@ -151,8 +155,9 @@ def elsewhere(keys: Computed) -> Iterator[str]:
         yield f"{ROLLOUT}.name={engine} is not here; set it to vllm, which draws from the same policy"
     if keys.get("trainer.device", default="cuda") not in ("cuda", "cpu"):
         yield f"trainer.device={keys.get('trainer.device')} is not here; runs are on NVIDIA GPUs or on CPUs"
-    if name in presets():
-        sets = ", ".join(preset(name)) or "nothing of these options"
+    read_preset = find(*PRESET)
+    if name and read_preset and (settings := read_preset(name)) is not None:
+        sets = ", ".join(settings) or "nothing of these options"
         keys.notes.append(f"--config-name={name} is not there; verl's own file of this name sets {sets}")
     elif name and name != "ppo_trainer" and "megatron" not in name:
         yield f"--config-name={name}: the file is not there, nor one that verl ships; give it with --config FILE"
@@ -255,12 +260,13 @@ def read_models(keys: Computed) -> None:
         ("train", ACTOR, (f"{ACTOR}.fsdp_config", f"{ACTOR}.megatron")),
         ("critic", "critic", ("critic.model.fsdp_config", "critic.fsdp", "critic.megatron")),
     ):
-        weights, products = (
-            keys.get(*(f"{prefix}.{name}" for prefix in prefixes for name in names))
-            for names in (("model_dtype",), ("dtype", "mixed_precision.param_dtype"))
-        )
+        kinds = [[f"{prefix}.{name}" for prefix in prefixes for name in names] for names in DTYPES]
+        weights, products = (keys.get(*names) for names in kinds)
         weights, products = SHORT.get(weights, weights), SHORT.get(products, products or "bf16")
-        if "fp16" in (weights, products) or (weights, products) == ("bf16", "fp32"):
+        if "fp16" in (weights, products):
+            key = next(name for names in kinds for name in names if SHORT.get(keys.get(name), keys.get(name)) == "fp16")
+            keys.faults.append(f"{key}=float16: float16 needs a loss scale, which changes results; set bfloat16")
+        elif (weights, products) == ("bf16", "fp32"):
             keys.faults.append(f"{prefixes[0]}.model_dtype={weights} with dtype={products}; set fp32, or both bf16")
         elif weights is not None or products == "fp32":
             # Products in bf16 of weights in fp32 are what autocast computes.
@@ -387,76 +393,11 @@ def read_run(keys: Computed) -> None:
         keys.notes.append(f"no effect of {', '.join(others)} in trainer.logger: the files of run_dir have it all")
 
 
-def read_pools(keys: Computed) -> None:
-    """Set the pools of training, of separate engines and of a reward model, and generation ahead of training."""
-    nodes, devices = keys.option("placement.nodes", 1), keys.option("placement.devices_per_node", 8)
-    sampling = keys.get("rollout.nnodes", f"{ROLLOUT}.nnodes", default=0)
-    pools, roles = dict[str, list[int]](), dict[str, str]()
-    if sampling:
-        per_node = keys.get("rollout.n_gpus_per_node", f"{ROLLOUT}.n_gpus_per_node", default=devices)
-        pools = {"train": [devices] * nodes, "sample": [per_node] * sampling}
-        roles = {"actor": "train", "rollout": "sample"}
-        keys.put("asynchronous.enabled", True, "rollout.nnodes")
-    has_pool = keys.get("reward_model.enable_resource_pool", "reward.reward_model.enable_resource_pool")
-    if has_pool and not asks_served_model(keys):
-        judges = keys.get("reward_model.nnodes", "reward.reward_model.nnodes", default=0) or 1
-        per_node = keys.get("reward_model.n_gpus_per_node", "reward.reward_model.n_gpus_per_node", default=devices)
-        pools = (pools or {"global_pool": [devices] * nodes}) | {"reward": [per_node] * judges}
-        roles |= {"rm": "reward"}
-    if pools and keys.option("placement.pools") is None:
-        keys.put("placement.pools", pools)
-        keys.put("placement.role_pools", roles)
-        keys.put("placement.nodes", sum(len(counts) for counts in pools.values()), "trainer.nnodes")
-    engine, tensor_parallel = keys.get(f"{ROLLOUT}.name"), f"{ROLLOUT}.tensor_model_parallel_size"
-    devices_each = keys.get(tensor_parallel)
-    per_engine = keys.get("rollout.n_gpus_per_node", f"{ROLLOUT}.n_gpus_per_node") if sampling else None
-    if engine != "hf" and devices_each is not None:
-        node = per_engine or devices
-        if devices_each > node and devices_each % node == 0:
-            keys.notes.append(
-                f"{tensor_parallel}={devices_each} is {node}: the devices of an engine are on one node; responses are "
-                f"drawn from the same policy, and each device holds {devices_each // node} times as much of it"
-            )
-            devices_each = node
-        keys.put("rollout.tensor_parallel", devices_each, tensor_parallel)
-    elif (devices_each or 1) > 1:
-        keys.notes.append("no effect of tensor_model_parallel_size: an engine hf has one device")
-    _read_fully_async(keys)
-
-
-def _read_fully_async(keys: Computed) -> None:
-    """Set the options of verl's fully_async_policy, whose steps consist of several mini-batches."""
-    stale = keys.get("async_training.staleness_threshold")
-    if stale is None:
-        return
-    size, samples = keys.get(f"{ACTOR}.ppo_mini_batch_size", default=256), keys.option("samples_per_prompt", 1)
-    batches = keys.get("async_training.require_batches", default=1)
-    prompts = size * batches * keys.get("async_training.trigger_parameter_sync_step", default=1)
-    keys.put("prompts_per_step", prompts, "ppo_mini_batch_size x require_batches x trigger_parameter_sync_step")
-    keys.put("train.mini_batch_size", size * samples)
-    if keys.get("async_training.recompute_old_log_prob") is False:
-        keys.put("algorithm.bypass", True, "async_training.recompute_old_log_prob")
-    if total := keys.get("rollout.total_rollout_steps"):
-        keys.put("max_steps", max(total // prompts, 1), "rollout.total_rollout_steps")
-    keys.put("asynchronous.queue_size", math.ceil(stale), "async_training.staleness_threshold")
-    if stale and keys.get("async_training.partial_rollout"):
-        keys.put("asynchronous.partial_rollout", True, "async_training.partial_rollout")
-
-
 def plain_arguments(arguments: Sequence[str]) -> list[str]:
-    """Convert Hydra's syntax to that of `load_config`: remove + before keys, add blanks in mappings, and replace
-    --config-path and --config-name by the file, if it exists.
-    """
-    plain = list[str]()
-    for argument in with_config_file(arguments):
-        key, equals, value = argument.lstrip("+").partition("=")
-        if len(value) > 1 and value[0] in "'\"" and value.find(value[0], 1) == len(value) - 1:
-            value = value[1:-1]  # quotes that the shell has not removed
-        if value.startswith("{") and not {"'", '"'} & set(value):  # Hydra also accepts {a:1}
-            value = re.sub(r"([{,]\s*\w+):(?=\S)", r"\1: ", value)
-        if key.strip():
-            plain.append(f"{key}{equals}{value}")
-    return plain
+    """Convert Hydra's syntax to that of `load_config`; see `plugins/verl/hydra.py`."""
+    # Without the plug-in the run ends where it reads the rows, with a message that names the plug-in.
+    convert = find("verl command line", "arguments") or list
+    return convert(arguments)
 
 
 _TABLE = VerlAdapter.load(Path(__file__).with_name("verl.yaml"), compute=compute)

@@ -361,3 +361,32 @@ def test_a_named_reward_model_with_a_function_is_served_separately_and_keeps_its
     config = line.config()
     assert (config.reward.model_path, config.algorithm.overlong_buffer) == ("", 64)
     assert any(re.search(says("no effect of reward_model", "vllm serve"), note) for note in line.notes)
+
+
+@pytest.mark.parametrize(
+    ("key", "facts"),
+    [
+        ("actor_rollout_ref.actor.policy_loss.score_func=logL", ["score_func", "policy loss", "loss_mode"]),
+        ("actor_rollout_ref.actor.policy_loss.cppo.cppo_w_min=0.8", ["cppo_w_min", "policy loss", "loss_mode"]),
+        ("actor_rollout_ref.rollout.partial_rollout_max_split=4", ["unfinished responses", "partial_rollout=true"]),
+        ("actor_rollout_ref.rollout.rollout_threshold_rate=0.8", ["unfinished responses", "partial_rollout=true"]),
+        ("actor_rollout_ref.actor.megatron.dtype=float16", ["megatron.dtype=float16", "loss scale", "bfloat16"]),
+        ("actor_rollout_ref.rollout.over_sample_rate=0.1", ["asynchronous.in_flight_prompts"]),
+    ],
+)
+def test_keys_of_missing_parts_of_recipes_are_rejected_with_the_replacement(key: str, facts: list[str]) -> None:
+    with pytest.raises(ConfigError, match=says(*facts)):
+        small(key)
+
+
+@pytest.mark.parametrize(
+    ("key", "facts"),
+    [
+        ("mini_batch_pipeline=True", ["mini_batch_pipeline", "before it trains"]),
+        ("actor_rollout_ref.ref.enable=False", ["ref.enable", "KL"]),
+        ("trainer.dump_high_diff_dir=d", ["dump_high_diff_dir", "rollouts"]),
+    ],
+)
+def test_keys_of_recipes_that_change_no_results_have_a_note(key: str, facts: list[str]) -> None:
+    notes = CommandLine(VerlPPOConfig, plain_arguments([*SMALL, f"+{key}"])).notes
+    assert any(re.search(says("no effect", *facts), note) for note in notes)

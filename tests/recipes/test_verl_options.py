@@ -338,7 +338,6 @@ def test_every_unsupported_key_has_a_reason_and_every_target_option_exists() -> 
         (f"{R}.agent.default_agent_loop=mine", ["default_agent_loop=mine", "agent_loop_config_path"]),
         (f"{R}.agent.custom_agent_loop_loader=a.b", ["custom_agent_loop_loader=a.b", "_target_"]),
         ("critic.model.override_config.attention_dropout=0.1", ["attention_dropout=0.1", "config.json"]),
-        (f"{A}.megatron.dtype=float16", ["model_dtype", "fp16"]),
         (f"{A}.no_such_key=1", [f"'{A}.no_such_key'"]),
     ],
 )

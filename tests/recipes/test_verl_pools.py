@@ -13,7 +13,8 @@ from recipes.verl_ppo.main import main, read_config
 from recipes.verl_ppo.resource_pool import PoolOptions
 from tests.messages import says
 from tests.recipes.verl_commands import SMALL
-from training.options.config import load_config
+from training.options.config import CommandLine, load_config
+from training.options.schema import ConfigError
 
 R = "actor_rollout_ref.rollout"
 
@@ -57,6 +58,30 @@ def test_engines_apart_have_devices_of_their_own() -> None:
     # Four times two mini-batches of 16 prompts between two syncs.
     assert (config.prompts_per_step, config.mini_batch_size, config.max_steps) == (128, 128, 10)
     assert (config.asynchronous.queue_size, config.asynchronous.partial_rollout) == (1, True)
+
+
+SPECS = "resource_pool_specs=[{id:a,nnodes:2,n_gpus_per_node:4,max_colocate_count:2},{id:b,n_gpus_per_node:2}]"
+IDS = ["actor_rollout_ref.actor.resource_pool_id=a", f"{R}.resource_pool_id=b", "critic.resource_pool_id=a"]
+
+
+def test_named_pools_of_verl_place_the_roles() -> None:
+    line = CommandLine(VerlPPOConfig, plain_arguments([*SMALL, SPECS, *IDS]))
+    placement = line.config().placement
+    assert (placement.pools, placement.nodes) == ({"a": [4, 4], "b": [2]}, 3)
+    assert placement.role_pools == {"actor": "a", "rollout": "b", "critic": "a"}
+    assert any(re.search(says("max_colocate_count", "share its devices"), note) for note in line.notes)
+    # Nodes for generation turn it on ahead of training; the named pools place the roles.
+    ahead = small(SPECS, *IDS, "rollout.nnodes=1", "rollout.n_gpus_per_node=2")
+    assert (ahead.placement.pools, ahead.asynchronous.enabled) == ({"a": [4, 4], "b": [2]}, True)
+
+
+def test_named_pools_without_the_pools_of_the_policy_are_rejected() -> None:
+    with pytest.raises(ConfigError, match=says("resource_pool_specs", "actor.resource_pool_id")):
+        small(SPECS, IDS[0])
+    with pytest.raises(ConfigError, match=says("resource_pool_specs", "set id")):
+        small("resource_pool_specs=[{nnodes:1}]", *IDS)
+    notes = CommandLine(VerlPPOConfig, plain_arguments([*SMALL, *IDS])).notes
+    assert any(re.search(says("no effect", "resource_pool_id", "trainer.nnodes"), note) for note in notes)
 
 
 @pytest.mark.parametrize("hybrid", ["actor_rollout", "actor_rollout_ref"])

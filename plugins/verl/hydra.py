@@ -1,5 +1,6 @@
 """Hydra's command-line options, which are used besides verl's keys."""
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -17,9 +18,10 @@ def presets() -> Mapping[str, Mapping[str, Any]]:
     return yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text(encoding="utf-8"))
 
 
-def preset(name: str) -> list[str]:
-    """Return the settings of verl's configuration file of this name as arguments. Empty if it is unknown."""
-    return [f"{key}={_text(value)}" for key, value in presets().get(name.removesuffix(".yaml"), {}).items()]
+def preset(name: str) -> list[str] | None:
+    """Return the settings of verl's configuration file of this name as arguments, or None if verl has none."""
+    settings = presets().get(name.removesuffix(".yaml"))
+    return None if settings is None else [f"{key}={_text(value)}" for key, value in settings.items()]
 
 
 def _text(value: Any) -> str:
@@ -40,8 +42,24 @@ def with_config_file(arguments: Sequence[str]) -> list[str]:
     name = words[places["--config-name"] + 1]
     file = Path(folder or "") / f"{name.removesuffix('.yaml')}.yaml"
     if folder is None or not file.is_file():
-        return [*preset(name), *arguments]
+        return [*(preset(name) or []), *arguments]
     rest = [
         word for i, word in enumerate(words) if i not in {at for place in places.values() for at in (place, place + 1)}
     ]
     return ["--config", str(file), *rest]
+
+
+def plain_arguments(arguments: Sequence[str]) -> list[str]:
+    """Convert Hydra's syntax to that of `load_config`: remove + before keys, add blanks in mappings, and replace
+    --config-path and --config-name by the file, if it exists.
+    """
+    plain = list[str]()
+    for argument in with_config_file(arguments):
+        key, equals, value = argument.lstrip("+").partition("=")
+        if len(value) > 1 and value[0] in "'\"" and value.find(value[0], 1) == len(value) - 1:
+            value = value[1:-1]  # quotes that the shell has not removed
+        if value.startswith(("{", "[{")) and not {"'", '"'} & set(value):  # Hydra also accepts {a:1}
+            value = re.sub(r"([{,]\s*\w+):(?=\S)", r"\1: ", value)
+        if key.strip():
+            plain.append(f"{key}{equals}{value}")
+    return plain
