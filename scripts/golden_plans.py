@@ -38,8 +38,10 @@ LENGTHS = ((100, 200), (1000, 8000))
 """Maximum numbers of tokens of a prompt and of a response."""
 PARALLEL = {("Qwen2.5-32B", 8): 4, ("Qwen2.5-72B", 8): 8}
 """`rollout.tensor_parallel`, which the plan does not choose."""
-HEAD = ["model", "GPUs", "tokens", "GB", "fits", "sleep", "checkpointing", "zero_stage", "max_tokens", "max_num_seqs"]
-HEAD += ["gpu_memory", "peak GB"]
+HEAD = (
+    *("model", "GPUs", "tokens", "GB", "fits", "sleep", "checkpointing", "zero_stage", "max_tokens", "max_num_seqs"),
+    *("gpu_memory", "peak GB"),
+)
 INTRODUCTION = """# Options that the plan chooses
 
 Written by scripts/golden_plans.py; do not edit. Each row is a run of recipes/grpo with 256 prompts x 8 responses per
