@@ -37,9 +37,7 @@ def choose(plan: Plan, requested: Any, replan: Callable[[Any], Plan]) -> Plan:
         return plan
     best = search.best()
     if best is None:
-        values = search.values(search.domains().least) or {}
-        # A share that is too small for an engine would hide which option has to change.
-        plan = replan(with_options(requested, {name: value for name, value in values.items() if name != SHARE}))
+        plan = replan(with_options(requested, search.values(search.domains().least)))
         plan.chosen = [f"{', '.join(assignments(plan, names))}: the least memory, because nothing faster fits"]
         return plan
     chosen = search.plan_of(best)

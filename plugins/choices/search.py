@@ -146,10 +146,10 @@ class Search:
         rows = row_domain(size.parameters, -(-self.engine.sequences // self.engine_processes))
         if most is None:
             return rows
-        return [count for count in rows if count <= most] or [most]
+        return [most, *(count for count in rows if count < most)]
 
-    def values(self, candidate: Candidate) -> dict[str, Any] | None:
-        """Return the values of the options to choose, or None if an engine does not fit on its GPUs."""
+    def values(self, candidate: Candidate) -> dict[str, Any]:
+        """Return the values of the options to choose, except the share of an engine."""
         values = {
             STAGE: candidate.stage,
             RECOMPUTES: candidate.recomputes,
@@ -157,11 +157,6 @@ class Search:
             SLEEPS: candidate.sleeps,
             ROWS: candidate.max_num_seqs,
         }
-        memory = self.engine_memory(candidate)
-        if memory is not None and SHARE in self.names:
-            values[SHARE] = math.ceil(100 * memory.total / self.device_bytes) / 100
-            if values[SHARE] > 1 - SPARE:
-                return None
         return {name: value for name, value in values.items() if name in self.names}
 
     def plan_of(self, candidate: Candidate) -> Plan | None:
@@ -172,8 +167,11 @@ class Search:
 
     def _plan_if_it_fits(self, candidate: Candidate) -> Plan | None:
         values = self.values(candidate)
-        if values is None:
-            return None
+        memory = self.engine_memory(candidate)
+        if memory is not None and SHARE in self.names:
+            values[SHARE] = math.ceil(100 * memory.total / self.device_bytes) / 100
+            if values[SHARE] > 1 - SPARE:
+                return None
         plan = self.replan(with_options(self.requested, values))
         return plan if self._fits(plan, candidate) else None
 
@@ -196,7 +194,8 @@ class Search:
 
     def best(self) -> Candidate | None:
         """Return the most preferred candidate that fits, or None if none does."""
-        for chain in self.domains().chains():
+        domains = self.domains()
+        for chain in domains.chains():
             if self.plan_of(chain[-1]) is None:
                 continue
             # The memory decreases along a list, so the first candidate that fits is found by bisection.
@@ -207,7 +206,8 @@ class Search:
                     low = middle + 1
                 else:
                     high = middle
-            return chain[low]
+            more_rows = (replace(chain[low], rows=rows) for rows in domains.rows if rows > chain[low].rows)
+            return next((candidate for candidate in more_rows if self.plan_of(candidate) is not None), chain[low])
         return None
 
 
