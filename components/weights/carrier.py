@@ -7,6 +7,7 @@ handle contains the name of the carrier, by which a reader finds the class.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor
 from components.registry import load
 from components.weights.choice import FOLDER_CARRIER
 from components.weights.publisher import WeightHandle, WeightPublisher, read_folder
+from components.weights.timing import SyncTimer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,14 +93,19 @@ class FolderCarrier:
         Returns:
             The handle on rank 0, else None.
         """
-        tensors = self.sent(version, tensors, dtype)
+        began = time.monotonic()
+        timer = SyncTimer()
+        tensors = self.sent(version, timer.waiting("gather", tensors), dtype)
         if self.publisher is None:
             for _ in tensors:
                 assert self.gathers_everywhere, "only rank 0 is given parameters"
             return None
         tensors = ((name, tensor.detach().to(dtype or tensor.dtype)) for name, tensor in tensors)
-        handle = self.publisher.publish(version, tensors, with_digests=with_digests, adapter_scale=adapter_scale)
-        return replace(handle, carrier=self.NAME, route=self.route)
+        handle = self.publisher.publish(
+            version, tensors, with_digests=with_digests, adapter_scale=adapter_scale, timer=timer
+        )
+        send = time.monotonic() - began - sum(timer.seconds.values())
+        return replace(handle, carrier=self.NAME, route=self.route, seconds=timer.seconds | {"send": send})
 
     def close(self) -> None:
         """Stop the carrier's threads and servers, and unlink its versions."""

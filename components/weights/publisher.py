@@ -11,7 +11,7 @@ import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -24,6 +24,7 @@ from components.weights.buckets import pieces_of
 from components.weights.choice import FOLDER_CARRIER
 from components.weights.digest import digest
 from components.weights.folder import OpenVersion, VersionWriter, WrittenVersion, open_version, prove
+from components.weights.timing import SyncTimer
 from components.weights.transport import RemoteVersion, VersionServer, open_transport
 
 _VERSION_GLOB = "weights-????????*"
@@ -57,6 +58,8 @@ class WeightHandle:
     carrier; picklable."""
     reader: int = 0
     """Index of the engine's first process among all readers, from 1. Used only if the version `is_sent`."""
+    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Time of rank 0 for each part of the publication, in seconds; see `SyncTimer.seconds`."""
     probe: Any = None
     """Log-probabilities of the trainer with this version, with which an engine compares its own (plugins/engine_check).
     Picklable. None: nothing is checked."""
@@ -113,6 +116,7 @@ class WeightPublisher:
         *,
         with_digests: bool = False,
         adapter_scale: float = 0.0,
+        timer: SyncTimer | None = None,
     ) -> WeightHandle:
         """Write `tensors` as `version`, and return its handle once it is complete.
 
@@ -121,6 +125,7 @@ class WeightPublisher:
             tensors: names and tensors. Each tensor is copied before the next one is requested.
             with_digests: store a digest of each tensor with the version, for `read_digests`.
             adapter_scale: `adapter_scale` of the handle; above 0 if the tensors are adapters.
+            timer: measures the digests as the part "digest". Default: they are not measured.
 
         Raises:
             ValueError: `version` is not higher than the last one, or a name occurs twice.
@@ -129,7 +134,9 @@ class WeightPublisher:
         if self._newest is not None and version <= self._newest:
             raise ValueError(f"version {version} was published after version {self._newest}; versions must rise")
         digests: dict[str, str] | None = {} if with_digests else None
-        written, nbytes = self._write(f"weights-{version:08d}", _digested(tensors, digests), digests)
+        written, nbytes = self._write(
+            f"weights-{version:08d}", _digested(tensors, digests, timer or SyncTimer()), digests
+        )
         address = None if self._server is None else self._server.address
         handle = WeightHandle(version, str(written.folder), nbytes, self._token, address, adapter_scale)
         self._published.append((handle, written))
@@ -175,10 +182,13 @@ class WeightPublisher:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _digested(tensors: Iterable[tuple[str, Tensor]], digests: dict[str, str] | None) -> Iterator[tuple[str, Tensor]]:
+def _digested(
+    tensors: Iterable[tuple[str, Tensor]], digests: dict[str, str] | None, timer: SyncTimer
+) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors:
         if digests is not None:
-            digests[name] = digest(tensor)
+            with timer.measure("digest"):
+                digests[name] = digest(tensor)
         yield name, tensor.detach()
 
 
