@@ -11,7 +11,7 @@ from torch import Tensor
 
 from components.models.device import peak_gpu_memory
 from components.models.layer_marks import marked
-from components.weights.digest import digest
+from components.weights.digest import Digests
 from components.weights.publisher import WeightHandle, read_weights
 from plugins.vllm_weights.layouts import arranged
 from plugins.vllm_weights.reload import SinkCopies, complete_reload, experts_packed, load_in_place, loads_in_place
@@ -51,7 +51,7 @@ class WeightReceiver:
             RuntimeError: vLLM did not load all weights of the version.
         """
         handle: WeightHandle = pickle.loads(pickled)
-        digests: dict[str, str] = {}
+        digests = Digests()
         errors: list[Exception] = []
         model = self.model_runner.model
         sinks = SinkCopies(model)
@@ -59,7 +59,7 @@ class WeightReceiver:
         def arriving() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in read_weights(handle, part=self.rank):
                 if with_digests:
-                    digests[name] = digest(tensor)
+                    digests.add(name, tensor)
                 yield name, tensor
 
         def loadable() -> Iterator[tuple[str, Tensor]]:
@@ -75,14 +75,14 @@ class WeightReceiver:
             self._load_in_place(loadable())
             if errors:
                 raise errors[0]
-            return digests
+            return digests.result()
         with experts_packed(model), complete_reload(model, sinks.modules.values()):
             self.reload_weights(weights_iterator=loadable(), is_checkpoint_format=True)
             if errors:
                 raise errors[0]
         sinks.copy(self.rank)
         self._repack_head()
-        return digests
+        return digests.result()
 
     def _load_in_place(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         from vllm.config import set_current_vllm_config
