@@ -149,8 +149,9 @@ class BucketFiller(ABC):
             to, of = groups.setdefault((target.dtype, source.dtype), ([], []))
             to.append(target)
             of.append(source)
+        operations: Any = torch  # the stubs do not list it
         for to, of in groups.values():
-            torch._foreach_copy_(to, of)
+            operations._foreach_copy_(to, of)
         self._sources = []
         finish_copies(self.device)
 
