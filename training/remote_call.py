@@ -13,12 +13,24 @@ def sync_weights(version: int) -> dict[str, float]:
     """Send the current policy to every rollout engine. Later responses have `version` as their weight version.
 
     Returns:
-        Metrics of the engines.
+        Metrics of the engines, and times of the parts of the sync.
     """
     publishing = publish_weights(version)
     receive_sent(version).result()
     handle = next(handle for handle in publishing.result() if handle is not None)
-    return engine_metrics(receive_weights(handle).result())
+    return sync_metrics(handle, receive_weights(handle).result())
+
+
+def sync_metrics(handle: "WeightHandle", engines: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the metrics of a weight sync: those of the engines, and the times of rank 0 and of the slowest engine.
+
+    The times are parts of the phase `sync`, and overlap. They are not phases themselves.
+    """
+    metrics = engine_metrics(engines)
+    times = {f"sync_{part}": seconds for part, seconds in handle.seconds.items()}
+    for name in [name for name in metrics if name.startswith("rollout/sync_")]:
+        times[name.removeprefix("rollout/")] = metrics.pop(name)
+    return metrics | {f"timing_s/{name}": seconds for name, seconds in times.items()}
 
 
 def engine_metrics(engines: Sequence[dict[str, float]]) -> dict[str, float]:

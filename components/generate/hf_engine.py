@@ -24,7 +24,7 @@ from components.models.precision import compute_in, round_products
 from components.process.heartbeat import beat
 from components.registry import find
 from components.train.host_memory import HostCopies
-from components.weights.digest import digest
+from components.weights.digest import Digests
 from components.weights.publisher import WeightHandle, read_weights
 
 if TYPE_CHECKING:
@@ -125,14 +125,14 @@ class HFRolloutEngine(RolloutEngine):
 
     def _load(self, handle: WeightHandle, with_digests: bool) -> dict[str, str]:
         targets = dict(self.model.named_parameters(remove_duplicate=False))
-        digests: dict[str, str] = {}
+        digests = Digests()
         for name, tensor in read_weights(handle, writable=False):
             target = targets[name].data.copy_(tensor)
             if with_digests:
                 # The digest of the weights in use also detects an error of the copy. With another dtype it would always
                 # differ, so the received tensor is used then.
-                digests[name] = digest(target if target.dtype == tensor.dtype else tensor)
-        return digests
+                digests.add(name, target if target.dtype == tensor.dtype else tensor)
+        return digests.result()
 
     def _parameters(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         targets = self.model.named_parameters(remove_duplicate=False)

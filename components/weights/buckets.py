@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from components.process.heartbeat import beat
+from components.weights.digest import Digests
 
 # Every tensor begins at a multiple of this number of bytes. Vector loads and views as another dtype fail or are slow at
 # other offsets.
@@ -52,7 +53,12 @@ class BucketFiller(ABC):
     """Copies tensors into two buckets on a device in turn. One is filled while the other one is sent."""
 
     def __init__(
-        self, device: torch.device, bucket_bytes: int, to_host: bool, dtype: torch.dtype | None = None
+        self,
+        device: torch.device,
+        bucket_bytes: int,
+        to_host: bool,
+        dtype: torch.dtype | None = None,
+        digests: Digests | None = None,
     ) -> None:
         """
         Args:
@@ -60,10 +66,12 @@ class BucketFiller(ABC):
             bucket_bytes: size of a bucket. A larger tensor enlarges it.
             to_host: yield the tensors that were sent on the host instead of on their device.
             dtype: dtype of the tensors in the buckets. None: the dtype of each tensor.
+            digests: gets the digest of each tensor in the buckets. None: none are computed.
         """
         self._bucket_bytes = bucket_bytes
         self._leaves_device = to_host and device.type == "cuda"
         self._dtype = dtype
+        self._digests = digests
         self._on_host = torch.empty(0, dtype=torch.uint8)
         self._sources: list[Tensor] = []
         self._buckets = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -120,7 +128,8 @@ class BucketFiller(ABC):
         self.reclaim()
         self._fill()
         self.send()
-        # The copy to the host begins after `send`, so that the readers do not wait for it.
+        # These begin after `send`, so that the readers do not wait for them.
+        self._add_digests()
         if self._leaves_device:
             yield from pieces_of(self._host_copy(), self.pieces)
         self.pieces, self.end = [], 0
@@ -140,10 +149,16 @@ class BucketFiller(ABC):
             to, of = groups.setdefault((target.dtype, source.dtype), ([], []))
             to.append(target)
             of.append(source)
+        operations: Any = torch  # the stubs do not list it
         for to, of in groups.values():
-            torch._foreach_copy_(to, of)
+            operations._foreach_copy_(to, of)
         self._sources = []
         finish_copies(self.device)
+
+    def _add_digests(self) -> None:
+        if self._digests is not None:
+            for name, tensor in pieces_of(self.bucket, self.pieces):
+                self._digests.add(name, tensor)
 
     def _host_copy(self) -> Tensor:
         if len(self._on_host) < self.end:

@@ -7,6 +7,7 @@ handle contains the name of the carrier, by which a reader finds the class.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,9 @@ from torch import Tensor
 
 from components.registry import load
 from components.weights.choice import FOLDER_CARRIER
-from components.weights.publisher import WeightHandle, WeightPublisher, read_folder
+from components.weights.digest import Digests
+from components.weights.publisher import WeightHandle, WeightPublisher, digested, read_folder
+from components.weights.timing import SyncTimer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +68,22 @@ class FolderCarrier:
         self,
         version: int,  # noqa: ARG002
         tensors: Iterable[tuple[str, Tensor]],
-        dtype: torch.dtype | None,  # noqa: ARG002
+        dtype: torch.dtype | None,
+        digests: Digests | None,
     ) -> Iterable[tuple[str, Tensor]]:
-        """Send a version in `dtype` while it is gathered. Yield each tensor, in `dtype` or as it was gathered."""
-        return tensors
+        """Send a version in `dtype` while it is gathered.
+
+        Args:
+            version: number of the version.
+            tensors: names and tensors.
+            dtype: dtype in which they are sent. None: that of each tensor.
+            digests: gets the digest of each tensor in this dtype. None: none are computed.
+
+        Returns:
+            Names and tensors, in `dtype` or as they were gathered.
+        """
+        tensors = _converted(tensors, dtype)
+        return tensors if digests is None else digested(tensors, digests)
 
     def publish(
         self,
@@ -91,14 +106,24 @@ class FolderCarrier:
         Returns:
             The handle on rank 0, else None.
         """
-        tensors = self.sent(version, tensors, dtype)
+        began = time.monotonic()
+        timer = SyncTimer()
+        # Only rank 0 publishes digests.
+        digests = Digests(timer) if with_digests and self.publisher is not None else None
+        tensors = self.sent(version, timer.waiting("gather", tensors), dtype, digests)
         if self.publisher is None:
             for _ in tensors:
                 assert self.gathers_everywhere, "only rank 0 is given parameters"
             return None
-        tensors = ((name, tensor.detach().to(dtype or tensor.dtype)) for name, tensor in tensors)
-        handle = self.publisher.publish(version, tensors, with_digests=with_digests, adapter_scale=adapter_scale)
-        return replace(handle, carrier=self.NAME, route=self.route)
+        handle = self.publisher.publish(
+            version,
+            _converted(tensors, dtype),
+            with_digests=with_digests,
+            adapter_scale=adapter_scale,
+            digests=digests,
+        )
+        send = time.monotonic() - began - sum(timer.seconds.values())
+        return replace(handle, carrier=self.NAME, route=self.route, seconds=timer.seconds | {"send": send})
 
     def close(self) -> None:
         """Stop the carrier's threads and servers, and unlink its versions."""
@@ -129,6 +154,11 @@ class FolderCarrier:
     ) -> Iterator[tuple[str, Tensor]]:
         """Read the weights of a version in an engine's process; see `read_weights`."""
         return read_folder(handle, timeout_seconds, writable=writable)
+
+
+def _converted(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors:
+        yield name, tensor.detach().to(dtype or tensor.dtype)
 
 
 def carrier_class(name: str) -> type[FolderCarrier]:

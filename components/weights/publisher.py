@@ -11,7 +11,7 @@ import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch import Tensor
 from components.registry import load
 from components.weights.buckets import pieces_of
 from components.weights.choice import FOLDER_CARRIER
-from components.weights.digest import digest
+from components.weights.digest import Digests
 from components.weights.folder import OpenVersion, VersionWriter, WrittenVersion, open_version, prove
 from components.weights.transport import RemoteVersion, VersionServer, open_transport
 
@@ -57,6 +57,8 @@ class WeightHandle:
     carrier; picklable."""
     reader: int = 0
     """Index of the engine's first process among all readers, from 1. Used only if the version `is_sent`."""
+    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Time of rank 0 for each part of the publication, in seconds; see `SyncTimer.seconds`."""
     probe: Any = None
     """Log-probabilities of the trainer with this version, with which an engine compares its own (plugins/engine_check).
     Picklable. None: nothing is checked."""
@@ -113,6 +115,7 @@ class WeightPublisher:
         *,
         with_digests: bool = False,
         adapter_scale: float = 0.0,
+        digests: Digests | None = None,
     ) -> WeightHandle:
         """Write `tensors` as `version`, and return its handle once it is complete.
 
@@ -121,6 +124,7 @@ class WeightPublisher:
             tensors: names and tensors. Each tensor is copied before the next one is requested.
             with_digests: store a digest of each tensor with the version, for `read_digests`.
             adapter_scale: `adapter_scale` of the handle; above 0 if the tensors are adapters.
+            digests: digests that the iterator `tensors` computes. Default: they are computed here, `with_digests`.
 
         Raises:
             ValueError: `version` is not higher than the last one, or a name occurs twice.
@@ -128,8 +132,10 @@ class WeightPublisher:
         """
         if self._newest is not None and version <= self._newest:
             raise ValueError(f"version {version} was published after version {self._newest}; versions must rise")
-        digests: dict[str, str] | None = {} if with_digests else None
-        written, nbytes = self._write(f"weights-{version:08d}", _digested(tensors, digests), digests)
+        if digests is None and with_digests:
+            digests = Digests()
+            tensors = digested(tensors, digests)
+        written, nbytes = self._write(f"weights-{version:08d}", tensors, digests)
         address = None if self._server is None else self._server.address
         handle = WeightHandle(version, str(written.folder), nbytes, self._token, address, adapter_scale)
         self._published.append((handle, written))
@@ -137,14 +143,15 @@ class WeightPublisher:
         return handle
 
     def _write(
-        self, name: str, tensors: Iterable[tuple[str, Tensor]], digests: dict[str, str] | None
+        self, name: str, tensors: Iterable[tuple[str, Tensor]], digests: Digests | None
     ) -> tuple[WrittenVersion, int]:
         old = self._published.pop(0)[1] if len(self._published) > 1 else None
         writer = VersionWriter(self._directories, name, self._bucket_bytes, self._headroom_bytes, old)
         try:
             for weight, tensor in tensors:
-                writer.write(weight, tensor)
-            return writer.finish(prove(self._token, "folder"), digests), writer.nbytes
+                writer.write(weight, tensor.detach())
+            made = None if digests is None else digests.result()
+            return writer.finish(prove(self._token, "folder"), made), writer.nbytes
         except BaseException:
             # An incomplete folder would take space in shared memory until the end of the run.
             writer.remove()
@@ -175,11 +182,11 @@ class WeightPublisher:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _digested(tensors: Iterable[tuple[str, Tensor]], digests: dict[str, str] | None) -> Iterator[tuple[str, Tensor]]:
+def digested(tensors: Iterable[tuple[str, Tensor]], digests: Digests) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors, and add each of them to the digests."""
     for name, tensor in tensors:
-        if digests is not None:
-            digests[name] = digest(tensor)
-        yield name, tensor.detach()
+        digests.add(name, tensor)
+        yield name, tensor
 
 
 def weight_shapes(handle: WeightHandle) -> dict[str, tuple[int, ...]]:

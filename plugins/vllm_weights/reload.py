@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 _RELOAD_LOGGERS = tuple(f"vllm.model_executor.model_loader.reload.{name}" for name in ("layerwise", "inplace"))
@@ -21,6 +22,54 @@ _NOT_LOADED = "Following weights were not loaded"
 _NOT_SENT = (".e_score_correction_bias", ".W_UK_T", ".W_UV")
 """Parameters of vLLM that are not trained (a buffer in transformers), or are computed from others after each reload."""
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+def loads_in_place(model: nn.Module, is_quantized: bool) -> bool:
+    """Return True if vLLM's loader can write weights into a model that is in use.
+
+    A layerwise reload writes each byte twice and runs every loader twice. It is needed where vLLM has changed the
+    weights after it loaded them: quantized layers, mixtures of experts, latent attention, attention sinks, and all
+    layers on a CPU, whose weights are packed.
+    """
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    if is_quantized or not next(model.parameters()).is_cuda:
+        return False
+    return has_plain_layers(model, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod), Attention)
+
+
+def has_plain_layers(model: nn.Module, plain_methods: Collection[type], plain_attention: type) -> bool:
+    """Return True if vLLM's GPU kernels use the weights of all layers as its loader writes them.
+
+    Args:
+        model: the model.
+        plain_methods: classes of `quant_method` that leave weights unchanged on a GPU.
+        plain_attention: class of the attention layer that derives nothing from weights.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and type(method) not in plain_methods:
+            return False
+        if hasattr(module, "process_weights_after_loading") and type(module) is not plain_attention:
+            return False
+        if hasattr(module, "sinks"):
+            return False
+    return True
+
+
+@torch.no_grad()
+def load_in_place(model: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Write weights into a model that is in use, at the same addresses; see `loads_in_place`.
+
+    Raises:
+        RuntimeError: vLLM's loader has skipped some parameters.
+    """
+    loaded = model.load_weights(weights)
+    names = {name for name, _ in model.named_parameters()}
+    if loaded is not None and (skipped := sorted(names - loaded)):
+        raise _not_loaded([f"{', '.join(skipped)} not loaded"])
 
 
 @contextmanager
@@ -139,10 +188,14 @@ def complete_reload(model: nn.Module, copied: Collection[nn.Module]) -> Iterator
     if classes := sorted((failed - excused).elements()):
         missing.append(f"no weight was loaded into modules of the classes {', '.join(classes)}")
     if missing:
-        raise RuntimeError(
-            f"vLLM kept old weights where it was sent new ones: {'; '.join(missing)}. Its loader of this model cannot "
-            "be used for weight sync; set rollout.engine=hf"
-        )
+        raise _not_loaded(missing)
+
+
+def _not_loaded(missing: list[str]) -> RuntimeError:
+    return RuntimeError(
+        f"vLLM kept old weights where it was sent new ones: {'; '.join(missing)}. Its loader of this model cannot "
+        "be used for weight sync; set rollout.engine=hf"
+    )
 
 
 def _without_weights(model: nn.Module, copied: Collection[nn.Module]) -> Iterator[nn.Module]:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from components.models.device import peak_gpu_memory
 from components.models.layer_marks import marked
-from components.weights.digest import digest
+from components.weights.digest import Digests
 from components.weights.publisher import WeightHandle, read_weights
 from plugins.vllm_weights.layouts import arranged
-from plugins.vllm_weights.reload import SinkCopies, complete_reload, experts_packed
+from plugins.vllm_weights.reload import SinkCopies, complete_reload, experts_packed, load_in_place, loads_in_place
 
 
 class WeightReceiver:
@@ -22,6 +22,7 @@ class WeightReceiver:
 
     model_runner: Any
     model_config: Any
+    vllm_config: Any
     rank: int
     """Rank among the processes of this engine."""
     reload_weights: Any
@@ -50,7 +51,7 @@ class WeightReceiver:
             RuntimeError: vLLM did not load all weights of the version.
         """
         handle: WeightHandle = pickle.loads(pickled)
-        digests: dict[str, str] = {}
+        digests = Digests()
         errors: list[Exception] = []
         model = self.model_runner.model
         sinks = SinkCopies(model)
@@ -58,7 +59,7 @@ class WeightReceiver:
         def arriving() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in read_weights(handle, part=self.rank):
                 if with_digests:
-                    digests[name] = digest(tensor)
+                    digests.add(name, tensor)
                 yield name, tensor
 
         def loadable() -> Iterator[tuple[str, Tensor]]:
@@ -70,13 +71,27 @@ class WeightReceiver:
                 # the error is raised afterwards.
                 errors.append(error)
 
+        if loads_in_place(model, self.model_config.quantization is not None):
+            self._load_in_place(loadable())
+            if errors:
+                raise errors[0]
+            return digests.result()
         with experts_packed(model), complete_reload(model, sinks.modules.values()):
             self.reload_weights(weights_iterator=loadable(), is_checkpoint_format=True)
             if errors:
                 raise errors[0]
         sinks.copy(self.rank)
         self._repack_head()
-        return digests
+        return digests.result()
+
+    def _load_in_place(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.vllm_config):
+            load_in_place(self.model_runner.model, weights)
+        # The layerwise reload of vLLM's model runner also drops what was computed from images with the old weights.
+        self.model_runner.reset_encoder_cache()
+        self.model_runner.reset_mm_cache()
 
     def mark_layers(self) -> None:
         """Begin to record marks of what the layers compute; see `components/models/layer_marks.py`."""

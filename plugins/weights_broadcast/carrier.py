@@ -36,6 +36,7 @@ from components.process.heartbeat import beat
 from components.weights.bucket_sizes import SENT_BYTES
 from components.weights.buckets import BucketFiller, Piece, pieces_of
 from components.weights.carrier import CarrierSetting, FolderCarrier
+from components.weights.digest import Digests
 from components.weights.publisher import WeightHandle
 
 ARRIVAL_S = 600.0
@@ -69,11 +70,15 @@ class BroadcastCarrier(FolderCarrier):
         return self._broadcaster.address
 
     def sent(
-        self, version: int, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, Tensor]],
+        dtype: torch.dtype | None,
+        digests: Digests | None,
     ) -> Iterable[tuple[str, Tensor]]:
         if self._broadcaster is None:
             return tensors
-        return self._broadcaster.sent(version, tensors, dtype)
+        return self._broadcaster.sent(version, tensors, dtype, digests)
 
     def close(self) -> None:
         if self._broadcaster is not None:
@@ -141,15 +146,19 @@ class Broadcaster:
         return self._address
 
     def sent(
-        self, version: int, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, Tensor]],
+        dtype: torch.dtype | None = None,
+        digests: Digests | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Broadcast a version in `dtype`, by default that of each tensor. Yield its tensors (see
+        """Broadcast a version in `dtype`, by default that of each tensor, and compute digests. Yield its tensors (see
         `BucketFiller.passed`).
 
         When the iterator is exhausted, either every reader has all tensors, or the version was aborted. The first
         version is not broadcast, because readers get the address with its handle.
         """
-        transfer = _Transfer(self._member, version, self._bucket_bytes, self.to_host, dtype)
+        transfer = _Transfer(self._member, version, self._bucket_bytes, self.to_host, dtype, digests)
         self._old += self._keys
         self._keys = transfer.keys
         is_sent = self._is_known and self.address is not None
@@ -201,9 +210,15 @@ class _Transfer(BucketFiller):
     """Broadcast of one version from rank 0."""
 
     def __init__(
-        self, member: _Member, version: int, bucket_bytes: int, to_host: bool, dtype: torch.dtype | None
+        self,
+        member: _Member,
+        version: int,
+        bucket_bytes: int,
+        to_host: bool,
+        dtype: torch.dtype | None,
+        digests: Digests | None,
     ) -> None:
-        super().__init__(member.device, bucket_bytes, to_host, dtype)
+        super().__init__(member.device, bucket_bytes, to_host, dtype, digests)
         self._member = member
         self._version = version
         self._announced = 0

@@ -31,6 +31,7 @@ from components.models.device import compute_device
 from components.weights.bucket_sizes import SENT_BYTES
 from components.weights.buckets import BucketFiller, finish_copies, pieces_of
 from components.weights.carrier import CarrierSetting, FolderCarrier
+from components.weights.digest import Digests
 from components.weights.publisher import WeightHandle
 
 _DEVICE = list(inspect.signature(rebuild_cuda_tensor).parameters).index("storage_device")
@@ -56,11 +57,15 @@ class IPCCarrier(FolderCarrier):
         return self.setting.device.type == "cuda"
 
     def sent(
-        self, version: int, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, Tensor]],
+        dtype: torch.dtype | None,
+        digests: Digests | None,
     ) -> Iterable[tuple[str, Tensor]]:
         if self._sender is None:
             return tensors
-        return self._sender.sent(version, tensors, dtype)
+        return self._sender.sent(version, tensors, dtype, digests)
 
     def close(self) -> None:
         if self._sender is not None:
@@ -117,14 +122,21 @@ class BucketSender:
         self._path.unlink(missing_ok=True)
 
     def sent(
-        self, version: int, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, Tensor]],
+        dtype: torch.dtype | None = None,
+        digests: Digests | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Send a version in `dtype`, by default that of each tensor. Yield its tensors (see `BucketFiller.passed`).
+        """Send a version in `dtype`, by default that of each tensor, and compute digests. Yield its tensors (see
+        `BucketFiller.passed`).
 
         When the iterator is exhausted, every reader has all tensors or was given up.
         """
         readers = self._arrived(version)
-        transfer = _Transfer(readers, self._device, self._bucket_bytes, self.to_host, self._timeout_seconds, dtype)
+        transfer = _Transfer(
+            readers, self._device, self._bucket_bytes, self.to_host, self._timeout_seconds, dtype, digests
+        )
         try:
             yield from transfer.passed(tensors)
             transfer.reclaim_all()
@@ -167,8 +179,9 @@ class _Transfer(BucketFiller):
         to_host: bool,
         timeout_seconds: float,
         dtype: torch.dtype | None,
+        digests: Digests | None,
     ) -> None:
-        super().__init__(device, bucket_bytes, to_host, dtype)
+        super().__init__(device, bucket_bytes, to_host, dtype, digests)
         self._readers = readers
         self._timeout_seconds = timeout_seconds
         self._mapped_bytes = [0, 0]

@@ -84,7 +84,7 @@ class VerlCalls(PolicyCalls):
         """See `PolicyCalls`. Responses carry `version` from now on."""
         published = self.actor.call(remote_call.publish_weights, version).result()
         handle = next(handle for handle in published if handle is not None)
-        return remote_call.engine_metrics(self.rollout.call(remote_call.receive_weights, handle).result())
+        return remote_call.sync_metrics(handle, self.rollout.call(remote_call.receive_weights, handle).result())
 
     def end(self) -> None:
         """End the job for the policy's workers, which hold published weights and engine processes."""

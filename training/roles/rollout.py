@@ -13,6 +13,7 @@ from components.models.device import is_engine_dead
 from components.registry import load
 from components.weights.carrier import carrier_class
 from components.weights.publisher import WeightHandle, nearby
+from components.weights.timing import SyncTimer
 from core import BaseWorkload, rpc, trainer_invocation
 from training import remote_call
 from training.options.rl_options import RLOptions
@@ -28,8 +29,12 @@ class SamplingWorker(BaseWorkload):
     received: WeightHandle | None = None
     """Handle of the newest weights received, or None if the engine still has the weights it loaded."""
 
+    _timer: SyncTimer
+    """Times of the current weight sync."""
+
     def open_sampler(self, model_path: str) -> None:
         """Load the initial policy into an engine."""
+        self._timer = SyncTimer()
         config = self.config
         if config.agent.func_path is None and not config.asynchronous.partial_rollout:
             engine = open_rollout_engine(model_path, config.rollout_engine())
@@ -44,15 +49,19 @@ class SamplingWorker(BaseWorkload):
         """Load newer weights into the engine. A sleeping engine allocates the memory of its weights first.
 
         Returns:
-            Metrics of the GPU memory that the engine has allocated.
+            Metrics of the GPU memory that the engine has allocated, and the seconds `sync_wake` and `sync_load`.
         """
-        self.sampler.wake(for_weights=True)
+        with self._timer.measure("wake"):
+            self.sampler.wake(for_weights=True)
         has_version = self.sampler.weight_version == handle.version and self.sampler.has_weights
         parts = 1 if has_version else self.config.rollout.tensor_parallel
-        with nearby(handle, self.shared_dir / f"arriving-{self.rank}", readers=parts) as local_handle:
+        arriving = self.shared_dir / f"arriving-{self.rank}"
+        with self._timer.measure("load"), nearby(handle, arriving, readers=parts) as local_handle:
             self.sampler.receive(local_handle, verify=self.config.rollout.verify_weight_sync)
         self.received = handle
-        return self.sampler.gpu_memory()
+        seconds = self._timer.seconds
+        self._timer = SyncTimer()
+        return self.sampler.gpu_memory() | {f"sync_{part}": value for part, value in seconds.items()}
 
     @rpc(idempotent=True)
     def sleep_engine(self) -> int:
@@ -121,9 +130,11 @@ class RolloutWorker(SamplingWorker):
         handle = carrier_class(rollout.weight_sync).announced(version, self.shared_dir, route, reader)
         if handle is None:
             return
-        self.sampler.wake(for_weights=True)
+        with self._timer.measure("wake"):
+            self.sampler.wake(for_weights=True)
         try:
-            self.sampler.receive(handle, verify=rollout.verify_weight_sync)
+            with self._timer.measure("load"):
+                self.sampler.receive(handle, verify=rollout.verify_weight_sync)
         except Exception as error:  # vLLM raises errors of its processes as plain Exception
             if is_engine_dead(error):
                 raise

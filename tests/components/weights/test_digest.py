@@ -4,7 +4,8 @@ import math
 import pytest
 import torch
 
-from components.weights.digest import compare_digests, digest
+from components.weights import digest as digest_module
+from components.weights.digest import Digests, compare_digests, digest
 
 
 def mixed(word: int) -> int:
@@ -22,6 +23,25 @@ def test_a_digest_is_what_a_slow_loop_computes() -> None:
     assert (
         digest(torch.tensor(words, dtype=torch.int32).view(2, 2)) == hashlib.blake2b(text, digest_size=16).hexdigest()
     )
+
+
+@pytest.mark.parametrize("chunks_at_once", [2, 64])
+def test_digests_of_many_tensors_and_chunks_at_once_are_those_of_single_ones(
+    chunks_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    sizes = (0, 1, 7, 2**18, 5 * 2**18 + 77)
+    tensors = {f"{size}": torch.randn(size, generator=generator).bfloat16() for size in sizes}
+    tensors |= {f"{size} float32": torch.randn(size, generator=generator) for size in sizes}
+    expected = {name: digest(tensor) for name, tensor in tensors.items()}
+    monkeypatch.setitem(digest_module._CHUNKS_AT_ONCE, "cpu", chunks_at_once)
+    digests = Digests()
+    for name, tensor in tensors.items():
+        digests.add(name, tensor)
+        # A bucket is filled again after the sums of its tensors have been computed.
+        tensor.zero_()
+    assert digests.result() == expected
+    assert Digests().result() == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

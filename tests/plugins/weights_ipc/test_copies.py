@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from components.weights.buckets import ALIGNMENT
-from plugins.weights_ipc.carrier import BucketSender, read_sent
+from components.weights.carrier import CarrierSetting
+from components.weights.digest import Digests, digest
+from components.weights.publisher import read_digests, read_weights
+from plugins.weights_ipc.carrier import BucketSender, IPCCarrier, read_sent
 from tests.components.helpers.written_bytes import WrittenBytes
 
 CPU = torch.device("cpu")
@@ -55,3 +58,26 @@ def test_a_byte_is_written_three_times_at_most(tmp_path: Path) -> None:
     assert MOST_WRITES * nbytes <= sent.total + received.total <= MOST_WRITES * nbytes + gaps, received.by_operation
     # One operation casts and copies all tensors of a bucket.
     assert sent.calls["_foreach_copy_"] == received.calls["clone"] < len(weights) / 3
+
+
+def test_digests_of_the_bucket_are_those_of_the_tensors_that_were_read(tmp_path: Path) -> None:
+    weights = trained_weights()
+    setting = CarrierSetting(
+        rank=0, device=CPU, shared_dir=tmp_path, fallback_dir=tmp_path / "disk", readers=1, serve=False
+    )
+    carrier = IPCCarrier(setting)
+    received = Digests()
+
+    def read() -> None:
+        for name, tensor in read_sent(tmp_path, 1, timeout_seconds=60):
+            received.add(name, tensor)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    handle = carrier.publish(1, weights.items(), dtype=torch.bfloat16, with_digests=True, adapter_scale=0.0)
+    reader.join()
+    assert handle is not None
+    expected = {name: digest(tensor.detach().to(torch.bfloat16)) for name, tensor in weights.items()}
+    assert received.result() == read_digests(handle) == expected
+    assert {name: digest(tensor) for name, tensor in read_weights(handle)} == expected
+    carrier.close()
