@@ -74,6 +74,7 @@ def main() -> None:
     print(f"{responses} responses of {tokens} tokens: us per token in vLLM's output processing, and into the batch")
     for is_flat in (False, True):
         best = [float("inf"), float("inf")]
+        batch = (torch.empty(0), torch.empty(0))
         for _ in range(REPEATS):
             began = time.perf_counter()
             outputs = processed(responses, tokens, is_flat)

@@ -102,7 +102,8 @@ class ArgumentCheck:
             return
         # One token of each running response is computed in a step.
         least, why = self._config.rollout.max_num_seqs, "rollout.max_num_seqs"
-        longest = self._config.rollout_engine().max_model_len or 0
+        engine: Any = self._config.rollout_engine()
+        longest = engine.max_model_len or 0
         if not on_gpu and longest > least:
             least, why = longest, "the longest prompt and response, which a CPU computes in one piece"
         if batched < least:
