@@ -126,8 +126,8 @@ Intended differences:
   is therefore `tir_optimal_token_baseline`; verl also counts the environment's tokens. The run prints a note at
   start-up.
 - **`trainer.ref_update_freq`** of the spin recipe has no effect: the reference remains the initial policy.
-- **Speculative decoding** and other arguments of `engine_kwargs` that only change speed are accepted and have no
-  effect.
+- **`engine_kwargs.vllm`**: the arguments in the table below are passed to vLLM. Others that only change speed, and
+  speculative decoding, are accepted and have no effect.
 - **Epochs**: prompts at the end of an epoch that fill no step are the first of the next epoch; verl drops them.
 - **`balance_batch`** is always on, and does not change mini-batches. In verl the responses of a mini-batch depend on
   the number of ranks.
@@ -272,7 +272,8 @@ def from_verl() -> str:
         (
             f"`{key}`",
             f"`{target.name}`",
-            shown_default(target.name, defaults[target.name], {}),
+            # An entry of a mapping, as of rollout.vllm, has no default.
+            shown_default(target.name, defaults.get(target.name), {}),
             ", ".join(f"{verl}: {ours}" for verl, ours in target.values.items() if verl != str(ours)),
         )
         for key, target in VERL.options.items()

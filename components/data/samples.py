@@ -66,9 +66,11 @@ def ask_for_rewards(
     samples: Batch, source: RewardSource, tokenizer: PreTrainedTokenizerBase, step: int = 0
 ) -> RewardOutput:
     """Return the rewards of responses; see `add_rewards`."""
+    queries = [""] * len(samples)
     # Queries keep special tokens, because reward models read the chat template. Responses have none, for scorers.
-    queries = tokenizer.batch_decode(samples.lists("tokens"), skip_special_tokens=False)
-    texts = response_texts(samples, tokenizer)
+    if source.reads_queries:
+        queries = tokenizer.batch_decode(samples.lists("tokens"), skip_special_tokens=False)
+    texts = tokenizer.batch_decode(_response_tokens(samples), skip_special_tokens=True)
     return source(queries, samples["prompt"], samples["label"], responses=texts, rows=_rows(samples, step))
 
 
@@ -82,14 +84,8 @@ def _rows(samples: Batch, step: int) -> list[dict[str, Any]]:
     return rows
 
 
-def response_texts(samples: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Decode the tokens after each prompt, without special tokens."""
-    return tokenizer.batch_decode(_response_tokens(samples), skip_special_tokens=True)
-
-
 def _response_tokens(samples: Batch) -> list[list[int]]:
-    starts = samples["prompt_length"].tolist()
-    return [row[start:] for row, start in zip(samples.lists("tokens"), starts, strict=True)]
+    return [row[start:] for row, start in zip(samples.lists("tokens"), samples["prompt_length"].tolist(), strict=True)]
 
 
 def with_rewards(samples: Batch, output: RewardOutput, info: Callable[[str], None], quantity: str = "reward") -> Batch:

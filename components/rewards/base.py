@@ -108,6 +108,8 @@ class RewardSource(ABC):
 
     source: str
     """Name of the source in error messages."""
+    reads_queries: bool = True
+    """False if the source reads no queries, so that callers may pass empty texts instead of decoding them."""
 
     def __call__(
         self,
@@ -133,9 +135,7 @@ class RewardSource(ABC):
             RewardError: too many responses have no reward.
         """
         count = len(queries)
-        if rows is None:
-            rows = [{}] * count
-        samples = Responses(queries, prompts, labels, responses, rows)
+        samples = Responses(queries, prompts, labels, responses, [{}] * count if rows is None else rows)
         for name, column in samples._asdict().items():
             if column is not None and len(column) != count:
                 raise ValueError(f"{self.source}: {count} queries came with {len(column)} {name}; give one for each")

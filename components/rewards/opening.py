@@ -76,6 +76,7 @@ class RewardSum(RewardSource):
         with ExitStack() as opened:
             self._sources = [opened.enter_context(_open_one(spec, settings, in_sum=True)) for _, spec in parts]
             self._opened = opened.pop_all()
+        self.reads_queries = any(source.reads_queries for source in self._sources)
 
     def reward(self, samples: Responses) -> RewardOutput:
         """Return the weighted sum of the parts' rewards, and the weighted mean of their scores.

@@ -79,6 +79,7 @@ class WorkerReward(RewardSource):
             code = code_of(code)
         self._code = code
         self.source = code.source
+        self.reads_queries = code.reads_rows  # scorers read neither
         try:
             self._setup = {"path": sys.path, "load": pickle.dumps(code.load), "timeout_s": settings.timeout_s}
         except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -17,23 +17,9 @@ from components.generate.sampling import request_seeds
 from components.models.end_tokens import end_tokens_of
 from components.process.heartbeat import beat
 from components.weights.publisher import WeightHandle
+from plugins.vllm import options
 from plugins.vllm.adapters import adapter_request, arrived, no_change
 from plugins.vllm.config import VLLMRolloutConfig
-from plugins.vllm.options import (
-    drawn_logprobs,
-    engine_arguments,
-    open_check,
-    parameters_of,
-    parts_to_wake,
-    positions_of,
-    prepare_process,
-    prompt_scores,
-    same_digests,
-    sampling_parameters,
-    scored_rows,
-    scoring_parameters,
-    sent_bytes,
-)
 
 
 class VLLMRequest(Request):
@@ -52,7 +38,7 @@ class VLLMRequest(Request):
         try:
             async for output in outputs:
                 last = output.outputs[0]
-                piece = Piece(list(last.token_ids), drawn_logprobs(last))
+                piece = Piece(list(last.token_ids), options.drawn_logprobs(last))
                 tokens += piece.tokens
                 logprobs += piece.logprobs
                 if piece.tokens:
@@ -90,13 +76,13 @@ class AsyncVLLMEngine(AsyncEngine):
     def __init__(self, model_path: str | Path, config: VLLMRolloutConfig, llm: Any) -> None:
         super().__init__()
         self.config = config
-        self.positions = positions_of(model_path, config)
+        self.positions = options.positions_of(model_path, config)
         self._model_path = model_path
         self._end_tokens = end_tokens_of(model_path)
         self._llm: Any = llm
         self._ids = itertools.count()
         self._awake: set[str] = set()
-        self._engine_check: Any = open_check(config)
+        self._engine_check: Any = options.open_check(config)
         self.holds_adapters = config.lora_rank > 0
         self._adapters: Any = adapter_request() if self.holds_adapters else None
 
@@ -110,16 +96,17 @@ class AsyncVLLMEngine(AsyncEngine):
         """
         config = config or VLLMRolloutConfig()
         # AsyncLLM starts a separate process for its engine in any case. `in_process` avoids a second one inside it.
-        prepare_process(config, in_process=True)
+        options.prepare_process(config, in_process=True)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        arguments = AsyncEngineArgs(**engine_arguments(model_path, config))
+        arguments = AsyncEngineArgs(**options.engine_arguments(model_path, config))
         llm = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
+        options.log_model_runner(llm.vllm_config)
         try:
             await llm.update_weight_version("0")
             if config.lora_rank:
-                with no_change(parameters_of(model_path), config.lora_rank) as request:
+                with no_change(options.parameters_of(model_path), config.lora_rank) as request:
                     await llm.add_lora(request)
             return cls(model_path, config, llm)
         except BaseException:
@@ -133,7 +120,7 @@ class AsyncVLLMEngine(AsyncEngine):
         from vllm.sampling_params import RequestOutputKind
 
         seed = int(request_seeds(sampling.seed, sampling.step, prompt_id, sample_id, len(tokens))[0])
-        parameters = sampling_parameters(sampling, seed, sampling.max_new_tokens, self._end_tokens)
+        parameters = options.sampling_parameters(sampling, seed, sampling.max_new_tokens, self._end_tokens)
         parameters.output_kind = RequestOutputKind.DELTA
         request_id = f"request-{next(self._ids)}"
         prompt = {"prompt_token_ids": list(tokens)}
@@ -170,8 +157,8 @@ class AsyncVLLMEngine(AsyncEngine):
                     await self._llm.add_lora(request)
                 digests = [adapter_digests]
             else:
-                digests = await self._llm.collective_rpc("receive_weights", args=(sent_bytes(handle), verify))
-            self.received(handle, same_digests(digests) if verify else None)
+                digests = await self._llm.collective_rpc("receive_weights", args=(options.sent_bytes(handle), verify))
+            self.received(handle, options.same_digests(digests) if verify else None)
             await self._llm.update_weight_version(str(handle.version))
             await self.resume()
             await self._check_computation(handle)
@@ -181,7 +168,7 @@ class AsyncVLLMEngine(AsyncEngine):
         check: Any = self._engine_check
         if check is None or (due := check.next(handle, self._asleep)) is None:
             return
-        rows = scored_rows(due, self.positions)
+        rows = options.scored_rows(due, self.positions)
         gap_N = check.gap(due, [await self._score(row) for row in rows])
         if check.is_explained(gap_N):
             return
@@ -192,8 +179,8 @@ class AsyncVLLMEngine(AsyncEngine):
         """Return the log-probability of each token except the first."""
         prompt = {"prompt_token_ids": tokens}
         request_id = f"check-{next(self._ids)}"
-        outputs = self._llm.generate(prompt, scoring_parameters(), request_id, lora_request=self._adapters)
-        return prompt_scores([output async for output in outputs][-1])
+        outputs = self._llm.generate(prompt, options.scoring_parameters(), request_id, lora_request=self._adapters)
+        return options.prompt_scores([output async for output in outputs][-1])
 
     async def gpu_memory(self) -> dict[str, float]:
         return (await self._llm.collective_rpc("gpu_memory"))[0]
@@ -208,14 +195,14 @@ class AsyncVLLMEngine(AsyncEngine):
         return sum(await self._llm.collective_rpc("free_bytes")) - free
 
     async def wake(self, for_weights: bool = False) -> None:
-        if self._asleep and self._can_free() and (parts := parts_to_wake(for_weights, self._awake)):
+        if self._asleep and self._can_free() and (parts := options.parts_to_wake(for_weights, self._awake)):
             await self._llm.wake_up(parts)
             self._awake |= set(parts)
         self._asleep = self._asleep and for_weights
         await self._check_computation()
 
     def _parameters(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        return parameters_of(self._model_path)
+        return options.parameters_of(self._model_path)
 
     def close(self) -> None:
         """End vLLM's processes. Requests in flight fail."""

@@ -26,6 +26,8 @@ HOLD_ADAPTERS = ("gemma", "gemma2", "gemma3_text", "glm4", "granite", "llama", "
 """Model families (`model_type`) for which vLLM 0.32 applies low-rank adapters to all linear layers except the head."""
 MOST_LORA_RANK = 512
 """Maximum rank of adapters in vLLM 0.32."""
+FORMATS = ("float32", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
+"""Number formats of an engine, from the finest to the coarsest."""
 VLLM_MIN_TEMPERATURE, VLLM_MAX_TEMPERATURE = 0.01, 2.0
 """Range of temperatures, besides 0, that vLLM uses unchanged. It raises lower ones to the minimum and rejects higher
 ones."""
@@ -47,6 +49,9 @@ class VLLMRolloutConfig(PagedRolloutConfig):
     check_every: CountFromZero = 0
     """Interval, in weight versions, of the engine check, which also runs on the first version. 0 disables it."""
 
+    precision: str = ""
+    """Coarsest number format of the trainer, the engine and its key-value cache, one of FORMATS. It sets the limit of
+    the engine check. Default: `dtype`."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Further engine arguments, which replace those that the engine sets. The plug-in vllm_arguments checks them."""
 
@@ -54,12 +59,14 @@ class VLLMRolloutConfig(PagedRolloutConfig):
     def from_options(cls, options: RolloutOptions, setting: RolloutSetting) -> VLLMRolloutConfig:
         """See `RolloutConfig.from_options`."""
         arguments = {name: value for name, value in options.vllm.items() if name != "dtype" and value != "auto"}
-        dtype = options.vllm.get("dtype", "auto")
+        trained, dtype = product_type(setting.precision), options.vllm.get("dtype", "auto")
+        dtype = trained if dtype == "auto" else dtype
+        formats = {trained, dtype, *map(arguments.get, ("kv_cache_dtype", "quantization"))}
         # Not 0.9: a sleeping role keeps its CUDA context on the GPU, and a reference model keeps its weights there.
         shared = 0.7 if setting.learners_sleep else 0.45
         longest = setting.max_prompt_tokens
         return cls(
-            dtype=product_type(setting.precision) if dtype == "auto" else dtype,
+            dtype=dtype,
             max_num_seqs=options.max_num_seqs or RolloutConfig.max_num_seqs,
             max_model_len=None if longest is None else longest + options.max_new_tokens,
             tensor_parallel_size=options.tensor_parallel,
@@ -70,6 +77,7 @@ class VLLMRolloutConfig(PagedRolloutConfig):
             enable_sleep=setting.engines_sleep,
             lora_rank=setting.lora_rank,
             check_every=options.check_engine_every,
+            precision=max(formats.intersection(FORMATS), key=FORMATS.index),
             arguments=arguments,
         )
 

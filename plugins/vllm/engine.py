@@ -22,23 +22,9 @@ from components.generate.engine import Completions, RolloutEngine
 from components.models.end_tokens import end_tokens_of
 from components.process.heartbeat import beat
 from components.weights.publisher import WeightHandle
+from plugins.vllm import options
 from plugins.vllm.adapters import adapter_request, arrived, no_change
 from plugins.vllm.config import VLLMRolloutConfig
-from plugins.vllm.options import (
-    completions,
-    engine_arguments,
-    open_check,
-    parameters_of,
-    parts_to_wake,
-    positions_of,
-    prepare_process,
-    prompt_scores,
-    requests,
-    same_digests,
-    scored_rows,
-    scoring_parameters,
-    sent_bytes,
-)
 
 _LOOK_S = 5.0
 """Interval in seconds of the check that vLLM's process is alive."""
@@ -55,24 +41,25 @@ class VLLMRolloutEngine(RolloutEngine):
         """
         super().__init__()
         self.config = config or VLLMRolloutConfig()
-        self.positions = positions_of(model_path, self.config)
+        self.positions = options.positions_of(model_path, self.config)
         self._model_path = model_path
         self._end_tokens = end_tokens_of(model_path)
         self._awake: set[str] = set()
-        prepare_process(self.config, in_process=not self.config.own_process)
+        options.prepare_process(self.config, in_process=not self.config.own_process)
         set_num_threads, dtype = torch.set_num_threads, torch.get_default_dtype()
         # vLLM seeds the generator, changes the default dtype and fixes the number of threads. A trainer may share this
         # process, so all three are restored.
         with torch.random.fork_rng():
             from vllm import LLM
 
-            self._llm: Any = LLM(**engine_arguments(model_path, self.config))
+            self._llm: Any = LLM(**options.engine_arguments(model_path, self.config))
         torch.set_num_threads = set_num_threads
         torch.set_default_dtype(dtype)
+        options.log_model_runner(self._llm.llm_engine.vllm_config)
         self._beat_at_each_step()
         self.holds_adapters = self.config.lora_rank > 0
         self._adapters: Any = adapter_request() if self.holds_adapters else None
-        self._engine_check: Any = open_check(self.config)
+        self._engine_check: Any = options.open_check(self.config)
         if self.holds_adapters:
             with no_change(self._parameters(), self.config.lora_rank) as request:
                 self._llm.llm_engine.add_lora(request)
@@ -96,7 +83,7 @@ class VLLMRolloutEngine(RolloutEngine):
         check: Any = self._engine_check
         if check is None or (due := check.next(handle, self._asleep)) is None:
             return
-        rows = scored_rows(due, self.positions)
+        rows = options.scored_rows(due, self.positions)
         gap_N = check.gap(due, self._scores(rows))
         if check.is_explained(gap_N):
             return
@@ -109,15 +96,15 @@ class VLLMRolloutEngine(RolloutEngine):
 
     def _scores(self, rows: list[list[int]]) -> list[list[float]]:
         prompts: list[Any] = [{"prompt_token_ids": row} for row in rows]
-        outputs = self._llm.generate(prompts, scoring_parameters(), use_tqdm=False, lora_request=self._adapters)
-        return [prompt_scores(output) for output in outputs]
+        outputs = self._llm.generate(prompts, options.scoring_parameters(), use_tqdm=False, lora_request=self._adapters)
+        return [options.prompt_scores(output) for output in outputs]
 
     def _complete(self, prompts: Batch, sampling: SamplingConfig) -> Completions:
         outputs: list[Any] = []
         if len(prompts):
-            rows, parameters = requests(prompts, sampling, self._end_tokens)
+            rows, parameters = options.requests(prompts, sampling, self._end_tokens)
             outputs = self._llm.generate(rows, parameters, use_tqdm=False, lora_request=self._adapters)
-        return completions([output.outputs[0] for output in outputs], sampling.max_new_tokens)
+        return options.completions([output.outputs[0] for output in outputs], sampling.max_new_tokens)
 
     def _beat_at_each_step(self) -> None:
         engine = self._llm.llm_engine
@@ -139,16 +126,16 @@ class VLLMRolloutEngine(RolloutEngine):
                 self._llm.llm_engine.add_lora(request)
             digests = [adapter_digests]
         else:
-            digests = self._llm.collective_rpc("receive_weights", args=(sent_bytes(handle), with_digests))
+            digests = self._llm.collective_rpc("receive_weights", args=(options.sent_bytes(handle), with_digests))
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM keeps what prompts were to the old weights; nothing may be generated meanwhile")
-        return same_digests(digests)
+        return options.same_digests(digests)
 
     def gpu_memory(self) -> dict[str, float]:
         return self._llm.collective_rpc("gpu_memory")[0]
 
     def _parameters(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        return parameters_of(self._model_path)
+        return options.parameters_of(self._model_path)
 
     def _sleep(self, level: int) -> int:
         free = sum(self._llm.collective_rpc("free_bytes"))
@@ -157,7 +144,7 @@ class VLLMRolloutEngine(RolloutEngine):
         return sum(self._llm.collective_rpc("free_bytes")) - free
 
     def _wake(self, for_weights: bool) -> None:
-        if parts := parts_to_wake(for_weights, self._awake):
+        if parts := options.parts_to_wake(for_weights, self._awake):
             self._llm.wake_up(tags=parts)
             self._awake |= set(parts)
 

@@ -31,9 +31,7 @@ class ArgumentCheck:
         table = arguments()
         for name, value in self._values.items():
             setting = f"rollout.vllm.{name}={_text(value)}"
-            if self._config.rollout.engine == "hf":
-                yield f"{setting}: hf generates, which has no such argument; set rollout.engine=vllm, or leave it out"
-            elif name not in table:
+            if name not in table:
                 yield f"{setting}: vLLM 0.32 has no argument {name!r}{_nearest(name)}"
             elif table[name].kind not in (ALLOWED, CORRECTED):
                 yield f"{setting} is refused: {table[name].why}"
@@ -63,7 +61,10 @@ class ArgumentCheck:
         Raises:
             ConfigError: the machine, or the precision that is chosen for it, cannot have the arguments.
         """
-        # `rollout.engine=auto` is resolved by now.
+        engine = self._config.rollout.engine  # `auto` is resolved by now
+        if engine != "vllm":
+            names = ", ".join(f"rollout.vllm.{name}" for name in self._values)
+            return [f"no effect of {names}: {engine} generates"]
         refused = [*self.faults(), *self._faults_of_machine(on_gpu)]
         if refused:
             raise ConfigError(*refused)
@@ -101,7 +102,8 @@ class ArgumentCheck:
             return
         # One token of each running response is computed in a step.
         least, why = self._config.rollout.max_num_seqs, "rollout.max_num_seqs"
-        longest = self._config.rollout_engine().max_model_len or 0
+        engine: Any = self._config.rollout_engine()
+        longest = engine.max_model_len or 0
         if not on_gpu and longest > least:
             least, why = longest, "the longest prompt and response, which a CPU computes in one piece"
         if batched < least:

@@ -114,7 +114,7 @@ def test_the_switch_of_the_early_dapo_recipe_selects_a_loss_aggregation(key: str
 
 @pytest.mark.parametrize(
     ("name", "facts"),
-    [("quantization=fp8", ["quantization", "weights"]), ("kv_cache_dtype=fp8", ["kv_cache_dtype", "auto"]),
+    [("quantization=fp8", ["quantization", "weights"]), ("kv_cache_dtype=fp8", ["kv_cache_dtype", "=tis"]),
      ("logprobs_mode=raw_logprobs", ["logprobs_mode", "processed_logprobs"])],
 )  # fmt: skip
 def test_vllm_arguments_that_change_logprobs_are_rejected_by_name(name: str, facts: list[str]) -> None:
@@ -125,7 +125,7 @@ def test_vllm_arguments_that_change_logprobs_are_rejected_by_name(name: str, fac
 @pytest.mark.parametrize(
     ("key", "facts"),
     [
-        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.cpu_offload_gb=4", ["cpu_offload_gb", "engines"]),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.cpu_offload_gb=4", ["cpu_offload_gb", "hf generates"]),
         ("data.response_key=x", ["response_key"]),
         ("+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config.method=ngram", ["speculat", "speed"]),
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.disable_custom_all_reduce=true", ["disable_custom_all_reduce"]),
@@ -140,6 +140,12 @@ def test_vllm_arguments_set_the_corresponding_options() -> None:
     engine = "actor_rollout_ref.rollout.engine_kwargs.vllm"
     rollout = small(f"{engine}.enforce_eager=true", f"{engine}.gpu_memory_utilization=0.3").rollout
     assert (rollout.enforce_eager, rollout.gpu_memory) == (True, 0.3)
+    options = ("block_size=32", "compilation_config.cudagraph_mode=NONE", "max_num_batched_tokens=8192")
+    assert small(*(f"{engine}.{option}" for option in options)).rollout.vllm == {
+        "block_size": 32,
+        "compilation_config": {"cudagraph_mode": "NONE"},
+        "max_num_batched_tokens": 8192,
+    }
     with pytest.raises(ConfigError, match=says(f"{engine}.kv_cache_dtype")):
         small(f"{engine}.kv_cache_dtype=fp8")
 

@@ -74,6 +74,7 @@ def test_options_reach_the_engine_and_evaluations_draw_from_all_tokens() -> None
         gpu_memory_utilization=0.45,
         enable_sleep=True,
         check_every=50,
+        precision="bfloat16",
     )
     shares = {
         0.9: PlacementOptions(colocate=False),

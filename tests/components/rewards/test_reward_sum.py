@@ -139,3 +139,18 @@ def test_a_part_that_cannot_be_opened_is_refused_and_the_others_are_closed(files
     check_reward("1*exact_match + 1*broken.py")
     with pytest.raises(ValueError, match=says("broken.py", "RuntimeError: no model")):
         open_reward("1*exact_match + 1*broken.py")
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize(
+    ("spec", "reads"),
+    [
+        ("exact_match", False),
+        ("0.5*exact_match + 0.5*exact_match", False),
+        ("length.py", True),
+        ("0.5*exact_match + 0.5*length.py", True),
+    ],
+)
+def test_a_source_reads_queries_if_a_part_of_it_is_a_function(spec: str, reads: bool) -> None:
+    with open_reward(spec) as source:
+        assert source.reads_queries is reads

@@ -153,6 +153,15 @@ def test_reward_code_reads_text_and_its_numbers_become_columns() -> None:
     assert said == []
 
 
+def test_queries_are_not_decoded_for_a_source_that_reads_none() -> None:
+    source, decoded = Lengths(), Lengths()
+    source.reads_queries = False
+    tokenizer = character_tokenizer("abc")
+    scored, expected = (add_rewards(texts(3), each, tokenizer, print) for each in (source, decoded))
+    assert source.asked == (["", "", ""], *decoded.asked[1:])
+    assert scored["reward"].tolist() == expected["reward"].tolist()
+
+
 def test_the_first_failed_rewards_are_named_and_all_are_counted() -> None:
     said: list[str] = []
     scored = add_rewards(texts(6), Lengths([0, 2, 3, 5]), character_tokenizer("abc"), said.append)
