@@ -42,6 +42,7 @@ from check_gpu_engines import machine
 from check_gpu_parts import (
     FAILED,
     NOT_RUN,
+    ROOT,
     Check,
     Row,
     Setting,
@@ -51,7 +52,6 @@ from check_gpu_parts import (
 
 from components.generate.config import HFRolloutConfig
 from components.generate.hf_engine import HFRolloutEngine
-from components.weights.digest import digest
 from components.weights.publisher import WeightPublisher
 from training.tracking.serialization import json_lines
 
@@ -71,10 +71,6 @@ ENVIRONMENTS = {
     "as in Ray's actors": {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000"},
 }
 """Name of an environment -> its variables. libgomp reads them when a process starts."""
-BUSY = "import torch; torch.set_num_threads({threads}); a = torch.randn(2048, 2048)\nwhile True: a @ a"
-"""Program that keeps a number of threads busy."""
-DIGESTS_S = 3.0
-"""Maximum time of the digests with one number of threads in seconds."""
 ROUNDS = 30
 """Number of rounds of the check `engine`."""
 
@@ -128,50 +124,17 @@ def digests(setting: Setting) -> Iterator[Row]:
     """Time digests of host memory by number of threads and OpenMP environment, alone and beside other work."""
     cores = os.cpu_count() or 1
     threads = sorted({1, min(4, cores), min(16, cores)})
-    most = setting.sized(200, 20)
+    plain = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))}
+    program = str(ROOT / "scripts" / "digest_seconds.py")
     for name, variables in ENVIRONMENTS.items():
-        for is_busy in (False, True):
-            plain = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))}
-            command = [sys.executable, __file__, "digest-seconds", str(most), *map(str, threads)]
-            busy = start_busy(min(16, cores)) if is_busy else None
-            try:
-                done = subprocess.run(
-                    command, env=plain | variables, check=True, capture_output=True, text=True, timeout=60
-                )
-            finally:
-                if busy is not None:
-                    busy.kill()
-                    busy.wait()
-            seconds = json.loads(done.stdout.splitlines()[-1])
+        for where, busy in (("alone", 0), ("beside a busy process", min(16, cores))):
+            numbers = map(str, (setting.sized(200, 20), busy, *threads))
+            done = subprocess.run(
+                [sys.executable, program, *numbers], env=plain | variables, check=True, capture_output=True, text=True
+            )
+            seconds = json.loads(done.stdout)
             texts = [f"{count} threads {1e3 * each:.2f}" for count, each in zip(threads, seconds, strict=True)]
-            where = "beside a busy process" if is_busy else "alone"
             yield Row(f"digests on the host, {name}, {where}", f"ms per MiB: {', '.join(texts)}")
-
-
-def start_busy(threads: int) -> subprocess.Popen[bytes]:
-    """Start a process that keeps a number of threads busy."""
-    return subprocess.Popen([sys.executable, "-c", BUSY.format(threads=threads)])
-
-
-def digest_seconds(most: int, threads: Sequence[int]) -> list[float]:
-    """Return the mean seconds of a digest of 1 MiB of host memory for each number of threads.
-
-    Args:
-        most: maximum number of digests per number of threads. DIGESTS_S limits them too.
-        threads: numbers of threads.
-    """
-    tensor = torch.ones(2**18, dtype=torch.int32)
-    means: list[float] = []
-    for thread_count in threads:
-        torch.set_num_threads(thread_count)
-        digest(tensor)  # starts the threads
-        began = time.perf_counter()
-        count = 0
-        while count < most and time.perf_counter() < began + DIGESTS_S:
-            digest(tensor)
-            count += 1
-        means.append((time.perf_counter() - began) / count)
-    return means
 
 
 def vllm_rounds(setting: Setting) -> Iterator[Row]:
@@ -277,7 +240,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["digest-seconds"]:
-        print(json.dumps(digest_seconds(int(sys.argv[2]), [int(count) for count in sys.argv[3:]])))
-    else:
-        main()
+    main()
