@@ -39,6 +39,7 @@ from typing import Any
 import check_gpu_runs
 import torch
 from check_gpu_engines import machine
+from check_gpu_memory import save_random
 from check_gpu_parts import (
     FAILED,
     NOT_RUN,
@@ -47,6 +48,7 @@ from check_gpu_parts import (
     Row,
     Setting,
     engine,
+    qwen2,
     rows_of,
 )  # makes the project importable
 
@@ -84,11 +86,11 @@ def runs(setting: Setting, steps: int | None, logs: Path | None) -> Iterator[dic
     size = replace(size, steps=steps or (STEPS if setting.on_gpu else 4))
     sleeping = "rollout.engine=vllm placement.engines_sleep=true placement.learners_sleep=true"
     command = f"grpo {sleeping if setting.on_gpu else 'rollout.engine=hf'}"
-    check_gpu_runs.build(setting.folder / "runs" / "model", size)
-    folder = setting.folder / "runs"
+    model = setting.folder / "run_model"
+    check_gpu_runs.build(model, size)
     for name, option in RUNS.items():
         limit_s = float(setting.sized(RUN_LIMIT_S, 10 * RUN_LIMIT_S))
-        row = check_gpu_runs.run(name, f"{command} {option}", size, folder / "model", setting.folder, logs, limit_s)
+        row = check_gpu_runs.run(name, f"{command} {option}", size, model, setting.folder, logs, limit_s)
         yield row
         if row["verdict"] in (FAILED, NOT_RUN):
             continue
@@ -145,7 +147,11 @@ def vllm_rounds(setting: Setting) -> Iterator[Row]:
     from plugins.vllm.config import VLLMRolloutConfig
     from plugins.vllm.engine import VLLMRolloutEngine
 
-    trained = engine(setting, "large", precision="bf16" if setting.on_gpu else "fp32")
+    model = "large"
+    if not setting.on_gpu:  # where vLLM has no kernel for the heads of that model
+        model = "rounds"
+        save_random(setting.folder / model, qwen2(200, 128, 256, layers=2, heads=4, spread=0.12), setting.device)
+    trained = engine(setting, model, precision="bf16" if setting.on_gpu else "fp32")
     config = VLLMRolloutConfig(
         dtype="bfloat16" if setting.on_gpu else "float32",
         gpu_memory_utilization=0.7,
@@ -153,8 +159,8 @@ def vllm_rounds(setting: Setting) -> Iterator[Row]:
         max_model_len=512,
         enable_sleep=True,
     )
-    rollout = VLLMRolloutEngine(setting.folder / "large", config)
-    publisher = WeightPublisher(setting.folder / "rounds")
+    rollout = VLLMRolloutEngine(setting.folder / model, config)
+    publisher = WeightPublisher(setting.folder / "versions")
     parts: dict[str, list[float]] = {"sleep": [], "wake for weights": [], "receive": [], "wake": []}
     count = setting.sized(ROUNDS, 3)
     for version in range(1, count + 1):
