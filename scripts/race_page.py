@@ -46,7 +46,7 @@ INTRODUCTION = """# Race with TRL
 After this page you know how a training step of recipes/grpo compares with one of TRL's GRPOTrainer on the same machine,
 and how to measure it on yours.
 
-`scripts/race.py` runs both in turns (Troupe, TRL, Troupe, TRL, ...), one process at a time. Both sides have the same
+`scripts/race.py` runs both alternately (Troupe, TRL, Troupe, TRL), one process at a time. Both sides have the same
 model with random weights, prompts, reward and response lengths, and the same updates: one optimizer step per training
 step over all responses, AdamW with the same learning rate, betas and clipping, the same clip range, no KL. Everything
 else is the default of each side. TRL has no checkpointing of activations, the fastest size of micro-batch of a few, and
@@ -64,16 +64,16 @@ environment of its own in the cache folder; `--trl_python PATH` uses another one
 recipes/grpo, `--trl_options` to TRL's GRPOConfig, both of which are stored with the result.
 """
 NO_GPU = """
-**No race on a GPU has been run.** The results below come from a CPU and a model of 0.4 million parameters; they say
-nothing about a GPU. The second command above makes the missing rows.
+**No race on a GPU has been run.** The results below come from a CPU and a model of 0.4 million parameters; they do
+not apply to a GPU. The second command above makes the missing rows.
 """
 METHOD = """
 ## How it is measured
 
 - **Step**: wall time from the end of one step to the end of the next, so nothing is left out. All values are medians of
   the steps after the second, then over the runs of a side. `other` is the step without the phases above it.
-- **Load**: with a load average above the number of cores, other processes took time from both sides, and seconds say
-  little. The range of the ratio over the pairs shows how much; CPU seconds depend less on it.
+- **Load**: with a load average above the number of cores, other processes took time from both sides, and seconds are
+  unreliable. The range of the ratio over all pairs shows how much; CPU seconds depend less on it.
 - **Phases**: `timing_s/*` of recipes/grpo, and timers around the methods of TRL's trainer that do the same. `training`
   includes the optimizer step. With transformers TRL generates with the weights that it trains, so it has no weight
   sync.
