@@ -26,8 +26,9 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench_grpo import SHARE_OF_A, watched  # also makes the project importable
+from race_cases import SHARE_OF_A, suppress_end_token  # also makes the project importable
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from watch_process import watched
 
 from plugins.demo.tiny_model import character_tokenizer, tiny_model
 
@@ -66,7 +67,10 @@ GROWING = {
 
 
 def write_model(folder: Path, is_stub: bool) -> Path:
-    """Write an untrained model without an end token, so that every response has the full length. Return its folder."""
+    """Write an untrained model that never samples its end token, and return its folder.
+
+    Every response then has the full length.
+    """
     tokenizer = character_tokenizer(string.ascii_lowercase)
     model = tiny_model(tokenizer, 0)
     if is_stub:
@@ -77,10 +81,11 @@ def write_model(folder: Path, is_stub: bool) -> Path:
             num_attention_heads=1,
             num_key_value_heads=1,
             vocab_size=len(tokenizer),
+            tie_word_embeddings=True,
         )
         model = Qwen2ForCausalLM(stub)
     model.config.max_position_embeddings = 2048
-    model.generation_config.eos_token_id = None
+    suppress_end_token(model, tokenizer)
     path = folder / {True: "stub", False: "tiny"}[is_stub]
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
@@ -114,7 +119,8 @@ def measure(case: Case, model: Path, folder: Path) -> list[dict[str, float]]:
         }
         command = [sys.executable, "-m", "recipes.grpo.main", *(f"{name}={value}" for name, value in options.items())]
         metrics = Path(run_dir) / "metrics.jsonl"
-        steps = watched(command, 1, metrics, folder / "run.log", lambda: trainer_seconds(Path(run_dir)))
+        threads = {"OMP_NUM_THREADS": "1"}
+        steps = watched(command, metrics, folder / "run.log", threads, lambda: trainer_seconds(Path(run_dir)))
     return [row for row in steps if row["step"] and "trainer" in row]
 
 

@@ -1,4 +1,4 @@
-"""Check the CUDA side of the project on a GPU of this machine, in four stages of at most ten minutes each.
+"""Check the CUDA side of the project on a GPU of this machine, in five stages of at most ten minutes each.
 
     python scripts/check_gpu.py --stage a --out gpu.json     one stage; results of other stages in the file stay
     python scripts/check_gpu.py --out gpu.json               all stages
@@ -6,7 +6,7 @@
     python scripts/check_gpu.py --stage c --steps 5          runs of five steps instead of twenty
     python scripts/gpu_page.py gpu.json                      write the results into docs/gpu.md
 
-Stages a and b need torch (2.11 or newer), transformers, safetensors and numpy, on Python 3.11 or 3.12. Stages c and d
+Stages a and b need torch (2.11 or newer), transformers, safetensors and numpy, on Python 3.11 or 3.12. Stages c to e
 need the environment of a run (`bash scripts/setup.sh vllm`). Nothing is downloaded: the models have random weights.
 Exit code: 0 no check failed; 1 a check failed; 2 there is no GPU.
 """
@@ -24,18 +24,20 @@ import time
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 STAGE_S = 600
 """Timeout of a stage in seconds."""
 FAILED = "FAILED"
 VERDICTS = ("ok", "FAILED", "measured", "not run")
-RUNS = "check_gpu_runs.py"
+RUNS, SYNC = "check_gpu_runs.py", "check_gpu_sync.py"
 STAGES = {
     "a": ("check_gpu_engines.py", "training, packing, generation, memory, by torch alone"),
     "b": ("check_gpu_weights.py", "weights from a trainer to an engine, by each way that they travel"),
     "c": (RUNS, "grpo with vLLM, its weights verified in each step, and with DeepSpeed's stages"),
     "d": (RUNS, "20 steps of grpo, openrlhf_ppo and verl_ppo, colocated and not, asynchronous and not"),
+    "e": (SYNC, "30 steps with vLLM, weights verified and not, each timer; the causes of a slow weight sync"),
 }
 """Stage -> (program, subject)."""
 
@@ -48,14 +50,23 @@ class Stage:
     device: str
     day: str
     seconds: float = 0.0
-    rows: list[dict[str, str]] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """Rows of the table. That of a run also has its `warnings` with their counts."""
 
 
-def run_stage(name: str, device: str, only: list[str], steps: int | None) -> Stage:
-    """Run the program of a stage within its timeout. Print each row as soon as it is available."""
+def run_stage(name: str, device: str, only: list[str], steps: int | None, logs: Path | None) -> Stage:
+    """Run the program of a stage within its timeout. Print each row as soon as it is available.
+
+    Args:
+        name: key of STAGES.
+        device: `cuda` or `cpu`.
+        only: names of the checks to run. Empty: all.
+        steps: number of steps of each run. None: the default of the stage.
+        logs: folder for the logs of the runs. None: they are not kept.
+    """
     program, what = STAGES[name]
-    if steps is not None and program == RUNS:
-        only = [*only, f"--steps={steps}"]
+    if program in (RUNS, SYNC):
+        only = [*only, *([f"--steps={steps}"] if steps is not None else []), *([f"--logs={logs}"] if logs else [])]
     stage = Stage(what, device, str(date.today()))
     command = [sys.executable, str(HERE / program), name, device, *only]
     print(f"\nStage {name}, {STAGE_S // 60} minutes at most: {what}\n    {' '.join(command)}\n", flush=True)
@@ -88,7 +99,7 @@ def run_stage(name: str, device: str, only: list[str], steps: int | None) -> Sta
     return stage
 
 
-def table_row(row: dict[str, str]) -> str:
+def table_row(row: dict[str, Any]) -> str:
     """Return a row as Markdown."""
     return (
         "| " + " | ".join(row[cell].replace("|", "/") for cell in ("check", "measured", "required", "verdict")) + " |"
@@ -111,12 +122,14 @@ def main() -> int:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", type=Path, help="JSON file for the results; those of other stages stay in it")
+    parser.add_argument(
+        "--out", type=Path, help="JSON file for the results, beside which a folder gets the logs of runs"
+    )
     parser.add_argument(
         "--stage", nargs="+", choices=list(STAGES), default=list(STAGES), help="stages to run (default: all)"
     )
     parser.add_argument("--only", nargs="+", default=[], help="names of the checks to run (default: all of the stage)")
-    parser.add_argument("--steps", type=int, help="number of steps of each run of stages c and d")
+    parser.add_argument("--steps", type=int, help="number of steps of each run of stages c to e")
     options = parser.parse_args()
     device = device_name(options.device)
     if not device:
@@ -125,11 +138,14 @@ def main() -> int:
     print(f"On {device}; {len(options.stage) * STAGE_S // 60} minutes at most.", flush=True)
     out: Path | None = options.out
     kept = {}
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
     if out is not None and out.exists():
         kept = json.loads(out.read_text(encoding="utf-8"))
     verdicts: list[str] = []
     for name in options.stage:
-        stage = run_stage(name, options.device, options.only, options.steps)
+        logs = None if out is None else out.absolute().with_suffix(".logs") / name
+        stage = run_stage(name, options.device, options.only, options.steps, logs)
         stage.device = device
         verdicts += [row["verdict"] for row in stage.rows]
         kept[name] = asdict(stage)

@@ -15,6 +15,7 @@ import math
 import os
 import platform
 import shutil
+import statistics
 import subprocess
 import tempfile
 import time
@@ -35,6 +36,7 @@ from check_gpu_parts import (
     apart,
     engine,
     gradients,
+    grpo_loss,
     inferred,
     logprobs,
     main,
@@ -53,6 +55,11 @@ from components.models.packing.layout import ComputedTokens
 from components.rl.aggregation import Totals
 from components.train.utilisation import peak_flops, training_flops
 from components.weights.publisher import WeightPublisher
+
+LOSSES = {"plain": policy_loss, "grpo": grpo_loss}
+"""Losses of the speed check: PPO's clipped loss, and that of recipes/grpo, which also computes the entropy."""
+OPTIMIZER_BYTES = 28
+"""Bytes per parameter that AdamW reads and writes in float32: gradient, weight and both moments."""
 
 
 def machine(setting: Setting) -> Iterator[Row]:
@@ -186,18 +193,26 @@ def generation(setting: Setting) -> Iterator[Row]:
     yield Row(f"hf generation: {rows} prompts of {length}, {new} new tokens", f"{rate:,.0f} tokens/s{peak_memory()}")
 
 
-def speed(setting: Setting, length: int, checkpointing: bool) -> Iterator[Row]:
-    """Measure the training of the large model in bf16 on packed sequences of one length."""
+def speed(setting: Setting, length: int, checkpointing: bool, loss: str = "plain") -> Iterator[Row]:
+    """Measure the training of the large model in bf16 on packed sequences of one length.
+
+    Args:
+        setting: device and sizes.
+        length: number of tokens of each sequence.
+        checkpointing: recompute activations.
+        loss: key of LOSSES.
+    """
     if not setting.on_gpu:
         length //= 64
     tokens = setting.sized(16_384, 512)
     batch = ragged([length] * (tokens // length), setting.large.vocab_size)
+    batch = batch.with_tokens(rollout_logprob=batch["old_logprob"])
     options = {"precision": "bf16", "packing": True, "max_tokens": tokens}
     trained = engine(setting, "large", checkpointing, **options)
     seconds = []
     for _ in range(setting.sized(5, 2)):
         began = time.perf_counter()
-        trained.train_step(batch, policy_loss)
+        trained.train_step(batch, LOSSES[loss])
         if setting.on_gpu:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
@@ -205,8 +220,13 @@ def speed(setting: Setting, length: int, checkpointing: bool) -> Iterator[Row]:
     rate = tokens / min(seconds[1:])
     computed = ComputedTokens(batch.num_tokens, int(batch.lengths.square().sum()))
     used = (training_flops(trained.model, computed) or math.nan) / min(seconds[1:])
+    name = (
+        f"training, {length} tokens per sequence, {tokens} per step, checkpointing {'on' if checkpointing else 'off'}"
+    )
+    if loss != "plain":
+        name += f", {loss}'s loss"
     yield Row(
-        f"training, {length} tokens per sequence, {tokens} per step, checkpointing {'on' if checkpointing else 'off'}",
+        name,
         f"{rate:,.0f} tokens/s, {utilisation(setting, used)}{peak_memory()}",
     )
 
@@ -229,7 +249,7 @@ def vocabulary(setting: Setting) -> Iterator[Row]:
 
 
 def asleep(setting: Setting, offload: bool) -> Iterator[Row]:
-    """Check the sleep of a training engine and the step after it. Measure the optimizer step."""
+    """Check the sleep of a training engine and the step after it."""
     batch, name = uneven(setting), f"training engine, adam_offload {'on' if offload else 'off'}"
     one, other = (engine(setting, adam_offload=offload, learning_rate=1e-3) for _ in range(2))
     for each in (one, other):
@@ -242,13 +262,30 @@ def asleep(setting: Setting, offload: bool) -> Iterator[Row]:
     losses = [each.train_step(batch, policy_loss)["loss"] for each in (one, other)]
     gap = abs(losses[0] - losses[1])
     yield inferred(f"{name}: the step after sleep", f"its loss differs by {gap:.1e}", "0", gap == 0)
-    for parameter in one.model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    began = time.perf_counter()
-    one._step(1e-3)
-    if setting.on_gpu:
-        torch.cuda.synchronize()
-    yield Row(f"{name}: optimizer step", f"{(time.perf_counter() - began) * 1e3:.2f} ms")
+
+
+def optimizer(setting: Setting, offload: bool) -> Iterator[Row]:
+    """Measure the optimizer step of the large model: the norm of the gradients, clipping, and AdamW."""
+    precision = "bf16" if setting.on_gpu else "fp32"
+    trained = engine(setting, "large", precision=precision, adam_offload=offload, learning_rate=1e-6)
+    seconds: list[float] = []
+    for _ in range(setting.sized(7, 3)):
+        for parameter in trained.model.parameters():
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        if setting.on_gpu:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        trained._step(1e-6)
+        if setting.on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    # The first step allocates the optimizer states.
+    took = statistics.median(seconds[1:])
+    count = sum(parameter.numel() for parameter in trained.model.parameters())
+    yield Row(
+        f"optimizer step, {count / 1e6:.1f} M parameters, adam_offload {'on' if offload else 'off'}",
+        f"{took * 1e3:.2f} ms, {count * OPTIMIZER_BYTES / took / 1e9:,.0f} GB/s{peak_memory()}",
+    )
 
 
 def utilisation(setting: Setting, flops: float) -> str:
@@ -268,7 +305,11 @@ CHECKS: dict[str, list[Check]] = {
     "sleep": [partial(asleep, offload=offload) for offload in (False, True)],
     "generation": [generation],
     "memory": [partial(memory, shape=shape) for shape in SHAPES],
-    "speed": [partial(speed, length=length, checkpointing=on) for length in (2048, 8192) for on in (False, True)],
+    "optimizer": [partial(optimizer, offload=offload) for offload in (False, True)],
+    "speed": [
+        *(partial(speed, length=length, checkpointing=on) for length in (2048, 8192) for on in (False, True)),
+        *(partial(speed, length=2048, checkpointing=on, loss="grpo") for on in (False, True)),
+    ],
 }
 """Name -> checks, each run in a separate process. The first one creates the models."""
 

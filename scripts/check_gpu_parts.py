@@ -36,6 +36,7 @@ from components.batch import Batch  # noqa: E402 (the project may not be install
 from components.models.causal import token_logprobs  # noqa: E402
 from components.models.loading import load_policy  # noqa: E402
 from components.rl.aggregation import LossOutput, Totals, reduce_loss  # noqa: E402
+from components.rl.masked import token_mean  # noqa: E402
 from components.rl.policy_losses import ppo_loss  # noqa: E402
 from components.train.config import TrainConfig  # noqa: E402
 from components.train.engine import TrainEngine  # noqa: E402
@@ -173,6 +174,26 @@ def policy_loss(model: nn.Module, batch: Batch, totals: Totals) -> LossOutput:
         logprobs(model, batch), batch["old_logprob"], batch["advantage"], mask_N, clip_low=0.2, clip_high=0.2
     )
     return reduce_loss(loss, mask_N, batch.lengths, totals)
+
+
+def grpo_loss(model: nn.Module, batch: Batch, totals: Totals) -> LossOutput:
+    """Compute the loss and metrics of recipes/grpo/algorithm.py with its defaults. The recipe itself needs Ray.
+
+    As in the first optimizer step of a batch, the old policy is the policy.
+    """
+    mask_N = batch["action_mask"]
+    output = token_logprobs(model, batch, 1.0, with_entropy=True)
+    assert output.entropy_N is not None
+    old_logprob_N = output.logprob_N.detach()
+    loss = ppo_loss(output.logprob_N, old_logprob_N, batch["advantage"], mask_N, clip_low=0.2, clip_high=0.2)
+    policy = reduce_loss(loss, mask_N, batch.lengths, totals)
+    gap_N = (output.logprob_N.detach() - batch["rollout_logprob"]).abs()
+    metrics = {
+        "policy_loss": policy.loss.detach(),
+        "entropy": token_mean(output.entropy_N.detach(), mask_N, totals.tokens),
+        "engine_gap": token_mean(gap_N, mask_N, totals.tokens),
+    }
+    return LossOutput(policy.loss, policy.metrics | metrics)
 
 
 def gradients(model: nn.Module) -> Tensor:

@@ -12,17 +12,24 @@ names vllm. It prints a JSON object per row. A run that needs more GPUs than the
 from __future__ import annotations
 
 import argparse
-import contextlib
+import io
 import json
 import os
-import shutil
+import re
+import signal
 import statistics
 import subprocess
 import sys
+import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+from race_cases import SHARE_OF_A
+from watch_process import gpu_memory
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
@@ -51,6 +58,16 @@ STAGES = {
     },
 }
 """Stage -> name of a run -> its recipe and options."""
+WARNING = re.compile(r"\bWARN(ING)?\b|warning:|Warning:|\bERROR\b|Error\b|as they were published")
+"""Pattern of lines of a log that are kept. The last one is logged if a direct transfer of weights failed and the engine
+reads the folder."""
+NUMBERS = re.compile(r"\d+")
+MOST_WARNINGS = 12
+"""Maximum number of different warnings of a run that are kept."""
+MOST_CHARACTERS = 200
+"""Maximum length of such a warning."""
+MOST_LOG_BYTES = 2**20
+"""Maximum number of bytes of each log that are kept, from its end."""
 MEASURED = {
     "perf/tokens_per_second": "{:,.0f} tokens/s trained on",
     "perf/throughput": "{:,.0f} tokens/s and rank",
@@ -62,12 +79,6 @@ MEASURED = {
     "timing_s/update_weights": "{:.2f} s for the weights",
 }
 """Metric -> format of its median over the steps."""
-REWARD = """
-def reward_func(queries, prompts, labels, **kwargs):
-    texts = [query[len(prompt) :] for query, prompt in zip(queries, prompts, strict=True)]
-    return {"rewards": [text.count("a") / max(1, len(text)) for text in texts]}
-"""
-"""A reward that differs within a group from the first step on, so that every step changes the weights."""
 
 
 @dataclass(frozen=True)
@@ -93,58 +104,111 @@ CPU = Size(
 
 def build(folder: Path, size: Size) -> None:
     """Write the model and the reward."""
-    (folder.parent / "reward.py").write_text(REWARD, encoding="utf-8")
+    (folder.parent / "reward.py").write_text(SHARE_OF_A, encoding="utf-8")
     tokenizer = task_tokenizer(get_task("sort"))
     with without_progress_bars():
         tiny_model(tokenizer, 1, **size.model).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def run(name: str, command: str, size: Size, model: Path, folder: Path) -> dict[str, str]:
-    """Run a recipe and return its row."""
+def run(
+    name: str, command: str, size: Size, model: Path, folder: Path, logs: Path | None = None, limit_s: float = 1e6
+) -> dict[str, Any]:
+    """Run a recipe and return its row, with the warnings of all its processes.
+
+    Args:
+        name: name of the run.
+        command: recipe and options.
+        size: size of the run.
+        model: folder of the model.
+        folder: folder for the run.
+        logs: folder for an archive of the logs. None: they are not kept.
+        limit_s: time after which the run is interrupted. The steps up to then are measured.
+    """
     recipe, *options = command.split()
-    run_dir = folder / name.replace(", ", "-").replace(" ", "_")
+    run_dir = run_folder(name, folder)
     prompts = int(size.options[0].partition("=")[2])
     settings = [f"model.path={model}", f"run_dir={run_dir}", "data.path=task:sort", "data.max_prompt_tokens=16"]
     settings += [f"reward.source={folder / 'reward.py'}", f"data.max_samples={prompts * size.steps}", "data.epochs=1"]
     settings += ["evaluation.every=-1", "evaluation.max_samples=16", "rollout.verify_weight_sync=true"]
     program = [sys.executable, "-m", f"recipes.{recipe}.main", *settings, *size.options, *options]
+    output = folder / "output.log"
     with gpu_memory(folder / "memory.txt") as used:
-        ended = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
-    if ended.returncode:
-        print(ended.stdout, ended.stderr, sep="\n", file=sys.stderr, flush=True)
-        output = (ended.stderr.strip() or ended.stdout.strip()).splitlines()
+        exit_code, is_interrupted = execute(program, output, limit_s)
+    row: dict[str, Any] = {"check": name, "required": "", "warnings": warnings_of([output, *log_files(run_dir)])}
+    if logs is not None:
+        keep_logs(logs / f"{run_dir.name}.tar.gz", [output, *log_files(run_dir)])
+    steps = list(json_lines(run_dir / "metrics.jsonl")) if (run_dir / "metrics.jsonl").exists() else []
+    if exit_code and not (is_interrupted and steps):
+        text = output.read_text(encoding="utf-8", errors="replace")
+        print(text, file=sys.stderr, flush=True)
+        last = next((each for each in reversed(text.splitlines()) if each.strip()), "it printed nothing")
         # Exit code 2: the run was refused before its start, for example because of too few GPUs.
-        verdict = "not run" if ended.returncode == 2 else "FAILED"
-        why = f"exit code {ended.returncode}: {output[-1] if output else 'it printed nothing'}"
-        return {"check": name, "measured": why, "required": "", "verdict": verdict}
-    steps = list(json_lines(run_dir / "metrics.jsonl"))
-    measured = [f"{json.loads((run_dir / 'summary.json').read_text())['steps']} steps", *medians(steps)]
+        verdict = "not run" if exit_code == 2 else "FAILED"
+        return row | {"measured": f"exit code {exit_code}: {last}", "verdict": verdict}
+    measured = [f"{len(steps)} steps", *medians(steps)]
+    if is_interrupted:
+        measured.append(f"interrupted after {limit_s:.0f} s")
     planned = json.loads((run_dir / "plan.json").read_text(encoding="utf-8"))["places"]
     of_gpu = [place["most"] for place in planned if place["place"].startswith("a GPU")]
     if used and of_gpu:
         measured.append(f"{max(used) / 1e9:.1f} GB of a GPU at most, planned {max(of_gpu) / 1e9:.1f} GB")
+    if row["warnings"]:
+        measured.append(f"{len(row['warnings'])} kinds of warnings")
     gaps = [step["rollout/logprob_gap_mean"] for step in steps if "rollout/logprob_gap_mean" in step]
     fits = bool(gaps) and statistics.median(gaps) < EXACT
     required = f"engine and trainer less than {EXACT} nats apart"
-    return {"check": name, "measured": "; ".join(measured), "required": required, "verdict": "ok" if fits else "FAILED"}
+    return row | {"measured": "; ".join(measured), "required": required, "verdict": "ok" if fits else "FAILED"}
 
 
-@contextlib.contextmanager
-def gpu_memory(noted: Path) -> Iterator[list[int]]:
-    """Yield a list that afterwards has the used bytes of each GPU, twice per second. Empty without nvidia-smi."""
-    samples: list[int] = []
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        yield samples
-        return
-    command = [tool, "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--loop-ms=500"]
-    with noted.open("w") as file, subprocess.Popen(command, stdout=file, stderr=subprocess.DEVNULL) as asking:
+def run_folder(name: str, folder: Path) -> Path:
+    """Return the run folder of a run."""
+    return folder / name.replace(", ", "-").replace(" ", "_")
+
+
+def execute(program: list[str], output: Path, limit_s: float) -> tuple[int, bool]:
+    """Run a program with its output in a file. Return its exit code, and True if it was interrupted at the limit."""
+    with output.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(program, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
         try:
-            yield samples
-        finally:
-            asking.terminate()
-    samples += [int(text) * 2**20 for text in noted.read_text().split() if text.isdigit()]
+            return process.wait(limit_s), False
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)  # the run closes its roles
+        try:
+            return process.wait(60), True
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait(), True
+
+
+def log_files(run_dir: Path) -> list[Path]:
+    """Return the logs of the roles of a run, and the files with its metrics, events, plan and options."""
+    files = [path for path in sorted((run_dir / "logs").rglob("*")) if path.is_file()]
+    names = ("metrics.jsonl", "events.jsonl", "plan.json", "config.yaml")
+    return files + [run_dir / name for name in names if (run_dir / name).exists()]
+
+
+def warnings_of(files: Sequence[Path]) -> dict[str, int]:
+    """Return the most frequent warnings and errors in the logs with their counts: at most MOST_WARNINGS."""
+    counts: Counter[str] = Counter()
+    for path in files:
+        if path.suffix in {"", ".log", ".txt", ".out", ".err"}:
+            for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+                if WARNING.search(text):
+                    # Without times and numbers of processes, so that repetitions count as one.
+                    counts[NUMBERS.sub("N", text).strip()[:MOST_CHARACTERS]] += 1
+    return dict(counts.most_common(MOST_WARNINGS))
+
+
+def keep_logs(archive: Path, files: Sequence[Path]) -> None:
+    """Write an archive with the ends of the files, at most MOST_LOG_BYTES of each."""
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(archive, "w:gz") as tar:
+        for path in files:
+            data = path.read_bytes()[-MOST_LOG_BYTES:]
+            entry = tarfile.TarInfo(path.name)
+            entry.size = len(data)
+            tar.addfile(entry, io.BytesIO(data))
 
 
 def medians(steps: list[dict[str, float]]) -> Iterator[str]:
@@ -165,6 +229,7 @@ def main() -> None:
     parser.add_argument("device", choices=("cuda", "cpu"))
     parser.add_argument("only", nargs="*")
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--logs", type=Path, help="folder for the logs of each run (default: they are not kept)")
     options = parser.parse_args()
     size = CPU if options.device == "cpu" else GPU
     if options.steps:
@@ -175,7 +240,7 @@ def main() -> None:
         build(Path(folder) / "model", size)
         for name, command in STAGES[options.stage].items():
             if not options.only or name in options.only or name.partition(",")[0] in options.only:
-                row = run(name, command, size, Path(folder) / "model", Path(folder))
+                row = run(name, command, size, Path(folder) / "model", Path(folder), options.logs)
                 print(f"row {json.dumps(row)}", flush=True)
 
 

@@ -9,6 +9,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,7 @@ def check_gpu(folder: Path, *arguments: str, absent: tuple[str, ...] = HEAVY) ->
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=500)
 
 
-def rows(folder: Path, stage: str) -> dict[str, dict[str, str]]:
+def rows(folder: Path, stage: str) -> dict[str, dict[str, Any]]:
     """Return check -> row of a stage."""
     results = json.loads((folder / "gpu.json").read_text())[stage]
     return {row["check"]: row for row in results["rows"]}
@@ -54,9 +55,9 @@ def test_all_cpu_checks_pass_without_ray_vllm_deepspeed_omegaconf_and_pydantic(t
     # 3 precisions of training with 2 rows, 2 of packing with 3, 2 of rounding, 2 x 2 temperatures x 2 of agreement, the
     # vocabulary, 2 ways of sleep with 2, and 2 models with 2 lengths.
     assert verdicts.count("ok") == 6 + 6 + 2 + 8 + 1 + 4 + 4
-    # The machine and its 2 models, 2 kernels, the vocabulary, 2 optimizers, generation, and 2 lengths with and without
-    # checkpointing.
-    assert verdicts.count("measured") == 3 + 2 + 1 + 2 + 1 + 4
+    # The machine and its 2 models, 2 kernels, the vocabulary, 2 optimizers, generation, and 2 lengths and the loss of
+    # grpo with and without checkpointing.
+    assert verdicts.count("measured") == 3 + 2 + 1 + 2 + 1 + 4 + 2
     carriers = [row for name, row in rows(tmp_path, "b").items() if name.startswith("weights by ")]
     assert [row["verdict"] for row in carriers] == ["ok"] * 5
     assert len({row["measured"].partition(" bytes")[0] for row in carriers}) == 1
@@ -68,6 +69,24 @@ def test_all_cpu_checks_pass_without_ray_vllm_deepspeed_omegaconf_and_pydantic(t
     assert page(written, stages) == written
     assert written.partition("## Results")[0] == before.partition("## Results")[0]
     assert written.endswith(before.partition("## Never run")[2])
+
+
+@pytest.mark.nightly  # two runs on Ray, and vLLM
+@pytest.mark.vllm
+def test_stage_e_has_the_timers_of_two_runs_their_warnings_and_logs_and_each_experiment(tmp_path: Path) -> None:
+    done = check_gpu(tmp_path, "--device", "cpu", "--stage", "e", "--out", "gpu.json", absent=())
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = rows(tmp_path, "e")
+    for run in ("grpo, vllm that sleeps, verified", "grpo, vllm that sleeps, not verified"):
+        assert results[run]["verdict"] == "ok"
+        assert isinstance(results[run]["warnings"], dict)
+        assert re.search(r"sync \d.*, at most \d", results[f"{run}: seconds per step"]["measured"])
+        assert results[f"{run}: fallback"]["measured"].startswith("0 warnings")
+        archive = tmp_path / "gpu.logs" / "e" / f"{run.replace(', ', '-').replace(' ', '_')}.tar.gz"
+        assert archive.stat().st_size > 1000
+    assert len([name for name in results if name.startswith("digests on the host")]) == 4
+    assert "receive" in results["vLLM without a trainer, 3 rounds"]["measured"]
+    assert any("bytes in shared memory" in name for name in results)
 
 
 def test_a_failed_check_is_a_row_with_its_error_and_the_other_checks_run(tmp_path: Path) -> None:
