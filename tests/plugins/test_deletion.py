@@ -23,6 +23,7 @@ NAMED_BY: dict[str, list[str]] = {
     "deepspeed": ["grpo", "train.engine=deepspeed"],
     "demo": ["grpo", "data.path=task:sort"],
     "dynamic_sampling": ["grpo", "algorithm.filter_range=[0.0,1.0]"],
+    "fsdp": ["grpo", "train.engine=fsdp", "train.zero_stage=2"],
     "lora": ["grpo", "train.lora_rank=4"],
     "monitoring": ["grpo", "log.metrics_port=0"],
     "option_help": ["grpo", "--help"],
