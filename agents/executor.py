@@ -13,7 +13,8 @@ from agents.options import AgentOptions
 from agents.rendering import feedback_tokens, first_tokens, refuse_mixed
 from agents.schema import read_reset, read_sampling, read_step, sampling_params
 from agents.user_code import Overdue, in_thread, in_time
-from components.rewards.functions import by_names
+from components.registry import load
+from components.rewards.base import FUNCTIONS
 
 STATUS: dict[str, Status] = {"stop": "finished", "length": "truncated", "abort": "aborted"}
 """Finish reason of a turn -> status of an episode that ends with the turn."""
@@ -135,6 +136,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         row = {"columns": copy.deepcopy(task.extra_info), "completion_ids": ids, "data_source": task.data_source}
         row["step"] = max(task.sampling.step - 1, 0)  # number of finished steps, as in recipes without an agent
         texts = [policy.decode(ids, skip_special_tokens=True)]
+        by_names = load(FUNCTIONS, "by names", "the reward of an executor")
         score = partial(by_names(self.reward), [query], [task.prompt], [copy.deepcopy(task.label)], texts, [row])
         try:
             columns = await in_time(in_thread(score), self._limit_s)

@@ -16,7 +16,8 @@ from agents.executor import MultiTurnAgentExecutor, SingleTurnAgentExecutor
 from agents.loading import load_agent
 from agents.schema import Observation, read_reset
 from components.process.child_process import Child, described, run_child, serve_calls
-from components.rewards.functions import by_names
+from components.registry import load
+from components.rewards.base import FUNCTIONS
 
 FirstCall = Literal["reset", "reward", ""]
 """Method that can be called without a response of the policy, or "" if the executor has none."""
@@ -135,6 +136,7 @@ def _score(reward: Any, prompt: str, row: Mapping[str, Any]) -> tuple[str, str] 
     label = str(row["label"])
     columns = {"columns": row.get("extra_info") or {}, "completion_ids": [0], "step": 0}
     columns["data_source"] = row.get("datasource", "")
+    by_names = load(FUNCTIONS, "by names", "the reward of an executor")
     output = by_names(reward)([prompt + label], [prompt], [row["label"]], [label], [columns])
     return output.failures.get(0)
 

@@ -40,8 +40,8 @@ from components.rl.masked import token_mean  # noqa: E402
 from components.rl.policy_losses import ppo_loss  # noqa: E402
 from components.train.config import TrainConfig  # noqa: E402
 from components.train.engine import TrainEngine  # noqa: E402
-from components.train.fsdp_engine import FSDPEngine  # noqa: E402
 from components.train.opening import open_engine  # noqa: E402
+from plugins.fsdp.engine import FSDPEngine  # noqa: E402
 
 LIMIT_S = 180
 """Timeout of a check in seconds."""

@@ -19,6 +19,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, cast
 
 from components.ranges import Checked, Count, Seconds, Share
+from components.registry import require
 from components.rewards.errors import WrongCountError
 from components.rewards.scorers import get_scorer
 from components.rewards.servers import check_servers, is_server
@@ -30,6 +31,8 @@ T = TypeVar("T")
 
 FUNCTION_NAME = "reward_func"
 """Default name of the function in a reward file."""
+FUNCTIONS = "reward functions"
+"""Kind of plug-in that provides users' reward functions."""
 FUNCTION_NAMES = (FUNCTION_NAME, "compute_score")
 """Names of the function in a reward file that need not be given after the path, as in `style.py:brevity`."""
 
@@ -100,7 +103,7 @@ class Responses(NamedTuple):
     responses: Sequence[str] | None
     """Text of each response, or None."""
     rows: Sequence[Mapping[str, Any]]
-    """Further values of each response; see `by_names` of functions.py."""
+    """Further values of each response; see `by_names` of plugins/reward_functions."""
 
 
 class RewardSource(ABC):
@@ -128,7 +131,8 @@ class RewardSource(ABC):
             labels: labels as in the data.
             responses: texts of the responses without special tokens, which the built-in scorers read. By default the
                 part of each query after its prompt.
-            rows: further values of each response, see `by_names` of functions.py. Only functions of files read them.
+            rows: further values of each response, see `by_names` of plugins/reward_functions. Only functions of files
+                read them.
 
         Raises:
             ValueError: a list has another length than `queries`.
@@ -166,6 +170,7 @@ def check_reward(spec: str) -> None:
         if is_server(part):
             check_servers(part)
         elif is_reward_file(part):
+            require(FUNCTIONS, "file", f"reward.source={part}")
             reward_function(part)
         else:
             get_scorer(part)

@@ -14,8 +14,8 @@ from typing import Any
 
 from components.data.sources import KIND as SOURCES
 from components.registry import load, names
-from components.rewards.base import check_reward
-from components.rewards.functions import RewardCode, by_names, code_of, scored
+from components.rewards.base import FUNCTIONS, check_reward
+from components.rewards.code import RewardCode, code_of, scored
 from components.rewards.scorers import get_scorer, scorer_names
 
 ScoreFunction = Callable[..., Any]
@@ -91,8 +91,9 @@ class ScoreCode:
         """Return the code that runs in child processes."""
         if self.path is not None:
             return code_of(self.spec, self.kwargs, of_one=not self.lists)
-        load = partial(by_names, partial(_by_source, self.functions, self.optional))
-        return RewardCode(source="the reward function", load=load, of_one=True)
+        by_names = load(FUNCTIONS, "by names", "the reward function")
+        loader = partial(by_names, partial(_by_source, self.functions, self.optional))
+        return RewardCode(source="the reward function", load=loader, of_one=True)
 
     def check(self) -> None:
         """Check that the file exists and defines the function, without running it.

@@ -27,8 +27,8 @@ from typing import Any
 from components.process.child_process import Child, described, run_child, serve_calls, short_line
 from components.process.heartbeat import beat
 from components.rewards.base import Columns, Responses, RewardOutput, RewardSettings, RewardSource, join_columns
+from components.rewards.code import CONCURRENT_CALLS, ConcurrentFunction, RewardCode, code_of, one_event_loop
 from components.rewards.errors import RewardError, WrongCountError
-from components.rewards.functions import CONCURRENT_CALLS, ConcurrentCalls, RewardCode, code_of, one_event_loop
 
 CHUNKS_PER_WORKER = 4
 """Number of chunks per worker. More than one, so that a worker with slow responses does not delay the batch."""
@@ -285,9 +285,9 @@ def _serve(channel: socket.socket) -> None:
             sys.path[:] = list(dict.fromkeys([*message["path"], *sys.path]))
             functions.append(pickle.loads(message["load"])())
             function = functions[0]
-            if isinstance(function, ConcurrentCalls):
+            if isinstance(function, ConcurrentFunction):
                 function.timeout_s = message["timeout_s"]
-            return "ok", isinstance(function, ConcurrentCalls)
+            return "ok", isinstance(function, ConcurrentFunction)
         except WrongCountError as error:
             return WRONG_COUNT, short_line(str(error)), ""
         except BaseException as error:  # noqa: BLE001 - the user's file may raise anything, SystemExit included

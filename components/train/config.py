@@ -54,7 +54,7 @@ def choose_precision(precision: str, gpus: int) -> str:
 class TrainOptions(Checked):
     """Options of the training of a model: engine, optimizer, learning-rate schedule and memory."""
 
-    engine: Annotated[str, NameOf("train engine", ("fsdp",))] = field(default_factory=default_engine)
+    engine: Annotated[str, NameOf("train engine")] = field(default_factory=default_engine)
     """Training engine that shards the model over the ranks: "deepspeed", or "fsdp" (torch's fully_shard)."""
     zero_stage: Annotated[int, OneOf((0, 1, 2, 3))] | None = None
     """ZeRO stage, which sets the tensors that are sharded over the ranks. 0: none; 1: optimizer states; 2: gradients
@@ -354,6 +354,11 @@ class FrozenConfig(Checked):
     layout: Annotated[str, OneOf(LAYOUTS)] = "whole"
     """Placement of the weights. "whole": on the device of each rank; "sharded": over the ranks, which gather each layer
     for a pass; "offloaded": sharded, with each rank's shard in host memory."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.is_collective and (missing := _missing("sharding", "fsdp", f"placement.frozen_models={self.layout}")):
+            raise ValueError(missing)
 
     @property
     def is_collective(self) -> bool:

@@ -19,6 +19,7 @@ from components.models.disk.export import save_model
 from components.models.disk.weight_files import WeightFiles, fill
 from components.models.loading import load_policy
 from components.models.precision import compute_in, round_products
+from components.registry import load
 from components.train.config import FrozenConfig, weight_type
 from components.train.passes import evaluate_together
 
@@ -53,7 +54,6 @@ class FrozenEngine(Generic[M]):
     def _partition(self) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        from components.train.fsdp_groups import partition
         from components.train.mesh import all_ranks
         from components.train.process_group import init_process_group
 
@@ -62,6 +62,7 @@ class FrozenEngine(Generic[M]):
         # The default policy casts nothing: the weights already have the dtypes in which passes compute.
         plain = MixedPrecisionPolicy()
         mesh = all_ranks(self.device)
+        partition = load("sharding", "fsdp", "placement.frozen_models")
         partition(self.model, self.device, plain, mesh, offload=offload, layers_let_go=True, rest_lets_go=True)
 
     def forward(self, batch: Batch, compute: Callable[[M, Batch], Tensor]) -> Tensor:

@@ -23,8 +23,4 @@ def open_engine(model: nn.Module, config: TrainConfig) -> TrainEngine:
             weights.
         config: configuration of the engine.
     """
-    if config.engine == "fsdp":
-        from components.train.fsdp_engine import FSDPEngine
-
-        return FSDPEngine(model, config)
     return load("train engine", config.engine, "train.engine")(model, config)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from components.models.device import compute_device
 from components.models.disk.weight_files import fill, filled
+from components.models.layers import layers_of
 from components.train.config import TrainConfig
 from components.train.engine import TrainEngine
-from components.train.fsdp_groups import layers_of
 from components.train.host_memory import tensors_within
 from components.train.memory_sizes import ZERO_NUMBERS
 from components.train.optimizer import adam_of

@@ -19,7 +19,7 @@ from components.rewards.servers import is_server, reward_urls
 
 if TYPE_CHECKING:
     from components.rewards.base import RewardOutput
-    from components.rewards.functions import RewardCode
+    from components.rewards.code import RewardCode
 
 Rows = Sequence[Mapping[str, Any]]
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from components.registry import load
-from components.rewards.functions import PREDICTION
+from components.rewards.code import PREDICTION
 from components.rewards.score_functions import ScoreCode, ScoreFunction, default_functions
 from components.rewards.workers import WorkerReward
 

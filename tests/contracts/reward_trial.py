@@ -12,10 +12,10 @@ import pytest
 
 from components.rewards.base import FUNCTION_NAME, RewardOutput, RewardSettings, RewardSource, is_reward_file
 from components.rewards.errors import RewardError
-from components.rewards.functions import column_parameters
 from components.rewards.opening import open_reward
 from components.rewards.scorers import register_scorer, scorer_names
 from components.rewards.workers import WorkerReward
+from plugins.reward_functions.functions import column_parameters
 from tests.contracts.samples import Sample
 from tests.contracts.targets import Target
 

@@ -18,8 +18,8 @@ from typing import Any, Literal, get_args
 
 from agents.episode import AgentExecutorBase
 from components.rewards.base import FUNCTION_NAME
-from components.rewards.functions import OF_ALL, OF_ONE, OURS, TRL
 from components.rewards.scorers import get_scorer, scorer_names
+from plugins.reward_functions.functions import OF_ALL, OF_ONE, OURS, TRL
 
 Kind = Literal["reward", "scorer", "agent"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

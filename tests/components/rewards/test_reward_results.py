@@ -15,9 +15,9 @@ import torch
 
 from components.rewards.base import RewardOutput, RewardSettings, read_columns
 from components.rewards.errors import RewardError, WrongCountError
-from components.rewards.functions import by_names, read_rewards
 from components.rewards.opening import open_reward
 from components.rewards.workers import WorkerReward
+from plugins.reward_functions.functions import by_names, read_rewards
 from tests.messages import says
 
 

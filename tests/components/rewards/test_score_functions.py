@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from components.rewards.base import RewardOutput, RewardSettings
+from components.rewards.code import read_scores
 from components.rewards.errors import RewardError
-from components.rewards.functions import read_scores
 from components.rewards.score_functions import ScoreCode, default_functions, find_function
 from components.rewards.workers import WorkerReward
 from tests.messages import says

@@ -12,24 +12,27 @@ and does not import torch.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
-import math
-import numbers
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from components.data.cells import label_text
 from components.data.messages import ASSISTANT, are_messages
 from components.process.child_process import described, load_file
-from components.rewards.base import Columns, is_reward_file, read_columns, reward_function
+from components.rewards.base import Columns, read_columns, reward_function
+from components.rewards.code import (
+    CONCURRENT_CALLS,
+    ConcurrentFunction,
+    RewardCode,
+    awaited,
+    plain,
+    read_scores,
+    run_coroutine,
+)
 from components.rewards.errors import WrongCountError
-from components.rewards.scorers import Scorer, get_scorer, module_of
 
 RewardFunction = Callable[..., Any]
 
@@ -39,56 +42,15 @@ OF_ALL = tuple(f"{name}s" for name in OF_ONE)
 """verl's parameters of a function for all responses."""
 OURS = ("queries", "prompts", "labels", "responses")
 """OpenRLHF's parameters and `responses`. The first three are passed by position to functions with other names."""
-CONCURRENT_CALLS = 64
-"""Maximum number of calls of an async function for one response that a process awaits at the same time."""
 TRL = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 """TRL's parameters."""
 
 
-PREDICTION = "pred"
-"""Key of the answer that a function extracted from a response. It is logged as text, even if it looks like a number."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardCode:
-    """Reward code that runs in child processes."""
-
-    source: str
-    """Name of the code in error messages."""
-    load: Callable[[], Callable[..., Columns]]
-    """Called in a child process. Returns a function wrapped by `by_names`."""
-    reads_rows: bool = True
-    """True if the code reads more than queries, prompts, labels and responses."""
-    of_one: bool = False
-    """True if the code handles one response at a time. The size of chunks is then adapted to its speed."""
-    of_batch: bool = False
-    """True if one call handles all responses of a batch. Its timeout is then that of all responses together."""
-
-
-def code_of(spec: str, arguments: Mapping[str, Any] | None = None, of_one: bool | None = None) -> RewardCode:
-    """Return the code of a scorer, or of a function of a user's file.
-
-    Args:
-        spec: name of a scorer, `FILE.py` or `FILE.py:NAME`.
-        arguments: further arguments of a file's function.
-        of_one: True calls a file's function once for each response, False once for all responses of a batch. By default
-            the names of its parameters decide.
-
-    Raises:
-        ValueError: the scorer or function does not exist.
-    """
-    if is_reward_file(spec):
-        path, name = reward_function(spec)
-        load = partial(_load_function, path, name, arguments, of_one)
-        return RewardCode(source=f"{name} in {str(path)!r}", load=load, of_one=of_one is True, of_batch=of_one is False)
-    scorer = get_scorer(spec)
-    load = partial(_load_scorer, scorer, module_of(scorer))
-    return RewardCode(source=f"scorer {spec!r}", load=load, reads_rows=False)
-
-
-def scored(scorer: Scorer, solution_str: str, ground_truth: Any) -> float | dict[str, float]:
-    """Call a scorer with the arguments of verl's signature."""
-    return scorer(solution_str, label_text(ground_truth))
+def code_of_file(spec: str, arguments: Mapping[str, Any] | None = None, of_one: bool | None = None) -> RewardCode:
+    """Return the code of a function of a user's file; see `code_of`."""
+    path, name = reward_function(spec)
+    load = partial(_load_function, path, name, arguments, of_one)
+    return RewardCode(source=f"{name} in {str(path)!r}", load=load, of_one=of_one is True, of_batch=of_one is False)
 
 
 # The rest of this module runs in a child process.
@@ -101,13 +63,6 @@ def _load_function(
     if not callable(function):
         raise ValueError(f"{name} is a {type(function).__name__}; make it a function")
     return by_names(function, arguments, of_one)
-
-
-def _load_scorer(scorer: Scorer, module: str | None) -> Callable[..., Columns]:
-    if module is not None:
-        # Imported at the start, because the import could exceed the timeout of the first responses.
-        importlib.import_module(module)
-    return by_names(partial(scored, scorer))
 
 
 def by_names(
@@ -151,7 +106,7 @@ def _for_one(
     # An object with an async __call__ counts as an async function too.
     if any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
         return ConcurrentCalls(call_one)
-    return lambda *columns: read_scores([_awaited(call_one(*row)) for row in zip(*columns)])
+    return lambda *columns: read_scores([awaited(call_one(*row)) for row in zip(*columns)])
 
 
 def _for_all(
@@ -183,7 +138,7 @@ def _for_all(
         kwargs_names = {*signature, *arguments}
         if signature is not OF_ALL:  # verl does not pass columns of the data to **kwargs
             kwargs_names.update(name for row in columns[-1] for name in row.get("columns", {}))
-        result = read_rewards(_awaited(_call(function, parameters, values, kwargs_names)), len(queries))
+        result = read_rewards(awaited(_call(function, parameters, values, kwargs_names)), len(queries))
         logged = read_columns({"rewards": result.rewards, "extra_logs": logs}, len(queries)).logs
         return Columns(result.rewards, result.scores, result.logs | logged, result.texts | texts, result.absent)
 
@@ -208,7 +163,7 @@ def _is_trl(names: Collection[str]) -> bool:
 
 
 @dataclass
-class ConcurrentCalls:
+class ConcurrentCalls(ConcurrentFunction):
     """Async function for one response, awaited for up to CONCURRENT_CALLS responses at the same time.
 
     A call that raises, exceeds the timeout or returns no number fails only for its own response.
@@ -216,12 +171,10 @@ class ConcurrentCalls:
 
     call: Callable[..., Coroutine[Any, Any, Any]]
     """Function of the columns of one response."""
-    timeout_s: float | None = None
-    """Timeout of one call in seconds. None sets no limit."""
 
     def __call__(self, *columns: Sequence[Any]) -> Columns:
         """Return the rewards of all responses, and the failures by index."""
-        outcomes = _run(self._gather(list(zip(*columns))))
+        outcomes = run_coroutine(self._gather(list(zip(*columns))))
         failures: dict[int, tuple[str, str]] = {}
         for i, outcome in enumerate(outcomes):
             if isinstance(outcome, tuple):
@@ -256,11 +209,6 @@ class ConcurrentCalls:
             return (f"no result after {self.timeout_s:g} s", "") if timeout.expired() else described(error)
 
 
-def _plain(value: Any) -> Any:
-    """Convert a tensor or an array to Python numbers. Other values are returned unchanged."""
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
 def read_rewards(result: Any, count: int) -> Columns:
     """Read the result of a function for `count` responses.
 
@@ -268,7 +216,7 @@ def read_rewards(result: Any, count: int) -> Columns:
         WrongCountError: there are more or fewer rewards than responses.
         ValueError: the result is not understood, or a number is not finite.
     """
-    result = _plain(result)
+    result = plain(result)
     # `read_columns` rejects sets, which have no order, and bytes, whose items happen to be numbers.
     if isinstance(result, (Mapping, str, bytes, bytearray, set, frozenset)) or not hasattr(result, "__len__"):
         return read_columns(result, count)
@@ -400,62 +348,3 @@ def _chosen(
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         names.update(kwargs_names)
     return {name: values[name] for name in values if name in names}
-
-
-_run: Callable[[Coroutine[Any, Any, Any]], Any] = asyncio.run
-"""Function that runs a coroutine; `one_event_loop` replaces it."""
-
-
-@contextmanager
-def one_event_loop() -> Iterator[None]:
-    """Await all async functions of this process in one event loop, so that clients that they keep stay usable."""
-    global _run
-    # HTTP clients are bound to their event loop, and asyncio.run makes a new one for every call.
-    with asyncio.Runner() as runner:
-        _run = runner.run
-        try:
-            yield
-        finally:
-            _run = asyncio.run
-
-
-def _awaited(result: Any) -> Any:
-    """Return the result of a function. An awaitable result is awaited first."""
-    if not inspect.isawaitable(result):
-        return result
-
-    async def wait() -> Any:
-        return await result
-
-    return _run(wait())
-
-
-def read_scores(results: Sequence[Any]) -> Columns:
-    """Read the result of a function for each response: a number, None (no reward), or a dict with `score`.
-
-    Other numbers of a dict are logged, as NaN for responses without them. All other values of a dict are kept as text.
-
-    Raises:
-        ValueError: a result is not understood, or is not finite.
-    """
-    rows = [dict(result) if isinstance(result, Mapping) else {"score": result} for result in results]
-    absent = [i for i, row in enumerate(rows) if row.get("score", 0) is None]
-    for i in absent:
-        rows[i]["score"] = 0.0
-    for row in rows:
-        if "score" not in row:
-            raise ValueError(f"returned a dict with the keys {sorted(map(str, row))}; it needs 'score'")
-    try:
-        scores = read_columns({"rewards": [row.pop("score") for row in rows]}, len(rows)).rewards
-    except WrongCountError as error:  # a value is a list, which is an error of that response and not of the batch
-        raise ValueError(str(error)) from error
-    logs: dict[str, list[float]] = {}
-    texts: dict[str, list[str | None]] = {}
-    for i, row in enumerate(rows):
-        for name, item in row.items():
-            value = _plain(item)
-            if isinstance(value, numbers.Real) and name != PREDICTION:
-                logs.setdefault(str(name), [math.nan] * len(rows))[i] = float(value)
-            elif value is not None:
-                texts.setdefault(str(name), [None] * len(rows))[i] = str(value)
-    return Columns(scores, scores, logs, texts, absent)

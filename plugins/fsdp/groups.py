@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from components.models.layers import layers_of
+
 
 def partition(
     model: nn.Module,
@@ -61,9 +63,3 @@ def partition(
             fully_shard(module, mesh=mesh, reshard_after_forward=lets_go, mp_policy=precision, offload_policy=kept)
         )
     return groups
-
-
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of a model: the modules whose classes transformers lists in `_no_split_modules`."""
-    names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-    return [module for module in model.modules() if type(module).__name__ in names and module is not model]

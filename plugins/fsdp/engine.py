@@ -23,9 +23,9 @@ from components.models.disk.blocks import local_part, own_block
 from components.models.disk.weight_files import fill
 from components.train.config import TrainConfig
 from components.train.engine import TrainEngine
-from components.train.fsdp_groups import partition
 from components.train.optimizer import adam_of
 from components.weights.gather import Part, part_of
+from plugins.fsdp.groups import partition
 
 
 class FSDPEngine(TrainEngine):

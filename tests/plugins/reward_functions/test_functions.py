@@ -11,8 +11,8 @@ import pytest
 from components.process.child_process import load_file
 from components.rewards.base import Columns, check_reward, reward_function
 from components.rewards.errors import RewardError
-from components.rewards.functions import by_names
 from components.rewards.opening import open_reward
+from plugins.reward_functions.functions import by_names
 from tests.messages import says
 
 RESPONSES = ["4", "5", "22"]

@@ -1,0 +1,6 @@
+"""Reward functions of a user's file, in the signatures of OpenRLHF, TRL and verl.
+
+`reward.source=FILE.py` loads them.
+"""
+
+PROVIDES = {"reward functions": {"file": "functions:code_of_file", "by names": "functions:by_names"}}
