@@ -207,7 +207,7 @@ def _cast(dtype: torch.dtype, weight_VH: Tensor, bias_V: Tensor | None) -> tuple
 
 def _head(model: nn.Module) -> nn.Linear | None:
     find: Any = getattr(model, "get_output_embeddings", None)
-    head = find() if find is not None else None
+    head = find and find()
     return head if type(head) is nn.Linear else None
 
 

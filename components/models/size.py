@@ -73,7 +73,8 @@ class ModelSize:
         Args:
             ranks: tensor-parallel degree.
         """
-        rest = self.rest if self.vocabulary % ranks else self.rest // ranks
+        # A vocabulary that the ranks cannot share evenly is whole on each of them.
+        parts = 1 if self.vocabulary % ranks else ranks
         whole = 0
         keys = self.keys // ranks
         key_heads = self.keys * self.heads // max(1, self.queries)
@@ -83,13 +84,13 @@ class ModelSize:
             keys = self.keys * math.lcm(key_heads, ranks) // (key_heads * ranks)
         return replace(
             self,
-            parameters=(self.parameters - self.rest - whole) // ranks + whole + rest,
-            head=self.head if self.vocabulary % ranks else self.head // ranks,
+            parameters=(self.parameters - self.rest - whole) // ranks + whole + self.rest // parts,
+            head=self.head // parts,
             heads=self.heads // ranks,
             queries=self.queries // ranks,
             keys=keys,
             intermediate=self.intermediate // ranks,
-            vocabulary=self.vocabulary if self.vocabulary % ranks else self.vocabulary // ranks,
+            vocabulary=self.vocabulary // parts,
         )
 
     @property
@@ -131,7 +132,8 @@ def model_size(path: str) -> ModelSize | None:
     by_config = size_of(config)
     if stored is None:
         return by_config
-    shape = vars(by_config) if by_config else {}
+    # The files count the parameters exactly. The other sizes are only in config.json.
+    shape = vars(by_config or ModelSize(parameters=0))
     return ModelSize(**{**shape, "parameters": stored[0], "head": stored[1]})
 
 

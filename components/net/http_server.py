@@ -75,6 +75,7 @@ def server_config(app: Any, head_s: float = SENDING_S, **options: Any) -> uvicor
             if self.cycle is not None and not self.cycle.response_complete:
                 self.stop_timer()
                 return
+            # Only bytes outside of bodies belong to a head.
             if not was_in_body and not self.in_body:
                 self.received += len(data)
             has_more_to_come = self.in_body or not was_in_body
@@ -144,6 +145,7 @@ class BodyLimits:
         try:
             yield await read_body(request, self.mb, self.seconds, count, self._named("mb"))
         finally:
+            # Also after an error. Otherwise refused bodies would fill up the limit until the server refuses all.
             self.held_bytes -= received
 
     def _named(self, limit: str) -> str:
@@ -237,13 +239,15 @@ async def read_body(
     body = bytearray()
     too_large = HTTPException(TOO_LARGE, f"the body is larger than {most_mb:g} MB{named}; send less")
     length = request.headers.get("content-length", "")
-    # The declared length is checked first, so that a large body is rejected before it arrives.
+    # The declared length is checked first, so that a large body is rejected before it arrives. At most 20 digits are
+    # parsed, because int() refuses thousands of them with a ValueError.
     if length.isdecimal() and int(length[:20]) > most_mb * 1e6:
         raise too_large
     try:
         async with asyncio.timeout(seconds):
             async for part in request.stream():
                 body += part
+                # The declared length may be missing or wrong.
                 if len(body) > most_mb * 1e6:
                     raise too_large
                 if note is not None:

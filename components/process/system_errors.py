@@ -8,4 +8,4 @@ import re
 def system_error_number(message: str) -> int | None:
     """Return the number in `(os error N)`, or None for a message without one."""
     match = re.search(r"\(os error (\d+)\)", message)
-    return None if match is None else int(match[1])
+    return match and int(match[1])

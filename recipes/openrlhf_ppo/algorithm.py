@@ -40,10 +40,9 @@ WHITENED = ("gae", "reinforce", "reinforce_baseline")
 
 
 def add_advantages(experience: Batch, config: PPOConfig, kl_coef: float) -> Batch:
-    """Add `shaped_reward` [B], `advantage`, `return` and, where it is asked for, `correction`, all [N], to a whole
-    step's batch.
-    """
-    options, mask_N = config.algorithm, experience["action_mask"]
+    """Add `shaped_reward` [B], and `advantage`, `return` and, if configured, `correction` [N], to a step's batch."""
+    options = config.algorithm
+    mask_N = experience["action_mask"]
     kl_N = None
     if config.needs_reference and options.kl_in_reward:
         kl_N = kl_estimate(experience["logprob"], experience["reference_logprob"], mask_N, options.kl_estimator)
@@ -54,17 +53,23 @@ def add_advantages(experience: Batch, config: PPOConfig, kl_coef: float) -> Batc
         advantage_N, return_N = returns.gae(reward_N, value_N, mask_N, experience.lengths, options.gamma, options.lam)
     else:
         advantage_N = return_N = returns.discounted_returns(reward_N, mask_N, experience.lengths, options.gamma)
+    # Over the whole step, not a mini-batch: a mean over few responses would depend on which ones they are.
     if options.estimator in WHITENED:
         advantage_N = returns.whiten(advantage_N, mask_N, scale=options.std_norm)
     experience = experience.with_sequences(shaped_reward=shaped_B)
     experience = experience.with_tokens(advantage=advantage_N, **{"return": return_N})
-    return experience.with_tokens(correction=corrections(experience, config)) if config.corrects_loss else experience
+    if not config.corrects_loss:
+        return experience
+    return experience.with_tokens(correction=corrections(experience, config))
 
 
 def shaped_rewards(experience: Batch, config: PPOConfig) -> Tensor:
-    """[B] rewards after the penalties on length, the comparison within groups, and the cut to their range."""
-    options, longest = config.algorithm, config.rollout.max_new_tokens
-    reward_B, length_B = experience["reward"], experience.sum_tokens(experience["action_mask"])
+    """Return the rewards [B] after length penalties, comparison within groups, and clamping to `reward_range`."""
+    options = config.algorithm
+    longest = config.rollout.max_new_tokens
+    reward_B = experience["reward"]
+    length_B = experience.sum_tokens(experience["action_mask"])
+    # Penalties come before the comparison, so that a response is compared with what the others really earn.
     if options.overlong_buffer is not None:
         reward_B = overlong_penalty(reward_B, length_B, longest, options.overlong_buffer, options.overlong_penalty)
     if options.truncated_factor is not None:
@@ -77,11 +82,19 @@ def shaped_rewards(experience: Batch, config: PPOConfig) -> Tensor:
 
 
 def corrections(experience: Batch, config: PPOConfig) -> Tensor:
-    """[N] times which each token's loss counts, for what the engine that sampled it computed otherwise."""
+    """Return the importance weight [N] of each token: the trainer's probability over that of the engine."""
     columns = (experience["logprob"], experience["rollout_logprob"], experience["action_mask"], experience.lengths)
-    options, (low, high) = config.algorithm, config.algorithm.correction_range
-    outside = "zero" if options.correction == "icepop" else "clamp"
-    least, most = (0.0, math.inf) if options.correction == "seq-mask" else (low, high)
+    options = config.algorithm
+    low, high = options.correction_range
+    outside = "clamp"
+    if options.correction == "icepop":
+        outside = "zero"
+    least = low
+    most = high
+    if options.correction == "seq-mask":
+        # It rejects whole responses and does not limit the weights of single tokens.
+        least = 0.0
+        most = math.inf
     weight_N = correction.importance_weights(*columns, level="token", low=least, high=most, outside=outside)
     if options.correction in ("seq-mask", "seq-mask-tis"):
         weight_N *= correction.rejection_weights(*columns, level="geometric", estimator="k1", low=low, high=high)
@@ -89,15 +102,20 @@ def corrections(experience: Batch, config: PPOConfig) -> Tensor:
 
 
 def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: PPOConfig, kl_coef: float) -> LossOutput:
-    """The surrogate, the KL to the reference where it is part of the loss, and the entropy's reward."""
-    options, mask_N, longest = config.algorithm, micro["action_mask"], config.rollout.max_new_tokens
+    """Return the surrogate loss with the entropy bonus and, if it is part of the loss, the KL to the reference."""
+    options = config.algorithm
+    mask_N = micro["action_mask"]
+    longest = config.rollout.max_new_tokens
     output = token_logprobs(model, micro, config.rollout.temperature, with_entropy=True)
     assert output.entropy_N is not None
-    weight_N = micro["correction"] if config.corrects_loss else None
+    weight_N = None
+    if config.corrects_loss:
+        weight_N = micro["correction"]
     tokens = surrogate(output.logprob_N, micro, config)
     policy = reduce_loss(tokens, mask_N, micro.lengths, totals, config.aggregation, longest, weight_N)
     entropy = reduce_loss(policy_losses.entropy_loss(output.entropy_N, mask_N), mask_N, micro.lengths, totals)
-    loss, metrics = policy.loss, policy.metrics | entropy.metrics | {"policy_loss": policy.loss.detach()}
+    loss = policy.loss
+    metrics = policy.metrics | entropy.metrics | {"policy_loss": policy.loss.detach()}
     if options.entropy_coef:
         loss = loss + options.entropy_coef * entropy.loss
     if config.needs_reference and not options.kl_in_reward:
@@ -105,33 +123,36 @@ def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: PPOConfi
         kl = token_mean(kl_N, mask_N, totals.tokens)
         loss = loss + kl_coef * kl
         metrics["kl_loss"] = kl.detach()
+        # A sum, because `AdaptedKL.adapt` needs the mean over all tokens of the step, not over its optimizer steps.
         if options.kl_target is not None:
             metrics["kl_sum"] = kl.detach() * totals.tokens
     return LossOutput(loss=loss, metrics=metrics)
 
 
 def value_loss(model: nn.Module, micro: Batch, totals: Totals, config: PPOConfig) -> LossOutput:
-    """Squared error to the returns, clipped around the values of the step's start."""
-    value_N, mask_N = token_values(model, micro), micro["action_mask"]
+    """Return the squared error to the returns, clipped around the values at the start of the step."""
+    value_N = token_values(model, micro)
+    mask_N = micro["action_mask"]
     tokens = clipped_value_loss(value_N, micro["value"], micro["return"], mask_N, clip=config.critic.value_clip)
     return reduce_loss(tokens, mask_N, micro.lengths, totals)
 
 
 class AdaptedKL(ppo_loss.AdaptedKL):
-    """The weight of the KL."""
+    """Adaptive coefficient of the KL."""
 
     def adapt(self, experience: Batch, metrics: dict[str, float]) -> None:
-        """Adapt the weight to the KL of a step's responses, as OpenRLHF does.
+        """Adapt the coefficient to the KL of a step's responses, as OpenRLHF does.
 
         A KL in the reward is averaged over the tokens of each response, then over responses. A KL in the loss is
-        averaged over the tokens of all optimizer steps, as each of them saw it before its update: optimizer steps of
-        fewer tokens count less.
+        averaged over the tokens of all optimizer steps, as computed before each update. Optimizer steps with fewer
+        tokens count less.
 
         Args:
             experience: responses of the step.
-            metrics: of the update. The sum of the KL, `actor/kl_sum`, is removed from them.
+            metrics: metrics of the update. The sum of the KL, `actor/kl_sum`, is removed from them.
         """
-        options, mask_N = self.config.algorithm, experience["action_mask"]
+        options = self.config.algorithm
+        mask_N = experience["action_mask"]
         kl_sum = metrics.pop("actor/kl_sum", 0.0)
         if options.kl_target is None:
             return
@@ -139,6 +160,6 @@ class AdaptedKL(ppo_loss.AdaptedKL):
             kl_N = kl_estimate(experience["logprob"], experience["reference_logprob"], mask_N, options.kl_estimator)
             kl = float(sequence_means(kl_N, mask_N, experience.lengths).mean())
         else:
-            # A metric of the update is a mean over its optimizer steps, of which each epoch has as many.
+            # A metric of the update is a mean over the optimizer steps. All epochs have the same number of them.
             kl = kl_sum * self.config.optimizer_steps(len(experience)) / int(mask_N.sum())
         self.follow(kl, len(experience))

@@ -187,13 +187,14 @@ class PPOPlacementOptions(PlacementOptions):
     def nodes_of(self, role: str) -> int:
         """Return the number of machines over which a role is spread."""
         nodes: int | None = getattr(self, f"{role}_nodes")
-        return self.nodes if nodes is None else nodes
+        return nodes or self.nodes
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         yield from super().faults()
         for role in SPREAD:
-            count, nodes = getattr(self, COUNTS[role]), self.nodes_of(role)
+            count = getattr(self, COUNTS[role])
+            nodes = self.nodes_of(role)
             if count is not None and count % nodes:
                 yield f"placement.{COUNTS[role]}={count} cannot be spread over placement.{role}_nodes={nodes} evenly"
 
@@ -265,7 +266,9 @@ class PPOConfig(PPORunOptions):
     @property
     def reward_source(self) -> str | None:
         """Reward code or servers. None if reward models or an agent's environment give the rewards."""
-        return None if self.reward_model.path else super().reward_source
+        if self.reward_model.path:
+            return None
+        return super().reward_source
 
     @property
     def scores_with_experience(self) -> bool:
@@ -285,7 +288,10 @@ class PPOConfig(PPORunOptions):
     @property
     def aggregation(self) -> Aggregation:
         """Aggregation of token losses in the policy loss."""
-        usual = "seq-mean-token-mean" if self.algorithm.policy_loss in BY_RESPONSE else "token-mean"
+        usual: Aggregation = "token-mean"
+        if self.algorithm.policy_loss in BY_RESPONSE:
+            # Their ratio belongs to a response, so a mean over tokens would count long responses more.
+            usual = "seq-mean-token-mean"
         return self.algorithm.loss_aggregation or usual
 
     @property
@@ -296,8 +302,9 @@ class PPOConfig(PPORunOptions):
     @property
     def old_policy(self) -> str:
         """Column with the log-probabilities of the old policy: the trainer's, or the engine's in a corrected gspo."""
-        corrected = self.algorithm.correction != "none" and not self.corrects_loss
-        return "rollout_logprob" if corrected else "logprob"
+        if self.algorithm.correction != "none" and not self.corrects_loss:
+            return "rollout_logprob"
+        return "logprob"
 
     def optimizer_steps(self, count: int) -> int:
         """Return the number of optimizer steps for `count` responses. It is rounded: at the end of filtered data, an
@@ -323,7 +330,9 @@ class PPOConfig(PPORunOptions):
         algorithm = self.algorithm
         notes = []
         if self.needs_reference and algorithm.kl_in_reward == (algorithm.kl_estimator not in ("k1", "abs")):
-            advice = "k1 suits a reward" if algorithm.kl_in_reward else "k2, k3 or one with a + suits a loss"
+            advice = "k2, k3 or one with a + suits a loss"
+            if algorithm.kl_in_reward:
+                advice = "k1 suits a reward"
             notes.append(f"algorithm.kl_estimator={algorithm.kl_estimator}: {advice}")
         if algorithm.filter_range and self.reward_model.path and algorithm.filter_range == (0.0, 1.0):
             notes.append("algorithm.filter_range is 0 to 1, and the scores of a reward model may be any number")

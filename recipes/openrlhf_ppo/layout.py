@@ -19,9 +19,11 @@ def resolved(config: PPOConfig) -> PPOConfig:
     """
     placement = config.placement
     gpus = detect_devices() and (placement.devices_per_node or detect_devices())
-    temperature, rank = config.evaluation.temperature, config.train.lora_rank
+    temperature = config.evaluation.temperature
+    rank = config.train.lora_rank
     rollout, _ = config.rollout.chosen(gpus, config.model.path, temperature, lora_rank=rank)
     workers = _workers(config, gpus)
+    # Ray would otherwise wait for the missing cores until placement_timeout has passed.
     if not gpus:
         _check_cores(workers)
     attention = choose_attention(config.model.attn_implementation, gpus)
@@ -41,12 +43,17 @@ def resolved(config: PPOConfig) -> PPOConfig:
 
 def _workers(config: PPOConfig, gpus: int) -> dict[str, int]:
     """Return the number of workers of each role. Roles without a configured number share the remaining devices."""
-    parts, nodes = groups(config), _nodes(config)
-    width = {"rollout": config.rollout.tensor_parallel if gpus else 1}
+    parts = groups(config)
+    nodes = _nodes(config)
+    width = {}
+    if gpus:
+        # On CPUs an engine is one process, whatever tensor_parallel says.
+        width["rollout"] = config.rollout.tensor_parallel
     counts: dict[str, int | None] = {role: getattr(config.placement, COUNTS[role]) for group in parts for role in group}
     # Numbers of devices per machine.
     taken = {role: -(-count * width.get(role, 1) // nodes[role]) for role, count in counts.items() if count}
     named = {group: next((taken[role] for role in group if role in taken), None) for group in parts}
+    # Devices that no option assigns are divided equally among the groups without a number, at least one for each.
     left = gpus - sum(count or 0 for count in named.values())
     each = max(1, left // max(1, sum(count is None for count in named.values())))
     workers = dict[str, int]()
@@ -66,6 +73,7 @@ def _nodes(config: PPOConfig) -> dict[str, int]:
 def _machines(config: PPOConfig, workers: Mapping[str, int], gpus: int) -> int:
     """Return the number of machines. OpenRLHF's commands do not set it, so on a cluster the roles determine it."""
     named = max(config.placement.nodes, *_nodes(config).values())
+    # A single machine cannot grow. Too large numbers of workers are then an error of the placement.
     if not gpus or is_here():
         return named
     width = {"rollout": config.rollout.tensor_parallel}
@@ -88,9 +96,12 @@ def groups(config: PPOConfig) -> list[tuple[str, ...]]:
     elif placement.colocate_models:
         shared = [tuple(role for role in roles if role != "rollout")]
     else:
-        pairs = [("actor", "reference")] if placement.colocate_actor_reference else []
-        pairs += [("critic", "reward")] if placement.colocate_critic_reward else []
-        shared = [pair for pair in pairs if set(pair) <= set(roles)]
+        pairs = {
+            ("actor", "reference"): placement.colocate_actor_reference,
+            ("critic", "reward"): placement.colocate_critic_reward,
+        }
+        # A pair without one of its roles is no pair: the other role gets devices of its own.
+        shared = [pair for pair, is_colocated in pairs.items() if is_colocated and set(pair) <= set(roles)]
     return shared + [(role,) for role in roles if not any(role in group for group in shared)]
 
 

@@ -34,18 +34,23 @@ def build_job(config: PPOConfig) -> Job:
     builder.rollout(f"{roles}.rollout:Rollout").total(placement.rollout_engines or 1)
     builder.resource(cpu=devices, accelerator=devices).max_restarts(config.max_restarts)
     reward = f"{roles}.reward:Reward"
-    count, nodes = placement.rewards or 1, placement.nodes_of("reward")
+    count = placement.rewards or 1
+    nodes = placement.nodes_of("reward")
     if config.reward_model.path:
         frozen_role(builder, Role.REWARD, (reward, f"{reward}Rank"), count, nodes, config)
+        builder.resource(accelerator=1)
     else:
+        # Code and servers need no GPU of this job.
         builder.reward(reward).total(count).max_restarts(config.max_restarts)
-    builder.resource(accelerator=1 if config.reward_model.path else 0)
+        builder.resource(accelerator=0)
     if config.has_reference_role:
         classes = (f"{roles}.reference:Reference", f"{roles}.reference:ReferenceRank")
-        count, nodes = placement.references or 1, placement.nodes_of("reference")
+        count = placement.references or 1
+        nodes = placement.nodes_of("reference")
         frozen_role(builder, Role.REFERENCE, classes, count, nodes, config)
         builder.resource(accelerator=1)
     for group in groups(config):
+        # Without GPUs there is no device to share.
         if gpus and len(group) > 1:
             builder.with_collocation(*map(Role, group))
     return builder.build()
@@ -62,7 +67,8 @@ class PPOCommand(PolicyCommand[PPOConfig]):
 
     def model_uses(self, config: PPOConfig, job: Job) -> list[ModelUse]:
         """See `PolicyCommand.model_uses`."""
-        frozen, paths = config.frozen_engine, config.reward_model.paths
+        frozen = config.frozen_engine
+        paths = config.reward_model.paths
         critic = ModelUse(
             role=Role.CRITIC,
             path=config.critic_start,

@@ -76,8 +76,10 @@ def critic_forward(samples: Batch) -> FutureSequence[Batch]:
 
 
 def reference_forward(samples: Batch) -> FutureSequence[Batch]:
-    """`reference_logprob` per token, in nats, under the frozen policy, or where that has no role under the actor's."""
-    role = Role.REFERENCE if RoleGroup(Role.REFERENCE, optional=True) else Role.ACTOR
+    """Compute `reference_logprob` per token, in nats, in the role of the frozen policy, or in the actor without it."""
+    role = Role.ACTOR
+    if RoleGroup(Role.REFERENCE, optional=True):
+        role = Role.REFERENCE
     return RoleGroup(role).call_batch(reference_forward, len(samples), samples)
 
 

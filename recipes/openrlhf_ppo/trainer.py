@@ -61,6 +61,7 @@ class PPOTrainer(BaseTrainer):
     def make_experience(self, rollouts: Batch) -> Batch:
         """Add `reward` and `score` [B], and `logprob`, `value` and `reference_logprob` [N], as needed."""
         tokens = rollouts.only("tokens")
+        # All calls are sent before the first result is read, so that the roles compute at the same time.
         futures = [remote_call.actor_forward(policy_inputs(rollouts), self.config.rollout.temperature)]
         if "reward" not in rollouts:
             futures.append(remote_call.reward_forward(rollouts, step=self.policy_run.step - 1))
@@ -74,6 +75,7 @@ class PPOTrainer(BaseTrainer):
                 rollouts = rollouts.with_tokens(**columns.per_token).with_sequences(**columns.per_sequence)
             return self.policy_run.drop_failed_of_step(rollouts)
         except RewardError:
+            # The responses are saved with the checkpoint, and scored after a resume.
             self.policy_run.put_back()
             raise
 
@@ -81,7 +83,10 @@ class PPOTrainer(BaseTrainer):
         """Train critic and actor, and adapt the KL coefficient. Return the metrics."""
         step = self.policy_run.step
         remote_call.append_experience(experience.without(*experience.objects))
-        metrics = {"actor/kl_coef": self.kl.coef} if self.config.needs_reference else {}
+        metrics = {}
+        if self.config.needs_reference:
+            metrics["actor/kl_coef"] = self.kl.coef
+        # Both updates are started before the first result is read, so that critic and actor train at the same time.
         updates = {}
         if self.config.needs_critic:
             updates["critic"] = remote_call.critic_update(step)

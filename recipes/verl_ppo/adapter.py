@@ -146,6 +146,7 @@ def elsewhere(keys: Computed) -> Iterator[str]:
             "kind of engine; set both to fsdp2, or both to megatron"
         )
     trains = (keys.get(f"{ACTOR}.strategy"), keys.get("critic.strategy"), keys.get("model_engine"))
+    # Actor and critic usually name the same engine, so one message is enough.
     for other in [str(kind) for kind in trains if kind not in (None, "fsdp", "fsdp2", "dp", "megatron")][:1]:
         yield f"{other} (actor_rollout_ref.actor.strategy) {OTHER_ENGINE}"
     if is_megatron(keys):
@@ -169,6 +170,7 @@ def read_axes(keys: Computed) -> None:
         written = [key for key in keys.values if key.endswith(names) and not key.startswith(REFERENCE)]
         sizes = {keys.values[key] or 1 for key in written}
         largest = max(sizes, default=1)
+        # Context parallelism splits sequences. The other two axes split the parameters of a layer.
         cuts_layers = largest > 1 and option != "parallel.context"
         if cuts_layers and (keys.option("train.lora_rank", 0) or keys.option("train.lora_path")):
             keys.notes.append(
@@ -200,6 +202,7 @@ def read_data(keys: Computed) -> None:
         keys.put("evaluation.samples_per_prompt", 1, f"{ROLLOUT}.val_kwargs.n")
         keys.notes.append(f"no effect of {ROLLOUT}.val_kwargs.n: greedy responses are all the same")
     longest = keys.option("data.max_prompt_tokens", 512) + keys.option("rollout.max_new_tokens", 512)
+    # A smaller limit of the engine is a limit on prompt and response together, which agent.max_tokens is here.
     limits = [name for name in keys.values if name.endswith(".max_model_len")]
     room = min((keys.values[name] for name in limits if keys.values[name] is not None), default=None)
     if room is not None and room < longest:
@@ -241,12 +244,12 @@ def read_batches(keys: Computed) -> None:
 
 def _limit_passes(keys: Computed, options: tuple[str, str], limits: Sequence[tuple[bool, str, str]]) -> None:
     """Limit passes by tokens, or by responses of maximum length. The smallest of several limits applies."""
-    prompt, response = keys.option("data.max_prompt_tokens", 512), keys.option("rollout.max_new_tokens", 512)
+    longest = keys.option("data.max_prompt_tokens", 512) + keys.option("rollout.max_new_tokens", 512)
     tokens, counts = list[int](), list[int]()
     for is_dynamic, prefix, other in limits:
         key = f"{prefix}max_token_len_per_gpu" if is_dynamic else f"{other or prefix}micro_batch_size_per_gpu"
         if (limit := keys.get(key)) is not None:
-            tokens.append(limit if is_dynamic else limit * (prompt + response))
+            tokens.append(limit if is_dynamic else limit * longest)
             counts += [] if is_dynamic else [limit]
     if tokens:
         keys.put(options[0], min(tokens))

@@ -68,9 +68,9 @@ def add_advantages(experience: Batch, config: VerlPPOConfig, kl_coef: float) -> 
             )
     experience = experience if algorithm.estimate_rejected else trained
     mask_N = experience["action_mask"]
-    gamma, lam = algorithm.gamma, algorithm.lam
+    gamma = algorithm.gamma
     if algorithm.estimator == "gae":
-        advantage_N, return_N = returns.gae(reward_N, experience["value"], mask_N, lengths_B, gamma, lam)
+        advantage_N, return_N = returns.gae(reward_N, experience["value"], mask_N, lengths_B, gamma, algorithm.lam)
     elif algorithm.estimator == "reinforce_plus_plus":
         advantage_N = return_N = returns.discounted_returns(reward_N, mask_N, lengths_B, gamma)
     elif algorithm.estimator == "remax":

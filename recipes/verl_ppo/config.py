@@ -491,8 +491,8 @@ class VerlPPOConfig(PPORunOptions):
                 runs can be compared. Empty without evaluation.path.
             notes: a note is appended if max_samples leaves rows out.
         """
-        path = self.evaluation.path if heldout else self.data.path
-        files = [str(Path(name.strip()).expanduser()) for name in (path or "").split(",") if name]
+        options = self.evaluation if heldout else self.data
+        files = [str(Path(name.strip()).expanduser()) for name in (options.path or "").split(",") if name]
         own_agent = self.agent.func_path is not None and not self.has_verl_agent
         form = {
             "prompt_key": self.data.prompt_key,
@@ -503,10 +503,10 @@ class VerlPPOConfig(PPORunOptions):
             "agents": None if own_agent else [TOOLS if self.has_verl_agent else SINGLE_TURN],
             "ignored": column_names(self.data.ignored_columns),
             "kept": ("agent_name",) if self.has_verl_loops else (),
-            "max_rows": self.evaluation.max_samples if heldout else self.data.max_samples,
+            "max_rows": options.max_samples,
             "draw": self.data.shuffle and not heldout,
             "seed": 0 if heldout else self.seed,
-            "note": limit_note(notes, "evaluation.max_samples" if heldout else "data.max_samples"),
+            "note": limit_note(notes, f"{options.GROUP}.max_samples"),
         }
         if self.data.class_path and files:
             from training.launch.inputs import data_tokenizer
@@ -523,11 +523,11 @@ class VerlPPOConfig(PPORunOptions):
                 else row
                 for row in rows
             ]
-        if not self.has_verl_agent:
+        if not self.has_verl_agent or not any(self.tool_files):
             return rows
         from agents.verl_tools import tool_schemas
 
-        schemas = tool_schemas(*self.tool_files) if any(self.tool_files) else []
+        schemas = tool_schemas(*self.tool_files)
         return [{**row, "tools": schemas} for row in rows] if schemas else rows
 
     def notes(self, set_options: Collection[str]) -> list[str]:

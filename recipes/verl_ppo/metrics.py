@@ -64,9 +64,10 @@ def experience_metrics(experience: Batch, config: VerlPPOConfig, failed: Batch |
     algorithm = config.algorithm
     by_token = algorithm.correction != "none" and algorithm.correction_level == "token"
     bounds = algorithm.correction_range if by_token else (None, None)
-    every = (
-        experience.with_tokens(action_mask=experience["sampled_mask"]) if "sampled_mask" in experience else experience
-    )
+    every = experience
+    if "sampled_mask" in experience:
+        # The engine sampled rejected tokens too, so they belong to the comparison of engine and trainer.
+        every = experience.with_tokens(action_mask=experience["sampled_mask"])
     common = renamed(rollout_metrics(every, *bounds, failed))
     metrics = {name: value for name, value in common.items() if name not in REPLACED}
     metrics |= _learning(experience) | _lengths(experience, config.data.max_prompt_tokens)
@@ -98,6 +99,7 @@ def _learning(experience: Batch) -> dict[str, float]:
         value_N = experience["value"][mask_N]
         metrics |= _spread("critic/values", value_N)
         left, whole = (return_N - value_N).var(correction=0), return_N.var(correction=0)
+        # The constant keeps the quotient finite if all returns are equal.
         metrics["critic/vf_explained_var"] = 1.0 - float(left / (whole + 1e-5))
     return metrics
 
@@ -127,6 +129,7 @@ def _probabilities(samples: Batch) -> dict[str, float]:
         "std": float(gap_N.std(correction=0)),
     }
     metrics = {f"training/rollout_probs_diff_{name}": value for name, value in spread.items()}
+    # Pearson correlation: the cosine of the centered values.
     trainer_N, engine_N = trainer_N - trainer_N.mean(), engine_N - engine_N.mean()
     scale = trainer_N.norm() * engine_N.norm()
     if scale > 0:  # the correlation is undefined if all tokens have the same probability

@@ -112,7 +112,7 @@ def _with_turns(samples: "Batch") -> "Batch":
     """Add `num_turns` to the `extra_info` of episodes, for reward functions."""
     if "num_turns" not in samples:
         return samples
-    others = samples["extra_info"] if "extra_info" in samples else [None] * len(samples)
+    others = samples.objects.get("extra_info", [None] * len(samples))
     counts = zip(others, samples["num_turns"].tolist(), strict=True)
     return samples.with_objects(extra_info=[_with_count(other, count) for other, count in counts])
 
@@ -189,6 +189,7 @@ class RewardManager:
         """Print the first responses of each data source with their scores and rewards."""
         shown: Counter[str] = Counter()
         for i, source in enumerate(scored["datasource"]):
+            # Counted per source, because the first rows of a step may all be from one source.
             if shown[source] == self.num_examine:
                 continue
             shown[source] += 1

@@ -30,6 +30,7 @@ class VerlPPOTrainer(BaseTrainer):
     def init(self) -> None:
         """Create a worker group for each role, read the prompts, load the models, and resume from any checkpoint."""
         config = self.config
+        # Cached, so that parts which one role holds share its worker group.
         policy = cache(lambda role: WorkerGroup(role, ActorRolloutRefWorker))
         self.actor_wg = policy(config.placement.holder("actor"))
         self.rollout_wg = policy(config.placement.holder("rollout"))
@@ -47,6 +48,7 @@ class VerlPPOTrainer(BaseTrainer):
         """
         rollouts = self.add_rewards(self.generate(prompts, sampling), heldout)
         if self.config.algorithm.estimator == "remax" and not heldout:
+            # One greedy response per prompt, since all greedy responses to it are the same.
             first = prompts.select(prompts["sample_id"] == 0)
             greedy = self.generate(first, self.config.sampling(sampling.step, 0.0))
             rollouts = with_greedy_rewards(rollouts, self.add_rewards(greedy))
@@ -90,6 +92,7 @@ class VerlPPOTrainer(BaseTrainer):
             updates = dict[str, dict[str, float]]()
             if self.critic_wg is not None:
                 updates["critic"] = self.update("update_critic", self.critic_wg.update_critic, batch)
+            # In the warm-up steps of the critic the values are too inaccurate to train the policy with.
             if self.trains_policy:
                 updates["actor"] = self.update("update_actor", self.actor_wg.update_actor, batch)
             synced = self.update_weights(metrics)
@@ -117,6 +120,7 @@ class VerlPPOTrainer(BaseTrainer):
     ) -> dict[str, float]:
         """Train on the step's responses. Return the metrics, which are the same on every rank."""
         with self.policy_run.phase(phase):
+            # Objects are texts and labels, which no loss reads. Sending them to every rank would only take time.
             return train(batch.without(*batch.objects), self.policy_run.step)[0]
 
     @property

@@ -39,6 +39,7 @@ def empty_model(kind: Any, path: str | Path, dtype: torch.dtype, attention: str 
     if getattr(config, "transformers_weights", None) or getattr(config, "auto_map", None):
         raise ReadWhole("it has files or code of its own")
     config.name_or_path = str(path)
+    # Parameters on the meta device take no memory, so each process can create a model of any size.
     with torch.device("meta"):
         model = kind.from_config(config, dtype=dtype, attn_implementation=attention)
     if model._get_dtype_plan(dtype):
@@ -61,6 +62,7 @@ def small_copy(model: PreTrainedModel) -> PreTrainedModel:
     text: Any = config.get_text_config()
     try:
         _make_small(text)
+        # The random numbers of the caller must not depend on whether this copy was made.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             small = type(model)._from_config(config, dtype=torch.float32, attn_implementation="eager")

@@ -111,6 +111,7 @@ class TensorFile:
         self._shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         self._left = {name: tensor.numel() for name, tensor in tensors.items()}
         header, self._offsets = _header(tensors)
+        # A new file: the old one may be mapped by a reader, whose weights would change.
         path.unlink(missing_ok=True)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
         write_at(self._file, torch.frombuffer(bytearray(header), dtype=torch.uint8), 0)
@@ -120,6 +121,7 @@ class TensorFile:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close()
+        # After an error the tensors are missing for that reason, which this one would hide.
         missing = [name for name, count in self._left.items() if count]
         assert kind is not None or not missing, f"{len(missing)} tensors never came whole, {missing[0]} among them"
 
@@ -167,5 +169,6 @@ def write_at(file: int, tensor: Tensor, offset: int) -> None:
         return
     left = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
     while left:
+        # Linux writes at most 2 GiB per call, and fewer bytes if the disk fills up.
         written = os.pwrite(file, left, offset)
         left, offset = left[written:], offset + written

@@ -115,6 +115,7 @@ class WeightFiles:
 
     def _converted(self, source: _Source, rows: range | None = None, on_meta: bool = False) -> dict[str, Tensor]:
         """Return whole parameters, or some of their rows, that transformers converts from the tensors in the files."""
+        # A converter keeps the tensors that it has received, so each conversion needs a fresh one.
         converter = deepcopy(source.converter)
         for pattern, key in source.of_rows(rows):
             reader = self._reader(key)
@@ -125,6 +126,7 @@ class WeightFiles:
 
     def _reader(self, key: str) -> TensorReader:
         file = self._file_of[key]
+        # Kept open: a file holds hundreds of tensors, and opening it parses its header again.
         if file not in self._readers:
             try:
                 self._readers[file] = self._stack.enter_context(TensorReader(self._folder / file))
@@ -230,7 +232,7 @@ def filled(model: nn.Module, device: torch.device | str, reads: bool = True) -> 
         files: dict[str, WeightFiles] = {}
         for path, module in model.named_modules():
             if isinstance(source := getattr(module, "weight_files", None), WeightFiles):
-                files[f"{path}." if path else ""] = stack.enter_context(source)
+                files[path and f"{path}."] = stack.enter_context(source)
             for name, parameter in module.named_parameters(recurse=False):
                 places.setdefault(parameter, []).append((module, name))
         for name, parameter in list(model.named_parameters()):

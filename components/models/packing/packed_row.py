@@ -52,9 +52,9 @@ class PackedRow:
         """
         self.lengths = batch.lengths
         self.plan = plan
-        self.place_N = None if plan is None else plan.place_N
+        self.place_N = plan and plan.place_N
         """[N] int64, place in the row of each token. None: the tokens are in order."""
-        self.first_U = None if plan is None else plan.first_U
+        self.first_U = plan and plan.first_U
         """[U] int64, first token of each place. None: the tokens are in order."""
         self.places = batch.num_tokens if self.first_U is None else len(self.first_U)
         """U: number of places of the row."""
@@ -75,6 +75,7 @@ class PackedRow:
         """
         parts = sorted(self.parts(), key=lambda part: (part.first, part.end), reverse=True)
         shapes: list[tuple[int, int, int]] = []
+        # No part begins at -1, so the first part opens a rectangle.
         first, width = -1, 0
         for part in parts:
             if part.first == first and width - part.end <= max(8, (width - first) // 4):
@@ -82,6 +83,7 @@ class PackedRow:
             else:
                 first, width = part.first, part.end
                 shapes.append((1, width - first, width))
+        # A single rectangle in the order of the row is a view of it and needs no copy.
         in_order = [part.sequence for part in parts] == list(range(len(parts)))
         if in_order and len(shapes) == 1 and parts[0].end == parts[-1].end:
             return Rectangles(shapes, None, None, None)

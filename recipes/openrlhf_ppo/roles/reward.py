@@ -41,7 +41,9 @@ class Reward(FrozenWorker):
 
     def opened(self, spec: str | None) -> RewardSource | None:
         """Open reward code or servers. None if `spec` is None."""
-        return None if spec is None else open_reward(spec, self.config.reward.settings())
+        if spec is None:
+            return None
+        return open_reward(spec, self.config.reward.settings())
 
     @rpc(remote_call.reward_forward, idempotent=True)
     def forward(self, samples: Batch, heldout: bool = False, step: int = 0) -> Batch:
@@ -65,8 +67,11 @@ class Reward(FrozenWorker):
         rewards = [model.score(tokens) for model in self.models]
         weights = self.config.reward_model.weights or [1.0] * len(rewards)
         total_B = torch.stack([weight * reward_B for weight, reward_B in zip(weights, rewards, strict=True)]).sum(0)
-        each = {f"log_model_{i}": reward_B for i, reward_B in enumerate(rewards, 1)} if len(rewards) > 1 else {}
-        return {"reward": total_B, "score": total_B, "reward_failed": torch.zeros_like(total_B), **each}
+        columns = {"reward": total_B, "score": total_B, "reward_failed": torch.zeros_like(total_B)}
+        if len(rewards) > 1:
+            # Logged one by one, because a sum hides a model whose scores are of another size.
+            columns |= {f"log_model_{i}": reward_B for i, reward_B in enumerate(rewards, 1)}
+        return columns
 
     def by_code(self, samples: Batch, source: RewardSource, step: int) -> dict[str, Tensor]:
         """Return the rewards that reward code or servers give to the text of the responses."""
