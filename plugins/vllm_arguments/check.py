@@ -101,8 +101,9 @@ class ArgumentCheck:
         if not isinstance(batched, int):
             return
         # One token of each running response is computed in a step.
-        least, why = self._config.rollout.max_num_seqs, "rollout.max_num_seqs"
         engine: Any = self._config.rollout_engine()
+        least: int = engine.max_num_seqs
+        why = "rollout.max_num_seqs"
         longest = engine.max_model_len or 0
         if not on_gpu and longest > least:
             least, why = longest, "the longest prompt and response, which a CPU computes in one piece"

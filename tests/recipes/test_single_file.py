@@ -37,6 +37,7 @@ def settings_of(config: GRPOConfig) -> Settings:
     """The settings of the single file that a configuration of the recipe amounts to."""
     assert config.data.max_samples is not None
     assert config.reward_source is not None
+    assert config.train.max_tokens is not None, "options are resolved"
     return Settings(
         data=config.data.path,
         reward=config.reward_source,
