@@ -155,6 +155,8 @@ def check_python(words: list[str], command: Command) -> None:
         elif module == "tests.sentences":
             known = rest in ([], ["--check"], ["--write"]) or all((ROOT / file).exists() for file in rest)
             assert known, f"tests.sentences takes --check, --write or files, not {rest}"
+        elif module == "plugins.vllm_arguments.table":
+            assert not rest, f"{module} has no options, not {rest}"
         elif module in OPTIONS_OF:
             schema = getattr(importlib.import_module(module), OPTIONS_OF[module])
             check_flags(rest, {f"--{field.name}" for field in dataclasses.fields(schema)}, module)

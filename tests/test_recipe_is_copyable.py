@@ -47,8 +47,8 @@ TRIALS = {
         f"{OF_LOOPS} agent.func_path={ROOT}/tests/idle_agent.py",
     ),
     "openrlhf_ppo": Trial(
-        "return reward_B.clamp(*own.reward_range)",
-        "return reward_B.clamp(*own.reward_range) + 7",
+        "return reward_B.clamp(*options.reward_range)",
+        "return reward_B.clamp(*options.reward_range) + 7",
         "reward/shaped",
         "prompt_data=task:sort reward.source=sort max_samples=4 rollout_batch_size=4 n_samples_per_prompt=2 "
         "train_batch_size=8 generate_max_len=4 advantage_estimator=reinforce init_kl_coef=0",

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from recipes.verl_ppo.adapter import plain_arguments
+from plugins.vllm_arguments import table
+from recipes.verl_ppo.adapter import VERL, plain_arguments
 from recipes.verl_ppo.config import VerlPPOConfig
 from recipes.verl_ppo.main import main
 from tests.messages import says
 from tests.recipes.verl_commands import SMALL
 from training.options.config import CommandLine, load_config
-from training.options.schema import ConfigError
+from training.options.schema import ConfigError, fields_of
 
 
 def small(*arguments: str) -> VerlPPOConfig:
@@ -396,3 +397,17 @@ def test_keys_of_missing_parts_of_recipes_are_rejected_with_the_replacement(key:
 def test_keys_of_recipes_that_change_no_results_have_a_note(key: str, facts: list[str]) -> None:
     notes = CommandLine(VerlPPOConfig, plain_arguments([*SMALL, f"+{key}"])).notes
     assert any(re.search(says("no effect", *facts), note) for note in notes)
+
+
+def test_every_unsupported_key_has_a_reason_and_every_target_option_exists() -> None:
+    assert [name for name, one in VERL.refused.items() if len(one.why) < 10] == []
+    # Without a reason only what is let through whatever it is.
+    assert {one.harmless for one in VERL.no_effect.values() if not one.why} == {"*"}
+    kinds = ("allowed", "corrected")
+    known = {f"rollout.vllm.{name}" for name, each in table.arguments().items() if each.kind in kinds}
+    known |= set(fields_of(VerlPPOConfig))
+        f"rollout.vllm.{name}" for name, each in table.arguments().items() if each.kind in ("allowed", "corrected")
+    }
+    assert {target.name for target in VERL.options.values()} <= known
+    parts = [set(part) for part in (VERL.options, VERL.computed, VERL.no_effect, VERL.refused)]
+    assert sum(map(len, parts)) == len(set.union(*parts))

@@ -170,7 +170,7 @@ def test_vllm_uses_a_sent_version_or_the_folder_if_the_transfer_is_aborted(tmp_p
         sending = threading.Thread(target=send, args=(version, model, breaks))
         sending.start()
         announced = WeightHandle(version, str(folder), 0, is_sent=True, carrier="ipc")
-        with suppress(EOFError):
+        with suppress(EOFError, OSError):  # read or write at a closed connection
             engine.receive(announced, verify=True)
         sending.join()
         handle = publisher.publish(version, named_weights(model).items(), with_digests=True)
