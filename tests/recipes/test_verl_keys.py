@@ -406,8 +406,6 @@ def test_every_unsupported_key_has_a_reason_and_every_target_option_exists() -> 
     kinds = ("allowed", "corrected")
     known = {f"rollout.vllm.{name}" for name, each in table.arguments().items() if each.kind in kinds}
     known |= set(fields_of(VerlPPOConfig))
-        f"rollout.vllm.{name}" for name, each in table.arguments().items() if each.kind in ("allowed", "corrected")
-    }
     assert {target.name for target in VERL.options.values()} <= known
     parts = [set(part) for part in (VERL.options, VERL.computed, VERL.no_effect, VERL.refused)]
     assert sum(map(len, parts)) == len(set.union(*parts))
