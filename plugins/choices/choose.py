@@ -27,8 +27,10 @@ AUTOMATIC = (SLEEPS, RECOMPUTES, STAGE, TOKEN_LIMIT, ROWS, SHARE)
 
 def choose(plan: Plan, requested: Any, replan: Callable[[Any], Plan]) -> Plan:
     """Choose the automatic options of a run on GPUs. A run on CPUs keeps its plan."""
+    if plan.job.device_type != "GPU" or plan.memory is None:
+        return plan
     names = automatic_options(plan, requested)
-    if plan.job.device_type != "GPU" or plan.memory is None or not names:
+    if not names:
         return plan
     search = Search(plan=plan, requested=requested, replan=replan, names=names)
     if not search.is_known:
