@@ -110,8 +110,11 @@ def _is_sure_of_wrong_responses(now: Numbers, first: Numbers) -> bool:
 
 
 def _differs_from_engine(now: Numbers, _: Numbers) -> bool:
-    is_stale = now.get("rollout/staleness_max", 0.0) > 0
-    return now["rollout/logprob_gap_mean"] > (MOST_STALE_GAP if is_stale else MOST_GAP)
+    most = MOST_GAP
+    if now.get("rollout/staleness_max", 0.0) > 0:
+        # The policy has changed since these responses were sampled, which causes a larger difference by itself.
+        most = MOST_STALE_GAP
+    return now["rollout/logprob_gap_mean"] > most
 
 
 def _is_no_ratio_of_one(now: Numbers, _: Numbers) -> bool:
@@ -350,9 +353,11 @@ class _EvaluationCourse:
     def has_lost(self, score: float) -> bool:
         """Add a score. Return True if each of the latest scores has lost most of a clear gain."""
         self._latest.append(score)
-        self._first = score if self._first is None else self._first
+        if self._first is None:
+            self._first = score
         self._best = max(self._best, score)
         gain = self._best - self._first
+        # The highest of the latest scores decides, because a single evaluation can be low by chance.
         return gain >= LEAST_GAIN and max(self._latest) < self._best - MOST_LOST * gain
 
 
@@ -376,7 +381,8 @@ class _StepCourse:
         if len(self._latest) < LOST_IN_A_ROW:
             return False
         mean = statistics.fmean(self._latest)
-        self._first = mean if self._first is None else self._first
+        if self._first is None:
+            self._first = mean
         self._best = max(self._best, mean)
         gain = self._best - self._first
         # The median of |x - y| is 0.954 standard deviations, for normal x and y.
@@ -415,8 +421,10 @@ class Alarms:
                 text = alarm.text.format(now=now[alarm.watches], first=self._first[alarm.watches])
                 events.append(self._event(alarm, step, text))
         if names := [name for name, x in metrics.items() if isinstance(x, float) and not math.isfinite(x)]:
-            listed = ", ".join(names if len(names) <= 3 else [*names[:2], f"{names[2]} and more"])
-            events.append(self._event(NOT_A_NUMBER, step, NOT_A_NUMBER.text.format(names=listed)))
+            # One bad gradient makes most metrics of a step nan, and the message has to stay one line.
+            if len(names) > 3:
+                names = [*names[:2], f"{names[2]} and more"]
+            events.append(self._event(NOT_A_NUMBER, step, NOT_A_NUMBER.text.format(names=", ".join(names))))
         fresh = [event for event in events if event.alarm not in self._sounded]
         self._sounded |= {event.alarm for event in fresh}
         return fresh
@@ -448,7 +456,10 @@ class Alarms:
     def _is_wrong(self, alarm: Alarm, now: Numbers) -> bool:
         if alarm.watches not in now:
             return False
-        count = self._wrong.get(alarm.name, 0) + 1 if alarm.sounds(now, self._first) else 0
+        # A step without the alarm starts the count again, so that two bad steps far apart raise nothing.
+        count = 0
+        if alarm.sounds(now, self._first):
+            count = self._wrong.get(alarm.name, 0) + 1
         self._wrong[alarm.name] = count
         return count >= alarm.steps
 

@@ -19,7 +19,7 @@ class AlarmObserver(RunObserver):
     def __init__(self, options: Collection[str], silent: Collection[str] = ()) -> None:
         """
         Args:
-            options: names of the options that change something in the run; the advice names no others.
+            options: names of the options that have an effect in the run. Advice that names other options is left out.
             silent: names of alarms that do not apply to the run.
         """
         self._alarms = Alarms(options, silent)
@@ -33,7 +33,9 @@ class AlarmObserver(RunObserver):
     def open(cls, recipe: str, config: Any, roles: Mapping[str, int]) -> AlarmObserver:  # noqa: ARG003
         """See `ObserverType.open`. Every run has alarms."""
         # If the reference is not the initial policy, the KL is above 0 before the first update, which is no error.
-        silent = () if getattr(config, "starts_as_reference", True) else ("start",)
+        silent: list[str] = []
+        if not getattr(config, "starts_as_reference", True):
+            silent.append("start")
         return cls(options_in_use(config), silent)
 
     def start(self, run_dir: Path, emit: Callable[[Any], None]) -> Sequence[str]:
@@ -50,7 +52,12 @@ class AlarmObserver(RunObserver):
 
 
 def options_in_use(config: Any) -> set[str]:
-    """Return the names of the options that change something in a run with this configuration."""
-    names = {option.name for option in options_of(type(config))} if is_dataclass(config) else set[str]()
+    """Return the names of the options that have an effect in a run with this configuration."""
+    if not is_dataclass(config):
+        return set()
+    names = {option.name for option in options_of(type(config))}
     agent = getattr(config, "agent", None)
-    return names if agent and agent.func_path else {name for name in names if not name.startswith("agent.")}
+    if agent and agent.func_path:
+        return names
+    # Without an agent these options change nothing, so advice to set them would not help.
+    return {name for name in names if not name.startswith("agent.")}

@@ -39,6 +39,7 @@ def choose(plan: Plan, requested: Any, replan: Callable[[Any], Plan]) -> Plan:
         return plan
     best = search.best()
     if best is None:
+        # The plan shows the verdict on these values. It refuses the run only if the minimum does not fit either.
         plan = replan(with_options(requested, search.values(search.domains().least)))
         plan.chosen = [f"{', '.join(assignments(plan, names))}: the least memory, because nothing faster fits"]
         return plan
@@ -87,12 +88,15 @@ def _training_reasons(search: Search, best: Candidate, plan: Plan) -> dict[str, 
     if not best.recomputes:
         stored = f"activations fit in memory, and recomputation would cost about a fifth of the training time ({used})"
     ranks = plan.job.placement.processes[search.trained.role]
-    gathered = "whole parameters and gradients do not fit on a GPU, so each layer is gathered for its pass"
-    if best.stage < 3:
-        gathered = "there is one rank, so 3 would save little" if ranks == 1 else "3 would gather layers more often"
-        gathered = f"parameters and gradients fit whole during a step, and {gathered}"
+    gathered = "parameters and gradients fit whole during a step, and 3 would gather layers more often"
+    if best.stage == 3:
+        gathered = "whole parameters and gradients do not fit on a GPU, so each layer is gathered for its pass"
+    elif ranks == 1:
+        gathered = "parameters and gradients fit whole during a step, and there is one rank, so 3 would save little"
     larger = [number for number in domains.tokens if number > best.tokens]
-    tokens = f"{larger[-1]} tokens do not fit" if larger else f"the largest micro-batch that is worthwhile ({used})"
+    tokens = f"the largest micro-batch that is worthwhile ({used})"
+    if larger:
+        tokens = f"{larger[-1]} tokens do not fit"
     return {RECOMPUTES: stored, STAGE: gathered, TOKEN_LIMIT: tokens}
 
 
@@ -103,6 +107,7 @@ def _engine_reasons(search: Search, best: Candidate) -> dict[str, str]:
     if best.sleeps:
         sleeps = "engines and training do not fit in memory together"
     longest = search.plan.longest
+    # Rounded up: the engine with the most sequences decides when a step ends.
     of_step = -(-search.engine.sequences // search.engine_processes)
     rows = f"an engine generates {of_step} sequences per step"
     if best.rows < min(search.domains().rows[0], of_step):

@@ -23,8 +23,12 @@ SPARE_CACHE_BYTES = 2 * 10**9
 they need from the cache."""
 HF_ROWS = 512
 """Maximum number of rows of an engine without a paged cache."""
-STAGE, RECOMPUTES, TOKEN_LIMIT = "train.zero_stage", "train.gradient_checkpointing", "train.max_tokens"
-ROWS, SHARE, SLEEPS = "rollout.max_num_seqs", "rollout.gpu_memory", "placement.engines_sleep"
+STAGE = "train.zero_stage"
+RECOMPUTES = "train.gradient_checkpointing"
+TOKEN_LIMIT = "train.max_tokens"
+ROWS = "rollout.max_num_seqs"
+SHARE = "rollout.gpu_memory"
+SLEEPS = "placement.engines_sleep"
 WIDTH = {"float32": 4, "bfloat16": 2}
 """Number of bytes of a value in the key-value cache, by dtype."""
 
@@ -116,23 +120,29 @@ class Search:
 
     def domains(self) -> Domains:
         """Return the possible values of each option."""
-        config = self.plan.config
-        train = config.train
-        recomputes = [False, True] if RECOMPUTES in self.names else [bool(train.gradient_checkpointing)]
-        stages = [train.zero_stage]
-        if STAGE in self.names:
-            stages = [2, 3] if train.engine == "fsdp" else [1, 2, 3]
-        tokens = token_domain(self.plan.longest) if TOKEN_LIMIT in self.names else [train.max_tokens]
+        train = self.plan.config.train
+        # fsdp shards everything between optimizer steps, so it has no stage 1.
+        stages = {"fsdp": [2, 3]}.get(train.engine, [1, 2, 3])
         size = model_size(self.trained.path)
         assert size is not None
+        stored_tokens = TOKENS[-1]
+        if size.parameters < SMALL_MODEL:
+            stored_tokens = TOKENS[-2]
         return Domains(
-            sleeps=[False, True] if SLEEPS in self.names else [bool(value_of(config, SLEEPS))],
-            recomputes=recomputes,
-            stages=stages,
-            tokens=tokens,
-            stored_tokens=TOKENS[-2] if size.parameters < SMALL_MODEL else TOKENS[-1],
+            sleeps=self._values_of(SLEEPS, [False, True]),
+            recomputes=self._values_of(RECOMPUTES, [False, True]),
+            stages=self._values_of(STAGE, stages),
+            tokens=self._values_of(TOKEN_LIMIT, token_domain(self.plan.longest)),
+            stored_tokens=stored_tokens,
             rows=self._rows(),
         )
+
+    def _values_of(self, name: str, values: list[Any]) -> list[Any]:
+        """Return the possible values of an option: `values` if it is to be chosen, otherwise the value that is set."""
+        if name in self.names:
+            return values
+        # A recipe may lack the option: its engines cannot sleep, for example.
+        return [value_of(self.plan.config, name) or False]
 
     def _rows(self) -> list[int]:
         """Return the numbers of rows that the cache of an engine may hold, largest first."""
@@ -173,7 +183,9 @@ class Search:
             if values[SHARE] > 1 - SPARE:
                 return None
         plan = self.replan(with_options(self.requested, values))
-        return plan if self._fits(plan, candidate) else None
+        if self._fits(plan, candidate):
+            return plan
+        return None
 
     def pools(self, plan: Plan) -> Sequence[Any]:
         """Return the memory of the GPUs that roles share in a plan."""
@@ -199,13 +211,15 @@ class Search:
             if self.plan_of(chain[-1]) is None:
                 continue
             # The memory decreases along a list, so the first candidate that fits is found by bisection.
-            low, high = 0, len(chain) - 1
+            low = 0
+            high = len(chain) - 1
             while low < high:
                 middle = (low + high) // 2
                 if self.plan_of(chain[middle]) is None:
                     low = middle + 1
                 else:
                     high = middle
+            # The list lowers tokens and rows in turns. With the tokens that fit, more rows may fit too.
             more_rows = (replace(chain[low], rows=rows) for rows in domains.rows if rows > chain[low].rows)
             return next((candidate for candidate in more_rows if self.plan_of(candidate) is not None), chain[low])
         return None

@@ -111,13 +111,19 @@ def _json_reader(kind: Any) -> Callable[[Any], Any]:
     import pyarrow
 
     if isinstance(kind, pyarrow.JsonType):
-        return lambda text: None if text is None else json.loads(text)
+        return _read_json
     if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
         read_item = _json_reader(kind.value_type)
         return lambda items: items and [read_item(item) for item in items]
     if pyarrow.types.is_struct(kind):
         return partial(_read_fields, {field.name: _json_reader(field.type) for field in kind})
     return lambda value: value
+
+
+def _read_json(text: str | None) -> Any:
+    if text is None:
+        return None
+    return json.loads(text)
 
 
 def _read_fields(readers: Mapping[str, Callable[[Any], Any]], value: Mapping[str, Any] | None) -> Any:

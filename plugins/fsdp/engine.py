@@ -41,8 +41,9 @@ class FSDPEngine(TrainEngine):
         super().__init__(model, config)
         self.axes.share(model.float())
         experts = self.axes.share_experts(model)
-        is_bf16 = config.precision == "bf16"
-        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if is_bf16 else None, reduce_dtype=torch.float32)
+        precision = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        if config.precision == "bf16":
+            precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         # Parameters outside of layers stay gathered after the forward pass (`rest_lets_go` is False): the backward pass
         # begins with them, so they would be gathered again at once.
         self._groups = partition(

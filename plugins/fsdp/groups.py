@@ -42,7 +42,9 @@ def partition(
     Returns:
         The groups. The last one has the parameters outside of layers.
     """
-    kept = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
+    kept = OffloadPolicy()
+    if offload:
+        kept = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     groups = list[FSDPModule]()
     for module in experts:
         assert copies is not None

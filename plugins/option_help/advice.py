@@ -1,4 +1,4 @@
-"""Advice on an option that a schema does not have."""
+"""Advice for an option name that a schema does not have."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from training.options.schema import options_of, recipe_of
 
 
 def advice(unknown: str, schema: Any, others: Collection[str] = ()) -> str:
-    """Return what to use instead of an unknown option, as the end of a sentence.
+    """Return the option to use instead of an unknown one, as the end of an error message.
 
     Args:
-        unknown: the option as it was written.
+        unknown: name of the option as the user wrote it.
         schema: the options of the command.
-        others: further names that the command takes, of another system.
+        others: further names that the command accepts, which come from another system.
     """
     meanings = {option.name: option.meaning for option in options_of(schema)}
     return _group_advice(unknown, schema) or answer(unknown, meanings, recipe_of(schema), others)
 
 
 def _group_advice(name: str, schema: Any) -> str:
-    """Return what to set for an unknown option of a group that a plug-in would add to the schema; empty: of none."""
+    """Return the setting that adds the group of an unknown option, or an empty string if no plug-in adds the group."""
     condition, group = plugin_groups().get(name.partition(".")[0], ("", None))
     if group is None or group.GROUP in {field.name for field in dataclasses.fields(schema)}:
         return ""

@@ -8,7 +8,7 @@ from training.options.schema import Options
 
 
 def plugin_groups() -> dict[str, tuple[str, type[Options]]]:
-    """Every group of options that plug-ins can add: its name -> the option with the value that adds it, its class."""
+    """Return the groups of options that plug-ins can add: name -> (option and value that add the group, class)."""
     groups: dict[str, tuple[str, type[Options]]] = {}
     for condition in registry.names(GROUPS):
         group: type[Options] = registry.load(GROUPS, condition)

@@ -26,10 +26,10 @@ def help_text(schema: type, topic: str = "") -> str:
 
     Args:
         schema: the options.
-        topic: name of a group, of a plug-in or of an option, or `all`. Empty: the overview.
+        topic: name of a group, of a plug-in or of an option, or `all`. Empty for the overview.
 
     Raises:
-        ConfigError: there is no such topic; the message names the nearest one.
+        ConfigError: there is no such topic. The message names the most similar one.
     """
     if not topic:
         return overview(schema)
@@ -50,12 +50,14 @@ def help_text(schema: type, topic: str = "") -> str:
         return "\n".join(_sections([names[topic.removeprefix("--")]]))
     topics = [ALL, *groups, *added, *sorted(plugins)]
     near = difflib.get_close_matches(topic, [*topics, *names], n=1)
-    advice = f"did you mean {near[0]!r}?" if near else f"use an option, or one of {', '.join(topics)}"
+    advice = f"use an option, or one of {', '.join(topics)}"
+    if near:
+        advice = f"did you mean {near[0]!r}?"
     raise ConfigError(f"--help {topic}: there is no such group, plug-in or option; {advice}")
 
 
 def overview(schema: type) -> str:
-    """Return a line for each group and plug-in, and one for each option that is in no group or the recipe's own."""
+    """Return one line per group and per plug-in, and one per option that has no group or that only this recipe has."""
     options = options_of(schema)
     groups = _by_group(options)
     hints = get_type_hints(schema)
@@ -78,7 +80,7 @@ def overview(schema: type) -> str:
     ordered = sorted(own_groups, key=lambda group: (group != "algorithm", len(own_groups[group])))
     for index, group in enumerate(ordered):
         section = ["", f"Options of this recipe in {group}:", *_short_lines(own_groups[group])]
-        # Each later group needs two lines at least.
+        # Each later group needs at least two lines, so a long group must not use them up.
         if len(lines) + len(section) + 2 * len(ordered[index + 1 :]) > LINES:
             section = ["", f"Options of this recipe in {group}: {len(own_groups[group])}, shown by --help {group}"]
         lines += section
@@ -91,7 +93,7 @@ def describe_options(schema: type) -> str:
 
 
 def _sections(options: Sequence[Option]) -> list[str]:
-    """Describe options: first those that always work, then those that need a plug-in, by plug-in."""
+    """Return the description of options: first those that need no plug-in, then the others by plug-in."""
     lines = ["Options, written key=value or --key value; --config FILE reads them from YAML:", ""]
     for option in options:
         if not option.plugin:
@@ -105,7 +107,7 @@ def _sections(options: Sequence[Option]) -> list[str]:
 
 
 def _added_sections(groups: dict[str, list[Option]]) -> list[str]:
-    """Describe the groups of options that plug-ins add."""
+    """Return the description of the groups of options that plug-ins add."""
     lines: list[str] = []
     for name, options in groups.items():
         condition, group = plugin_groups()[name]
@@ -116,7 +118,7 @@ def _added_sections(groups: dict[str, list[Option]]) -> list[str]:
 
 
 def _plugin_lines(options: Iterable[Option]) -> list[str]:
-    """Return a line for each plug-in that has options, in the schema or in a group that it adds."""
+    """Return one line per plug-in with options, either in the schema or in a group that the plug-in adds."""
     by_plugin: dict[str, list[str]] = {}
     for option in options:
         if option.plugin:
@@ -127,17 +129,21 @@ def _plugin_lines(options: Iterable[Option]) -> list[str]:
     for name, (condition, group) in plugin_groups().items():
         count = len(dataclasses.fields(group))
         lines.append(_cut(f"  {name:<16}{count:>3}  with {condition}: {_first_sentence(inspect.getdoc(group) or '')}"))
-    return lines if len(lines) > 2 else []
+    if len(lines) == 2:
+        return []
+    return lines
 
 
 def _plugin_title(plugin: str) -> str:
-    """Name a plug-in at the head of its options, with a remark where it is not there."""
-    is_there = any(package.rpartition(".")[2] == plugin for package in registry.packages())
-    return f"Options of the plug-in {plugin}{'' if is_there else ', which is not installed'}"
+    """Return the heading of a plug-in's options, with a remark if the plug-in is not installed."""
+    title = f"Options of the plug-in {plugin}"
+    if any(package.rpartition(".")[2] == plugin for package in registry.packages()):
+        return title
+    return f"{title}, which is not installed"
 
 
 def _short_lines(options: Iterable[Option]) -> list[str]:
-    """Return a line for each option: its name and default, and the first sentence of its meaning."""
+    """Return one line per option: its name, its default, and the first sentence of its description."""
     lines: list[str] = []
     for option in options:
         name = f"{option.name}={_shown(option.default)}"
@@ -153,10 +159,12 @@ def _by_group(options: Iterable[Option]) -> dict[str, list[Option]]:
 
 
 def _shown(default: Any) -> str:
-    """A default as it would be written on the command line."""
+    """Return a default as it is written on a command line."""
     if default is None:
         return "null"
-    return str(default).lower() if isinstance(default, bool) else str(default)
+    if isinstance(default, bool):
+        return str(default).lower()
+    return str(default)
 
 
 def _first_sentence(text: str) -> str:
@@ -164,7 +172,7 @@ def _first_sentence(text: str) -> str:
 
 
 def _cut(line: str) -> str:
-    """Shorten a line to the width of a screen, at a blank."""
+    """Shorten a line at a space to at most COLUMNS characters."""
     if len(line) <= COLUMNS:
         return line.rstrip()
     return f"{line[: COLUMNS - 3].rpartition(' ')[0].rstrip(' ,;:')} ..."

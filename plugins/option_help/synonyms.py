@@ -1,4 +1,4 @@
-"""Names of options that people bring along, and what to use here: synonyms.yaml, as answers to unknown options."""
+"""Answers to unknown options from the table synonyms.yaml: names in other systems, and the options to use here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import yaml
 _FEW = 20
 """Maximum number of options listed in a message."""
 _ALIKE = {"critic": "train", "evaluation": "rollout"}
-"""Groups with options of the same names as those of another."""
+"""Group -> the group whose options have the same names."""
 _TYPO = 0.85
 """Minimum similarity (difflib) of an unknown name to a name of the table."""
 
@@ -26,37 +26,37 @@ class Advice:
     names: Sequence[str]
     say: str
     where: str
-    """Only in schemas with this option; empty: in all."""
+    """The advice holds only for recipes with this option. Empty: for all recipes."""
 
 
 @dataclass(frozen=True)
 class Synonyms:
-    """The whole table."""
+    """Content of synonyms.yaml."""
 
     options: Mapping[str, Sequence[str]]
-    """Names elsewhere, by option."""
+    """Option -> names of it in other systems."""
     advice: Sequence[Advice]
     recipes: Mapping[str, Sequence[str]]
-    """The recipes that have an option, or the options of a group (`critic.*`)."""
+    """Option, or all options of a group (`critic.*`) -> the recipes that have it."""
 
     @functools.cached_property
     def names(self) -> list[str]:
-        """All names for which the table has an answer."""
+        """All names that the table has an answer for."""
         all_names = [name for names in self.options.values() for name in names]
         return list(dict.fromkeys(all_names + [name for advice in self.advice for name in advice.names]))
 
     def meant_by(self, name: str) -> list[str]:
-        """The options that go by this name elsewhere, the likeliest first."""
+        """Return the options that have this name in another system, the likeliest first."""
         return [option for option, names in self.options.items() if name in names]
 
     def elsewhere(self, option: str) -> tuple[str, Sequence[str]]:
-        """An option which not all recipes have, or its group, and those that have it; empty: not known."""
+        """Return an option (or its group) that only some recipes have, and those recipes. Empty if all have it."""
         return next(((name, had) for name, had in self.recipes.items() if fnmatchcase(option, name)), ("", ()))
 
 
 @functools.cache
 def synonyms() -> Synonyms:
-    """Read synonyms.yaml."""
+    """Return the content of synonyms.yaml."""
     table = yaml.safe_load(Path(__file__).with_name("synonyms.yaml").read_text(encoding="utf-8"))
     advice = [Advice(each["names"].split(), each["say"], each.get("where", "")) for each in table["advice"]]
     recipes = {name: had_by.split() for names, had_by in table["recipes"].items() for name in names.split()}
@@ -67,10 +67,10 @@ def answer(unknown: str, options: Mapping[str, str], recipe: str, others: Collec
     """Return the text after `unknown option ...`: the option to use instead.
 
     Args:
-        unknown: option as it was written, `rollout.n` or `num_generations`.
-        options: options of the recipe, with their meanings.
+        unknown: name of the option as the user wrote it, such as `rollout.n` or `num_generations`.
+        options: options of the recipe with their descriptions.
         recipe: name of the recipe.
-        others: further names that the recipe accepts, of another system.
+        others: further names that the recipe accepts, which come from another system.
     """
     written = unknown.lower()
     *longer, last = _shorter(written)
@@ -84,9 +84,11 @@ def answer(unknown: str, options: Mapping[str, str], recipe: str, others: Collec
     if advice := _of_table(last, written, options):
         return advice
     for name in (*longer, last):
-        namesakes = [option for option in synonyms().recipes if option.rpartition(".")[2] == name]
-        candidates = [] if has_group else [written]
-        if advice := _of_other_recipes([*candidates, *synonyms().meant_by(name), *namesakes], recipe):
+        candidates = synonyms().meant_by(name)
+        candidates += [option for option in synonyms().recipes if option.rpartition(".")[2] == name]
+        if not has_group:
+            candidates.insert(0, written)
+        if advice := _of_other_recipes(candidates, recipe):
             return advice
     for name in difflib.get_close_matches(last, synonyms().names, n=1, cutoff=_TYPO):
         if advice := _of_table(name, written, options):
@@ -95,14 +97,14 @@ def answer(unknown: str, options: Mapping[str, str], recipe: str, others: Collec
 
 
 def _shorter(name: str) -> Iterator[str]:
-    """`a.b.c`, `b.c` and `c`."""
+    """Yield `a.b.c`, `b.c` and `c` for the name `a.b.c`."""
     while name:
         yield name
         name = name.partition(".")[2]
 
 
 def _of_table(name: str, written: str, options: Mapping[str, str]) -> str:
-    """Return the advice of the table for a name; empty if it has none for this schema."""
+    """Return the advice of the table for a name. Empty if the table has none for these options."""
     for advice in synonyms().advice:
         if name in advice.names and (not advice.where or advice.where in options):
             return f": {advice.say}"
@@ -116,14 +118,18 @@ def _of_table(name: str, written: str, options: Mapping[str, str]) -> str:
         return f": here it is {likely[0]!r}{_meaning(options[likely[0]])}"
     if len(namesakes) == 1:
         return f": here it is {namesakes[0]!r}{_meaning(options[namesakes[0]])}"
-    return f"; did you mean {' or '.join(map(repr, namesakes))}?" if namesakes else ""
+    if namesakes:
+        return f"; did you mean {' or '.join(map(repr, namesakes))}?"
+    return ""
 
 
 def _of_other_recipes(meant: Sequence[str], recipe: str) -> str:
     for option in meant:
         name, had_by = synonyms().elsewhere(option)
         if had_by and recipe not in had_by:
-            kind = "are options" if "*" in name else "is an option"
+            kind = "is an option"
+            if "*" in name:
+                kind = "are options"
             return f": {name} {kind} of {', '.join(had_by)}; {recipe} has none"
     return ""
 
@@ -131,16 +137,24 @@ def _of_other_recipes(meant: Sequence[str], recipe: str) -> str:
 def _nearest(written: str, options: Collection[str], others: Collection[str]) -> str:
     names = [*options, *others]
     near = difflib.get_close_matches(written, names, n=1, cutoff=0.6)
-    if not near:  # without the groups
+    # Many users write an option without its group, which makes it look unlike every full name.
+    if not near:
         ends = {name.rpartition(".")[2]: name for name in reversed(names)}
         last = written.rpartition(".")[2]
         near = [ends[end] for end in difflib.get_close_matches(last, list(ends), n=1, cutoff=0.75)]
     if near:
         return f"; did you mean {near[0]!r}?"
-    return f"; the options are {', '.join(sorted(names))}" if len(names) <= _FEW else "; --help all shows all options"
+    if len(names) <= _FEW:
+        return f"; the options are {', '.join(sorted(names))}"
+    return "; --help all shows all options"
 
 
 def _meaning(text: str) -> str:
-    """The first sentence of what an option means, after its name."""
+    """Return the first sentence of an option's description in parentheses. Empty if it has none."""
     first = text.partition(". ")[0].rstrip(".")
-    return f" ({first if first[1:2].isupper() else first[:1].lower() + first[1:]})" if first else ""
+    if not first:
+        return ""
+    # An abbreviation such as KL keeps its capitals.
+    if not first[1:2].isupper():
+        first = first[:1].lower() + first[1:]
+    return f" ({first})"

@@ -43,9 +43,12 @@ class ParallelAxes(Axes):
             self._mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "context", "tensor"))
             self.shards = self._mesh["data", "context"]._flatten("shards")
             self._alike = self._mesh["context", "tensor"]._flatten("alike").get_group()
-        self._experts = None if config.expert == 1 else _expert_mesh(config.expert, device)
+        self._experts: DeviceMesh | None = None
         """A second mesh over the same ranks. Ranks along `expert` hold different experts, along `copies` the same."""
-        self.copies = None if self._experts is None else self._experts["copies"]
+        self.copies = None
+        if config.expert > 1:
+            self._experts = _expert_mesh(config.expert, device)
+            self.copies = self._experts["copies"]
 
     def share(self, model: nn.Module) -> None:
         """Apply context and tensor parallelism to `model`. See `Axes.share`."""
@@ -59,7 +62,9 @@ class ParallelAxes(Axes):
 
     def share_experts(self, model: nn.Module) -> list[nn.Module]:
         """Keep this rank's share of the experts; see `Axes.share_experts`."""
-        return [] if self._experts is None else share_experts(model, self._experts["expert"])
+        if self._experts is None:
+            return []
+        return share_experts(model, self._experts["expert"])
 
     def gather_batch(self, batch: Batch) -> tuple[Batch, slice]:
         """Return the sequences of all ranks of the context and tensor axes, and the tokens of `batch` as a slice."""
@@ -72,7 +77,11 @@ class ParallelAxes(Axes):
 
     def summed(self, values: Tensor) -> Tensor:
         """Sum over the data axis in place, and return the result. Values are equal along the other axes."""
-        dist.all_reduce(values, group=None if self._mesh is None else self._mesh.get_group("data"))
+        # Without a mesh all ranks are on the data axis, so the default group is used.
+        group: dist.ProcessGroup | None = None
+        if self._mesh is not None:
+            group = self._mesh.get_group("data")
+        dist.all_reduce(values, group=group)
         return values
 
 

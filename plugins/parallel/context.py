@@ -112,6 +112,7 @@ def slice_rows(model: nn.Module, group: dist.ProcessGroup, tensor: int = 1) -> N
         )
     rope = getattr(text, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")
+    # Each rank would scale its positions by the length of its own slice.
     if kind in ("dynamic", "longrope"):
         raise ValueError(
             f"the rotary positions of {type(inner).__name__} ({kind}) depend on the longest sequence, and a rank of "
@@ -142,7 +143,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_S: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group, ctx.size = group, len(x_S)
+        ctx.group = group
+        ctx.size = len(x_S)
         parts_CS = x_S.new_empty(group.size(), *x_S.shape)
         dist.all_gather(list(parts_CS), x_S.contiguous(), group=group)
         return parts_CS.flatten(0, 1)

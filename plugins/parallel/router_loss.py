@@ -38,8 +38,10 @@ class RouterLoss:
         self._routers = find_routers(model)
         self._coefficient = coefficient
         config: Any = getattr(model, "config", None) or getattr(getattr(model, "backbone", None), "config", None)
-        # With a coefficient of 0, a model whose configuration lacks this name trains without router metrics.
-        self._top_k = getattr(config.get_text_config(), "num_experts_per_tok", 0) if self._routers.modules else 0
+        self._top_k = 0
+        if self._routers.modules:
+            # With a coefficient of 0, a model whose configuration lacks this name trains without router metrics.
+            self._top_k = getattr(config.get_text_config(), "num_experts_per_tok", 0)
         if coefficient and self._routers.modules and not self._top_k:
             raise ValueError("router_aux_loss_coef: the model's config.json has no num_experts_per_tok; set it to 0")
 
@@ -51,7 +53,8 @@ class RouterLoss:
         def both(model: nn.Module, micro: Batch, totals: Totals) -> LossOutput:
             with self.watched() as logits:
                 output = loss_fn(model, micro, totals)
-            counted_R, share = self._counted(logits, micro, packs(model)), row_share(micro, minibatch)
+            counted_R = self._counted(logits, micro, packs(model))
+            share = row_share(micro, minibatch)
             metrics = {name: x * share for name, x in router_metrics(logits, counted_R, self._top_k).items()}
             if not self._coefficient:
                 return LossOutput(output.loss, output.metrics | metrics)
@@ -59,7 +62,9 @@ class RouterLoss:
             metrics["router_aux_loss"] = balance.detach()
             return LossOutput(output.loss + self._coefficient * balance, output.metrics | metrics)
 
-        return both if self._top_k else loss_fn
+        if self._top_k:
+            return both
+        return loss_fn
 
     @contextmanager
     def watched(self) -> Iterator[list[Tensor]]:

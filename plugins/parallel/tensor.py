@@ -27,7 +27,9 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from components.models.vocabulary import set_vocabulary
 from plugins.parallel.vocabulary import CopiedVocabulary, VocabularyPart, own_parts, summed
 
-_COLUMNS, _ROWS, _EACH_HEAD = "colwise", "rowwise", "replicated_with_grad_allreduce"
+_COLUMNS = "colwise"
+_ROWS = "rowwise"
+_EACH_HEAD = "replicated_with_grad_allreduce"
 """Styles in transformers' plans. Embedding and output layer are identified without the plan."""
 _KEYS = ("k_proj", "v_proj")
 
@@ -61,10 +63,13 @@ class _Cuts:
     """Placement and forward function of each module."""
 
     def __init__(self, model: Any, mesh: DeviceMesh) -> None:
-        self._model, self._size, self._group = model, mesh.size(), mesh.get_group()
+        self._model = model
+        self._size = mesh.size()
+        self._group = mesh.get_group()
         self._text: Any = model.config.get_text_config()
         self._plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
-        self._embedding, self._head = model.get_input_embeddings(), model.get_output_embeddings()
+        self._embedding = model.get_input_embeddings()
+        self._head = model.get_output_embeddings()
         self.placement: dict[nn.Parameter, Placement] = {}
         """Placements of sharded parameters. All others are replicated."""
         self.forward: dict[nn.Module, Callable[..., Tensor]] = {}
@@ -129,6 +134,7 @@ class _Cuts:
     def _by_vocabulary(self, module: Any) -> None:
         tokens = len(module.weight)
         heads = [layer for layer in (self._embedding, self._head) if layer is not None]
+        # Both layers are split, or neither: models with tied embeddings have one weight for the two.
         if any(len(layer.weight) % self._size for layer in heads):
             if module is self._head:
                 set_vocabulary(module, CopiedVocabulary())
@@ -142,7 +148,10 @@ class _Cuts:
             return
         if module.padding_idx is not None:
             place = module.padding_idx - part.first
-            module.padding_idx = place if 0 <= place < size else None
+            # torch rejects an index outside of this rank's rows. The rank of the padding token keeps it.
+            module.padding_idx = None
+            if 0 <= place < size:
+                module.padding_idx = place
         self.forward[module] = partial(_embedding, part=part)
 
 
@@ -183,9 +192,12 @@ def _columns(module: nn.Module, forward: Any, group: dist.ProcessGroup, x: Tenso
 def _rows(module: Any, forward: Any, group: dist.ProcessGroup, x: Tensor) -> Tensor:
     with own_parts(module):
         bias = module.bias
+        # The bias is added after the sum. Otherwise it would count once per rank.
         module._parameters["bias"] = None
         output = _Sum.apply(forward(x), group)
-    return output if bias is None else output + bias
+    if bias is None:
+        return output
+    return output + bias
 
 
 def _key_heads(
@@ -242,7 +254,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group, ctx.size = group, x.shape[-1]
+        ctx.group = group
+        ctx.size = x.shape[-1]
         parts = [torch.empty_like(x) for _ in range(group.size())]
         dist.all_gather(parts, x.contiguous(), group=group)
         return torch.cat(parts, -1)

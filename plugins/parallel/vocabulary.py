@@ -28,7 +28,9 @@ def own_parts(module: nn.Module, *, partial_gradients: bool = False) -> Iterator
     """
     parameters: dict[str, Any] = module._parameters
     kept = dict(parameters)
-    placements = [Partial()] if partial_gradients else None
+    placements = None
+    if partial_gradients:
+        placements = [Partial()]
     for name, parameter in kept.items():
         if isinstance(parameter, DTensor):
             parameters[name] = parameter.to_local(grad_placements=placements)

@@ -72,13 +72,10 @@ class ArgumentCheck:
         for name, value in self._values.items():
             argument = arguments()[name]
             note = f"rollout.vllm.{name}={_text(value)}: {argument.why}"
-            if argument.kind == CORRECTED and value not in argument.neutral:
-                note += (
-                    "; importance weights correct the difference to the trainer"
-                    if self._corrects
-                    else "; rollout.accept_bias=true: the difference to the trainer is not corrected, so gradients are "
-                    "biased"
-                )
+            if argument.kind == CORRECTED and value not in argument.neutral and self._corrects:
+                note += "; importance weights correct the difference to the trainer"
+            elif argument.kind == CORRECTED and value not in argument.neutral:
+                note += "; gradients are biased, because rollout.accept_bias=true leaves the difference uncorrected"
             notes.append(note)
         return notes
 
@@ -106,7 +103,8 @@ class ArgumentCheck:
         why = "rollout.max_num_seqs"
         longest = engine.max_model_len or 0
         if not on_gpu and longest > least:
-            least, why = longest, "the longest prompt and response, which a CPU computes in one piece"
+            least = longest
+            why = "the longest prompt and response, which a CPU computes in one piece"
         if batched < least:
             yield f"rollout.vllm.max_num_batched_tokens={batched} is less than {least} ({why}); set at least that"
 
@@ -119,20 +117,30 @@ def _speculation_fault(value: Any) -> str:
     for entry in rules["refused"]:
         if names := [name for name in entry["names"] if value.get(name) not in (None, False, "standard")]:
             return f"{', '.join(names)}: {entry['why']}"
-    method = value.get("method", "draft_model" if value.get("model") else None)
     methods = ", ".join(rules["methods"])
+    # A model without a method is a draft model.
+    if "method" not in value and value.get("model"):
+        method = "draft_model"
+    else:
+        method = value.get("method")
     if method is None:
         return f"it has no method; set one of {methods}"
-    return "" if method in rules["methods"] else f"a weight sync does not update {method}; set one of {methods}"
+    if method in rules["methods"]:
+        return ""
+    return f"a weight sync does not update {method}; set one of {methods}"
 
 
 def _nearest(name: str) -> str:
     """Return the names of vLLM's arguments that are most similar to a name, as the end of a message."""
     allowed = [known for known, argument in arguments().items() if argument.kind in (ALLOWED, CORRECTED)]
     near = difflib.get_close_matches(name, arguments(), n=NEAR) or difflib.get_close_matches(name, allowed, NEAR, 0.4)
-    return f"; did you mean {', '.join(near)}?" if near else "; docs/engines.md lists those that are passed on"
+    if near:
+        return f"; did you mean {', '.join(near)}?"
+    return "; docs/engines.md lists those that are passed on"
 
 
 def _text(value: Any) -> str:
     """Return a value as it is written on a command line."""
-    return value if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value)

@@ -10,7 +10,10 @@ from typing import Any
 
 import yaml
 
-ALLOWED, CORRECTED, REFUSED, SAMPLING = "allowed", "corrected", "refused", "sampling"
+ALLOWED = "allowed"
+CORRECTED = "corrected"
+REFUSED = "refused"
+SAMPLING = "sampling"
 """Classes of arguments; `arguments.yaml` explains them."""
 TITLES = {
     ALLOWED: "allowed",
@@ -66,9 +69,12 @@ def markdown() -> str:
     for kind, title in TITLES.items():
         for entry in content()[kind]:
             names = ", ".join(f"`{name}`" for name in entry["names"])
-            values = f" = {', '.join(f'`{value}`' for value in entry['values'])}" if "values" in entry else ""
-            on_cpu = f". Refused on a CPU: {entry['gpu_only']}" if "gpu_only" in entry else ""
-            lines.append(f"| {title} | {names}{values} | {entry['why']}{on_cpu} |")
+            if "values" in entry:
+                names += f" = {', '.join(f'`{value}`' for value in entry['values'])}"
+            effect = entry["why"]
+            if "gpu_only" in entry:
+                effect += f". Refused on a CPU: {entry['gpu_only']}"
+            lines.append(f"| {title} | {names} | {effect} |")
     return "\n".join(lines)
 
 
