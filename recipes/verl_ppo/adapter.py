@@ -12,7 +12,7 @@ from training.options.table_adapter import Computed
 
 from .agent_keys import read_agent
 from .dataset_keys import VerlAdapter
-from .nested_keys import within
+from .nested_keys import listed, within
 from .pool_keys import ACTOR, ROLLOUT, read_pools
 from .reward_keys import read_reward
 
@@ -27,6 +27,8 @@ AXES = {
     "parallel.expert": ("megatron.expert_model_parallel_size",),
     "parallel.tensor": ("megatron.tensor_model_parallel_size",),
 }
+ENGINES = (f"{ACTOR}.strategy", "critic.strategy", "model_engine")
+"""verl's keys of the training engine."""
 PRESET = ("verl command line", "preset")
 """Registry key of the function that returns the settings of a configuration file of verl."""
 OTHER_ENGINE = (
@@ -94,7 +96,7 @@ def read_loss(keys: Computed) -> None:
 def read_gradients(keys: Computed) -> None:
     """Set the maximum gradient norm: from the optimizer's key, or from the older key of actor and critic."""
     for group, owner in (("train", ACTOR), ("critic", "critic")):
-        older, newer = f"{owner}.grad_clip", f"{owner}.optim.clip_grad"
+        older, newer = (f"{owner}.{name}" for name in ("grad_clip", "optim.clip_grad"))
         if (norm := keys.get(newer, older)) is None:
             continue
         keys.put(f"{group}.max_grad_norm", norm, keys.name(newer, older) or newer)
@@ -110,8 +112,7 @@ def read_gradients(keys: Computed) -> None:
 def is_megatron(keys: Computed) -> bool:
     """True if a key or the configuration file asks for Megatron."""
     name = str(keys.get("config_name", default="")).removesuffix(".yaml")
-    trains = (keys.get(f"{ACTOR}.strategy"), keys.get("critic.strategy"), keys.get("model_engine"))
-    return "megatron" in (*trains, *name.split("_"))
+    return "megatron" in (*map(keys.get, ENGINES), *name.split("_"))
 
 
 def read_optimizers(keys: Computed) -> None:
@@ -145,9 +146,8 @@ def elsewhere(keys: Computed) -> Iterator[str]:
             f"{ACTOR}.strategy={parts[0]} beside critic.strategy={parts[1]}: verl trains actor and critic with one "
             "kind of engine; set both to fsdp2, or both to megatron"
         )
-    trains = (keys.get(f"{ACTOR}.strategy"), keys.get("critic.strategy"), keys.get("model_engine"))
     # Actor and critic usually name the same engine, so one message is enough.
-    for other in [str(kind) for kind in trains if kind not in (None, "fsdp", "fsdp2", "dp", "megatron")][:1]:
+    for other in [kind for kind in map(keys.get, ENGINES) if kind not in (None, "fsdp", "fsdp2", "dp", "megatron")][:1]:
         yield f"{other} (actor_rollout_ref.actor.strategy) {OTHER_ENGINE}"
     if is_megatron(keys):
         keys.notes.append(MEGATRON)
@@ -189,10 +189,10 @@ def read_data(keys: Computed) -> None:
     for key, option in (("data.train_files", "data.path"), ("data.val_files", "evaluation.path")):
         if key in keys.values:
             files = keys.values[key] or []
-            keys.put(option, ",".join(files if isinstance(files, list) else [str(files)]) or None, key)
+            keys.put(option, ",".join(map(str, listed(files))) or None, key)
     if keys.get("data.filter_overlong_prompts"):
         keys.put("data.overlong", "leave_out", "data.filter_overlong_prompts")
-    samples, temperature = f"{ROLLOUT}.val_kwargs.do_sample", f"{ROLLOUT}.val_kwargs.temperature"
+    samples, temperature = (f"{ROLLOUT}.val_kwargs.{name}" for name in ("do_sample", "temperature"))
     # Where requests go to a server (mode=async, and all releases since 0.7) verl reads the temperature alone.
     mode = keys.get(f"{ROLLOUT}.mode")
     samples_anyway = mode == "async" or (mode is None and keys.get(samples) is None)
@@ -247,10 +247,11 @@ def _limit_passes(keys: Computed, options: tuple[str, str], limits: Sequence[tup
     longest = keys.option("data.max_prompt_tokens", 512) + keys.option("rollout.max_new_tokens", 512)
     tokens, counts = list[int](), list[int]()
     for is_dynamic, prefix, other in limits:
-        key = f"{prefix}max_token_len_per_gpu" if is_dynamic else f"{other or prefix}micro_batch_size_per_gpu"
-        if (limit := keys.get(key)) is not None:
-            tokens.append(limit if is_dynamic else limit * longest)
-            counts += [] if is_dynamic else [limit]
+        if is_dynamic and (limit := keys.get(f"{prefix}max_token_len_per_gpu")) is not None:
+            tokens.append(limit)
+        elif not is_dynamic and (limit := keys.get(f"{other or prefix}micro_batch_size_per_gpu")) is not None:
+            tokens.append(limit * longest)
+            counts.append(limit)
     if tokens:
         keys.put(options[0], min(tokens))
     if counts:
@@ -272,8 +273,8 @@ def read_models(keys: Computed) -> None:
         elif (weights, products) == ("bf16", "fp32"):
             keys.faults.append(f"{prefixes[0]}.model_dtype={weights} with dtype={products}; set fp32, or both bf16")
         elif weights is not None or products == "fp32":
-            # Products in bf16 of weights in fp32 are what autocast computes.
-            precision = "fp32" if products == "fp32" else "bf16_autocast"
+            # Weights in fp32 with products in bf16 are autocast.
+            precision = {"fp32": "fp32"}.get(products, "bf16_autocast")
             if weights == "bf16":
                 precision = weights
             keys.put(f"{group}.precision", precision, f"{prefixes[0]}.model_dtype")
@@ -296,8 +297,7 @@ def read_models(keys: Computed) -> None:
                 keys.put(option, default)
         keys.idle(f"the adapters at {path} have their own", "actor_rollout_ref.model.target_modules")
     elif modules := keys.get("actor_rollout_ref.model.target_modules"):
-        names = modules if isinstance(modules, list) else [modules]
-        keys.put("train.lora_target_modules", ",".join(names), "actor_rollout_ref.model.target_modules")
+        keys.put("train.lora_target_modules", ",".join(listed(modules)), "actor_rollout_ref.model.target_modules")
 
 
 def read_algorithm(keys: Computed) -> None:
@@ -307,8 +307,9 @@ def read_algorithm(keys: Computed) -> None:
         if (size := keys.get(one_side, both)) is not None:
             # A ratio is never below 0, so all lower bounds below 0 are equivalent.
             is_ratio = keys.option("algorithm.policy_loss") not in ("geo_mean", "dppo_tv", "dppo_kl")
-            size = min(size, 1.0) if side == "low" and is_ratio else size
-            keys.put(f"algorithm.clip_{side}", size, one_side if keys.get(one_side) is not None else both)
+            if side == "low" and is_ratio:
+                size = min(size, 1.0)
+            keys.put(f"algorithm.clip_{side}", size, keys.name(one_side, both) or both)
     control = {"kl_coef": 0.001, "type": "fixed", "target_kl": 0.1, "horizon": 10000}
     control |= within(keys, "algorithm.kl_ctrl")
     coef = keys.get(f"{ACTOR}.kl_loss_coef", default=0.001) if keys.get(f"{ACTOR}.use_kl_loss") else 0.0
@@ -386,9 +387,8 @@ def read_run(keys: Computed) -> None:
     if mode == "resume_path" and not path:
         keys.faults.append("trainer.resume_mode=resume_path without trainer.resume_from_path; set that too")
     elif mode != "auto" and keys.option("resume") is None:
-        keys.put("resume", "none" if mode == "disable" else path, "trainer.resume_mode")
-    loggers = keys.get("trainer.logger", default=[])
-    loggers = loggers if isinstance(loggers, list) else [loggers]
+        keys.put("resume", {"disable": "none"}.get(mode, path), "trainer.resume_mode")
+    loggers = listed(keys.get("trainer.logger", default=[]))
     for logger in ("wandb", "tensorboard"):
         if logger in loggers:
             keys.put(f"log.{logger}", True, "trainer.logger")

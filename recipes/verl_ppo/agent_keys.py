@@ -36,7 +36,7 @@ AGENTS = (
 def read_agent(keys: Computed) -> None:
     """Read the files of loops, tools and interactions, and the limits on turns and tokens."""
     named = {name: key for name in FILES if (key := keys.name(f"{TURNS}.{name}", f"data.{name}"))}
-    loop_key, file_key = f"{ROLLOUT}.agent.default_agent_loop", f"{ROLLOUT}.agent.agent_loop_config_path"
+    loop_key, file_key = (f"{ROLLOUT}.agent.{name}" for name in ("default_agent_loop", "agent_loop_config_path"))
     loop = keys.get(loop_key, default=SINGLE_TURN)
     loaders = [key for key in keys.values if key.endswith("custom_agent_loop_loader") and keys.values[key]]
     keys.faults += [f"{key}={keys.values[key]}: {LOADER}" for key in loaders]
@@ -74,7 +74,7 @@ def read_agent(keys: Computed) -> None:
 
 def limit_tokens(keys: Computed) -> tuple[int, int]:
     """Set the maximum number of tokens of an episode, and return those of a prompt and of a response."""
-    prompt, response = keys.option("data.max_prompt_tokens", 512), keys.option("rollout.max_new_tokens", 512)
+    prompt, response = (keys.option(name, 512) for name in ("data.max_prompt_tokens", "rollout.max_new_tokens"))
     most = keys.option("agent.max_tokens", prompt + response)
     keys.put("agent.max_tokens", most)
     keys.notes.append(

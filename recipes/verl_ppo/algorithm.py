@@ -66,7 +66,8 @@ def add_advantages(experience: Batch, config: VerlPPOConfig, kl_coef: float) -> 
                 f"algorithm.rejection={algorithm.rejection} rejects every token of a step; raise algorithm."
                 "rejection_threshold, or look for what the engine that samples computes otherwise (rollout_corr/kl)"
             )
-    experience = experience if algorithm.estimate_rejected else trained
+    if not algorithm.estimate_rejected:
+        experience = trained
     mask_N = experience["action_mask"]
     gamma = algorithm.gamma
     if algorithm.estimator == "gae":

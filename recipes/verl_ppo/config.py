@@ -149,9 +149,16 @@ def _rule(rule: str, bound: str) -> tuple[Any, Any, float | None, float]:
         raise ValueError(f"algorithm.rejection_threshold={bound}; set a number above 0, or low_high, as 0.5_2.0")
     if estimator != "k1":
         return LEVELS[level], estimator, None, high
-    low = 1 / high if math.isnan(low) else low
+    if math.isnan(low):
+        low = 1 / high
     # The bounds are inverted, as the option bounds the inverse ratio.
     return LEVELS[level], estimator, 1 / high, 1 / low if low else math.inf
+
+
+def _with_raw_prompt(row: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(row["input"], list):
+        return row
+    return {**row, "extra_info": {**(row.get("extra_info") or {}), "raw_prompt": row["input"]}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +247,7 @@ class RowOptions(DataOptions):
             "prompt_key": self.prompt_key,
             "reward_fn_key": self.source_key,
             "max_prompt_length": self.max_prompt_tokens,
-            "truncation": "error" if self.overlong == "leave_out" else self.overlong,
+            "truncation": {"leave_out": "error"}.get(self.overlong, self.overlong),
             "filter_overlong_prompts": self.overlong == "leave_out",
             "shuffle": self.shuffle,
             "custom_cls": {"path": self.class_path, "name": self.class_name},
@@ -346,7 +353,7 @@ class VerlPPOConfig(PPORunOptions):
             yield "evaluate_only=true without evaluation.path; set that too"
         for role in self.roles:
             count = self.placement.workers(role)
-            if count > size * (self.rollout.tensor_parallel if role == "rollout" else 1):
+            if count > size * {"rollout": self.rollout.tensor_parallel}.get(role, 1):
                 yield (
                     f"{role} has {count} processes, more than a step's {size} responses; lower "
                     "placement.devices_per_node, or its pool in placement.pools"
@@ -415,7 +422,7 @@ class VerlPPOConfig(PPORunOptions):
 
     def trained(self, part: str) -> LearnerOptions:
         """Return the training options of "actor" or "critic"."""
-        return self.critic if part == "critic" else self.train
+        return {"critic": self.critic}.get(part, self.train)
 
     def size_of(self, part: str) -> int:
         """Return the number of responses per optimizer step of "actor" or "critic"."""
@@ -428,7 +435,7 @@ class VerlPPOConfig(PPORunOptions):
         config = replace(self.parallel.of(learner.for_run(steps * per_step, self.seed)), steps_per_rate=per_step)
         warmup = learner.lr_warmup_steps or int(learner.lr_warmup_ratio * steps)
         # Half a step is subtracted, because rounding up could otherwise add a warm-up step.
-        share = (warmup - 0.5) / steps if warmup else 0.0
+        share = max(warmup - 0.5, 0.0) / steps
         return replace(config, lr_warmup_ratio=min(share, 1.0))
 
     def train_engine(self, steps: int) -> TrainConfig:
@@ -517,18 +524,13 @@ class VerlPPOConfig(PPORunOptions):
             rows = load(*ROW_FORMAT)(files, heldout=heldout, **form)
         if self.has_verl_loops or self.agent.arguments.get("interaction_config_path"):
             # Loops and interactions need the prompt as messages, not only as rendered text.
-            rows = [
-                {**row, "extra_info": {**(row.get("extra_info") or {}), "raw_prompt": row["input"]}}
-                if isinstance(row["input"], list)
-                else row
-                for row in rows
-            ]
-        if not self.has_verl_agent or not any(self.tool_files):
-            return rows
-        from agents.verl_tools import tool_schemas
+            rows = list(map(_with_raw_prompt, rows))
+        if self.has_verl_agent and any(self.tool_files):
+            from agents.verl_tools import tool_schemas
 
-        schemas = tool_schemas(*self.tool_files)
-        return [{**row, "tools": schemas} for row in rows] if schemas else rows
+            if schemas := tool_schemas(*self.tool_files):
+                rows = [{**row, "tools": schemas} for row in rows]
+        return rows
 
     def notes(self, set_options: Collection[str]) -> list[str]:
         """Return notes for the user that are printed before the run starts.

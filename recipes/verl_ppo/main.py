@@ -61,7 +61,7 @@ def build_job(
         if role not in workers:
             raise ConfigError(f"placement.role_pools has {role}, but role_worker_mapping of main.py does not; add it")
         builder.role(role)
-        devices = config.rollout.tensor_parallel if role == "rollout" else 1
+        devices = {"rollout": config.rollout.tensor_parallel}.get(role, 1)
         count = placement.workers(role) // devices
         if role in LEARNERS or (role in FROZEN and config.frozen_engine.is_collective):
             nodes = placement.nodes_of(role)
@@ -93,8 +93,10 @@ class VerlCommand(PolicyCommand[VerlPPOConfig]):
 
     def resolved(self, requested: VerlPPOConfig) -> VerlPPOConfig:
         """See `PolicyCommand.resolved`. bfloat16 is used on GPUs only."""
-        config, on_gpu = super().resolved(requested), detect_devices() > 0
-        chosen = {"auto": "bf16" if on_gpu else "fp32", "bf16_autocast": "bf16_autocast" if on_gpu else "fp32"}
+        config = super().resolved(requested)
+        chosen = {"auto": "fp32", "bf16_autocast": "fp32"}
+        if detect_devices() > 0:
+            chosen = {"auto": "bf16"}
         learners = (config.train, config.critic)
         train, critic = (replace(each, precision=chosen.get(each.precision, each.precision)) for each in learners)
         return replace(config, train=train, critic=critic)

@@ -98,7 +98,7 @@ def _learning(experience: Batch) -> dict[str, float]:
     if "value" in experience:
         value_N = experience["value"][mask_N]
         metrics |= _spread("critic/values", value_N)
-        left, whole = (return_N - value_N).var(correction=0), return_N.var(correction=0)
+        left, whole = (x_N.var(correction=0) for x_N in (return_N - value_N, return_N))
         # The constant keeps the quotient finite if all returns are equal.
         metrics["critic/vf_explained_var"] = 1.0 - float(left / (whole + 1e-5))
     return metrics
@@ -122,15 +122,11 @@ def _probabilities(samples: Batch) -> dict[str, float]:
     mask_N = samples["action_mask"]
     trainer_N, engine_N = (samples[name][mask_N].float().exp() for name in ("logprob", "rollout_logprob"))
     gap_N = (trainer_N - engine_N).abs()
-    spread = {
-        "valid": 1.0,
-        "max": float(gap_N.max()),
-        "mean": float(gap_N.mean()),
-        "std": float(gap_N.std(correction=0)),
-    }
-    metrics = {f"training/rollout_probs_diff_{name}": value for name, value in spread.items()}
+    spread = {"max": gap_N.max(), "mean": gap_N.mean(), "std": gap_N.std(correction=0)}
+    metrics = {"training/rollout_probs_diff_valid": 1.0}
+    metrics |= {f"training/rollout_probs_diff_{name}": float(x) for name, x in spread.items()}
     # Pearson correlation: the cosine of the centered values.
-    trainer_N, engine_N = trainer_N - trainer_N.mean(), engine_N - engine_N.mean()
+    trainer_N, engine_N = (x_N - x_N.mean() for x_N in (trainer_N, engine_N))
     scale = trainer_N.norm() * engine_N.norm()
     if scale > 0:  # the correlation is undefined if all tokens have the same probability
         metrics["training/rollout_actor_probs_pearson_corr"] = float((trainer_N * engine_N).sum() / scale)

@@ -8,6 +8,13 @@ from typing import Any
 from training.options.table_adapter import Computed, as_value
 
 
+def listed(value: Any) -> list[Any]:
+    """Return a list unchanged, and any other value as a list of one item."""
+    if isinstance(value, list):
+        return value
+    return [value]
+
+
 def within(keys: Computed, *groups: str) -> dict[str, Any]:
     """Return the values of these mappings, by their dotted names relative to the mapping."""
     flat: dict[str, Any] = {}

@@ -71,7 +71,7 @@ class Role(Enum):
     ActorRolloutRef = 6
 
 
-_OPTION_NAMES = {
+_OPTION_NAMES: Mapping[Role | str, str] = {
     Role.Actor: "actor",
     Role.Rollout: "rollout",
     Role.ActorRollout: "actor_rollout",
@@ -84,7 +84,7 @@ _OPTION_NAMES = {
 
 def _option_name(role: Role | str) -> str:
     """Return the name of a role in `placement.role_pools`."""
-    return _OPTION_NAMES[role] if isinstance(role, Role) else role
+    return _OPTION_NAMES.get(role) or str(role)
 
 
 @dataclass
@@ -212,7 +212,7 @@ class _ObjectTrainer(VerlPPOTrainer):
 
     def _score_by(self, function: RewardManager | RewardFunction | None, rollouts: Batch) -> Batch:
         if function is None or isinstance(function, RewardManager):
-            self.policy_run.manager.num_examine = 0 if function is None else function.num_examine
+            self.policy_run.manager.num_examine = getattr(function, "num_examine", 0)
             return super().score(rollouts)
         rewards = function(rollouts)
         if isinstance(rewards, Batch):

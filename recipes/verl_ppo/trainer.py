@@ -23,9 +23,9 @@ class VerlPPOTrainer(BaseTrainer):
     config: VerlPPOConfig
     actor_wg: WorkerGroup[ActorRolloutRefWorker]
     rollout_wg: WorkerGroup[ActorRolloutRefWorker]
-    ref_wg: WorkerGroup[ActorRolloutRefWorker] | None
-    critic_wg: WorkerGroup[CriticWorker] | None
-    rm_wg: WorkerGroup[RewardModelWorker] | None
+    ref_wg: WorkerGroup[ActorRolloutRefWorker] | None = None
+    critic_wg: WorkerGroup[CriticWorker] | None = None
+    rm_wg: WorkerGroup[RewardModelWorker] | None = None
 
     def init(self) -> None:
         """Create a worker group for each role, read the prompts, load the models, and resume from any checkpoint."""
@@ -35,9 +35,12 @@ class VerlPPOTrainer(BaseTrainer):
         self.actor_wg = policy(config.placement.holder("actor"))
         self.rollout_wg = policy(config.placement.holder("rollout"))
         reference = config.placement.holder("actor" if config.is_own_reference else "ref")
-        self.ref_wg = policy(reference) if config.needs_reference else None
-        self.critic_wg = WorkerGroup("critic", CriticWorker) if config.needs_critic else None
-        self.rm_wg = WorkerGroup("rm", RewardModelWorker) if config.reward.model_path else None
+        if config.needs_reference:
+            self.ref_wg = policy(reference)
+        if config.needs_critic:
+            self.critic_wg = WorkerGroup("critic", CriticWorker)
+        if config.reward.model_path:
+            self.rm_wg = WorkerGroup("rm", RewardModelWorker)
         self.kl = AdaptedKL(config)
         self.policy_run = VerlRun(self, config, {"kl": self.kl})
 

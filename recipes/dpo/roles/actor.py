@@ -26,11 +26,14 @@ class Actor(SupervisedModel[DPOConfig]):
     def load_reference(self, model_path: str) -> None:
         """Load the frozen reference model, sharded over the ranks if the policy will be (ZeRO 3)."""
         train = self.config.engine(1)
+        layout = "whole"
+        if train.stage == 3:
+            layout = "sharded"
         frozen = FrozenConfig(
             precision=train.precision,  # as the policy: implicit rewards then start at exactly 0
             limits=train.forward_limits,
             packing=train.packing,
-            layout="sharded" if train.stage == 3 else "whole",
+            layout=layout,
         )
         self.reference = open_frozen_policy(model_path, frozen, self.config.model.attn_implementation)
 

@@ -48,16 +48,20 @@ class Reward(FrozenWorker):
     @rpc(remote_call.reward_forward, idempotent=True)
     def forward(self, samples: Batch, heldout: bool = False, step: int = 0) -> Batch:
         """Compute `reward`, `score` and `reward_failed` per response, and further columns to log."""
-        columns = self.by_models(samples) if self.source is None else self.by_code(samples, self.source, step)
+        if self.source is None:
+            columns = self.by_models(samples)
+        else:
+            columns = self.by_code(samples, self.source, step)
         if heldout and self.heldout_source is not None:
             scored = self.by_code(samples, self.heldout_source, step)
-            # If both rewards log a number of the same name, the held-out one keeps the name, and that of the training
-            # reward is logged under reward/.
-            logged = {
-                f"log_reward/{name.removeprefix('log_')}" if name in scored else name: column
-                for name, column in columns.items()
-                if name.startswith("log_")
-            }
+            logged: dict[str, Tensor] = {}
+            for name, column in columns.items():
+                if name in scored and name.startswith("log_"):
+                    # Both rewards log this number. The held-out reward keeps the name, and that of the training reward
+                    # is logged under reward/. Otherwise one would replace the other.
+                    logged[f"log_reward/{name.removeprefix('log_')}"] = column
+                elif name.startswith("log_"):
+                    logged[name] = column
             columns = logged | scored | {"log_reward": columns["reward"]}
         return Batch(samples.lengths, {}, columns)
 

@@ -81,8 +81,9 @@ class ActorRolloutRefWorker(TrainedPolicy, SamplingWorker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def compute_log_prob(self, tokens: Batch, temperature: float | None = None) -> Batch:
         """Compute `logprob` per token in nats, by default at the sampling temperature. The ranks split the batch."""
-        at = self.config.rollout.temperature if temperature is None else temperature
-        return self.old_logprobs(tokens, at)
+        if temperature is None:
+            temperature = self.config.rollout.temperature
+        return self.old_logprobs(tokens, temperature)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def compute_sharp_log_prob(self, tokens: Batch) -> Batch:
