@@ -8,23 +8,11 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-
-class SpelledFloat(float):
-    """A number of a JSON file that keeps its text, such as 0.50, in addition to its value."""
-
-    spelling: str
-    """Text of the number in the file."""
-
-
-def kind_of(value: Any) -> str:
-    """Describe a value of the wrong kind for an error message."""
-    if isinstance(value, (list, dict, str)):
-        return f"a {type(value).__name__} of length {len(value)}"
-    return f"a {type(value).__name__} ({value!r:.80})"
+from components.data.values import SpelledFloat, kind_of, label_text
 
 
 def without_surrogates(value: Any) -> Any:
@@ -184,22 +172,6 @@ def label_of(value: Any, where: str, option: str) -> Any:
     raise ValueError(f"{where}: a label is text, a finite number, a list or an object, found {kind_of(value)}")
 
 
-def label_text(label: Any) -> str:
-    """Return a label as the text that responses are compared with.
-
-    A number of a JSON file keeps the text of the file. A number of a typed file is formatted as in Python, a decimal
-    with all its digits, a Boolean as true or false, and a date in ISO 8601.
-    """
-    # As in JSON, because models write true and not True.
-    if isinstance(label, bool):
-        return str(label).lower()
-    if isinstance(label, SpelledFloat):
-        return label.spelling
-    if isinstance(label, (datetime.date, datetime.time)):
-        return label.isoformat()
-    return str(label)
-
-
 def number_of(value: Any, where: str) -> float:
     """Return a cell as a number. In a CSV file the cell is text.
 
@@ -216,23 +188,3 @@ def number_of(value: Any, where: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{where} holds {value!r:.80}; give a finite number")
     return number
-
-
-def check_one_kind(prompts: Iterable[Any], source: str) -> None:
-    """Raise a ValueError if some rows hold text and others chat messages.
-
-    A reward function is called with a complete batch, in which prompts must be of one kind.
-
-    Args:
-        prompts: prompts of all rows, in order; None for a row without one.
-        source: file or column of the prompts, for the error message.
-    """
-    first: dict[bool, int] = {}
-    for number, prompt in enumerate(prompts):
-        if prompt is not None:
-            first.setdefault(isinstance(prompt, str), number)
-        if len(first) > 1:
-            raise ValueError(
-                f"{source}: row {first[True]} has text and row {first[False]} has chat messages; write all rows as "
-                "one of the two"
-            )

@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from components.data.messages import parse_tools, read_messages
+from components.data.conversations import parse_tools, read_messages
+from components.data.messages import TOOLS, is_blank
 
 CONVERSATIONS = ("messages", "conversations", "conversation")
 """Columns with complete conversations."""
@@ -23,8 +24,6 @@ PREFERENCES = ("chosen", "rejected")
 """Columns with the better and the worse response of a pair."""
 SYSTEMS = ("system", "system_prompt")
 """Columns with system prompts."""
-TOOLS = "tools"
-"""Column with definitions of tools."""
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 """Columns with inputs other than text."""
 COMPANIONS = ("input", "context")
@@ -46,18 +45,6 @@ class Prompt:
     """Text, chat messages, or any other value of the column."""
     columns: tuple[str, ...]
     """Columns that the prompt was read from."""
-
-
-def column_names(option: str | None) -> tuple[str, ...]:
-    """Split a comma-separated list of column names."""
-    return tuple(name.strip() for name in (option or "").split(",") if name.strip())
-
-
-def is_blank(value: object) -> bool:
-    """Return True for None, for empty lists and objects, and for text that is empty or all white space."""
-    if isinstance(value, str):
-        return not value.strip()
-    return value is None or (isinstance(value, Sequence | Mapping) and not value)
 
 
 def filled(record: Mapping[str, Any], names: Iterable[str], ignored: Collection[str] = ()) -> list[str]:
@@ -116,14 +103,6 @@ def read_system(record: Mapping[str, Any], ignored: Collection[str] = ()) -> tup
 def read_tools(record: Mapping[str, Any], ignored: Collection[str] = ()) -> list[dict[str, Any]]:
     """Read the definitions of tools of a row. The list is empty if the column is missing or blank."""
     return parse_tools(record[TOOLS]) if filled(record, [TOOLS], ignored) else []
-
-
-def needs_template(name: str, value: Any) -> ValueError:
-    """Return the error for a column that can only be used with a chat template."""
-    return ValueError(
-        f"column {name!r} holds {value!r:.80}, which only a chat template can write, and prompts are read as plain "
-        f"text; set data.apply_chat_template=true, or data.ignored_columns={name} to leave it out"
-    )
 
 
 def refuse_without_a_place(record: Mapping[str, Any], ignored: Collection[str] = ()) -> None:

@@ -1,7 +1,4 @@
-"""Conversion of the chat messages of data sets to the form of chat templates: `{role, content, tool_calls}`.
-
-Supported are OpenAI's messages and ShareGPT's turns, `{from, value}`.
-"""
+"""Chat messages in the form of chat templates, `{role, content, tool_calls}`, and checks of prompts."""
 
 from __future__ import annotations
 
@@ -9,28 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from components.data.cells import text_message
+from components.data.values import kind_of
 
-SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "system": "system",
-    "observation": "tool",
-    "function_response": "tool",
-    "tool_response": "tool",
-    "tool": "tool",
-}
-"""Speaker of a ShareGPT turn (`from`) -> role of the chat message."""
-CALLS = ("function_call", "tool_call")
-"""Speakers of ShareGPT turns whose value is the JSON text of a call or of a list of calls."""
 ASSISTANT = "assistant"
 """Role of messages that the model learns."""
+TOOLS = "tools"
+"""Column with definitions of tools."""
 
 
 def are_messages(value: object) -> bool:
@@ -49,24 +30,6 @@ def as_messages(prompt: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     return [_with_parsed_calls(message) for message in prompt]
-
-
-def read_messages(value: object) -> list[dict[str, Any]] | None:
-    """Read a conversation of a data set. Return None if the value is not a conversation.
-
-    Raises:
-        ValueError: a turn has an unknown role, a content that is not text, or a tool call that cannot be parsed.
-    """
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        return None
-    if not all(isinstance(turn, Mapping) and ("role" in turn or _is_sharegpt(turn)) for turn in value):
-        return None
-    # One conversation may mix both forms, so each turn is converted by itself.
-    messages = list(value)
-    for number, turn in enumerate(messages):
-        if _is_sharegpt(turn):
-            messages[number] = _from_sharegpt(turn)
-    return as_messages([text_message(message, f"message {number}") for number, message in enumerate(messages)])
 
 
 def with_system(messages: Sequence[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:
@@ -126,26 +89,6 @@ def is_learnt(message: Mapping[str, Any]) -> bool:
     return message["role"] == ASSISTANT and all(marks.values())
 
 
-def _is_sharegpt(turn: Mapping[str, Any]) -> bool:
-    return {"from", "value"} <= set(turn)
-
-
-def _from_sharegpt(turn: Mapping[str, Any]) -> dict[str, Any]:
-    speaker = turn["from"]
-    if speaker not in SHAREGPT_ROLES:
-        raise ValueError(
-            f"a turn is 'from': {speaker!r}, which is none of {', '.join(SHAREGPT_ROLES)}; write the conversation as "
-            "messages of role and content"
-        )
-    others = {name: value for name, value in turn.items() if name not in ("from", "value")}
-    if speaker not in CALLS:
-        return {"role": SHAREGPT_ROLES[speaker], "content": turn["value"], **others}
-    calls = _parsed(turn["value"], "the value of a turn of 'function_call'")
-    if not isinstance(calls, list):
-        calls = [calls]
-    return {"role": ASSISTANT, "content": "", "tool_calls": calls, **others}
-
-
 def _with_parsed_calls(message: Mapping[str, Any]) -> dict[str, Any]:
     """Copy a message with its tool calls parsed.
 
@@ -158,7 +101,7 @@ def _with_parsed_calls(message: Mapping[str, Any]) -> dict[str, Any]:
         copy["tool_calls"] = calls
     if not calls:
         return copy
-    calls = _parsed(calls, "'tool_calls'")
+    calls = parsed(calls, "'tool_calls'")
     if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
         raise ValueError(f"'tool_calls' must be a list of calls, found {calls!r:.80}")
     copy["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
@@ -175,13 +118,13 @@ def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     # Templates iterate over the arguments, so a call without any gets an empty object.
     if call.get("arguments") is None:
         return {**call, "arguments": {}}
-    arguments = _parsed(call["arguments"], f"the arguments of the tool call {name!r}")
+    arguments = parsed(call["arguments"], f"the arguments of the tool call {name!r}")
     if not isinstance(arguments, Mapping):
         raise ValueError(f"the arguments of the tool call {name!r} must be a JSON object, found {arguments!r:.80}")
     return {**call, "arguments": arguments}
 
 
-def _parsed(value: Any, location: str) -> Any:
+def parsed(value: Any, location: str) -> Any:
     """Parse JSON text. Return other values unchanged.
 
     Raises:
@@ -195,17 +138,39 @@ def _parsed(value: Any, location: str) -> Any:
         raise ValueError(f"{location} is not valid JSON ({error}): {value!r:.80}; correct or remove the row") from error
 
 
-def parse_tools(value: Any) -> list[dict[str, Any]]:
-    """Parse definitions of tools: a list of JSON schemas, or JSON text of the list or of its items.
+def needs_template(name: str, value: Any) -> ValueError:
+    """Return the error for a column that can only be used with a chat template."""
+    return ValueError(
+        f"column {name!r} holds {value!r:.80}, which only a chat template can write, and prompts are read as plain "
+        f"text; set data.apply_chat_template=true, or data.ignored_columns={name} to leave it out"
+    )
+
+
+def check_prompt(prompt: Any, where: str, key: str = "prompt_key") -> None:
+    """Check that a prompt is text or a list of messages, and not empty. `key` is the option that names its column.
 
     Raises:
-        ValueError: the value is something else.
+        ValueError: the prompt is something else, or is empty.
     """
-    tools = _parsed(value, "column 'tools'")
-    if isinstance(tools, Mapping):
-        tools = [tools]
-    if isinstance(tools, Sequence) and not isinstance(tools, str):
-        tools = [_parsed(tool, "column 'tools'") for tool in tools]
-        if all(isinstance(tool, Mapping) for tool in tools):
-            return [dict(tool) for tool in tools]
-    raise ValueError(f"column 'tools' must be a list of JSON schemas, or JSON text of it, found {value!r:.80}")
+    if isinstance(prompt, str) and not is_blank(prompt):
+        return
+    if isinstance(prompt, str):
+        raise ValueError(f"{where}: the prompt {prompt!r:.20} is empty; remove the row, or set {key} to another field")
+    if not prompt or not are_messages(prompt):
+        raise ValueError(
+            f"{where}: expected a string or a list of {{role, content}} messages, found {kind_of(prompt)}; "
+            f"set {key} to the field with the prompt"
+        )
+    if all(message["role"] == "system" or _is_empty(message) for message in prompt):
+        raise ValueError(f"{where}: all messages but the system's are empty; add a user's message")
+
+
+def is_blank(value: object) -> bool:
+    """Return True for None, for empty lists and objects, and for text that is empty or all white space."""
+    if isinstance(value, str):
+        return not value.strip()
+    return value is None or (isinstance(value, Sequence | Mapping) and not value)
+
+
+def _is_empty(message: Mapping[str, Any]) -> bool:
+    return is_blank(message["content"]) and not message.get("tool_calls")

@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from components.data.cells import kind_of, number_of
+from components.data.cells import number_of
 from components.data.columns import (
     CONVERSATIONS,
     PREFERENCES,
     PROMPTS,
     RESPONSES,
-    TOOLS,
     column_note,
     filled,
-    needs_template,
     read_prompt,
     read_system,
     read_tools,
@@ -26,18 +24,21 @@ from components.data.columns import (
     refuse_without_a_place,
     texts_of,
 )
+from components.data.conversations import read_messages
 from components.data.messages import (
     ASSISTANT,
+    TOOLS,
     are_messages,
     as_messages,
     is_learnt,
-    read_messages,
+    needs_template,
     refuse_prefill,
     with_system,
 )
 from components.data.model_tokens import turn_end_id
 from components.data.sources import is_drawn
 from components.data.text import check_tools_written, render_conversation, render_prompt
+from components.data.values import kind_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

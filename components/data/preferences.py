@@ -17,15 +17,15 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from components.batch import Batch
-from components.data.cells import check_one_kind
 from components.data.columns import texts_of
-from components.data.messages import read_messages
+from components.data.conversations import read_messages
 from components.data.mixture import Note, first_rows
 from components.data.pair_rows import Pair, PairFormat, check_columns, read_pair, without_end
 from components.data.records import read_records
 from components.data.shown import described, described_example
 from components.data.sources import DEFAULT_ROWS, data_source
 from components.data.text import TextEncoder
+from components.data.values import check_one_kind
 
 
 @dataclass(frozen=True)

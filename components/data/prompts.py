@@ -14,20 +14,22 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
-from components.data.columns import TOOLS, needs_template
-from components.data.messages import ASSISTANT, as_messages, with_system
+from components.data.messages import ASSISTANT, TOOLS, as_messages, check_prompt, needs_template, with_system
 from components.data.mixture import Note, first_rows, mixed, mixture_probabilities, source_names
-from components.data.prompt_rows import DEFAULT_DATASOURCE, DEFAULT_INPUT, check_prompt, read_rows
-from components.data.records import read_records
 from components.data.shown import MOST_CHARACTERS, described
-from components.data.sources import DEFAULT_ROWS, Split, data_source
+from components.data.sources import DEFAULT_ROWS, READER, Split, data_source
 from components.data.text import TextEncoder, check_tools_written, render_prompt
+from components.registry import load
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from components.batch import Batch
 
+DEFAULT_INPUT = "input"
+"""Column of the prompt if the caller names none."""
+DEFAULT_DATASOURCE = "default"
+"""Data source of rows without a column `datasource`."""
 Overlong = Literal["leave_out", "left", "right", "middle"]
 """Treatment of a prompt that is too long: leave it out, or remove tokens on this side."""
 
@@ -85,9 +87,8 @@ def load_rows(
             parts.append(generator.prompts(cast(Split, generated_split), count, seed))
         else:
             # A mixture of max_rows rows never uses more than the first max_rows rows of a source.
-            records = read_records(name, split=split or "train", label_key=label_key)
-            records = first_rows(records, max_rows, name, note)
-            parts.append(read_rows(records, name, prompt_key, label_key, ignored))
+            read_prompts = load(READER, "prompts", f"data={name}")
+            parts.append(read_prompts(name, prompt_key, label_key, split or "train", max_rows, note, ignored))
     return _with_all_columns(first_rows(mixed(parts, probabilities, seed), max_rows, source, note))
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from components.registry import require
-
 JSON_TYPES = (".json", ".jsonl")
 """Types of files that need no plug-in."""
 FILE_TYPES = (*JSON_TYPES, ".parquet", ".csv", ".arrow")
@@ -36,18 +34,3 @@ def file_type(path: Path) -> str:
 def is_path(name: str) -> bool:
     """Return True for a name that is not one of the hub."""
     return file_type(Path(name)) in FILE_TYPES or name.startswith(("/", ".", "~")) or not _HUB_NAME.fullmatch(name)
-
-
-def check_reader(source: str) -> None:
-    """Check that the reader of a source is there.
-
-    Raises:
-        MissingPlugin: no plug-in provides it.
-    """
-    name, _, path = split_source(source)
-    if path.is_dir():
-        require("data records", "folder")
-    elif not path.is_file() and not is_path(name):
-        require("data records", "hub")
-    elif (kind := file_type(path)) in FILE_TYPES and kind not in JSON_TYPES:
-        require("data file", kind.removeprefix("."))

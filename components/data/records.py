@@ -12,10 +12,11 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from components.data.cells import keep_spelling, kind_of
+from components.data.cells import keep_spelling
 from components.data.readers import FILE_TYPES, JSON_TYPES, file_type, is_path, split_source
 from components.data.sources import source_forms
 from components.data.unpacking import read_bytes
+from components.data.values import kind_of
 from components.registry import load
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")

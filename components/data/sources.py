@@ -9,12 +9,13 @@ import hashlib
 from abc import ABC, abstractmethod
 from typing import Any, Literal
 
-from components.data.readers import check_reader
-from components.registry import names
+from components.registry import load, names
 from components.schemes import has_scheme_of, made_by_scheme
 
 KIND = "data source"
 """Kind of plug-in in the registry. It maps a scheme to a subclass of `DataSource`."""
+READER = "data reader"
+"""Kind of plug-in in the registry that reads the rows of all other sources, as prompts or as demonstrations."""
 Split = Literal["train", "heldout"]
 """Split of the generated prompts."""
 
@@ -93,11 +94,11 @@ def check_sources(path: str) -> None:
         path: comma-separated sources.
 
     Raises:
-        ValueError: see `data_source` and `check_reader`.
+        ValueError: see `data_source`, and `check_reader` of the reader.
     """
     for source in filter(None, map(str.strip, path.split(","))):
         if data_source(source) is None:
-            check_reader(source)
+            load(READER, "check", f"source={source}")(source)
 
 
 def source_forms() -> str:

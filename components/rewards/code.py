@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from components.data.cells import label_text
+from components.data.values import label_text
 from components.registry import load
 from components.rewards.base import FUNCTIONS, Columns, is_reward_file, read_columns
 from components.rewards.errors import WrongCountError

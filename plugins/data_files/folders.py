@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from components.data.cells import kind_of
 from components.data.readers import FILE_TYPES
 from components.data.records import read_file
+from components.data.values import kind_of
 from components.net.hub import first_line
 from plugins.data_files.quiet import quiet
 

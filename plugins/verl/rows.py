@@ -10,13 +10,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from components.data.cells import cell_at, check_one_kind, label_of
+from components.data.cells import cell_at, label_of
 from components.data.columns import filled, likely_keys
 from components.data.mixture import Note, first_rows
 from components.data.prompt_rows import prompt_columns
 from components.data.prompts import load_rows
 from components.data.records import read_records
 from components.data.sources import data_source
+from components.data.values import check_one_kind
 
 HELDOUT_ROWS = 2_048
 """Held-out prompts drawn from a task when the caller names no number."""

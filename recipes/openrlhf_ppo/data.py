@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from components.data.cells import label_text
+from components.data.values import label_text
 from components.models.sources import is_made
 from components.net.hub import find_model
 from components.registry import load

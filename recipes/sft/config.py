@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from components.data.columns import column_names
 from components.data.mixture import Note
 from components.models.sources import NEW_KIND, check_model_source, config_of
 from components.schemes import has_scheme_of
 from training.options.checkpoint_options import CheckpointOptions
 from training.options.model_options import ModelOptions
-from training.options.schema import errors_of
+from training.options.schema import column_names, errors_of
 from training.options.supervised_options import ExampleOptions, Rows, SupervisedOptions
 
 if TYPE_CHECKING:

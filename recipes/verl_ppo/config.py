@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from agents.loading import check_agent
-from components.data.columns import column_names
 from components.generate.config import PagedRolloutConfig, RolloutConfig
 from components.ranges import Count, Positive, Range
 from components.registry import load
@@ -21,7 +20,7 @@ from training.options.ppo_options import BY_RESPONSE, Aggregation, KLEstimator, 
 from training.options.reward_options import RewardOptions
 from training.options.rl_options import PolicyTrainOptions
 from training.options.rollout_options import RolloutOptions
-from training.options.schema import active_when, errors_of, limit_note
+from training.options.schema import active_when, column_names, errors_of, limit_note
 
 from .adapter import VERL
 from .agent_keys import LOOP_AGENT, SINGLE_TURN, TOOL_AGENT, TOOLS

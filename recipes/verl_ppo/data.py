@@ -4,7 +4,7 @@ from collections.abc import Collection
 from functools import partial
 
 from agents.first_call import try_agent
-from components.data.cells import check_one_kind
+from components.data.values import check_one_kind
 from training.launch.inputs import check_encoding, check_heldout, data_tokenizer
 from training.launch.model_checks import check_model
 from training.launch.reader_checks import check_reader, check_reward_model

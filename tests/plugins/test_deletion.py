@@ -20,6 +20,7 @@ SAMPLE = ("vllm", "weights_ipc", "alarms")
 
 NAMED_BY: dict[str, list[str]] = {
     "data_files": ["grpo", "data.path=somebody/rows"],
+    "data_rows": ["grpo"],
     "deepspeed": ["grpo", "train.engine=deepspeed"],
     "demo": ["grpo", "data.path=task:sort"],
     "dynamic_sampling": ["grpo", "algorithm.filter_range=[0.0,1.0]"],
@@ -48,6 +49,10 @@ NAMED_BY: dict[str, list[str]] = {
 """Plug-in -> recipe and options that name it. A plug-in without an entry is used if its folder exists."""
 ANSWER = {"openrlhf": "unknown option"}
 """Plug-in -> part of the message, if it is not the message about a missing plug-in."""
+
+
+WITHOUT = {"data_rows": ["data.path=task:sort"]}
+"""Plug-in -> options of a plan that does not need it, if the options for a user's data do."""
 
 
 def tree_without(plugin: str, folder: Path) -> Path:
@@ -86,7 +91,7 @@ def user_options(folder: Path) -> dict[str, list[str]]:
 def check_deleted(plugin: str, folder: Path) -> Path:
     """Check a tree without the plug-in, and return it."""
     options_by_recipe = user_options(folder)
-    plans = {recipe: [recipe, *options] for recipe, options in options_by_recipe.items()}
+    plans = {recipe: [recipe, *options, *WITHOUT.get(plugin, ())] for recipe, options in options_by_recipe.items()}
     if plugin in NAMED_BY:
         recipe, *options = NAMED_BY[plugin]
         plans["named"] = [recipe, *options_by_recipe[recipe], *options]

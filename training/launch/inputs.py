@@ -89,7 +89,7 @@ def check_prompts(
     Raises:
         ValueError: something is missing or does not fit. The message says what to set.
     """
-    from components.data.cells import check_one_kind, label_text
+    from components.data.values import check_one_kind, label_text
     from components.rewards.base import check_reward, is_reward_file, reward_parts
     from components.rewards.scorers import get_scorer, scorer_names
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from components.data.columns import column_names
 from components.data.mixture import source_names
-from components.data.sources import check_sources, is_drawn
+from components.data.sources import READER, check_sources, is_drawn
 from components.ranges import Count
-from training.options.schema import Options, errors_of, limit_note
+from components.registry import load
+from training.options.schema import Options, column_names, errors_of, limit_note
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,11 +86,9 @@ class DataOptions(Options, group="data"):
 
     def describe_columns(self, rows: list[dict[str, Any]]) -> str | None:
         """Describe the columns of the rows that are used, or return None if all sources are generated tasks."""
-        from components.data.prompt_rows import describe_columns
-
         if all(map(is_drawn, source_names(self.path))):
             return None
-        return describe_columns(rows, self.used_columns)
+        return load(READER, "columns", f"data.path={self.path}")(rows, self.used_columns)
 
     @property
     def used_columns(self) -> list[str]:

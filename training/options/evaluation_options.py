@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from components.data.columns import column_names
 from components.data.sources import check_sources
 from components.ranges import Count, CountFromZero, NotNegative, ShareAboveZero
 from training.options.data_options import DataOptions
 from training.options.run_options import Steps
-from training.options.schema import Options, active_when, errors_of, limit_note
+from training.options.schema import Options, active_when, column_names, errors_of, limit_note
 
 
 @dataclass(kw_only=True)

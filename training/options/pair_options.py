@@ -6,11 +6,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from components.data.columns import column_names
 from components.data.mixture import Note
 from components.data.sources import is_drawn
 from components.ranges import Count
-from training.options.schema import without_effect
+from training.options.schema import column_names, without_effect
 from training.options.supervised_options import ExampleOptions, HeldOutOptions, Rows, SupervisedOptions
 
 if TYPE_CHECKING:

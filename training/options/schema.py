@@ -247,3 +247,8 @@ def at_home(path: str) -> str:
     """Expand ~ in a path, or in several joined by commas. Names on the hub stay unchanged."""
     parts = [str(Path(part).expanduser()) if part.startswith("~") else part for part in path.split(",")]
     return ",".join(parts)
+
+
+def column_names(option: str | None) -> tuple[str, ...]:
+    """Split a comma-separated list of column names."""
+    return tuple(name.strip() for name in (option or "").split(",") if name.strip())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from components.data.cells import label_text
+from components.data.values import label_text
 from components.models.routers import route_columns
 from components.rl.advantages import group_std
 from components.rl.correction import mismatch_metrics

@@ -12,9 +12,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from components.data.cells import check_one_kind, label_of, label_text, number_of, text_or_messages, without_surrogates
+from components.data.cells import label_of, number_of, text_or_messages, without_surrogates
 from components.data.prompts import load_rows
 from components.data.records import read_records
+from components.data.values import check_one_kind, label_text
 from components.rewards.code import scored
 from components.rewards.scorers import get_scorer
 from tests.messages import says

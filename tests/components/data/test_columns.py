@@ -12,6 +12,7 @@ from components.data.pair_rows import PairFormat
 from components.data.preferences import encode_pairs, read_pairs
 from components.data.prompts import PromptSource, load_rows
 from components.data.supervised import DemonstrationFormat, encode_demonstrations, load_demonstrations
+from plugins.data_rows.demonstrations import DemonstrationReader
 from plugins.demo.tiny_model import character_tokenizer
 from plugins.verl.rows import load_verl_rows
 from tests.messages import says
@@ -45,7 +46,7 @@ def assistant(text: str, **more: Any) -> dict[str, Any]:
 def learnt(row: dict[str, Any], tokenizer: PreTrainedTokenizerFast, **form: Any) -> tuple[str, str]:
     """Return the text of a demonstration, and its learnt part."""
     made = DemonstrationFormat(**form)
-    data = encode_demonstrations([made.read(row)], tokenizer, made)
+    data = encode_demonstrations([DemonstrationReader(made).read(row)], tokenizer, made)
     ids = data.batch.row(0, "tokens")
     mask = data.batch.row(0, "loss_mask")
     return str(tokenizer.decode(ids)), str(tokenizer.decode(ids[mask]))

@@ -8,6 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from components.data.supervised import DemonstrationFormat, encode_demonstrations, load_demonstrations
+from plugins.data_rows.demonstrations import DemonstrationReader
 from plugins.demo.tiny_model import character_tokenizer
 from tests.messages import says
 
@@ -146,7 +147,7 @@ def test_the_column_to_set_is_that_of_the_response_if_the_row_has_a_system_promp
     record = {"system": "Be brief.", "instruction": "Add 3 and 4.", "output": "7", "question": "What is 5 + 5?"}
     form = DemonstrationFormat(apply_chat_template=True)
     with pytest.raises(ValueError, match=says("data.prompt_key=instruction data.response_key=output, or", "question")):
-        form.read(record)
+        DemonstrationReader(form).read(record)
 
 
 def test_a_task_keeps_its_columns_whatever_those_of_a_file_are() -> None:
