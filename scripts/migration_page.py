@@ -125,7 +125,15 @@ Intended differences:
 - **`optimal_token_baseline`** compares responses after the same number of tokens of the policy. With an environment it
   is therefore `tir_optimal_token_baseline`; verl also counts the environment's tokens. The run prints a note at
   start-up.
-- **`trainer.ref_update_freq`** of the spin recipe has no effect: the reference remains the initial policy.
+- **`trainer.ref_update_freq`** of the spin recipe is `algorithm.reference_sync_steps`: the reference becomes a copy of
+  the policy at this interval. The loss of the spin recipe itself is not here.
+- **`distillation`**: one teacher, and the reverse KL of the sampled tokens as a policy gradient (`loss_mode=k1`,
+  `use_policy_gradient=true`, without task rewards). Advantages are limited to 10 nats and computed once per step.
+- **`rollout.quantization=fp8`** rounds the engine's weights to 8 bits. It requires a correction
+  (`rollout_correction.rollout_is`), or `rollout.accept_bias=true`.
+- **`async_training.use_rollout_log_probs`** without `compute_prox_log_prob` is `algorithm.bypass`: the policy before
+  the step is the one that sampled the responses.
+- **`model.lora`** (adapters in Megatron) is `train.lora_*`; layers that Megatron fuses have an adapter each.
 - **`engine_kwargs.vllm`**: the arguments in the table below are passed to vLLM. Others that only change speed, and
   speculative decoding, are accepted and have no effect.
 - **Epochs**: prompts at the end of an epoch that fill no step are the first of the next epoch; verl drops them.

@@ -31,6 +31,8 @@ ENGINES = (f"{ACTOR}.strategy", "critic.strategy", "model_engine")
 """verl's keys of the training engine."""
 PRESET = ("verl command line", "preset")
 """Registry key of the function that returns the settings of a configuration file of verl."""
+RELEASES = ("verl keys", "releases")
+"""Registry key of the function that reads the keys of some releases and recipes."""
 OTHER_ENGINE = (
     "is not here: models are trained with torch's fully_shard; leave it and the keys of its own out, or set "
     "actor_rollout_ref.actor.strategy=fsdp2 and critic.strategy=fsdp2"
@@ -61,6 +63,8 @@ def compute(keys: Computed) -> None:
         read_axes,
     ):
         part(keys)
+    if read_releases := find(*RELEASES):
+        read_releases(keys)
 
 
 def read_loss(keys: Computed) -> None:
@@ -81,11 +85,6 @@ def read_loss(keys: Computed) -> None:
                 f"{name}={kind} is a mean over responses whatever {ACTOR}.loss_agg_mode is, as in verl; that is for "
                 "entropy and KL alone"
             )
-    if (share := keys.get(f"{ACTOR}.k_percent")) is not None:  # of the entropy recipe, before 0.5
-        if kind == "kl_cov" and keys.option("algorithm.cov_share") is None:
-            keys.put("algorithm.cov_share", share / 100, f"{ACTOR}.k_percent")
-        else:
-            keys.idle("kl_cov alone reads it, where kl_cov_ratio is not set", f"{ACTOR}.k_percent")
     if keys.option("algorithm.estimator") == "optimal_token_baseline" and keys.option("agent.func_path"):
         keys.notes.append(
             "optimal_token_baseline compares responses after as many tokens of the policy, which is verl's "

@@ -76,6 +76,9 @@ def add_advantages(experience: Batch, config: VerlPPOConfig, kl_coef: float) -> 
         advantage_N = return_N = returns.discounted_returns(reward_N, mask_N, lengths_B, gamma)
     elif algorithm.estimator == "remax":
         advantage_N, return_N = returns.remax(reward_N, experience["greedy_reward"], mask_N, lengths_B)
+    elif algorithm.estimator == "distillation":
+        columns = (experience[config.old_policy], experience["reference_logprob"], mask_N)
+        advantage_N = return_N = -kl_estimate(*columns, "k1")
     elif algorithm.estimator == "optimal_token_baseline":
         groups = (mask_N, lengths_B, experience["prompt_id"])
         advantage_N, return_N = returns.optimal_token_baseline(reward_N, energy(trained, config), *groups)

@@ -28,7 +28,7 @@ from .resource_pool import PoolOptions
 
 Compared = Literal["grpo", "grpo_passk", "reinforce_plus_plus_baseline", "rloo", "opo", "gpg", "gdpo"]
 """Estimators that compare the responses to one prompt with each other."""
-Estimator = Literal[Compared, "gae", "reinforce_plus_plus", "remax", "optimal_token_baseline"]
+Estimator = Literal[Compared, "gae", "reinforce_plus_plus", "remax", "optimal_token_baseline", "distillation"]
 ROW_FORMAT = ("row format", "verl")
 """Registry key of the plug-in that reads the rows of files."""
 CLASS_ROWS = ("row format", "verl class")
@@ -44,7 +44,9 @@ class AlgorithmOptions(PPOOptions):
     estimator: Estimator = "gae"
     """Advantage estimator. gae uses a critic. Without a critic: reinforce_plus_plus and remax; grpo, grpo_passk,
     reinforce_plus_plus_baseline, rloo, opo, gpg and gdpo, which compare the responses to a prompt; and
-    optimal_token_baseline, which compares them token by token and needs a second pass for the old log-probabilities."""
+    optimal_token_baseline, which compares them token by token and needs a second pass for the old log-probabilities.
+    distillation uses no reward: the advantage of a token is the log-probability of the reference (reference_path, the
+    teacher) minus the policy's."""
     gamma: float = active_when(1.0, estimator=("gae", "reinforce_plus_plus"))
     """Discount per action token."""
     lam: float = active_when(1.0, estimator=("gae",))
@@ -336,6 +338,8 @@ class VerlPPOConfig(PPORunOptions):
                 "algorithm.reference_sync_steps moves a reference model, and with train.lora_rank it is the policy "
                 "without its adapters; unset one of them"
             )
+        if options.estimator == "distillation" and not options.reference_path:
+            yield "algorithm.estimator=distillation needs a teacher; set algorithm.reference_path to its model"
         if options.estimator == "gae" and not self.needs_critic:
             yield "algorithm.estimator=gae needs the critic, but critic.enabled=false; leave that out"
         if self.asynchronous.partial_rollout and (options.dynamic_sampling or options.estimator == "remax"):
@@ -399,7 +403,7 @@ class VerlPPOConfig(PPORunOptions):
     @property
     def needs_reference(self) -> bool:
         """See `RLOptions.needs_reference`."""
-        return self.algorithm.kl_coef != 0 or self.kl_in_loss[0] != 0
+        return self.algorithm.estimator == "distillation" or self.algorithm.kl_coef != 0 or self.kl_in_loss[0] != 0
 
     @property
     def kl_in_loss(self) -> tuple[float, KLEstimator]:

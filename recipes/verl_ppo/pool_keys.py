@@ -1,6 +1,5 @@
-"""verl's keys of machines and pools, and of generation ahead of training."""
+"""verl's keys of machines and pools."""
 
-import math
 from collections.abc import Mapping
 
 from training.options.table_adapter import Computed
@@ -71,24 +70,3 @@ def read_pools(keys: Computed) -> None:
         keys.put("rollout.tensor_parallel", devices_each, tensor_parallel)
     elif (devices_each or 1) > 1:
         keys.notes.append("no effect of tensor_model_parallel_size: an engine hf has one device")
-    _read_fully_async(keys)
-
-
-def _read_fully_async(keys: Computed) -> None:
-    """Set the options of verl's fully_async_policy, whose steps consist of several mini-batches."""
-    stale = keys.get("async_training.staleness_threshold")
-    if stale is None:
-        return
-    size = keys.get(f"{ACTOR}.ppo_mini_batch_size", default=256)
-    samples = keys.option("samples_per_prompt", 1)
-    batches = keys.get("async_training.require_batches", default=1)
-    prompts = size * batches * keys.get("async_training.trigger_parameter_sync_step", default=1)
-    keys.put("prompts_per_step", prompts, "ppo_mini_batch_size x require_batches x trigger_parameter_sync_step")
-    keys.put("train.mini_batch_size", size * samples)
-    if keys.get("async_training.recompute_old_log_prob") is False:
-        keys.put("algorithm.bypass", True, "async_training.recompute_old_log_prob")
-    if total := keys.get("rollout.total_rollout_steps"):
-        keys.put("max_steps", max(total // prompts, 1), "rollout.total_rollout_steps")
-    keys.put("asynchronous.queue_size", math.ceil(stale), "async_training.staleness_threshold")
-    if stale and keys.get("async_training.partial_rollout"):
-        keys.put("asynchronous.partial_rollout", True, "async_training.partial_rollout")

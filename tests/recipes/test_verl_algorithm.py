@@ -13,6 +13,7 @@ from recipes.verl_ppo.algorithm import AdaptedKL, add_advantages, compared, mini
 from recipes.verl_ppo.config import VerlPPOConfig
 from recipes.verl_ppo.main import read_config
 from tests.messages import says
+from training.options.schema import ConfigError
 
 OWN = ["actor_rollout_ref.model.path=x", "data.train_files=task:sort", "actor_rollout_ref.actor.use_dynamic_bsz=true"]
 SIZES = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=3"]
@@ -94,6 +95,17 @@ def test_a_digit_of_noise_in_a_group_of_equal_rewards_is_worth_little() -> None:
 def test_remax_takes_the_greedy_answers_reward_off() -> None:
     greedy = torch.tensor([1.0, 1.0, 1.0, 5.0])
     assert advantages("algorithm.adv_estimator=remax", greedy_reward=greedy) == pytest.approx([3, 0, 3, 0])
+
+
+def test_distillation_gives_each_token_the_teachers_log_probability_minus_the_policys() -> None:
+    options = ["algorithm.estimator=distillation", "algorithm.reference_path=teacher"]
+    batch = responses()
+    # The teacher is half a nat less sure of the third token; far below the policy an advantage ends at 10 nats.
+    batch = batch.with_tokens(reference_logprob=batch["reference_logprob"].index_fill(0, torch.tensor([4]), -15.0))
+    learned = add_advantages(batch, config(*options), 0.1)
+    assert learned["advantage"].tolist() == pytest.approx([0, 0, -0.5, 0, -10, *[0] * 7])
+    with pytest.raises(ConfigError, match=says("distillation", "teacher", "ref.model.path")):
+        config(options[0])
 
 
 def test_gdpo_normalises_each_reward_for_itself() -> None:

@@ -372,7 +372,8 @@ class RLOptions(RunOptions):
                 "log-probabilities, so the initial KL is close to 0 but not exactly 0"
             )
         notes += self.rollout.notes() + self.agent.notes(set_options, self.rollout.engine)
-        return notes + self.asynchronous.notes(self.CORRECT, self.algorithm.correction != "none")
+        corrects = self.algorithm.correction != "none" or getattr(self.algorithm, "bypass", False)
+        return notes + self.asynchronous.notes(self.CORRECT, corrects)
 
     def sampling(self, step: int, temperature: float | None = None) -> SamplingConfig:
         """Return the sampling parameters of a step. Evaluations pass a temperature of their own."""
