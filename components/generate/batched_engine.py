@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from components.batch import Batch
-from components.generate.async_engine import AsyncEngine, Generation, Piece, Request
+from components.generate.async_engine import AsyncEngine, Finish, Generation, Piece, Request
 from components.generate.config import SamplingConfig
 
 if TYPE_CHECKING:
@@ -33,8 +33,10 @@ class BatchedRequest(Request):
     def __init__(
         self, engine: BatchedEngine, tokens: Sequence[int], sampling: SamplingConfig, prompt_id: int, sample_id: int
     ) -> None:
-        self.tokens, self.sampling = list(tokens), sampling
-        self.prompt_id, self.sample_id = prompt_id, sample_id
+        self.tokens = list(tokens)
+        self.sampling = sampling
+        self.prompt_id = prompt_id
+        self.sample_id = sample_id
         self._engine = engine
         self._aborted = self._taken = False
         # An event instead of a future: a caller that is cancelled while it awaits a future cancels the future too, and
@@ -68,9 +70,12 @@ class BatchedRequest(Request):
     def finish(self, drawn: Generation | Exception) -> None:
         """Set the result or the error, and wake all waiters."""
         if isinstance(drawn, Exception):
-            self._error, self._trace = drawn, drawn.__traceback__
+            self._error = drawn
+            self._trace = drawn.__traceback__
+        elif self._aborted:
+            self._drawn = dataclasses.replace(drawn, finish="abort")
         else:
-            self._drawn = dataclasses.replace(drawn, finish="abort") if self._aborted else drawn
+            self._drawn = drawn
         self._finished.set()
 
 
@@ -88,8 +93,9 @@ class BatchedEngine(AsyncEngine):
         self._waiting: dict[BatchedRequest, None] = {}
         self._submitted = 0
         self._driver: asyncio.Task[None] | None = None
-        self._open, self._idle = asyncio.Event(), asyncio.Event()
+        self._open = asyncio.Event()
         self._open.set()
+        self._idle = asyncio.Event()
         self._idle.set()
 
     @property
@@ -173,10 +179,14 @@ class BatchedEngine(AsyncEngine):
 
     async def _quiet(self) -> None:
         """Wait until no request has been submitted for `_QUIET_TURNS` iterations of the loop."""
-        before, turns = self._submitted, 0
+        before = self._submitted
+        turns = 0
         while turns < _QUIET_TURNS:
             await asyncio.sleep(0)
-            before, turns = self._submitted, turns + 1 if before == self._submitted else 0
+            turns += 1
+            if self._submitted != before:
+                before = self._submitted
+                turns = 0
 
     def _next(self) -> list[BatchedRequest]:
         """Remove and return the oldest request, and all requests whose sampling differs from it at most in
@@ -215,11 +225,15 @@ def _generate(engine: RolloutEngine, taken: list[BatchedRequest]) -> list[Genera
         columns["max_new_tokens"] = limits
     prompts = Batch.from_rows({"tokens": [request.tokens for request in taken]}, columns)
     drawn = engine.generate(prompts, dataclasses.replace(taken[0].sampling, max_new_tokens=max(limits)))
-    tokens, logprobs = drawn["tokens"].tolist(), drawn["rollout_logprob"].tolist()
-    spans = zip((drawn.offsets[:-1] + drawn["prompt_length"]).tolist(), drawn.offsets[1:].tolist(), strict=True)
-    return [
-        Generation(tokens[start:end], logprobs[start:end], [version] * (end - start), "length" if cut else "stop")
-        for (start, end), version, cut in zip(
-            spans, drawn["weight_version"].tolist(), drawn["truncated"].tolist(), strict=True
-        )
-    ]
+    # One conversion of each column: slices of tensors for every request would take longer.
+    tokens = drawn["tokens"].tolist()
+    logprobs = drawn["rollout_logprob"].tolist()
+    starts = (drawn.offsets[:-1] + drawn["prompt_length"]).tolist()
+    rows = (starts, drawn.offsets[1:].tolist(), drawn["weight_version"].tolist(), drawn["truncated"].tolist())
+    results = []
+    for start, end, version, is_truncated in zip(*rows, strict=True):
+        finish: Finish = "stop"
+        if is_truncated:
+            finish = "length"
+        results.append(Generation(tokens[start:end], logprobs[start:end], [version] * (end - start), finish))
+    return results

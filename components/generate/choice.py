@@ -20,7 +20,9 @@ def rollout_config(name: str) -> type[RolloutConfig]:
     Raises:
         MissingPlugin: no plug-in provides the engine.
     """
-    return HFRolloutConfig if name == HFRolloutConfig.NAME else load("rollout config", name, "rollout.engine")
+    if name == HFRolloutConfig.NAME:
+        return HFRolloutConfig
+    return load("rollout config", name, "rollout.engine")
 
 
 def choose_rollout_engine(name: str, gpus: int, model_path: str, *temperatures: float) -> tuple[str, str]:
@@ -49,7 +51,7 @@ def choose_rollout_engine(name: str, gpus: int, model_path: str, *temperatures: 
         if not fault and (advantage := config.advantage(gpus, model_path)):
             return candidate, advantage
         reasons.append(fault or "faster for a small model on a CPU")
-    return "hf", reasons[0] if reasons else "no plug-in brings another engine"
+    return "hf", next(iter(reasons), "no plug-in brings another engine")
 
 
 def _fault(config: type[RolloutConfig], gpus: int, model_path: str, temperatures: tuple[float, ...]) -> tuple[str, str]:

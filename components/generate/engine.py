@@ -109,6 +109,7 @@ class WeightVersions(ABC):
             RuntimeError: a digest differs from the publisher's.
         """
         if handle.is_sent:
+            # The handle of the written version arrives later, and its digests are compared then; see `sent_digests`.
             self._sent = handle.version, digests or {}
         elif digests is not None:
             from components.weights.digest import compare_digests
@@ -218,11 +219,11 @@ class RolloutEngine(WeightVersions):
         Returns:
             Number of bytes of GPU memory that were freed. 0 on a CPU, where nothing is freed.
         """
-        if self._asleep or not self._can_free():
-            self._asleep = True
-            return 0
-        freed = self._sleep(level)
-        self._asleep, self._damaged = True, self._damaged or level == 2
+        freed = 0
+        if not self._asleep and self._can_free():
+            freed = self._sleep(level)
+            self._damaged = self._damaged or level == 2
+        self._asleep = True
         return freed
 
     def wake(self, for_weights: bool = False) -> None:
@@ -254,6 +255,7 @@ class RolloutEngine(WeightVersions):
                 f"the prompts lack the columns {missing}; every prompt needs `tokens`, and a `prompt_id` and "
                 "`sample_id` (int64, per sequence) from which its random numbers are derived"
             )
+        # `min` of no lengths would raise an error, and an empty batch is valid: a rank may get no prompts.
         if not len(prompts):
             return
         if int(prompts.lengths.min()) == 0:
@@ -337,8 +339,8 @@ def adapter_misfit(shapes: dict[str, tuple[int, ...]], parameters: dict[str, tup
     for name, shape in sorted(shapes.items()):
         layer, _, side = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".lora_")
         _, whole = parameters.get(f"{layer}.weight", (0, ()))
-        # A is [rank, in] and B is [out, rank] for a layer of [out, in].
-        fits = len(whole) == len(shape) == 2 and (shape[1] == whole[1] if side == "A" else shape[0] == whole[0])
-        if not fits:
+        # For a layer of [out, in], A is [rank, in] and B is [out, rank]: A shares dimension 1 with it, B dimension 0.
+        shared = int(side == "A")
+        if not (len(whole) == len(shape) == 2 and shape[shared] == whole[shared]):
             faults.append(f"{name} {list(shape)} for a layer of {list(whole) or 'which there is none'}")
     return ", ".join(faults)

@@ -19,6 +19,7 @@ from components.generate.decoding import Decoding
 from components.generate.engine import Completions, RolloutEngine, limits
 from components.generate.sampling import uniform
 from components.models.device import compute_device
+from components.models.end_tokens import listed_ids
 from components.models.loading import load_policy
 from components.models.precision import compute_in, round_products
 from components.process.heartbeat import beat
@@ -46,14 +47,16 @@ class _Rows:
     """State of R rows that are being generated: their tokens, and the rows that are still in the cache."""
 
     def __init__(self, prompts: Batch, sampling: SamplingConfig, device: torch.device) -> None:
-        max_new_tokens = sampling.max_new_tokens
         self.prompt_id_R = prompts["prompt_id"].numpy()
         self.sample_id_R = prompts["sample_id"].numpy()
         self.prompt_length_R = prompts.lengths.numpy()
-        self.tokens_RK = torch.zeros(len(prompts), max_new_tokens, dtype=torch.int64, device=device)
-        self.logprob_RK = torch.zeros(len(prompts), max_new_tokens, device=device)
+        self.tokens_RK = torch.zeros(len(prompts), sampling.max_new_tokens, dtype=torch.int64, device=device)
+        self.logprob_RK = torch.zeros(len(prompts), sampling.max_new_tokens, device=device)
         self.length_R = limits(prompts, sampling).to(device, copy=True)
-        self.limit_R = self.length_R.clone() if "max_new_tokens" in prompts else None
+        # Without limits of single rows the comparison in `unfinished`, at every token, is left out.
+        self.limit_R: Tensor | None = None
+        if "max_new_tokens" in prompts:
+            self.limit_R = self.length_R.clone()
         self.ended_R = torch.zeros(len(prompts), dtype=torch.bool, device=device)
         self.cached_A = torch.arange(len(prompts), device=device)
         """[A] int64, indices among the R rows of the rows in the cache, in the order of the cache."""
@@ -77,7 +80,9 @@ class _Rows:
     def unfinished(self, k: int) -> Tensor:
         """Return [A] bool, True for the rows that need a k-th new token."""
         open_A = ~self.ended_R[self.cached_A]
-        return open_A if self.limit_R is None else open_A & (self.limit_R[self.cached_A] > k)
+        if self.limit_R is not None:
+            open_A &= self.limit_R[self.cached_A] > k
+        return open_A
 
 
 class HFRolloutEngine(RolloutEngine):
@@ -99,17 +104,17 @@ class HFRolloutEngine(RolloutEngine):
         self.model.to(self.device)
         self._decoding: Decoding = (find("decoding", "fast") or Decoding)()
         self._decoding.prepare(self.model)
-        end = self.model.generation_config.eos_token_id
-        end_tokens = torch.tensor([] if end is None else end, dtype=torch.int64)
-        self._end_tokens = end_tokens.view(-1).to(self.device)
+        end_tokens = listed_ids(self.model.generation_config.eos_token_id)
+        self._end_tokens = torch.tensor(end_tokens, dtype=torch.int64, device=self.device)
         self.positions = getattr(self.model.config, "max_position_embeddings", None)
 
     def _complete(self, prompts: Batch, sampling: SamplingConfig) -> Completions:
         # Rows of similar length are generated together, so that little of a chunk is padding.
         order_B = prompts.lengths.argsort(stable=True)
-        chunks = order_B.split(self.config.max_num_seqs) if len(prompts) else ()
+        chunks = order_B.split(self.config.max_num_seqs)
         with torch.inference_mode():
-            parts = [self._generate_rows(prompts.select(index_R), sampling) for index_R in chunks]
+            # Without prompts, `split` returns a single empty chunk, which cannot be generated.
+            parts = [self._generate_rows(prompts.select(index_R), sampling) for index_R in chunks if len(index_R)]
         place_B = order_B.argsort()
 
         def column(pieces: list[Tensor], empty: Tensor) -> Tensor:
@@ -131,7 +136,9 @@ class HFRolloutEngine(RolloutEngine):
             if with_digests:
                 # The digest of the weights in use also detects an error of the copy. With another dtype it would always
                 # differ, so the received tensor is used then.
-                digests.add(name, target if target.dtype == tensor.dtype else tensor)
+                if target.dtype != tensor.dtype:
+                    target = tensor
+                digests.add(name, target)
         return digests.result()
 
     def _parameters(self) -> dict[str, tuple[int, tuple[int, ...]]]:
@@ -139,9 +146,12 @@ class HFRolloutEngine(RolloutEngine):
         return {name: (tensor.data_ptr(), tuple(tensor.shape)) for name, tensor in targets}
 
     def _sleep(self, level: int) -> int:
-        weights = list(self.model.parameters())
-        held = [*self.model.buffers(), *(weights if level == 1 else ())]
-        self._copies = HostCopies(held, weights if level == 2 else (), self.device.type)
+        held = list(self.model.buffers())
+        discarded = list(self.model.parameters())
+        if level == 1:
+            held += discarded
+            discarded = []
+        self._copies = HostCopies(held, discarded, self.device.type)
         return self._copies.nbytes
 
     def _wake(self, for_weights: bool) -> None:  # noqa: ARG002 - the weights are all it has
@@ -151,9 +161,11 @@ class HFRolloutEngine(RolloutEngine):
         """Generate all rows together. A row is removed from the cache soon after its last token."""
         rows = _Rows(prompts, sampling, self.device)
         cache, logits_AV, mask_AS = self._prefill(prompts, sampling.max_new_tokens)
-        position_A, longest = prompts.lengths.to(self.device), int(prompts.lengths.max())
+        position_A = prompts.lengths.to(self.device)
+        longest = int(prompts.lengths.max())
         for k in range(sampling.max_new_tokens):
             token_A = rows.draw(logits_AV, k, sampling, self._end_tokens)
+            # A long generation must not look like a hung worker.
             beat()
             unfinished_A = rows.unfinished(k + 1)
             remaining = int(unfinished_A.sum())
@@ -163,7 +175,8 @@ class HFRolloutEngine(RolloutEngine):
                 keep = _fill_gaps(unfinished_A, remaining)
                 cache.batch_select_indices(keep)
                 rows.cached_A, token_A, position_A = rows.cached_A[keep], token_A[keep], position_A[keep]
-                mask_AS = None if mask_AS is None else mask_AS[keep]
+                if mask_AS is not None:
+                    mask_AS = mask_AS[keep]
             logits_AV = self.model(
                 input_ids=token_A[:, None],
                 attention_mask=None if mask_AS is None else mask_AS[:, : longest + k + 1],
@@ -184,19 +197,22 @@ class HFRolloutEngine(RolloutEngine):
         tokens_RS = prompts.padded("tokens", -1, side="left").to(self.device, torch.int64)
         tokens_US, place_R = tokens_RS.unique(dim=0, return_inverse=True)
         real_US = tokens_US >= 0
-        padded = not bool(real_US.all())
+        mask_US = position_US = mask_RS = None
+        if not bool(real_US.all()):
+            mask_US = real_US.long()
+            position_US = (real_US.cumsum(1) - 1).clamp(min=0)
+            mask_RS = nn.functional.pad(mask_US[place_R], (0, max_new_tokens), value=1)
         cache = self._decoding.new_cache(self.model)
         logits_U1V = self.model(
             input_ids=tokens_US.clamp(min=0),
-            attention_mask=real_US.long() if padded else None,
-            position_ids=(real_US.cumsum(1) - 1).clamp(min=0) if padded else None,
+            attention_mask=mask_US,
+            position_ids=position_US,
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
         ).logits
         # The samples of a prompt share its computation: the cache of each distinct prompt is copied to its rows.
         cache.batch_select_indices(place_R)
-        mask_RS = nn.functional.pad(real_US[place_R].long(), (0, max_new_tokens), value=1) if padded else None
         return cache, logits_U1V[place_R, -1], mask_RS
 
 
@@ -242,9 +258,9 @@ def _draw(logits_AV: Tensor, sampling: SamplingConfig, uniform_A: NDArray[np.flo
     if sampling.temperature == 0:
         token_A = logprob_AV.argmax(-1)
     else:
-        threshold_A = torch.from_numpy(uniform_A).to(logits_AV.device)
         rows = max(1, _CHUNK_ELEMENTS // logits_AV.shape[1])
-        pieces = zip(logprob_AV.split(rows), threshold_A.split(rows), strict=True)
+        thresholds = torch.from_numpy(uniform_A).to(logits_AV.device).split(rows)
+        pieces = zip(logprob_AV.split(rows), thresholds, strict=True)
         token_A = torch.cat([_invert(logprob, threshold) for logprob, threshold in pieces])
     return token_A, logprob_AV.gather(1, token_A[:, None]).squeeze(1)
 

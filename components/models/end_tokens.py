@@ -1,8 +1,7 @@
 """Tokens that end a response: the union of all end tokens that the files of a model name.
 
 Tokenizer, config.json, generation_config.json and chat template often disagree. For example, a base model that was
-tuned
-for chat ends its turns with a token that its generation_config.json does not name.
+tuned for chat ends its turns with a token that its generation_config.json does not name.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ def use_end_tokens(model: Any, path: str | Path) -> None:
     if not model.can_generate():
         return
     by_tokenizer = _tokenizer_ends(path)
-    named = set(_ids(model.generation_config.eos_token_id))
-    every = named | set(_ids(model.config.eos_token_id)) | set(by_tokenizer)
+    named = set(listed_ids(model.generation_config.eos_token_id))
+    every = named | set(listed_ids(model.config.eos_token_id)) | set(by_tokenizer)
     if every != named:
         model.generation_config.eos_token_id = _as_setting(every)
-    if not set(by_tokenizer) <= set(_ids(model.config.eos_token_id)):
+    if not set(by_tokenizer) <= set(listed_ids(model.config.eos_token_id)):
         model.config.eos_token_id = _as_setting(every)
 
 
@@ -42,9 +41,9 @@ def end_tokens_of(path: str | Path) -> list[int]:
 
     from components.models.disk.empty_model import generation_config
 
-    ids = {*_ids(generation_config(path).eos_token_id), *_tokenizer_ends(path)}
+    ids = {*listed_ids(generation_config(path).eos_token_id), *_tokenizer_ends(path)}
     config: Any = AutoConfig.from_pretrained(path)
-    ids |= set(_ids(getattr(config, "eos_token_id", None)))
+    ids |= set(listed_ids(getattr(config, "eos_token_id", None)))
     rows = embedding_rows(path)
     return sorted(index for index in ids if rows is None or index < rows)
 
@@ -63,10 +62,11 @@ def _tokenizer_ends(path: str | Path) -> list[int]:
         return []
 
 
-def _ids(setting: int | list[int] | None) -> list[int]:
+def listed_ids(setting: int | list[int] | None) -> list[int]:
     """Return the ids of a setting as a list. A negative id is the old notation for no end token, and is left out."""
-    ids = [setting] if isinstance(setting, int) else setting or []
-    return [index for index in ids if index >= 0]
+    if isinstance(setting, int):
+        setting = [setting]
+    return [index for index in setting or () if index >= 0]
 
 
 def _as_setting(ids: set[int]) -> int | list[int]:
