@@ -370,9 +370,7 @@ class Batch(Layout):
             for kind in ("per_token", "per_sequence", "objects"):
                 odd = set(getattr(parts[0], kind)) ^ set(getattr(part, kind))
                 if odd:
-                    raise ValueError(
-                        f"batches 0 and {i} of concat differ in {kind} columns: only one has {sorted(odd)}"
-                    )
+                    raise ValueError(f"batches 0 and {i} of concat: only one has the {kind} columns {sorted(odd)}")
         first = parts[0]
         return cls(
             torch.cat([part.lengths for part in parts]),
@@ -466,9 +464,7 @@ class Batch(Layout):
         rows, width = padded_BT.shape
         longest = ragged.longest(lengths)
         if rows != len(lengths) or width < longest:
-            raise ValueError(
-                f"unpad of shape {[rows, width]} for {len(lengths)} sequences, the longest of {longest} tokens"
-            )
+            raise ValueError(f"unpad of {[rows, width]}, but {len(lengths)} sequences of at most {longest} tokens")
         return padded_BT[ragged.token_mask(lengths.to(padded_BT.device), width, side)]
 
     def packed(self, name: str = "tokens") -> Packed:
@@ -479,9 +475,7 @@ class Batch(Layout):
         """
         tokens_N = self._token_column(name)
         if self.num_tokens > torch.iinfo(torch.int32).max:
-            raise ValueError(
-                f"{self.num_tokens} tokens are too many to pack, as kernels count in int32; split the batch"
-            )
+            raise ValueError(f"{self.num_tokens} tokens are too many to pack: kernels count in int32; split the batch")
         return Packed(tokens_N, self.positions(), self.offsets.to(torch.int32), ragged.longest(self.lengths))
 
     # --- micro-batches and ranks --------------------------------------------------------------------------------

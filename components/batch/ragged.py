@@ -135,7 +135,8 @@ def micro_batch_indices(
             starts.append(i)
             rows = 1
             tokens = length
-    return list(order_B.tensor_split(starts[1:])) if starts else []
+    # Without sequences, `tensor_split` returns a single empty tensor, which is no micro-batch.
+    return [index_R for index_R in order_B.tensor_split(starts[1:]) if len(index_R)]
 
 
 def balanced_shares(lengths_B: Tensor, n: int, attention: float = 0.0) -> list[Tensor]:

@@ -117,9 +117,7 @@ def refuse_without_a_place(record: Mapping[str, Any], ignored: Collection[str] =
             f"data.ignored_columns={','.join(media)} to train without it"
         )
     for name in filled(record, WITHOUT_A_PLACE, ignored):
-        raise ValueError(
-            f"column {name!r} holds {WITHOUT_A_PLACE[name]}, or set data.ignored_columns={name} to skip it"
-        )
+        raise ValueError(f"column {name!r} holds {WITHOUT_A_PLACE[name]}, or set data.ignored_columns={name}")
 
 
 def refuse_weight(record: Mapping[str, Any], ignored: Collection[str] = ()) -> None:

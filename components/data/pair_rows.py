@@ -263,7 +263,9 @@ def _follows(response: Messages, before: Messages) -> bool:
     """Return True if messages may be a response to the messages before."""
     if not response:
         return False
-    last_role = before[-1]["role"] if before else None
+    last_role = None
+    if before:
+        last_role = before[-1]["role"]
     if response[0]["role"] == ASSISTANT:
         return last_role != ASSISTANT
     return response[0]["role"] in ("user", "tool") and last_role in (None, ASSISTANT)
@@ -303,7 +305,11 @@ def _column(row: Mapping[str, Any], name: str, value: Any, option: str) -> Any:
     Raises:
         ValueError: the content is something else.
     """
-    messages = read_messages([value] if isinstance(value, Mapping) else value)
+    # A single message is a list of one.
+    candidates = value
+    if isinstance(value, Mapping):
+        candidates = [value]
+    messages = read_messages(candidates)
     if messages is not None:
         value = messages
     if isinstance(value, str) or (value and are_messages(value)):
@@ -311,7 +317,9 @@ def _column(row: Mapping[str, Any], name: str, value: Any, option: str) -> Any:
     content = f"found {kind_of(row.get(name))}"
     if row.get(name) is None:
         content = f"but it is null or absent; there are the columns {sorted(map(str, row))}"
-    remedy = "" if option == "prompt_key" else _remedy(row)
+    remedy = ""
+    if option != "prompt_key":
+        remedy = _remedy(row)
     raise ValueError(f"column {name!r} must hold text or a list of chat messages, {content}; set data.{option}{remedy}")
 
 
@@ -363,7 +371,9 @@ def _from_messages(
         )
     if tools:
         check_tools_written(chosen, tools, tokenizer)
-    prompt = render_prompt(chosen[:count], tokenizer, tools=tools) if count else ""
+    prompt = ""
+    if count:
+        prompt = render_prompt(chosen[:count], tokenizer, tools=tools)
     # The complete conversation is rendered, because the end of a message depends on the template.
     texts = [render_conversation(messages, tokenizer, tools) for messages in (chosen, rejected)]
     if not all(text.startswith(prompt) for text in texts):

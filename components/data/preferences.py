@@ -249,4 +249,6 @@ def _encode(prompt: str, response: str, encoder: TextEncoder, apart: bool) -> tu
 
 def _ended(ids: list[int], end: int, encoder: TextEncoder) -> list[int]:
     """Append the end token, unless the ids end with it or with the token that ends a turn."""
-    return ids if ids and ids[-1] in encoder.end_ids else [*ids, end]
+    if ids and ids[-1] in encoder.end_ids:
+        return ids
+    return [*ids, end]

@@ -28,7 +28,7 @@ def split_source(source: str | Path) -> tuple[str, str | None, Path]:
 
 def file_type(path: Path) -> str:
     """Return the extension of the file type, without .gz."""
-    return path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    return Path(path.name.removesuffix(".gz")).suffix
 
 
 def is_path(name: str) -> bool:

@@ -22,7 +22,9 @@ def rows_by_kind(rows: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     kinds: dict[Any, list[int]] = {}
     for number, row in enumerate(rows[:SEARCHED_ROWS]):
         columns = row.get("extra_info")
-        names = frozenset(columns) if isinstance(columns, Mapping) else None
+        names = None
+        if isinstance(columns, Mapping):
+            names = frozenset(columns)
         kind = are_messages(row["input"]), row["datasource"], names
         if kind not in kinds and len(kinds) == MOST_KINDS:
             continue

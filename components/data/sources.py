@@ -104,7 +104,7 @@ def check_sources(path: str) -> None:
 def source_forms() -> str:
     """Return the forms of sources other than files, for error messages: `a name on the hub or task:<name>`."""
     *forms, last = ["a name on the hub", *(f"{scheme}:<name>" for scheme in names(KIND))]
-    return f"{', '.join(forms)} or {last}" if forms else f"or {last}"
+    return f"{', '.join(forms)} or {last}".lstrip()
 
 
 def is_heldout(prompt: str) -> bool:

@@ -157,9 +157,7 @@ def encode_demonstrations(
         else:
             kept.append((number, example))
     if not kept:
-        raise ValueError(
-            f"none of the {len(rows)} demonstrations can be used (dropped: {dropped}); raise data.max_tokens"
-        )
+        raise ValueError(f"none of {len(rows)} demonstrations can be used (dropped: {dropped}); raise data.max_tokens")
     batch = Batch.from_rows(
         {
             "tokens": [example.tokens for _, example in kept],

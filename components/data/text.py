@@ -268,15 +268,12 @@ def _templated(
 ) -> str:
     schemas = [dict(tool) for tool in tools or ()] or None
     if not tokenizer.chat_template:
-        raise ValueError(
-            "the tokenizer has no chat template; set apply_chat_template=False and give prompts as strings"
-        )
+        raise ValueError("the tokenizer has no chat template; set apply_chat_template=False, with prompts as strings")
     try:
         text = _filled(messages, tokenizer, {"tools": schemas, **options})
     except Exception as error:  # a template is a program and can raise anything
-        raise ValueError(
-            f"the chat template rejects the messages {messages!r:.200} ({first_line(error)}); correct one of the two"
-        ) from error
+        reason = first_line(error)
+        raise ValueError(f"the chat template rejects {messages!r:.200} ({reason}); correct one of the two") from error
     assert isinstance(text, str)
     check_template(tokenizer)
     return text
@@ -338,9 +335,7 @@ def read_template(chat_template: str) -> str:
         # Without a conversation the template is compiled, with the additional tags of chat templates, but not run.
         render_jinja_template([], chat_template=chat_template)
     except TemplateSyntaxError as error:
-        raise ValueError(
-            f"chat_template is not valid Jinja: line {error.lineno}: {error.message}; correct it"
-        ) from error
+        raise ValueError(f"chat_template is not valid Jinja; line {error.lineno}: {error.message}") from error
     return chat_template
 
 

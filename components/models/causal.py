@@ -58,8 +58,9 @@ def token_logprobs(model: nn.Module, batch: Batch, temperature: float = 1.0, wit
     logprob_S, entropy_S = _read(model, inputs, state_E[: len(label_S)], label_S, temperature or 1.0, with_entropy)
 
     def of_tokens(x_S: Tensor) -> Tensor:
-        x_E = slices.gather(x_S, places)
-        x_M = x_E if entry_M is None else x_E[entry_M]
+        x_M = slices.gather(x_S, places)
+        if entry_M is not None:
+            x_M = x_M[entry_M]
         return _scatter(x_M, call.follower_M, batch.num_tokens)
 
     return TokenOutput(of_tokens(logprob_S), None if entropy_S is None else of_tokens(entropy_S))
@@ -160,9 +161,10 @@ def _predecessors(model: nn.Module, batch: Batch, *, one_follower: bool = False)
             # The model is called even without tokens. If it is sharded, other ranks would wait for this one otherwise.
             before = Batch.from_rows({"tokens": [[0]]}).to(tokens_N.device)
         inputs, place_M = packed_inputs(before, layout, one_follower=one_follower)
-        in_order_M = torch.arange(len(follower_M), device=tokens_N.device)
-        return _Call(inputs, in_order_M if place_M is None else place_M, follower_M)
-    longest = int(batch.lengths.max()) if len(batch) else 0
+        if place_M is None:
+            place_M = torch.arange(len(follower_M), device=tokens_N.device)
+        return _Call(inputs, place_M, follower_M)
+    longest = max(batch.lengths.tolist(), default=0)
     tokens_BT = batch.padded("tokens", 0)[:, : max(1, longest - 1)]
     # Index of the predecessor in the padded batch, flattened: row times width, plus the position before the token.
     state_M = sequence_N[follower_M] * tokens_BT.shape[1] + position_N[follower_M] - 1

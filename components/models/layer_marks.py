@@ -37,7 +37,9 @@ def group_of(module: str) -> str:
     """
     if block := _BLOCK.search(module):
         kind = _KINDS.get(block[2])
-        return f"layer {block[1]}, {kind}" if kind else ""
+        if kind is None:
+            return ""
+        return f"layer {block[1]}, {kind}"
     return next((group for group, name in _ENDS.items() if name.search(module)), "")
 
 
@@ -49,7 +51,10 @@ def marked(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     marks: dict[str, list[Tensor]] = {}
 
     def note(group: str, output: Any) -> None:
-        states = output[0] if isinstance(output, tuple) else output
+        # Decoder layers return a tuple whose first entry is the hidden states.
+        states = output
+        if isinstance(output, tuple):
+            states = output[0]
         marks.setdefault(group, []).append(_mark(states.detach()))
 
     handles = [

@@ -30,7 +30,7 @@ def find_routers(model: nn.Module) -> Routers:
         if (recorder := (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")) is not None
     ]
     kinds = tuple({recorder.target_class for recorder in recorders})
-    index = recorders[0].index if recorders else 0
+    index = next((recorder.index for recorder in recorders), 0)
     return Routers([module for module in model.modules() if isinstance(module, kinds)], index)
 
 

@@ -157,7 +157,8 @@ def size_of(config: dict[str, Any]) -> ModelSize | None:
     queries, keys = heads * head_size, key_heads * head_size
     # Biases and norms per layer: qwen2 has biases of queries, keys and values, qwen3 has norms of queries and keys.
     vectors = {"qwen2": queries + 2 * keys, "qwen3": 2 * head_size, "qwen3_moe": 2 * head_size}.get(kind, 0)
-    vectors += queries + 2 * keys + hidden if config.get("attention_bias") and kind != "qwen2" else 0
+    if config.get("attention_bias") and kind != "qwen2":
+        vectors += queries + 2 * keys + hidden
     attention = 2 * hidden * (queries + keys) + 2 * hidden + vectors
     head = 0 if config.get("tie_word_embeddings") else vocabulary * hidden
     mlp = _experts(config, layers) if kind in _MIXTURES else _dense(config, layers)
@@ -212,5 +213,6 @@ def _stored(folder: Path) -> tuple[int, int] | None:
         for tensor, entry in entries.items():
             numbers = math.prod(entry["shape"])
             count += numbers
-            head += numbers if tensor == "lm_head.weight" else 0
+            if tensor == "lm_head.weight":
+                head += numbers
     return count, head

@@ -157,5 +157,6 @@ def resolve_model(path: str, progress: Callable[[str], None] = print) -> str:
         MissingPlugin: no plug-in provides the scheme.
         ValueError: there is no model of that name.
     """
-    model = made_model(path)
-    return path if model is None else str(model.make(progress))
+    if (model := made_model(path)) is not None:
+        return str(model.make(progress))
+    return path

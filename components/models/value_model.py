@@ -98,7 +98,9 @@ class ValueModel(StoredModel):
         config.dtype = dtype
         classifier: Any = AutoModelForSequenceClassification._model_mapping.get(type(config), None)
         # With another prefix, that class would not find the head and would use random weights without an error.
-        config.architectures = [classifier.__name__] if classifier and self.value_head_prefix == "score" else None
+        config.architectures = None
+        if classifier and self.value_head_prefix == "score":
+            config.architectures = [classifier.__name__]
         for name in ("mean", "std"):
             # The backbone may come from a reward model, whose statistics do not describe the scores of this model.
             vars(config).pop(name, None)
@@ -139,7 +141,9 @@ def load_value_model(
     """
     # Faults of configuration and head are found before the weights are read, which may take minutes.
     config = AutoConfig.from_pretrained(path)
-    statistics = score_statistics(config, path) if normalize else None
+    statistics = None
+    if normalize:
+        statistics = score_statistics(config, path)
     head_1H = _stored_head(path, value_head_prefix)
     if head_1H is None and needs_head:
         raise ValueError(

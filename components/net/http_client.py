@@ -129,7 +129,9 @@ class HttpClient:
         is_direct = is_loopback(urlsplit(url).hostname or "")
         if is_direct not in self._clients:
             # With its own transport a client ignores proxies of the environment, but still reads the certificates.
-            transport = httpx.AsyncHTTPTransport() if is_direct else None
+            transport = None
+            if is_direct:
+                transport = httpx.AsyncHTTPTransport()
             # No timeout here, because `post` has one for the complete request.
             self._clients[is_direct] = httpx.AsyncClient(timeout=None, headers=self._headers, transport=transport)
         return self._clients[is_direct]

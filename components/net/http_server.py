@@ -197,8 +197,10 @@ class _Meter:
         self._begun = b""
         if is_open:
             backslashes = len(texts[-1]) - len(texts[-1].rstrip(b"\\"))
+            self._begun = b'"'
             # An unpaired backslash escapes the first byte of the next part.
-            self._begun = b'"\\' if backslashes % 2 else b'"'
+            if backslashes % 2:
+                self._begun = b'"\\'
             self._begun_bytes = sizes[-1]
         self._count(b"".join(others))
 
@@ -211,7 +213,10 @@ class _Meter:
         if self._limits.depth is None:
             return
         for mark in self._BRACKET.findall(outside):
-            self._depth += 1 if mark in b"[{" else -1
+            if mark in b"[{":
+                self._depth += 1
+            else:
+                self._depth -= 1
             if self._depth > self._limits.depth:
                 self._limits.refuse("depth", f"the body has more than {self._limits.depth} brackets in brackets")
 

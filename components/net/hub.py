@@ -44,7 +44,7 @@ def why_unreachable(name: str, kind: Literal["model", "dataset"]) -> str | None:
     from huggingface_hub.errors import HfHubHTTPError
 
     api = HfApi()
-    request = api.model_info if kind == "model" else api.dataset_info
+    request = {"model": api.model_info, "dataset": api.dataset_info}[kind]
     try:
         request(name, timeout=HUB_TIMEOUT_S)
     except HfHubHTTPError:
@@ -129,12 +129,10 @@ def check_sizes(file: Path) -> None:
     for settings in (config, *(value for value in config.values() if isinstance(value, dict))):
         for name, most in MOST_SIZES.items():
             value = settings.get(name)
-            least = 0 if "experts" in name else 1  # a model without experts may have 0 of them
+            least = int("experts" not in name)  # a model without experts may have 0 of them
             is_size = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
             if value is not None and not is_size:
-                raise ValueError(
-                    f"its config.json has {name}={value!r:.100}; it must be a number from {least} to {most}"
-                )
+                raise ValueError(f"its config.json has {name}={value!r:.100}; set a number from {least} to {most}")
 
 
 def first_line(error: BaseException) -> str:

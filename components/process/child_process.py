@@ -235,9 +235,7 @@ def reply_to(number: int, numbered_reply: Any) -> Any:
     """
     if isinstance(numbered_reply, tuple) and len(numbered_reply) == 2 and numbered_reply[0] == number:
         return numbered_reply[1]
-    raise ForeignReplyError(
-        "the bytes read are not the reply to this request; does the code write to descriptors that it has not opened?"
-    )
+    raise ForeignReplyError("the bytes read are not the reply; does the code write to descriptors it has not opened?")
 
 
 _LENGTH = struct.Struct("!Q")

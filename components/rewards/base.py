@@ -410,9 +410,8 @@ def _numbers(value: Any, count: int, name: str, *, repeat: bool = False) -> list
     if repeat and len(flat) == 1:
         flat *= count
     elif _shape(lists) not in ((count,), (count, 1)) or len(flat) != count:
-        raise WrongCountError(
-            f"{name} holds {len(flat)} numbers, in the shape {_shape(lists)}, for {count} queries; give one for each"
-        )
+        shape = _shape(lists)
+        raise WrongCountError(f"{name} holds {len(flat)} numbers of shape {shape} for {count} queries; give one each")
     return [_number(item) for item in flat]
 
 

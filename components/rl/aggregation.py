@@ -100,9 +100,7 @@ def aggregate(
     if aggregation != "seq-mean-token-sum-norm":
         raise ValueError(f"aggregation={aggregation!r} is unknown; set one of {', '.join(get_args(Aggregation))}")
     if max_length is None or max_length < 1:
-        raise ValueError(
-            f"seq-mean-token-sum-norm divides by max_length={max_length}; set the longest response's tokens"
-        )
+        raise ValueError(f"seq-mean-token-sum-norm divides by max_length={max_length}; set the maximum response length")
     return total / max_length
 
 

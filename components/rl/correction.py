@@ -188,8 +188,7 @@ def mismatch_metrics(
         "effective_sample_size": (w_M.sum().square() / (len(w_M) * w_M.square().sum())).clamp(max=1.0),
     }
     if has_bound:
-        upper = math.inf if high is None else high
-        metrics["outside_share"] = 1.0 - _within(w_M, low or 0.0, upper).mean()
+        metrics["outside_share"] = 1.0 - _within(w_M, low or 0.0, high or math.inf).mean()
     # One device-to-host copy for all metrics.
     return dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))
 

@@ -108,9 +108,7 @@ def gdpo(reward_BK: Tensor, group_B: Tensor, weight_K: Tensor, epsilon: float = 
         all of them NaN.
     """
     if reward_BK.dim() != 2 or weight_K.shape != reward_BK.shape[1:]:
-        raise ValueError(
-            f"reward_BK has shape {list(reward_BK.shape)}, weight_K {list(weight_K.shape)}; give [B, K] and [K]"
-        )
+        raise ValueError(f"reward_BK is {list(reward_BK.shape)}, weight_K {list(weight_K.shape)}; give [B, K] and [K]")
     # In float64: sums that are mathematically equal stay equal. Whitening would amplify a difference in the last digit.
     total_B = torch.zeros(len(reward_BK), dtype=torch.float64, device=reward_BK.device)
     for reward_B, weight in zip(reward_BK.unbind(1), weight_K.tolist(), strict=True):

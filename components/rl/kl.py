@@ -89,7 +89,5 @@ def adapted_kl_coef(coef: float, kl: float, *, target: float, horizon: float, sa
         ValueError: the KL is not finite.
     """
     if not math.isfinite(kl):
-        raise ValueError(
-            f"the KL of the step is {kl}, so its coefficient cannot be adapted; check the log-probabilities"
-        )
+        raise ValueError(f"the KL of the step is {kl}, so kl_coef cannot be adapted; check the log-probabilities")
     return coef * (1.0 + min(max(kl / target - 1.0, -0.2), 0.2) * samples / horizon)

@@ -75,21 +75,22 @@ def small_copy(model: PreTrainedModel) -> PreTrainedModel:
 def _make_small(text: Any) -> None:
     """Reduce the sizes in a configuration. Settings that change the computation, such as layer types, are kept."""
     layers = text.num_hidden_layers
-    kinds = getattr(text, "layer_types", None)
+    kinds = getattr(text, "layer_types", None) or []
     # One layer of each kind.
-    kept = [kinds.index(kind) for kind in dict.fromkeys(kinds)] if kinds else [0]
+    kept = [kinds.index(kind) for kind in dict.fromkeys(kinds)] or [0]
     for name, value in list(vars(text).items()):
         if isinstance(value, list | tuple) and len(value) == layers:
             setattr(text, name, [value[layer] for layer in kept])
     text.num_hidden_layers = len(kept)
-    heads, key_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    heads = text.num_attention_heads
+    key_heads = getattr(text, "num_key_value_heads", None) or heads
     head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    is_shared = heads % key_heads == 0
-    sizes = {
-        "num_attention_heads": 2 * heads // key_heads if is_shared else heads,
-        "num_key_value_heads": 2 if is_shared else key_heads,
-    }
-    hidden = sizes["num_attention_heads"] * head_size
+    # As many query heads as before share a key head, so that the same code paths run.
+    if heads % key_heads == 0:
+        heads = 2 * heads // key_heads
+        key_heads = 2
+    hidden = heads * head_size
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": key_heads}
     sizes |= {"hidden_size": hidden, "word_embed_proj_dim": hidden, "vocab_size": 64}
     sizes |= dict.fromkeys(("intermediate_size", "ffn_dim", "moe_intermediate_size"), 16)
     for name, size in sizes.items():
@@ -108,7 +109,7 @@ def _make_buffers(model: PreTrainedModel, files: WeightFiles) -> None:
     with files:
         for path, module in model.named_modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
-                full = f"{path}.{name}" if path else name
+                full = f"{path}.{name}".removeprefix(".")
                 made: Any = torch.empty_like(buffer, device="cpu")
                 if full in files:
                     files.read(full, made, own_block(made))

@@ -63,7 +63,8 @@ def save_model(
     config = copy.deepcopy(policy.config)
     config.architectures = [type(policy).__name__.removeprefix("FSDP")]
     config.dtype = dtype
-    save_settings(folder, config, policy.generation_config if policy.can_generate() else None)
+    # Models that cannot generate do not have the attribute.
+    save_settings(folder, config, getattr(policy, "generation_config", None))
     layout = CheckpointLayout(policy, tensors)
     _write(folder, layout.tensors, layout.converted(weights), file_bytes)
 

@@ -96,9 +96,7 @@ def index_of(folder: Path) -> dict[str, str] | None:
     for file in set(map(str, files.values())):
         # An index from the hub must not make the process read files outside of the model's folder.
         if Path(file).name != file or file in ("", ".", ".."):
-            raise ValueError(
-                f"{path} names {file!r:.100}, which is no file of this folder; weights are read from it alone"
-            )
+            raise ValueError(f"{path} names {file!r:.100}; it may only name files of its own folder")
     return files
 
 

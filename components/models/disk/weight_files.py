@@ -152,7 +152,7 @@ class WeightFiles:
                 name, pattern = rename_source_key(key, [], [], model.base_model_prefix, state)
             if name not in state:
                 continue  # a head that this model has not, or a buffer of older versions
-            converter = None if pattern is None else of_pattern[pattern]
+            converter = of_pattern.get(pattern or "")
             source = sources.setdefault(name, _Source([], converter, name))
             source.keys.append((pattern or key, key))
         # save_pretrained reverts these conversions, so that the written files have the names of the read ones.
