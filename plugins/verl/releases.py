@@ -32,6 +32,8 @@ KL_LIMIT = 10.0
 def read_releases(keys: Computed) -> None:
     """Read all keys of this file."""
     read_entropy_recipe(keys)
+    if "trainer.ref_update_freq" in keys.names:
+        keys.notes.append("trainer.ref_update_freq moves the reference; the loss of the spin recipe is not here")
     read_fully_async(keys)
     read_megatron_lora(keys)
     read_distillation(keys)

@@ -379,6 +379,8 @@ def test_a_named_reward_model_with_a_function_is_served_separately_and_keeps_its
         ("actor_rollout_ref.rollout.rollout_threshold_rate=0.8", ["unfinished responses", "partial_rollout=true"]),
         ("actor_rollout_ref.actor.megatron.dtype=float16", ["megatron.dtype=float16", "loss scale", "bfloat16"]),
         ("actor_rollout_ref.rollout.over_sample_rate=0.1", ["asynchronous.in_flight_prompts"]),
+        ("reward_model.rm_mode=generator", ["reward_model.rm_mode", "vllm serve"]),
+        ("reward_model.elliptical.sparse_dim=32", ["elliptical.sparse_dim", "custom_reward_function"]),
     ],
 )
 def test_keys_of_missing_parts_of_recipes_are_rejected_with_the_replacement(key: str, facts: list[str]) -> None:
@@ -392,6 +394,8 @@ def test_keys_of_missing_parts_of_recipes_are_rejected_with_the_replacement(key:
         ("mini_batch_pipeline=True", ["mini_batch_pipeline", "before it trains"]),
         ("actor_rollout_ref.ref.enable=False", ["ref.enable", "KL"]),
         ("trainer.dump_high_diff_dir=d", ["dump_high_diff_dir", "rollouts"]),
+        ("actor_rollout_ref.rollout.moe_tensor_parallel_size=2", ["moe_tensor_parallel_size", "do not change"]),
+        ("reward_model.sandbox_fusion_url=https://x", ["sandbox_fusion_url", "sandbox"]),
     ],
 )
 def test_keys_of_recipes_that_change_no_results_have_a_note(key: str, facts: list[str]) -> None:

@@ -126,3 +126,14 @@ def test_eight_bit_weights_of_engines_need_a_correction() -> None:
 def test_settings_of_megatron_that_change_results_are_rejected(key: str, facts: list[str]) -> None:
     with pytest.raises(ConfigError, match=says(*facts)):
         read(f"+actor_rollout_ref.actor.megatron.override_transformer_config.{key}").config()
+
+
+def test_eight_bit_training_is_rejected_by_all_its_keys() -> None:
+    with pytest.raises(ConfigError, match=says("fp8_recipe", "bfloat16", "leave fp8 out")):
+        read("+actor_rollout_ref.actor.optim.override_optimizer_config.fp8_recipe=blockwise").config()
+
+
+def test_a_command_of_the_spin_recipe_is_told_which_loss_it_gets() -> None:
+    line = read("+trainer.ref_update_freq=1", "algorithm.kl_ctrl.kl_coef=0.001")
+    assert line.config().algorithm.reference_sync_steps == 1
+    assert any(re.search(says("ref_update_freq", "loss of the spin recipe"), note) for note in line.notes)
