@@ -24,7 +24,7 @@ from training.launch.machine_limits import check_machine
 from training.launch.machines import Machines, assuming, is_here
 from training.launch.model_checks import absent_models
 from training.launch.plan import CHOICES, PLAN, Plan
-from training.options.config import CommandLine, read_file
+from training.options.config import CommandLine, Vocabulary
 from training.options.help import print_help
 from training.options.model_options import ModelOptions
 from training.options.run_options import RunOptions
@@ -127,22 +127,23 @@ class Command(ABC, Generic[C]):
         Without model.path the preset is tiny.yaml, the demonstration. With model.path on GPUs it is gpu.yaml.
         """
         if "model.path" not in line.named:
-            line.start_from(read_file(self.schema, self.folder / "tiny.yaml"))
+            line.start_from(Vocabulary.of(self.schema).read_file(self.folder / "tiny.yaml"))
         elif self.takes_gpu_preset(line):
-            options = read_file(self.schema, self.folder / "gpu.yaml")
+            options = Vocabulary.of(self.schema).read_file(self.folder / "gpu.yaml")
             idle = self.idle_presets(line)
             taken = [option for option in options if option.name not in idle]
             line.start_from(taken)
             values = " ".join(f"{option.name}={option.value}" for option in taken)
-            line.notes.append(f"there are GPUs, so gpu.yaml of the recipe sets, where you do not, {values}")
+            line.notes.append(f"on GPUs, gpu.yaml of the recipe sets the options that you do not set: {values}")
             left = [option.name for option in options if option.name in idle]
-            line.notes += [f"gpu.yaml's {name} is left out: {idle[name]}" for name in left]
+            line.notes += [f"{name} of gpu.yaml is left out: {idle[name]}" for name in left]
         return line.config()
 
     def takes_gpu_preset(self, line: CommandLine[C]) -> bool:
         """Return True if there are GPUs, and the user gave no configuration file and no command of another system."""
         if not (self.folder / "gpu.yaml").is_file() or not detect_devices():
             return False
+        # A file of the user is a complete configuration. Values of a preset would change the run that it describes.
         if any(file.resolve().parent != self.folder.resolve() for file in line.files):
             return False
         return not (self.is_adapted and any(option != word for option, word in line.written.items()))
@@ -152,7 +153,8 @@ class Command(ABC, Generic[C]):
         began = time.time()
         # File names and messages may hold any characters, also under a locale that cannot print them.
         accept_any_text()
-        arguments = sys.argv[1:] if arguments is None else arguments
+        if arguments is None:
+            arguments = sys.argv[1:]
         if (code := print_help(self.schema, arguments)) is not None:
             return code
         line = CommandLine(self.schema, self.words(arguments))
@@ -161,6 +163,7 @@ class Command(ABC, Generic[C]):
             _check_text(arguments)
             with assuming(_machines(line)):
                 requested = self.asked(line)
+                # Before the plan: it fetches the config.json of each model, from which the plan computes the memory.
                 absent = absent_models(self.models(requested)) if requested.dry_run else {}
                 plan = self.plan(requested, line)
                 if choose := find(PLAN, CHOICES):
@@ -186,7 +189,7 @@ class Command(ABC, Generic[C]):
             if continued is not None:
                 self.check_continued(plan, continued)
             observers = open_observers(plan.recipe, config, role_sizes(plan.job))
-            # The folder is created only now, so that a refused command leaves no empty run behind.
+            # Only now is the folder created, so that a refused command leaves no empty run behind.
             run_dir = open_run_folder(config.run_dir, config.resume)
             config = replace(config, run_dir=str(run_dir))
             plan.notes = [*plan.notes, *self.check_writes(plan)]
@@ -276,15 +279,15 @@ def _check_text(arguments: Sequence[str]) -> None:
             argument.encode()
         except UnicodeEncodeError:
             raise ValueError(
-                f"{argument}: it is not {sys.getfilesystemencoding()} text, as which arguments are read here; rename "
-                "the file, or set LC_ALL=C.UTF-8"
+                f"{argument}: arguments are read as {sys.getfilesystemencoding()} here, and this one is not decodable; "
+                "rename the file, or set LC_ALL=C.UTF-8"
             ) from None
 
 
 def _machines(line: CommandLine[Any]) -> Machines | None:
     """Return the machines of `assume_devices`, or None if the run is planned for this machine."""
     try:
-        written = line.value("assume_devices")
-        return Machines.parse(str(written)) if written not in (None, "") else None
+        return Machines.parse(str(line.value("assume_devices")))
     except ValueError:
-        return None  # the options are checked later, where all errors are reported together
+        # The option is not set or invalid. The options are checked later, where all errors are reported together.
+        return None

@@ -99,15 +99,16 @@ def checkpoint_bytes(config: RunOptions) -> int:
     size = model_size(options.model.path)
     if size is None:
         return 0
-    export = size.parameters * WEIGHT_BYTES.get(train.precision, 4)
+    nbytes = size.parameters * WEIGHT_BYTES.get(train.precision, 4)
     if getattr(train, "lora_rank", 0):
-        return export  # only adapters are trained, and their state is small
-    trained = size.parameters
-    if getattr(options, "needs_critic", False):
-        critic = model_size(options.critic.path or options.model.path)
-        trained += 0 if critic is None else critic.without_head.parameters
-    average = 4 * size.parameters if getattr(train, "ema_beta", None) else 0
-    return export + STATE_BYTES * trained + average
+        return nbytes  # only adapters are trained, and their state is small
+    nbytes += STATE_BYTES * size.parameters
+    if getattr(options, "needs_critic", False) and (critic := model_size(options.critic.path or options.model.path)):
+        nbytes += STATE_BYTES * critic.without_head.parameters
+    # The exponential moving average of the weights is saved in float32.
+    if getattr(train, "ema_beta", None):
+        nbytes += 4 * size.parameters
+    return nbytes
 
 
 def _check_space(config: Any, steps: int | None) -> None:
@@ -120,9 +121,9 @@ def _check_space(config: Any, steps: int | None) -> None:
     checkpoint = config.checkpoint
     checkpoint_size = checkpoint_bytes(config)
     folder = Path(checkpoint.path or run_dir / "checkpoints").expanduser()
-    count = max(1, _most_checkpoints(checkpoint, checkpoint_size, steps) - _existing(folder))
-    size_text = _megabytes(checkpoint_size)
-    what = f"{count} checkpoints of {size_text} each" if count > 1 else f"a checkpoint of {size_text}"
+    # Checkpoints that exist already are part of the used space.
+    count = max(1, _most_checkpoints(checkpoint, checkpoint_size, steps) - len(list(folder.glob("step_*"))))
+    what = f"checkpoints ({count} x {_megabytes(checkpoint_size)})"
     advice = "checkpoint.path or run_dir to a folder on a larger disk, or checkpoint.keep or checkpoint.max_gb lower"
     needs = [
         _Need(run_dir, FILES_BYTES, "logs and metrics", "run_dir to a folder on a larger disk"),
@@ -155,16 +156,12 @@ def _most_checkpoints(checkpoint: Any, checkpoint_size: int, steps: int | None) 
     return min(written, kept + 1)
 
 
-def _existing(folder: Path) -> int:
-    """Return the number of existing checkpoints. Their space is already used."""
-    return len(list(folder.glob("step_*")))
-
-
 def _published(config: Any, run_dir: Path) -> list[_Need]:
     """Return the space in the run folder for two versions of the published weights, if shared memory is too small."""
     size = model_size(config.model.path)
     if size is None or config.rollout.weight_sync not in ("shared_memory", "auto"):
         return []
+    # Two versions: engines still read the last one while the next one is written.
     weights = 2 * size.parameters * WEIGHT_BYTES.get(config.train.precision, 4)
     with suppress(OSError):
         if shutil.disk_usage(SHARED_MEMORY).free >= weights:
@@ -182,7 +179,7 @@ def _check_disk(needs: list[_Need]) -> None:
     parts = ", ".join(f"{_megabytes(need.size)} for {need.what} in {need.folder}" for need in needs if need.size)
     raise ValueError(
         f"there is too little space: {_megabytes(free)} are free on the disk of {largest.folder}, and the run writes "
-        f"{_megabytes(total)} to it at least ({parts}); free space, or set {largest.advice}"
+        f"at least {_megabytes(total)} to it ({parts}); free space, or set {largest.advice}"
     )
 
 

@@ -47,7 +47,8 @@ def resolved(config: C, gpus: int) -> C:
     # The other choices follow from the engine: the number of engines, sleeping, and the carrier of the weights.
     rollout, _ = options.rollout.chosen(gpus, options.model.path, temperature, lora_rank=rank)
     rollout = replace(rollout, weight_sync=options.weight_sync(gpus)[0])
-    groups = 3 if options.has_reference_role else 2
+    # Roles that hold the policy: the actor, the engines, and the reference if there is one.
+    groups = 2 + int(options.has_reference_role)
     placement = options.placement.with_sleep(gpus, rollout.engine).resolved(gpus, groups, rollout.tensor_parallel)
     model = replace(options.model, attn_implementation=choose_attention(options.model.attn_implementation, gpus))
     return replace(options, model=model, rollout=rollout, placement=placement, train=options.train.resolved(gpus))
@@ -95,11 +96,12 @@ def check_prompts(
 
     if encodes:
         check_model(model.path)
+    parts = set[str]()
     if reward is not None:
         check_reward(reward)
+        parts = {part for _, part in reward_parts(reward)}
     rows = data.rows(seed, notes)
     heldout = evaluation.rows(data, notes)
-    parts = {part for _, part in reward_parts(reward)} if reward else set[str]()
     for scorer in parts.intersection(scorer_names()):
         # A scorer that cannot read a label indicates a wrong label_key. One row is enough to find that.
         for row in (rows[0], *heldout[:1]):
@@ -169,6 +171,7 @@ def check_encoding(
     check_vocabulary(tokenizer, model)
     source = data.source(rows, tokenizer, seed)
     longest = source.longest_kept
+    # Beyond its positions a model returns noise or fails inside a kernel, often in the middle of a run.
     positions = getattr(find_model(model.path).get_text_config(), "max_position_embeddings", None)
     if max_new_tokens and positions and longest + max_new_tokens > positions:
         raise ValueError(

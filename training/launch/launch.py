@@ -53,13 +53,18 @@ def threads_each(workers: int, nodes: int = 1) -> int:
     if cores is None:
         return -max(1, math.ceil(workers / nodes))
     threads_of_user = os.environ.get("OMP_NUM_THREADS", "")
-    return max(1, (int(threads_of_user) if threads_of_user.isdecimal() else cores) // workers)
+    if threads_of_user.isdecimal():
+        cores = int(threads_of_user)
+    # More threads than cores would make every process wait for the others at each synchronization of its threads.
+    return max(1, cores // workers)
 
 
 def threads_text(threads: int) -> str:
     """Describe a result of `threads_each`: "2 threads", or a share of the cores if their number is not known."""
+    if threads == -1:
+        return "all cores"
     if threads < 0:
-        return "all cores" if threads == -1 else f"1/{-threads} of the cores"
+        return f"1/{-threads} of the cores"
     return counted(threads, "thread")
 
 
@@ -68,9 +73,8 @@ def printed(config: Any, named: Collection[str]) -> str:
 
     Options that only print are left out. So is run_dir, unless it is among the options that the user has `named`.
     """
-    omitted = {"print_config", "dry_run", "assume_devices", "run_dir"}
-    if "run_dir" in named:
-        omitted.remove("run_dir")
+    # A default run_dir names the time of this run. In a configuration file, it would make the next run continue here.
+    omitted = {"print_config", "dry_run", "assume_devices"} | ({"run_dir"} - set(named))
     return config_text({name: value for name, value in redact(config).items() if name not in omitted})
 
 
@@ -134,8 +138,10 @@ def run_job(
     if result.output and result.status == "failed":
         print("\n".join(printable(text) for text in result.output.splitlines()), file=sys.stderr)
     if result.status != "finished":
-        where = f"; logs in {logs}" if backend == "ray" else ""
-        print(f"{recipe}: {result.status}: {printable(result.error)}{where}", file=sys.stderr)
+        error = printable(result.error)
+        if backend == "ray":
+            error += f"; logs in {logs}"
+        print(f"{recipe}: {result.status}: {error}", file=sys.stderr)
     return result.exit_code
 
 

@@ -66,6 +66,7 @@ def check_threads(needed: int) -> None:
     # The kernel does not apply the limit to root, so a low value must not stop a run of root.
     if soft == resource.RLIM_INFINITY or os.getuid() == 0:
         return
+    # All processes of the user count against the limit, also those of other programs.
     used = _threads_of(os.getuid())
     if soft < used + needed:
         raise ValueError(

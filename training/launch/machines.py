@@ -51,8 +51,8 @@ class Machines:
 
     def __str__(self) -> str:
         machines = "as many machines as it asks for," if self.nodes is None else counted(self.nodes, "machine")
-        each = f" of {self.device_bytes / 1e9:g} GB" if self.device_bytes else ""
-        gpus = f"{counted(self.devices, 'GPU')}{each}" if self.devices else "no GPU"
+        memory = f" of {self.device_bytes / 1e9:g} GB" if self.device_bytes else ""
+        gpus = f"{counted(self.devices, 'GPU')}{memory}" if self.devices else "no GPU"
         host = f" and {self.host_bytes / 1e9:g} GB" if self.host_bytes else ""
         return f"{machines} with {gpus}{host}" + ("" if self.nodes == 1 else " each")
 

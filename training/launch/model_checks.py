@@ -51,6 +51,7 @@ def absent_models(models: Mapping[str, str]) -> dict[str, str]:
         folder = Path(path).expanduser()
         try:
             find_model(path)
+        # A plan for other machines must not fail because of a model that only they have.
         except ModelNotFound as error:
             absent[option] = str(error)
         except ValueError:

@@ -9,14 +9,8 @@ from typing import Any
 
 from components.net.hub import find_model
 
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "vocab*",
-    "merges.txt",
-    "added_tokens.json",
-    "chat_template*",
-)
+FILE_PATTERNS = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "added_tokens.json", "chat_template*")
+"""Glob patterns of the files of a tokenizer."""
 
 
 def model_view(
@@ -53,11 +47,11 @@ def model_view(
     for old in folder.iterdir():
         old.unlink()
     # Files of the model's tokenizer that the other one lacks would be read together with its files.
-    own_tokenizer = {file for pattern in TOKENIZER_FILES for file in source.glob(pattern) if tokenizer_path}
+    own_tokenizer = {file for pattern in FILE_PATTERNS for file in source.glob(pattern) if tokenizer_path}
     _link(folder, (file for file in source.iterdir() if file.name != "config.json" and file not in own_tokenizer))
     if tokenizer_path:
         other = local_folder(tokenizer_path)
-        _link(folder, (file for pattern in TOKENIZER_FILES for file in other.glob(pattern)))
+        _link(folder, (file for pattern in FILE_PATTERNS for file in other.glob(pattern)))
     settings = json.loads((source / "config.json").read_text(encoding="utf-8")) | dict(overrides)
     (folder / "config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
     if chat_template:

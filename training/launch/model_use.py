@@ -48,6 +48,7 @@ def check_axes(size: ModelSize, config: TrainConfig) -> None:
     Raises:
         ValueError: the number of attention heads or experts is not divisible. The message says what to set.
     """
+    # Both axes split the heads in attention, so their product has to divide them.
     axes = {"context": config.context, "tensor": config.tensor}
     set_axes = " x ".join(f"parallel.{axis}={number}" for axis, number in axes.items() if number > 1)
     if size.heads % (config.context * config.tensor):

@@ -32,8 +32,7 @@ def nodes_of(job: Job) -> list[int]:
     for key in sorted(together, key=lambda key: (isinstance(key, int), -sizes[key])):
         first = together[key][0]
         size = sizes[key]
-        machine = bundles[first].machine
-        role = machine[0] if machine else ""
+        role, _ = bundles[first].machine or ("", 0)
         free = [node for node, full in enumerate(used) if full + size <= devices and (role, node) not in taken]
         if not free:
             raise ValueError(_no_room(job, first, size, used, devices))
@@ -53,11 +52,11 @@ def _no_room(job: Job, bundle: int, size: int, used: Sequence[int], devices: int
     nodes = counted(len(used), "node")
     count = job.roles[widest].nnodes
     if count > len(used):
-        return f"{widest} asks for {count} nodes, and there {'are' if len(used) > 1 else 'is'} {nodes}; lower its nodes"
+        return f"{widest} requests {count} nodes, but the run has {nodes}; lower its number of nodes"
     left = ", ".join(str(devices - full) for full in used)
     return (
-        f"{' + '.join(owners)} asks for {counted(size, 'device')} on one node, and of {devices} on each "
-        f"of {nodes} only {left} are left by the other roles; lower the counts, colocate roles, or set more nodes"
+        f"{' + '.join(owners)} requests {counted(size, 'device')} on one node; of {devices} on each of {nodes}, the "
+        f"other roles leave only {left}; lower the counts, colocate roles, or set more nodes"
     )
 
 
@@ -81,8 +80,9 @@ def ranges(numbers: Sequence[int]) -> str:
     """Write numbers as ranges: 0, 1, 2, 3 and 6 as `0-3,6`."""
     intervals: list[list[int]] = []
     for number in sorted(numbers):
-        if intervals and intervals[-1][1] == number - 1:
-            intervals[-1][1] = number
+        if intervals and intervals[-1][-1] == number - 1:
+            intervals[-1][1:] = [number]
         else:
-            intervals.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in intervals)
+            intervals.append([number])
+    # An interval has one end or two.
+    return ",".join("-".join(map(str, ends)) for ends in intervals)

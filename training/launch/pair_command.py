@@ -46,7 +46,9 @@ class PairCommand(SupervisedCommand[P]):
         readers = {first: tokenizer}
         for option, path in config.models.items():
             with naming(option, path):
-                readers.setdefault(path, tokenizer if path == first else config.tokenizer(path))
+                # Loading a tokenizer takes a second, and policy and reference often share one.
+                if path not in readers:
+                    readers[path] = config.tokenizer(path)
                 if not same_vocabulary(tokenizer, readers[path]):
                     raise ValueError(
                         f"it has another vocabulary than model.path={first}; set a model of the same family"

@@ -125,7 +125,7 @@ class Plan:
     def json(self) -> str:
         """Return plan.json: the job, and the content of the table."""
         job = json.loads(self.job.model_copy(update={"config": redact(self.config)}).model_dump_json())
-        fields = {
+        fields: dict[str, Any] = {
             "assumed": str(assumed() or "") or None,
             "nodes": node_lines(self.job, self.nodes),
             "idle_nodes": self._idle_nodes(),
@@ -134,8 +134,9 @@ class Plan:
             "chosen": list(self.chosen),
             "arithmetic": self.steps,
         }
-        memory = {} if self.memory is None else self.memory.fields()
-        return json.dumps({**job, **fields, **memory}, indent=2)
+        if self.memory is not None:
+            fields |= self.memory.fields()
+        return json.dumps({**job, **fields}, indent=2)
 
     def print_config(self, requested: Any, named: Collection[str]) -> None:
         """Print the configuration, and the notes on stderr.
@@ -164,17 +165,18 @@ class Plan:
             self._info(self.lines())
 
     def _info(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            print(f"{self.recipe}: {line}", file=sys.stderr)
+        for text in lines:
+            print(f"{self.recipe}: {text}", file=sys.stderr)
 
     def lines(self) -> list[str]:
         """Return the plan as lines of text."""
-        machines = assumed()
-        lines = [f"assumed   {machines}, not this one"] if machines else []
-        lines += [*self._table(), *self._node_lines()]
-        paragraphs = [("memory", _NO_MEMORY_PLAN)] if self.memory is None else [*self.memory.paragraphs()]
-        paragraphs += self._paragraphs()
-        for head, text in sorted(paragraphs, key=lambda paragraph: _HEADS.index(paragraph[0])):
+        lines = [*self._table(), *self._node_lines()]
+        if machines := assumed():
+            lines.insert(0, f"assumed   {machines}, not this one")
+        memory: Sequence[tuple[str, str]] = [("memory", _NO_MEMORY_PLAN)]
+        if self.memory is not None:
+            memory = self.memory.paragraphs()
+        for head, text in sorted([*memory, *self._paragraphs()], key=lambda paragraph: _HEADS.index(paragraph[0])):
             lines += self._wrapped(head, text)
         return [*lines, *self.notes]
 
@@ -197,15 +199,17 @@ class Plan:
             device = placement.devices[role] / count
             processes.append(f"{count} x {f'{device:.2g} GPU' if device else threads_text(threads[role])}")
         columns = [[f"on {self.job.device_type}", *map(str.lower, placement.processes)], ["processes", *processes]]
-        memory = {} if self.memory is None else self.memory.columns()
-        # A column of dashes, as of the cache of an engine that has none, would only make the table wider.
-        columns += [[head, *cells] for head, cells in memory.items() if any(cell != "-" for cell in cells)]
+        if self.memory is not None:
+            memory = self.memory.columns().items()
+            # A column of dashes, as of the cache of an engine that has none, would only make the table wider.
+            columns += [[head, *cells] for head, cells in memory if any(cell != "-" for cell in cells)]
         widths = [max(map(len, column)) for column in columns]
         gap = "  " if sum(widths) + 2 * len(widths) <= self._width else " "
-        padded = [
-            [cell.ljust(width) if i < 2 else cell.rjust(width) for cell in column]
-            for i, (column, width) in enumerate(zip(columns, widths, strict=True))
-        ]
+        # Texts to the left and numbers to the right, so that the digits of a column are below each other.
+        alignments = "<<" + ">" * (len(columns) - 2)
+        padded: list[list[str]] = []
+        for column, width, alignment in zip(columns, widths, alignments, strict=True):
+            padded.append([f"{cell:{alignment}{width}}" for cell in column])
         return [gap.join(row) for row in zip(*padded, strict=True)]
 
     def _node_lines(self) -> list[str]:
@@ -215,9 +219,9 @@ class Plan:
         texts = node_lines(self.job, self.nodes)
         if self.memory is not None:
             texts = list(map("; ".join, zip(texts, self.memory.verdicts(), strict=True)))
-        lines: list[str] = []
-        for text in texts:
-            lines += self._wrapped("" if lines else "nodes", text)
+        lines = self._wrapped("nodes", texts[0])
+        for text in texts[1:]:
+            lines += self._wrapped("", text)
         return lines
 
     def _idle_nodes(self) -> int:

@@ -21,15 +21,7 @@ from training.options.config import CommandLine
 from training.options.model_options import ModelOptions
 from training.options.rl_options import RLOptions
 from training.options.schema import ConfigError
-from training.run.continuation import (
-    GROUPS,
-    Continued,
-    check_seed,
-    check_trained_model,
-    no_state_of,
-    other_data,
-    unfinished_groups,
-)
+from training.run import continuation
 from training.run.prompts import describe_prompts
 
 C = TypeVar("C", bound=RLOptions)
@@ -76,7 +68,8 @@ def policy_job(
     builder.resource(cpu=devices, accelerator=devices, threads=threads_each(engines, min(engines, placement.nodes)))
     colocated: list[str] = [Role.ACTOR, Role.ROLLOUT]
     if config.has_reference_role:
-        nodes = spread if spread == placement.nodes else placement.nodes - spread
+        # The nodes that the actor leaves free, or all nodes if it uses all of them.
+        nodes = placement.nodes - spread or placement.nodes
         frozen_role(builder, Role.REFERENCE, reference, references, nodes, config)
         sharing = references if placement.colocate else learners
         builder.resource(accelerator=1, threads=threads_each(sharing, placement.nodes))
@@ -131,7 +124,9 @@ class PolicyCommand(Command[C]):
         """See `Command.plan`."""
         config = self.resolved(requested)
         job = self.build_job(config)
-        job.global_env |= {"TROUPE_SANDBOX": "unsafe"} if config.sandbox == "unsafe" else {}
+        # In the environment, because reward code runs in processes that do not get the options.
+        if config.sandbox == "unsafe":
+            job.global_env["TROUPE_SANDBOX"] = "unsafe"
         data, train = config.data, config.train
         kernels = config.model.attn_implementation
         attention = f", attention {kernels}" if kernels else ""
@@ -222,29 +217,29 @@ class PolicyCommand(Command[C]):
         """See `Command.exported`."""
         return config.model
 
-    def check_continued(self, plan: Plan, continued: Continued) -> None:
+    def check_continued(self, plan: Plan, continued: continuation.Continued) -> None:
         """See `Command.check_continued`."""
         config = plan.config
         saved = continued.state.get("prompts")
         if not saved:
-            raise no_state_of(continued, "prompts")
-        check_seed(continued, config, saved)
+            raise continuation.no_state_of(continued, "prompts")
+        continuation.check_seed(continued, config, saved)
         # With overrides the shapes of the model differ from those of the config.json that the check reads.
         if not config.model.config_overrides:
-            check_trained_model(continued, config.model.path, "model.path", config.train.lora_rank)
+            continuation.check_trained_model(continued, config.model.path, "model.path", config.train.lora_rank)
         if Role.CRITIC in plan.job.roles and not (continued.folder / "state" / "critic").is_dir():
-            raise no_state_of(continued, "the critic")
+            raise continuation.no_state_of(continued, "the critic")
         # Half-finished responses can only be continued by an engine that generates partial rollouts.
-        waiting = (continued.state.get(GROUPS) or {}).get("steps", ())
+        waiting = (continued.state.get(continuation.GROUPS) or {}).get("steps", ())
         if waiting and not config.asynchronous.partial_rollout:
-            raise unfinished_groups(continued.folder, len(waiting))
+            raise continuation.unfinished_groups(continued.folder, len(waiting))
         rows = self.rows(config)
         if len(rows) > CHECKED_ROWS and not continued.has_changed("data.", "model."):
             return  # the trainer compares them later; a pass over all of them here would delay the start
         try:
             config.data.source(rows, data_tokenizer(config.model), config.seed).load_state_dict(saved)
         except ValueError as error:
-            raise other_data(continued, f"data.path={config.data.path}", error) from error
+            raise continuation.other_data(continued, f"data.path={config.data.path}", error) from error
 
     def ready(self, config: C) -> C:
         """See `Command.ready`. The model of the demonstration is created if it does not exist."""

@@ -40,6 +40,6 @@ def _count_rows(name: str, most: int | None) -> int | None:
             from pyarrow.parquet import read_metadata
 
             return read_metadata(path).num_rows
-    except (OSError, ValueError):  # reading it will raise the same error, with its reason
+    except (OSError, ValueError):  # the run will raise the same error when it reads the file, with the reason
         return None
     return None

@@ -111,14 +111,14 @@ class SupervisedCommand(Command[C]):
         Raises:
             ConfigError: all examples are held out.
         """
-        held = 0 if config.evaluation.path else config.evaluation.held_out
+        held = config.evaluation.held_out
         # A generated task has as many examples as are requested, so its rows here are no limit.
         has_drawn = any(is_drawn(source.name) for source, _ in rows)
         most = config.data.max_samples
         count = sum(len(part) for source, part in rows if source.option == "data.path")
         if has_drawn:
             count = most or DEFAULT_ROWS
-        if held and min(count, most or count) <= held:
+        if held and not config.evaluation.path and min(count, most or count) <= held:
             raise ConfigError(
                 f"evaluation.held_out={held} holds out all {count} {config.EXAMPLES} of data.path={config.data.path}; "
                 "lower it, or set evaluation.path to held-out data of its own"

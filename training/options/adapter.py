@@ -1,5 +1,6 @@
-"""Options as a user writes them, and other systems' names for options of a schema. `table_adapter.py` has whole
-tables.
+"""Options as a user has written them, and names of other systems for the options of a schema.
+
+`table_adapter.py` reads the names from a table.
 """
 
 from __future__ import annotations
@@ -10,18 +11,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 NO_VALUE = ("null", "???", "")
-"""Values that mean that an option is not set."""
+"""Texts of an option that is not set. `???` is a missing value in OmegaConf."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """The option that a name stands for."""
+    """The option of the schema that a name of another system means."""
 
     name: str
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Values of the other system, in lower case -> values of the schema, for those that differ."""
+    """Value of the other system, in lower case -> value of the schema. Values that are equal in both are left out."""
     otherwise: str = ""
-    """Reason for which all other values are refused. Empty if they are used unchanged."""
+    """Reason for which values that are not in `values` are refused. Empty if they are used unchanged."""
 
 
 @dataclass(frozen=True)
@@ -31,28 +32,28 @@ class WrittenOption:
     name: str
     value: Any
     source: str = ""
-    """Path of its file. Empty: the command line."""
+    """Path of the configuration file. Empty for an option on the command line."""
 
     def __str__(self) -> str:
-        return f"{self.source}: {self.name}" if self.source else self.name
+        return ": ".join(filter(None, (self.source, self.name)))
 
 
 @dataclass
 class Translation:
-    """Options in the names of the schema, with the faults and notes of their translation."""
+    """Options under the names of the schema, with the errors and notes of their translation."""
 
     options: list[WrittenOption] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     written: dict[str, str] = field(default_factory=dict)
-    """Option of the schema -> the name by which it was written."""
+    """Option of the schema -> the name that the user has written."""
 
     def add(self, option: WrittenOption, written: str = "") -> None:
         """Add an option of the schema.
 
         Args:
-            option: in the schema's name.
-            written: name by which it was written. Default: the schema's.
+            option: the option, under the name of the schema.
+            written: name that the user has written. Default: the name of the schema.
         """
         self.options.append(option)
         self.written[option.name] = written or option.name
@@ -60,9 +61,9 @@ class Translation:
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """Names of another system for options of a schema. An empty one knows no names but the schema's.
+    """Names of another system for options of a schema. An empty adapter only accepts the names of the schema.
 
-    `TableAdapter` reads them from a table, and also computes options from several names and refuses others.
+    `TableAdapter` reads the names from a table. It can also compute an option from several names, and refuse names.
     """
 
     options: Mapping[str, Target] = field(default_factory=dict)
@@ -74,14 +75,15 @@ class Adapter:
         Args:
             names: name in the other system -> name in the schema.
         """
-        return cls(options={name: Target(here) for name, here in names.items()})
+        return cls(options={name: Target(option) for name, option in names.items()})
 
     def kind_of(self, name: str, fields: Mapping[str, Any]) -> Any:
-        """Return the type of the value of a name of this system, or None for another name."""
+        """Return the type of the value of a name of this system, or None if the system has no such name."""
         target = self._target_of(name)
         if target is None:
             return None
         if target.values:
+            # A switch may be written without a value, as `--packing`. Read as text, it would take the next word.
             return bool if target.values.keys() <= {"true", "false"} else str
         return fields.get(target.name, str)
 
@@ -90,11 +92,11 @@ class Adapter:
         return set(self.options)
 
     def ignores(self, name: str) -> bool:  # noqa: ARG002 - for a table
-        """Return True for a name that is taken and has no effect."""
+        """Return True for a name that is accepted and has no effect."""
         return False
 
     def translate(self, written: Iterable[WrittenOption]) -> Translation:
-        """Rename options written in this system's names, or in the schema's, to the schema's. Later options win."""
+        """Rename options from the names of this system to those of the schema. Of equal names, the last one counts."""
         result = Translation()
         for option in written:
             target = self._target_of(option.name)
@@ -105,13 +107,19 @@ class Adapter:
         return result
 
     def over(self, other: Adapter) -> Adapter:
-        """Return this adapter, with those names of another one that it does not know."""
+        """Return this adapter with the names of another one that it lacks."""
         options = {name: target for name, target in other.options.items() if self.kind_of(name, {}) is None}
         return replace(self, options={**options, **self.options})
 
     def renamed(self, text: str, written: Mapping[str, str]) -> str:
-        """Replace the schema's names in a sentence by this system's if the user has written any of those."""
+        """Replace the names of the schema in a message by those of this system, if the user has written any of these.
+
+        Args:
+            text: the message.
+            written: option of the schema -> the name that the user has written.
+        """
         other = {option: name for option, name in written.items() if name != option}
+        # A user who writes only our names has never seen the other names, and could not use the message.
         if not other:
             return text
         usual = {target.name: name for name, target in reversed(list(self.options.items()))}
@@ -119,7 +127,7 @@ class Adapter:
         return re.sub(r"(?<![\w.])[a-z_]+(\.[a-z_]+)*", lambda match: names.get(match[0], match[0]), text)
 
     def _target_of(self, name: str) -> Target | None:
-        """Return the target of a name, or of an entry `NAME.key` of a name that stands for a mapping."""
+        """Return the target of a name, or of an entry `NAME.key` if NAME is an option whose value is a mapping."""
         if name in self.options:
             return self.options[name]
         for mapping, target in self.options.items():
@@ -140,7 +148,7 @@ class Adapter:
 
 
 def as_text(value: Any) -> str:
-    """Return a value as it is compared with those of a table: in lower case, None as null, lists joined by blanks."""
+    """Return a value as text in lower case, as in tables. None becomes "null", and lists are joined with blanks."""
     if value is None:
         return "null"
     return " ".join(map(str, value)).lower() if isinstance(value, list | tuple) else str(value).lower()

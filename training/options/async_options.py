@@ -58,6 +58,7 @@ class AsyncOptions(Options, group="asynchronous"):
     @property
     def most_stale(self) -> int:
         """Maximum staleness of a token: versions between the weights that sampled it and those that train on it."""
+        # One more, because the slowest prompts move to the next batch with the tokens that they have.
         return self.ahead + (self.in_flight_prompts is not None)
 
     def faults_beside(self, colocated: bool, backend: str, prompts_per_step: int, apart: str) -> Iterator[str]:

@@ -36,4 +36,5 @@ class CheckpointOptions(Options, group="checkpoint"):
             least_bytes: minimum size of one checkpoint, in bytes.
         """
         max_gb = self.max_gb or math.inf
+        # GB and not GiB, as `df -H` and the manufacturers of disks count.
         return Checkpoints(self.path or Path(run_dir) / "checkpoints", self.keep, max_gb * 1e9, least_bytes)

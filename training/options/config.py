@@ -1,11 +1,12 @@
-"""Configuration: a dataclass is the schema; YAML files and the command line only hold differences to it.
+"""Configuration: a dataclass is the schema. YAML files and the command line only hold differences from its defaults.
 
-Written as `key=value`, `--key=value` or `--key value`. How many values a `--key` takes follows from its field: a switch
-none or one, a pair two, a list as many as there are, everything else one. Dashes in keys are read as underscores.
+Options are written as `key=value`, `--key=value` or `--key value`. The type of the field determines the number of
+values after `--key`: none or one for a switch, two for a pair, all following values for a list, one for other types.
+Dashes in keys are read as underscores.
 
-Two class variables of a schema add names of other systems: ADAPTER, an `Adapter` that is always there, and ADAPTERS,
-names of adapters that plug-ins provide. A plug-in may also add a group of options; plugin_options.py has both. All
-faults are reported at once.
+Two class variables of a schema add names of other systems: ADAPTER, an `Adapter` that is always used, and ADAPTERS, the
+names of adapters that plug-ins provide. A plug-in may also add a group of options; see plugin_options.py. All errors
+are reported at once.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from training.options.schema import ConfigError, collect_errors, fields_of, with
 T = TypeVar("T")
 
 _ASSIGNMENT = re.compile(r"--|\+{0,2}([A-Za-z_][\w.-]*)=")
-"""Begin of an option on the command line."""
+"""Beginning of an option on the command line. `+` and `++` are prefixes of Hydra."""
 _SWITCH_WORDS = {"true", "false", "yes", "no", "on", "off", "1", "0"}
 
 
 def load_config(schema: type[T], arguments: Sequence[str]) -> T:
-    """Return the configuration: the schema's defaults, then each `--config FILE`, then the other arguments.
+    """Return the configuration: the defaults of the schema, overridden by each `--config FILE` and then by arguments.
 
     Raises:
         ConfigError: see `CommandLine.config`.
@@ -47,16 +48,20 @@ def load_config(schema: type[T], arguments: Sequence[str]) -> T:
 
 
 class CommandLine(Generic[T]):
-    """The options that a user has written: on the command line, and before it in the `--config FILE`s that it names."""
+    """The options that a user has written on the command line, and in the files that `--config` names.
+
+    Options on the command line override those of the files, in whatever order they are written.
+    """
 
     def __init__(self, schema: type[T], arguments: Sequence[str]) -> None:
         """
         Args:
-            schema: the options.
-            arguments: the command line. `config` raises its errors.
+            schema: dataclass of the options.
+            arguments: the command line. Its errors are raised by `config`.
         """
         self._vocabulary = Vocabulary.of(schema)
         self._read(arguments)
+        # The tables of other systems take a tenth of a second to load, so they are only read for a name of theirs.
         if any(not self._vocabulary.is_field(option) for option in self._given):
             self._vocabulary = self._vocabulary.with_adapters()
             self._read(arguments)
@@ -65,14 +70,14 @@ class CommandLine(Generic[T]):
             self._vocabulary = replace(self._vocabulary, schema=extended)
             self._read(arguments)
         self.written = self._found.written
-        """Option of the schema -> the name by which it was written."""
+        """Option of the schema -> the name that the user has written."""
         self.named = {option.name for option in self._found.options}
-        """The options that the user has named."""
+        """Names of the options that the user has set."""
         self.notes = self._found.notes
         """Notes about options that the user has set and that have no effect."""
 
     def _read(self, arguments: Sequence[str]) -> None:
-        """Read the command line, and its files, with the names that are known by now."""
+        """Read the command line and its files, with the names of the current vocabulary."""
         words, self._faults = _read_arguments(self._vocabulary, arguments)
         self.files = [Path(option.value) for option in words if option.name == "config"]
         """Configuration files that the command line names."""
@@ -91,21 +96,22 @@ class CommandLine(Generic[T]):
         return self._vocabulary.schema
 
     def start_from(self, options: Sequence[WrittenOption]) -> None:
-        """Put other values than the schema's in places that the user does not name."""
+        """Set options of a preset. Options that the user has written override them."""
         self._found = self._translated(options)
 
     def value(self, name: str) -> Any:
-        """Return the value of an option as it is written, or None if it is not set."""
+        """Return the value of an option as the user has written it, or None if it is not set."""
         return next((option.value for option in reversed(self._found.options) if option.name == name), None)
 
     def config(self) -> T:
         """Return the configuration.
 
         Raises:
-            ConfigError: all errors at once: unknown keys (each with the nearest one), refused options, values of the
-                wrong type, missing files, and what the schema itself refuses.
+            ConfigError: all errors at once: unknown keys (each with the most similar known key), refused options,
+                values of the wrong type, missing files, and errors of the checks of the schema.
         """
         merged, faults = self._merged
+        # NaN and infinities pass comparisons such as `value < 0` of later checks, and would end in the optimizer.
         numbers = _numbers(_plain(merged))
         odd = [f"{name}={value}; set a finite number" for name, value in numbers if not math.isfinite(value)]
         faults = [*self._found.faults, *faults, *odd]
@@ -121,14 +127,14 @@ class CommandLine(Generic[T]):
 
     @functools.cached_property
     def changed(self) -> dict[str, Any]:
-        """Return the options that differ from the schema's defaults: dotted name -> value as it is written."""
+        """Options that differ from the defaults of the schema: dotted name -> value."""
         usual = OmegaConf.structured(self.schema)
         merged = self._merged[0]
         values = {key: (OmegaConf.select(merged, key), OmegaConf.select(usual, key)) for key in fields_of(self.schema)}
         return {key: _plain(value) for key, (value, default) in values.items() if value != default}
 
     def renamed(self, text: str) -> str:
-        """Replace the schema's names of options in a sentence by the names that the user has written."""
+        """Replace the option names of the schema in a message by the names that the user has written."""
         return self._vocabulary.adapter.renamed(text, self.written)
 
     def _translated(self, before: Sequence[WrittenOption]) -> Translation:
@@ -138,11 +144,11 @@ class CommandLine(Generic[T]):
 
     @functools.cached_property
     def _merged(self) -> tuple[Any, list[str]]:
-        """The schema with all written values, and an error for each value that does not fit."""
+        """The schema with all written values, and an error message for each value of the wrong type."""
         merged, fields = OmegaConf.structured(self.schema), fields_of(self.schema)
         groups = {name.partition(".")[0] for name in fields if "." in name}
         for node in (merged, *(merged[group] for group in groups)):
-            OmegaConf.set_readonly(node, False)  # as those of frozen dataclasses are
+            OmegaConf.set_readonly(node, False)  # nodes of frozen dataclasses are read-only
         faults: list[str] = []
         for option in self._found.options:
             if option.value == "???":
@@ -160,7 +166,7 @@ class CommandLine(Generic[T]):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The options of a schema, and other systems' names for them."""
+    """The options of a schema, and the names of other systems for them."""
 
     schema: Any
     adapter: Adapter
@@ -176,11 +182,11 @@ class Vocabulary:
         return fields_of(self.schema)
 
     def with_adapters(self) -> Vocabulary:
-        """Add the names that plug-ins provide for the schema. Without these plug-ins it stays as it is."""
+        """Return a vocabulary with the additional names that plug-ins provide for the schema."""
         adapter = self.adapter
         for name in getattr(self.schema, "ADAPTERS", ()):
-            provided = registry.find(COMMAND_ADAPTER, name)
-            adapter = adapter if provided is None else provided().over(adapter)
+            if (provided := registry.find(COMMAND_ADAPTER, name)) is not None:
+                adapter = provided().over(adapter)
         return replace(self, adapter=adapter)
 
     def kind_of(self, name: str) -> Any:
@@ -188,21 +194,21 @@ class Vocabulary:
         kind = self.adapter.kind_of(name, self.fields)
         if kind is None and self._is_entry(name):
             return Any
-        return self.fields.get(name) if kind is None else kind
+        return kind or self.fields.get(name)
 
     def is_name(self, name: str) -> bool:
-        """True if an option goes by this name."""
+        """Return True if this is the name of an option, in the schema or in another system."""
         return self.kind_of(name) is not None
 
     def is_field(self, option: WrittenOption) -> bool:
-        """True if this is an option of the schema, an entry of one that is a mapping, or a whole group."""
+        """Return True for an option of the schema, for an entry of an option that is a mapping, and for a group."""
         name = option.name
         is_whole = option.value is None or isinstance(option.value, Mapping)
         is_group = is_whole and any(field.startswith(f"{name}.") for field in self.fields)
         return name in self.fields or is_group or self._is_entry(name)
 
     def _is_entry(self, name: str) -> bool:
-        """Return True if this is an entry of an option that is a mapping."""
+        """Return True if the name is `option.key`, where the option is a mapping."""
         mappings = (field for field, kind in self.fields.items() if get_origin(without_none(kind)) is dict)
         return any(name.startswith(f"{mapping}.") for mapping in mappings)
 
@@ -219,40 +225,32 @@ class Vocabulary:
         except Exception as error:
             raise ConfigError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
         if not isinstance(content, dict):
-            raise ConfigError(f"{path} holds a list, not keys and values")
+            raise ConfigError(f"{path} holds a list; write keys and values")
         leaves = _leaves(typing.cast(dict[str, Any], content), self.is_name)
         return [WrittenOption(name, value, str(path)) for name, value in leaves]
 
     def translate(self, written: Sequence[WrittenOption]) -> Translation:
-        """Return the options in the names of the schema, with all faults."""
+        """Return the options under the names of the schema, with all errors."""
         interpolated, faults = _interpolate(self, written)
         result = self.adapter.translate(interpolated)
         unknown = [option for option in result.options if not self.is_field(option)]
         result.options = [option for option in result.options if option not in unknown]
         if unknown:
-            advise = registry.find("option help", "advice")
+            # The suggestion of a similar name comes from a plug-in. The error is complete without it.
+            advise = registry.find("option help", "advice") or (lambda *_: "")
             for option in unknown:
-                advice = "" if advise is None else advise(option.name, self.schema, self.adapter.names())
+                advice = advise(option.name, self.schema, self.adapter.names())
                 source = option.source and f"{option.source}: "
                 result.faults.append(f"{source}unknown option {option.name!r}{advice}")
         result.faults += faults
         return result
 
 
-def read_file(schema: Any, path: Path) -> list[WrittenOption]:
-    """Read all options of a configuration file in the names of a schema.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    return Vocabulary.of(schema).read_file(path)
-
-
 # --- the command line and files
 
 
 def _read_arguments(vocabulary: Vocabulary, arguments: Sequence[str]) -> tuple[list[WrittenOption], list[str]]:
-    """Return the options with their values, as text or lists of texts, in the names that the user has written."""
+    """Return the options under the names that the user has written, and errors. Values are texts or lists of texts."""
     options: list[WrittenOption] = []
     faults: list[str] = []
     rest = list(arguments)
@@ -278,9 +276,9 @@ def _read_arguments(vocabulary: Vocabulary, arguments: Sequence[str]) -> tuple[l
 
 
 def _count_values(rest: Sequence[str], is_option: Callable[[str], bool]) -> tuple[int, int]:
-    """Return the number of words before the next option: one that is known, and any word that looks like one.
+    """Return the number of words before the next known option, and before the next word that looks like an option.
 
-    The value of a flag that takes one value may look like an option, as a path or a template does.
+    The two differ because a value, such as a path or a template, may contain `=` and then looks like an option.
     """
     known = listed = 0
     for word in rest:
@@ -294,32 +292,34 @@ def _count_values(rest: Sequence[str], is_option: Callable[[str], bool]) -> tupl
 
 
 def _take_values(word: str, kind: Any, rest: list[str], following: int, listed: int) -> Any:
-    """Remove the values of a flag from the words behind it, and return them.
+    """Remove the values of a flag from the words after it, and return them.
 
     Args:
         word: the flag.
-        kind: type of its value; None where the flag is unknown.
-        rest: the words behind it.
+        kind: type of its value, or None for an unknown flag.
+        rest: words after the flag.
         following: number of words before the next known option.
-        listed: number of words before the next word that looks like an option; a list ends there.
+        listed: number of words before the next word that looks like an option. A list ends there.
     """
     kind = without_none(kind)
     if kind is bool:
         return rest.pop(0) if rest and rest[0].lower() in _SWITCH_WORDS else "true"
     if kind is None or get_origin(kind) is list:
         return [rest.pop(0) for _ in range(listed)]
-    is_tuple = get_origin(kind) is tuple
-    num_values = len(get_args(kind)) if is_tuple else 1
-    following = listed if is_tuple else following
+    num_values = 1
+    if get_origin(kind) is tuple:
+        num_values = len(get_args(kind))
+        following = listed
     if following < num_values:
+        # Removed, so that the next error is about the next option and not about these words.
         del rest[:following]
-        raise ConfigError(f"{word} takes {num_values} value{'s' if num_values > 1 else ''}, but {following} follow")
+        raise ConfigError(f"{word} needs {num_values} value(s), but {following} follow")
     values = [rest.pop(0) for _ in range(num_values)]
-    return values if is_tuple else values[0]
+    return values if get_origin(kind) is tuple else values[0]
 
 
 def _leaves(tree: Mapping[str, Any], is_option: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of everything in a tree that is no group; a mapping may be the value of an option."""
+    """Yield (dotted key, value) of every option in a tree of groups. The value of an option may be a mapping."""
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value and not is_option(name):
@@ -332,8 +332,9 @@ def _interpolate(vocabulary: Vocabulary, written: Sequence[WrittenOption]) -> tu
     """Replace each `${name}` by the value of that name: the written one, or the schema's default.
 
     Returns:
-        The options, and the faults of those that cannot be read.
+        The options, and errors of those whose values cannot be read.
     """
+    # Most commands have no `${name}`, and the tree of all defaults takes time to build.
     if not any("${" in str(option.value) for option in written):
         return list(written), []
     defaults = OmegaConf.to_container(OmegaConf.structured(vocabulary.schema))
@@ -346,26 +347,25 @@ def _interpolate(vocabulary: Vocabulary, written: Sequence[WrittenOption]) -> tu
             readable.append(option)
         except OmegaConfBaseException as error:
             faults.append(f"{option}={option.value}: {first_line(error)}")
-    # A name may refer to a later one, so values are read once all of them are there.
+    # A name may refer to an option that is written later, so all values are set before the first one is read.
     interpolated: list[WrittenOption] = []
     for option in readable:
         if "${" not in str(option.value) or vocabulary.adapter.ignores(option.name):
             interpolated.append(option)
             continue
         try:
-            node = OmegaConf.select(values, option.name)
-            value = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+            value = _plain(OmegaConf.select(values, option.name), resolve=True)
             interpolated.append(WrittenOption(option.name, value, option.source))
         except OmegaConfBaseException as error:
             faults.append(f"{option}={option.value}: {first_line(error)}")
     return interpolated, faults
 
 
-# --- values, and what the schema makes of them
+# --- values, and the configuration that the schema makes of them
 
 
 def _numbers(tree: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """(dotted name, value) of every number in a tree."""
+    """Yield (dotted name, value) of every number in a tree."""
     if isinstance(tree, float):
         yield prefix, tree
     items: Iterable[tuple[Any, Any]] = ()
@@ -374,11 +374,11 @@ def _numbers(tree: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
     elif isinstance(tree, list | tuple):
         items = enumerate(tree)
     for key, value in items:
-        yield from _numbers(value, f"{prefix}.{key}" if prefix else str(key))
+        yield from _numbers(value, f"{prefix}.{key}".removeprefix("."))
 
 
 def _made(merged: Any) -> tuple[Any, list[str]]:
-    """Return the configuration, or None, and the errors of its groups and of the whole."""
+    """Return the configuration and no errors, or None and the errors of all groups and of the whole configuration."""
     with collect_errors() as errors:
         try:
             return OmegaConf.to_object(merged), errors
@@ -389,12 +389,12 @@ def _made(merged: Any) -> tuple[Any, list[str]]:
             return None, errors or [first_line(error)]
 
 
-def _plain(value: Any) -> Any:
-    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+def _plain(value: Any, resolve: bool = False) -> Any:
+    return OmegaConf.to_container(value, resolve=resolve) if OmegaConf.is_config(value) else value
 
 
 def _typed(value: Any, kind: Any) -> Any:
-    """Text of the command line as a YAML value, except where the field is text: a path may look like a number."""
+    """Parse a text of the command line as YAML, except for a field of type str, since a path may look like a number."""
     if isinstance(value, str) and value and (kind is not str or value == "null"):
         return OmegaConf.from_dotlist([f"value={value}"])["value"]
     return value
@@ -404,8 +404,8 @@ def _typed(value: Any, kind: Any) -> Any:
 
 
 def _listed(faults: Iterable[str]) -> str:
-    """Join errors to one message: a single one as a line, several as a list."""
+    """Join errors to one message. A single error is one line, several are a list."""
     unique_faults = list(dict.fromkeys(faults))
     if len(unique_faults) == 1:
         return unique_faults[0]
-    return "\n".join([f"{len(unique_faults)} things are in the way:", *(f"  - {fault}" for fault in unique_faults)])
+    return "\n".join([f"{len(unique_faults)} errors:", *(f"  - {fault}" for fault in unique_faults)])

@@ -10,20 +10,21 @@ from training.options.schema import recipe_of
 
 
 def print_help(schema: type, arguments: Sequence[str], program: str = "") -> int | None:
-    """Print the help that a command line asks for.
+    """Print the help if the command line contains `--help` or `-h`. A group, or an option, may follow as the topic.
 
     Args:
-        schema: the options.
+        schema: dataclass of the options.
         arguments: the command line.
-        program: name of the program, for messages. Default: the recipe of the schema.
+        program: name of the program in error messages. Default: the recipe of the schema.
 
     Returns:
-        The exit code: 0, or 2 for an unknown topic. None where no help is asked for.
+        The exit code: 0, or 2 for an unknown topic. None if the command line requests no help.
     """
     flag = next((index for index, word in enumerate(arguments) if word in ("--help", "-h")), None)
     if flag is None:
         return None
     following = arguments[flag + 1 : flag + 2]
+    # `--help rollout` has a topic. In `--help rollout.engine=hf` and `--help --dry_run` the next word is an option.
     topic = next((word for word in following if not word.startswith("-") and "=" not in word), "")
     try:
         print(load("option help", "text", "--help")(schema, topic))

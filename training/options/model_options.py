@@ -54,6 +54,7 @@ class ModelOptions(Options, group="model"):
         from training.launch.model_folder import model_view
 
         path = resolve_model(self.path)
+        # In the run folder, which all machines of a run can read. An engine on another machine loads the same files.
         view = model_view(path, run_dir / "model", self.config_overrides, self.tokenizer_path, self.chat_template)
         return replace(self, path=view)
 

@@ -1,4 +1,4 @@
-"""Options shared by recipes that learn from pairs of responses. No import of torch."""
+"""Options shared by recipes that learn from pairs of responses. This module does not import torch."""
 
 from __future__ import annotations
 

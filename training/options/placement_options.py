@@ -76,10 +76,11 @@ class PlacementOptions(Options, group="placement"):
         actor_ranks, other_devices = self._shares(self.devices_per_node or gpus, groups)
         if gpus and self.colocate:
             other_devices = actor_ranks  # each rank shares its GPU with one instance of the other roles
+        # Every node runs the same number of ranks: the launcher of a process group has no other layout.
         if actor_ranks % actor_nodes:
-            name = "actor_nodes" if self.actor_nodes else "nodes"
             raise ValueError(
-                f"placement.actor_ranks={actor_ranks} is not a multiple of placement.{name}={actor_nodes}; set one"
+                f"placement.actor_ranks={actor_ranks} is not a multiple of the {actor_nodes} nodes of the actor; set a "
+                "multiple, or change placement.nodes or placement.actor_nodes"
             )
         filled_in = replace(
             self,
@@ -120,12 +121,13 @@ class PlacementOptions(Options, group="placement"):
             )
 
     def _shares(self, node_devices: int, groups: int) -> tuple[int, int]:
-        """Return the number of policy ranks, and the number of devices of each other role.
+        """Return the number of ranks of the policy, and the number of devices of each other role.
 
         Args:
-            node_devices: number of devices of each node that the run uses; 0 without GPUs.
+            node_devices: number of devices of each node that the run uses, or 0 without GPUs.
             groups: number of roles that hold the policy.
         """
+        # Without GPUs `max` gives each role one process per node.
         if self.colocate:
             devices = self.nodes * max(1, node_devices)
             return self.actor_ranks or devices, devices

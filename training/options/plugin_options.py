@@ -6,8 +6,8 @@ A plug-in provides, in its PROVIDES (components/registry.py has the rest):
     "options": {"rollout.engine=theirs": "options:TheirOptions"}
 
 A command adapter is a function without arguments that returns an `Adapter`. A schema names it in its class variable
-ADAPTERS, and it is loaded when a command line has names that the schema does not have. A group of options is a subclass
-of `Options` with a GROUP; it is added to the schema of every recipe when the option before `=` is given that value.
+ADAPTERS. It is loaded if the command line has names that are not in the schema. A group of options is a subclass of
+`Options` with a GROUP. It is added to the schema of every recipe if the option before `=` has the value after it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def with_plugin_groups(schema: type[S], value: Callable[[str], Any]) -> type[S]:
     """Return the schema with the groups of options that plug-ins add for the values of a command line.
 
     Args:
-        schema: a dataclass.
-        value: returns the written value of an option, None for an option that is not written.
+        schema: dataclass of the options.
+        value: returns the value that the user has written for an option, or None.
     """
     groups: list[tuple[str, type[Options], Any]] = []
     for condition in registry.names(GROUPS):
@@ -41,6 +41,6 @@ def with_plugin_groups(schema: type[S], value: Callable[[str], Any]) -> type[S]:
             groups.append((group.GROUP, group, dataclasses.field(default_factory=group)))
     if not groups:
         return schema
-    # The name of the recipe follows from the module.
+    # The module is copied, because `recipe_of` derives the name of the recipe from it.
     namespace = {"__module__": schema.__module__}
     return dataclasses.make_dataclass(schema.__name__, groups, bases=(schema,), namespace=namespace, kw_only=True)

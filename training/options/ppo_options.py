@@ -71,7 +71,10 @@ class PPOOptions(PolicyOptions):
     @property
     def most_clip_low(self) -> float:
         """See `PolicyOptions.most_clip_low`."""
-        return math.inf if self.policy_loss in NOT_OF_RATIOS else super().most_clip_low
+        # These are ranges of a log-ratio or of a divergence, which may exceed 1.
+        if self.policy_loss in NOT_OF_RATIOS:
+            return math.inf
+        return super().most_clip_low
 
 
 @dataclass(kw_only=True)

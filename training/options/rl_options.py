@@ -183,6 +183,7 @@ class RLOptions(RunOptions):
             yield from self._faults_of_reward()
 
     def _faults_of_reward(self) -> Iterator[str]:
+        # As errors of options, so that they are reported together with the others and not one run later.
         yield from errors_of("", self._check_reward)
 
     def _check_reward(self) -> None:
@@ -391,6 +392,7 @@ class RLOptions(RunOptions):
         Args:
             gpus: number of GPUs of each machine.
         """
+        # In the process of the trainer, an engine reads the weights without any transport.
         apart = self.HAS_ENGINES_APART and self.backend != "local"
         shares = apart and self.placement.colocate and (gpus > 0 or self.placement.nodes == 1)
         setting = SyncSetting(gpus=gpus, apart=apart, shares=shares, lora_rank=self.train.lora_rank)

@@ -76,7 +76,7 @@ class RolloutOptions(Options, group="rollout"):
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         if self.engine == "hf" and self.tensor_parallel > 1:
-            yield f"rollout.tensor_parallel={self.tensor_parallel}, but the engine hf uses one device; leave it out"
+            yield f"rollout.tensor_parallel={self.tensor_parallel}, but the engine hf uses one device; remove it"
 
     def chosen(
         self, gpus: int, model_path: str, *temperatures: float, lora_rank: int = 0
@@ -87,7 +87,7 @@ class RolloutOptions(Options, group="rollout"):
             gpus: number of GPUs of a machine.
             model_path: folder of the policy.
             temperatures: further sampling temperatures of the run.
-            lora_rank: rank of the policy's adapters; 0 without adapters.
+            lora_rank: rank of the adapters of the policy, or 0 without adapters.
 
         Raises:
             ValueError: the requested engine is not available, or does not support the adapters.
@@ -105,27 +105,26 @@ class RolloutOptions(Options, group="rollout"):
             return resolved, engine
         fault = rollout_config(name).adapters_fault(model_path, lora_rank, self.merge_lora is False)
         if fault and self.merge_lora is False:
-            raise ValueError(f"rollout.merge_lora=false: {fault}; leave it out")
-        merges = bool(fault) if self.merge_lora is None else self.merge_lora
-        sent = "weights with merged adapters" if merges else "only the adapters"
-        because = f", since {fault}" if fault else ""
+            raise ValueError(f"rollout.merge_lora=false: {fault}; remove it")
+        # `false` with a fault was refused above, so it needs no case here.
+        merges = bool(self.merge_lora or fault)
+        sent = {True: "weights with merged adapters", False: "only the adapters"}[merges]
+        because = fault and f", since {fault}"
         return replace(resolved, merge_lora=merges), f"{engine}; it is sent {sent}{because}"
 
     def sampling(self, seed: int, step: int, temperature: float | None = None) -> SamplingConfig:
         """Return the sampling parameters of a step.
 
         Args:
-            temperature: of an evaluation, which samples from the full vocabulary. Default: that of training.
+            seed: seed of the run.
+            step: number of the step.
+            temperature: temperature of an evaluation. Default: that of training.
         """
-        # An evaluation sets top_p and top_k itself (evaluation.top_p, evaluation.top_k).
-        narrowed = {"top_p": self.top_p, "top_k": self.top_k} if temperature is None else {}
-        return SamplingConfig(
-            temperature=self.temperature if temperature is None else temperature,
-            max_new_tokens=self.max_new_tokens,
-            seed=seed,
-            step=step,
-            **narrowed,
-        )
+        config = SamplingConfig(temperature=self.temperature, max_new_tokens=self.max_new_tokens, seed=seed, step=step)
+        # An evaluation has its own top_p and top_k (evaluation.top_p, evaluation.top_k), which the caller sets.
+        if temperature is not None:
+            return replace(config, temperature=temperature)
+        return replace(config, top_p=self.top_p, top_k=self.top_k)
 
     def engine_config(
         self, precision: str, max_prompt_tokens: int | None, placement: PlacementOptions, lora_rank: int
@@ -134,20 +133,25 @@ class RolloutOptions(Options, group="rollout"):
 
         Args:
             precision: training precision of the policy.
-            max_prompt_tokens: maximum length of a prompt; None uses the limit of the model.
+            max_prompt_tokens: maximum length of a prompt, or None for the limit of the model.
             placement: options that determine sharing of GPUs and sleeping.
-            lora_rank: rank of the policy's adapters; 0 without adapters.
+            lora_rank: rank of the adapters of the policy, or 0 without adapters.
         """
+        # The engine gets merged weights as those of a plain model, so it needs no space for adapters.
+        if self.merge_lora:
+            lora_rank = 0
         setting = RolloutSetting(
             precision=precision,
             max_prompt_tokens=max_prompt_tokens,
             shares_devices=placement.shares_devices,
             learners_sleep=placement.learners_sleep,
             engines_sleep=bool(placement.engines_sleep),
-            lora_rank=0 if self.merge_lora else lora_rank,
+            lora_rank=lora_rank,
         )
-        # `chosen` has replaced `auto` in a run. A plan may ask earlier, and hf needs no GPU.
-        name = HFRolloutConfig.NAME if self.engine == "auto" else self.engine
+        name = self.engine
+        # `chosen` has replaced `auto` before a run. A plan may need the configuration earlier, and hf works anywhere.
+        if name == "auto":
+            name = HFRolloutConfig.NAME
         return rollout_config(name).from_options(self, setting)
 
     def notes(self) -> list[str]:

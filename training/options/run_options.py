@@ -1,4 +1,4 @@
-"""Options of every run, independent of the recipe. No import of torch."""
+"""Options of every run, independent of the recipe. This module does not import torch."""
 
 from __future__ import annotations
 

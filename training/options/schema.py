@@ -1,4 +1,4 @@
-"""Schemas of options: dataclasses whose groups are dataclasses, with the meaning of each option."""
+"""Schemas of options: dataclasses with a dataclass per group, and a docstring for each option."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NAMES_OF = re.compile(r"<names of ([a-z ]+)>")
 
 
 class ConfigError(ValueError):
-    """The user's configuration cannot work; the message says what to set."""
+    """Raised for an invalid configuration of the user. The message says what to set."""
 
     def __init__(self, *faults: str) -> None:
         super().__init__("; ".join(faults))
@@ -36,16 +36,17 @@ class ConfigError(ValueError):
 
 @dataclasses.dataclass(kw_only=True)
 class Options:
-    """A group of options, or a whole schema. All its faults are raised at once."""
+    """A group of options, or a whole schema. All its errors are raised at once."""
 
     GROUP: ClassVar[str] = ""
-    """Name of the group in the schema; empty for the schema itself."""
+    """Name of the group in the schema. Empty for the schema itself."""
     PLUGIN: ClassVar[str] = ""
-    """Plug-in that all options of the group need; empty for none."""
+    """Plug-in that all options of the group need. Empty if they need none."""
 
     def __init_subclass__(cls, group: str | None = None, plugin: str | None = None) -> None:
         """Set `GROUP` and `PLUGIN` of the subclass and its subclasses."""
         super().__init_subclass__()
+        # None keeps the value of the base class: a recipe's subclass of a group stays in this group.
         cls.GROUP = cls.GROUP if group is None else group
         cls.PLUGIN = cls.PLUGIN if plugin is None else plugin
 
@@ -54,34 +55,34 @@ class Options:
         refuse(self.faults())
 
     def faults(self) -> Iterator[str]:
-        """Yield a message for each value that cannot work, with the value to set instead.
+        """Yield a message for each invalid value or combination of values, with the value to set instead.
 
-        Numbers out of range are checked elsewhere. A subclass yields its own messages after these.
+        The ranges of numbers are checked separately. A subclass yields the messages of its base class first.
         """
         yield from ()
 
 
-_told: ContextVar[list[str] | None] = ContextVar("told_faults", default=None)
+_collected: ContextVar[list[str] | None] = ContextVar("collected_errors", default=None)
 
 
 @contextmanager
 def collect_errors() -> Iterator[list[str]]:
-    """Collect the errors of all options made in the block instead of raising them."""
+    """Collect the errors of all options that are created in the block, instead of raising them."""
     errors: list[str] = []
-    token = _told.set(errors)
+    token = _collected.set(errors)
     try:
         yield errors
     finally:
-        _told.reset(token)
+        _collected.reset(token)
 
 
 def refuse(faults: Iterable[str]) -> None:
-    """Raise all faults at once, or pass them to `collect_errors`.
+    """Raise all errors at once, or add them to those of `collect_errors`.
 
     Raises:
-        ConfigError: there are faults.
+        ConfigError: there is at least one error.
     """
-    collected = _told.get()
+    collected = _collected.get()
     if collected is not None:
         collected.extend(faults)
     elif unique_faults := list(dict.fromkeys(faults)):
@@ -89,7 +90,7 @@ def refuse(faults: Iterable[str]) -> None:
 
 
 def errors_of(prefix: str, make: Callable[..., object], *arguments: Any, **options: Any) -> Iterator[str]:
-    """Yield the message of the ValueError that `make` raises for its arguments, behind a prefix."""
+    """Yield the message of the ValueError that `make` raises for these arguments, after a prefix."""
     try:
         make(*arguments, **options)
     except ValueError as error:
@@ -97,7 +98,7 @@ def errors_of(prefix: str, make: Callable[..., object], *arguments: Any, **optio
 
 
 PLUGIN = "plugin"
-"""Key of the metadata of a field: the plug-in without which the option has no effect."""
+"""Key in the metadata of a field. Its value is the plug-in without which the option has no effect."""
 
 
 def of_plugin(plugin: str, default: T, **others: Any) -> T:
@@ -105,7 +106,7 @@ def of_plugin(plugin: str, default: T, **others: Any) -> T:
 
     Args:
         plugin: name of the plug-in.
-        default: as of any field.
+        default: default value of the option.
         others: see `active_when`.
     """
     return dataclasses.field(default=default, metadata={PLUGIN: plugin, **others})
@@ -114,7 +115,8 @@ def of_plugin(plugin: str, default: T, **others: Any) -> T:
 def active_when(default: T, **others: Any) -> T:
     """Return the default of an option that has an effect only if other options of its group have these values.
 
-    True stands for any value that is set, False for none, and a tuple for any of its items. `idle_options` reads them.
+    True means any value that is set, False means that no value is set, and a tuple means one of its items. See
+    `idle_options`.
     """
     return dataclasses.field(default=default, metadata=others)
 
@@ -135,7 +137,7 @@ def idle_options(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def limit_note(notes: list[str] | None, option: str) -> Callable[[str], None] | None:
-    """Return a function that appends a sentence about an option to notes; None without notes."""
+    """Return a function that appends a sentence about an option to `notes`, or None if `notes` is None."""
     return None if notes is None else lambda text: notes.append(f"{option}: {text}")
 
 
@@ -145,24 +147,24 @@ def without_effect(idle: Collection[tuple[bool, str, str]], set_options: Collect
 
 
 class Option(NamedTuple):
-    """One option of a schema, as users read about it."""
+    """One option of a schema, as `--help` shows it."""
 
     name: str
     kind: str
     default: Any
     meaning: str
     plugin: str = ""
-    """Plug-in that the option needs; empty for none."""
+    """Plug-in that the option needs. Empty if it needs none."""
     is_own: bool = False
-    """True if it is written in the file of the schema, and not taken over from the options that schemas share."""
+    """True if the option is defined in the file of the schema, False if it is one of the options that schemas share."""
 
 
 def options_of(schema: type, prefix: str = "") -> list[Option]:
     """Return every option with its type, default and meaning, in the order of the schema.
 
     Args:
-        schema: the options.
-        prefix: put before each name.
+        schema: dataclass of the options.
+        prefix: text before each name.
     """
     return [
         Option(
@@ -214,13 +216,13 @@ def _default(schema: type, key: str) -> Any:
     first, *rest = key.split(".")
     field: Any = next(field for field in dataclasses.fields(schema) if field.name == first)
     value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    # A group may be given other defaults than its class has.
+    # From the default of the whole group: a schema may create a group with other defaults than those of its class.
     return functools.reduce(getattr, rest, value)
 
 
 @functools.cache
 def _meanings(schema: type) -> dict[str, str]:
-    """Return the string under each field of a dataclass and its bases, which Python itself does not keep."""
+    """Return the docstring of each field of a dataclass and its bases. Python drops them, so the source is parsed."""
     bases = [base for base in schema.__bases__ if dataclasses.is_dataclass(base)]
     meanings = {name: text for base in reversed(bases) for name, text in _meanings(base).items()}
     definition = ast.parse(textwrap.dedent(inspect.getsource(schema))).body[0]
@@ -244,7 +246,7 @@ def _walk(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any, Any]]:
 
 
 def at_home(path: str) -> str:
-    """Expand ~ in a path, or in several joined by commas. Names on the hub stay unchanged."""
+    """Expand `~` in a path, or in several paths joined by commas. Names on the hub are not changed."""
     parts = [str(Path(part).expanduser()) if part.startswith("~") else part for part in path.split(",")]
     return ",".join(parts)
 

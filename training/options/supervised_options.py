@@ -1,7 +1,4 @@
-"""Options shared by recipes that train one model on a fixed data set.
-
-No import of torch.
-"""
+"""Options shared by recipes that train one model on a fixed data set. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -117,6 +114,7 @@ class HeldOutOptions(Options, group="evaluation"):
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
+        # A generated task reserves no examples for evaluation here, so the score would be that of the training data.
         if any(is_drawn(source.strip()) for source in (self.path or "").split(",")):
             yield f"evaluation.path={self.path}: a task would repeat its training examples; set evaluation.held_out"
 
@@ -221,7 +219,7 @@ class SupervisedOptions(RunOptions):
         Args:
             source: file, folder, hub name or generated task.
             split: split of the source.
-            max_rows: maximum number of rows; None reads all.
+            max_rows: maximum number of rows, or None for all rows.
             note: called with the number of rows that max_rows excludes.
             info: called with the columns that are used.
 
@@ -237,9 +235,6 @@ class SupervisedOptions(RunOptions):
             ValueError: a row cannot be encoded. The message names the row.
         """
         raise NotImplementedError(f"{type(self).__name__} encodes no data; define check_examples(rows, source, ...)")
-
-    def check_rows(self, rows: Rows, source: str, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Check that the rows of a source can be tokenized, and raise ValueError if one cannot."""
 
     def describe_first(self, rows: Rows, source: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         """Describe the first example of a source and the tokens that are trained on."""

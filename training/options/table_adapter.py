@@ -1,22 +1,21 @@
-"""Another system's names and values as the options of a schema: a table in YAML, and a function where there is
-arithmetic.
+"""Names and values of another system for the options of a schema: a table in YAML, and a function for computed options.
 
-    names:               # option here: its names there
+    names:               # our option: its names in the other system
       model.path: pretrain actor.model_name_or_path
-    options:             # name there: option here, where values are called otherwise, or many names are in one group
+    options:             # name in the other system: our option. For other values, and for groups of names
       param_dtype: {is: train.precision, values: {bf16: bf16, fp32: fp32}, else: use bf16}
       optim: {in: train, lr: learning_rate}  # optim.lr: train.learning_rate
-    computed:            # kind: names there; `compute` makes options of all of them together
+    computed:            # type: names in the other system. `compute` computes our options from all of them together
       int: [max_len, data.max_len]
-    no_effect:           # taken; whoever names one is told why. The harmless value is let through without a word
+    no_effect:           # accepted, with a note that gives the reason. There is no note for the value `harmless`
       - {why: every step is logged, harmless: 1, names: [logging_steps]}
-    refused:             # not taken; `why` says what to use instead
+    refused:             # an error, in which `why` says what to use instead
       - {why: give one dataset, names: [dataset_probs], switches: [mix_datasets]}
-    defaults:            # option here: its default there, wherever any option is written by its name there
+    defaults:            # our option: its default in the other system. Used if any name of that system is written
       train.lr_warmup_from_zero: true
 
-A name of the last three may be a pattern, as `*.megatron.*`; of several the longest counts. A switch may be written on
-the command line without a value.
+A name in `computed`, `no_effect` and `refused` may be a pattern, such as `*.megatron.*`. If several patterns match, the
+longest one counts. A switch may be written on the command line without a value.
 """
 
 from __future__ import annotations
@@ -43,25 +42,26 @@ KINDS: Mapping[str, Any] = {
     "any": Any,
 }
 UNSET = (*NO_VALUE, "{}", "[]")
-"""Values that ask for nothing."""
+"""Texts of an option that is not set or empty."""
 OFF = ("false", "no", "off", "0")
-"""A switch that is off."""
+"""Texts of a switch that is off."""
 MOST_NAMES = 8
 """Maximum number of names in a note, since a file may have hundreds."""
 ANY = "*"
-"""The harmless value of what is never refused."""
+"""Value of `harmless` for a name that accepts all values."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """An option that users bring along from elsewhere: a schema knows it by name, and does not take it."""
+    """An option of another system that is known by name, and is refused or has no effect."""
 
     why: str
-    """Why not, and what to use instead."""
+    """Reason, and the option to use instead."""
     kind: Any = bool
-    """The type of its value, as if it were a field: how many words belong to it follows from it."""
+    """Type of its value, which determines the number of values on the command line."""
     harmless: str = ""
-    """The value that asks for what happens anyway, and is let through; ANY: all are. Default: a switch that is off."""
+    """Value that requests what a run does anyway, so that it is accepted. ANY accepts all values. By default only a
+    switch that is off is accepted."""
 
     def lets_through(self, value: Any) -> bool:
         """Return True if the value requests nothing that is missing."""
@@ -70,6 +70,7 @@ class Refused:
         text = as_text(value)
         if text in UNSET or self.harmless == ANY:
             return True
+        # As numbers: 1, 1.0 and 1e0 are the same value, however the user writes it.
         if self.harmless:
             return _as_number(text) == _as_number(self.harmless)
         return self.kind is bool and text in OFF
@@ -80,14 +81,14 @@ class Computed:
     """Input of `compute`, and the options, notes and errors that it produces."""
 
     values: Mapping[str, Any]
-    """Values of the names in `computed`, converted to their types. None if a name is written as null."""
+    """Values of the names in `computed`, converted to their types. None if the user has written null."""
     known: Mapping[str, Any]
-    """Options of the schema with their values as they are written."""
+    """Options of the schema, with their values as the user has written them."""
     options: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     written: dict[str, str] = field(default_factory=dict)
-    """Option of the schema -> name by which its value was written."""
+    """Option of the schema -> name that the user has written its value for."""
     names: Collection[str] = ()
     """Names of the other system that the user has written."""
 
@@ -98,21 +99,25 @@ class Computed:
     def get(self, *names: str, default: Any = None) -> Any:
         """Return the value of the first of these names that has one, or the default."""
         name = self.name(*names)
-        return default if name is None else self.values[name]
+        if name is None:
+            return default
+        return self.values[name]
 
     def option(self, name: str, default: Any = None) -> Any:
-        """Return the current value of an option of the schema."""
+        """Return the current value of an option of the schema, or the default if it is not set."""
         value = as_value(self.options.get(name, self.known.get(name)))
-        return default if value is None else value
+        if value is None:
+            return default
+        return value
 
     def put(self, option: str, value: Any, name: str = "") -> None:
-        """Set an option, whose value was written as `name`."""
+        """Set an option of the schema. `name` is the name that the user has written its value for."""
         self.options[option] = value
         if name:
             self.written[option] = name
 
     def idle(self, why: str, *names: str) -> None:
-        """Add a note that those of these names that are written have no effect."""
+        """Add a note that these names have no effect, for those that the user has written."""
         if idle_names := [name for name in names if name in self.values]:
             self.notes.append(f"no effect of {', '.join(idle_names)}: {why}")
 
@@ -123,7 +128,7 @@ Compute = Callable[[Computed], None]
 
 @dataclass(frozen=True, kw_only=True)
 class TableAdapter(Adapter):
-    """The table of a system."""
+    """The adapter that a table describes. See the docstring of the module for its sections."""
 
     computed: Mapping[str, Any] = field(default_factory=dict)
     no_effect: Mapping[str, Refused] = field(default_factory=dict)
@@ -133,8 +138,15 @@ class TableAdapter(Adapter):
 
     @classmethod
     def load(cls, path: Path, *sections: str, compute: Compute | None = None) -> TableAdapter:
-        """Read a table; of one with sections these, of which a later one's names win."""
-        # Every process of a run reads it; libyaml is ten times as fast where PyYAML was built with it.
+        """Read a table from a YAML file.
+
+        Args:
+            path: path of the file.
+            sections: keys of tables in the file, which are merged. Of equal names, that of the last section counts. By
+                default the whole file is one table.
+            compute: function that computes options from the names in `computed`.
+        """
+        # Every process of a run reads the table. libyaml is ten times as fast, if PyYAML was built with it.
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
         table = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
         chosen = [table[section] for section in sections] or [table]
@@ -156,8 +168,11 @@ class TableAdapter(Adapter):
         if self._target_of(name) is not None:
             return super().kind_of(name, fields)
         if (computed := self._computed_of(name)) is not None:
-            is_entry = computed != name and self.computed[computed] == KINDS["mapping"]
-            return str if is_entry else self.computed[computed]
+            kind = self.computed[computed]
+            # An entry `name.key` of a mapping. Its type is not known, and `compute` gets the whole mapping.
+            if computed != name and kind == KINDS["mapping"]:
+                return str
+            return kind
         _, entry = self._entry_of(name)
         return entry and entry.kind
 
@@ -176,7 +191,7 @@ class TableAdapter(Adapter):
         to_compute: dict[str, WrittenOption] = {}
         after_computed: list[WrittenOption] = []
         reasons: dict[str, list[str]] = {}
-        """Why options have no effect -> their names."""
+        """Reason -> names of the options that have no effect for this reason."""
         for option in written:
             has_effect, entry = self._entry_of(option.name)
             if (target := self._target_of(option.name)) is not None:
@@ -186,7 +201,7 @@ class TableAdapter(Adapter):
                 after_computed = []
             elif entry is None:
                 result.add(option)
-                after_computed.append(option)  # it wins over what is computed from names before it
+                after_computed.append(option)  # overrides options that are computed from names before it
             elif entry.lets_through(option.value):
                 pass
             elif has_effect:
@@ -210,17 +225,20 @@ class TableAdapter(Adapter):
                 return mapping
         computed = _longest(name, self.computed)
         other = _longest(name, [*self.no_effect, *self.refused])
-        return computed if computed and len(computed) > len(other) else None
+        # The longer pattern is the more specific one, so an exception can be written beside a general rule.
+        if computed and len(computed) > len(other):
+            return computed
+        return None
 
     def _compute(
         self, to_compute: Mapping[str, WrittenOption], result: Translation, after: Iterable[WrittenOption]
     ) -> None:
-        """Add the options that follow from several names.
+        """Add the options that are computed from several names.
 
         Args:
             to_compute: options whose names are in `computed`.
-            result: the options that have been translated.
-            after: options in the schema's names that were written after those, and win over what is computed.
+            result: the options that are translated already.
+            after: options under the names of the schema that were written after those. They override computed options.
         """
         if self.compute is None:
             return
@@ -239,11 +257,11 @@ class TableAdapter(Adapter):
         result.faults = [*computed.faults, *result.faults]
         result.written |= computed.written
         if len(to_compute) == 1:
-            # All that was computed comes from this name.
+            # Every computed option comes from this single name, so messages can name it.
             result.written = dict.fromkeys(computed.options, next(iter(to_compute))) | result.written
 
     def _entry_of(self, name: str) -> tuple[bool, Refused | None]:
-        """Return (True if the name would have an effect, its entry); the entry is None for an unknown name."""
+        """Return True if the name is refused, else False, and its entry, which is None for an unknown name."""
         parts = ((False, self.no_effect), (True, self.refused))
         for has_effect, entries in parts:
             if name in entries:
@@ -259,10 +277,12 @@ def _longest(name: str, patterns: Iterable[str]) -> str:
 
 
 def _shortened(names: list[str]) -> str:
-    """Join names with commas. Of many, show the first ones and the number of the others."""
-    shown = names if len(names) <= MOST_NAMES else names[: MOST_NAMES - 1]
-    more = f" and {len(names) - len(shown)} more" if len(shown) < len(names) else ""
-    return ", ".join(shown) + more
+    """Join names with commas. Of more than MOST_NAMES, show the first ones and the number of the others."""
+    if len(names) <= MOST_NAMES:
+        return ", ".join(names)
+    # One less than allowed: " and 1 more" would take as much space as the last name.
+    shown = names[: MOST_NAMES - 1]
+    return f"{', '.join(shown)} and {len(names) - len(shown)} more"
 
 
 def _targets(entries: Mapping[str, Any], prefix: str = "", here: str = "") -> dict[str, Target]:
@@ -270,7 +290,9 @@ def _targets(entries: Mapping[str, Any], prefix: str = "", here: str = "") -> di
     targets: dict[str, Target] = {}
     for name, target in entries.items():
         if isinstance(target, Mapping) and "is" not in target:
-            group = f"{target['in']}." if "in" in target else ""
+            group = ""
+            if "in" in target:
+                group = f"{target['in']}."
             options = {key: option for key, option in target.items() if key != "in"}
             targets |= _targets(options, f"{prefix}{name}.", group)
         else:
@@ -295,30 +317,37 @@ def _entries(entries: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Refuse
 
 
 def as_value(text: Any) -> Any:
-    """Parse text as a YAML value, or None for an unset one. Other types are returned unchanged."""
+    """Parse a text as YAML. Return None if it means that the option is not set. Other types are returned unchanged."""
     if not isinstance(text, str):
         return text
     if text in NO_VALUE:
         return None
     try:
         value = yaml.safe_load(text)
-        return float(value) if isinstance(value, str) else value  # 1e-6 is text to YAML
+        # YAML reads 1e-6 as text, because the mantissa has no decimal point.
+        if isinstance(value, str):
+            return float(value)
+        return value
     except (yaml.YAMLError, ValueError):
         return text
 
 
 def _of_kind(value: Any, kind: Any) -> Any:
-    """Convert a value to a type of KINDS; None if it is unset.
+    """Convert a value to a type of KINDS. Return None if it means that the option is not set.
 
     Raises:
-        ValueError: it is not of that kind.
+        ValueError: the value has another type.
     """
     if as_text(value) in NO_VALUE:
         return None
     if kind in (KINDS["pair"], KINDS["numbers"]):
-        words = value if isinstance(value, list | tuple) else str(value).strip("[]()").replace(",", " ").split()
-        return [float(word) for word in words]
-    return kind(str(value)) if kind in (str, int, float) else as_value(value)
+        numbers = value
+        if not isinstance(value, list | tuple):
+            numbers = str(value).strip("[]()").replace(",", " ").split()
+        return [float(number) for number in numbers]
+    if kind in (str, int, float):
+        return kind(str(value))
+    return as_value(value)
 
 
 def _as_number(text: str) -> float | str:

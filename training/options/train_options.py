@@ -30,6 +30,7 @@ class LearnerOptions(TrainOptions):
             gpus: number of GPUs of each machine.
         """
         stage = 3 if gpus else TrainConfig.zero_stage
+        # Only options that the user has not set: a value of the user must never be replaced by one of the machine.
         values = {"zero_stage": stage, "max_tokens": TrainConfig.max_tokens, "gradient_checkpointing": gpus > 0}
         unset = {name: value for name, value in values.items() if getattr(self, name) is None}
         return replace(self, precision=choose_precision(self.precision, gpus), **unset)

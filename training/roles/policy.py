@@ -98,8 +98,8 @@ class TrainedPolicy(TrainedModel):
             serve=config.placement.nodes > 1,
         )
         self.carrier = carrier_class(config.rollout.weight_sync)(setting)
-        kind = find("engine probe", config.rollout.engine) if config.rollout.check_engine_every else None
-        self.probe = None if kind is None else kind(self.engine)
+        if config.rollout.check_engine_every and (probe_type := find("engine probe", config.rollout.engine)):
+            self.probe = probe_type(self.engine)
         if (source := config.rollout.routing_replay) != "off":
             self.replay = load("routing replay", source, "rollout.routing_replay")(self.engine, source)
 
@@ -124,13 +124,14 @@ class TrainedPolicy(TrainedModel):
         sampling = self.config.rollout_engine()
         dtype: torch.dtype = getattr(torch, sampling.weights_dtype)
         scale = 0.0
+        # Not called yet: the carrier sends each parameter while the next ones are gathered.
         gathered = partial(self.engine.gathered_parameters, self.carrier.gathers_everywhere)
         if self.engine.adapters is not None and sampling.lora_rank:
             scale = self.engine.adapters.scale
             gathered = self.engine.gathered_adapters
         verify = self.config.rollout.verify_weight_sync
         # Measured with each version, because an engine that is replaced later checks itself against this version.
-        probe = None if self.probe is None else self.probe.measure()
+        probe = self.probe and self.probe.measure()
         handle = self.carrier.publish(version, gathered(), dtype=dtype, with_digests=verify, adapter_scale=scale)
         return handle and replace(handle, probe=probe)
 

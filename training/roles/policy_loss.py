@@ -42,7 +42,9 @@ def clipped_policy_loss(
     assert output.entropy_N is not None
     columns = (output.logprob_N, old_logprobs(micro, output.logprob_N), micro["advantage"], mask_N)
     tokens = ppo_loss(*columns, clip_low=algorithm.clip_low, clip_high=algorithm.clip_high)
-    weight_N = micro["correction"] if algorithm.correction != "none" else None
+    weight_N = None
+    if algorithm.correction != "none":
+        weight_N = micro["correction"]
     policy = reduce_loss(tokens, mask_N, micro.lengths, totals, aggregation, longest, weight_N)
     # Measured in every loss: it is the first sign of an engine whose weights or kernels differ from the trainer's.
     gap_N = (output.logprob_N.detach() - micro["rollout_logprob"]).abs()

@@ -34,7 +34,10 @@ def surrogate(logprob_N: Tensor, micro: Batch, config: PPORunOptions) -> TokenLo
             taus = {"tau_positive": algorithm.tau_positive, "tau_negative": algorithm.tau_negative}
             return ratio_losses.sapo_loss(*columns, **taus)
         case "dppo_tv" | "dppo_kl" as kind:
-            cap = {} if algorithm.dual_clip is None else {"ratio_cap": algorithm.dual_clip}
+            cap = {}
+            # Without the option, the loss has its own maximum of 20.
+            if algorithm.dual_clip is not None:
+                cap["ratio_cap"] = algorithm.dual_clip
             return ratio_losses.dppo_loss(*columns, divergence="tv" if kind == "dppo_tv" else "kl", **clip, **cap)
         case "dro":
             return ratio_losses.dro_loss(*columns, beta=algorithm.dro_beta)

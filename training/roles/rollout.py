@@ -36,6 +36,7 @@ class SamplingWorker(BaseWorkload):
         """Load the initial policy into an engine."""
         self._timer = SyncTimer()
         config = self.config
+        # The runner of episodes is a plug-in's. A single turn calls the engine directly, without a step in between.
         if config.agent.func_path is None and not config.asynchronous.partial_rollout:
             engine = open_rollout_engine(model_path, config.rollout_engine())
             engine.max_tokens = config.agent.max_tokens
@@ -55,6 +56,7 @@ class SamplingWorker(BaseWorkload):
             self.sampler.wake(for_weights=True)
         has_version = self.sampler.weight_version == handle.version and self.sampler.has_weights
         parts = 1 if has_version else self.config.rollout.tensor_parallel
+        # Per rank: two engines of one machine would else write to the same files.
         arriving = self.shared_dir / f"arriving-{self.rank}"
         with self._timer.measure("load"), nearby(handle, arriving, readers=parts) as local_handle:
             self.sampler.receive(local_handle, verify=self.config.rollout.verify_weight_sync)
@@ -71,6 +73,7 @@ class SamplingWorker(BaseWorkload):
         one if there is no newer version. Base weights under adapters are kept, because they are never published.
         """
         comes_again = self.received is not None and not self.received.adapter_scale
+        # Level 1 moves the weights to host memory, and level 2 drops them.
         return self.sampler.sleep(2 if comes_again else 1)
 
     @rpc(idempotent=True)

@@ -77,7 +77,8 @@ class Checkpoints:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._sweep()
-            # Permission bits do not show a read-only or a full disk. Only an attempt to write does.
+            # Permission bits do not show a read-only or a full disk. Only an attempt to write does, and without it the
+            # first checkpoint would fail after hours of training.
             probe = self.folder / ".probe.partial"
             probe.mkdir()
             probe.rmdir()
@@ -96,6 +97,7 @@ class Checkpoints:
         Raises:
             ValueError: the disk is full, read-only or not writable. Other errors of `write` are raised unchanged.
         """
+        # Beside the steps and with a name as long as theirs, so that it meets the same disk and the same path limit.
         probe = self.folder / ".probe.partial"
         try:
             probe.mkdir()
@@ -266,7 +268,7 @@ class Checkpoints:
 
     def _error(self, what: str, fault: str) -> CheckpointError:
         name = _read_name(self.folder, LATEST)
-        last = f"the last whole one is {name}" if name in _names(self.folder) else "there is no whole one yet"
+        last = f"the last complete one is {name}" if name in _names(self.folder) else "there is no complete one yet"
         return CheckpointError(f"{what}: {fault}; {last}")
 
 
@@ -312,8 +314,10 @@ def check_resume(resume: str, folder: str | Path) -> None:
     Raises:
         ValueError: see `find_checkpoint`. Also if `resume` is "none" and `folder` already holds checkpoints.
     """
-    latest = find_checkpoint("auto" if resume == "none" else resume, folder)
-    if resume == "none" and latest is not None:
+    if resume != "none":
+        find_checkpoint(resume, folder)
+    # A new run would replace these checkpoints one by one, and a mix of two runs would remain.
+    elif (latest := find_checkpoint("auto", folder)) is not None:
         raise ValueError(
             f"{folder} holds checkpoints already, up to {latest.name}; set resume=auto to resume from there, or name "
             "another folder"
@@ -356,11 +360,13 @@ def changed_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
         before: options of the checkpoint, as `read_state` returns them.
         now: options of this run as plain values, as `redact` returns them.
     """
-    old = flat(before)
-    new = flat(now)
+    # Compared as text, because NaN differs from itself and would be reported as a change.
+    old = {name: repr(value) for name, value in flat(before).items()}
+    new = {name: repr(value) for name, value in flat(now).items()}
     lines = []
     for name in dict.fromkeys([*new, *old]):
-        left, right = (repr(options[name]) if name in options else "(not set)" for options in (old, new))
+        left = old.get(name, "(not set)")
+        right = new.get(name, "(not set)")
         if name not in IGNORED_CHANGES and left != right:
             lines.append(f"{name}: {left} -> {right}")
     return lines
@@ -386,21 +392,20 @@ def _check_json(value: Any, where: str) -> None:
 
 
 def _find(resume: str) -> Path:
-    named_path = Path(resume).expanduser()
+    path = Path(resume).expanduser().absolute()
     # A step folder may be a symbolic link to storage elsewhere. Resolved, it could lose its name step_N.
-    path = named_path.absolute() if _STEP.fullmatch(named_path.name) else named_path.resolve()
-    step_folder = path if resume.strip() and _STEP.fullmatch(path.name) and _put_back(path) else None
-    if step_folder is not None:
-        _refuse_damage(resume, step_folder)
+    if not _STEP.fullmatch(path.name):
+        path = path.resolve()
     # An empty text would be the current directory, which may hold the checkpoints of another run.
-    elif resume.strip():
-        step_folder = _newest_whole(path) or _newest_whole(path / "checkpoints")
-    if step_folder is None:
-        raise ValueError(
-            f"resume={resume}: there is no checkpoint; looked for a step folder at {path}, for {path / LATEST} and for "
-            f"{path / 'checkpoints' / LATEST}; set resume to one of these, to auto or to none"
-        )
-    return step_folder
+    if resume.strip() and _STEP.fullmatch(path.name) and _put_back(path):
+        _refuse_damage(resume, path)
+        return path
+    if resume.strip() and (step_folder := _newest_whole(path) or _newest_whole(path / "checkpoints")):
+        return step_folder
+    raise ValueError(
+        f"resume={resume}: there is no checkpoint; looked for a step folder at {path}, for {path / LATEST} and for "
+        f"{path / 'checkpoints' / LATEST}; set resume to one of these, to auto or to none"
+    )
 
 
 def _newest_whole(root: Path) -> Path | None:
@@ -413,7 +418,9 @@ def _newest_whole(root: Path) -> Path | None:
     if latest is None:
         intact = _whole_before(root)
         if intact is not None:
-            logger.warning("%s is missing or empty; resuming from %s, the newest whole one", root / LATEST, intact.name)
+            logger.warning(
+                "%s is missing or empty; resuming from %s, the newest intact step", root / LATEST, intact.name
+            )
         return intact
     fault = damage(latest)
     if fault is None:
@@ -421,18 +428,19 @@ def _newest_whole(root: Path) -> Path | None:
     intact = _whole_before(root, step_of(latest))
     if intact is None:
         raise ValueError(
-            f"{latest} is damaged: {fault}; no whole checkpoint is before it; bring its files back, or set resume=none "
-            "and another run_dir"
+            f"{latest} is damaged: {fault}; there is no intact checkpoint before it; restore its files, or set "
+            "resume=none and another run_dir"
         )
-    logger.warning("%s is damaged: %s; resuming from %s, the newest whole one before it", latest, fault, intact.name)
+    logger.warning("%s is damaged: %s; resuming from %s, the newest intact step before it", latest, fault, intact.name)
     return intact
 
 
 def _refuse_damage(resume: str, folder: Path) -> None:
     fault = damage(folder)
     if fault is not None:
-        intact = _whole_before(folder.parent, step_of(folder))
-        advice = f"set resume={intact}, the newest whole one before it" if intact else "no whole one is before it"
+        advice = "there is no intact checkpoint before it"
+        if intact := _whole_before(folder.parent, step_of(folder)):
+            advice = f"set resume={intact}, the newest intact one before it"
         raise ValueError(f"resume={resume} is damaged: {fault}; {advice}")
 
 
@@ -465,6 +473,7 @@ def _read_name(root: Path, file: str) -> str | None:
 
 
 def _names(root: Path) -> list[str]:
+    # By number: sorted as text, step_100 would come before step_20, and `prune` would remove the wrong ones.
     folders = [path for path in root.glob("step_*") if _STEP.fullmatch(path.name) and path.is_dir()]
     return [path.name for path in sorted(folders, key=step_of)]
 
@@ -544,14 +553,17 @@ def _disk_fault(error: Exception, folder: Path) -> str | None:
         if isinstance(error, ConnectionError) or (isinstance(error, TimeoutError) and error.errno is None):
             return None
         code, reason = error.errno, error.strerror or reason
+        # A file elsewhere, such as a temporary one, is named: the message would else blame the disk of the checkpoints.
         if error.filename is not None and not Path(str(error.filename)).is_relative_to(folder):
             reason += f": {error.filename}"
+    # Errors of safetensors and of ranks in other processes arrive as text, which still holds the number.
     elif (number := system_error_number(reason)) is not None:
         code = number
         reason = os.strerror(code)
     elif "inline_container.cc" in reason or "PytorchStreamWriter failed" in reason:
         # torch.save reports the reason only if it cannot open its file. A later failure is in practice a full disk.
-        code = None if "strerror" in reason else errno.ENOSPC
+        if "strerror" not in reason:
+            code = errno.ENOSPC
         reason = f"torch could not write its file ({reason})"
     else:
         return None

@@ -56,6 +56,7 @@ def damage(folder: Path) -> str | None:
     for name in files:
         fact = (folder / name).stat()
         facts.append((name, fact.st_size, fact.st_mtime_ns))
+    # The checks before a run and the trainer ask for the same checkpoint, and digests take seconds per GB.
     return _damage(folder, tuple(facts))
 
 
@@ -73,7 +74,7 @@ def _damage(folder: Path, files: tuple[tuple[str, int, int], ...]) -> str | None
         digests = pool.map(lambda name: _digest(folder / name), written)
         changed = [name for name, digest in zip(written, digests, strict=True) if digest != written[name]]
     if changed:
-        return f"{changed[0]} is not as it was written"
+        return f"the content of {changed[0]} has changed since it was written"
     return None
 
 
@@ -88,6 +89,7 @@ def _json_in(file: Path) -> dict[str, Any] | None:
 
 def _files(folder: Path) -> list[str]:
     """Return the relative paths of the regular files below a folder, without the file of digests and without links."""
+    # The target of a link belongs to another checkpoint or to the user, who may change it without damage to this one.
     paths = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
     names = [str(path.relative_to(folder)) for path in paths]
     return sorted(name for name in names if name != str(DIGESTS_FILE))

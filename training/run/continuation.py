@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from components.models.size import ModelSize, model_size
+from components.models.size import model_size
 from training.options.run_options import RunOptions
 from training.run.checkpoint import changed_options, check_resume, find_checkpoint, read_state
 from training.tracking import redact
@@ -35,7 +35,7 @@ class Continued:
 
     def has_changed(self, *prefixes: str) -> bool:
         """Return True if an option whose name starts with a prefix differs from the checkpoint."""
-        return any(line.startswith(prefixes) for line in self.changed)
+        return any(change.startswith(prefixes) for change in self.changed)
 
 
 def continued_run(config: RunOptions, recipe: str) -> Continued | None:
@@ -53,6 +53,7 @@ def continued_run(config: RunOptions, recipe: str) -> Continued | None:
     options: Any = config  # RunOptions lacks the group `checkpoint`, which every recipe adds
     checkpoints = Path(options.checkpoint.path or run_dir / "checkpoints").expanduser()
     check_resume(config.resume, checkpoints)
+    # The state of another recipe has other parts. Without this check the error would name the first missing part.
     record = json_object(run_dir / "summary.json")
     if record.get("recipe") not in (None, recipe):
         raise ValueError(f"run_dir={config.run_dir} holds a run of recipe {record['recipe']}; name another run_dir")
@@ -90,8 +91,8 @@ def check_seed(continued: Continued, config: RunOptions, saved: Mapping[str, Any
 
 def other_data(continued: Continued, option: str, error: ValueError) -> ValueError:
     """Return an error about data that differ from those of the checkpoint. It lists the changed options of the data."""
-    changed = [line for line in continued.changed if line.startswith(("data.", "evaluation."))]
-    since = f" (changed since: {', '.join(changed)})" if changed else ""
+    changed = ", ".join(change for change in continued.changed if change.startswith(("data.", "evaluation.")))
+    since = changed and f" (changed since: {changed})"
     return ValueError(f"{option} is not what {continued.folder} was trained on{since}: {error}")
 
 
@@ -112,14 +113,17 @@ def check_trained_model(continued: Continued, path: str, option: str, lora_rank:
     current = model_size(path)
     # None is a kind of model whose size cannot be computed. The engine then finds the difference when it loads.
     if saved is not None and current is not None:
+        pairs = {name: (getattr(current, name), getattr(saved, name)) for name in _SHAPE}
+        # 0 is a size that is not known.
         differences = [
-            f"{name} {getattr(current, name)} and {getattr(saved, name)} there" for name in _different(saved, current)
+            f"{name} {new} and {old} there" for name, (new, old) in pairs.items() if new and old and new != old
         ]
         if differences:
             raise ValueError(
                 f"{option}={path} is another model than {continued.folder} holds ({', '.join(differences)}); set "
                 f"{option} to the model of that run, or name another run_dir"
             )
+    # Two architectures may have equal sizes. Their weights have other names, so loading them would fail on every rank.
     kinds = [json_object(Path(folder).expanduser() / "config.json").get("model_type") for folder in (exported, path)]
     if None not in kinds and kinds[0] != kinds[1]:
         raise ValueError(
@@ -134,12 +138,6 @@ def check_trained_model(continued: Continued, path: str, option: str, lora_rank:
                 f"train.lora_rank={lora_rank}, and {continued.folder} was written with train.lora_rank={rank}; set "
                 f"train.lora_rank={rank} to continue it, or name another run_dir"
             )
-
-
-def _different(saved: ModelSize, here: ModelSize) -> list[str]:
-    """Return the names of the shape fields that are known for both models and differ."""
-    pairs = {name: (getattr(saved, name), getattr(here, name)) for name in _SHAPE}
-    return [name for name, (old, new) in pairs.items() if old and new and old != new]
 
 
 def no_state_of(continued: Continued, part: str) -> ValueError:

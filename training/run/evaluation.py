@@ -107,7 +107,8 @@ class Evaluation:
 
     def is_best(self, metrics: Mapping[str, float], step: int = 0) -> bool:
         """Return True if the metrics of a step are the best so far. A step that was not evaluated is never the best."""
-        score = self._deciding(metrics) if any(name.startswith("eval/") for name in metrics) else None
+        score = self._deciding(metrics)
+        # A tie keeps the earlier step, so that its checkpoint need not be written again.
         if score is None or (self.best is not None and score[1] <= self.best[1]):
             return False
         self.best = score
@@ -115,9 +116,10 @@ class Evaluation:
         return True
 
     def _deciding(self, metrics: Mapping[str, float]) -> tuple[str, float] | None:
-        if self.prompts is None:
-            return None
+        """Return name and value of the metric that decides the best step. None if there was no evaluation."""
         heldout = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
+        if self.prompts is None or not heldout:
+            return None
         return best_metric(heldout, self.best_metric_key)
 
     def finish(self, step: int) -> dict[str, Any] | None:
@@ -127,8 +129,8 @@ class Evaluation:
         """
         if self.prompts is None:
             return None
-        # The data may have ended early, so that the last step was not known to be the last and was not evaluated.
         start = self.scores.get("start", {})
+        # The data may have ended early, so that the last step was not known to be the last and was not evaluated.
         end = self.scores["end"] if self.step == step else self.at_step(step)
         changes: list[str] = []
         summary: dict[str, Any] = {"examples": len(self.prompts)}
@@ -137,7 +139,8 @@ class Evaluation:
             last = end.get(name)
             summary |= {f"start{key}": first, f"end{key}": last}
             if last is not None:
-                changes.append(f"{label} {last:.3f}" if first is None else f"{label} {first:.3f} -> {last:.3f}")
+                measured = [f"{score:.3f}" for score in (first, last) if score is not None]
+                changes.append(f"{label} {' -> '.join(measured)}")
         self.info(f"score on {len(self.prompts)} held-out prompts: {', '.join(changes)}")
         return summary
 
@@ -149,20 +152,23 @@ class Evaluation:
         """
         start = self.scores.get("start", {})
         end = self.scores.get("end", {})
-        last = self._deciding(end) if end else None
+        last = self._deciding(end)
         if last is None:
             return ""
-        first = self._deciding(start) if start else None
-        text = ""
+        first = self._deciding(start)
+        warnings: list[str] = []
         # A best step of 0 is the initial model. The second sentence reports that case.
         if self.best is not None and self.best_step > 0 and self.best[1] > last[1]:
             folder = checkpoints / f"step_{self.best_step}"
-            where = f": {folder}/hf" if folder.is_dir() else ", of which there is no checkpoint"
-            text = f"the best policy is of step {self.best_step}, {last[0]} {self.best[1]:.3f}{where}"
+            where = ", of which there is no checkpoint"
+            if folder.is_dir():
+                where = f": {folder}/hf"
+            warnings.append(f"the best policy is of step {self.best_step}, {last[0]} {self.best[1]:.3f}{where}")
         if first is not None and last[1] < first[1]:
-            worse = f"the end ({last[1]:.3f}) is worse than the start ({first[1]:.3f}): lower train.learning_rate"
-            return "; ".join(filter(None, (text, worse)))
-        return text
+            warnings.append(
+                f"the end ({last[1]:.3f}) is worse than the start ({first[1]:.3f}): lower train.learning_rate"
+            )
+        return "; ".join(warnings)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for `load_state_dict`."""

@@ -52,6 +52,7 @@ def heldout_metrics(
         # Prompts of two sources may have the same number.
         by_prompt[source, prompt].append(scores[i])
         by_source[source].append(i)
+    # The maximum, because a prompt with a failed reward has fewer responses. The name pass{n} must not depend on that.
     n = max(map(len, by_prompt.values()))
     metrics = {"score": fmean(scores)}
     if n > 1:
@@ -59,6 +60,7 @@ def heldout_metrics(
     for source in sorted(by_source):
         rows = by_source[source]
         # Added first, so that a logged value named "score" cannot overwrite the score of the source.
+        # A mean over no value is NaN. It is left out, since a metric that is NaN looks like a diverged run.
         means = {f"{source}_{name}": float(x_B[rows].float().nanmean()) for name, x_B in (logged or {}).items()}
         metrics |= {name: value for name, value in means.items() if not math.isnan(value)}
         metrics[f"{source}_score"] = fmean(scores[i] for i in rows)

@@ -62,6 +62,7 @@ class FailedRewards:
         if rollouts is None or not dropped:
             return None
         failed = Batch.concat(dropped)
+        # Checked here, in the thread that generates: the loop then raises the error before it trains on this batch.
         self.check(rollouts, failed)
         return failed
 

@@ -28,6 +28,8 @@ class PhaseClock:
             emit: receives a PhaseEvent when a phase begins and another when it ends.
         """
         self._emit = emit
+        # Per thread: generation ahead of training runs at the same time as the phases of the loop. In one sum, the
+        # phases would exceed the time of the step.
         self._seconds = threading.local()
         self._beside = threading.local()
         self._beside_seconds = 0.0
@@ -78,6 +80,7 @@ class PhaseClock:
         try:
             yield
         finally:
+            # Also after an error: observers would else show the phase as running.
             seconds = time.monotonic() - began
             add(name, seconds)
             self._emit(replace(event, seconds=seconds))

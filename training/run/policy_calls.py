@@ -116,6 +116,7 @@ class PolicyCalls:
     def load(self, steps: int) -> None:
         """Load all models in parallel. `steps` is the length of the learning-rate schedules."""
         path = self.config.model.path
+        # Engines first: `finish_loading` may have to wait for them before any other role takes device memory.
         loading = [self.trainer.RG_ROLLOUT.load(path)]
         self.finish_loading(loading[0])
         loading.append(self.trainer.RG_ACTOR.load(path, steps))
@@ -154,6 +155,7 @@ class PolicyCalls:
 
     def sync_reference(self, step: int, share: float) -> None:
         """Interpolate the reference model towards the policy. `share` is the weight of the policy."""
+        # A learner that sleeps has no weights on its device to save.
         self.end_generation()
         folder = Path(self.config.run_dir, "reference")
         policy = folder / "policy"
@@ -181,6 +183,7 @@ class PolicyCalls:
     def save_state(self, folder: Path) -> None:
         """Save the training state in the folder of a checkpoint."""
         self._save_learners(folder / "state")
+        # Copied: `model.path` is still the initial model, and the folder in run_dir is replaced by later updates.
         if self.reference_folder is not None:
             shutil.copytree(self.reference_folder, folder / "state" / "reference")
 

@@ -183,6 +183,7 @@ class PolicyRun(Run[Batch]):
 
     def measure(self, experience: Batch) -> dict[str, float]:
         """Return the metrics of a step other than those of updates: speed, rollouts, last checkpoint and queue."""
+        # Logged without a correction too: the share of tokens outside of the range shows if one is needed.
         low, high = self.config.algorithm.correction_range
         metrics = self.count(experience) | rollout_metrics(experience, low, high, self.failed_rewards.of_step)
         return metrics | self.checkpoints.metrics | self.stream.metrics
@@ -284,6 +285,7 @@ class PolicyRun(Run[Batch]):
         """Generate one rollout per prompt, scored by the held-out reward. Rollouts whose reward failed are left out."""
         rollouts = self._make_rollouts(prompts, sampling, heldout=True)
         self._describe_first(rollouts)
+        # An episode may have several branches of context. The score of an evaluation counts each episode once.
         return main_branches(check_staleness(rollouts, self.version))
 
     def _sum_up(self) -> None:
@@ -384,6 +386,7 @@ class PolicyRun(Run[Batch]):
     def _count_steps(self) -> int:
         """Return the number of steps that the prompts fill, without those that are too long."""
         steps = self.config.steps(len(self.prompts) * self.config.data.epochs)
+        # The plan may have counted prompts that are too long: it tokenizes only the first ones.
         if steps < 1:
             least = f"prompts_per_step={self.config.prompts_per_step}"
             remedy = "raise data.max_prompt_tokens, or lower prompts_per_step"

@@ -142,8 +142,9 @@ class RunCheckpoints:
         stream = self.stream
         if left is not None:
             stream.steps = stream.step + stream.queued + left()
-        # 0 for the checkpoint of another run, so that `save` still writes one into the folder of this run.
-        self._saved_step = stream.step if folder.parent.samefile(self.store.folder) else 0
+        # It stays 0 for the checkpoint of another run, so that `save` still writes one into the folder of this run.
+        if folder.parent.samefile(self.store.folder):
+            self._saved_step = stream.step
         self.info(f"resumes after step {stream.step} of {stream.steps}, from {folder}")
         for change in changed_options(saved["config"], self.config):
             self.info(f"changed since that checkpoint: {change}")
@@ -199,11 +200,14 @@ class RunCheckpoints:
         try:
             self._save()
         except Exception as error:  # noqa: BLE001
-            self.info(f"warning: {error}; what was done since the checkpoint before is lost")
+            self.info(f"warning: {error}; all steps since the last checkpoint are lost")
             return
-        content = "" if self.unrecorded is None else ", whose evaluation is still to be made"
-        content += f", and {waiting} {'batch' if waiting == 1 else 'batches'} of responses" if waiting else ""
-        self.info(f"saved for when the rewards are back: step {step}{content}; the same command resumes")
+        content = f"step {step}"
+        if self.unrecorded is not None:
+            content += ", which is not evaluated yet"
+        if waiting:
+            content += f", and the batches that were generated ahead ({waiting})"
+        self.info(f"saved in a checkpoint: {content}; run the same command again when rewards can be computed")
 
     def record(
         self, evaluate: Callable[[Batch, dict[str, float]], bool], batch: Batch, metrics: dict[str, float]

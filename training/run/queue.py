@@ -248,7 +248,7 @@ class RolloutQueue(Generic[Item]):
         with self._changed:
             self._left = True
             self._changed.notify_all()
-        # A loop that was left by an error should report it now, not after a generation of minutes.
+        # If an error has ended the loop, it should be reported now, and not after a generation that takes minutes.
         if wait and self._thread is not None:
             self._thread.join()
             if self._error is not None:  # raised while the run was stopping

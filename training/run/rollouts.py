@@ -83,7 +83,10 @@ def _logged(samples: Batch) -> dict[str, float]:
 def _episode_metrics(samples: Batch, failed: Batch | None) -> dict[str, float]:
     if "num_turns" not in samples:
         return {}
-    ended = [*samples["status"], *([] if failed is None else failed["status"])]
+    ended = list(samples["status"])
+    # An episode that failed often has no reward. Without it, `rollout/error_share` would always be 0.
+    if failed is not None:
+        ended += failed["status"]
     shares = {f"rollout/{status}_share": ended.count(status) / len(ended) for status in STATUSES}
     return shares | {"rollout/turns_mean": float(samples["num_turns"].float().mean())}
 
@@ -166,9 +169,8 @@ def check_staleness(samples: Batch, version: int, most: int = 0) -> Batch:
     wrong_B = (stale_B > most) | (stale_B < 0)
     if bool(wrong_B.any()):
         versions = sorted(set(samples["weight_version"][wrong_B].tolist()))
-        allowed = f", of which they may be {most} behind" if most else ""
         raise RuntimeError(
             f"{int(wrong_B.sum())} responses were sampled from weights of version {versions}, but the trainer is at "
-            f"version {version}{allowed}; a rollout engine missed an update"
+            f"version {version} (maximum staleness: {most}); a rollout engine missed an update"
         )
     return samples.with_sequences(staleness=stale_B)

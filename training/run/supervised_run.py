@@ -92,8 +92,7 @@ class SupervisedRun(Run[Batch]):
         """
         every = self.config.evaluation.every
         logged = {f"{role}/{name}": value for role, metrics in by_role.items() for name, value in metrics.items()}
-        logged |= self.count(minibatch)
-        logged |= self.checkpoints.metrics
+        logged |= self.count(minibatch) | self.checkpoints.metrics
         if self.is_last_step or (every > 0 and self.step % every == 0):
             logged |= self._evaluate()
         with self.phase("log"):

@@ -64,13 +64,21 @@ def validation_metrics(
     for source in sorted(set(sources)):
         prompts = [rows for (prompt_source, _), rows in rows_of.items() if prompt_source == source]
         answers = [[predictions[i] for i in rows] for rows in prompts if predictions is not None]
-        votes = list(map(_votes, answers)) if any(set(each) != {None} for each in answers) else None
+        votes = None
+        # A source without any answer has no majority. Its responses would else all vote for the same missing answer.
+        if any(set(each) != {None} for each in answers):
+            votes = list(map(_votes, answers))
         by_variable = {name: _of_source([x_B[rows] for rows in prompts], votes, n) for name, x_B in values.items()}
-        core = "acc" if by_variable.get("acc") else "reward"
+        core = "reward"
+        # As in verl: a source whose reward logs an accuracy is judged by it.
+        if by_variable.get("acc"):
+            core = "acc"
         for name, variable_metrics in by_variable.items():
             for metric, value in variable_metrics.items():
-                is_core = name == core and metric.startswith(CORE) and metric.split("/")[0].endswith(f"@{n}")
-                metrics[f"{'val-core' if is_core else 'val-aux'}/{source}/{name}/{metric}"] = value
+                section = "val-aux"
+                if name == core and metric.startswith(CORE) and metric.split("/")[0].endswith(f"@{n}"):
+                    section = "val-core"
+                metrics[f"{section}/{source}/{name}/{metric}"] = value
     return metrics
 
 
@@ -94,7 +102,9 @@ def _of_source(values: list[np.ndarray], votes: list[np.ndarray] | None, n: int)
         has_value_n = ~np.isnan(value_n)
         if has_value_n.any():
             # Answers of responses without a value do not vote, since the draws do not include these responses.
-            vote_n = None if votes is None else votes[i][has_value_n]
+            vote_n = None
+            if votes is not None:
+                vote_n = votes[i][has_value_n]
             for name, value in _of_prompt(value_n[has_value_n], vote_n, n).items():
                 values_by_metric[name].append(value)
     return {name: float(np.mean(metric_values)) for name, metric_values in values_by_metric.items()}
@@ -105,6 +115,7 @@ def _of_prompt(value_n: np.ndarray, vote_n: np.ndarray | None, n: int) -> dict[s
     if n == 1:
         return metrics
     metrics[f"std@{n}"] = float(value_n.std())
+    # Powers of 2 below n, and n itself, as in verl, so that the curves of both systems can be compared.
     for k in [*(2**i for i in range(1, (n - 1).bit_length())), n]:
         drawn_kR = _draws(len(value_n), k)
         value_kR = value_n[drawn_kR]

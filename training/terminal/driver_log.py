@@ -1,4 +1,4 @@
-"""logs/driver.log: what Ray and other libraries write in the driver while a job runs, kept off the screen."""
+"""logs/driver.log: output of Ray and other libraries in the driver process, which would clutter the screen."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def driver_log(path: Path, info: Callable[[str], None], descriptors: tuple[int, ...]) -> Iterator[None]:
-    """Let what is written to file descriptors, 2 among them, go to a file while the block lasts.
+    """Redirect file descriptors to a log file inside the block.
 
-    Warnings that the project's and the user's own code logs are said too. A file that cannot be opened leaves
-    everything as it is, with a warning.
+    If the file cannot be opened, a warning is logged and nothing is redirected.
+
+    Args:
+        path: path of the file.
+        info: prints a line for the user. It also receives the warnings that this project and the user's code log.
+        descriptors: file descriptors to redirect. 2 (stderr) must be one of them.
     """
     with ExitStack() as undo:
         try:
@@ -25,7 +29,7 @@ def driver_log(path: Path, info: Callable[[str], None], descriptors: tuple[int, 
             log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             undo.callback(os.close, log)
             for descriptor in descriptors:
-                undo.enter_context(_led_to(log, descriptor))
+                undo.enter_context(_redirected(log, descriptor))
         except OSError as error:
             logger.warning("%s is not written: %s", path, error)
         else:
@@ -34,8 +38,10 @@ def driver_log(path: Path, info: Callable[[str], None], descriptors: tuple[int, 
 
 
 @contextmanager
-def _led_to(target: int, descriptor: int) -> Iterator[None]:
+def _redirected(target: int, descriptor: int) -> Iterator[None]:
+    # Text that Python has buffered would otherwise appear in the other file later.
     _flush()
+    # The descriptor itself is replaced, because native code and child processes do not use sys.stderr.
     before = os.dup(descriptor)
     os.dup2(target, descriptor)
     try:
@@ -48,7 +54,7 @@ def _led_to(target: int, descriptor: int) -> Iterator[None]:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        # On a full disk there is nothing to be done about what does not fit.
+        # A full disk loses the buffered text. An error here would end the run for it.
         try:
             stream.flush()
         except OSError as error:
@@ -57,7 +63,7 @@ def _flush() -> None:
 
 @contextmanager
 def _logging_to(path: Path, info: Callable[[str], None]) -> Iterator[None]:
-    """Let all warnings go to the file, with their time, and our own to `info`."""
+    """Log all warnings to the file, with their times, and warnings of our code and the user's code to `info`."""
     to_file, to_screen = _CountingFile(path, encoding="utf-8", errors="backslashreplace"), _OwnWarnings(info)
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for handler in (to_file, to_screen):
@@ -68,7 +74,7 @@ def _logging_to(path: Path, info: Callable[[str], None]) -> Iterator[None]:
     finally:
         for handler in (to_file, to_screen):
             logging.getLogger().removeHandler(handler)
-            # On a full disk the last lines of the log are lost; what ended the run is what has to be read.
+            # A full disk loses the last lines of the log. Its error would hide the one that ended the run.
             with suppress(OSError):
                 handler.close()
         if to_file.lost:
@@ -76,15 +82,16 @@ def _logging_to(path: Path, info: Callable[[str], None]) -> Iterator[None]:
 
 
 class _CountingFile(logging.FileHandler):
-    """A log file that counts what cannot be written. Python's own prints a traceback for each of these."""
+    """A log file that counts the records that cannot be written. Python's own class prints a traceback for each."""
 
     lost = 0
-    """Number of records that are not in the file."""
+    """Number of records that could not be written."""
     reason = ""
-    """Error of the latest one."""
+    """Error of the last one."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exception()
+        # Other errors are bugs, such as a format string with too few arguments. Their traceback shows the place.
         if not isinstance(error, OSError):
             super().handleError(record)
             return
@@ -93,7 +100,7 @@ class _CountingFile(logging.FileHandler):
 
 
 class _OwnWarnings(logging.Handler):
-    """The same rule as in the processes of a job: what comes from no installed package is for the user."""
+    """Shows warnings that do not come from an installed package. The processes of a job apply the same rule."""
 
     def __init__(self, info: Callable[[str], None]) -> None:
         super().__init__()

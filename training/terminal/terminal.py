@@ -14,7 +14,7 @@ from typing import Any
 
 from components.registry import find
 from training.terminal.driver_log import driver_log
-from training.terminal.view import LIVE, VIEW, TerminalView, ViewType
+from training.terminal.view import LIVE, VIEW, TerminalView
 from training.tracking.event_types import AlarmEvent, StepEvent
 from training.tracking.tracker import console_line
 
@@ -22,20 +22,20 @@ logger = logging.getLogger(__name__)
 
 
 class Terminal:
-    """An observer of a job that prints a line of `key=value` for every step. On a terminal it shows a view of the run
-    instead, if a plug-in provides one, and lines scroll above it. Output of libraries goes to logs/driver.log.
+    """An observer of a job that prints a line of `key=value` pairs for each step.
 
-    With backend=local the streams stay as they are, so that breakpoints work: then it only prints.
+    On a terminal it shows a view of the run instead, if a plug-in provides one, and lines scroll above it. Output of
+    libraries goes to logs/driver.log. With backend=local no stream is redirected, so that breakpoints work.
     """
 
     def __init__(self, recipe: str, run_dir: Path, roles: Mapping[str, int], backend: str, began: float) -> None:
         """
         Args:
-            recipe: its name.
-            run_dir: the run's folder.
-            roles: how many workers each role has.
+            recipe: name of the recipe.
+            run_dir: run folder.
+            roles: number of workers of each role.
             backend: "ray" or "local".
-            began: seconds since the epoch at which the user started the run.
+            began: time at which the user started the run, in seconds since the epoch.
         """
         self._log = run_dir / "logs" / "driver.log" if backend == "ray" else None
         self._title, self._roles, self._began = f"{recipe}  {run_dir}", roles, began
@@ -47,18 +47,21 @@ class Terminal:
         self._out = sys.stdout
         if self._log is None:
             return self
+        redirected: tuple[int, ...] = (2,)
         with ExitStack() as undo:
-            view_type: ViewType | None = find(VIEW, LIVE) if _is_terminal(sys.stdout) else None
-            if view_type is not None:
+            if _is_terminal(sys.stdout) and (view_type := find(VIEW, LIVE)):
                 sys.stdout.flush()
                 terminal = os.dup(sys.stdout.fileno())
-                self._view = view_type(self._title, self._roles, self._began, terminal, sys.stdout.encoding)
-                undo.callback(self._view.close)
-            # Nothing but the view may write to its terminal.
-            undo.enter_context(driver_log(self._log, self.info, (2,) if self._view is None else (1, 2)))
+                view: TerminalView = view_type(self._title, self._roles, self._began, terminal, sys.stdout.encoding)
+                undo.callback(view.close)
+                self._view = view
+                # Only the view may write to its terminal: other output would move the cursor that it relies on.
+                redirected = (1, 2)
+            undo.enter_context(driver_log(self._log, self.info, redirected))
             lines = _Lines(self.info)
             undo.callback(lines.end)
             undo.enter_context(redirect_stdout(lines))
+            # Kept for __exit__. If a step above fails, `undo` closes the others and the terminal is usable again.
             self._undo = undo.pop_all()
         return self
 
@@ -66,7 +69,7 @@ class Terminal:
         self._undo.close()
 
     def __call__(self, event: Any) -> None:
-        """Receive an event of the job."""
+        """Receive an event of the job or of the run."""
         if self._view is not None:
             self._view.take(event)
         if isinstance(event, AlarmEvent):
@@ -75,14 +78,15 @@ class Terminal:
             self.info(console_line(event.step, {name: event.metrics[name] for name in event.shown}))
 
     def info(self, line: str) -> None:
-        """Show a line."""
+        """Print a line for the user, above the view if there is one."""
         if self._view is not None:
             self._view.info(line)
             return
         try:
             print(line, file=self._out, flush=True)
-        # The reader of a pipe has gone, the disk of a file is full: no reason not to train.
+        # A pipe whose reader has ended, or a file on a full disk. The training continues without output.
         except OSError as error:
+            # Replaced by /dev/null, so that neither later lines nor Python's flush at the exit fail again.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._out.fileno())
             os.close(nowhere)
@@ -90,7 +94,7 @@ class Terminal:
 
 
 class _Lines(io.TextIOBase):
-    """A stdout that hands on whole lines."""
+    """A replacement of sys.stdout that passes complete lines to a function."""
 
     def __init__(self, info: Callable[[str], None]) -> None:
         self._info = info
@@ -103,7 +107,7 @@ class _Lines(io.TextIOBase):
         return len(text)
 
     def end(self) -> None:
-        """Hand on the line that has no end."""
+        """Pass on the last line if it has no newline character."""
         if self._begun:
             self.write("\n")
 

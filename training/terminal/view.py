@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 VIEW, LIVE = "terminal view", "live"
-"""Kind of the plug-ins that provide terminal views, and the name of the view that a run looks for."""
+"""Kind of the plug-ins that provide terminal views, and name of the view that a run uses if a plug-in provides it."""
 
 
 class TerminalView(Protocol):
@@ -25,7 +25,7 @@ class TerminalView(Protocol):
         ...
 
     def close(self) -> None:
-        """Draw the lines and the view a last time, and leave them on the terminal."""
+        """Draw the lines and the view for the last time. They stay on the terminal."""
         ...
 
 
@@ -40,7 +40,7 @@ class ViewType(Protocol):
         Args:
             title: first line of the view.
             roles: number of workers of each role.
-            began: seconds since the epoch at which the user started the run.
+            began: time at which the user started the run, in seconds since the epoch.
             terminal: file descriptor of the terminal. The view closes it.
             encoding: encoding of the terminal.
         """

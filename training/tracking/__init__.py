@@ -1,7 +1,7 @@
 """Record of a run: metrics, rollouts, events and a summary in files, and metrics in further sinks of plug-ins.
 
-Nothing here may stop a training run: a sink that fails is switched off with one warning. Nothing here needs
-torch.
+An error here never ends a training run: a sink that fails is switched off with one warning. This package does not
+import torch.
 
 <run_dir>/config.yaml  environment.json  metrics.jsonl  events.jsonl  summary.json  rollouts/step_000012.parquet
           tokenizer/  tensorboard/  wandb/  .lock

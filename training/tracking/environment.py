@@ -1,4 +1,4 @@
-"""environment.json: what else a result depends on. Versions, the state of the code, the machine."""
+"""environment.json: versions of packages, git state of the code, and hardware, on which a result also depends."""
 
 from __future__ import annotations
 
@@ -33,32 +33,36 @@ PACKAGES = (
     "tensorboard",
 )
 CODE = Path(__file__).resolve().parents[2]
-"""The folder that holds the code `components`."""
+"""Folder of the repository."""
 CHANGED_FILES = 50
-"""As many changed files are named; `dirty` tells whether there are any."""
-_PATIENCE_S = 5.0
+"""Maximum number of changed files in the list. `dirty` is also true if more files have changed."""
+_TIMEOUT_S = 5.0
+"""Timeout of a program such as git, in seconds. A network disk may hang, and the run must start anyway."""
 
 
 def write_environment(run_dir: Path, code: Path = CODE) -> dict[str, Any]:
-    """Write environment.json and return what this start adds to it.
+    """Write environment.json, and return the part about this start of the run.
 
-    The file speaks of the newest start; those before it are kept under `earlier`, oldest first.
+    The fields of the file describe the newest start. Earlier starts are in the list `earlier`, oldest first.
 
     Args:
-        run_dir: the run's folder.
-        code: the folder whose git state is noted.
+        run_dir: run folder.
+        code: folder whose git state is recorded.
     """
     environment = environment_now(code)
     path = run_dir / "environment.json"
     before = json_object(path)
-    earlier = [*before.pop("earlier", []), before] if before else []
+    # Kept, because a resumed run may have other versions than the start that produced its first steps.
+    earlier = before.pop("earlier", [])
+    if before:
+        earlier.append(before)
     text = json.dumps({**environment, "earlier": earlier}, indent=2)
     write_whole(path, text + "\n")
     return environment
 
 
 def environment_now(code: Path = CODE) -> dict[str, Any]:
-    """Look at this process and its machine."""
+    """Return time, versions, git state and hardware of this process."""
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         "hostname": platform.node(),
@@ -74,27 +78,28 @@ def environment_now(code: Path = CODE) -> dict[str, Any]:
 
 
 def git_state(code: Path) -> dict[str, Any] | None:
-    """Commit, branch (None off any), and what was changed since; None without git, or where git does not keep `code`.
+    """Return the commit, the branch (None for a detached HEAD), and the files that differ from the commit.
 
-    A folder of installed packages inside somebody's repository is not kept by it.
+    Returns None if git is missing, or if `code` is not under version control.
     """
-    commit = _git(code, "rev-parse", "HEAD") if _git(code, "ls-files", "--", ".") else None
-    if commit is None:
+    # A folder of installed packages may be inside a repository of the user, whose commit says nothing about this code.
+    if not _git(code, "ls-files", "--", ".") or (commit := _git(code, "rev-parse", "HEAD")) is None:
         return None
-    branch = _git(code, "symbolic-ref", "--short", "-q", "HEAD")
+    branch = _git(code, "symbolic-ref", "--short", "-q", "HEAD") or ""
     status = _git(code, "status", "--porcelain=v1", "-z", "--no-renames", "--", ".")
-    changed = None if status is None else [entry[3:] for entry in status.split("\0") if entry]
-    return {
-        "commit": commit.strip(),
-        "branch": branch.strip() if branch else None,
-        "dirty": None if changed is None else bool(changed),
-        "changed_files": None if changed is None else [hide_in_text(name) for name in changed[:CHANGED_FILES]],
-    }
+    state: dict[str, Any] = {"commit": commit.strip(), "branch": branch.strip() or None}
+    state |= {"dirty": None, "changed_files": None}
+    # None is a status that git did not report in time. An empty list would state that nothing has changed.
+    if status is not None:
+        changed = [entry[3:] for entry in status.split("\0") if entry]
+        state |= {"dirty": bool(changed), "changed_files": [hide_in_text(name) for name in changed[:CHANGED_FILES]]}
+    return state
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    # Variables of a git hook would point at another repository; a lock on the index would be a change.
+    # In a git hook, variables such as GIT_DIR would select another repository.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    # `git status` may refresh the index. A run must not change the repository, nor wait for the lock of another git.
     return output_of("git", "-C", str(folder), *arguments, env=environment | {"GIT_OPTIONAL_LOCKS": "0"})
 
 
@@ -107,14 +112,14 @@ def output_of(program: str, *arguments: str, env: dict[str, str] | None = None) 
             encoding="utf-8",
             errors="replace",
             env=env,
-            timeout=_PATIENCE_S,
-            check=False,
+            timeout=_TIMEOUT_S,
+            check=True,
             stdin=subprocess.DEVNULL,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        logger.debug("%s gave no output: %s", program, error)
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.debug("no output from %s: %s", program, error)
         return None
-    return result.stdout if result.returncode == 0 else None
+    return result.stdout
 
 
 def _hardware() -> dict[str, Any]:
@@ -122,6 +127,7 @@ def _hardware() -> dict[str, Any]:
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
+        # A container may allow fewer cores than the machine has. Times of a run are only comparable with this number.
         "usable_cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "gpus": [line.strip() for line in (gpus or "").splitlines() if line.strip()],
@@ -129,8 +135,8 @@ def _hardware() -> dict[str, Any]:
 
 
 def _cpu_model() -> str:
-    match = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
-    return match[1] if match else platform.machine()  # ARM's has no model name
+    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
+    return next(iter(names), platform.machine())  # /proc/cpuinfo of ARM has no model name
 
 
 def _version(package: str) -> str | None:

@@ -1,4 +1,4 @@
-"""events.jsonl: what happened when, one JSON object to a line, written at once."""
+"""events.jsonl: the events of a run with their times, one JSON object per line. No event is buffered."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ logger = logging.getLogger(__name__)
 
 
 class EventLog:
-    """Appends every event that it is called with. After its first failure it says so once, and is off.
+    """Observer that appends every event to a file. The first failure is logged as a warning and switches it off.
 
-    A resumed run continues behind what is there.
+    A resumed run appends to the events of the earlier attempts.
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Open the file, with its folder; a failure switches the log off and does not raise."""
-        redact(os.environ)  # so that no key that stands there is written
+        """Open the file, and create its folder. A failure is not raised; it switches the log off."""
+        # Remembers the keys in environment variables. An error message that quotes one is then written without it.
+        redact(os.environ)
         self.path = Path(path)
         self._lines: LineFile | None = None
         try:
@@ -33,30 +34,30 @@ class EventLog:
             self._switch_off(error)
 
     def __call__(self, event: Any) -> None:
-        """Write one event, an instance of any dataclass: its fields, and `event`, the name of its class.
+        """Write the fields of an event, which is an instance of a dataclass, and the name of its class as `event`.
 
-        `CallEvent` is written as "call", `JobLost` as "job_lost". One whose `seconds` are None has only begun, and is
-        left out; so is a field whose metadata say `logged: False`.
+        `CallEvent` is written as "call", and `JobLost` as "job_lost". Fields with the metadata `logged: False` are left
+        out. So are events whose `seconds` are None: they only mark the begin of a call or a phase.
         """
-        # The end of a call tells its beginning too.
+        # The event at the end of a call also holds the time of its begin, so nothing is lost.
         if self._lines is None or getattr(event, "seconds", 0.0) is None:
             return
         try:
             logged = {part.name for part in dataclasses.fields(event) if part.metadata.get("logged", True)}
             record = {name: value for name, value in dataclasses.asdict(event).items() if name in logged}
             self._lines.add(json_line({"event": event_name(type(event)), **plain(record)}))
-        # A full disk, a value that cannot be read: the run continues whatever it is.
+        # Any error, such as a full disk or a value that cannot be serialized: a missing log must not end a training.
         except Exception as error:  # noqa: BLE001
             self._switch_off(error)
 
     def close(self) -> None:
-        """Write nothing more."""
+        """Close the file. Later events are ignored."""
         lines, self._lines = self._lines, None
         if lines is None:
             return
         try:
             lines.close()
-        # A network disk reports here that it is full. What ended the run has to be read, and not this.
+        # A network disk may report only now that it is full. Raised, the error would hide the one that ended the run.
         except OSError as error:
             logger.warning("%s may lack its last lines: %s", self.path, error)
 
@@ -66,6 +67,6 @@ class EventLog:
 
 
 def event_name(kind: type) -> str:
-    """The name under which events of a class are written: `JobLost` as "job_lost", `CallEvent` as "call"."""
+    """Return the name of events of a class in the file: "job_lost" for `JobLost`, "call" for `CallEvent`."""
     name = kind.__name__.removesuffix("Event") or kind.__name__
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()

@@ -1,7 +1,7 @@
-"""The registry of metrics: what each name means, in which unit, which way is better, and who watches it.
+"""The registry of metrics: meaning, unit, better direction and alarms of each name.
 
-The entries are rows of metrics.csv. docs/metrics.md is made of them, the report groups its curves by them, and tests
-hold every metric that a recipe writes to them. What a person adds in a copy of a recipe need not be here.
+The entries are the rows of metrics.csv. docs/metrics.md is generated from them, and the report groups its curves by
+them. Tests check that every metric of our recipes has an entry. Metrics of a user's own recipe need none.
 """
 
 from __future__ import annotations
@@ -14,28 +14,29 @@ from pathlib import Path
 from typing import Any, Literal
 
 Row = Literal["better", "healthy", "says", "fast"]
-"""Which part of the report's curves a metric is in: scores and losses, the update, rollouts, speed and memory."""
+"""Row of the report that shows the curve of a metric: `better`, scores and losses; `healthy`, the update; `says`,
+rollouts; `fast`, speed and memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """One metric, or one family of them; a row of metrics.csv."""
+    """One metric, or one family of metrics. A row of metrics.csv."""
 
     name: str
-    """As it is logged; `<word>` stands for any text: `eval/<source>_pass<n>`."""
+    """Name in the log. `<word>` is a placeholder for any text, as in `eval/<source>_pass<n>`."""
     row: Row
     meaning: str
-    """In one sentence."""
+    """Description in one sentence."""
     group: str = ""
-    """Common prefix of the names of the group; empty for verl's names, whose prefixes differ."""
+    """Common prefix of the names of the group. Empty for the names of verl, whose prefixes differ."""
     unit: str = ""
-    """nats, tokens, s, share, ...; empty for a plain number."""
+    """Unit, such as nats, tokens, s or share. Empty for a number without a unit."""
     better: Literal["higher", "lower", ""] = ""
-    """The good direction, where there is one."""
+    """Direction of improvement. Empty if neither direction is better."""
     alarm: str = ""
-    """The alarms that watch it, by their names in alarms.py, with commas between."""
+    """Names of the alarms that watch the metric, as in alarms.py, separated by commas."""
     same_as: str = ""
-    """Our name for the same quantity, where another system's name is logged."""
+    """Our name of the same quantity, if `name` is the name in another system."""
 
 
 def _read() -> tuple[Metric, ...]:
@@ -46,14 +47,13 @@ def _read() -> tuple[Metric, ...]:
 
 METRICS = _read()
 GROUPS = {name: tuple(m for m in METRICS if m.group == name) for name in dict.fromkeys(m.group for m in METRICS)}
-"""By what their names begin with."""
+"""Metrics by group, in the order of metrics.csv."""
 
 
 @functools.cache
 def metric_of(name: str) -> Metric | None:
-    """The entry of a logged name, None where there is none; one that is written out goes before a family, and of
-    families the first.
-    """
+    """Return the entry of a logged name, or None. An entry with exactly this name precedes those with placeholders."""
+    # Two passes: a name with a placeholder, such as `reward/<name>`, also matches names with an entry of their own.
     for metric in METRICS:
         if metric.name == name:
             return metric
@@ -64,7 +64,7 @@ def metric_of(name: str) -> Metric | None:
 
 
 def canonical_name(name: str) -> str:
-    """The name under which all recipes' metrics can be compared."""
+    """Return the name that all recipes share for the same quantity, so that their metrics can be compared."""
     metric = metric_of(name)
     if metric is None or not metric.same_as:
         return name

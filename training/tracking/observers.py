@@ -1,7 +1,7 @@
 """The contract of run observers: plug-ins that receive the events of a run in the driver.
 
-A plug-in provides an `ObserverType` of the kind "run observer". Every one that is there is asked whether it observes
-a run, so that an observer that needs no option is on by default.
+A plug-in provides an `ObserverType` of the kind "run observer". `open` is called for every installed one, so an
+observer that needs no option is on by default.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ class RunObserver(ABC):
     """An observer of core (`core.Observer`) that is opened before a run starts and closed after its end."""
 
     def start(self, run_dir: Path, emit: Callable[[Any], None]) -> Sequence[str]:  # noqa: ARG002 - for a subclass
-        """Prepare for the run, whose folder exists now, and return lines to show to the user.
+        """Prepare for the run, whose folder exists now. Return lines for the user.
 
         Args:
             run_dir: the run folder. It holds the record of earlier attempts if the run resumes.
-            emit: hands an event to events.jsonl, the terminal and all observers.
+            emit: sends an event to events.jsonl, the terminal and all observers.
         """
         return ()
 
     @abstractmethod
     def __call__(self, event: Any) -> None:
-        """Receive an event of core or of a run. Events of other types are to be ignored."""
+        """Receive an event of core or of a run. Ignore events of unknown types: later versions may add some."""
 
     def close(self) -> None:  # noqa: B027 - an observer may hold nothing
-        """Release what the observer holds. Also called if the run is refused before it starts."""
+        """Release the resources of the observer. Also called if the run is refused before it starts."""
 
 
 class ObserverType(Protocol):
@@ -45,17 +45,17 @@ class ObserverType(Protocol):
         """Check the options of the group `log` that the observer reads.
 
         Raises:
-            ValueError: they cannot work; the message says what to set.
+            ValueError: an option has an invalid value. The message says what to set.
         """
         ...
 
     @classmethod
     def open(cls, recipe: str, config: Any, roles: Mapping[str, int]) -> RunObserver | None:
-        """Open the observer of a run, or return None if the configuration does not ask for it.
+        """Open the observer of a run, or return None if the configuration does not enable it.
 
         Args:
             recipe: name of the recipe.
-            config: configuration of the run; None for a job without one.
+            config: configuration of the run, or None for a job without one.
             roles: number of workers of each role.
 
         Raises:
@@ -65,7 +65,7 @@ class ObserverType(Protocol):
 
 
 def open_observers(recipe: str, config: Any, roles: Mapping[str, int]) -> list[RunObserver]:
-    """Open the observers of a run; arguments as in `ObserverType.open`."""
+    """Open the observers of a run. The arguments are those of `ObserverType.open`."""
     opened: list[RunObserver] = []
     try:
         for name in names(OBSERVER):
@@ -73,6 +73,7 @@ def open_observers(recipe: str, config: Any, roles: Mapping[str, int]) -> list[R
             if (observer := observer_type.open(recipe, config, roles)) is not None:
                 opened.append(observer)
     except (ValueError, OSError):
+        # The command is refused. An observer that stays open could hold a port, and the next attempt would fail.
         close_observers(opened)
         raise
     return opened

@@ -1,4 +1,4 @@
-"""Hiding of keys, tokens and passwords, by name, by format, or because the value is known."""
+"""Redaction of keys, tokens and passwords. They are recognised by name, by format, or as a known value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SECRET_NAME = re.compile(
     r"|sig|signature)$",
     re.IGNORECASE,
 )
-# Names that end like a secret and are none: fields of the data, and marks of the vocabulary.
+# Names that end like that of a secret, but are columns of the data or special tokens of a vocabulary.
 _HARMLESS_NAME = re.compile(
     r"(input|label|output|prompt|response|chosen|rejected|images?|messages?|metric|answer|fn|eos|bos|pad|unk|stop|mask"
     r"|sep|cls|source)_(key|token)$",
@@ -24,7 +24,7 @@ _SECRET_VALUE = re.compile(
     r"|wandb_v1_[\w\-]{16,}|xox[abeoprs]-[\w\-]{10,}|A[KS]IA[0-9A-Z]{16}\b|AIza[\w\-]{35}"
     r"|eyJ[\w\-]{8,}\.[\w\-]{8,}\.[\w\-]*)"
 )
-# What stands after the name of the header, with or without the kind of login.
+# Value of an Authorization header, with or without a scheme such as Bearer.
 _HEADER = re.compile(
     r"(?i)(\bauthorization[\"']?\s*[:=]\s*[\"']?(?:(?:bearer|basic|token)\s+)?|\bbearer\s+)[\w\-.~+/=]{8,}"
 )
@@ -32,24 +32,26 @@ _URL_LOGIN = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 _URL_PARAMETER = re.compile(r"(?<=[?&])([\w.\-]+)=([^&\s#]+)")
 _SWITCHES = {"", "true", "false", "yes", "no", "on", "off", "0", "1", "none", "null"}
 _KNOWN_LENGTH = 16
-"""Characters from which a value that stood under a secret's name is looked for elsewhere. Shorter ones may be words."""
+"""Minimum length of a secret that is also redacted in other texts. A shorter one may be an ordinary word."""
 
 _known: set[str] = set()
 
 
 def remember_secret(value: str | None) -> None:
-    """Hide this value from now on wherever this process writes text, whatever it looks like."""
+    """Redact this value from now on in every text that passes `hide_in_text`, whatever its format."""
+    # Text with blanks is rather a sentence than a key. Redacted, it would vanish from messages.
     if value and len(value) >= _KNOWN_LENGTH and not any(letter.isspace() for letter in value):
         _known.add(value)
 
 
 def redact(config: Any) -> Any:
-    """Copy a configuration as plain dicts, lists and scalars, with keys, tokens and passwords hidden.
+    """Copy a configuration as plain dicts, lists and scalars, with keys, tokens and passwords redacted.
 
-    What hides a value is its name (`wandb.key`, `HF_TOKEN`, `api_key`, `use_wandb` unless it is a switch), the
-    same in a text `name=value` or after `--name` in a list, or its own look (`hf_...`, a login in a URL). Names
-    such as `input_key` or `max_tokens` are no secrets. What was hidden by its name is remembered, so that
-    `hide_in_text` finds it in the text of an error too.
+    A value is redacted if its name is that of a secret (`wandb.key`, `HF_TOKEN`, `api_key`, or `use_wandb` with a value
+    other than true or false), also as `name=value` in a text or after `--name` in a list. It is also redacted if it has
+    the format of a secret (`hf_...`, a login in a URL). Names such as `input_key` or `max_tokens` are not those of
+    secrets. A value that was redacted because of its name is remembered: `hide_in_text` then removes it from the text
+    of an error too.
     """
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         config = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
@@ -63,8 +65,9 @@ def redact(config: Any) -> Any:
 
 
 def hide_in_text(text: str) -> str:
-    """Hide what looks like a key or a login, and every value that `redact` has met under a secret's name."""
-    for secret in sorted(_known, key=len, reverse=True):  # one may be the beginning of another
+    """Redact values with the format of a key or a login, and the values that `redact` has found by their names."""
+    # Long ones first: if a short secret is the beginning of a long one, the rest of the long one would stay visible.
+    for secret in sorted(_known, key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
     text = _HEADER.sub(lambda match: f"{match[1]}{HIDDEN}", _SECRET_VALUE.sub(HIDDEN, text))
     if "://" not in text:
@@ -78,6 +81,7 @@ def _hide_named(name: str, value: Any) -> Any:
         return redact(value)
     if isinstance(value, (list, tuple)):
         return [_hide_named(name, item) for item in value]
+    # A switch such as use_wandb=true holds no key. Redacted, the record would not show if it was on.
     return _hide(value) if isinstance(value, str) and value.lower() not in _SWITCHES else redact(value)
 
 
@@ -87,20 +91,23 @@ def _hide(secret: str) -> str:
 
 
 def _redact_list(items: list[Any]) -> list[Any]:
-    """Redact a list, which may be a command line: `--name value`, `--name=value` and `name=value`."""
+    """Redact a list, which may be a command line with `--name value`, `--name=value` and `name=value`."""
     result: list[Any] = []
-    previous = ""
+    flag = ""
     for item in items:
-        name, equals, value = item.partition("=") if isinstance(item, str) else ("", "", "")
+        text = item if isinstance(item, str) else ""
+        name, equals, value = text.partition("=")
         if equals and _is_secret(name.lstrip("-")) and value.lower() not in _SWITCHES:
             result.append(f"{name}={_hide(value)}")
         else:
-            result.append(_hide_named(previous.removeprefix("--") if previous.startswith("--") else "", item))
-        previous = item if isinstance(item, str) else ""
+            result.append(_hide_named(flag, item))
+        # The next item is the value of this flag. It may be a secret that only the name of the flag reveals.
+        flag = text.removeprefix("--") if text.startswith("--") else ""
     return result
 
 
 def _is_secret(name: str) -> bool:
+    # OpenRLHF's --use_wandb takes the API key itself.
     if name.replace("-", "_").lower().endswith("use_wandb"):
         return True
     return bool(_SECRET_NAME.search(name)) and not _HARMLESS_NAME.search(name.replace("-", "_"))

@@ -1,4 +1,4 @@
-"""The folder of a run, and the lock that keeps it to one writer."""
+"""The folder of a run, and the lock that allows a single process to write to it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ LOCK = ".lock"
 
 
 def open_run_folder(run_dir: str | Path, resume: str = "auto") -> Path:
-    """Make the folder of a run, or open that of an earlier one; returns its absolute path.
+    """Create the folder of a run, or open an existing one. Return its absolute path.
 
-    The folder is this process's until it ends, however it ends: `<run_dir>/.lock` is locked, and the kernel frees the
-    lock of a killed process at once.
+    `<run_dir>/.lock` stays locked until this process ends. The kernel releases the lock even if the process is killed.
 
     Args:
-        run_dir: the folder; `~` is allowed.
-        resume: "none" refuses a folder that holds steps already; "auto" or a path opens it.
+        run_dir: path of the folder. `~` is expanded.
+        resume: "none" refuses a folder that already holds steps. "auto" or a path opens it.
 
     Raises:
-        ValueError: it cannot be made or written to, another process writes to it, or it holds the steps of an earlier
-            run, which a new one would write over.
+        ValueError: the folder cannot be created or written to, another process writes to it, or `resume` is "none" and
+            it holds the steps of an earlier run, which the new run would overwrite.
     """
     folder = Path(run_dir).expanduser().resolve()
     metrics = folder / "metrics.jsonl"
@@ -40,8 +39,8 @@ def open_run_folder(run_dir: str | Path, resume: str = "auto") -> Path:
     except OSError as error:
         raise ValueError(f"run_dir={run_dir} cannot be written to ({error.strerror}); name another folder") from error
     try:
-        # Such a lock is the process's: no child has it, and it may be taken again. It is lost when the process closes
-        # the file, wherever it has opened it.
+        # A POSIX lock belongs to the process: a forked child does not hold it, and this process may take it again. It
+        # is lost as soon as the process closes any descriptor of the file, so `file` stays open.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.pread(file, 200, 0).decode(errors="replace").strip() or "another process"
@@ -50,7 +49,7 @@ def open_run_folder(run_dir: str | Path, resume: str = "auto") -> Path:
             f"run_dir={run_dir} is being written by {holder}; wait for its end, or name another folder"
         ) from None
     except OSError as error:
-        # Some network file systems know no locks. That is no reason not to train.
+        # Some network file systems do not support locks. The run continues, and the user has to avoid a second writer.
         logger.warning("%s cannot be locked (%s); see that no other run writes there", folder, error.strerror)
         return folder
     os.ftruncate(file, 0)

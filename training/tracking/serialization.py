@@ -1,4 +1,4 @@
-"""Values as JSON knows them and as a person says them; the files of a run, written whole and read in any state."""
+"""Conversion of values to JSON, durations as text, and files of a run, which a killed process may leave incomplete."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ logger = logging.getLogger(__name__)
 
 
 def plain(value: Any) -> Any:
-    """Turn tensors and arrays into numbers and lists, at any depth, and what JSON has no word for into text.
+    """Convert tensors and arrays to numbers and lists, at any depth, and values of other types to text.
 
-    Text comes out with keys and tokens hidden. NaN and infinities stay what they are.
+    Keys and tokens in texts are redacted. NaN and infinities are not changed.
     """
     if hasattr(value, "tolist"):
         value = value.tolist()
@@ -32,7 +32,7 @@ def plain(value: Any) -> Any:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested mappings by dotted name; an empty mapping stands for itself."""
+    """Return the values of nested mappings by dotted name. An empty mapping is a value."""
     leaves: dict[str, Any] = {}
     for name, value in tree.items():
         nested = isinstance(value, Mapping) and len(value) > 0
@@ -41,7 +41,11 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def finite(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Replace NaN and infinities of plain values by None, at any depth, and list the top-level names that had one."""
+    """Replace NaN and infinities in plain values by None, at any depth.
+
+    Returns:
+        The changed record, and the top-level names whose values contained NaN or an infinity.
+    """
     nonfinite: list[str] = []
 
     def clean(value: Any, top: str) -> Any:
@@ -59,17 +63,22 @@ def finite(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def json_line(record: Mapping[str, Any]) -> str:
-    """Write plain values as one line of JSON; what was NaN or infinite is null, and named in `nonfinite`."""
+    """Return plain values as one line of JSON. NaN and infinities become null, and `nonfinite` lists their names."""
     cleaned, nonfinite = finite(record)
-    # Python would write NaN, which is no JSON and breaks every other reader.
+    # Python would write NaN, which is not valid JSON, so that other programs could not read the line.
     if nonfinite:
         cleaned["nonfinite"] = nonfinite
     return json.dumps(cleaned, allow_nan=False) + "\n"
 
 
 def json_lines(path: Path, beginning: bytes = b"") -> Iterator[dict[str, Any]]:
-    """The objects of a file of lines, of those that begin so. Half a line of a killed process is passed over, and so is
-    what is no JSON; a file that is not there has none.
+    """Yield the JSON objects of a file with one object per line. A missing file has none.
+
+    Lines that are not a JSON object are skipped, such as the incomplete last line of a killed process.
+
+    Args:
+        path: path of the file.
+        beginning: only lines that start with these bytes are parsed.
     """
     if not path.is_file():
         return
@@ -86,7 +95,7 @@ def json_lines(path: Path, beginning: bytes = b"") -> Iterator[dict[str, Any]]:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """The object of a JSON file; empty where there is none, or half of one, of a machine that lost power."""
+    """Return the object of a JSON file. Empty if the file is missing, or damaged by a loss of power."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -98,7 +107,7 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def duration(seconds: float) -> str:
-    """A time in words: `12 s`, `3 min 05 s`, `1 h 02 min`, `3 d 04 h`."""
+    """Return a duration as text with two units at most: `12 s`, `3 min 05 s`, `1 h 02 min`, `3 d 04 h`."""
     whole = max(0, round(seconds))
     for unit, size, part, smaller in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
         if whole >= size:
@@ -107,7 +116,8 @@ def duration(seconds: float) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file in one step, so that no reader meets half of it."""
+    """Replace a file atomically: a reader sees either the old text or the new one."""
+    # The process id, because the driver and the trainer both write summary.json.
     aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         aside.write_text(text, encoding="utf-8")
@@ -117,21 +127,26 @@ def write_whole(path: Path, text: str) -> None:
 
 
 class GrowingFile:
-    """A file that is only appended to. What was written is on its way to the disk once a call returns."""
+    """A file that is only appended to, without a buffer in this process."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file, behind what it holds."""
-        # Without a buffer: after a failure nothing is left that would be tried again at the end.
+        """Open the file at its end."""
+        # With a buffer, bytes of a failed write would be written again by `close`.
         self._file = path.open("ab", buffering=0)
 
     def write(self, data: bytes) -> None:
-        """Append all of the bytes. Raises OSError when they do not fit."""
+        """Append all of the bytes.
+
+        Raises:
+            OSError: the disk is full or fails.
+        """
+        # An unbuffered write may accept only a part of the bytes, for example on a disk that is almost full.
         rest = memoryview(data)
         while rest:
             rest = rest[self._file.write(rest) :]
 
     def close(self) -> None:
-        """Close the file; a second time does nothing."""
+        """Close the file. A second call has no effect."""
         self._file.close()
 
 
@@ -144,14 +159,15 @@ def _ends_a_line(path: Path) -> bool:
 
 
 class LineFile(GrowingFile):
-    """A growing file of lines."""
+    """A growing text file with one record per line."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file, and end half a line that a killed process left."""
+        """Open the file, and terminate an incomplete line that a killed process has left."""
         super().__init__(path)
+        # Otherwise the first new record would continue the incomplete line, and a reader would skip both.
         if not _ends_a_line(path):
             self.add("\n")
 
     def add(self, line: str) -> None:
-        """Append a line, which brings its own end."""
+        """Append a line, which includes its newline character."""
         self.write(line.encode())

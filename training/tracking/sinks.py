@@ -1,6 +1,6 @@
 """The contract of metric sinks, and metrics.jsonl, the sink of every run.
 
-A plug-in provides a further sink as a `SinkType` of the kind "metric sink". Its name is a key of `LogOptions.sinks`.
+A plug-in provides another sink as a `SinkType` of the kind "metric sink". Its name is a key of `LogOptions.sinks`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class SinkContext:
 
     run_dir: Path
     config: Mapping[str, Any]
-    """Configuration of the run, with keys and tokens hidden."""
+    """Configuration of the run, with keys and tokens redacted."""
     environment: Mapping[str, Any]
-    """Versions, code and machine, as in environment.json."""
+    """Versions, git state and hardware, as in environment.json."""
     resume_step: int = 0
-    """Step after which the run continues; 0 for a new run."""
+    """Step after which the run continues, or 0 for a new run."""
     run_id: str | None = None
     """`run_id` of the sink in the checkpoint that the run resumes from."""
 
@@ -42,11 +42,11 @@ class Sink(Protocol):
         ...
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Record the metrics of one step: plain values; numbers may be infinite or NaN."""
+        """Record the metrics of one step. They are plain values, and numbers may be infinite or NaN."""
         ...
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Record the samples of one step: rows of plain values, each with the columns of the first."""
+        """Record the samples of one step. Rows hold plain values, and all rows have the same columns."""
         ...
 
     def close(self) -> None:
@@ -62,19 +62,19 @@ class SinkType(Protocol):
 
     @classmethod
     def open(cls, context: SinkContext, **settings: Any) -> Sink:
-        """Open the sink for a run, with settings of `LogOptions.sinks`."""
+        """Open the sink for a run. The settings are those of `LogOptions.sinks`."""
         ...
 
 
 class JsonLines:
-    """metrics.jsonl: one JSON object per step; every line is complete once `log` returns."""
+    """metrics.jsonl: one JSON object per step. Each line is written completely before `log` returns."""
 
     run_id = None
 
     def __init__(self, path: Path, resume_step: int) -> None:
         """Open the file, and remove the lines of steps that will be repeated."""
-        # A run that begins anew writes what it measures before its first step again, too.
-        last = resume_step if resume_step > 0 else -1
+        # -1 without a resume: the run also repeats the evaluation before its first step, which is logged as step 0.
+        last = resume_step or -1
         kept = [json.dumps(record) + "\n" for record in json_lines(path) if record.get("step", last + 1) <= last]
         write_whole(path, "".join(kept))
         self._lines = LineFile(path)

@@ -1,4 +1,4 @@
-"""summary.json: how a run went, in a page. Current while it runs, closed by the driver."""
+"""summary.json: the result of a run on one page. The trainer updates it during the run, and the driver completes it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Status = Literal["finished", "failed", "stopped"]
 
 
 def empty_summary(recipe: str | None, seed: int | None) -> dict[str, Any]:
-    """Give the summary of a run that has done nothing yet.
+    """Return the summary of a run before its first step.
 
-    `attempts` counts the starts of its processes, `resumed_from` is the step after which the last of them began; None
-    where nothing was resumed.
+    `attempts` is the number of times that its processes were started. `resumed_from` is the step after which the last
+    attempt continued, or None if it started from the beginning.
     """
     return {
         "recipe": recipe,
@@ -38,26 +38,24 @@ def empty_summary(recipe: str | None, seed: int | None) -> dict[str, Any]:
 
 
 def finish_summary(run_dir: str | Path, status: Status, error: str | None = None, **fields: Any) -> None:
-    """Close summary.json, well or badly; the driver calls this when the trainer is gone.
+    """Write the status of a run that has ended to summary.json. The driver calls it after the trainer has ended.
 
-    Where a later command failed before its trainer began, the record of the run that finished or was stopped stays.
+    If a second command in the same folder failed before its trainer started, the record of the first run is kept.
 
     Args:
-        run_dir: the run's folder; made if missing.
-        status: how the run ended.
-        error: the last line of what went wrong.
-        fields: further fields, as of `Tracker.update_summary`; give `recipe` and `seed` in case the run ended
-            before a tracker wrote them.
+        run_dir: run folder. It is created if it does not exist.
+        status: status at the end of the run.
+        error: last line of the error message.
+        fields: other fields, as for `Tracker.update_summary`. Include `recipe` and `seed`, because the run may have
+            ended before a tracker wrote them.
     """
     check_fields(fields)
     message = error and hide_in_text(error)
     try:
         Path(run_dir).mkdir(parents=True, exist_ok=True)
-        # A trainer that begins sets the status to running.
-        if status != "finished" and json_object(Path(run_dir) / "summary.json").get("status") in (
-            "finished",
-            "stopped",
-        ):
+        before = json_object(Path(run_dir) / "summary.json").get("status")
+        # A trainer sets the status to "running" when it starts. Any other status is that of an earlier run.
+        if status != "finished" and before in ("finished", "stopped"):
             return
         merge_summary(Path(run_dir), {**fields, "status": status, "error": message})
     except OSError as problem:
@@ -65,8 +63,8 @@ def finish_summary(run_dir: str | Path, status: Status, error: str | None = None
 
 
 def begin_summary(run_dir: Path, recipe: str, seed: int, resume_step: int) -> None:
-    """Set the summary to running: that of the attempts before when steps are resumed, else a new one."""
-    # The driver may have noted how long the warm start took; what an earlier run left here is another matter.
+    """Set the status to "running". Keep the summary of earlier attempts if the run resumes, else replace it."""
+    # A summary that is already "running" was begun by the driver of this run, with the time of the warm start.
     if resume_step == 0 and json_object(run_dir / "summary.json").get("status") != "running":
         (run_dir / "summary.json").unlink(missing_ok=True)
     fields = {"recipe": recipe, "seed": seed, "status": "running", "error": None}
@@ -74,11 +72,14 @@ def begin_summary(run_dir: Path, recipe: str, seed: int, resume_step: int) -> No
 
 
 def merge_summary(run_dir: Path, fields: Mapping[str, Any]) -> None:
-    """Set fields of summary.json; of those that are mappings only the parts that are given."""
+    """Set fields of summary.json. Of a field that is a mapping, keys that are not in `fields` keep their values."""
     summary = empty_summary(None, None) | json_object(run_dir / "summary.json")
     for name, value in fields.items():
-        both = isinstance(value, Mapping) and isinstance(summary[name], Mapping)
-        summary[name] = {**summary[name], **value} if both else value
+        if isinstance(value, Mapping) and isinstance(summary[name], Mapping):
+            summary[name] = {**summary[name], **value}
+        else:
+            summary[name] = value
+    # JSON has no NaN, so the loss of a diverged run is null in the file.
     cleaned, _ = finite(plain(summary))
     write_whole(run_dir / "summary.json", json.dumps(cleaned, indent=2, allow_nan=False) + "\n")
 

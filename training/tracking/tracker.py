@@ -1,4 +1,4 @@
-"""The recorder of one run."""
+"""The tracker, which records one run in its folder and in metric sinks."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ROLLOUTS, UNREWARDED = "rollouts/step_{step:06d}.parquet", "failed/step_{step:06d}-rewards.parquet"
-"""Files of a step: its training samples, and the samples that are excluded because they have no reward."""
+ROLLOUTS = "rollouts/step_{step:06d}.parquet"
+"""File of the rollouts that a step was trained on."""
+UNREWARDED = "failed/step_{step:06d}-rewards.parquet"
+"""File of the rollouts of a step that were excluded because they have no reward."""
 
 
 class Tracker:
-    """Records one run. Lives in the trainer's process, and is the only writer of the files while it runs."""
+    """Records one run. It runs in the process of the trainer, and no other process writes these files meanwhile."""
 
     def __init__(
         self,
@@ -47,31 +49,35 @@ class Tracker:
         emit: Callable[[Any], object] = lambda _: None,
         shown: Sequence[str] = (),
     ) -> None:
-        """Open the run's files; write its config and environment.
+        """Open the files of the run, and write its configuration and environment.
 
         Args:
-            run_dir: the run's folder; made if missing.
-            recipe: the name of the recipe, for the summary.
-            config: a mapping or dataclass; written with keys and tokens hidden.
-            seed: the run's seed, for the summary.
-            sinks: settings of further metric sinks by the names under which plug-ins provide them, such as
-                `{"tensorboard": {}}`. Default: metrics.jsonl alone.
-            resume_step: metrics and rollouts of later steps are removed, as those steps are done again; 0 begins anew.
-            state: `state_dict()` of the tracker in the checkpoint. A sink such as W&B continues in the same record.
-            emit: takes a StepEvent for every line of metrics; a workload's `emit` brings it to the driver.
-            shown: the metrics that a person is to see of each step, in this order; a name that ends in `/` stands for
-                all of that group.
+            run_dir: run folder. It is created if it does not exist.
+            recipe: name of the recipe, for the summary.
+            config: a mapping or dataclass. Keys and tokens are redacted in the file.
+            seed: seed of the run, for the summary.
+            sinks: settings of the metric sinks of plug-ins, by name of the sink, such as `{"tensorboard": {}}`. By
+                default metrics are only written to metrics.jsonl.
+            resume_step: step after which the run continues, or 0 for a new run. Metrics and rollouts of later steps are
+                removed, because the run repeats these steps.
+            state: `state_dict()` of the tracker in the checkpoint. With it, a sink such as W&B continues its record.
+            emit: receives a StepEvent for each logged step. `emit` of a workload sends it to the driver.
+            shown: metrics of each step that are displayed to the user, in this order. A name that ends with `/`
+                selects all metrics with that prefix.
         """
         self.run_dir = Path(run_dir)
-        self._announce, self._shown = emit, tuple(shown)
+        self._announce = emit
+        self._shown = tuple(shown)
         self._sinks: dict[str, Sink] = {}
         self._off: set[str] = set()
+        """Names of files and sinks that have failed. They are not tried again."""
         self._run_ids: dict[str, str | None] = {}
-        redact(os.environ)  # so that no key that stands there is written
+        # Remembers the keys in environment variables. An error message that quotes one is then written without it.
+        redact(os.environ)
         hidden = redact(config)
         environment: dict[str, Any] = {}
         self._guard("rollouts", lambda: _begin_rollouts(self.run_dir / "rollouts", resume_step))
-        self._guard("config.yaml", lambda: write_config(self.run_dir, config))
+        self._guard("config.yaml", lambda: write_whole(self.run_dir / "config.yaml", config_text(config)))
         self._guard("environment.json", lambda: environment.update(write_environment(self.run_dir)))
         self._open_sink("metrics.jsonl", lambda: JsonLines(self.run_dir / "metrics.jsonl", resume_step))
         for name, settings in (sinks or {}).items():
@@ -80,7 +86,7 @@ class Tracker:
         self._guard("summary.json", lambda: begin_summary(self.run_dir, recipe, seed, resume_step))
 
     def state_dict(self) -> dict[str, Any]:
-        """Identifiers with which sinks continue after a resume, such as {"wandb_id": "..."}."""
+        """Return the identifiers with which sinks continue their records after a resume, as {"wandb_id": "..."}."""
         return {name: run_id for name, run_id in self._run_ids.items() if run_id}
 
     def log(
@@ -94,12 +100,13 @@ class Tracker:
         """Record the metrics of one step.
 
         Args:
-            step: its number.
-            metrics: numbers, text, or tensors and arrays; mappings and lists of them too.
-            steps: how many the run is to have; 0: not known.
-            sample: gives one response of the step, for who watches.
+            step: number of the step.
+            metrics: numbers, texts, tensors or arrays by name. Mappings and lists of these are allowed.
+            steps: total number of steps of the run, or 0 if it is not known.
+            sample: returns one response of the step, which is displayed to the user.
         """
         values: dict[str, Any] = {}
+        # Converted once, because every sink and observer needs plain values, and reading a tensor may wait for a GPU.
         if self._guard("metrics", lambda: values.update(plain(metrics))):
             self._emit(lambda sink: sink.log(step, values))
             shown = tuple(name for pattern in self._shown for name in values if _is(name, pattern))
@@ -110,17 +117,26 @@ class Tracker:
             self._guard("what observers get of steps", lambda: self._announce(event))
 
     def samples(self, step: int, rows: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
-        """Show prompts, responses, rewards, ... of one step, a row for each, on W&B and TensorBoard. `rows` gives them.
+        """Send samples of a step to the sinks of plug-ins, which display them as a table.
 
-        The first row of the run names the columns of the table on W&B. Files get nothing: `rollouts` has it all.
+        Args:
+            step: number of the step.
+            rows: returns one row per sample, with the columns prompt, response, reward and so on. The columns of the
+                table in W&B are those of the first row of the run. Nothing is written to files, since `rollouts` writes
+                all samples.
         """
         values: list[dict[str, Any]] = []
         if self._guard("samples", lambda: values.extend(plain(rows()))) and values:
             self._emit(lambda sink: sink.samples(step, values))
 
     def rollouts(self, step: int, batch: Batch, name: str = ROLLOUTS) -> None:
-        """Write the sequences of one step to `rollouts/step_<step>.parquet`, or under another name, a row for each;
-        objects that no file can hold, such as dates or arrays, as text.
+        """Write the sequences of a step to a parquet file, one row per sequence. Objects that parquet cannot hold, such
+        as dates or arrays, are written as text.
+
+        Args:
+            step: number of the step.
+            batch: sequences of the step.
+            name: path in the run folder, with `{step}` as placeholder.
         """
         path = self.run_dir / name.format(step=step)
 
@@ -128,25 +144,25 @@ class Tracker:
             try:
                 batch.save(path)
             except ValueError:
-                # A label of the user's own kind would not come back as it is; people who look can read its text.
+                # The file is written for people and is never loaded by a run, so the text of such a label is enough.
                 texts = {name: [str(x) for x in column] for name, column in batch.objects.items()}
                 batch.with_objects(**texts).save(path)
 
         self._guard("rollouts", save)
 
     def keep_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Write `tokenizer/`, once: by it the token ids of the rollouts can be read."""
+        """Save the tokenizer in the run folder, unless it is there. It decodes the token ids of the rollouts."""
         folder = self.run_dir / "tokenizer"
         if not folder.exists():
             self._guard("tokenizer", lambda: tokenizer.save_pretrained(folder))
 
     def update_summary(self, **fields: Any) -> None:
-        """Set fields of summary.json; of `seconds` and `score` only the parts that are given."""
+        """Set fields of summary.json. Keys of `seconds` and `score` that are not given keep their values."""
         check_fields(fields)
         self._guard("summary.json", lambda: merge_summary(self.run_dir, fields))
 
     def close(self) -> None:
-        """Flush the sinks. The summary's status is for `finish_summary`, which the driver calls."""
+        """Flush and close the sinks. The driver sets the status in the summary; see `finish_summary`."""
         for name, sink in self._sinks.items():
             self._guard(name, sink.close)
         self._sinks.clear()
@@ -164,10 +180,7 @@ class Tracker:
         self._open_sink(sink_type.TITLE, open_it)
 
     def _open_sink(self, name: str, make: Callable[[], Sink]) -> None:
-        def open_it() -> None:
-            self._sinks[name] = make()
-
-        self._guard(name, open_it)
+        self._guard(name, lambda: self._sinks.update({name: make()}))
 
     def _emit(self, act: Callable[[Sink], object]) -> None:
         for name, sink in list(self._sinks.items()):
@@ -175,12 +188,17 @@ class Tracker:
                 del self._sinks[name]
 
     def _guard(self, name: str, act: Callable[[], object]) -> bool:
-        """Do something that the run can live without; after its first failure it is not tried again."""
+        """Call `act`, and log a warning if it fails. Return True on success.
+
+        Args:
+            name: name of the file or sink. After a failure it is switched off: later calls with it return False.
+            act: writes a part of the record, which the training does not depend on.
+        """
         if name in self._off:
             return False
         try:
             act()
-        # A full disk, a network that is gone, a bug in a sink: the training continues whatever it is.
+        # Any error, such as a full disk, a lost network or a bug in a sink: hours of training must not be lost for it.
         except Exception as error:  # noqa: BLE001
             self._off.add(name)
             what = f"{type(error).__name__}: {hide_in_text(str(error))}"
@@ -190,34 +208,30 @@ class Tracker:
 
 
 def _is(name: str, pattern: str) -> bool:
-    return name.startswith(pattern) if pattern.endswith("/") else name == pattern
+    return name == pattern or (pattern.endswith("/") and name.startswith(pattern))
 
 
 def console_line(step: int, metrics: Mapping[str, Any]) -> str:
-    """Write the metrics of one step as `step=12 reward=0.512 ...`, four digits to a number."""
+    """Return the metrics of one step as `step=12 reward=0.512 ...`, with four significant digits."""
     return " ".join([f"step={step}", *(f"{name}={console_number(value)}" for name, value in metrics.items())])
 
 
 def console_number(value: Any) -> str:
-    """A value of a metric as a person reads it: four digits to a number."""
+    """Return the value of a metric as text, with four significant digits."""
     number = plain(value)
     return f"{number:.4g}" if isinstance(number, float) else str(number)
 
 
 def config_text(config: Any) -> str:
-    """A configuration as YAML, with keys and tokens hidden."""
+    """Return a configuration as YAML, with keys and tokens redacted."""
     return yaml.safe_dump(redact(config), sort_keys=False, allow_unicode=True)
 
 
-def write_config(run_dir: Path, config: Any) -> None:
-    """Write config.yaml."""
-    write_whole(run_dir / "config.yaml", config_text(config))
-
-
 def _begin_rollouts(folder: Path, resume_step: int) -> None:
-    """Make the folder of the rollouts, without those of steps that are done again."""
+    """Create the folder of the rollouts, and remove the files of steps that will be repeated."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
+        # Without the removal, files of a longer earlier attempt would look like steps of this one.
         match = re.fullmatch(r"step_(\d+)\.parquet", path.name)
         if path.name.endswith(".partial") or (match and int(match[1]) > resume_step):
             path.unlink()

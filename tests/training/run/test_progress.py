@@ -416,7 +416,7 @@ def test_a_run_that_lost_its_rewards_goes_on_with_the_batch_that_waits_for_them(
     box = put_back(Box(tmp_path, every=every), at=4)
     assert names(box) == ["step_3"]
     (said,) = box.said
-    assert re.search(says("step 3", "1 batch"), said)
+    assert re.search(says("step 3", "generated ahead (1)"), said)
     # The checkpoint that was due at step 3 did not hold the batch yet.
     assert box.written == [".step_3.partial"] * (1 if every == -1 else 2)
     resumed = Box(tmp_path)
@@ -452,7 +452,7 @@ def test_a_step_whose_evaluation_failed_is_evaluated_before_the_run_goes_on(tmp_
         box.checkpoints.record(no_rewards, trained, logged)
     box.checkpoints.save_unfinished()
     (said,) = box.said
-    assert re.search(says("step 2", "evaluation"), said)
+    assert re.search(says("step 2", "not evaluated"), said)
     resumed, seen = Box(tmp_path), list[Any]()
     resumed.checkpoints.load("auto")
     resumed.checkpoints.log_unlogged_step(lambda batch, metrics: bool(seen.append((batch, metrics))) or True)

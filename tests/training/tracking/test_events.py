@@ -157,8 +157,8 @@ def test_gpus_are_named_by_nvidia_smi_and_one_that_hangs_is_not_waited_for(
     program.write_text('#!/bin/sh\n[ "$1" = --query-gpu=name ] && echo "NVIDIA H200" && echo "NVIDIA H200"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr("training.tracking.environment._PATIENCE_S", 300.0)
+    monkeypatch.setattr("training.tracking.environment._TIMEOUT_S", 300.0)
     assert write_environment(tmp_path)["hardware"]["gpus"] == ["NVIDIA H200", "NVIDIA H200"]
     program.write_text("#!/bin/sh\nexec sleep infinity\n")
-    monkeypatch.setattr("training.tracking.environment._PATIENCE_S", 0.2)
+    monkeypatch.setattr("training.tracking.environment._TIMEOUT_S", 0.2)
     assert write_environment(tmp_path)["hardware"]["gpus"] == []
