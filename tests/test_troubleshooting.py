@@ -84,8 +84,8 @@ BROUGHT_ABOUT = {
     "reward.source=reward.py:score": "...: called with the first row",
     "model.path=./huge data.path=task:sort": "it cannot fit",
     "rollout.engine=vllm rollout.temperature=3": "the rollout engine ... cannot be used",
-    "run_dir=taken": "run_dir=... is being written by",
-    "run_dir=old resume=none": "run_dir=... holds a run already",
+    "run_dir=taken": "... is writing to run_dir=",
+    "run_dir=old resume=none": "run_dir=... already holds a run",
     "run_dir=new resume=./nowhere": "resume=...: there is no checkpoint",
 }
 """Options of grpo, and how the heading begins that explains what they bring."""

@@ -129,7 +129,7 @@ def test_commands_for_missing_features_are_rejected_with_the_reason_and_the_alte
         if code == 0:  # NPUs are also asked for by the environment alone, and one script for sglang says vllm
             assert tag == "npu" or "actor_rollout_ref.rollout.name=vllm" in command["argv"], command["script"]
             continue
-        first = [line for line in said.splitlines() if " errors:" not in line][: len(command["tags"]) + 1]
+        first = [line for line in said.splitlines() if "errors in the options" not in line][: len(command["tags"]) + 1]
         reasons = [facts for one, facts in REASONS.items() if one in command["tags"]]
         assert any(re.search(says(*facts), "\n".join(first)) for facts in reasons), said
 

@@ -175,8 +175,8 @@ def check_encoding(
     positions = getattr(find_model(model.path).get_text_config(), "max_position_embeddings", None)
     if max_new_tokens and positions and longest + max_new_tokens > positions:
         raise ValueError(
-            f"model.path={model.path} has {positions} positions; a prompt of {longest} tokens and "
-            f"rollout.max_new_tokens={max_new_tokens} are more; lower that, or data.max_prompt_tokens"
+            f"model.path={model.path} has {positions} positions, fewer than a prompt of {longest} tokens with "
+            f"rollout.max_new_tokens={max_new_tokens}; lower rollout.max_new_tokens or data.max_prompt_tokens"
         )
     return source.too_long
 

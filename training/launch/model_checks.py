@@ -71,6 +71,6 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: ModelOptions) ->
     # vocab_size leaves out added tokens. They may exceed the embedding if no text contains them.
     if tokenizer.vocab_size > embedded:
         raise ValueError(
-            f"the tokenizer of {model.tokenizer_path or model.path} has {tokenizer.vocab_size} tokens, and the "
-            f"model of model.path={model.path} knows {embedded}; set model.tokenizer_path to the model's own"
+            f"the tokenizer of {model.tokenizer_path or model.path} has {tokenizer.vocab_size} tokens, but "
+            f"model.path={model.path} has embeddings for {embedded}; set model.tokenizer_path to its own tokenizer"
         )

@@ -40,7 +40,9 @@ def model_view(
         return path
     unknown = sorted(set(overrides) - set(find_model(path).to_dict()))
     if unknown:
-        raise ValueError(f"model.config_overrides has {', '.join(unknown)}, which config.json of {path} does not know")
+        raise ValueError(
+            f"model.config_overrides has {', '.join(unknown)}, but config.json of {path} has no such field"
+        )
     source = local_folder(path)
     folder.mkdir(parents=True, exist_ok=True)
     # A resumed run may have another tokenizer. `_link` would keep a link from before instead of the new file.

@@ -55,8 +55,8 @@ def _no_room(job: Job, bundle: int, size: int, used: Sequence[int], devices: int
         return f"{widest} requests {count} nodes, but the run has {nodes}; lower its number of nodes"
     left = ", ".join(str(devices - full) for full in used)
     return (
-        f"{' + '.join(owners)} requests {counted(size, 'device')} on one node; of {devices} on each of {nodes}, the "
-        f"other roles leave only {left}; lower the counts, colocate roles, or set more nodes"
+        f"{' + '.join(owners)} requests {counted(size, 'device')} on one node, but no node has as many free devices. "
+        f"Free devices of {nodes} with {devices} each: {left}. Lower the counts, colocate roles, or set more nodes"
     )
 
 

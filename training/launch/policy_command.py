@@ -229,7 +229,7 @@ class PolicyCommand(Command[C]):
             continuation.check_trained_model(continued, config.model.path, "model.path", config.train.lora_rank)
         if Role.CRITIC in plan.job.roles and not (continued.folder / "state" / "critic").is_dir():
             raise continuation.no_state_of(continued, "the critic")
-        # Half-finished responses can only be continued by an engine that generates partial rollouts.
+        # Only a run with partial rollouts can continue unfinished responses. Another one would drop their prompts.
         waiting = (continued.state.get(continuation.GROUPS) or {}).get("steps", ())
         if waiting and not config.asynchronous.partial_rollout:
             raise continuation.unfinished_groups(continued.folder, len(waiting))
@@ -263,6 +263,6 @@ def _check_positions(config: RLOptions) -> None:
     most = config.rollout.max_new_tokens
     if not config.agent.func_path and size is not None and 0 < size.positions <= most:
         raise ConfigError(
-            f"rollout.max_new_tokens={most}, and model.path={config.model.path} has {size.positions} positions for "
-            "prompt and response together; lower it"
+            f"rollout.max_new_tokens={most}, but model.path={config.model.path} has only {size.positions} positions "
+            "for prompt and response together; lower rollout.max_new_tokens"
         )

@@ -28,8 +28,8 @@ def check_reward_model(path: str, option: str, policy: ModelOptions) -> None:
         return
     if not same_vocabulary(policy.tokenizer(), load_tokenizer(path, pad_token=policy.pad_token, pad_with_end=True)):
         raise ValueError(
-            f"{option}={path} has another vocabulary than model.path={policy.path}, so it would read other words; use "
-            "one of the same family, or serve it, and give its URL as reward.source"
+            f"{option}={path} has another vocabulary than model.path={policy.path}, so it would misread its tokens; "
+            "use a model of the same family, or serve this one and set reward.source to its URL"
         )
     check_reader(path, option, policy)
 
@@ -49,6 +49,6 @@ def check_reader(path: str, option: str, policy: ModelOptions) -> None:
     tokens = min(len(policy.tokenizer()), policy_rows)
     if tokens > rows:
         raise ValueError(
-            f"{option}={path} has {rows} rows in its embedding (vocab_size), and model.path={policy.path} writes "
-            f"{tokens} tokens; use a model with as many rows"
+            f"{option}={path} has {rows} rows in its embedding (vocab_size), but model.path={policy.path} can generate "
+            f"{tokens} different tokens; use a model with at least as many rows"
         )

@@ -190,8 +190,8 @@ class SupervisedCommand(Command[C]):
         check_seed(continued, config, saved)
         if (batch_size := saved.get("batch_size", config.train.batch_size)) != config.train.batch_size:
             raise ConfigError(
-                f"train.batch_size={config.train.batch_size}, and {continued.folder} was written with "
-                f"train.batch_size={batch_size}; set that to continue it, or name another run_dir"
+                f"train.batch_size={config.train.batch_size}, but {continued.folder} was written with "
+                f"train.batch_size={batch_size}; set train.batch_size={batch_size} to resume, or name another run_dir"
             )
         if not config.model.config_overrides:
             check_trained_model(continued, config.model.path, "model.path", config.train.lora_rank)
@@ -199,7 +199,7 @@ class SupervisedCommand(Command[C]):
             return  # the trainer compares them later; a pass over all of them here would delay the start
         from training.run.epochs import Epochs
 
-        # A model of the demonstration is made in a folder of its own, so that a refused run leaves no files.
+        # A model of the demonstration is created in a temporary folder, so that a refused run leaves no files.
         with TemporaryDirectory() as scratch:
             train = self.training_data(config, scratch).train
         try:
@@ -222,8 +222,8 @@ class SupervisedCommand(Command[C]):
         if "model.path" not in config.models:
             if config.model.config_overrides or config.model.tokenizer_path:
                 raise ValueError(
-                    f"model.path={config.model.path} is made here, with a tokenizer and settings of its own; leave "
-                    "model.config_overrides and model.tokenizer_path out, or set model.path to a folder"
+                    f"model.path={config.model.path} is created by this run, with its own tokenizer and config.json; "
+                    "remove model.config_overrides and model.tokenizer_path, or set model.path to a folder"
                 )
             return config
         return replace(config, model=config.model.prepared(Path(config.run_dir)))

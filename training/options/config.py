@@ -408,4 +408,4 @@ def _listed(faults: Iterable[str]) -> str:
     unique_faults = list(dict.fromkeys(faults))
     if len(unique_faults) == 1:
         return unique_faults[0]
-    return "\n".join([f"{len(unique_faults)} errors:", *(f"  - {fault}" for fault in unique_faults)])
+    return "\n".join([f"{len(unique_faults)} errors in the options:", *(f"  - {fault}" for fault in unique_faults)])

@@ -358,11 +358,12 @@ class RLOptions(RunOptions):
         idle = [
             (not self.needs_reference, "algorithm.kl_estimator", "algorithm.kl_coef=0"),
             (not self.needs_reference, "placement.references", "algorithm.kl_coef=0"),
-            (not self.freezes_models, "placement.frozen_models", "every model is trained, or samples"),
-            (self.is_own_reference, "placement.references", "the policy with its adapters off is the reference"),
+            (not self.freezes_models, "placement.frozen_models", "the run has no reference or reward model"),
+            (self.is_own_reference, "placement.references", "the policy without its adapters is the reference"),
         ]
         if self.rollout.routing_replay == "policy":
-            idle.append((not self.needs_old_logprobs, "rollout.routing_replay", "every training step has one update"))
+            reason = "each training step has a single optimizer step"
+            idle.append((not self.needs_old_logprobs, "rollout.routing_replay", reason))
         idle += [(True, name, why) for name, why in idle_options(self)]
         notes = without_effect(idle, set_options)
         # These are compared with the log-probabilities of the update, which are computed in other micro-batches.

@@ -166,8 +166,8 @@ class Checkpoints:
         name = f"step_{step}"
         if not (self.folder / name).is_dir():
             raise ValueError(
-                f"{self.folder} has no {name} to mark as the best, only {_names(self.folder)}; save the step before it "
-                "is marked"
+                f"{name} cannot be marked as the best, because {self.folder} only has {_names(self.folder)}; save the "
+                "step first"
             )
         try:
             self._write_aside(BEST, name).replace(self.folder / BEST)
@@ -459,8 +459,8 @@ def _named(root: Path, file: str) -> Path | None:
     folder = root / name
     if not _STEP.fullmatch(name) or not _put_back(folder):
         raise ValueError(
-            f"{root / file} names {name!r}, which is no step folder here; write one of {_names(root)} into it, or "
-            "set resume=none and another run_dir to start anew"
+            f"{root / file} names {name!r}, but {root} has no such step folder; write one of {_names(root)} into it, "
+            "or set resume=none and another run_dir to start a new run"
         )
     return folder
 

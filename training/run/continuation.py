@@ -84,8 +84,8 @@ def check_seed(continued: Continued, config: RunOptions, saved: Mapping[str, Any
     # The order of the data follows from the seed. With another one, some data would be used twice and some never.
     if (seed := saved.get("seed", config.seed)) != config.seed:
         raise ValueError(
-            f"seed={config.seed}, and {continued.folder} was written with seed={seed}, which fixes the order of the "
-            f"data; set seed={seed} to continue it, or name another run_dir"
+            f"seed={config.seed}, but {continued.folder} was written with seed={seed}, and the order of the data "
+            f"depends on it; set seed={seed} to resume, or name another run_dir"
         )
 
 
@@ -120,14 +120,14 @@ def check_trained_model(continued: Continued, path: str, option: str, lora_rank:
         ]
         if differences:
             raise ValueError(
-                f"{option}={path} is another model than {continued.folder} holds ({', '.join(differences)}); set "
+                f"{option}={path} differs from the model in {continued.folder} ({', '.join(differences)}); set "
                 f"{option} to the model of that run, or name another run_dir"
             )
     # Two architectures may have equal sizes. Their weights have other names, so loading them would fail on every rank.
     kinds = [json_object(Path(folder).expanduser() / "config.json").get("model_type") for folder in (exported, path)]
     if None not in kinds and kinds[0] != kinds[1]:
         raise ValueError(
-            f"{option}={path} is a {kinds[1]} model, and {continued.folder} holds a {kinds[0]} model; set {option} to "
+            f"{option}={path} is a {kinds[1]} model, but {continued.folder} holds a {kinds[0]} model; set {option} to "
             "the model of that run, or name another run_dir"
         )
     # Adapters of another rank have other shapes, so the saved optimizer state would not fit them. A critic has none.
@@ -135,8 +135,8 @@ def check_trained_model(continued: Continued, path: str, option: str, lora_rank:
         rank = (json_object(note).get("adapters") or {}).get("lora_rank", 0)
         if rank != lora_rank and note.parent.name != "critic":
             raise ValueError(
-                f"train.lora_rank={lora_rank}, and {continued.folder} was written with train.lora_rank={rank}; set "
-                f"train.lora_rank={rank} to continue it, or name another run_dir"
+                f"train.lora_rank={lora_rank}, but {continued.folder} was written with train.lora_rank={rank}; set "
+                f"train.lora_rank={rank} to resume, or name another run_dir"
             )
 
 
@@ -151,6 +151,6 @@ def no_state_of(continued: Continued, part: str) -> ValueError:
 def unfinished_groups(folder: Path, count: int) -> ValueError:
     """Return an error about a checkpoint whose unfinished prompts only a run with partial rollouts can continue."""
     return ValueError(
-        f"{folder} holds {count} prompts whose responses were under way; resume with asynchronous.partial_rollout, as "
-        "before"
+        f"{folder} holds {count} prompts with unfinished responses; set asynchronous.partial_rollout=true, as in the "
+        "run that wrote it"
     )

@@ -163,7 +163,7 @@ class Evaluation:
             where = ", of which there is no checkpoint"
             if folder.is_dir():
                 where = f": {folder}/hf"
-            warnings.append(f"the best policy is of step {self.best_step}, {last[0]} {self.best[1]:.3f}{where}")
+            warnings.append(f"the best policy is that of step {self.best_step}, {last[0]} {self.best[1]:.3f}{where}")
         if first is not None and last[1] < first[1]:
             warnings.append(
                 f"the end ({last[1]:.3f}) is worse than the start ({first[1]:.3f}): lower train.learning_rate"

@@ -266,7 +266,9 @@ class PolicyRun(Run[Batch]):
         if metrics and not self.step:
             self.tracker.log(0, self.rename(metrics), steps=self.steps)
         elif metrics:  # not logged: the step has its metrics from before, when there were no held-out prompts
-            self.info(f"as it was resumed: {console_line(self.step, {'eval/score': metrics['eval/score']})}")
+            self.info(
+                f"before the first resumed step: {console_line(self.step, {'eval/score': metrics['eval/score']})}"
+            )
 
     def describe_heldout(self, rollouts: Batch) -> Mapping[str, float]:  # noqa: ARG002 - for a recipe's own
         """Return additional metrics of the rollouts of an evaluation. A recipe may override it."""
@@ -390,7 +392,7 @@ class PolicyRun(Run[Batch]):
         if steps < 1:
             least = f"prompts_per_step={self.config.prompts_per_step}"
             remedy = "raise data.max_prompt_tokens, or lower prompts_per_step"
-            raise ValueError(f"{len(self.prompts)} prompts are left, fewer than {least}; {remedy}")
+            raise ValueError(f"{len(self.prompts)} prompts are short enough, fewer than {least}; {remedy}")
         return steps
 
     def _steps_left(self) -> int:

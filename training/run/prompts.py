@@ -57,6 +57,6 @@ def unused_template(data: DataOptions, prompt: Any, tokenizer: PreTrainedTokeniz
     if changes_nothing:
         return None
     return (
-        "warning: the tokenizer has a chat template, and prompts are read as plain text; for an instruct model set "
-        "data.apply_chat_template=true"
+        "warning: the tokenizer has a chat template, but prompts are used as plain text without it; for an instruct "
+        "model set data.apply_chat_template=true"
     )

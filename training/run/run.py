@@ -132,7 +132,7 @@ class Run(Generic[Item]):
 
     def note_stop(self) -> None:
         """Report that the run was stopped, and how to resume it."""
-        self.info(f"stopped after step {self.step} of {self.steps}; run_dir={self.config.run_dir} continues")
+        self.info(f"stopped after step {self.step} of {self.steps}; set run_dir={self.config.run_dir} to continue")
 
     def note_end(self, kind: str, **summary: Any) -> None:
         """Record speed and training time in the summary, and report the path of the trained model."""

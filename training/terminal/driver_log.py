@@ -31,7 +31,7 @@ def driver_log(path: Path, info: Callable[[str], None], descriptors: tuple[int, 
             for descriptor in descriptors:
                 undo.enter_context(_redirected(log, descriptor))
         except OSError as error:
-            logger.warning("%s is not written: %s", path, error)
+            logger.warning("%s cannot be written: %s", path, error)
         else:
             undo.enter_context(_logging_to(path, info))
         yield

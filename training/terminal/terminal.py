@@ -90,7 +90,7 @@ class Terminal:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._out.fileno())
             os.close(nowhere)
-            logger.warning("nothing more is printed: %s", error)
+            logger.warning("the output cannot be written any more, and the run continues without it: %s", error)
 
 
 class _Lines(io.TextIOBase):

@@ -30,8 +30,8 @@ def open_run_folder(run_dir: str | Path, resume: str = "auto") -> Path:
     metrics = folder / "metrics.jsonl"
     if resume == "none" and metrics.is_file() and metrics.stat().st_size:
         raise ValueError(
-            f"run_dir={run_dir} holds a run already; name another folder, set resume=auto to continue with it, "
-            "or remove that one"
+            f"run_dir={run_dir} already holds a run; name another folder, set resume=auto to continue that run, or "
+            "remove the folder"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -46,11 +46,11 @@ def open_run_folder(run_dir: str | Path, resume: str = "auto") -> Path:
         holder = os.pread(file, 200, 0).decode(errors="replace").strip() or "another process"
         os.close(file)
         raise ValueError(
-            f"run_dir={run_dir} is being written by {holder}; wait for its end, or name another folder"
+            f"{holder} is writing to run_dir={run_dir}; wait until it has ended, or name another folder"
         ) from None
     except OSError as error:
         # Some network file systems do not support locks. The run continues, and the user has to avoid a second writer.
-        logger.warning("%s cannot be locked (%s); see that no other run writes there", folder, error.strerror)
+        logger.warning("%s cannot be locked (%s); make sure that no other run writes to it", folder, error.strerror)
         return folder
     os.ftruncate(file, 0)
     os.pwrite(file, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)

@@ -108,4 +108,4 @@ def test_a_run_with_one_update_per_step_says_that_replay_has_no_effect(mixture: 
     options = (f"model.path={mixture}", f"run_dir={tmp_path}/run", "rollout.routing_replay=policy", "--dry_run")
     code, console = run("grpo", "prompts_per_step=4", *options)
     assert code == 0
-    assert "no effect of rollout.routing_replay: every training step has one update" in console
+    assert "no effect of rollout.routing_replay: each training step has a single optimizer step" in console
