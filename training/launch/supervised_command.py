@@ -174,7 +174,8 @@ class SupervisedCommand(Command[C]):
         for option, limit in limits.items():
             count = sum(len(rows) for source, rows in parts if source.option == option)
             if limit is not None and sum(source.option == option for source, _ in parts) > 1 and count > limit:
-                notes.append(f"{option.replace('path', 'max_samples')}={limit}: the parts have {count} rows together")
+                name = option.replace("path", "max_samples")
+                notes.append(f"{name}={limit}: the sources together have {count} rows, of which only {limit} are used")
         return parts
 
     def exported(self, config: C) -> ModelOptions | None:

@@ -166,8 +166,8 @@ class SupervisedOptions(RunOptions):
         yield from self.parallel.faults_beside(self.train)
         if self.train.batch_size < self.placement.ranks:
             yield (
-                f"train.batch_size={self.train.batch_size} {self.EXAMPLES} for {self.placement.ranks} ranks; set at "
-                "least one per rank"
+                f"train.batch_size={self.train.batch_size} is too small for {self.placement.ranks} ranks; raise it, "
+                f"because each rank needs {self.EXAMPLES} of every optimizer step"
             )
 
     def resolved(self: C, gpus: int) -> C:

@@ -88,7 +88,7 @@ class Computed:
     notes: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     written: dict[str, str] = field(default_factory=dict)
-    """Option of the schema -> name that the user has written its value for."""
+    """Option of the schema -> the name of the other system that its value comes from."""
     names: Collection[str] = ()
     """Names of the other system that the user has written."""
 
