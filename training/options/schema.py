@@ -166,17 +166,14 @@ def options_of(schema: type, prefix: str = "") -> list[Option]:
         schema: dataclass of the options.
         prefix: text before each name.
     """
-    return [
-        Option(
-            f"{prefix}{key}",
-            _shown(kind),
-            _default(schema, key),
-            _with_names(_meanings(owner).get(field.name, "")),
-            field.metadata.get(PLUGIN) or getattr(owner, PLUGIN.upper(), ""),
-            owner.__module__ == schema.__module__ and field.name in inspect.get_annotations(owner),
-        )
-        for key, kind, field, owner in _walk(schema)
-    ]
+    options: list[Option] = []
+    for key, kind, field, owner in _walk(schema):
+        meaning = _with_names(_meanings(owner).get(field.name, ""))
+        plugin = field.metadata.get(PLUGIN) or getattr(owner, PLUGIN.upper(), "")
+        # Of the class itself: an inherited option is defined in the file of its base class, and shared by its recipes.
+        is_own = owner.__module__ == schema.__module__ and field.name in inspect.get_annotations(owner)
+        options.append(Option(f"{prefix}{key}", _shown(kind), _default(schema, key), meaning, plugin, is_own))
+    return options
 
 
 def describe(option: Option) -> list[str]:

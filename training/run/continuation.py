@@ -113,11 +113,13 @@ def check_trained_model(continued: Continued, path: str, option: str, lora_rank:
     current = model_size(path)
     # None is a kind of model whose size cannot be computed. The engine then finds the difference when it loads.
     if saved is not None and current is not None:
-        pairs = {name: (getattr(current, name), getattr(saved, name)) for name in _SHAPE}
-        # 0 is a size that is not known.
-        differences = [
-            f"{name} {new} and {old} there" for name, (new, old) in pairs.items() if new and old and new != old
-        ]
+        differences: list[str] = []
+        for name in _SHAPE:
+            new = getattr(current, name)
+            old = getattr(saved, name)
+            # 0 is a size that is not known, so it can be equal.
+            if new and old and new != old:
+                differences.append(f"{name} {new} and {old} there")
         if differences:
             raise ValueError(
                 f"{option}={path} differs from the model in {continued.folder} ({', '.join(differences)}); set "
