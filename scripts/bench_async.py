@@ -52,6 +52,7 @@ class AgentInstance(AgentInstanceBase):
 def run(folder: Path, agent: Path, steps: int, wait: float, more: list[str]) -> tuple[list[dict[str, Any]], float]:
     """Run grpo once. Return the metrics of its steps, and its final score."""
     command = [sys.executable, "-m", "recipes.grpo.main", f"run_dir={folder}", f"agent.func_path={agent}"]
+    # Not colocated: generation and training overlap only on separate devices.
     command += ["placement.colocate=false", "train.epochs=2", f"data.max_samples={64 * steps}", *more]
     environment = os.environ | {"BENCH_WAIT_S": str(wait), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
@@ -63,6 +64,7 @@ def run(folder: Path, agent: Path, steps: int, wait: float, more: list[str]) -> 
 
 def step_seconds(rows: list[dict[str, Any]]) -> list[float]:
     """Return the wall time of each step after the warm-up."""
+    # The end of the last warm-up step is the start of the first measured one.
     times = [row["time"] for row in rows[SKIPPED - 1 :]]
     return [later - earlier for earlier, later in itertools.pairwise(times)]
 
@@ -103,6 +105,7 @@ def main() -> int:
                 print(f"{kind}, seed {seed}: score {score:.3f}", flush=True)
                 seconds[kind] += step_seconds(rows)
                 scores[kind].append(score)
+                # In an asynchronous run generation overlaps with training, so its time is no part of the step.
                 if kind == "synchronous":
                     generating += [row["timing_s/generate"] for row in rows[SKIPPED:]]
     middle = {kind: statistics.median(times) for kind, times in seconds.items()}

@@ -73,6 +73,7 @@ def seconds(work: Callable[[], Any]) -> tuple[float, float]:
     cpu = time.process_time()
     result = work()
     took = time.perf_counter() - began, time.process_time() - cpu
+    # Only now, because freeing a large batch takes time that is no part of the operation.
     del result
     return took
 
@@ -115,6 +116,7 @@ def bench_crossing(rounds: int) -> None:
 
     ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=2 * 2**30, log_to_driver=False)
     target_bytes = MEGABYTES * 2**20
+    # Lengths are random, so the size of a small batch tells how many sequences have the wanted size.
     few = four_columns(10_000)
     batch = four_columns(10_000 * target_bytes // few.nbytes)
     array = np.ones(batch.nbytes, np.uint8)
@@ -123,6 +125,7 @@ def bench_crossing(rounds: int) -> None:
 
     columns = [x.numpy() for x in (batch.lengths, *batch.per_token.values(), *batch.per_sequence.values())]
     payloads: dict[str, Any] = {"one array": array, "its columns": columns, "Batch": batch}
+    # All orders take their turn. Otherwise a payload would always profit from the memory that the one before it used.
     orders = list(itertools.permutations(payloads))
     taken: dict[str, list[float]] = {name: [] for name in payloads}
     for index in range(rounds + 1):

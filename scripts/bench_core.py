@@ -129,6 +129,7 @@ def compare(
     for index in range(rounds + 1):
         pair = {}
         sides = [("plain", plain), ("core", ours)]
+        # In turns, so that a machine that becomes slower affects both sides equally.
         if index % 2 == 0:
             sides.reverse()
         for side, work in sides:
@@ -333,6 +334,7 @@ class SimulatedTransport(Transport):
 
     def answer(self, value: Any) -> Answer:
         """Return a reference to a result."""
+        # Never in the past: after a pause the results do not all arrive at once.
         self._last = max(time.monotonic(), self._last + self._apart_s)
         return Answer(value, self._last)
 
@@ -440,6 +442,7 @@ def other_ends(orders: Connection) -> None:
         with Listener(("127.0.0.1", 0), backlog=1000, authkey=orders.recv()) as listener:
             orders.send(listener.address)
             ends: list[Connection] = []
+            # In a thread, because thousands of workers connect while others already expect replies.
             threading.Thread(target=_let_in, args=(listener, ends), daemon=True).start()
             while not orders.poll():
                 for end in wait(list(ends), 0.1):

@@ -57,6 +57,7 @@ def name_of(pid: int) -> str:
     """Return the title of a Ray process, or the module or program of another one."""
     words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     if words[0].startswith("ray::"):
+        # The title of a worker ends with the method that it runs at the moment.
         return words[0].partition(".")[0]
     if "-m" in words:
         return words[words.index("-m") + 1]
@@ -83,6 +84,7 @@ def shared_megabytes(run_id: str) -> float:
         for inside, _, names in os.walk(folder):
             for name in names:
                 with contextlib.suppress(OSError):
+                    # Allocated blocks, because files in shared memory may be sparse.
                     total += (Path(inside) / name).stat().st_blocks * 512
     return total / 2**20
 
@@ -105,6 +107,7 @@ def watch(driver: subprocess.Popen[bytes], run_dir: Path) -> tuple[dict[tuple[st
         step = done
         for pid in [driver.pid, *descendants(driver.pid)]:
             with contextlib.suppress(OSError, TypeError):  # a process that has just ended has no such entries
+                # The first name is kept: a worker of Ray has another title in each call.
                 names[pid] = names.get(pid) or name_of(pid)
                 processes[names[pid], pid].append(measure(pid, step))
         shared.append((step, shared_megabytes(log.read_text().split(" in run ")[-1].split()[0]), 0.0, 0.0))

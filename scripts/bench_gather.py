@@ -73,12 +73,14 @@ def rank(number: int, ranks: int, port: int, size: str, repeats: int, results: S
     times: dict[str, list[tuple[float, int]]] = {"in buckets": [], "one by one": []}
     for _ in range(1 + repeats):
         for name, way in (("in buckets", in_buckets), ("one by one", one_by_one)):
+            # Without the barrier, waiting for a late rank would count as gathering.
             dist.barrier()
             before = resident()
             most = 0
             began = time.perf_counter()
             for _, tensor in way(weights, torch.float32):
                 most = max(most, resident() - before)
+                # Reading the tensor shows that it is complete, and that its memory is really allocated.
                 assert float(tensor.view(-1)[-1]) == 1.0
             times[name].append((time.perf_counter() - began, most))
     if number == 0:
@@ -98,6 +100,7 @@ def measure(ranks: int, size: str, repeats: int) -> str:
     ]
     for process in running:
         process.start()
+    # Read before the join: rank 0 cannot end while its results are still in the queue.
     nbytes, times = results.get()
     for process in running:
         process.join()

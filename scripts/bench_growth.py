@@ -125,10 +125,11 @@ def measure(case: Case, model: Path, folder: Path) -> list[dict[str, float]]:
 
 
 def trainer_seconds(run_dir: Path) -> dict[str, float]:
-    """CPU seconds of the trainer's process; nothing when it has ended."""
+    """Return the CPU seconds of the trainer's process. Empty if the process has ended."""
     started_line = re.search(r": process (\d+) on ", (run_dir / "logs" / "trainer-0.log").read_text(encoding="utf-8"))
     assert started_line is not None
     try:
+        # The fields are counted from the last parenthesis, because the name before it may contain spaces.
         fields = Path(f"/proc/{started_line[1]}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return {}
@@ -136,18 +137,22 @@ def trainer_seconds(run_dir: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print a table of each that was asked for."""
+    """Print a table per selected benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", choices=[*GROWING, []], help="which; all without any")
+    parser.add_argument("benches", nargs="*", choices=[*GROWING, []], help="benchmarks to run (default: all)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         models = {is_stub: write_model(folder, is_stub) for is_stub in (False, True)}
-        for what in options.what or GROWING:
-            print(f"\n| {what} | CPU s | generate, s | train, s | CPU per token | trainer |\n|---|---|---|---|---|---|")
+        for bench in options.benches or GROWING:
+            print(
+                f"\n| {bench} | CPU s | generate, s | train, s | CPU per token | trainer |\n|---|---|---|---|---|---|"
+            )
             first = 0.0
-            for case in GROWING[what]:
-                steps = measure(case, models[what in ("engines", "ranks")], folder)
+            for case in GROWING[bench]:
+                # Many processes share the cores, so the benchmarks of engines and ranks have the smaller model.
+                steps = measure(case, models[bench in ("engines", "ranks")], folder)
+                # CPU seconds are counters of the whole run. A step is the difference between two rows.
                 pairs = list(zip(steps[WARM_UP - 1 :], steps[WARM_UP:], strict=False))
                 cpu = statistics.median(after["cpu"] - before["cpu"] for before, after in pairs)
                 trainer = statistics.median(after["trainer"] - before["trainer"] for before, after in pairs)
@@ -158,7 +163,7 @@ def main() -> None:
                 first = first or cpu / case.tokens
                 seconds = " | ".join(f"{each:.2f}" for each in phases)
                 share = f"{cpu / case.tokens / first:.2f} | {100 * trainer / cpu:.1f}%"
-                print(f"| {getattr(case, what)} | {cpu:.2f} | {seconds} | {share} |", flush=True)
+                print(f"| {getattr(case, bench)} | {cpu:.2f} | {seconds} | {share} |", flush=True)
 
 
 if __name__ == "__main__":

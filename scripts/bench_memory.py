@@ -72,6 +72,7 @@ def write_model(folder: Path, layers: int) -> int:
         num_key_value_heads=16,
         tie_word_embeddings=True,
     )
+    # Without memory: the weights are created one by one while they are written.
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     shapes = {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -50,6 +50,7 @@ def uneven() -> Batch:
     raw_B = (raw_B / raw_B.mean() * MEAN).clamp(8, LONGEST)
     # Clamping reduced the mean, so it is scaled once more.
     lengths_B = (raw_B * MEAN / raw_B.mean()).clamp(8, LONGEST).round().long()
+    # The longest one decides the width of the padded batch, so it must not depend on the random numbers.
     lengths_B[lengths_B.argmax()] = LONGEST
     tokens_N = torch.randint(3, 30, (int(lengths_B.sum()),), generator=generator)
     return Batch(lengths_B, {"tokens": tokens_N})

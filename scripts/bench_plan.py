@@ -94,6 +94,7 @@ def work(folder: str, options: dict[str, Any], scratch: str) -> None:
     def watch() -> None:
         while True:
             peaks[phases[-1]] = max(peaks.get(phases[-1], 0), allocator.in_use())
+            # A peak between two samples is missed, so they are much closer than the operations of a pass.
             time.sleep(0.001)
 
     def reached(phase: str) -> None:
@@ -104,6 +105,7 @@ def work(folder: str, options: dict[str, Any], scratch: str) -> None:
     threading.Thread(target=watch, daemon=True).start()
     model = load_policy(folder, gradient_checkpointing=config.gradient_checkpointing, packing=True, empty=True)
     engine = open_engine(model, config)
+    # A second reference would keep parameters alive that the engine has replaced by shards.
     del model
     torch.manual_seed(0)
     rows = torch.randint(0, SHAPE["vocab_size"], (SEQUENCES, LENGTH)).tolist()

@@ -120,6 +120,7 @@ def main() -> None:
     for name, loss in losses(data).items():
         forward = partial(reduced, loss, data, aggregations.get(name, "token-mean"))
         ahead = measure(forward, options.rounds)
+        # One graph for all rounds, so that they measure only the backward pass.
         graph = forward()
         behind = measure(partial(torch.autograd.grad, graph, data.logprob_N, retain_graph=True), options.rounds)
         print(f"{name:24} {ahead}   {behind}", flush=True)

@@ -43,6 +43,7 @@ def untrained(folder: str) -> str:
     """Write a reward model of the word task with widely spread scores. Return its folder."""
     tokenizer = task_tokenizer(get_task("word"))
     model = ValueModel(tiny_model(tokenizer, seed=0).model)
+    # Scores of a new head are so similar that the score of another text could be within the tolerance.
     model.score.weight.data *= 30
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -115,6 +116,7 @@ def main() -> int:
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         with subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True, env=environment) as server:
             assert server.stdout is not None
+            # The address is printed once the model is loaded. With port 0 the system chooses a free port.
             start = server.stdout.readline()
             print(start, end="")
             url = start.split(" at ")[-1].split(",")[0]

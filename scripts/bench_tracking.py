@@ -180,6 +180,7 @@ def report(blocks: Sequence[Block], steps: int, events: Sequence[tuple[float, fl
         spread = f"quartiles {low:.3f} .. {high:.3f}"
         lines.append(f"{name:8} {middle:7.3f} s a block ({spread}), {middle / steps:.4f} s a step")
     ratios = []
+    # Neighbours, because the speed of a machine changes during a run.
     for pair in itertools.pairwise(blocks):
         tracked_block, plain_block = sorted(pair, key=lambda block: not block.tracked)
         ratios.append(tracked_block.seconds / plain_block.seconds)
@@ -225,6 +226,7 @@ def measured_config(blocks: int, options: list[str], run_dir: str) -> PPOConfig:
         run_dir=run_dir,
         resume="none",
         data=replace(config.data, max_samples=prompts, epochs=1),
+        # An evaluation would make one of the blocks longer than its neighbour.
         evaluation=replace(config.evaluation, every=-1),
     )
 

@@ -76,6 +76,7 @@ def publish(orders: Connection, size: str, directories: dict[str, str]) -> None:
         handles: list[WeightHandle] = []
         took = cost(lambda: handles.append(publishers[transport].publish(version, weights.items())))  # noqa: B023
         if transport == "tcp":
+            # A reader that cannot open the path asks the server, as on another machine.
             handles = [replace(handles[0], path="/on/another/machine")]
         orders.send((handles[0], took))
     for publisher in publishers.values():
@@ -200,6 +201,7 @@ def rank(number: int, ranks: int, port: int, size: str, repeats: int, place: str
         tensors = watched(in_buckets(weights, torch.bfloat16), grown)
         handles: list[WeightHandle] = []
         if orders is None or publisher is None:
+            # Gathering is collective: this rank has to take part, and gets no tensors.
             assert list(tensors) == []
             continue
         took = cost(lambda: handles.append(publisher.publish(version, tensors)))  # noqa: B023 (called at once)
@@ -212,6 +214,7 @@ def rank(number: int, ranks: int, port: int, size: str, repeats: int, place: str
 def engine_part(part: int, parts: int, size: str, orders: Connection) -> None:
     """Entry point of one part of an engine, which keeps its rows of every weight."""
     torch.set_num_threads(1)
+    # Clones, because a slice would keep the full weight in memory.
     targets = {str(i): torch.ones(shape).bfloat16().chunk(parts)[part].clone() for i, shape in enumerate(shapes(size))}
     nbytes = sum(target.nbytes for target in targets.values())
     while (handle := orders.recv()) is not None:
@@ -252,6 +255,7 @@ def sync_row(size: str, ranks: int, engines: int, parts: int, repeats: int, plac
         read = [reader.recv() for reader in readers]
         nbytes = handle.nbytes
         kept = read[0][2]
+        # The slowest reader decides when a sync ends.
         syncs.append((publish, max(took for took, _, _ in read), grown, max(each for _, each, _ in read), copy))
     for connection in (to_rank_0, *readers):
         connection.send(None)

@@ -72,6 +72,7 @@ def run_stage(name: str, device: str, only: list[str], steps: int | None, logs: 
     print(f"\nStage {name}, {STAGE_S // 60} minutes at most: {what}\n    {' '.join(command)}\n", flush=True)
     print("| check | measured | required | verdict |\n|---|---|---|---|", flush=True)
     began = time.monotonic()
+    # A session of its own, so that all processes of the stage can be ended together.
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as running:
         assert running.stdout is not None
         guard = threading.Timer(STAGE_S, os.killpg, (running.pid, signal.SIGTERM))
@@ -148,6 +149,7 @@ def main() -> int:
         stage = run_stage(name, options.device, options.only, options.steps, logs)
         stage.device = device
         verdicts += [row["verdict"] for row in stage.rows]
+        # Written after each stage, so that an interrupted check keeps the results so far.
         kept[name] = asdict(stage)
         if out is not None:
             out.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")

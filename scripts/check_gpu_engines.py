@@ -92,7 +92,9 @@ def driver() -> str:
 
 def training(setting: Setting, precision: str) -> Iterator[Row]:
     """Train with a policy loss. Compare the loss and gradient of the first step with plain autograd in float32."""
-    plain, batch = setting.model(), uneven(setting)
+    plain = setting.model()
+    batch = uneven(setting)
+    # The old policy is the policy, as in the first optimizer step of a run.
     with torch.no_grad():
         batch = batch.with_tokens(old_logprob=logprobs(plain, batch.to(setting.device)).cpu())
     totals = Totals(tokens=int(batch["action_mask"].sum()), sequences=len(batch))
@@ -142,6 +144,7 @@ def packing(setting: Setting, precision: str) -> Iterator[Row]:
     first, last = batch.offsets[1:3].tolist()
     changed_N = batch["tokens"].clone()
     changed_N[first:last] = 1
+    # If attention crossed the borders of sequences, the change would reach the others.
     with torch.no_grad():
         again_N = logprobs(packed, batch.with_tokens(tokens=changed_N))
         base_N = logprobs(packed, batch)
@@ -185,6 +188,7 @@ def generation(setting: Setting) -> Iterator[Row]:
     precision = "bf16" if setting.on_gpu else "fp32"
     rollout = HFRolloutEngine(setting.folder / "large", HFRolloutConfig(precision=precision))
     prompts = questions(setting, [length] * rows)
+    # A warm-up: the first generation selects kernels and allocates memory.
     rollout.generate(prompts, SamplingConfig(max_new_tokens=4))
     began = time.perf_counter()
     drawn = rollout.generate(prompts, SamplingConfig(max_new_tokens=new))
@@ -275,6 +279,7 @@ def optimizer(setting: Setting, offload: bool) -> Iterator[Row]:
         if setting.on_gpu:
             torch.cuda.synchronize()
         began = time.perf_counter()
+        # The private method, because a training step also includes forward and backward passes.
         trained._step(1e-6)
         if setting.on_gpu:
             torch.cuda.synchronize()

@@ -37,15 +37,18 @@ def memory(setting: Setting, shape: str) -> Iterator[Row]:
     folder = setting.folder / shape
     save_random(folder, SHAPES[shape] if setting.on_gpu else TINY, setting.device)
     size = model_size(str(folder))
+    # Measured before the model is loaded: the CUDA context is no part of torch's count.
     context = used_memory()
     policy: Any = load_policy(folder, gradient_checkpointing=True, packing=True, empty=True)
     config = TrainConfig(engine="fsdp", zero_stage=3, precision="bf16", packing=True, gradient_checkpointing=True)
     trained = open_engine(policy, config)
+    # The files of several large models would fill the disk.
     shutil.rmtree(folder)
     for tokens in (16_384, 32_768):
         batch = ragged([tokens if setting.on_gpu else 64], setting.large.vocab_size)
         if setting.on_gpu:
             torch.cuda.reset_peak_memory_stats()
+        # AdamW allocates its states in the first step, so the second one has the peak.
         for _ in range(2):
             trained.train_step(batch, policy_loss)
         tensors, held = peak_bytes()

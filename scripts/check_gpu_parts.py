@@ -138,6 +138,7 @@ def inferred(check: str, measured: str, required: str, fits: bool) -> Row:
 
 def ragged(lengths: Sequence[int], vocabulary: int) -> Batch:
     """Return sequences of random tokens with advantages around 1. All but the first token of each are trained on."""
+    # The generator is on the CPU, so that all devices get the same batch.
     generator = torch.Generator().manual_seed(len(lengths))
     size = sum(lengths)
     first_B = torch.tensor([0, *lengths[:-1]]).cumsum(0)
@@ -264,12 +265,14 @@ def name_of(check: Check) -> str:
 
 def rows_of(check: Check, setting: Setting) -> list[Row]:
     """Run a check in a separate process and return its rows."""
-    # CUDA does not work in a forked process. Without CUDA a fork saves the time of the imports.
+    # CUDA does not work in a forked process. Without CUDA a fork saves the time of the imports. A process per check
+    # keeps an error that damages the CUDA context out of the other checks.
     processes: Any = multiprocessing.get_context("spawn" if setting.on_gpu else "fork")
     ours, theirs = processes.Pipe(duplex=False)
     process = processes.Process(target=work, args=(check, setting, theirs))
     began = time.monotonic()
     process.start()
+    # This process must not keep the other end open: it would never see the end of the rows.
     theirs.close()
     rows: list[Row] = []
     try:
@@ -297,5 +300,6 @@ def main(checks: dict[str, list[Check]]) -> None:
         for name in [name for name in checks if name in ("machine", *only) or not only]:
             for row in (row for check in checks[name] for row in rows_of(check, setting)):
                 print(f"row {json.dumps(asdict(row))}", flush=True)
+                # Without the models no other check can run.
                 if name == "machine" and row.verdict == FAILED:
                     return

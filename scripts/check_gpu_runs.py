@@ -130,6 +130,7 @@ def run(
     prompts = int(size.options[0].partition("=")[2])
     settings = [f"model.path={model}", f"run_dir={run_dir}", "data.path=task:sort", "data.max_prompt_tokens=16"]
     settings += [f"reward.source={folder / 'reward.py'}", f"data.max_samples={prompts * size.steps}", "data.epochs=1"]
+    # Evaluations are no part of the measurement. Verified syncs show an engine that has wrong weights.
     settings += ["evaluation.every=-1", "evaluation.max_samples=16", "rollout.verify_weight_sync=true"]
     program = [sys.executable, "-m", f"recipes.{recipe}.main", *settings, *size.options, *options]
     output = folder / "output.log"
@@ -177,6 +178,7 @@ def execute(program: list[str], output: Path, limit_s: float) -> tuple[int, bool
         try:
             return process.wait(60), True
         except subprocess.TimeoutExpired:
+            # A run that does not end by itself would hold the memory of the GPU that the next one needs.
             process.kill()
             return process.wait(), True
 
@@ -205,6 +207,7 @@ def keep_logs(archive: Path, files: Sequence[Path]) -> None:
     archive.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(archive, "w:gz") as tar:
         for path in files:
+            # The end of a log, which has the error.
             data = path.read_bytes()[-MOST_LOG_BYTES:]
             entry = tarfile.TarInfo(path.name)
             entry.size = len(data)
@@ -213,6 +216,7 @@ def keep_logs(archive: Path, files: Sequence[Path]) -> None:
 
 def medians(steps: list[dict[str, float]]) -> Iterator[str]:
     """Yield the medians of the metrics and the share of each phase, without the first step."""
+    # The first step also allocates memory and selects kernels.
     later = steps[1:] or steps
     shares = sorted({metric for step in later for metric in step if metric.endswith("_share") and "perf/" in metric})
     for metric, shown in {**MEASURED, **{share: "{:.0%} " + share[5:-6] for share in shares}}.items():
@@ -235,6 +239,7 @@ def main() -> None:
     if options.steps:
         size = replace(size, steps=options.steps)
     if options.device == "cpu":
+        # A run would otherwise use the GPUs that it sees.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with tempfile.TemporaryDirectory(prefix="check_gpu_") as folder:
         build(Path(folder) / "model", size)

@@ -126,6 +126,7 @@ def digests(setting: Setting) -> Iterator[Row]:
     """Time digests of host memory by number of threads and OpenMP environment, alone and beside other work."""
     cores = os.cpu_count() or 1
     threads = sorted({1, min(4, cores), min(16, cores)})
+    # Variables of the caller would hide the difference between the environments.
     plain = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))}
     program = str(ROOT / "scripts" / "digest_seconds.py")
     for name, variables in ENVIRONMENTS.items():
@@ -174,6 +175,7 @@ def vllm_rounds(setting: Setting) -> Iterator[Row]:
         for name, act in zip(parts, acts, strict=True):
             began = time.perf_counter()
             act()
+            # Kernels run asynchronously. Without waiting, their time would count for the next part.
             if setting.on_gpu:
                 torch.cuda.synchronize()
             parts[name].append(time.perf_counter() - began)
@@ -205,6 +207,7 @@ def versions(setting: Setting) -> Iterator[Row]:
             sizes.append(handle.nbytes)
             rollout.receive(handle)
         publisher.close()
+    # Two versions exist at a time. From the third on, a new file means that memory was not reused.
     new_files = [len(later - earlier) for earlier, later in pairwise(files)]
     yield Row(
         f"{count} versions of {sizes[-1]:,} bytes in shared memory",

@@ -94,7 +94,10 @@ def sent_past_the_host(setting: Setting, trained: TrainEngine, way: str) -> Iter
         address = sender.address
         list(sender.sent(0, []))  # the first version sends the address
     ours.send(address)
-    times, taken, nbytes = [], [ours.recv()], 0
+    times = []
+    # The engine reports that it has the address. A transfer before that would wait for its timeout.
+    taken = [ours.recv()]
+    nbytes = 0
     for version in (1, 2, 3):
         ours.send(version)
         began = time.perf_counter()
@@ -103,6 +106,7 @@ def sent_past_the_host(setting: Setting, trained: TrainEngine, way: str) -> Iter
             handle = publisher.publish(version, sender.sent(version, parameters), with_digests=True)
             ours.send(handle)
         else:
+            # The last version is not written to the folder: its time is that of the direct transfer alone.
             sender.to_host = False
             nbytes = sum(tensor.nbytes for _, tensor in sender.sent(version, parameters))
         times.append(time.perf_counter() - began)

@@ -137,6 +137,7 @@ def rewritten(link: re.Match[str], source: PurePosixPath, place: PurePosixPath) 
 
 def option_tables() -> str:
     """Return a Markdown table for each group of options, over the schemas of all recipes."""
+    # MkDocs loads this file without adding its folder to the path.
     sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "scripts")) if path not in sys.path]
     from migration_page import table
 

@@ -55,6 +55,7 @@ class Probes:
 
     def __init__(self, pool: ThreadPoolExecutor, with_ray: bool) -> None:
         names = ("packages", "torch", "choice", "ray") if with_ray else ("packages", "torch", "choice")
+        # In parallel, because importing the packages takes seconds in each of them.
         self._futures = {name: pool.submit(probe, name) for name in names}
 
     def result(self, name: str) -> dict[str, Any] | None:
@@ -257,6 +258,7 @@ def devices(probes: Probes) -> list[Finding]:
     torch = probes.result("torch") or {}
     if "error" in torch:
         lines.append(finding("torch", f"cannot be used: {torch['error']}", WRONG, f"{SETUP} recipes"))
+    # With "" or -1 the user hides the GPUs on purpose.
     elif gpus and not torch["gpus"] and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
         build = "is a build for CPUs"
         fix = f"TROUPE_TORCH=cuda {SETUP}"
@@ -365,6 +367,7 @@ def ray(probes: Probes) -> list[Finding]:
             finding("a run", "starts its own Ray on this machine, and stops it at the end (RAY_ADDRESS is not set)")
         )
     else:
+        # A socket takes host and port, without a scheme such as ray://.
         host_port = local if address == "auto" else re.sub(r"^\w+://", "", address)
         text = f"uses the cluster at RAY_ADDRESS={address}"
         if answers(host_port):
@@ -497,6 +500,7 @@ def main() -> int:
         getattr(stream, "reconfigure", lambda **_: None)(errors="backslashreplace")
     pages = examined(options.ray)
     is_well = not any(each["state"] == WRONG for lines in pages.values() for each in lines)
+    # On narrower terminals the fixes, which are copied into a shell, would be cut into too many pieces.
     width = max(60, min(120, shutil.get_terminal_size().columns))
     text = json.dumps({"well": is_well, "sections": pages}, indent=2) if options.json else page_text(pages, width)
     try:

@@ -102,6 +102,7 @@ class Stage(contextlib.ExitStack):
         role = cls(None, config)
         role.setup()
         calls = {name: call for name, (_, call) in exports_of(role).items()}
+        # A role may hold shared memory and processes, which would outlive the replay.
         if "end_job" in calls:
             self.callback(calls["end_job"])
         return calls
@@ -119,6 +120,7 @@ def play_role_groups(recipe: str, options: str, stage: Stage, model: str, steps:
     actor = stage.role(import_module(f"{roles}.actor").Actor, config)
     reference = stage.role(ReferenceWorker, config)
     add_advantages = import_module(f"recipes.{recipe}.algorithm").add_advantages
+    # Loaded with the number of steps, because the learning-rate schedule depends on it.
     actor["load"](model, STEPS)
     reference["load"](model)
     metrics = []

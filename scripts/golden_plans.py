@@ -71,10 +71,11 @@ class Case:
         arguments = [f"model.path={folder}", "data.path=task:sort", "prompts_per_step=256", "rollout.engine=vllm"]
         arguments += [f"data.max_prompt_tokens={prompt}", f"rollout.max_new_tokens={response}", "dry_run=true"]
         arguments.append(f"rollout.tensor_parallel={PARALLEL.get((self.model, self.gpus), 1)}")
-        line = CommandLine(COMMAND.schema, arguments)
+        command_line = CommandLine(COMMAND.schema, arguments)
         with assuming(Machines.parse(f"{self.gpus}x1x{self.card}GB")):
-            requested = COMMAND.asked(line)
-            return choose(COMMAND.plan(requested, line), requested, lambda changed: COMMAND.plan(changed, line))
+            requested = COMMAND.asked(command_line)
+            first = COMMAND.plan(requested, command_line)
+            return choose(first, requested, lambda changed: COMMAND.plan(changed, command_line))
 
 
 def cases() -> Iterator[Case]:
@@ -96,7 +97,10 @@ def row(case: Case, plan: Plan) -> list[object]:
     """Return the cells of a run."""
     config = plan.config
     peak = max(place["most"] for place in gpu_places(plan))
-    fits = "no" if "nothing faster fits" in " ".join(plan.chosen) else "yes"
+    fits = "yes"
+    # The text with which the choice falls back to the least memory.
+    if "nothing faster fits" in " ".join(plan.chosen):
+        fits = "no"
     train = config.train
     cells = [config.placement.engines_sleep, train.gradient_checkpointing, train.zero_stage, train.max_tokens]
     cells += [config.rollout.max_num_seqs, config.rollout.gpu_memory]

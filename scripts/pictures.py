@@ -146,6 +146,7 @@ def output_of(command: list[str]) -> Iterator[str]:
     env = {**os.environ, "TERM": "xterm-256color", "HOME": os.environ.get("HOME", "/"), "COLUMNS": str(COLUMNS)}
     env.pop("CI", None)  # if it is set, a run prints lines instead of the live view
     program = subprocess.Popen(command, cwd=ROOT, env=env, stdin=theirs, stdout=theirs, stderr=theirs)
+    # Otherwise reading would not end with the program, because this process holds the other side too.
     os.close(theirs)
     while True:
         try:
@@ -186,6 +187,7 @@ def take_pictures(browser: Browser, screen: Screen, report: Path, out: Path) -> 
     page.locator("#screen").screenshot(path=out / "terminal.png")
     page.goto(report.as_uri())
     page.wait_for_selector("#rollouts")
+    # With smooth scrolling a picture would show the page on its way to the section.
     page.evaluate("document.documentElement.style.scrollBehavior = 'auto'")
     for section, name in (("curves", "report"), ("rollouts", "rollouts")):
         page.evaluate(f"document.getElementById('{section}').scrollIntoView()")
@@ -209,6 +211,7 @@ def main() -> None:
         # A short name, because the run prints the path.
         run_dir = Path(scratch) / "first"
         screen = run_demonstration(run_dir, arguments.options)
+        # The path of a temporary folder would differ in every picture.
         for characters in screen.lines:
             text = "".join(character for character, _ in characters)
             if scratch in text:

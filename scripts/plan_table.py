@@ -126,6 +126,7 @@ def layout(size: ModelSize, devices: int, device_bytes: int) -> Layout:
     """Return the layout on a number of devices. An engine gets the fewest devices that hold its weights."""
     parallel = 1
     engine = _engine(size, devices, parallel, device_bytes)
+    # vLLM splits heads evenly, so the number of devices of an engine is doubled; they are all on one node.
     while engine.short and 2 * parallel <= min(devices, PER_NODE):
         parallel *= 2
         engine = _engine(size, devices, parallel, device_bytes)

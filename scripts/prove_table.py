@@ -100,6 +100,7 @@ def verdicts(runs: list[Run], recipe: str) -> list[tuple[bool, str]]:
     """Return (is reached, text) for each threshold of a recipe."""
     seeds = [run for run in runs if run.name.startswith("seed-")]
     controls = [run for run in runs if run.name == "lr-0"]
+    # A missing run could hide the worst seed, so there is no verdict without all of them.
     if not seeds or not controls or not all(run.whole for run in runs):
         return [(False, "all runs have finished and have their scores")]
     mean_end = sum(run.end or 0.0 for run in seeds) / len(seeds)

@@ -56,6 +56,7 @@ PACKAGES = ("torch", "transformers", "vllm", "ray", "deepspeed")
 def race(name: str, settings: RaceSettings, pairs: int, folder: Path) -> dict[str, Any]:
     """Run a case, one process of each side after the other. Return its record for the JSON file."""
     case = CASES[name]
+    # Before the runs, which are themselves a load: a busy machine makes a race worthless.
     load = os.getloadavg()[0]
     runs: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
     for number in range(pairs):
@@ -64,6 +65,7 @@ def race(name: str, settings: RaceSettings, pairs: int, folder: Path) -> dict[st
         print(f"{name}, pair {number + 1} of {pairs}: {seconds_of(runs)}", flush=True)
     model = model_path(case, folder)
     sides = {side: with_utilisation(median_of(runs[side]), model, settings.device) for side in SIDES}
+    # Within pairs, because the speed of a machine changes from one pair to the next.
     ratios = [other["step_s"] / ours["step_s"] for ours, other in zip(*runs.values(), strict=True)]
     return {
         "case": name,
@@ -162,6 +164,7 @@ def fastest_rows(case: Case, settings: RaceSettings, folder: Path) -> int:
     """Return the size of micro-batch with which TRL has the shortest step."""
     if len(case.trl_rows) == 1:
         return case.trl_rows[0]
+    # Two measured steps are enough to compare sizes, which differ by much more than two steps of one size.
     seconds = {
         rows: run_trl(case, replace(settings, rows=rows), folder, steps=WARM_UP + 2)["step_s"] for rows in case.trl_rows
     }

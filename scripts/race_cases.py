@@ -100,6 +100,7 @@ def prompts_file(case: Case, folder: Path) -> Path:
     count = case.prompts * case.steps
     path = folder / f"prompts-{case.prompt_tokens}-{count}.jsonl"
     if not path.exists():
+        # The same seed in every race, so that races on different days have the same prompts.
         letters = random.Random(0)
         records = [dict(row) for row in get_task("sort").rows("train", count, seed=0)]
         for row in records:

@@ -77,9 +77,11 @@ def trl_environment() -> Path:
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
     query = [str(python), "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"]
     packages = Path(subprocess.run(query, check=True, capture_output=True, text=True).stdout.strip())
+    # Both sides then run the same torch and transformers.
     (packages / "shared.pth").write_text(ours + "\n", encoding="utf-8")
     install = [str(python), "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt"), f"trl=={TRL}"]
     subprocess.run(install, check=True)
+    # Written last: an installation that was interrupted is repeated.
     done.write_text(ours, encoding="utf-8")
     return python
 

@@ -124,4 +124,5 @@ def gpu_memory(log: Path) -> Iterator[list[int]]:
             yield samples
         finally:
             tool_process.terminate()
+    # The last line may be incomplete, and some GPUs report text instead of a number.
     samples += [int(text) * 2**20 for text in log.read_text().split() if text.isdigit()]

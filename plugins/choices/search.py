@@ -114,6 +114,7 @@ class Search:
         estimate = load(PLAN, "use")(use, self.plan.job, self.plan.longest, self.device_bytes)
         size = model_size(use.path)
         assert size is not None
+        # A cache for more sequences than the engine gets in a step would stay unused.
         concurrent = min(candidate.rows, rows, -(-use.sequences // self.engine_processes))
         cache = concurrent * row_bytes(size, config, self.plan.longest)
         return EngineMemory(weights=estimate.weights, passes=estimate.passes, base=estimate.base, cache=cache)
@@ -179,6 +180,7 @@ class Search:
         values = self.values(candidate)
         memory = self.engine_memory(candidate)
         if memory is not None and SHARE in self.names:
+            # Rounded up to a percent: the engine never gets less than it needs, and the value is easy to read.
             values[SHARE] = math.ceil(100 * memory.total / self.device_bytes) / 100
             if values[SHARE] > 1 - SPARE:
                 return None

@@ -77,9 +77,14 @@ def folder_files(folder: Path, data_dir: str | None, file_types: Sequence[str]) 
         return {"train": _saved_files(root)}
     from datasets.data_files import DataFilesDict, get_data_patterns, sanitize_patterns
 
-    config: dict[str, Any] = {} if data_dir else _card_config(folder)
+    config: dict[str, Any] = {}
+    if not data_dir:
+        config = _card_config(folder)
     root = (root / config.get("data_dir", "")).resolve()
-    patterns = sanitize_patterns(config["data_files"]) if "data_files" in config else get_data_patterns(str(root))
+    if "data_files" in config:
+        patterns = sanitize_patterns(config["data_files"])
+    else:
+        patterns = get_data_patterns(str(root))
     matches = DataFilesDict.from_patterns(patterns, base_path=str(root), allowed_extensions=list(file_types))
     # A file may match several patterns of its split; without dict.fromkeys its rows would be read twice.
     return {str(split): [Path(name) for name in dict.fromkeys(names)] for split, names in matches.items() if names}

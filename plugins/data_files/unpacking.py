@@ -166,7 +166,9 @@ def _field(data: memoryview, table: int, number: int) -> int:
     if entry >= struct.unpack_from("<H", data, vtable)[0]:
         return 0
     offset = struct.unpack_from("<H", data, vtable + entry)[0]
-    return table + offset if offset else 0
+    if not offset:
+        return 0
+    return table + offset
 
 
 def _target(data: memoryview, position: int) -> int:

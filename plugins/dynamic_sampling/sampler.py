@@ -94,8 +94,8 @@ class DynamicSampler:
         if low is None:
             condition = "scores that differ"
         passed = f"of the last {seen} prompts, {kept} have {condition}"
-        batch = Batch.concat(parts) if kept else None
-        if batch is not None and len(batch) >= self.minimum:
+        # Without a passing prompt the parts are empty, or there are none.
+        if kept and len(batch := Batch.concat(parts)) >= self.minimum:
             self.info(f"the data ends: {passed}")
             return batch
         # A later step may end the run normally. In the first one, nothing would ever be trained.

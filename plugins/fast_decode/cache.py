@@ -82,5 +82,8 @@ def _with_space(x_RKSD: Tensor, more: int) -> Tensor:
 def spare_cache(model: Any) -> DynamicCache:
     """Return an empty cache for `model`. Layers other than plain attention keep the cache class of transformers."""
     cache = DynamicCache(config=model.config)
-    cache.layers = [_RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    for index, layer in enumerate(cache.layers):
+        # Not isinstance: a subclass, such as the layer of a sliding window, stores its positions in another way.
+        if type(layer) is DynamicLayer:
+            cache.layers[index] = _RoomyLayer()
     return cache

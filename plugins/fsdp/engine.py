@@ -56,7 +56,11 @@ class FSDPEngine(TrainEngine):
             experts=experts,
             copies=self.axes.copies,
         )
-        fill(model, "cpu" if config.adam_offload else self.device)
+        # With offloading the shards are in host memory, and stay there between passes.
+        device = self.device
+        if config.adam_offload:
+            device = torch.device("cpu")
+        fill(model, device)
         self.adam = adam_of(model, config)
         self._start_average()
 

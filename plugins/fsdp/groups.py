@@ -60,7 +60,9 @@ def partition(
         groups.append(group)
     # Inner modules come first, because `fully_shard` must be applied to nested layers before the layer around them.
     for module in [*reversed(layers_of(model)), model]:
-        lets_go = rest_lets_go if module is model else layers_let_go
+        lets_go = layers_let_go
+        if module is model:
+            lets_go = rest_lets_go
         groups.append(
             fully_shard(module, mesh=mesh, reshard_after_forward=lets_go, mp_policy=precision, offload_policy=kept)
         )

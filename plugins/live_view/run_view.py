@@ -300,8 +300,10 @@ class RunView:
         if ranks:
             notes.insert(0, ranks)
         seconds = self._now() - since
-        # The call that drives the job is long by nature, so its duration is no sign of a problem.
-        style = "" if name == _WHOLE_LIFE else _style(seconds)
+        style = _style(seconds)
+        if name == _WHOLE_LIFE:
+            # The call that drives the job is long by nature, so its duration is no sign of a problem.
+            style = ""
         return _Activity(name, seconds, ", ".join(notes), style)
 
     def _work(self, role: _Role) -> dict[tuple[int, str], float]:
@@ -312,7 +314,9 @@ class RunView:
             return {(rank, method): since for (rank, method, _), since in role.calls.items()}
         if role is self._roles.get(TRAINER):
             # The trainer drives the run, so it is never idle.
-            name = "between phases" if self._has_phases else "sets up"
+            name = "sets up"
+            if self._has_phases:
+                name = "between phases"
             return {(0, name): role.idle_since}
         return {}
 

@@ -27,6 +27,8 @@ _SCHEDULES: Mapping[str, Mapping[str, Any]] = {
 """transformers' name of a schedule -> options that reproduce it, in addition to `train.lr_scheduler`."""
 _WORKERS = {"actor": "actor_ranks", "critic": "critic_ranks", "ref": "references", "reward": "rewards"}
 """OpenRLHF's role -> option with its number of workers."""
+_ROLE_NAMES = {"ref": "reference"}
+"""OpenRLHF's role -> name of the role in the options of placement, where they differ."""
 _CORRECTIONS: Mapping[tuple[str, str], str] = {
     ("token", "clip"): "tis",
     ("token", "mask"): "icepop",
@@ -92,6 +94,7 @@ def _reward(flags: Computed) -> None:
         "reward_model.path": ("reward_pretrain", "reward.model_name_or_path"),
     }
     first = None
+    # A command may set several sources. The later ones have no effect, and a note says so.
     for option, names in sources.items():
         if first is not None:
             flags.idle(f"{first} gives the rewards", *names)
@@ -108,7 +111,8 @@ def _lengths(flags: Computed) -> None:
     """
     names = ("max_len", "data.max_len")
     most = flags.get(*names)
-    prompt, new = flags.option("data.max_prompt_tokens"), flags.option("rollout.max_new_tokens")
+    prompt = flags.option("data.max_prompt_tokens")
+    new = flags.option("rollout.max_new_tokens")
     has_agent = flags.option("agent.func_path") is not None
     if has_agent and prompt and new:
         # Each limit would apply to an episode if it were set alone, so the lower one applies.
@@ -155,7 +159,7 @@ def _placement(flags: Computed) -> None:
         nodes = flags.get(f"{role}_num_nodes", f"{role}.num_nodes")
         each = flags.get(f"{role}_num_gpus_per_node", f"{role}.num_gpus_per_node")
         if nodes is not None:
-            flags.put(f"placement.{'reference' if role == 'ref' else role}_nodes", nodes)
+            flags.put(f"placement.{_ROLE_NAMES.get(role, role)}_nodes", nodes)
         if each is not None:
             nodes = nodes or 1
             flags.put(f"placement.{option}", nodes * each)
@@ -211,7 +215,8 @@ def _asynchronous(flags: Computed) -> None:
 
 def _algorithm(flags: Computed) -> None:
     """Set the clip range, and the importance weights between policy and engine."""
-    symmetric, both = ("eps_clip", "actor.eps_clip"), ("eps_clip_low_high", "actor.eps_clip_low_high")
+    symmetric = ("eps_clip", "actor.eps_clip")
+    both = ("eps_clip_low_high", "actor.eps_clip_low_high")
     if flags.name(*both):
         flags.idle("eps_clip_low_high has both bounds", *symmetric)
     clip = flags.get(*symmetric)
@@ -230,19 +235,25 @@ def _algorithm(flags: Computed) -> None:
         )
     elif flags.get("enable_vllm_is_correction", "vllm_enable_is_correction", "algo.advantage.is_correction_enable"):
         kind = flags.get(*kinds, default="tis")
-        flags.put("algorithm.correction", "icepop" if flags.get("use_icepop") else _OLDER_TYPES.get(kind, kind))
+        correction = _OLDER_TYPES.get(kind, kind)
+        if flags.get("use_icepop"):
+            correction = "icepop"
+        flags.put("algorithm.correction", correction)
     else:
         flags.idle("enable_vllm_is_correction is off", "use_icepop", *kinds)
     bounds = flags.get("vllm_is_truncated_threshold", "algo.advantage.is_correction_threshold")
     if bounds:
         # Up to OpenRLHF 0.9.0 it was one number: the maximum weight.
-        flags.put("algorithm.correction_range", bounds if len(bounds) > 1 else [0.0, *bounds])
+        if len(bounds) == 1:
+            bounds = [0.0, *bounds]
+        flags.put("algorithm.correction_range", bounds)
 
 
 def _training(flags: Computed) -> None:
     """Set the sizes of passes, and the moving average of the weights."""
     if flags.get("use_dynamic_batch", "train.dynamic_batch_enable"):
         sizes = ("train.micro_batch_size", "train.forward_micro_batch_size")
+        # With both limits a micro-batch would be cut by the smaller one.
         named = [size for size in sizes if flags.option(size) is not None]
         for size in named:
             flags.put(size, None)
@@ -263,6 +274,7 @@ def _log(flags: Computed) -> None:
     for option, flag_names in names.items():
         value = flags.get(*flag_names)
         is_on = as_value(value)
+        # `true` only switches the logger on. Any other value also names the key or the folder.
         if isinstance(is_on, bool):
             flags.put(f"log.{option.partition('_')[0]}", is_on)
         elif value is not None:
@@ -278,7 +290,9 @@ def _schedule(flags: Computed) -> None:
         flags.options |= {"train.lr_scheduler": schedule, **_SCHEDULES[schedule]}
     modules = flags.get("target_modules", "ds.lora.target_modules")
     if modules is not None:
-        flags.put("train.lora_target_modules", modules if isinstance(modules, str) else ",".join(modules))
+        if not isinstance(modules, str):
+            modules = ",".join(modules)
+        flags.put("train.lora_target_modules", modules)
 
 
 def _axes(flags: Computed) -> None:
@@ -295,6 +309,7 @@ def _axes(flags: Computed) -> None:
         flags.put(f"parallel.{axis}", size, older)
         if moves:
             flags.put("train.engine", "fsdp")
+            # fsdp shards everything between optimizer steps, so it has the stages 2 and 3 only.
             flags.put("train.zero_stage", max(2, flags.option("train.zero_stage", 2)))
             flags.put("train.overlap_comm", False)
             flags.notes.append(f"{older}={size}: {how}, with train.engine=fsdp")
@@ -308,7 +323,8 @@ def _columns(flags: Computed) -> None:
     turns = flags.get("multiturn", "data.multiturn")
     if turns is not None:
         flags.put("data.multiturn", turns)
-    prompt, response = ("input_key", "data.input_key"), ("output_key", "data.output_key")
+    prompt = ("input_key", "data.input_key")
+    response = ("output_key", "data.output_key")
     if not flags.name(*prompt, *response):
         return
     flags.put("data.prompt_key", flags.get(*prompt, default="input"))

@@ -20,6 +20,7 @@ def advice(unknown: str, schema: Any, others: Collection[str] = ()) -> str:
         others: further names that the command accepts, which come from another system.
     """
     meanings = {option.name: option.meaning for option in options_of(schema)}
+    # A group that a plug-in adds comes first: its name is right, and a similar name would send the user elsewhere.
     return _group_advice(unknown, schema) or answer(unknown, meanings, recipe_of(schema), others)
 
 

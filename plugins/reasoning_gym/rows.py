@@ -172,7 +172,7 @@ def _entries(task: str, settings: Mapping[str, Any], seed: int) -> Iterator[Mapp
 def _value(text: str, default: Any, option: str) -> Any:
     """Convert a value to the type of its default. Without a default, the type follows from the text."""
     if isinstance(default, (list, tuple)):
-        item_default = default[0] if default else None
+        item_default = next(iter(default), None)
         return type(default)(_value(item, item_default, option) for item in text.split("|"))
     if default is None and "|" in text:
         return _value(text, [], option)

@@ -89,9 +89,12 @@ def by_names(
     keyword_arguments = dict(arguments or {})
     if of_one or (of_one is None and not names.isdisjoint(OF_ONE[:3])):
         return _for_one(function, parameters, keyword_arguments)
+    signature = OF_ALL
     if _is_trl(names):
-        return _for_all(function, parameters, keyword_arguments, TRL)
-    return _for_all(function, parameters, keyword_arguments, OURS if of_one is None else OF_ALL)
+        signature = TRL
+    elif of_one is None:
+        signature = OURS
+    return _for_all(function, parameters, keyword_arguments, signature)
 
 
 def _for_one(
@@ -206,7 +209,9 @@ class ConcurrentCalls(ConcurrentFunction):
                 return list(value)
             return value
         except Exception as error:  # noqa: BLE001 - the user's function may raise anything, and fails for one response
-            return (f"no result after {self.timeout_s:g} s", "") if timeout.expired() else described(error)
+            if timeout.expired():
+                return (f"no result after {self.timeout_s:g} s", "")
+            return described(error)
 
 
 def read_rewards(result: Any, count: int) -> Columns:

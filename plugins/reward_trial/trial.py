@@ -83,6 +83,7 @@ def try_code(
     """
     from components.rewards.workers import WorkerReward
 
+    # A failed row must not end the trial with the message of a run: the one below names the option and the row.
     usual = replace(settings or RewardSettings(), workers=1, max_failed_share=1.0)
     notes = list[str]()
     with WorkerReward(code, usual, in_sum=True, in_one_call=True) as function:
@@ -121,7 +122,9 @@ def _refuse_mixed(rows: Rows, where: str) -> None:
 
 
 def _described(option: str, where: str, output: RewardOutput) -> list[str]:
-    earned = "no reward" if 0 in output.absent else f"{float(output.reward_B[0]):g}"
+    earned = f"{float(output.reward_B[0]):g}"
+    if 0 in output.absent:
+        earned = "no reward"
     notes = [f"{option} gives {earned} to the first row of {where}, its label as the response"]
     renamed = {name: metric for name, metric in metric_names(output.logs, warns=False).items() if name != metric}
     notes += [
@@ -143,6 +146,7 @@ def _try_servers(
     from components.rewards.opening import open_reward
 
     urls = reward_urls(part)
+    # With all the tries of a run, a server that is down would delay the start by minutes.
     once = replace(settings, url_tries=min(SERVER_TRIES, settings.url_tries))
     problems = list[str]()
     for url in urls:
@@ -173,6 +177,7 @@ def _call(source: RewardSource, rows: Rows) -> RewardOutput:
     """Reward the label of each row as its response. If all have the same length, a space is appended to the last."""
     prompts = [str(row["input"]) for row in rows]
     responses = [str(row["label"]) for row in rows]
+    # A function that returns one value for all responses, such as a mean length, is noticed only if they differ.
     if len({len(response) for response in responses}) == 1:
         responses[-1] += " "
     others = [

@@ -101,5 +101,6 @@ def _numbers(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 def _markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
     columns = list(rows[0])
     cells = [columns, ["---"] * len(columns), *([str(row.get(name, "")) for name in columns] for row in rows)]
-    escaped = [[cell.replace("|", "\\|").replace("\n", "<br>") for cell in line] for line in cells]
-    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
+    # A bar or a line break in a response would end the cell.
+    escaped = [[cell.replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in cells]
+    return "\n".join(f"| {' | '.join(row)} |" for row in escaped)

@@ -136,7 +136,10 @@ def _make(
     try:
         parameters = inspect.signature(dataset_class).parameters
         takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-        arguments["max_samples"] = -1 if max_rows is None else max_rows
+        arguments["max_samples"] = max_rows
+        if max_rows is None:
+            # verl's value for all rows.
+            arguments["max_samples"] = -1
         first = next((each for each in ("data_files", "parquet_files") if each in parameters), "data_files")
         taken = {key: value for key, value in arguments.items() if takes_any or key in parameters}
         return dataset_class(**{first: list(files)}, **taken)
@@ -165,8 +168,10 @@ def _prompt_of(item: Mapping[str, Any], where: str, prompt_key: str, encoder: Te
     """Return the prompt as messages or text. If token ids and rendered messages differ, the token ids are used."""
     messages = _plain(item.get(MESSAGES))
     ids = _ids_of(item)
+    if ids is None and messages is None:
+        return _plain(item.get(prompt_key))
     if ids is None:
-        return _plain(item.get(prompt_key)) if messages is None else messages
+        return messages
     if messages is not None and encoder.encode_prompt(render_prompt(messages, encoder.tokenizer)) == ids:
         return messages
     text = str(encoder.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -184,8 +189,13 @@ def _ids_of(item: Mapping[str, Any]) -> list[int] | None:
     if name is None:
         return None
     ids = [int(each) for each in _plain(item[name])]
-    mask = _plain(item.get("attention_mask")) if name == "input_ids" else None
-    return ids if mask is None else [each for each, is_token in zip(ids, mask, strict=True) if is_token]
+    mask = None
+    if name == "input_ids":
+        # verl pads input_ids to the maximum length of a prompt, and raw_prompt_ids not at all.
+        mask = _plain(item.get("attention_mask"))
+    if mask is None:
+        return ids
+    return [each for each, is_token in zip(ids, mask, strict=True) if is_token]
 
 
 def _holds_something(value: Any) -> bool:
@@ -200,7 +210,9 @@ def _plain(value: Any) -> Any:
         return _plain(value.tolist())
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value
 
 
 def _failed(what: str, error: BaseException) -> ValueError:

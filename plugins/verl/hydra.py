@@ -21,11 +21,15 @@ def presets() -> Mapping[str, Mapping[str, Any]]:
 def preset(name: str) -> list[str] | None:
     """Return the settings of verl's configuration file of this name as arguments, or None if verl has none."""
     settings = presets().get(name.removesuffix(".yaml"))
-    return None if settings is None else [f"{key}={_text(value)}" for key, value in settings.items()]
+    if settings is None:
+        return None
+    return [f"{key}={_text(value)}" for key, value in settings.items()]
 
 
 def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 def with_config_file(arguments: Sequence[str]) -> list[str]:
@@ -33,7 +37,12 @@ def with_config_file(arguments: Sequence[str]) -> list[str]:
     file of that name, insert its settings before all others.
     """
     arguments = [SHORT.get(word, word) for word in arguments]
-    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--config-") else [word])]
+    words: list[str] = []
+    for word in arguments:
+        if word.startswith("--config-"):
+            words += word.split("=", 1)
+        else:
+            words.append(word)
     options = ("--config-path", "--config-dir", "--config-name")
     places = {name: words.index(name) for name in options if name in words[:-1]}
     if "--config-name" not in places:

@@ -69,6 +69,7 @@ def read_fully_async(keys: Computed) -> None:
         keys.put("algorithm.bypass", True, "async_training.use_rollout_log_probs")
     if total := keys.get("rollout.total_rollout_steps"):
         keys.put("max_steps", max(total // prompts, 1), "rollout.total_rollout_steps")
+    # verl's threshold is a share of a step's samples. The queue holds whole steps, so the share is rounded up.
     keys.put("asynchronous.queue_size", math.ceil(stale), "async_training.staleness_threshold")
     if stale and keys.get("async_training.partial_rollout"):
         keys.put("asynchronous.partial_rollout", True, "async_training.partial_rollout")

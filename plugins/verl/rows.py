@@ -75,7 +75,10 @@ def load_verl_rows(
     rows: list[dict[str, Any]] = []
     for name in files:
         if (drawn := data_source(name)) is not None:
-            count = max_rows or (HELDOUT_ROWS if heldout else None)
+            count = max_rows
+            if heldout:
+                # A generated task has no end, so an evaluation needs a limit.
+                count = max_rows or HELDOUT_ROWS
             task_rows = load_rows(name, heldout=heldout, max_rows=count, seed=seed)
             # A scorer of a whole scheme is registered under the scheme's name in `default_functions`, hence the prefix.
             if drawn.scorer == name.partition(":")[0]:
@@ -105,23 +108,34 @@ def limited_rows(
 ) -> list[dict[str, Any]]:
     """Return at most `most` rows: the first ones, or with `draw` a random sample by `seed`."""
     first = first_rows(rows, most, source, note)
-    return random.Random(seed).sample(rows, len(first)) if draw and len(first) < len(rows) else first
+    if draw and len(first) < len(rows):
+        return random.Random(seed).sample(rows, len(first))
+    return first
 
 
 def _row_of(record: Mapping[str, Any], where: str, form: RowForm, needs_source: bool) -> dict[str, Any]:
-    prompt_key, source_key = form.prompt_key, form.source_key
-    for key in (prompt_key, source_key) if needs_source else (prompt_key,):
+    prompt_key = form.prompt_key
+    source_key = form.source_key
+    required_keys = [prompt_key]
+    if needs_source:
+        required_keys.append(source_key)
+    for key in required_keys:
         if record.get(key) is None:
             raise _missing(record, where, repr(key), prompt_key, source_key)
     read = prompt_columns(record, prompt_key, where, form.ignored, option="prompt_key")
     truth = cell_at(record, TRUTH_KEY)
     if form.needs_truth and truth is None:
         raise _missing(record, where, TRUTH_KEY, prompt_key, source_key)
-    label = "" if truth is None else label_of(truth, f"{where}, column {TRUTH_KEY}", "the data")
+    label = ""
+    if truth is not None:
+        label = label_of(truth, f"{where}, column {TRUTH_KEY}", "the data")
     row = {"input": read["input"], "label": label, "datasource": str(record.get(source_key, UNKNOWN_SOURCE))} | read
     kept = {name: record[name] for name in form.kept if record.get(name) is not None}
-    if kept or "extra_info" in record:
-        row["extra_info"] = {**(record.get("extra_info") or {}), **kept} if kept else record["extra_info"]
+    if kept:
+        row["extra_info"] = {**(record.get("extra_info") or {}), **kept}
+    elif "extra_info" in record:
+        # Not a copy: the reward function gets the value of the file, even if it is None.
+        row["extra_info"] = record["extra_info"]
     return row
 
 
@@ -129,16 +143,27 @@ def _missing(record: Mapping[str, Any], where: str, field: str, prompt_key: str,
     """Return the error for a row without a required field, with advice on options and on a recipe for such files."""
     prompt, label = likely_keys(record)
     remedies: list[str] = []
-    if record.get(prompt_key) is None:
-        remedies.append(f"set data.prompt_key={prompt}" if prompt else "set prompt_key to the column with the prompt")
+    if record.get(prompt_key) is None and prompt:
+        remedies.append(f"set data.prompt_key={prompt}")
+    elif record.get(prompt_key) is None:
+        remedies.append("set prompt_key to the column with the prompt")
     if record.get(source_key) is None:
         source = next(iter(filled(record, SOURCES)), None)
-        remedies.append(f"set data.reward_fn_key={source}" if source else f"add a column {source_key!r}, its source")
+        if source:
+            remedies.append(f"set data.reward_fn_key={source}")
+        else:
+            remedies.append(f"add a column {source_key!r}, its source")
     if "ground_truth" not in (record.get("reward_model") or {}):
-        truth = f"the value of {label!r}" if label else "what the reward compares with"
+        truth = "what the reward compares with"
+        if label:
+            truth = f"the value of {label!r}"
         remedies.append(f"add a column 'reward_model': {{'ground_truth': {truth}}}")
-    keys = f"data.prompt_key={prompt}" + (f" data.label_key={label}" if label else "")
-    other = f"; or train on the file as it is by recipes/grpo, with {keys}" if prompt else ""
+    # Files of questions and answers are usually meant for recipes/grpo, which reads them without any conversion.
+    other = ""
+    if prompt:
+        other = f"; or train on the file as it is by recipes/grpo, with data.prompt_key={prompt}"
+        if label:
+            other += f" data.label_key={label}"
     return ValueError(
         f"{where}: there is no field {field}, only {', '.join(map(repr, record))}; for this file "
         f"{', '.join(remedies)}{other} (prompt_key and reward_fn_key name columns)"
@@ -146,10 +171,13 @@ def _missing(record: Mapping[str, Any], where: str, field: str, prompt_key: str,
 
 
 def _check_agent(record: Mapping[str, Any], where: str, agents: Collection[str]) -> None:
-    extra, agent = record.get("extra_info"), record.get("agent_name")
+    extra = record.get("extra_info")
+    agent = record.get("agent_name")
     tools = SINGLE_TURN in agents and isinstance(extra, Mapping) and extra.get("need_tools_kwargs")
     if tools or agent not in (None, "", *agents):
-        field = "extra_info.need_tools_kwargs" if tools else f"agent_name {agent!r}"
+        field = f"agent_name {agent!r}"
+        if tools:
+            field = "extra_info.need_tools_kwargs"
         raise ValueError(
             f"{where} has {field}, and its episodes would be run by {', '.join(agents)}; set "
             "actor_rollout_ref.rollout.multi_turn.tool_config_path to a file of tools, or agent.func_path to an agent "

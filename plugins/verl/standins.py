@@ -27,7 +27,9 @@ class RLHFDataset(Dataset[dict[str, Any]]):
     def __init__(
         self, data_files: Any, tokenizer: Any, config: Any, processor: Any = None, max_samples: int = -1
     ) -> None:
-        self.data_files = [data_files] if isinstance(data_files, str) else list(data_files)
+        if isinstance(data_files, str):
+            data_files = [data_files]
+        self.data_files = list(data_files)
         self.original_data_files = list(self.data_files)
         self.tokenizer = tokenizer
         self.processor = processor
@@ -52,7 +54,9 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         self._read_files_and_tokenize()
 
     def _download(self, use_origin_parquet: bool = False) -> None:
-        files = self.original_data_files if use_origin_parquet else self.data_files
+        files = self.data_files
+        if use_origin_parquet:
+            files = self.original_data_files
         self.data_files = [copy_to_local(file) for file in files]
 
     def _read_files_and_tokenize(self) -> None:
@@ -94,12 +98,14 @@ def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for row in data_list:
         for name, value in row.items():
             columns[name].append(value)
-    return {
-        name: torch.stack(values)
-        if isinstance(values[0], Tensor)
-        else np.fromiter(values, dtype=object, count=len(values))
-        for name, values in columns.items()
-    }
+    stacked: dict[str, Any] = {}
+    for name, values in columns.items():
+        if isinstance(values[0], Tensor):
+            stacked[name] = torch.stack(values)
+        else:
+            # np.array would turn lists of equal length into a matrix.
+            stacked[name] = np.fromiter(values, dtype=object, count=len(values))
+    return stacked
 
 
 def copy_to_local(src: str, *_: Any, **__: Any) -> str:
@@ -133,7 +139,9 @@ def postprocess_data(
     """
     length = input_ids.shape[-1]
     if length < max_length:
-        sides = (max_length - length, 0) if left_pad else (0, max_length - length)
+        sides = (0, max_length - length)
+        if left_pad:
+            sides = (max_length - length, 0)
         pad = torch.nn.functional.pad
         return pad(input_ids, sides, value=pad_token_id), pad(attention_mask, sides, value=0)
     if length > max_length and truncation not in ("left", "right", "middle"):

@@ -192,10 +192,15 @@ class _Transfer(BucketFiller):
     def send(self) -> None:
         """Send the readers the table of the bucket, and a handle if its memory is new."""
         is_mapped = self._mapped_bytes[self.slot] == len(self.bucket)
+
+        def message() -> bytes:
+            handle = None
+            if not is_mapped:
+                handle = _handle(self.bucket)
+            return pickle.dumps((self.slot, handle, self.end, self.pieces))
+
         # Pickled once per reader, because torch counts the processes that map a handle.
-        self._post(
-            lambda: pickle.dumps((self.slot, None if is_mapped else _handle(self.bucket), self.end, self.pieces))
-        )
+        self._post(message)
         self._mapped_bytes[self.slot] = len(self.bucket)
         self._unconfirmed[self.slot] = True
 

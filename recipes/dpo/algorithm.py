@@ -53,6 +53,7 @@ def loss(model: nn.Module, micro: Batch, totals: Totals, config: DPOConfig) -> L
     if not config.algorithm.nll_loss_coef:
         return output
     # Averaged over the tokens of a response, so that long responses do not have more weight (Pang et al. 2024,
-    # arXiv 2404.19733).
+    # arXiv 2404.19733). Only the chosen responses, which come first in each pair: the term must not raise the
+    # probability of rejected ones.
     nll = -sequence_means(logprob_N, micro["loss_mask"], micro.lengths)[::PAIR].sum() / total_pairs
     return LossOutput(output.loss + config.algorithm.nll_loss_coef * nll, output.metrics | {"nll": nll.detach()})

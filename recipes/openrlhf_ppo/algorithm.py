@@ -108,6 +108,7 @@ def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: PPOConfi
     longest = config.rollout.max_new_tokens
     output = token_logprobs(model, micro, config.rollout.temperature, with_entropy=True)
     assert output.entropy_N is not None
+    # gspo corrects its ratio itself, so a weight would correct the same difference twice.
     weight_N = None
     if config.corrects_loss:
         weight_N = micro["correction"]

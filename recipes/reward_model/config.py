@@ -53,6 +53,7 @@ class RewardModelConfig(PairOptions):
     @property
     def models(self) -> dict[str, str]:
         """See `SupervisedOptions.models`."""
+        # The new model is created from the data of the run, so there is no folder to check.
         return {} if self.model.path == NEW_FROM_TEXT else super().models
 
     def tokenizer(self, path: str) -> PreTrainedTokenizerBase:

@@ -316,6 +316,7 @@ def serve(listener: socket.socket, service: ScoringService, config: ServeConfig)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, server.handle_exit)  # for a signal before uvicorn installs its own handlers
     host, port = listener.getsockname()[:2]
+    # In a URL an IPv6 address is written in brackets.
     host = f"[{host}]" if ":" in host else host
     access = "with a token" if config.token else "without a token"
     print(f"serve: {config.model.path} at http://{host}:{port}/get_reward, {access}", flush=True)

@@ -42,5 +42,6 @@ class SFTTrainer(BaseTrainer):
 
     def evaluate(self, demonstrations: Batch) -> dict[str, float]:
         """Return the loss on held-out demonstrations, in nats per response token."""
+        # A mean over tokens, as in training: a mean over demonstrations could not be compared with the training loss.
         logprob_N = self.RG_ACTOR.logprobs(demonstrations.only("tokens"))["logprob"]
         return {"loss": float(-logprob_N[demonstrations["loss_mask"]].mean())}

@@ -86,6 +86,7 @@ def add_advantages(experience: Batch, config: VerlPPOConfig, kl_coef: float) -> 
         worth_B = compared(experience, total_B, config)
         advantage_N = return_N = chosen(mask_N, spread(worth_B, lengths_B, len(mask_N)))
     if algorithm.estimator in WHITENED:
+        # Rejected tokens are not trained on, so they must not move the mean and the variance.
         advantage_N = returns.whiten(advantage_N, trained["action_mask"], unbiased=True)
     return trained.with_tokens(advantage=chosen(trained["action_mask"], advantage_N), **{"return": return_N})
 
@@ -197,6 +198,7 @@ def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: VerlPPOC
         max_length=algorithm.loss_length or config.rollout.max_new_tokens,
     )
     if algorithm.bypass:
+        # There are no old log-probabilities, so engine and current policy are compared in every pass.
         micro = correct(micro.with_tokens(logprob=output.logprob_N.detach()), config)
     # A ratio to the engine is its own correction.
     is_weighed = algorithm.correction != "none" and (not algorithm.bypass or algorithm.policy_loss == "reinforce")

@@ -434,6 +434,7 @@ class VerlPPOConfig(PPORunOptions):
     def engine(self, part: str, steps: int) -> TrainConfig:
         """Return the configuration of the training engine of "actor" or "critic", for a run of `steps` steps."""
         learner = self.trained(part)
+        # A schedule counts optimizer steps, of which a training step has several.
         per_step = learner.epochs * (self.step_size // self.size_of(part))
         config = replace(self.parallel.of(learner.for_run(steps * per_step, self.seed)), steps_per_rate=per_step)
         warmup = learner.lr_warmup_steps or int(learner.lr_warmup_ratio * steps)

@@ -28,6 +28,7 @@ FROZEN = ("ref", "rm")
 
 def role_worker_mapping(config: VerlPPOConfig) -> Mapping[str, str]:
     """Return the worker class of each role. Add your own workers here, and their roles to placement.role_pools."""
+    # A pass of a sharded model is collective: all its processes have to run it together, so they are ranks.
     sharded = config.frozen_engine.is_collective
     policy = "Rank" if sharded or config.is_own_reference else "Worker"
     return {
@@ -73,10 +74,12 @@ def build_job(
         processes = sum(sum(counts) for counts in placement.pools.values())
         threads = threads_each(processes if config.asynchronous.ahead else count, placement.nodes)
         builder.resource(cpu=devices, accelerator=devices, threads=threads)
+        # A process has the devices of one rank, which is too little for an engine with several.
         if placement.share_processes and devices == 1:
             builder.process(placement.mapping[role])
     for pool in placement.pools:
         roles = [role for role in placement.roles_of(pool) if role in config.roles]
+        # On CPUs there are no devices to share, and collocation would only restrict where processes can run.
         if len(roles) > 1 and (detect_devices() or placement.share_processes):
             builder.with_collocation(*roles)
     return builder.build()

@@ -153,6 +153,7 @@ def _weights(samples: Batch) -> dict[str, float]:
     """Compute metrics of the importance weights of the token losses."""
     weight_N = samples["correction"][samples["action_mask"]]
     metrics = _spread("rollout_corr/rollout_is", weight_N)
+    # verl separates the last part of these names by an underscore.
     metrics = {name.replace("/rollout_is/", "/rollout_is_"): value for name, value in metrics.items()}
     metrics["rollout_corr/rollout_is_std"] = float(weight_N.std(correction=0))
     size = weight_N.mean().square() / weight_N.square().mean().clamp(min=1e-8)

@@ -94,6 +94,7 @@ class Worker(BaseWorkload):
     def stick(self, items: list[int]) -> list[int]:
         """Return the doubled items. On the far machine hang instead: odd ranks are stopped, even ones wait forever."""
         doubled = self.hold(items)
+        # Two kinds of hanging: a process that does not run at all, and one whose call never ends.
         if self.is_struck and self.rank % 2:
             os.kill(os.getpid(), signal.SIGSTOP)
         if self.is_struck:
@@ -104,6 +105,7 @@ class Worker(BaseWorkload):
     def save(self, folder: str, step: int) -> int:
         """Write one part of a checkpoint and return its size. The second checkpoint is half written at the fault."""
         file = Path(folder) / "state" / self.name
+        # Half of the file, so that the fault leaves an incomplete checkpoint behind.
         file.write_bytes(bytes(BYTES // 2))
         if step == 2 and self.attempt == 1:
             self._note("held")
