@@ -19,8 +19,8 @@ class AlgorithmOptions(PolicyOptions):
     std_norm: bool = True
     """Divide the advantages of a prompt's responses by their standard deviation. Dr. GRPO sets it to false."""
     std_epsilon: float = active_when(1e-4, std_norm=True)
-    """Constant added to this standard deviation, so that rewards that differ only by rounding give advantages near
-    0."""
+    """Constant added to the standard deviation of std_norm, so that rewards that differ only by rounding give
+    advantages near 0."""
     ratio: Literal["token", "sequence"] = "token"
     """Importance-sampling ratio that is clipped. `token`: the ratio of each token; `sequence`: the geometric mean over
     the response (GSPO). gspo.yaml also sets GSPO's aggregation and its much smaller clip range."""
@@ -31,15 +31,17 @@ class AlgorithmOptions(PolicyOptions):
     responses equally (the first GRPO). `seq-mean-token-sum` sums over each response, and `seq-mean-token-sum-norm`
     divides this sum by rollout.max_new_tokens (Dr. GRPO)."""
     kl_coef: NotNegative = 0.0
-    """Weight of the KL to the reference model in the loss, with the aggregation of the loss. 0 starts no reference
-    role."""
+    """Weight of the KL to the reference model in the loss. It is aggregated over tokens like the policy loss. With 0 no
+    reference role is started."""
     kl_estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"] = "k3"
-    """Estimator of the KL. A `+` uses its value with the gradient of k2, which is unbiased."""
+    """Estimator of the KL. A `+`, as in `k3+`, keeps the value of the estimator and takes the gradient of k2, which is
+    unbiased."""
     reference_sync_steps: Count | None = active_when(None, kl_coef=True)
     """Number of steps between two updates of the reference model towards the policy (TR-DPO). Default: the reference
     model stays at its starting weights."""
     reference_mixup: ShareAboveZero = active_when(0.6, reference_sync_steps=True)
-    """Weight of the policy in such an update. 1 copies the policy; less gives a moving average."""
+    """Weight of the policy in an update of the reference model (reference_sync_steps). 1 copies the policy. A smaller
+    value gives a moving average."""
     filter_range: tuple[float, float] | None = of_plugin("dynamic_sampling", None)
     """Dynamic sampling: lowest and highest mean score of a prompt's responses, both excluded. Prompts outside of the
     range are replaced until the step is full or the data ends. Default: every prompt is trained on."""

@@ -23,8 +23,8 @@ class AlgorithmOptions(PolicyOptions):
     mean of all episodes of the prompt; `rloo`: minus the mean of the others; `grpo`: minus the mean, divided by the
     standard deviation; `gpg` and `grpo_passk`: see docs/algorithms.md."""
     std_epsilon: float = active_when(1e-4, estimator=("grpo",))
-    """Constant added to this standard deviation, so that returns that differ only by rounding give advantages near
-    0."""
+    """Constant added to the standard deviation of `grpo`, so that returns that differ only by rounding give advantages
+    near 0."""
     whiten: bool | None = None
     """Normalise the advantages of all tokens of a step to mean 0 and standard deviation 1. Default: true for
     `reinforce` and `reinforce_baseline`, false for the other estimators."""

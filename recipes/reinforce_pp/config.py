@@ -29,7 +29,7 @@ class AlgorithmOptions(PolicyOptions):
     kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k1"
     """Estimator of the KL. As a reward only k1 is unbiased."""
     reward_range: tuple[float, float] = (-10.0, 10.0)
-    """Lowest and highest reward after the baseline. Rewards beyond are clamped."""
+    """Range to which rewards are clamped after the baseline is subtracted."""
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""

@@ -52,7 +52,7 @@ class AlgorithmOptions(PPOOptions):
     lam: float = active_when(1.0, estimator=("gae",))
     """GAE's lambda."""
     std_norm: bool = active_when(True, estimator=("grpo", "grpo_passk"))
-    """Divide the advantages of a prompt's responses by their standard deviation. Dr. GRPO does not."""
+    """Divide the advantages of a prompt's responses by their standard deviation. Dr. GRPO sets it to false."""
     gpg_scale: float = active_when(1.0, estimator=("gpg",))
     """Divisor of the advantages of gpg."""
     gdpo_rewards: list[str] = field(default_factory=list)
@@ -98,8 +98,9 @@ class AlgorithmOptions(PPOOptions):
     seq_sum_ or seq_mean_ followed by k1, k2 or k3, or seq_max_ followed by k2 or k3. Separate several with commas.
     Default: nothing is excluded."""
     rejection_threshold: str | None = active_when(None, rejection=True)
-    """Bounds of `rejection`: one for all rules, or one per rule, separated by commas. k1: `low_high` of the ratio of
-    the engine's probability to the policy's, or `high`, with low = 1 / high. k2 and k3: maximum estimate in nats."""
+    """Bounds of `rejection`: one for all rules, or one per rule, separated by commas. k1: range of the engine's
+    probability divided by the policy's, as `low_high`, or as `high` with low = 1 / high. k2 and k3: maximum estimate in
+    nats."""
     estimate_rejected: bool = active_when(False, rejection=True)
     """Exclude rejected tokens from the loss only. Otherwise their rewards are also excluded from returns and values,
     including the reward of a response whose last token is rejected."""
