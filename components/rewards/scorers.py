@@ -200,7 +200,7 @@ def _label_value(label: str) -> Decimal:
     match = _STATED_NUMBER.match(answer)
     if match is None or answer[match.end() :].strip(" \t\r\n.%$"):
         raise ValueError(
-            f"the label {label[-80:]!r} is neither a number nor a solution that ends in '#### N'; set the label key "
-            "to the field that is"
+            f"the label {label[-80:]!r} is neither a number nor a solution that ends in '#### N'; set data.label_key "
+            "to the column with the answers"
         )
     return _value(match)

@@ -76,9 +76,10 @@ _RISING = ("eval/score", "reward/score")
 """Metrics whose history is tracked. Alarms read the best value so far as `best:<name>`, and `lost:<name>`, which is 1
 if most of a gain is lost."""
 _NAME = re.compile(r"\{([\w.]+)\}")
-SAME_PRECISION = "let both compute in the same precision ({train.precision})"
+SAME_PRECISION = "use the same precision for both ({train.precision})"
 LOWER_RATE = "lower the learning rate ({train.learning_rate})"
-FEWER_UPDATES = "learn in fewer optimizer steps (a larger {train.mini_batch_size}, fewer {train.epochs})"
+FEWER_UPDATES = "use fewer optimizer steps (a larger {train.mini_batch_size}, fewer {train.epochs})"
+SMALLER_NORM = "clip gradients at a smaller norm ({train.max_grad_norm})"
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ ALARMS = (
         when=f"more than {MOST_FALL:.0%} below the best so far, and below the first, twice in a row",
         text="the score of the responses is down to {now:.3f}, and was {first:.3f} in the first step: the policy gets "
         "worse",
-        remedies=(LOWER_RATE, FEWER_UPDATES, "cut gradients at a smaller norm ({train.max_grad_norm})"),
+        remedies=(LOWER_RATE, FEWER_UPDATES, SMALLER_NORM),
         sounds=_has_fallen("reward/score"),
         steps=2,
     ),
@@ -186,7 +187,7 @@ ALARMS = (
         f"{NOISES:g} times the noise between steps",
         text="the score of the responses is down to {now:.3f}, near the {first:.3f} of the first step: most of what "
         "the policy had gained is lost",
-        remedies=(LOWER_RATE, FEWER_UPDATES, "cut gradients at a smaller norm ({train.max_grad_norm})"),
+        remedies=(LOWER_RATE, FEWER_UPDATES, SMALLER_NORM),
         sounds=_has_lost_gain("reward/score"),
     ),
     Alarm(
@@ -194,7 +195,7 @@ ALARMS = (
         watches="actor/entropy",
         when=f"over {MOST_ENTROPY:g} times the first step's and over {LEAST_EXPLODED:g}, twice in a row",
         text="the policy's entropy is up to {now:.3f} nats per token from {first:.3f}: its responses become random",
-        remedies=(LOWER_RATE, "reward entropy less ({algorithm.entropy_coef})"),
+        remedies=(LOWER_RATE, "lower the weight of the entropy bonus ({algorithm.entropy_coef})"),
         sounds=_explodes,
         steps=2,
     ),
@@ -203,32 +204,33 @@ ALARMS = (
         watches="actor/approx_kl",
         when=f"over {MOST_KL}",
         text="the policy moved {now:.2f} nats per token within one step, too far from the responses it learns from",
-        remedies=(LOWER_RATE, FEWER_UPDATES, "cut gradients at a smaller norm ({train.max_grad_norm})"),
+        remedies=(LOWER_RATE, FEWER_UPDATES, SMALLER_NORM),
         sounds=lambda now, _: now["actor/approx_kl"] > MOST_KL,
     ),
     Alarm(
         name="step_kl",
         watches="actor/step_kl",
         when=f"over {MOST_KL}",
-        text="one optimizer step moved the policy {now:.2f} nats per token from the one that drew the responses, too "
-        "far to learn from them",
-        remedies=(LOWER_RATE, "cut gradients at a smaller norm ({train.max_grad_norm})"),
+        text="one optimizer step moved the policy {now:.2f} nats per token away from the one that sampled the "
+        "responses, too far to learn from them",
+        remedies=(LOWER_RATE, SMALLER_NORM),
         sounds=lambda now, _: now["actor/step_kl"] > MOST_KL,
     ),
     Alarm(
         name="drift",
         watches="actor/kl_to_reference",
         when=f"over {MOST_DRIFT:g}",
-        text="the policy is {now:.2f} nats per token from the reference: much of what it knew may be lost",
-        remedies=("weigh the KL to the reference more ({algorithm.kl_coef})", LOWER_RATE),
+        text="the KL to the reference is {now:.2f} nats per token: the policy may have lost abilities of the initial "
+        "model",
+        remedies=("raise the weight of the KL to the reference ({algorithm.kl_coef})", LOWER_RATE),
         sounds=lambda now, _: now["actor/kl_to_reference"] > MOST_DRIFT,
     ),
     Alarm(
         name="start",
         watches="actor/kl_to_reference",
         when=f"more than {MOST_AT_START} from 0 in step 1",
-        text="before the first update the policy is {now:.3f} nats per token from the reference that it starts as: the "
-        "two are other weights, or are computed in another way",
+        text="the KL to the reference is {now:.3f} nats per token before the first update, where it must be 0: policy "
+        "and reference have different weights, or are computed differently",
         remedies=(SAME_PRECISION,),
         sounds=lambda now, _: now["step"] == 1 and abs(now["actor/kl_to_reference"]) > MOST_AT_START,
     ),
@@ -236,9 +238,9 @@ ALARMS = (
         name="first_ratio",
         watches="actor/first_ratio_mean",
         when=f"more than {MOST_AT_START} from 1, twice in a row, where no response is of older weights",
-        text="in a step's first optimizer step, before any update, the ratio to the policy that the step began with is "
-        "{now:.3f} and not 1",
-        remedies=(SAME_PRECISION, "pack the same sequences for both ({train.packing})"),
+        text="the ratio to the old policy is {now:.3f} in the first optimizer step of a step, before any update, where "
+        "it must be 1",
+        remedies=(SAME_PRECISION, "use the same packing for both ({train.packing})"),
         sounds=_is_no_ratio_of_one,
         steps=2,
     ),
@@ -246,7 +248,7 @@ ALARMS = (
         name="clipping",
         watches="actor/clip_frac",
         when=f"over {MOST_CLIPPED}, with `actor/approx_kl` over {MOVES}",
-        text="{now:.0%} of the tokens are clipped, so that little of what the responses teach gets through",
+        text="{now:.0%} of the tokens are clipped, so little is learned from the responses",
         remedies=(LOWER_RATE, FEWER_UPDATES),
         sounds=_moves_far,
     ),
@@ -254,13 +256,13 @@ ALARMS = (
         name="entropy",
         watches="actor/entropy",
         when=f"under {LEAST_ENTROPY} of the first step's, twice in a row, with `reward/score` under {SOLVED}",
-        text="the policy's entropy is down to {now:.3f} nats per token from {first:.3f}, and its responses are not "
-        "right yet: it writes nearly the same each time, and finds nothing new to learn from",
+        text="the policy's entropy fell from {first:.3f} to {now:.3f} nats per token before its responses are right: "
+        "all responses are nearly the same, so there is nothing new to learn from",
         remedies=(
             LOWER_RATE,
-            "clip less above ({algorithm.clip_high})",
-            "weigh the KL to the reference more ({algorithm.kl_coef})",
-            "reward entropy ({algorithm.entropy_coef})",
+            "raise the upper clip range ({algorithm.clip_high})",
+            "raise the weight of the KL to the reference ({algorithm.kl_coef})",
+            "raise the weight of the entropy bonus ({algorithm.entropy_coef})",
         ),
         sounds=_is_sure_of_wrong_responses,
         steps=2,
@@ -269,13 +271,13 @@ ALARMS = (
         name="mismatch",
         watches="rollout/logprob_gap_mean",
         when=f"over {MOST_GAP}, twice in a row; over {MOST_STALE_GAP:g} where responses are of older weights",
-        text="engine and trainer are {now:.3f} nats per token apart about the same responses: the policy learns from "
-        "responses that it would not give",
+        text="log-probabilities of engine and trainer differ by {now:.3f} nats per token for the same responses: the "
+        "policy learns from responses that it would not give",
         remedies=(
-            "see whether the engine has the trainer's weights ({rollout.verify_weight_sync})",
-            "sample from all that the engine computes ({rollout.top_p}=1, {rollout.top_k}=0)",
+            "check that the engine has the trainer's weights ({rollout.verify_weight_sync})",
+            "sample from the full vocabulary ({rollout.top_p}=1, {rollout.top_k}=0)",
             SAME_PRECISION,
-            "correct the loss for it ({algorithm.correction})",
+            "correct the loss for the difference ({algorithm.correction})",
         ),
         sounds=_differs_from_engine,
         steps=2,
@@ -286,7 +288,7 @@ ALARMS = (
         when=f"over {MOST_IMBALANCE}, twice in a row",
         text="the router sends nearly all tokens to the same experts (imbalance {now:.2f}, {first:.2f} in the first "
         "step): the other experts are no longer trained",
-        remedies=("weigh the load-balancing loss more ({train.router_aux_loss_coef})", LOWER_RATE),
+        remedies=("raise the weight of the load-balancing loss ({train.router_aux_loss_coef})", LOWER_RATE),
         sounds=lambda now, _: now["actor/router_imbalance"] > MOST_IMBALANCE,
         steps=2,
     ),
@@ -294,13 +296,13 @@ ALARMS = (
         name="equal_groups",
         watches="reward/zero_variance_share",
         when=f"over {MOST_EQUAL}, three times in a row, unless `reward/score` rose to {SOLVED} or more meanwhile",
-        text="{now:.0%} of the responses earn what all others to their prompt earn, so comparing them teaches nothing",
+        text="{now:.0%} of the responses have the same reward as all others to their prompt, so there is no signal",
         remedies=(
-            "look at the responses: is the reward ever right, or always?",
-            "take prompts that the policy solves now and then",
-            "draw more responses to a prompt ({samples_per_prompt}) at temperature 1 ({rollout.temperature})",
-            "leave such prompts out ({algorithm.filter_range})",
-            "leave such prompts out ({algorithm.dynamic_sampling})",
+            "look at the responses: the reward may never be given, or always",
+            "use prompts that the policy solves sometimes",
+            "sample more responses per prompt ({samples_per_prompt}) at temperature 1 ({rollout.temperature})",
+            "exclude such prompts ({algorithm.filter_range})",
+            "exclude such prompts ({algorithm.dynamic_sampling})",
         ),
         sounds=_is_all_equal,
         steps=3,
@@ -309,11 +311,11 @@ ALARMS = (
         name="failed_rewards",
         watches="reward/failed",
         when="over 0, twice in a row",
-        text="responses whose reward could not be computed: {now:.0f} in this step; they are left out",
+        text="the reward of {now:.0f} responses of this step could not be computed; they are excluded",
         remedies=(
-            "read why, in the lines above that name the first of them, and mend the reward",
-            "give it more time ({reward.timeout_s})",
-            "give the environment more time ({agent.step_timeout_s})",
+            "read the reason in the messages above, and correct the reward",
+            "raise the timeout of the reward ({reward.timeout_s})",
+            "raise the timeout of the environment ({agent.step_timeout_s})",
         ),
         sounds=lambda now, _: now["reward/failed"] > 0,
         steps=2,
@@ -425,6 +427,7 @@ class Alarms:
             if len(names) > 3:
                 names = [*names[:2], f"{names[2]} and more"]
             events.append(self._event(NOT_A_NUMBER, step, NOT_A_NUMBER.text.format(names=", ".join(names))))
+        # Once per run: an alarm that is repeated in every step would hide the others.
         fresh = [event for event in events if event.alarm not in self._sounded]
         self._sounded |= {event.alarm for event in fresh}
         return fresh

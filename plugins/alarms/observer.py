@@ -40,6 +40,7 @@ class AlarmObserver(RunObserver):
 
     def start(self, run_dir: Path, emit: Callable[[Any], None]) -> Sequence[str]:
         """See `RunObserver.start`."""
+        # A resumed run must not raise the alarms of its earlier starts again.
         self._alarms.recall(run_dir)
         self._emit = emit
         return ()

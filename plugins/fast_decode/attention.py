@@ -56,7 +56,8 @@ def _grouped_decoding(
 
     rows, heads, positions, size = query_RH1D.shape
     key_heads = key_RKSD.shape[1]
-    # With a mask per head, the heads of a group cannot be positions of one head.
+    # The query heads of a group are computed like positions of one head, which share a mask. Masks that differ between
+    # heads need the general function.
     one_mask_for_all_heads = attention_mask is None or attention_mask.shape[1] == 1
     if positions > 1 or not one_mask_for_all_heads or rest.get("position_bias") is not None:
         return sdpa_attention_forward(module, query_RH1D, key_RKSD, value_RKSD, attention_mask, scaling=scaling, **rest)

@@ -100,6 +100,7 @@ class RunState:
 
     def current(self) -> dict[str, Any]:
         """Return the state as an object for JSON."""
+        # The wall clock, because the events of other processes have its times.
         now = time.time()
         with self._lock:
             calls = [

@@ -41,8 +41,9 @@ class Group:
 class PartialRolloutBuffer:
     """Keeps prompts in generation on several engines, and returns the first groups that have finished.
 
-    The other groups continue and are returned in a later batch. A group that would be too old for the next batch is
-    waited for: the weights with which a group began are at most `most_stale` versions behind those that train on it.
+    The other groups continue, and a later batch returns them. The weights with which a group began are at most
+    `most_stale` versions behind the weights that are trained on it: a batch waits for groups that would exceed this in
+    the next batch.
     """
 
     take: Callable[[int], Batch]

@@ -13,8 +13,8 @@ COLUMNS = ("weights", "gradients", "optimizer", "cache", "passes", "base", "host
 """Parts of an estimate, in the order of the columns."""
 _HEADS = {"gradients": "grads", "optimizer": "optim"}
 _UNKNOWN = (
-    "? where the sizes of a model, or the memory of a GPU, are not known here; for a model a folder with its "
-    "config.json is enough"
+    "? marks numbers that depend on a model, or on the memory of a GPU, that is not known here; of a model, a folder "
+    "with its config.json is enough"
 )
 
 
@@ -62,10 +62,10 @@ def _pool_texts(run: RunMemory, pools: Iterable[MemoryPool]) -> list[str]:
 def capacity_text(run: RunMemory, pool: MemoryPool) -> str:
     """Return the size of a pool, the verdict, and the options to set."""
     if pool.available is None:
-        return f"what it has is not known: set {_assumption(run, pool)}"
+        return f"its size is not known: set {_assumption(run, pool)}"
     text = f"it has {format_bytes(pool.available)}: {pool.verdict}"
     if pool.verdict == "not known":
-        return f"{text}, as the size of a model is not"
+        return f"{text}, because the size of a model is not known"
     return text if pool.verdict == "fits" else f"{text}, {remedy(run, pool)}"
 
 
@@ -85,4 +85,4 @@ def _sends_text(run: RunMemory) -> str:
         for role, estimate in run.estimates.items()
         if estimate.sends
     ]
-    return f"{'; '.join(texts)}: one rank to others, in an optimizer step, at most" if texts else ""
+    return f"{'; '.join(texts)}: maximum that one rank sends to others in an optimizer step" if texts else ""

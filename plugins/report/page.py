@@ -103,7 +103,9 @@ def status_of(summary: Mapping[str, Any], run_dir: Path) -> str:
 def outcome(summary: Mapping[str, Any], status: str, last: int, events: Events) -> str:
     """Return a few sentences about the status and the result of a run."""
     recipe = summary.get("recipe") or "The run"
-    steps = "1 step" if last == 1 else f"{last} steps"
+    steps = f"{last} steps"
+    if last == 1:
+        steps = "1 step"
     if events.total and events.total != last:
         steps = f"step {last} of {events.total}"
     verb = _ENDINGS.get(status, "was cut off")
@@ -115,10 +117,10 @@ def outcome(summary: Mapping[str, Any], status: str, last: int, events: Events) 
     if events.end:
         text += f" in {duration(_run_seconds(summary, events))}"
     text += "." + _score_sentence(summary.get("score") or {})
-    starts, resumed = summary.get("attempts") or 1, summary.get("resumed_from")
+    starts = summary.get("attempts") or 1
     if starts > 1:
         text += f" Its processes were started {starts} times."
-    if resumed:
+    if resumed := summary.get("resumed_from"):
         text += f" It was resumed after step {resumed}."
     return text
 
@@ -141,7 +143,7 @@ def _score_sentence(score: Mapping[str, Any]) -> str:
     if score.get("examples"):
         sentence += f" ({score['examples']:,} examples)"
     if greedy := _score_change(score.get("start_greedy"), score.get("end_greedy")):
-        sentence += f"; greedily it {greedy}"
+        sentence += f"; with greedy decoding it {greedy}"
     return sentence + "."
 
 

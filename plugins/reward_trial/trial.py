@@ -167,6 +167,7 @@ def _trial_rows(rows: Rows) -> Rows:
     """Return the first row of each kind, and at least two rows."""
     chosen = [rows[numbers[0]] for numbers in rows_by_kind(rows)]
     if len(chosen) == 1:
+        # A second row with a label of another length, so that the two responses can be told apart by their length.
         length = len(str(chosen[0]["label"]))
         others = (row for row in rows[1:SEARCHED_ROWS] if len(str(row["label"])) != length)
         chosen.append(next(others, rows[-1]))

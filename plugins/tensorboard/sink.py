@@ -62,8 +62,10 @@ class TensorBoard:
         self._events: Any = event_pb2
         self._summaries: Any = summary_pb2
         folder.mkdir(parents=True, exist_ok=True)
+        # TensorBoard finds files by the beginning of their names. Time and process keep those of several starts apart.
         name = f"events.out.tfevents.{time.time():.6f}.{platform.node()}.{os.getpid()}"
         self._records = RecordWriter(GrowingFile(folder / name))
+        # TensorBoard rejects a file that does not begin with this record.
         self._write(file_version="brain.Event:2")
         if purge_step is not None:
             start = self._events.SessionLog(status=self._events.SessionLog.START)

@@ -107,10 +107,10 @@ def critic_update(step: int) -> Future[list[dict[str, float]]]:
 
 
 def learners() -> list[Role]:
-    """The roles of this job that are trained."""
+    """Return the roles of this job that are trained."""
     return [role for role in (Role.ACTOR, Role.CRITIC) if RoleGroup(role, optional=True)]
 
 
 def end_job() -> None:
-    """Tell the roles that hold something outside of their process that no call will follow."""
+    """Let the roles release what they hold outside of their process: no call will follow."""
     wait_all([RoleGroup(role).call(end_job) for role in (Role.ROLLOUT, Role.REWARD, Role.ACTOR)])

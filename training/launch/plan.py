@@ -7,6 +7,7 @@ import torch.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -231,7 +232,9 @@ class Plan:
 
     @property
     def _width(self) -> int:
-        return WIDTH - len(self.recipe) - 2
+        # A narrower terminal would break the table, and the paragraphs in the middle of words.
+        columns = min(WIDTH, shutil.get_terminal_size((WIDTH, 0)).columns)
+        return columns - len(self.recipe) - 2
 
     def _wrapped(self, head: str, text: str) -> list[str]:
         return textwrap.wrap(f"{head:<10}{text}", self._width, subsequent_indent=" " * 10)

@@ -54,7 +54,7 @@ function curveTools(data, filter) {
     el("label", {}, "Smoothing", slider, shown),
     el("label", {}, "Find", el("input", { type: "search", placeholder: "a metric", oninput: (event) => filter(event.target.value) })),
     el("button", { type: "button", onclick: allSteps }, "All steps"),
-    el("span", { class: "soft small" }, "Drag over a chart to see some steps only; double-click brings all back."),
+    el("span", { class: "soft small" }, "Drag over a chart to zoom in. Double-click to show all steps."),
     data.runs.length > 1 && runLegend(data));
 }
 

@@ -36,20 +36,20 @@ function changedPart(data) {
   if (data.differs) {
     const { rows, of } = data.differs;
     part.append(el("h2", { id: "changed-head" }, "Options that differ between the runs"),
-      rows.length ? table(["option", ...data.runs.map((run) => run.name)], rows.map(([name, ...values]) => [el("code", {}, name), ...values.map((value) => value ?? "—")])) : el("p", { class: "soft" }, "In none of their options, beside the folder."));
-    if (of > rows.length) part.append(el("p", { class: "soft small" }, `${of - rows.length} more options differ; the runs' config.yaml have them.`));
+      rows.length ? table(["option", ...data.runs.map((run) => run.name)], rows.map(([name, ...values]) => [el("code", {}, name), ...values.map((value) => value ?? "—")])) : el("p", { class: "soft" }, "None, except the run folder."));
+    if (of > rows.length) part.append(el("p", { class: "soft small" }, `${of - rows.length} more options differ; see config.yaml of each run.`));
     return part;
   }
   const { changed } = data.runs[0];
   part.append(el("h2", { id: "changed-head" }, "Options changed from the defaults"));
-  if (!changed) part.append(el("p", { class: "soft" }, "The run's plan.json does not have it; config.yaml has all options."));
-  else if (!changed.length) part.append(el("p", { class: "soft" }, "Nothing: every option has its default."));
+  if (!changed) part.append(el("p", { class: "soft" }, "plan.json of the run does not list them; config.yaml has all options."));
+  else if (!changed.length) part.append(el("p", { class: "soft" }, "None: all options have their defaults."));
   else part.append(table(["option", "value"], changed.map(([name, value]) => [el("code", {}, name), el("code", {}, value)])));
   return part;
 }
 
 function fillNav(data, parts) {
-  const names = { outcome: "Outcome", changed: data.differs ? "Differences" : "Changed", curves: "Curves", timeline: "Timeline", memory: "Memory", rollouts: "Rollouts" };
+  const names = { outcome: "Outcome", changed: data.differs ? "Differences" : "Options", curves: "Curves", timeline: "Timeline", memory: "Memory", rollouts: "Rollouts" };
   const toggle = el("button", { type: "button", id: "theme", title: "Key d", onclick: () => setTheme(theme() === "dark" ? "light" : "dark") });
   repainted(() => { toggle.textContent = theme() === "dark" ? "Light" : "Dark"; toggle.setAttribute("aria-label", `Switch to the ${theme() === "dark" ? "light" : "dark"} colours`); });
   document.getElementById("nav").append(...parts.map((part) => el("a", { href: `#${part.id}` }, names[part.id])), el("span", { class: "gap" }), toggle, el("button", { type: "button", title: "Key ?", onclick: openHelp }, "Keys"));

@@ -232,9 +232,9 @@ function rolloutNotes(view) {
   const notes = [];
   if (rollouts.steps.length < rollouts.of_steps) notes.push(`${rollouts.steps.length} of ${rollouts.of_steps.toLocaleString("en")} steps are in this file, evenly spaced.`);
   if (rollouts.unread) notes.push(`${count(rollouts.unread, "file")} of rollouts could not be read.`);
-  if (data.groups.length < data.of_groups) notes.push(`Of this step: ${data.groups.length} of ${count(data.of_groups, "prompt")} with their responses, the best, the worst, the most spread, and some evenly between.`);
+  if (data.groups.length < data.of_groups) notes.push(`Of this step, ${data.groups.length} of ${count(data.of_groups, "prompt")} are shown with their responses: the best, the worst, the one with the largest spread of rewards, and others in between.`);
   if (data.cut) notes.push(`${count(data.cut, "long response")} of this step ${data.cut === 1 ? "is" : "are"} cut in the middle.`);
   if (!rollouts.has_text) notes.push("There is no tokenizer in the run's folder, so tokens are shown as their ids.");
-  if (notes.length) notes.push("rollouts/ in the run's folder has all of it.");
+  if (notes.length) notes.push("The folder rollouts/ of the run has all of them.");
   return notes.join(" ");
 }

@@ -68,8 +68,8 @@ function laneNotes(view) {
   const processes = Object.values(line.ranks).reduce((a, b) => a + b, 0);
   const notes = [`Idle: the share of the time since the first training phase in which a process had nothing to do. TRAINER's row shows its phases.`];
   if (processes > rows.length) notes.push(`${rows.length} of ${count(processes, "process", "processes")} are drawn.`);
-  if (rows.some((row) => row.share)) notes.push(`Of ${count(line.bars, "call")} the first and the last are drawn one by one, those between put together into ${count(drawn, "bar")}: each shows what took longest, paler the more idle time is in it.`);
-  if (line.starts.length > 1) notes.push(`The run was started ${line.starts.length} times (dashed lines); the time between is left out.`);
+  if (rows.some((row) => row.share)) notes.push(`${count(line.bars, "call")} are drawn as ${count(drawn, "bar")}: the first and the last calls one by one, the others merged. A merged bar shows the call that took longest, and is paler the more idle time it contains.`);
+  if (line.starts.length > 1) notes.push(`The run was started ${line.starts.length} times (dashed lines). The time between the starts is not shown.`);
   return notes.join(" ");
 }
 

@@ -159,7 +159,7 @@ def test_suggestions_name_only_options_of_the_recipe(recipe: str) -> None:
 def test_suggestions_omit_options_that_do_not_exist() -> None:
     entropy = next(alarm for alarm in ALARMS if alarm.name == "entropy")
     remedies = advice(entropy, {"train.learning_rate", "algorithm.clip_high"})
-    assert remedies == "lower the learning rate (train.learning_rate); clip less above (algorithm.clip_high)"
+    assert remedies == "lower the learning rate (train.learning_rate); raise the upper clip range (algorithm.clip_high)"
 
 
 def test_a_score_that_falls_below_its_start_sets_off_an_alarm_and_one_that_wavers_does_not() -> None:
