@@ -1,15 +1,18 @@
-"""Counts of phrasings that CONTRIBUTING.md rules out, per file.
+"""Counts of phrasings that CONTRIBUTING.md rules out, per file, and their densities per layer.
 
     python -m tests.sentences [FILE ...]     print what each file has
-    python -m tests.sentences --check        print what is over the allow-list, and fail if anything is
+    python -m tests.sentences --check        print what exceeds the allow-list or a density, and fail if anything does
     python -m tests.sentences --write        lower tests/sentences.json to what the tree has now
 
-tests/sentences.json is the allow-list: rule -> file -> maximum count. It may only shrink.
+tests/sentences.json is the allow-list: rule -> file -> maximum count. Its entry `densities` (layer -> rule -> number)
+has the layers that do not reach a bar of this file yet. The list may only shrink, and a density may only approach its
+bar.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import json
 import re
@@ -17,6 +20,7 @@ import sys
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tests.architecture import LAYERS, ROOT, code_lines, sources
 
@@ -28,9 +32,13 @@ EMPTY_NAMES = frozenset(["found", "own", "asked", "wanted", "told", "given", "th
 """Names of variables that do not name their content."""
 NO_COMMENT = re.compile(r"#\s*(noqa|type:|pyright:|!|fmt:|pragma)")
 PER_1000 = {"tuple_assignment": 5.0, "conditional_expression": 13.0}
-"""Maximum number per 1,000 lines of code of a layer, once the allow-list is empty."""
-COMMENTS_PER_100 = 5.0
-"""Minimum number of comments per 100 lines of code in components and training."""
+"""Maximum number per 1,000 lines of code of a layer."""
+COMMENTS_PER_100 = {"components": 5.0, "training": 5.0, "tests": 0.0}
+"""Layer -> minimum number of comments per 100 lines of code."""
+COMMENTS_ELSEWHERE = 4.0
+"""Minimum number of comments per 100 lines of code in the other layers."""
+DENSITIES = "densities"
+"""Key of tests/sentences.json."""
 
 
 def first_word(text: str) -> str:
@@ -116,6 +124,7 @@ def comments_in(path: Path) -> int:
     return sum(1 for token in tokens if token.type == tokenize.COMMENT and not NO_COMMENT.match(token.string))
 
 
+@functools.cache
 def counts_of(root: Path) -> dict[str, dict[str, int]]:
     """Return rule -> file -> number of places, without zeros."""
     counts: dict[str, dict[str, int]] = {}
@@ -153,21 +162,62 @@ def densities(root: Path) -> dict[str, dict[str, float]]:
     return table
 
 
+def density_bars(layer: str, allowed: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Return rule -> bar of a layer: the general one, or the number in the allow-list while that is further away."""
+    known = allowed.get(layer, {})
+    comments = COMMENTS_PER_100.get(layer, COMMENTS_ELSEWHERE)
+    bars = {rule: max(most, known.get(rule, 0.0)) for rule, most in PER_1000.items()}
+    return bars | {"comments": min(comments, known.get("comments", comments))}
+
+
+def density_faults(table: dict[str, dict[str, float]], allowed: dict[str, dict[str, float]]) -> list[str]:
+    """Return an error for each density of a layer that misses its bar."""
+    faults: list[str] = []
+    for layer, row in table.items():
+        bars = density_bars(layer, allowed)
+        faults += [
+            f"{layer}: {row[rule]} {rule} per 1,000 lines of code, at most {bars[rule]}"
+            for rule in PER_1000
+            if row[rule] > bars[rule]
+        ]
+        if row["comments"] < bars["comments"]:
+            faults.append(f"{layer}: {row['comments']} comments per 100 lines of code, at least {bars['comments']}")
+    return faults
+
+
+def missed_densities(table: dict[str, dict[str, float]], allowed: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """Return the densities that still miss their general bar. None is further from it than in `allowed`."""
+    missed: dict[str, dict[str, float]] = {}
+    for layer, row in table.items():
+        bars = density_bars(layer, {})
+        known = density_bars(layer, allowed)
+        for rule, bar in bars.items():
+            if rule == "comments" and max(row[rule], known[rule]) < bar:
+                missed.setdefault(layer, {})[rule] = max(row[rule], known[rule])
+            elif rule != "comments" and min(row[rule], known[rule]) > bar:
+                missed.setdefault(layer, {})[rule] = min(row[rule], known[rule])
+    return missed
+
+
 def main(arguments: list[str]) -> None:
     """Print what files have, check them against the allow-list, or lower it."""
     if arguments == ["--check"]:
-        faults = excess(counts_of(ROOT), json.loads(ALLOWED.read_text(encoding="utf-8")))
+        allowed = json.loads(ALLOWED.read_text(encoding="utf-8"))
+        faults = excess(counts_of(ROOT), allowed) + density_faults(densities(ROOT), allowed.get(DENSITIES, {}))
         print(*faults, sep="\n")
         sys.exit(bool(faults))
     if arguments == ["--write"]:
         counts = counts_of(ROOT)
         allowed = json.loads(ALLOWED.read_text(encoding="utf-8")) if ALLOWED.exists() else counts
+        missed = missed_densities(densities(ROOT), allowed.get(DENSITIES, {}))
         lowered = {
             rule: {file: min(count, allowed.get(rule, {}).get(file, 0)) for file, count in sorted(files.items())}
             for rule, files in sorted(counts.items())
             if rule not in PER_1000
         }
         kept = {rule: {file: count for file, count in files.items() if count} for rule, files in lowered.items()}
+        if missed:
+            kept[DENSITIES] = missed
         ALLOWED.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
         return
     for argument in arguments:

@@ -4,7 +4,17 @@ import json
 from pathlib import Path
 
 from tests.architecture import ROOT
-from tests.sentences import ALLOWED, counts_of, excess, places_in
+from tests.sentences import (
+    ALLOWED,
+    DENSITIES,
+    FOLDERS,
+    counts_of,
+    densities,
+    density_faults,
+    excess,
+    missed_densities,
+    places_in,
+)
 
 BAD = '''"""What a file has."""
 LIMIT = 3
@@ -46,6 +56,25 @@ def test_each_phrasing_is_counted(tmp_path: Path) -> None:
     ]
 
 
-def test_the_allow_list_names_files_that_exist() -> None:
+def test_the_allow_list_names_files_and_layers_that_exist() -> None:
     allowed = json.loads(ALLOWED.read_text(encoding="utf-8"))
+    assert set(allowed.pop(DENSITIES, {})) <= set(FOLDERS)
     assert [file for files in allowed.values() for file in files if not (ROOT / file).is_file()] == []
+
+
+def test_no_layer_is_denser_or_has_fewer_comments_than_its_bars() -> None:
+    allowed = json.loads(ALLOWED.read_text(encoding="utf-8"))
+    assert density_faults(densities(ROOT), allowed.get(DENSITIES, {})) == []
+
+
+def test_a_density_may_only_approach_its_bar() -> None:
+    table = {
+        "core": {"tuple_assignment": 0.8, "conditional_expression": 14.0, "comments": 3.5},
+        "training": {"tuple_assignment": 5.1, "conditional_expression": 13.0, "comments": 5.0},
+    }
+    allowed = {"core": {"conditional_expression": 13.5, "comments": 3.0}}
+    assert density_faults(table, allowed) == [
+        "core: 14.0 conditional_expression per 1,000 lines of code, at most 13.5",
+        "training: 5.1 tuple_assignment per 1,000 lines of code, at most 5.0",
+    ]
+    assert missed_densities(table, allowed) == {"core": {"conditional_expression": 13.5, "comments": 3.5}}
