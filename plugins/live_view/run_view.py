@@ -120,6 +120,7 @@ class RunView:
         """Return at most `height` lines of at most `width` cells. Less important lines are dropped if there is no
         room.
         """
+        # The lock is held only here: the thread of the job must not wait until a frame is on the screen.
         with self._lock:
             # In the order in which they are drawn, each with its priority (0 is kept longest).
             blocks = [

@@ -56,6 +56,7 @@ class LoraAdapters:
             task_type=task_type,
         )
         with torch.random.fork_rng(), _on_cpu(base.get_submodule(name) for name in targets):
+            # All ranks need the same adapters, and other random numbers of the run must not change.
             torch.manual_seed(config.seed)
             inject_adapter_in_model(self.config, base)
         # peft stores a set, which would be written in another order each time.
@@ -149,6 +150,7 @@ class LoraAdapters:
     def _added(self, layer: str, weight: Tensor, trained: Mapping[str, Tensor]) -> Tensor:
         up, down = (trained[f"{layer}.lora_{side}.default.weight"].float() for side in "BA")
         module = self.layers[layer]
+        # In float32: a change is often smaller than the rounding of a bfloat16 weight.
         change = (up @ down).mul_(module.scaling["default"])
         # GPT-2's layers store their weights as [in, out].
         if module.fan_in_fan_out:

@@ -126,6 +126,7 @@ def _lengths(flags: Computed) -> None:
     elif prompt is not None:
         flags.idle("prompt_max_len and generate_max_len set it", *names)
     elif new is None:
+        # A response may take all tokens that its prompt leaves, so only their sum has a limit.
         flags.put("data.max_prompt_tokens", most - 1)
         flags.put("rollout.max_new_tokens", most)
         flags.put("agent.max_tokens", most)

@@ -46,6 +46,7 @@ def help_text(schema: type, topic: str = "") -> str:
     if topic in plugins:
         return "\n".join(_sections([option for option in options if option.plugin == topic]))
     names = {option.name: option for option in [*options, *(each for group in added.values() for each in group)]}
+    # Names are often copied from a command line, with their dashes.
     if topic.removeprefix("--") in names:
         return "\n".join(_sections([names[topic.removeprefix("--")]]))
     topics = [ALL, *groups, *added, *sorted(plugins)]

@@ -74,6 +74,7 @@ def answer(unknown: str, options: Mapping[str, str], recipe: str, others: Collec
     """
     written = unknown.lower()
     *longer, last = _shorter(written)
+    # The longest part of the name comes first: `val_kwargs.n` is more specific than `n`.
     for name in longer:
         if advice := _of_table(name, written, options):
             return advice

@@ -81,6 +81,7 @@ class RemoteReward(RewardSource):
         queries, prompts, labels, _, _ = samples
         count = len(queries)
         size = self._settings.url_batch_size
+        # One queue for all servers, so that a fast one takes more requests than a slow one.
         todo: queue.SimpleQueue[tuple[range, bytes]] = queue.SimpleQueue()
         for start in range(0, count, size):
             end = min(start + size, count)

@@ -103,9 +103,7 @@ def status_of(summary: Mapping[str, Any], run_dir: Path) -> str:
 def outcome(summary: Mapping[str, Any], status: str, last: int, events: Events) -> str:
     """Return a few sentences about the status and the result of a run."""
     recipe = summary.get("recipe") or "The run"
-    steps = f"{last} steps"
-    if last == 1:
-        steps = "1 step"
+    steps = "1 step" if last == 1 else f"{last} steps"
     if events.total and events.total != last:
         steps = f"step {last} of {events.total}"
     verb = _ENDINGS.get(status, "was cut off")

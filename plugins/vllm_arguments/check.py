@@ -133,6 +133,7 @@ def _speculation_fault(value: Any) -> str:
 def _nearest(name: str) -> str:
     """Return the names of vLLM's arguments that are most similar to a name, as the end of a message."""
     allowed = [known for known, argument in arguments().items() if argument.kind in (ALLOWED, CORRECTED)]
+    # Without a similar name a distant one may help, but only one that a run may set.
     near = difflib.get_close_matches(name, arguments(), n=NEAR) or difflib.get_close_matches(name, allowed, NEAR, 0.4)
     if near:
         return f"; did you mean {', '.join(near)}?"

@@ -24,6 +24,7 @@ def starting_model(config: SFTConfig, scratch: str, *, with_weights: bool = True
         return path
     model = new_model(path)
     tokenizer = model.tokenizer()
+    # A check of the data reads the tokenizer only. Writing the weights would delay it.
     if with_weights:
         model.save(tokenizer, scratch, config.seed)
     tokenizer.save_pretrained(scratch)

@@ -41,6 +41,7 @@ def check_inputs(config: VerlPPOConfig, notes: list[str], absent: Collection[str
         for path, some in ((config.data.path, rows), (config.evaluation.path, heldout)):
             check_one_kind((row["input"] for row in some), str(path))
         check_rewards(config, rows, heldout)
+        # An episode has several responses, so the limit of one does not bound its length.
         most = None if config.agent.func_path else config.rollout.max_new_tokens
         too_long = 0
         if encodes:

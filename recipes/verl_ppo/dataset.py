@@ -31,6 +31,7 @@ class RLHFDataset:
             files,
             prompt_key=options.get("prompt_key", "prompt"),
             source_key=options.get("reward_fn_key", "data_source"),
+            # The class only provides prompts. Rewards are computed elsewhere.
             needs_truth=False,
         )
         self._prompts = PromptSource(
