@@ -45,8 +45,9 @@ from components.train.engine import TrainEngine  # noqa: E402
 from components.train.frozen import open_frozen_policy  # noqa: E402
 from components.train.opening import open_engine  # noqa: E402
 from components.train.process_group import init_process_group  # noqa: E402
-from components.train.state import EngineState, load_state, save_state  # noqa: E402
+from components.train.state import EngineState, save_state  # noqa: E402
 from components.weights.bucket_sizes import BUCKET_BYTES  # noqa: E402
+from plugins.resume.engine_state import load_state  # noqa: E402
 
 VOCABULARY = 32_000
 HIDDEN = 1024

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from plugins.partial_rollouts.buffer import PartialRolloutBuffer
-from training.run.continuation import GROUPS
+from training.run.strategies import GROUPS
 
 if TYPE_CHECKING:
     from components.batch import Batch

@@ -28,7 +28,8 @@ from fault_report import BYTES, Case, Report, Split  # noqa: E402
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group  # noqa: E402
 
 from core import BaseTrainer, BaseWorkload, JobBuilder, JobEvent, RoleGroup, trainer_invocation  # noqa: E402
-from training.run.checkpoint import Checkpoints, read_state  # noqa: E402
+from plugins.resume.checkpoints import read_state  # noqa: E402
+from training.run.checkpoint import Checkpoints  # noqa: E402
 
 CPU = 0.25
 """Cores per process. The processes mostly wait."""

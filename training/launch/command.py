@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
 from components.process.streams import accept_any_text
-from components.registry import find
+from components.registry import find, load
 from core import Job
 from core.backends.ray_address import check_reachable, is_ray_left
 from core.placement import detect_devices
@@ -28,7 +28,7 @@ from training.options.config import CommandLine, Vocabulary
 from training.options.help import print_help
 from training.options.model_options import ModelOptions
 from training.options.run_options import RunOptions
-from training.run.continuation import Continued, continued_run
+from training.run.checkpoint import may_resume
 from training.tracking import open_run_folder
 from training.tracking.observers import RunObserver, close_observers, open_observers
 
@@ -76,8 +76,12 @@ class Command(ABC, Generic[C]):
         return {}
 
     @abstractmethod
-    def check_continued(self, plan: Plan, continued: Continued) -> None:
+    def check_continued(self, plan: Plan, continued: Any) -> None:
         """Check that the run can resume from a checkpoint, before anything is written.
+
+        Args:
+            plan: plan of the run.
+            continued: the checkpoint, as the `Continued` of the plug-in `resume`.
 
         Raises:
             ValueError: it cannot. The message says what to set.
@@ -185,7 +189,7 @@ class Command(ABC, Generic[C]):
                     check_reachable(address)
                 self.check(plan)
             config = plan.config
-            continued = continued_run(config, plan.recipe)
+            continued = _continued_run(config, plan.recipe)
             if continued is not None:
                 self.check_continued(plan, continued)
             observers = open_observers(plan.recipe, config, role_sizes(plan.job))
@@ -282,6 +286,20 @@ def _check_text(arguments: Sequence[str]) -> None:
                 f"{argument}: arguments are read as {sys.getfilesystemencoding()} here, and this one is not decodable; "
                 "rename the file, or set LC_ALL=C.UTF-8"
             ) from None
+
+
+def _continued_run(config: RunOptions, recipe: str) -> Any:
+    """Return the checkpoint that a run resumes from as the plug-in `resume` describes it, or None for a new run folder.
+
+    Raises:
+        ValueError: the run cannot resume, or the run folder holds another run.
+    """
+    options: Any = config  # RunOptions lacks the group `checkpoint`, which every recipe adds
+    run_dir = Path(config.run_dir).expanduser()
+    checkpoints = Path(options.checkpoint.path or run_dir / "checkpoints").expanduser()
+    if not (may_resume(config.resume, checkpoints) or (run_dir / "summary.json").exists()):
+        return None
+    return load("checkpoint reader", "command", f"run_dir={config.run_dir}")(config, recipe)
 
 
 def _machines(line: CommandLine[Any]) -> Machines | None:

@@ -21,8 +21,8 @@ from training.options.config import CommandLine
 from training.options.model_options import ModelOptions
 from training.options.rl_options import RLOptions
 from training.options.schema import ConfigError
-from training.run import continuation
 from training.run.prompts import describe_prompts
+from training.run.strategies import GROUPS
 
 C = TypeVar("C", bound=RLOptions)
 
@@ -217,29 +217,29 @@ class PolicyCommand(Command[C]):
         """See `Command.exported`."""
         return config.model
 
-    def check_continued(self, plan: Plan, continued: continuation.Continued) -> None:
+    def check_continued(self, plan: Plan, continued: Any) -> None:
         """See `Command.check_continued`."""
         config = plan.config
         saved = continued.state.get("prompts")
         if not saved:
-            raise continuation.no_state_of(continued, "prompts")
-        continuation.check_seed(continued, config, saved)
+            raise continued.no_state_of("prompts")
+        continued.check_seed(config, saved)
         # With overrides the shapes of the model differ from those of the config.json that the check reads.
         if not config.model.config_overrides:
-            continuation.check_trained_model(continued, config.model.path, "model.path", config.train.lora_rank)
+            continued.check_trained_model(config.model.path, "model.path", config.train.lora_rank)
         if Role.CRITIC in plan.job.roles and not (continued.folder / "state" / "critic").is_dir():
-            raise continuation.no_state_of(continued, "the critic")
+            raise continued.no_state_of("the critic")
         # Only a run with partial rollouts can continue unfinished responses. Another one would drop their prompts.
-        waiting = (continued.state.get(continuation.GROUPS) or {}).get("steps", ())
+        waiting = (continued.state.get(GROUPS) or {}).get("steps", ())
         if waiting and not config.asynchronous.partial_rollout:
-            raise continuation.unfinished_groups(continued.folder, len(waiting))
+            raise continued.unfinished_groups(len(waiting))
         rows = self.rows(config)
         if len(rows) > CHECKED_ROWS and not continued.has_changed("data.", "model."):
             return  # the trainer compares them later; a pass over all of them here would delay the start
         try:
             config.data.source(rows, data_tokenizer(config.model), config.seed).load_state_dict(saved)
         except ValueError as error:
-            raise continuation.other_data(continued, f"data.path={config.data.path}", error) from error
+            raise continued.other_data(f"data.path={config.data.path}", error) from error
 
     def ready(self, config: C) -> C:
         """See `Command.ready`. The model of the demonstration is created if it does not exist."""

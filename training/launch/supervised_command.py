@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from components.data.sources import DEFAULT_ROWS, is_drawn
 from components.models.size import model_size
@@ -25,7 +25,6 @@ from training.options.config import CommandLine
 from training.options.model_options import ModelOptions
 from training.options.schema import ConfigError, limit_note
 from training.options.supervised_options import Rows, Source, SupervisedOptions
-from training.run.continuation import Continued, check_seed, check_trained_model, no_state_of, other_data
 
 if TYPE_CHECKING:
     from training.run.supervised_run import TrainingData
@@ -182,20 +181,20 @@ class SupervisedCommand(Command[C]):
         """See `Command.exported`."""
         return config.model if "model.path" in config.models else None
 
-    def check_continued(self, plan: Plan, continued: Continued) -> None:
+    def check_continued(self, plan: Plan, continued: Any) -> None:
         """See `Command.check_continued`."""
         config = plan.config
         saved = continued.state.get("data")
         if not saved:
-            raise no_state_of(continued, config.EXAMPLES)
-        check_seed(continued, config, saved)
+            raise continued.no_state_of(config.EXAMPLES)
+        continued.check_seed(config, saved)
         if (batch_size := saved.get("batch_size", config.train.batch_size)) != config.train.batch_size:
             raise ConfigError(
                 f"train.batch_size={config.train.batch_size}, but {continued.folder} was written with "
                 f"train.batch_size={batch_size}; set train.batch_size={batch_size} to resume, or name another run_dir"
             )
         if not config.model.config_overrides:
-            check_trained_model(continued, config.model.path, "model.path", config.train.lora_rank)
+            continued.check_trained_model(config.model.path, "model.path", config.train.lora_rank)
         if not _are_few(config) and not continued.has_changed("data.", "evaluation.", "model."):
             return  # the trainer compares them later; a pass over all of them here would delay the start
         from training.run.epochs import Epochs
@@ -206,7 +205,7 @@ class SupervisedCommand(Command[C]):
         try:
             Epochs.of(config, train).load_state_dict(saved)
         except ValueError as error:
-            raise other_data(continued, f"data.path={config.data.path}", error) from error
+            raise continued.other_data(f"data.path={config.data.path}", error) from error
 
     @abstractmethod
     def training_data(self, config: C, scratch: str) -> TrainingData:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from components.process.heartbeat import listen
 from components.ranges import CountFromZero, Range
+from components.registry import require
 from core import beat
 from training.launch.machines import Machines
 from training.options.schema import Options, errors_of, recipe_of
@@ -67,6 +68,8 @@ class RunOptions(Options):
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         yield from super().faults()
+        if self.resume not in ("auto", "none"):
+            yield from errors_of("", require, "checkpoint reader", "run", f"resume={self.resume}")
         if self.assume_devices is not None:
             yield from errors_of("", Machines.parse, self.assume_devices)
             if not (self.dry_run or self.print_config):

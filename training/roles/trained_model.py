@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from components.batch import Batch
 from components.data.minibatches import shuffled_minibatches
 from components.models.loading import load_policy
+from components.registry import load
 from components.rl.aggregation import LossOutput, Totals
 from components.train.engine import LossFunction, TrainEngine
 from components.train.process_group import init_process_group
-from components.train.state import load_state, save_state
+from components.train.state import save_state
 from core import BaseWorkload, rpc, trainer_invocation
 from training.roles.updates import keep_failed, over_updates
 
@@ -124,7 +125,7 @@ class TrainedModel(BaseWorkload):
     @trainer_invocation(post_func=lambda notes: notes[0])
     def load_state(self, folder: str) -> list[str]:
         """Resume from a checkpoint. Return a list of notes about state that could not be restored exactly."""
-        return load_state(self.engine, f"{folder}/{self.state_name}")
+        return load("checkpoint reader", "engine")(self.engine, f"{folder}/{self.state_name}")
 
     @trainer_invocation
     def save(self, path: str) -> None:

@@ -31,15 +31,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from components.process.system_errors import system_error_number
-from training.run.checkpoint_digests import STATE_FILE, Digests, damage
-from training.tracking.serialization import flat
+from training.run.checkpoint_digests import STATE_FILE, Digests
 
 logger = logging.getLogger(__name__)
 
 LATEST = "latest"
 BEST = "best"
 
-_STEP = re.compile(r"step_(\d+)")
+STEP_NAME = re.compile(r"step_(\d+)")
 _LEFTOVER = re.compile(r"\.(step_\d+|latest|best|probe)\.(partial|gone|old)")
 _ADVICE = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space"),
@@ -118,7 +117,7 @@ class Checkpoints:
 
         Args:
             step: number of the last finished step.
-            state: numbers, strings, lists and mappings for state/trainer.json; see `read_state`.
+            state: numbers, strings, lists and mappings for state/trainer.json; the plug-in `resume` reads them.
             write: writes `state/<role>/...` and `hf/...` into the folder that it receives, which has an empty `state`.
                 It may call the ranks of a role.
 
@@ -166,8 +165,8 @@ class Checkpoints:
         name = f"step_{step}"
         if not (self.folder / name).is_dir():
             raise ValueError(
-                f"{name} cannot be marked as the best, because {self.folder} only has {_names(self.folder)}; save the "
-                "step first"
+                f"{name} cannot be marked as the best, because {self.folder} only has {step_names(self.folder)}; save "
+                "the step first"
             )
         try:
             self._write_aside(BEST, name).replace(self.folder / BEST)
@@ -184,7 +183,7 @@ class Checkpoints:
         Raises:
             ValueError: `latest` names a folder that does not exist.
         """
-        return _named(self.folder, LATEST)
+        return named_step(self.folder, LATEST)
 
     def prune(self) -> None:
         """Remove the oldest steps beyond the limits, but never the latest or the best.
@@ -194,7 +193,7 @@ class Checkpoints:
         """
         latest = _read_name(self.folder, LATEST)
         safe = {latest, _read_name(self.folder, BEST)}
-        names = _names(self.folder)
+        names = step_names(self.folder)
         if latest in names:
             after = names.index(latest) + 1
             names = names[after:] + names[:after]
@@ -223,7 +222,7 @@ class Checkpoints:
         pointer = self._write_aside(LATEST, name)
         try:
             # A folder cannot be renamed onto one that is not empty. If the process is killed between the two renames,
-            # `_put_back` restores the old folder.
+            # `put_back` restores the old folder.
             if target.exists():
                 target.rename(old)
             aside.rename(target)
@@ -268,108 +267,20 @@ class Checkpoints:
 
     def _error(self, what: str, fault: str) -> CheckpointError:
         name = _read_name(self.folder, LATEST)
-        last = f"the last complete one is {name}" if name in _names(self.folder) else "there is no complete one yet"
+        last = f"the last complete one is {name}" if name in step_names(self.folder) else "there is no complete one yet"
         return CheckpointError(f"{what}: {fault}; {last}")
 
 
-def find_checkpoint(resume: str, folder: str | Path, run_id: str | None = None) -> Path | None:
-    """Return the step folder to resume from, or None.
-
-    Args:
-        resume: "none" returns None. "auto" selects the latest step in `folder`, or None if there is none. Any other
-            value is a path: a step folder, a folder with `latest`, or a run folder with `checkpoints/latest`. If the
-            latest step is damaged, the newest intact one before it is used, with a warning. If `resume` names a step
-            folder and it is damaged, an error is raised.
-        folder: folder of the run's checkpoints. It need not exist.
-        run_id: id of the current run. If the latest step in `folder` was saved with this id, the run was restarted, and
-            it resumes from there whatever `resume` says. Checkpoints of other runs are ignored in this check.
-
-    Raises:
-        ValueError: there is no checkpoint at the path, or it has no state to resume from.
-    """
-    if run_id is not None:
-        # `resume` says where the first attempt starts. A restart of the same run must not lose the steps since then.
-        own_checkpoint = find_checkpoint("auto", folder)
-        if own_checkpoint is not None and read_state(own_checkpoint).get("run_id") == run_id:
-            return own_checkpoint
-    if resume == "none":
-        return None
-    try:
-        chosen = _newest_whole(Path(folder).expanduser().absolute()) if resume == "auto" else _find(resume)
-    except (OSError, RuntimeError) as error:
-        # pathlib raises RuntimeError for an unknown home folder and for a loop of symbolic links.
-        raise ValueError(f"resume={resume} cannot be read: {error}; set resume to a step folder, or to none") from error
-    # An exported model is also a step folder, but it has neither an optimizer state nor a position in the data.
-    if chosen is not None and not (chosen / STATE_FILE).is_file():
-        raise ValueError(
-            f"resume={resume}: {chosen} holds a model but no state to resume from (no {STATE_FILE}); set resume to "
-            "another checkpoint, or to none"
-        )
-    return chosen
-
-
-def check_resume(resume: str, folder: str | Path) -> None:
-    """Check, before a run starts, that it can resume as `resume` says or start in an empty `folder`.
-
-    Raises:
-        ValueError: see `find_checkpoint`. Also if `resume` is "none" and `folder` already holds checkpoints.
-    """
-    if resume != "none":
-        find_checkpoint(resume, folder)
-    # A new run would replace these checkpoints one by one, and a mix of two runs would remain.
-    elif (latest := find_checkpoint("auto", folder)) is not None:
-        raise ValueError(
-            f"{folder} holds checkpoints already, up to {latest.name}; set resume=auto to resume from there, or name "
-            "another folder"
-        )
-
-
-def read_state(step_folder: Path) -> dict[str, Any]:
-    """Read the `state` that `save` wrote. Tuples come back as lists, and floats with the same bits.
-
-    Raises:
-        ValueError: state/trainer.json is missing or is no JSON object.
-    """
-    file = step_folder / STATE_FILE
-    advice = "resume from another checkpoint, or set resume to none"
-    try:
-        return dict(json.loads(file.read_bytes()))
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror}; {advice}") from error
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is no JSON object: {error}; {advice}") from error
+def may_resume(resume: str, folder: Path) -> bool:
+    """Return True if a run resumes from a checkpoint: `resume` is a path, or the folder of its checkpoints has one."""
+    return resume not in ("auto", "none") or (folder / LATEST).exists() or bool(step_names(folder))
 
 
 def step_of(folder: Path) -> int:
     """Return the step number in the name of a step folder."""
-    match = _STEP.fullmatch(folder.name)
+    match = STEP_NAME.fullmatch(folder.name)
     assert match is not None, folder
     return int(match.group(1))
-
-
-IGNORED_CHANGES = ("run_dir", "resume", "dry_run", "print_config", "checkpoint.path", "checkpoint.export_path")
-"""Options whose differences from a checkpoint are not reported."""
-
-
-def changed_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Describe the options that differ, one line each: "train.learning_rate: 1e-06 -> 2e-06".
-
-    The lines are in the order of `now`, followed by options that only `before` has. IGNORED_CHANGES are left out.
-
-    Args:
-        before: options of the checkpoint, as `read_state` returns them.
-        now: options of this run as plain values, as `redact` returns them.
-    """
-    # Compared as text, because NaN differs from itself and would be reported as a change.
-    old = {name: repr(value) for name, value in flat(before).items()}
-    new = {name: repr(value) for name, value in flat(now).items()}
-    lines = []
-    for name in dict.fromkeys([*new, *old]):
-        left = old.get(name, "(not set)")
-        right = new.get(name, "(not set)")
-        if name not in IGNORED_CHANGES and left != right:
-            lines.append(f"{name}: {left} -> {right}")
-    return lines
 
 
 def _check_json(value: Any, where: str) -> None:
@@ -391,76 +302,15 @@ def _check_json(value: Any, where: str) -> None:
 # --- names
 
 
-def _find(resume: str) -> Path:
-    path = Path(resume).expanduser().absolute()
-    # A step folder may be a symbolic link to storage elsewhere. Resolved, it could lose its name step_N.
-    if not _STEP.fullmatch(path.name):
-        path = path.resolve()
-    # An empty text would be the current directory, which may hold the checkpoints of another run.
-    if resume.strip() and _STEP.fullmatch(path.name) and _put_back(path):
-        _refuse_damage(resume, path)
-        return path
-    if resume.strip() and (step_folder := _newest_whole(path) or _newest_whole(path / "checkpoints")):
-        return step_folder
-    raise ValueError(
-        f"resume={resume}: there is no checkpoint; looked for a step folder at {path}, for {path / LATEST} and for "
-        f"{path / 'checkpoints' / LATEST}; set resume to one of these, to auto or to none"
-    )
-
-
-def _newest_whole(root: Path) -> Path | None:
-    """Return the step that `latest` names.
-
-    If it is damaged, the newest intact step before it is returned, and if there is no `latest`, the newest intact step.
-    Both cases log a warning.
-    """
-    latest = _named(root, LATEST)
-    if latest is None:
-        intact = _whole_before(root)
-        if intact is not None:
-            logger.warning(
-                "%s is missing or empty; resuming from %s, the newest intact step", root / LATEST, intact.name
-            )
-        return intact
-    fault = damage(latest)
-    if fault is None:
-        return latest
-    intact = _whole_before(root, step_of(latest))
-    if intact is None:
-        raise ValueError(
-            f"{latest} is damaged: {fault}; there is no intact checkpoint before it; restore its files, or set "
-            "resume=none and another run_dir"
-        )
-    logger.warning("%s is damaged: %s; resuming from %s, the newest intact step before it", latest, fault, intact.name)
-    return intact
-
-
-def _refuse_damage(resume: str, folder: Path) -> None:
-    fault = damage(folder)
-    if fault is not None:
-        advice = "there is no intact checkpoint before it"
-        if intact := _whole_before(folder.parent, step_of(folder)):
-            advice = f"set resume={intact}, the newest intact one before it"
-        raise ValueError(f"resume={resume} is damaged: {fault}; {advice}")
-
-
-def _whole_before(root: Path, step: float = math.inf) -> Path | None:
-    """Return the newest intact step below `step` that has a state to resume from, or None."""
-    earlier = [root / name for name in _names(root) if step_of(root / name) < step]
-    # Lazily: the digests of a checkpoint take seconds per GB, and the first intact one is enough.
-    intact = (path for path in reversed(earlier) if (path / STATE_FILE).is_file() and damage(path) is None)
-    return next(intact, None)
-
-
-def _named(root: Path, file: str) -> Path | None:
+def named_step(root: Path, file: str) -> Path | None:
     name = _read_name(root, file)
     if not name:
         return None
     folder = root / name
-    if not _STEP.fullmatch(name) or not _put_back(folder):
+    if not STEP_NAME.fullmatch(name) or not put_back(folder):
         raise ValueError(
-            f"{root / file} names {name!r}, but {root} has no such step folder; write one of {_names(root)} into it, "
-            "or set resume=none and another run_dir to start a new run"
+            f"{root / file} names {name!r}, but {root} has no such step folder; write one of {step_names(root)} into "
+            "it, or set resume=none and another run_dir to start a new run"
         )
     return folder
 
@@ -472,13 +322,13 @@ def _read_name(root: Path, file: str) -> str | None:
         return None
 
 
-def _names(root: Path) -> list[str]:
+def step_names(root: Path) -> list[str]:
     # By number: sorted as text, step_100 would come before step_20, and `prune` would remove the wrong ones.
-    folders = [path for path in root.glob("step_*") if _STEP.fullmatch(path.name) and path.is_dir()]
+    folders = [path for path in root.glob("step_*") if STEP_NAME.fullmatch(path.name) and path.is_dir()]
     return [path.name for path in sorted(folders, key=step_of)]
 
 
-def _put_back(folder: Path) -> bool:
+def put_back(folder: Path) -> bool:
     """Return True if the step folder exists. First restore one whose replacement was interrupted."""
     old = folder.with_name(f".{folder.name}.old")
     if folder.is_dir() or not old.is_dir():

@@ -9,17 +9,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from components import registry
 from components.batch import Batch
 from components.rewards.errors import RewardError
-from training.run.checkpoint import CheckpointError, Checkpoints, changed_options, find_checkpoint, read_state
-from training.run.continuation import GROUPS, unfinished_groups
+from training.run.checkpoint import CheckpointError, Checkpoints, may_resume
 from training.run.phase_clock import PhaseClock
 from training.run.queue import RolloutQueue
 
 BATCHES = Path("state", "batches")
 """Folder of the batches that were generated but not trained on, within a step folder. trainer.json lists them."""
-_FILE = "__batch__"
-_UNRECORDED = "unrecorded"
+BATCH_FILE = "__batch__"
+UNRECORDED = "unrecorded"
 
 
 class Saved(Protocol):
@@ -101,7 +101,7 @@ class RunCheckpoints:
     unrecorded: tuple[Batch, dict[str, float]] | None = None
     """Batch and metrics of a step that was trained on but not evaluated and logged; see `record`."""
     _failed: int = 0
-    _saved_step: int = 0
+    saved_step: int = 0
     """Step of the newest checkpoint of this run, or 0 if there is none."""
 
     def load(self, resume: str, left: Callable[[], int] | None = None) -> tuple[Path, dict[str, Any]] | None:
@@ -120,35 +120,9 @@ class RunCheckpoints:
             ValueError: the data differ from those of the checkpoint, there is no checkpoint at the path that `resume`
                 names, or the run cannot continue from its state.
         """
-        folder = find_checkpoint(resume, self.store.folder, self.run_id)
-        if folder is None:
+        if not may_resume(resume, self.store.folder):
             return None
-        saved = read_state(folder)
-        parts: dict[str, Any] = {"stream": self.stream, **self.stream.sources, **self.parts}
-        # Checked before any part is restored, so that an error leaves no run that is restored by half.
-        missing = sorted(set(parts) - set(saved) - {GROUPS})
-        if missing:
-            raise ValueError(
-                f"{folder} holds no state of {', '.join(missing)}: another recipe or version wrote it; set resume=none "
-                "and another run_dir"
-            )
-        saved = _with_batches(saved, folder / BATCHES)
-        if saved.get(GROUPS) and GROUPS not in parts:
-            raise unfinished_groups(folder, len(saved[GROUPS]["steps"]))
-        for name, part in parts.items():
-            part.load_state_dict(saved.get(name, {}))
-        if (unrecorded := saved.get(_UNRECORDED)) is not None:
-            self.unrecorded = unrecorded["batch"], unrecorded["metrics"]
-        stream = self.stream
-        if left is not None:
-            stream.steps = stream.step + stream.queued + left()
-        # It stays 0 for the checkpoint of another run, so that `save` still writes one into the folder of this run.
-        if folder.parent.samefile(self.store.folder):
-            self._saved_step = stream.step
-        self.info(f"resumes after step {stream.step} of {stream.steps}, from {folder}")
-        for change in changed_options(saved["config"], self.config):
-            self.info(f"changed since that checkpoint: {change}")
-        return folder, saved
+        return registry.load("checkpoint reader", "run", f"resume={resume}")(self, resume, left)
 
     def save_when_due(self, is_best: bool = False) -> None:
         """Write a checkpoint every `every` steps and for the best step. A failed write is reported and counted."""
@@ -174,7 +148,7 @@ class RunCheckpoints:
             CheckpointError: the disk is full, read-only or not writable.
             ValueError: queued batches hold objects that cannot be written to a file.
         """
-        if self.stream.step != self._saved_step:
+        if self.stream.step != self.saved_step:
             self._save()
 
     @contextmanager
@@ -194,7 +168,7 @@ class RunCheckpoints:
         """
         step = self.stream.step
         waiting = self.stream.queued
-        is_saved = step == self._saved_step and not waiting and self.unrecorded is None
+        is_saved = step == self.saved_step and not waiting and self.unrecorded is None
         if is_saved or not step:  # without a trained step, a restart loses nothing, and may have other options
             return
         try:
@@ -233,7 +207,7 @@ class RunCheckpoints:
         if self.unrecorded is not None:
             is_best = self.record(evaluate, *self.unrecorded)
             # The existing checkpoint of this step lacks its evaluation, so it has to be written again.
-            self._saved_step = -1
+            self.saved_step = -1
             self.save_when_due(is_best)
 
     def _save(self) -> None:
@@ -243,7 +217,7 @@ class RunCheckpoints:
         state |= {name: part.state_dict() for name, part in self.parts.items()}
         if self.unrecorded is not None:
             batch, metrics = self.unrecorded
-            state[_UNRECORDED] = {"batch": _without_batches(batch, "unrecorded", batches), "metrics": metrics}
+            state[UNRECORDED] = {"batch": _without_batches(batch, "unrecorded", batches), "metrics": metrics}
 
         def write(folder: Path) -> None:
             for name, batch in batches.items():
@@ -255,7 +229,7 @@ class RunCheckpoints:
 
         with self.clock.beside_step("checkpoint"):
             self.store.save(step, state | {"run_id": self.run_id, "config": self.config}, write)
-        self._saved_step = step
+        self.saved_step = step
 
 
 def _without_batches(value: Any, name: str, batches: dict[str, Batch]) -> Any:
@@ -263,20 +237,9 @@ def _without_batches(value: Any, name: str, batches: dict[str, Batch]) -> Any:
     # A parquet file each: as JSON, the tensors of a batch would be many times as large.
     if isinstance(value, Batch):
         batches[f"{name}.parquet"] = value
-        return {_FILE: f"{name}.parquet"}
+        return {BATCH_FILE: f"{name}.parquet"}
     if isinstance(value, Mapping):
         return {key: _without_batches(item, f"{name}-{key}", batches) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_without_batches(item, f"{name}-{i}", batches) for i, item in enumerate(value)]
     return value
-
-
-def _with_batches(value: Any, folder: Path) -> Any:
-    """Replace the file names of a state by the batches, read from `folder`."""
-    if isinstance(value, list):
-        return [_with_batches(item, folder) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if set(value) == {_FILE}:
-        return Batch.load(folder / value[_FILE])
-    return {key: _with_batches(item, folder) for key, item in value.items()}

@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from training.run.queue import Stateful
 
 
+GROUPS = "groups"
+"""Name of the `PartialRolloutBuffer` among the sources of the stream. Checkpoints of runs without it lack its state."""
+
+
 class RolloutStrategy(Protocol):
     """Collects the rollouts of each training step. `metrics` are those of the last step.
 

@@ -19,7 +19,8 @@ from components.models.disk.blocks import local_part
 from components.models.loading import load_policy
 from components.rl.aggregation import LossOutput, Totals
 from components.train.engine import TrainEngine
-from components.train.state import load_state, save_state
+from components.train.state import save_state
+from plugins.resume.engine_state import load_state
 from tests.components.helpers import mesh_worker
 from tests.components.helpers import train_cases as cases
 from tests.components.helpers.mesh_worker import SHAPE, experience, open_case, update

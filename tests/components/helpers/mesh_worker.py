@@ -30,7 +30,8 @@ from components.rl.aggregation import LossOutput, Totals
 from components.rl.policy_losses import ppo_loss
 from components.train.engine import TrainEngine
 from components.train.opening import open_engine
-from components.train.state import load_state, save_state
+from components.train.state import save_state
+from plugins.resume.engine_state import load_state
 from tests.components.helpers import train_cases as cases
 from tests.components.helpers.shared_cases import groups
 

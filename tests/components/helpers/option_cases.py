@@ -14,7 +14,8 @@ from components.models.value_model import load_value_model
 from components.train.engine import TrainEngine
 from components.train.host_memory import HostCopies, tensors_within
 from components.train.opening import open_engine
-from components.train.state import EngineState, load_state, save_state
+from components.train.state import EngineState, save_state
+from plugins.resume.engine_state import load_state
 from tests.components.helpers import train_cases as cases
 
 RANK, ALPHA = 4, 8.0

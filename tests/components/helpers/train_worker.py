@@ -29,9 +29,10 @@ from components.train import state as engine_state
 from components.train.engine import TrainEngine
 from components.train.opening import open_engine
 from components.train.process_group import init_process_group
-from components.train.state import load_state, save_state
+from components.train.state import save_state
 from components.weights.publisher import WeightPublisher
 from plugins.deepspeed import engine as deepspeed_engine
+from plugins.resume.engine_state import load_state
 from tests.components.helpers.train_cases import (
     FSDP,
     SAVED,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from core import JobBuilder
+from plugins.resume.continuation import continued_run
 from tests.messages import says
 from tests.training.run.checkpoint_steps import save
 from training.launch.launch import missing_defaults, run_job, threads_each, threads_text
@@ -15,7 +16,6 @@ from training.options.checkpoint_options import CheckpointOptions
 from training.options.model_options import ModelOptions
 from training.options.supervised_options import ExampleOptions, SupervisedOptions
 from training.run.checkpoint import Checkpoints
-from training.run.continuation import continued_run
 from training.tracking import Tracker, finish_summary, open_run_folder
 
 

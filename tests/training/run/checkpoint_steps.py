@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from training.run.checkpoint import Checkpoints, read_state, step_of
+from plugins.resume.checkpoints import read_state
+from training.run.checkpoint import Checkpoints, step_of
 
 
 def writer(generation: str) -> Callable[[Path], object]:

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from plugins.resume.checkpoints import find_checkpoint, read_state
 from tests.messages import says
 from tests.training.run.checkpoint_steps import assert_whole, names, save
-from training.run.checkpoint import CheckpointError, Checkpoints, find_checkpoint, read_state
+from training.run.checkpoint import CheckpointError, Checkpoints
 
 PROJECT = Path(__file__).parents[3]
 

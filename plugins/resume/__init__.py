@@ -1,0 +1,9 @@
+"""Resuming of a run from a checkpoint."""
+
+PROVIDES = {
+    "checkpoint reader": {
+        "command": "continuation:continued_run",
+        "run": "run_state:load_run",
+        "engine": "engine_state:load_state",
+    },
+}
