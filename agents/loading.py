@@ -15,7 +15,7 @@ from agents.episode import AgentExecutorBase
 from agents.executor import MultiTurnAgentExecutor
 from components.process.child_process import described, load_file
 from components.registry import MissingPlugin, find, names
-from components.rewards.base import check_defines
+from components.rewards.files import check_defines
 
 SHIPPED_PREFIX = "env:"
 SHIPPED = Path(__file__).parent / "environments"

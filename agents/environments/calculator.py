@@ -10,7 +10,7 @@ import operator
 from typing import Any, ClassVar
 
 from agents.tools import ToolAgentInstance
-from components.rewards.scorers import gsm8k
+from components.rewards.scorers import get_scorer
 
 # Limits that suffice for word problems, and without which an expression such as 9**9**9 would run for ever.
 LONGEST = 200
@@ -75,4 +75,4 @@ class AgentInstance(ToolAgentInstance):
 
     async def score(self, answer: str, label: Any) -> float:
         """Return 1.0 for the right number, else 0.0."""
-        return gsm8k(answer, str(label))
+        return get_scorer("gsm8k")(answer, str(label))

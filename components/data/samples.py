@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from components.models.routers import route_columns
+from components.registry import load
 from components.rewards.names import metric_names
-from components.rl.correction import importance_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -179,10 +179,9 @@ def with_correction(samples: Batch, kind: Literal["none", "tis", "icepop"], low:
     """
     if kind == "none":
         return samples
+    weights_of = load("loss correction", kind, f"algorithm.correction={kind}")
     columns = (samples["logprob"], samples["rollout_logprob"], samples["action_mask"], samples.lengths)
-    outside = "zero" if kind == "icepop" else "clamp"
-    weight_N = importance_weights(*columns, level="token", low=low, high=high, outside=outside)
-    return samples.with_tokens(correction=weight_N)
+    return samples.with_tokens(correction=weights_of(*columns, low=low, high=high))
 
 
 def policy_inputs(samples: Batch) -> Batch:

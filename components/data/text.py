@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from components.data.messages import ASSISTANT, as_messages
 from components.data.model_tokens import check_ids, check_template, end_ids, limit_rows
-from components.data.tokenizer_trial import try_tokenizer
 from components.net.hub import first_line
+from components.registry import find
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,10 +41,8 @@ def load_tokenizer(
     Raises:
         ValueError: there is no tokenizer, or it is not suited for training. The message says what to set.
     """
-    if chat_template is None:
-        try_tokenizer(path)
-    else:
-        try_tokenizer(path, _template_text(chat_template))
+    if (try_tokenizer := find("tokenizer trial", "child process")) is not None:
+        try_tokenizer(path, None if chat_template is None else _template_text(chat_template))
     from transformers import AutoTokenizer  # imports torch, so not before the cheap checks
 
     try:

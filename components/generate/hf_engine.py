@@ -23,8 +23,7 @@ from components.models.end_tokens import listed_ids
 from components.models.loading import load_policy
 from components.models.precision import compute_in, round_products
 from components.process.heartbeat import beat
-from components.registry import find
-from components.train.host_memory import HostCopies
+from components.registry import find, load
 from components.weights.digest import Digests
 from components.weights.publisher import WeightHandle, read_weights
 
@@ -151,7 +150,8 @@ class HFRolloutEngine(RolloutEngine):
         if level == 1:
             held += discarded
             discarded = []
-        self._copies = HostCopies(held, discarded, self.device.type)
+        host_copies = load("sleep", "host copies", "placement.engines_sleep=true")
+        self._copies = host_copies(held, discarded, self.device.type)
         return self._copies.nbytes
 
     def _wake(self, for_weights: bool) -> None:  # noqa: ARG002 - the weights are all it has

@@ -23,14 +23,14 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from components.net.loopback import loopback_variables
-from components.process.import_path import import_path
+from components.process.import_path import with_our_path
 from components.process.streams import accept_any_text
 
 LOAD_TIMEOUT_S = 600.0
@@ -136,11 +136,6 @@ class Child:
                 self._process.wait(END_TIMEOUT_S)
         self.kill()
         self._process.wait()
-
-
-def with_our_path(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment in which Python finds our modules before all others, in any working directory."""
-    return {**environment, "PYTHONPATH": import_path(environment.get("PYTHONPATH"))}
 
 
 async def run_program(

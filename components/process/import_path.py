@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import site
+from collections.abc import Mapping
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[__name__.count(".")]
@@ -18,3 +19,8 @@ def import_path(inherited: str | None) -> str:
     if PROJECT not in site_folders:
         folders.insert(0, str(PROJECT))
     return os.pathsep.join(filter(None, folders))
+
+
+def with_our_path(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which Python finds our modules before all others, in any working directory."""
+    return {**environment, "PYTHONPATH": import_path(environment.get("PYTHONPATH"))}

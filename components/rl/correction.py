@@ -10,7 +10,6 @@ The functions return one factor per token, by which its loss is multiplied. The 
 as in OpenRLHF. verl removes rejected tokens from the denominators, which gives the remaining tokens more weight.
 """
 
-import math
 from typing import Literal, get_args
 
 import torch
@@ -18,14 +17,12 @@ from torch import Tensor
 
 from components.rl.masked import (
     LOG_RATIO_LIMIT,
-    check_columns,
-    check_lengths,
     chosen,
-    log_ratio,
     sequence_means,
     sequence_sums,
     spread,
 )
+from components.rl.mismatch import beyond, k3, log_ratios, within
 
 Level = Literal["token", "sequence", "geometric"]
 """Level of the ratio: per token, per sequence (the product), or the geometric mean over the sequence."""
@@ -72,12 +69,12 @@ def importance_weights(
     Raises:
         ValueError: shapes differ, or `level` or `outside` is unknown.
     """
-    d_N = _log_ratios(logprob_N, rollout_logprob_N, action_mask_N, lengths_B)
+    d_N = log_ratios(logprob_N, rollout_logprob_N, action_mask_N, lengths_B)
     weight_N = _ratios(d_N, action_mask_N, lengths_B, level)
     if outside == "clamp":
         weight_N = weight_N.clamp(low, high)
     elif outside == "zero":
-        weight_N = torch.where(_beyond(weight_N, low, high), 0.0, weight_N)
+        weight_N = torch.where(beyond(weight_N, low, high), 0.0, weight_N)
     else:
         raise ValueError(f"outside={outside!r} is unknown; set one of {', '.join(get_args(Outside))}")
     return chosen(action_mask_N, weight_N)
@@ -123,80 +120,14 @@ def rejection_weights(
     """
     if estimator not in get_args(Estimator):
         raise ValueError(f"estimator={estimator!r} is unknown; set one of {', '.join(get_args(Estimator))}")
-    d_N = _log_ratios(logprob_N, rollout_logprob_N, action_mask_N, lengths_B)
+    d_N = log_ratios(logprob_N, rollout_logprob_N, action_mask_N, lengths_B)
     if estimator == "k1":
         criterion_N = _ratios(d_N, action_mask_N, lengths_B, level)
     elif estimator == "k2":
         criterion_N = _at_level(d_N.square() / 2, action_mask_N, lengths_B, level)
     else:
-        criterion_N = _at_level(_k3(d_N), action_mask_N, lengths_B, level)
-    return chosen(action_mask_N, _within(criterion_N, low or 0.0, high))
-
-
-@torch.no_grad()
-def mismatch_metrics(
-    logprob_N: Tensor,
-    rollout_logprob_N: Tensor,
-    action_mask_N: Tensor,
-    lengths_B: Tensor,
-    *,
-    low: float | None = None,
-    high: float | None = None,
-) -> dict[str, float]:
-    """Return metrics of the mismatch between trainer and engine, over the complete batch of a step.
-
-    With w = p / q of a token:
-
-    - `mismatch_kl`: mean of -d in nats, an unbiased estimate of KL(q, p). It may be negative.
-    - `mismatch_k3`: mean of exp(d) - 1 - d in nats, another estimate of KL(q, p). It is never negative.
-    - `chi_square_token`: mean of w^2, minus 1. `chi_square_sequence`: mean of the squared ratio of each sequence, minus
-      1. They are the variance of importance weights at that level.
-    - `effective_sample_size`: (sum of w)^2 / (M * sum of w^2), the effective share of the tokens, above 0 and at most 1
-      (Kong 1992). It uses the unbounded ratios; verl uses the weights that it applies.
-    - `outside_share`: share of tokens with w outside [low, high]. Only with a bound.
-
-    Args:
-        logprob_N: [N] log p, as in `importance_weights`, like all arguments that are not listed here.
-        low: lower bound of w, at least 0; None for no bound.
-        high: upper bound of w, above 0 and at least low; None for no bound.
-
-    Returns:
-        The metrics. A NaN inside the mask makes them NaN. Sequences without an action token are not counted. Without
-        any action token all metrics are 0, except `effective_sample_size`, which is 1.
-
-    Raises:
-        ValueError: shapes differ.
-    """
-    has_bound = low is not None or high is not None
-    d_N = _log_ratios(logprob_N, rollout_logprob_N, action_mask_N, lengths_B)
-    # In float64: the squares of the weights span more digits than float32 has.
-    d_M = d_N[action_mask_N].double()
-    if not len(d_M):
-        names = ["mismatch_kl", "mismatch_k3", "chi_square_token", "chi_square_sequence"]
-        if has_bound:
-            names.append("outside_share")
-        return {**dict.fromkeys(names, 0.0), "effective_sample_size": 1.0}
-    acts_B = sequence_sums(action_mask_N.float(), lengths_B) > 0
-    sum_B = sequence_sums(d_N.double(), lengths_B)[acts_B].clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    w_M = d_M.exp()
-    metrics = {
-        "mismatch_kl": -d_M.mean(),
-        "mismatch_k3": _k3(d_M).mean(),
-        "chi_square_token": torch.expm1(2 * d_M).mean(),
-        "chi_square_sequence": torch.expm1(2 * sum_B).mean(),
-        # Rounding may give slightly more than 1 for equal weights.
-        "effective_sample_size": (w_M.sum().square() / (len(w_M) * w_M.square().sum())).clamp(max=1.0),
-    }
-    if has_bound:
-        metrics["outside_share"] = 1.0 - _within(w_M, low or 0.0, high or math.inf).mean()
-    # One device-to-host copy for all metrics.
-    return dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))
-
-
-def _log_ratios(logprob_N: Tensor, rollout_logprob_N: Tensor, action_mask_N: Tensor, lengths_B: Tensor) -> Tensor:
-    check_columns(action_mask_N, logprob_N=logprob_N, rollout_logprob_N=rollout_logprob_N)
-    check_lengths(action_mask_N, lengths_B)
-    return log_ratio(logprob_N, rollout_logprob_N, action_mask_N)
+        criterion_N = _at_level(k3(d_N), action_mask_N, lengths_B, level)
+    return chosen(action_mask_N, within(criterion_N, low or 0.0, high))
 
 
 def _ratios(d_N: Tensor, action_mask_N: Tensor, lengths_B: Tensor, level: Level | Largest) -> Tensor:
@@ -214,18 +145,3 @@ def _at_level(x_N: Tensor, action_mask_N: Tensor, lengths_B: Tensor, level: Leve
         return x_N
     x_B = sequence_sums(x_N, lengths_B) if level == "sequence" else sequence_means(x_N, action_mask_N, lengths_B)
     return spread(x_B, lengths_B, len(x_N))
-
-
-def _k3(d: Tensor) -> Tensor:
-    # expm1 keeps the digits that exp(d) - 1 loses while p and q are close. Rounding must not give a negative estimate.
-    return (torch.expm1(d) - d).clamp(min=0.0)
-
-
-def _beyond(x: Tensor, low: float, high: float) -> Tensor:
-    # Comparisons with NaN are False, so a NaN is not beyond the bounds and stays visible in the result.
-    return (x < low) | (x > high)
-
-
-def _within(x: Tensor, low: float, high: float) -> Tensor:
-    """Return 1 where x is within the bounds, 0 where it is not, and NaN where it is NaN."""
-    return torch.where(_beyond(x, low, high), 0.0, torch.where(x.isnan(), x, 1.0))

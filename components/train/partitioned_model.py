@@ -16,7 +16,6 @@ from components.registry import load
 from components.train.adapters import Adapters
 from components.train.collective_io import disk_errors
 from components.train.config import TrainConfig
-from components.train.host_memory import HostCopies
 from components.weights.bucket_sizes import BUCKET_BYTES
 from components.weights.gather import Part, gathered
 
@@ -52,7 +51,7 @@ class PartitionedModel(ABC):
     adapters: Adapters | None
     average: WeightAverage | None = None
     """Average of the trained master weights, or None without `ema_beta`."""
-    _asleep: HostCopies | None = None
+    _asleep: Any = None
     adam: torch.optim.AdamW
     """Optimizer over the parameters (ZeRO 0) or this rank's shards of them."""
 
@@ -183,7 +182,8 @@ class PartitionedModel(ABC):
             Number of bytes of GPU memory that were freed. 0 on a CPU, where nothing is moved.
         """
         if self._asleep is None:
-            self._asleep = HostCopies(self._tensors(), self._scratch())
+            host_copies = load("sleep", "host copies", "placement.learners_sleep=true")
+            self._asleep = host_copies(self._tensors(), self._scratch())
         return self._asleep.nbytes
 
     def wake(self) -> None:

@@ -8,7 +8,7 @@ import logging
 import math
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from components.models.disk.weight_files import fill, filled
 from components.models.layers import layers_of
 from components.train.config import TrainConfig
 from components.train.engine import TrainEngine
-from components.train.host_memory import tensors_within
 from components.train.memory_sizes import ZERO_NUMBERS
 from components.train.optimizer import adam_of
 from components.weights.gather import Part, cut_part, whole_part
@@ -180,3 +179,15 @@ def _deepspeed_json(model: nn.Module, config: TrainConfig) -> dict[str, Any]:
         # In bfloat16, a sum over many micro-batches would lose small gradients.
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
     return settings
+
+
+def tensors_within(value: object) -> Iterator[Tensor]:
+    """Yield all tensors in nested lists, tuples, sets and dicts (keys and values)."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for pair in value.items():
+            yield from tensors_within(pair)
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            yield from tensors_within(item)

@@ -3,4 +3,10 @@
 `reward.source=FILE.py` loads them.
 """
 
-PROVIDES = {"reward functions": {"file": "functions:code_of_file", "by names": "functions:by_names"}}
+PROVIDES = {
+    "reward functions": {
+        "check": "functions:reward_function",
+        "file": "functions:code_of_file",
+        "by names": "functions:by_names",
+    },
+}

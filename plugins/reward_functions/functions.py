@@ -22,7 +22,7 @@ from typing import Any
 
 from components.data.messages import ASSISTANT, are_messages
 from components.process.child_process import described, load_file
-from components.rewards.base import Columns, read_columns, reward_function
+from components.rewards.base import Columns, read_columns
 from components.rewards.code import (
     CONCURRENT_CALLS,
     ConcurrentFunction,
@@ -33,6 +33,7 @@ from components.rewards.code import (
     run_coroutine,
 )
 from components.rewards.errors import WrongCountError
+from components.rewards.files import reward_function
 
 RewardFunction = Callable[..., Any]
 

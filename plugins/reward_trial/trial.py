@@ -14,7 +14,8 @@ from components.data.messages import are_messages
 from components.data.row_kinds import SEARCHED_ROWS, rows_by_kind
 from components.rewards.base import RewardSettings, RewardSource, is_reward_file, reward_parts
 from components.rewards.errors import RefusedError, RewardError
-from components.rewards.names import metric_names, part_names
+from components.rewards.names import metric_names
+from components.rewards.part_names import part_names
 from components.rewards.servers import is_server, reward_urls
 
 if TYPE_CHECKING:

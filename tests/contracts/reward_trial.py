@@ -10,8 +10,9 @@ from typing import Any, NoReturn
 
 import pytest
 
-from components.rewards.base import FUNCTION_NAME, RewardOutput, RewardSettings, RewardSource, is_reward_file
+from components.rewards.base import RewardOutput, RewardSettings, RewardSource, is_reward_file
 from components.rewards.errors import RewardError
+from components.rewards.files import FUNCTION_NAME
 from components.rewards.opening import open_reward
 from components.rewards.scorers import register_scorer, scorer_names
 from components.rewards.workers import WorkerReward

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, Literal, get_args
 
 from agents.episode import AgentExecutorBase
-from components.rewards.base import FUNCTION_NAME
+from components.rewards.files import FUNCTION_NAME
 from components.rewards.scorers import get_scorer, scorer_names
 from plugins.reward_functions.functions import OF_ALL, OF_ONE, OURS, TRL
 

@@ -16,8 +16,8 @@ import torch
 from components.batch import Batch
 from components.rewards.base import RewardSettings
 from components.rewards.score_functions import ScoreCode
-from components.rewards.scorers import gsm8k
 from components.rewards.workers import WorkerReward
+from plugins.math_scorers.scorers import gsm8k
 from recipes.verl_ppo.adapter import plain_arguments
 from recipes.verl_ppo.config import VerlPPOConfig
 from recipes.verl_ppo.data import check_inputs

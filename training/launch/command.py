@@ -18,9 +18,7 @@ from components.registry import find, load
 from core import Job
 from core.backends.ray_address import check_reachable, is_ray_left
 from core.placement import detect_devices
-from training.launch.early_writes import check_writes
 from training.launch.launch import role_sizes, run_job
-from training.launch.machine_limits import check_machine
 from training.launch.machines import Machines, assuming, is_here
 from training.launch.model_checks import absent_models
 from training.launch.plan import CHOICES, PLAN, Plan
@@ -97,7 +95,8 @@ class Command(ABC, Generic[C]):
         Raises:
             ValueError: a write fails. The message says what to set.
         """
-        return check_writes(plan.config, self.exported(plan.config), plan.step_count)
+        check = find("start check", "writes")
+        return [] if check is None else check(plan.config, self.exported(plan.config), plan.step_count)
 
     @abstractmethod
     def exported(self, config: C) -> ModelOptions | None:
@@ -184,7 +183,8 @@ class Command(ABC, Generic[C]):
                 config = plan.config
                 # Before the checks of models and data: they start processes, which fail without a clear message if
                 # the limits of the machine are too low.
-                check_machine(config.backend, len(plan.job.placement.hosts))
+                if check_machine := find("start check", "machine"):
+                    check_machine(config.backend, len(plan.job.placement.hosts))
                 if config.backend == "ray" and (address := os.environ.get("RAY_ADDRESS")):
                     check_reachable(address)
                 self.check(plan)

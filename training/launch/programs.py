@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
-from components.process.child_process import with_our_path
+from components.process.import_path import with_our_path
 
 
 def start_program(module: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:

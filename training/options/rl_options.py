@@ -58,6 +58,8 @@ class PolicyOptions(Options, group="algorithm"):
         """See `Options.faults`."""
         if not 0 <= self.clip_low <= self.most_clip_low:
             yield f"algorithm.clip_low={self.clip_low}; set it to at least 0, at most {self.most_clip_low:g}"
+        if self.correction != "none":
+            yield from errors_of("", require, "loss correction", self.correction, "algorithm.correction")
         low, high = self.correction_range
         if not 0 <= low < high:
             yield f"algorithm.correction_range={low} {high}; set two ratios, the lower first"
@@ -167,6 +169,8 @@ class RLOptions(RunOptions):
                 "asynchronous.enabled, but sleeping roles cannot run concurrently; set placement.engines_sleep=false "
                 "and placement.learners_sleep=false"
             )
+        if self.placement.learners_sleep:
+            yield from errors_of("", require, "sleep", "host copies", "placement.learners_sleep=true")
         if self.filter_range and self.asynchronous.partial_rollout:
             yield (
                 f"{self.FILTER_OPTION} replaces prompts within a step, but asynchronous.partial_rollout moves prompts "

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from components.data.values import label_text
 from components.models.routers import route_columns
 from components.rl.advantages import group_std
-from components.rl.correction import mismatch_metrics
+from components.rl.mismatch import mismatch_metrics
 from training.tracking import Tracker
 
 if TYPE_CHECKING:

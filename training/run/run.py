@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from training.launch.early_writes import checkpoint_bytes
+from training.run.checkpoint_size import checkpoint_bytes
 from training.run.phase_clock import PhaseClock
 from training.run.progress import Progress, RunCheckpoints
 from training.tracking import Tracker, redact

@@ -13,7 +13,6 @@ from types import TracebackType
 from typing import Any
 
 from components.registry import find
-from training.terminal.driver_log import driver_log
 from training.terminal.view import LIVE, VIEW, TerminalView
 from training.tracking.event_types import AlarmEvent, StepEvent
 from training.tracking.tracker import console_line
@@ -57,7 +56,8 @@ class Terminal:
                 self._view = view
                 # Only the view may write to its terminal: other output would move the cursor that it relies on.
                 redirected = (1, 2)
-            undo.enter_context(driver_log(self._log, self.info, redirected))
+            if driver_log := find("driver log", "file"):
+                undo.enter_context(driver_log(self._log, self.info, redirected))
             lines = _Lines(self.info)
             undo.callback(lines.end)
             undo.enter_context(redirect_stdout(lines))

@@ -12,10 +12,11 @@ from components.batch import Batch
 from components.models.loading import load_policy
 from components.models.value_model import load_value_model
 from components.train.engine import TrainEngine
-from components.train.host_memory import HostCopies, tensors_within
 from components.train.opening import open_engine
 from components.train.state import EngineState, save_state
+from plugins.deepspeed.engine import tensors_within
 from plugins.resume.engine_state import load_state
+from plugins.sleep.host_memory import HostCopies
 from tests.components.helpers import train_cases as cases
 
 RANK, ALPHA = 4, 8.0

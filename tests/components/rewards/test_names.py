@@ -8,8 +8,9 @@ import torch
 from components.batch import Batch
 from components.data.samples import with_rewards
 from components.rewards.base import RewardOutput
-from components.rewards.names import RUN_NAMES, metric_names, part_names
+from components.rewards.names import RUN_NAMES, metric_names
 from components.rewards.opening import open_reward
+from components.rewards.part_names import part_names
 from training.run.evaluation_metrics import heldout_metrics
 from training.run.rollouts import rollout_metrics
 

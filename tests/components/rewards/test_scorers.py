@@ -9,16 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from components.rewards.scorers import (
-    default_scorer,
-    exact_match,
-    get_scorer,
-    gsm8k,
-    gsm8k_flexible,
-    math_answer,
-    register_scorer,
-    scorer_names,
-)
+from components.rewards.scorers import default_scorer, exact_match, get_scorer, register_scorer, scorer_names
+from plugins.math_scorers.scorers import gsm8k, gsm8k_flexible, math_answer
 from tests.gsm8k_rows import gsm8k_rows
 from tests.messages import says
 

@@ -12,14 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from components.rl.correction import (
-    Estimator,
-    Level,
-    Outside,
-    importance_weights,
-    mismatch_metrics,
-    rejection_weights,
-)
+from components.rl.correction import Estimator, Level, Outside, importance_weights, rejection_weights
+from components.rl.mismatch import mismatch_metrics
 from tests.messages import says
 
 Tokens = list[tuple[bool, float, float]]  # acts, d = log p - log q, log q

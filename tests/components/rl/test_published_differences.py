@@ -11,11 +11,12 @@ from torch import Tensor
 
 from components.rl.advantages import group_mean_baseline, group_norm, rloo
 from components.rl.aggregation import TokenLoss, Totals, aggregate, reduce_loss
-from components.rl.correction import importance_weights, mismatch_metrics, rejection_weights
+from components.rl.correction import importance_weights, rejection_weights
 from components.rl.covariance_losses import covariances, kl_cov_tokens
 from components.rl.group_advantages import gdpo, gpg, grpo_passk, opo
 from components.rl.kl import KLKind, adapted_kl_coef, kl_estimate
 from components.rl.masked import token_mean
+from components.rl.mismatch import mismatch_metrics
 from components.rl.policy_losses import gspo_loss
 from components.rl.ratio_losses import geo_mean_loss
 from components.rl.returns import discounted_returns, gae, whiten

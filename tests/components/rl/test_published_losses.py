@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from components.rl.aggregation import Aggregation, TokenLoss, Totals, aggregate
-from components.rl.correction import Estimator, Level, importance_weights, mismatch_metrics, rejection_weights
+from components.rl.correction import Estimator, Level, importance_weights, rejection_weights
 from components.rl.covariance_losses import clip_cov_loss, clip_cov_tokens, covariances, kl_cov_loss, kl_cov_tokens
+from components.rl.mismatch import mismatch_metrics
 from components.rl.policy_losses import gspo_loss, reinforce_loss
 from components.rl.ratio_losses import cispo_loss, dppo_loss, geo_mean_loss, sapo_loss
 from tests.components.rl import published

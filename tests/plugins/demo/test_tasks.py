@@ -10,9 +10,9 @@ import pytest
 
 from components.data.sources import is_heldout
 from components.data.supervised import encode_demonstrations
-from components.rewards.scorers import gsm8k
 from plugins.demo.tasks import GuessTask, SortTask, Task, WordTask, get_task
 from plugins.demo.tiny_model import task_tokenizer
+from plugins.math_scorers.scorers import gsm8k
 from tests.messages import says
 
 PROJECT = Path(__file__).parents[3]

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from components.process.child_process import load_file
-from components.rewards.base import Columns, check_reward, reward_function
+from components.rewards.base import Columns, check_reward
 from components.rewards.errors import RewardError
+from components.rewards.files import reward_function
 from components.rewards.opening import open_reward
 from plugins.reward_functions.functions import by_names
 from tests.messages import says

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from plugins.driver_log.driver_log import driver_log
 from tests.training.terminal.run_events import call, step
-from training.terminal.driver_log import driver_log
 from training.terminal.terminal import Terminal
 from training.tracking import AlarmEvent, StepEvent
 

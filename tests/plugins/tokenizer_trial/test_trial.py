@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from components.data.text import load_tokenizer
-from components.data.tokenizer_child import MOST_CPU_S
-from components.data.tokenizer_trial import try_tokenizer
+from plugins.tokenizer_trial.child import MOST_CPU_S
+from plugins.tokenizer_trial.trial import try_tokenizer
 from tests.chat_models import CHATML, chat_model
 from tests.messages import says
 

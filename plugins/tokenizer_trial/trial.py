@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from components.data.model_tokens import CONVERSATIONS
-from components.data.tokenizer_child import MOST_CPU_S
 from components.net.hub import cache_root, cached_folder
 from components.process.child_process import Child
+from plugins.tokenizer_trial.child import MOST_CPU_S
 
 TRIAL_S = 120.0
 """Timeout of a trial in seconds. Usually the limit of CPU time ends it earlier; a busy machine may be slow."""
@@ -66,7 +66,7 @@ def _try_once(folder: str, file: str | None, templates: tuple[str, ...], digest:
     request = {"conversations": CONVERSATIONS, "tokens": tokens, "tokenizer_file": None, "templates": ()}
     parts = {"tokenizer.json": {"tokenizer_file": file}, "chat template": {"templates": templates}}
     # One child for both: most of the time is the start of the process.
-    child = Child("components.data.tokenizer_child")
+    child = Child(f"{__package__}.child")
     try:
         for name, part in parts.items():
             failure = child.request(request | part, TRIAL_S)

@@ -11,7 +11,7 @@ import pytest
 from tests.messages import says
 
 ROOT = Path(__file__).resolve().parents[3]
-CHECK = "from training.launch.machine_limits import check_{}; check_{}({})"
+CHECK = "from plugins.start_checks.limits import check_{}; check_{}({})"
 
 
 def python(limit: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -23,7 +23,7 @@ def python(limit: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def as_nobody(limit: str, code: str) -> subprocess.CompletedProcess[str]:
     """Run code as a user without rights, whom the kernel holds to limits; `os` has been imported."""
-    drop = "import os, resource; from training.launch import machine_limits; "
+    drop = "import os, resource; from plugins.start_checks import limits; "
     if os.getuid() == 0:
         drop += "os.setgroups([]); os.setuid(65534); "
     return python("true", "-c", f"{drop}{limit}; {code}")
@@ -45,26 +45,26 @@ def test_as_many_open_files_as_ray_needs_are_enough() -> None:
 
 def test_a_user_with_few_processes_is_refused_with_the_number_that_is_needed() -> None:
     limit = "resource.setrlimit(resource.RLIMIT_NPROC, (50, 50))"
-    done = as_nobody(limit, "machine_limits.check_threads(60)")
+    done = as_nobody(limit, "limits.check_threads(60)")
     assert re.search(says("ValueError", "50 processes", "60 more", "ulimit -u"), done.stderr)
 
 
 def test_a_user_with_processes_enough_is_not_refused() -> None:
     limit = "resource.setrlimit(resource.RLIMIT_NPROC, (4000, 4000))"
-    done = as_nobody(limit, "machine_limits.check_threads(60)")
+    done = as_nobody(limit, "limits.check_threads(60)")
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
     ("assignment", "remedy"),
     [
-        ("machine_limits.SHARED_MEMORY = machine_limits.Path('/proc')", "--shm-size"),
-        ("machine_limits.tempfile.tempdir = '/proc'", "TMPDIR"),
+        ("limits.SHARED_MEMORY = limits.Path('/proc')", "--shm-size"),
+        ("limits.tempfile.tempdir = '/proc'", "TMPDIR"),
     ],
 )
 def test_a_folder_that_cannot_be_written_to_is_refused_with_its_name(assignment: str, remedy: str) -> None:
     # /proc takes no file from anybody, whoever the tests run as.
-    code = f"from training.launch import machine_limits; {assignment}; machine_limits.check_machine('local', 1)"
+    code = f"from plugins.start_checks import limits; {assignment}; limits.check_machine('local', 1)"
     done = python("true", "-c", code)
     assert re.search(says("ValueError", "/proc", "cannot be written to", remedy), done.stderr)
 

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
+from plugins.start_checks.writes import check_writes
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.main import read_config
 from tests.chat_models import chat_model
 from tests.messages import says
 from tests.model_folders import LARGE, folder_of
-from training.launch.early_writes import check_writes, checkpoint_bytes
 from training.options.model_options import ModelOptions
 from training.run.checkpoint import CheckpointError, Checkpoints
+from training.run.checkpoint_size import checkpoint_bytes
 
 HUGE = LARGE | {"num_hidden_layers": 2000}
 """Its checkpoint takes over 25 TB."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -64,18 +64,6 @@ class HostCopies:
         self._freed.append((storage, size, copies))
         storage.resize_(0)
         self.nbytes += size
-
-
-def tensors_within(value: object) -> Iterator[Tensor]:
-    """Yield all tensors in nested lists, tuples, sets and dicts (keys and values)."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for pair in value.items():
-            yield from tensors_within(pair)
-    elif isinstance(value, list | tuple | set):
-        for item in value:
-            yield from tensors_within(item)
 
 
 def _content(storage: torch.UntypedStorage) -> Tensor:

@@ -17,19 +17,15 @@ from components.models.size import model_size
 from components.models.sources import is_made
 from components.net.hub import find_model, first_line
 from core.shared_memory import SHARED_MEMORY
+from training.run.checkpoint_size import WEIGHT_BYTES, checkpoint_bytes
 
 if TYPE_CHECKING:
     from training.options.model_options import ModelOptions
-    from training.options.run_options import RunOptions
 
 FILES_BYTES = 1_000_000
 """Lower limit for the size of logs, metrics and rollouts of a run, in bytes."""
 TEMPORARY_BYTES = 10_000_000
 """Space for temporary files, in bytes."""
-WEIGHT_BYTES = {"bf16": 2}
-"""Bytes of an exported weight by training precision. Models of other precisions are exported in float32, 4 bytes."""
-STATE_BYTES = 12
-"""Bytes per trained parameter in a checkpoint: its float32 value and the two moments of AdamW."""
 
 
 @dataclass(frozen=True)
@@ -90,25 +86,6 @@ def _export(model: ModelOptions, folder: Path) -> list[str]:
     except Exception as error:  # transformers checks the values of the file, but not that it is a JSON object
         raise ValueError(f"its generation_config.json cannot be used: {first_line(error)}") from error
     return save_settings(folder, find_model(model.path), settings)
-
-
-def checkpoint_bytes(config: RunOptions) -> int:
-    """Return a lower limit for the size of a checkpoint in bytes: weights, optimizer and export. 0 if unknown."""
-    options: Any = config
-    train = options.train
-    size = model_size(options.model.path)
-    if size is None:
-        return 0
-    nbytes = size.parameters * WEIGHT_BYTES.get(train.precision, 4)
-    if getattr(train, "lora_rank", 0):
-        return nbytes  # only adapters are trained, and their state is small
-    nbytes += STATE_BYTES * size.parameters
-    if getattr(options, "needs_critic", False) and (critic := model_size(options.critic.path or options.model.path)):
-        nbytes += STATE_BYTES * critic.without_head.parameters
-    # The exponential moving average of the weights is saved in float32.
-    if getattr(train, "ema_beta", None):
-        nbytes += 4 * size.parameters
-    return nbytes
 
 
 def _check_space(config: Any, steps: int | None) -> None:

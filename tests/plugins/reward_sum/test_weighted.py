@@ -8,7 +8,8 @@ import pytest
 
 from components.rewards.base import RewardSettings, check_reward, reward_parts
 from components.rewards.errors import RewardError
-from components.rewards.opening import RewardSum, open_reward
+from components.rewards.opening import open_reward
+from plugins.reward_sum.weighted import RewardSum
 from tests.components.helpers.reward_server import Answer, Request, RewardServer
 from tests.messages import says
 

@@ -1,0 +1,3 @@
+"""Importance-sampling correction of the mismatch between trainer and rollout engine."""
+
+PROVIDES = {"loss correction": {"tis": "weights:TRUNCATED", "icepop": "weights:ZEROED"}}

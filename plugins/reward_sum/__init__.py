@@ -1,0 +1,3 @@
+"""Weighted sum of rewards."""
+
+PROVIDES = {"reward sum": {"weighted": "weighted:RewardSum"}}
