@@ -85,6 +85,7 @@ class Episode:
     """0 for the main sequence of a sample, and a positive number for its further sequences."""
 
     def __post_init__(self) -> None:
+        # The tokens of the prompt were not sampled by the policy.
         self.logprobs += [0.0] * (len(self.tokens) - len(self.logprobs))
         self.versions += [-1] * (len(self.tokens) - len(self.versions))
 
@@ -114,6 +115,7 @@ class Episode:
         self.status = "error"
         self.error = " ".join(error.split())
         self.trace = trace
+        # A reward of earlier turns would be trained on although the outcome of the episode is unknown.
         self.reward = self.score = 0.0
         for turn in self.turns:
             turn.reward = 0.0
@@ -168,16 +170,19 @@ class Policy:
             raise ValueError(f"a sequence of {len(tokens)} tokens cannot be continued: {reason}")
         if self.max_tokens is not None and len(tokens) + sampling.max_new_tokens > self.max_tokens:
             sampling = replace(sampling, max_new_tokens=self.max_tokens - len(tokens))
+        # Random numbers depend on the id of the sample, so each stream uses ids of its own.
         sample_id = stream * STREAMS + self._task.sample_id
         request: Request | None = None
         try:
             request = self._engine.submit(tokens, sampling, prompt_id=self._task.prompt_id, sample_id=sample_id)
             return await self._until(request, [*self.stop, *stop])
         except asyncio.CancelledError:
+            # Without the abort the engine would finish a response that nobody reads.
             if request is not None:
                 await request.abort()
             raise
         except Exception as error:
+            # Recorded, because the user's executor may catch the error and continue.
             self.broken = error
             raise
 

@@ -50,6 +50,7 @@ def as_batch(prompts: Batch, episodes: Sequence[Sequence[Episode]], version: int
     }
     numbers = {
         "prompt_length": [row.prompt_length for row in rows],
+        # A sequence without a token of the policy gets the version in use.
         "weight_version": [min((v for v in row.versions if v >= 0), default=version) for row in rows],
         "num_turns": [len(row.turns) for row in rows],
         "branch": [row.branch for row in rows],
@@ -69,6 +70,7 @@ def _rewards(rows: Sequence[Episode]) -> dict[str, Tensor]:
     columns = {
         "reward": [row.reward for row in rows],
         "score": [row.score for row in rows],
+        # An aborted episode has no reward, and a reward of 0 would count as a bad response.
         "reward_failed": [float(row.status in ("error", "aborted")) for row in rows],
     }
     return {name: torch.tensor(column, dtype=torch.float32) for name, column in columns.items()}
@@ -98,6 +100,7 @@ def _turn_rewards(episode: Episode) -> list[float]:
             rewards[turn.end - 1] = turn.reward
             left -= turn.reward
             last = turn
+    # A difference as small as the rounding of the sum is not a further reward.
     if last is not None and not math.isclose(left, 0.0, abs_tol=1e-9 * max(1.0, abs(episode.reward))):
         rewards[last.end - 1] += left
     return rewards

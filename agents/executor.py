@@ -52,6 +52,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         environment = self.pool.open()
         try:
             row = {"label": task.label, "extra_info": task.extra_info}
+            # Copied, because an environment may change what it receives, and all samples of a prompt share the row.
             states = {"observation": task.prompt, **copy.deepcopy(row)}
             observation, tools = read_reset(await environment.call("reset", states))
             if observation != task.prompt:
@@ -125,6 +126,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         """Generate one response, if the sequence has space for one, and score it."""
         tokens = list(task.tokens)
         episode = Episode(tokens, len(tokens), status="truncated", is_rewarded=self.reward is not None)
+        # Without space for a token, `draw` would raise an error and the episode would count as failed.
         if self.reward is None and not policy.has_space(len(tokens)):
             return episode
         turn = episode.act(*await policy.draw(tokens, task.sampling))

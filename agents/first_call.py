@@ -25,7 +25,7 @@ LIMIT_S = 2.0
 
 
 class PromptOptions(Protocol):
-    """A dataclass of options that say how rows become prompts. `overlong` is one of its fields."""
+    """Dataclass of the options that determine how rows are converted to prompts. It has a field `overlong`."""
 
     apply_chat_template: bool
     input_template: str | None
@@ -33,7 +33,7 @@ class PromptOptions(Protocol):
     def source(
         self, rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, seed: int, shuffle: bool = True
     ) -> PromptSource:
-        """Return the prompts of rows."""
+        """Return a source of the prompts of these rows."""
         ...
 
 
@@ -43,26 +43,28 @@ def try_agent(
     rows: Mapping[str, list[dict[str, Any]]],
     load_tokenizer: Callable[[], PreTrainedTokenizerBase] | None,
 ) -> list[str]:
-    """Make the first call of an episode with the first row of each kind: `reset` of an environment, or the reward of an
-    agent of one turn. Where a call fails, further rows of that kind are tried: a few episodes may end as errors.
+    """Make the first call of an episode with the first row of each kind: `reset` of an environment, or the reward
+    function of a single-turn agent. If a call fails, further rows of that kind are tried, because a few episodes may
+    fail.
 
     Args:
-        agent: options of the episodes.
-        data: of the prompts.
-        rows: of the data, by what messages call them; parts without rows are left out.
-        load_tokenizer: loads the policy's tokenizer; None for a plan that is made without the model.
+        agent: options of the agent.
+        data: options of the prompts.
+        rows: rows of the data by the name of their part in messages. Parts without rows are left out.
+        load_tokenizer: function that loads the policy's tokenizer. None for a plan that is made without the model.
 
     Returns:
-        Notes for the user: what was not tried, and why, and rows whose episodes will be errors.
+        Notes for the user: calls that were not tried, with the reason, and rows whose episodes will fail.
 
     Raises:
-        ValueError: the agent cannot be loaded, or an episode could not begin; the message says with which row, and why.
+        ValueError: the agent cannot be loaded, or an episode cannot begin. The message names the row and the reason.
     """
     option = f"agent.func_path={agent.func_path}"
     prompts = _Prompts(data, load_tokenizer)
     notes = list[str]()
     try:
         with AgentTrial(str(agent.func_path), agent.arguments) as trial:
+            # An executor with its own `execute` makes no call that is possible without the policy.
             if not trial.first_call:
                 return [_untried(option, data)]
             for part, some in rows.items():
@@ -81,7 +83,7 @@ def try_agent(
 def _try_kind(
     trial: AgentTrial, prompts: _Prompts, rows: list[dict[str, Any]], numbers: list[int], where: str
 ) -> list[str]:
-    """Try rows until one succeeds, and return a note for each that does not; ValueError when none does."""
+    """Try rows until one succeeds, and return a note for each row that failed. Raises ValueError if all rows fail."""
     errors = list[ValueError]()
     for number in numbers:
         row = rows[number]
@@ -94,6 +96,7 @@ def _try_kind(
                 named.add_note(note)
             errors.append(named)
             continue
+        # Failures of other rows of the kind are only notes, because a share of the episodes may fail in a run.
         return [f"{error}; episodes of such rows are errors (agent.max_failed_share)" for error in errors]
     raise errors[0]
 
@@ -109,10 +112,10 @@ def _untried(option: str, data: PromptOptions) -> str:
 
 
 class _Prompts:
-    """Prompts and openings as the policy reads them. The tokenizer is loaded where one of them needs it."""
+    """Prompts and first observations as the policy reads them. The tokenizer is loaded when it is first needed."""
 
     def __init__(self, data: PromptOptions, load_tokenizer: Callable[[], PreTrainedTokenizerBase] | None) -> None:
-        # The length of a prompt is checked elsewhere: here each row is a prompt.
+        # The length of prompts is checked elsewhere. Here a long prompt is cut, so that every row can be tried.
         self._data: PromptOptions = replace(cast(Any, data), overlong="right")
         self._load_tokenizer = load_tokenizer
         self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -125,7 +128,7 @@ class _Prompts:
         return self._data.source([row], self._loaded(), 0, shuffle=False).first()[0]
 
     def check_opening(self, opening: Opening | None, prompt: str) -> None:
-        """Raise ValueError where no sequence can begin with what `reset` returned."""
+        """Raise ValueError if no sequence can begin with the return value of `reset`."""
         if opening is None or opening[0] == prompt:
             return
         from components.data.text import TextEncoder

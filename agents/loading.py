@@ -35,6 +35,7 @@ def check_agent(func_path: str) -> None:
     """
     tree = check_defines(str(agent_file(func_path)), "agent file", NAMES, "AgentExecutor or AgentInstance")
     for node in tree.body:
+        # The base classes of `agents` have the same names, so only the line of the import must change.
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "openrlhf":
             raise ValueError(
                 f"agent file {func_path!r} imports from {node.module} (line {node.lineno}); "
@@ -89,6 +90,7 @@ def load_agent_file(func_path: str) -> ModuleType:
         sys.path.append(str(path.parent))
     try:
         return load_file(path)
+    # The user's file may also call sys.exit.
     except (Exception, SystemExit) as error:
         raise _failed(f"agent file {func_path!r} cannot be loaded", error) from error
 

@@ -145,6 +145,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             finally:
                 await environment.close()
         episodes = session.episodes() or [Episode(list(task.tokens), len(task.tokens))]
+        # After a refused request most agents raise an error. It is a consequence of the limit and not a failure.
         is_cut = bool(session.limit and episodes[0].turns)
         if not episodes[0].turns and (session.limit or not failure):
             failure = ValueError(session.limit or "the agent has sent no request to its base_url before it ended")
@@ -162,6 +163,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             episode.reward = result.reward
             episode.logs = result.logs
             episode.score = result.reward if result.score is None else result.score
+            # The reward is known only at the end of the episode, so it belongs to the last turn.
             for turn in episode.turns[-1:]:
                 turn.reward = result.reward
         return episodes

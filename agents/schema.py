@@ -139,6 +139,7 @@ def read_sampling(requested: Any, run: SamplingConfig) -> tuple[SamplingConfig, 
         raise ValueError(f"sampling_params has {unknown[0]!r}; it may have {', '.join(names)}")
     values = {name: value for name, value in fields.items() if value is not None}
     stop = values.pop("stop", [])
+    # A single text is OpenAI's short form of a list with one text.
     stop = [stop] if isinstance(stop, str) else list(stop)
     wrong = [value for value in values.values() if not isinstance(value, numbers.Real)]
     if wrong or not all(isinstance(text, str) and text for text in stop):
@@ -152,6 +153,7 @@ def read_sampling(requested: Any, run: SamplingConfig) -> tuple[SamplingConfig, 
     if "max_tokens" in values:
         values["max_tokens"] = min(values["max_tokens"], run.max_new_tokens)
     for name in ("temperature", "top_p", "top_k"):
+        # Evaluations are not trained on, so they may use other parameters.
         if values.get(name, getattr(run, name)) != getattr(run, name) and run.step != EVALUATION_STEP:
             _warn_changed()
     return dataclasses.replace(run, **{SAMPLING_KEYS[name]: value for name, value in values.items()}), stop

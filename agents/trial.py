@@ -88,6 +88,7 @@ class AgentTrial:
                 {"path": sys.path, "func_path": self._func_path, "arguments": self._arguments}, LOAD_S, "loading it"
             )
         except BaseException:
+            # `__exit__` is not called after an error in the constructor, so the child is ended here.
             self._child.kill()
             self._child.end()
             raise
@@ -100,6 +101,7 @@ class AgentTrial:
         reason, trace = results
         if status == "untried":
             raise UntriedError(reason)
+        # `Child` reports a timeout like any other failure, so the elapsed time distinguishes the two.
         if time.monotonic() - began >= limit_s:
             raise UntriedError(f"{action} takes more than {limit_s:g} s")
         error = ValueError(reason)

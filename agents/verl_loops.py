@@ -200,10 +200,12 @@ class ServerManager:
         """Sample a continuation of `prompt_ids`."""
         parameters = {name: sampling_params[name] for name in _TAKEN if sampling_params.get(name) is not None}
         sampling, stop = read_sampling(parameters, self._task.sampling)
+        # Each call has its own random stream. Otherwise two calls with the same prompt would get the same response.
         stream = self._count
         self._count += 1
         prompt = token_ids(prompt_ids)
         drawn, count = await self._policy.draw(prompt, sampling, stop, stream=stream)
+        # Tokens after a stop text do not reach the loop, so they are not part of the draw that is trained on.
         kept = replace(
             drawn, tokens=drawn.tokens[:count], logprobs=drawn.logprobs[:count], versions=drawn.versions[:count]
         )
@@ -249,6 +251,7 @@ class AgentExecutor(AgentExecutorBase):
         """
         provide_verl(_STANDINS)
         self._loops: dict[str, tuple[Any, Mapping[str, Any]]] = {SINGLE_TURN: (SingleTurnAgentLoop, {})}
+        # All classes are imported now and not in the first episode, so that an error ends the run at its start.
         for name, (entry, arguments) in read_loops(path).items():
             self._loops[name] = (load_class(entry), arguments)
         self._default = default
@@ -281,6 +284,7 @@ class AgentExecutor(AgentExecutorBase):
             dataset_config=self._made.get("data"),
             **arguments,
         )
+        # verl passes these columns to every loop, and its loops read them without a default.
         row = {"data_source": task.data_source, "reward_model": {"ground_truth": task.label}, "extra_info": extra}
         row |= {AGENT_NAME: name, "index": extra.get("index", task.prompt_id)}
         row |= {key: extra.get(key) or {} for key in ("tools_kwargs", "interaction_kwargs")}
@@ -301,6 +305,7 @@ class AgentExecutor(AgentExecutorBase):
                     "the loop returned no reward_score with agent.rewarded_by=environment; set it to reward"
                 )
             raise ValueError("the loop returned a reward_score with agent.rewarded_by=reward; set it to environment")
+        # The score is for the complete episode, so it is the reward of the last turn.
         if score is not None and episode.turns:
             episode.turns[-1].reward = episode.reward = episode.score = float(score)
         return episode
@@ -320,6 +325,7 @@ def fill(episode: Episode, response: Sequence[int], mask: Sequence[int], draws: 
         if not mask[done]:
             episode.observe(response[done:end])
             continue
+        # Several draws may have the same prompt, and only one of them continues as the response does.
         part = max((_common(episode.tokens, response[done:end], draw) for draw in draws), key=_length, default=None)
         if part is None or not part.tokens:
             raise ValueError(
@@ -338,6 +344,7 @@ def _common(before: Sequence[int], tokens: Sequence[int], draw: Draw) -> Generat
     skipped = len(before) - len(draw.prompt)
     begins = skipped >= 0 and list(before) == draw.prompt + draw.drawn.tokens[:skipped]
     count = 0
+    # Compared token by token, because a loop may cut a response, or decode and encode it again.
     while (
         begins and count < len(tokens) and draw.drawn.tokens[skipped + count : skipped + count + 1] == [tokens[count]]
     ):

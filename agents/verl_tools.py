@@ -154,6 +154,7 @@ class FunctionTool(BaseTool):
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:  # noqa: ARG002
         """Call the function. It returns a text or an object, or a tuple of that, a reward and metrics."""
+        # A sync function would block the event loop, and with it all other episodes.
         is_async = inspect.iscoroutinefunction(self._function)
         result = await (self._function(**parameters) if is_async else asyncio.to_thread(self._function, **parameters))
         if not isinstance(result, tuple):
@@ -244,6 +245,7 @@ class Gsm8kInteraction(BaseInteraction):
 
 
 def _same(function: Any = None, **_: Any) -> Any:
+    """Return the function unchanged. verl's decorator of this name records traces, which are not supported."""
     return function if callable(function) else _same
 
 
@@ -353,6 +355,7 @@ def tool_schemas(path: str, functions: str = "") -> list[dict[str, Any]]:
     Raises:
         ValueError: a file is invalid, or a class cannot be imported.
     """
+    # If the file has all schemas, no class is imported: an import may load a model or open a connection.
     entries = read_entries(path) if path else ()
     if not functions and all(entry.schema is not None for entry in entries):
         for entry in entries:
@@ -367,18 +370,22 @@ def _function_tools(path: str) -> dict[str, Any]:
     provide_verl()
     registry = importlib.import_module("verl.tools.function_tool").FUNCTION_TOOL_REGISTRY
     before = dict(registry)
+    # The name depends on the path, so that files of the same name do not replace each other.
     spec = importlib.util.spec_from_file_location(f"_function_tools_{abs(hash(path))}", path)
     if not Path(path).is_file() or spec is None or spec.loader is None:
         raise ValueError(f"function_tool_path={path} is not an existing Python file; correct the path")
     module = importlib.util.module_from_spec(spec)
+    # Registered before the file runs, because dataclasses and pickle look up their module meanwhile.
     sys.modules[module.__name__] = module
     try:
         spec.loader.exec_module(module)
+    # The user's file may also call sys.exit.
     except (Exception, SystemExit) as error:
         reason, trace = described(error)
         failed = ValueError(f"function_tool_path={path} cannot be imported: {reason}")
         failed.add_note(trace)
         raise failed from error
+    # The registry also holds the functions of files that were loaded before.
     marked = {name: entry for name, entry in registry.items() if entry is not before.get(name)}
     if not marked:
         raise ValueError(f"function_tool_path={path} marks no function with verl's function_tool; mark at least one")
@@ -423,6 +430,7 @@ def find_module(entry: Entry) -> str:
     module = entry.class_name.rpartition(".")[0]
     provide_verl()
     file = Path(entry.path).absolute()
+    # The folders above the file too, because a class name may begin with a package, such as recipe.search.Tool.
     for folder in [*file.parents, Path.cwd()]:
         place = folder.joinpath(*module.split("."))
         exists = place.with_suffix(".py").is_file() or (place / "__init__.py").is_file()
@@ -444,6 +452,7 @@ def provide_verl(modules: Mapping[str, Mapping[str, Any]] = _STANDINS) -> None:
     Args:
         modules: module -> its names. Default: the modules that files of tools and interactions import.
     """
+    # `find_spec` raises an error for a stand-in that is already registered, because it has no spec.
     loaded = sys.modules.get("verl")
     if (importlib.util.find_spec("verl") if loaded is None else loaded.__spec__) is not None:
         return
@@ -451,6 +460,7 @@ def provide_verl(modules: Mapping[str, Mapping[str, Any]] = _STANDINS) -> None:
         parts = name.split(".")
         for end in range(1, len(parts) + 1):
             module = sys.modules.setdefault(".".join(parts[:end]), ModuleType(".".join(parts[:end])))
+            # A module with a `__path__` is a package, so that its submodules can be imported.
             module.__dict__.setdefault("__path__", [])
             if end > 1:
                 setattr(sys.modules[".".join(parts[: end - 1])], parts[end - 1], module)
@@ -523,6 +533,7 @@ class AgentInstance(ToolAgentInstance):
     async def _begin_interaction(self, states: Mapping[str, Any]) -> None:
         extra = states.get("extra_info") or {}
         self._interaction_kwargs = dict(extra.get("interaction_kwargs") or {})
+        # If the file has a single interaction, rows need not name it, and their label is the ground truth.
         if "name" not in self._interaction_kwargs and len(self._interactions) == 1:
             self._interaction_kwargs = {
                 "ground_truth": states["label"],
@@ -548,6 +559,7 @@ class AgentInstance(ToolAgentInstance):
         if self._user is None:
             return await super().step(states, **kwargs)
         self._messages.append({"role": "assistant", "content": states["action_text"]})
+        # The interaction replies only to a response without calls, as in verl's agent loop.
         if self._tools and parse_calls(states["action_text"]):
             result = await super().step(states, **kwargs)
             self._messages += result["environment_feedback"]
@@ -573,6 +585,7 @@ class AgentInstance(ToolAgentInstance):
             self._logs["tool_reward"] += float(reward or 0.0)
             self._logs["tool_score"] = float(await tool.calc_reward(instance_id) or 0.0)
         finally:
+            # Also after an error. Otherwise the state of the instance would remain until the process ends.
             await tool.release(instance_id)
         return self._cut(_text_of(response))
 
@@ -584,6 +597,7 @@ class AgentInstance(ToolAgentInstance):
             return text[:limit] + "...(truncated)"
         if self._side == "right":
             return "(truncated)..." + text[-limit:]
+        # Below, `len(text) - half` instead of `-half`, which with a half of 0 would keep the complete text.
         half = limit // 2
         return text[:half] + "...(truncated)..." + text[len(text) - half :]
 

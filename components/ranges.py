@@ -13,7 +13,7 @@ from components.registry import names
 
 @dataclass(frozen=True)
 class Range:
-    """Range of numbers. NaN is in no range. Its text follows `set it` in error messages."""
+    """Range of numbers, which never contains NaN. `str` completes an error message that ends in "set it"."""
 
     least: float = -math.inf
     """Inclusive minimum."""
@@ -50,7 +50,7 @@ class OneOf:
     known: tuple[object, ...]
 
     def holds(self, value: Any) -> bool:
-        """Return True if the value is one of them."""
+        """Return True if the value is one of the allowed values."""
         return value in self.known
 
     def __str__(self) -> str:

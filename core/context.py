@@ -81,6 +81,7 @@ def current() -> WorkloadContext:
     """
     context = _current.get()
     if context is None:
+        # A new thread has an empty context, so it must get a copy of the context of its creator.
         raise RuntimeError(
             "no workload is running in this thread, so it has no job context; call this from a workload's method "
             "(start your own threads with contextvars.copy_context().run)"

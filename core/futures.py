@@ -111,7 +111,7 @@ def wait_for(calls: Sequence[Pending], context: WorkloadContext, timeout: float 
 
 
 class _Wait:
-    """One wait for several calls."""
+    """State of one wait for several calls: results so far, lost calls and failures."""
 
     def __init__(self, calls: Sequence[Pending], context: WorkloadContext, timeout: float | None) -> None:
         self._calls = calls
@@ -143,6 +143,7 @@ class _Wait:
             if elapsed >= report_at and self._missing:
                 name = self._context.identity.name
                 self._context.info(f"{name} has waited {elapsed:.0f} s for {_describe(self._missing)}")
+                # Doubled, so that a wait of a day is a dozen lines and not a thousand.
                 report_at *= 2
         return [self._outcomes[id(call)].value for call in self._calls]
 
@@ -169,6 +170,7 @@ class _Wait:
 
     def _raise_first(self) -> NoReturn:
         """Raise the first error in rank order, after a grace period for the errors of other workers."""
+        # Ranks of a collective often fail together, and the first error to arrive is not always the cause.
         deadline = time.monotonic() + _GRACE_AFTER_FAILURE_S
         while self._waiting and time.monotonic() < deadline:
             self._look(deadline - time.monotonic())
@@ -195,6 +197,7 @@ class Future(Generic[T_co]):
 
     def result(self, timeout: float | None = None) -> T_co:
         """Wait at most `timeout` seconds (None: no limit) and return the result, or raise the workers' error."""
+        # A list of one entry instead of None, because None is a valid result.
         if not self._result:
             self._result.append(self._finish(wait_for(self.calls, self._context, timeout)))
         return self._result[0]

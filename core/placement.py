@@ -160,8 +160,8 @@ def _check_collocations(roles: Mapping[str, RoleSpec], collocations: Sequence[Se
         if uneven or len({spec.total * _width(spec) for spec in specs}) > 1:
             listed = ", ".join(f"{s.name} has {s.nnodes} x {s.nproc_per_node} x {_width(s)}" for s in specs)
             raise JobError(
-                f"collocated roles need equal numbers of devices on each node, but of nodes x workers x devices "
-                f"{listed}; set equal numbers"
+                f"collocated roles need equal numbers of devices on each node, but {listed} (nodes x workers x "
+                "devices); set equal numbers"
             )
 
 

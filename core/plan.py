@@ -133,6 +133,7 @@ class JobSpec(Limits):
 
     @field_serializer("config")
     def _plain_config(self, config: Any) -> Any:
+        # A plan is printed as JSON, and pydantic knows neither OmegaConf nor a dataclass behind `Any`.
         if dataclasses.is_dataclass(config) and not isinstance(config, type):
             return dataclasses.asdict(config)
         return OmegaConf.to_container(config) if OmegaConf.is_config(config) else config

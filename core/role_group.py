@@ -386,7 +386,7 @@ def _prepared(sent: Any, name: str) -> tuple[Any, ...]:
     """Return the return value of a pre_func as positional arguments."""
     if isinstance(sent, tuple) and len(sent) == 2 and isinstance(sent[0], tuple) and isinstance(sent[1], dict):
         raise ValueError(
-            f"pre_func of {name} returned a pair (args, kwargs), as in DLRover; in core it receives the arguments "
-            "without the group, and returns the arguments to send: return *args, or one value"
+            f"pre_func of {name} returned a pair (args, kwargs), as in DLRover; core calls it with the arguments, "
+            "without the group: return the arguments to send, as a tuple or as a single value"
         )
     return sent if isinstance(sent, tuple) else (sent,)

@@ -29,6 +29,7 @@ def chunk_sizes(length: int, workers: int) -> list[int]:
     [3, 2, 2]
     """
     base, extra = divmod(length, workers)
+    # The larger chunks first, so that chunks differ by one item at most and no worker waits for a last large one.
     return [base + (i < extra) for i in range(workers)]
 
 
@@ -58,6 +59,7 @@ def join(parts: Sequence[Any], name: str) -> Any:
     if isinstance(first, list | tuple):
         return [item for part in parts for item in part]
     if _is_array(first):
+        # The library of the first part is loaded already, so core itself imports neither numpy nor torch.
         package = type(first).__module__.partition(".")[0]
         return getattr(sys.modules[package], {"numpy": "concatenate", "torch": "cat"}[package])(list(parts))
     raise TypeError(f"{name} returned {type(first).__name__}, which cannot be joined; return one item per input item")

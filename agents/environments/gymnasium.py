@@ -34,6 +34,7 @@ class AgentInstance(TextEnvironment):
         label = read_label(states["label"], "env", EXAMPLE)
         name = str(label["env"])
         try:
+            # Created twice: only a game knows its render modes, and the mode must be set when the game is created.
             modes = _library.spec(name).make().metadata.get("render_modes", ())
             options = {**label.get("options", {})}
             if "ansi" in modes:

@@ -58,7 +58,9 @@ def to_table(
     for name, x_B in per_sequence.items():
         values, dtype = _to_arrow(name, x_B.reshape(-1))
         described[name] = ("per_sequence", dtype, list(x_B.shape[1:]))
-        arrays[name] = values if x_B.dim() == 1 else pa.array(x_B.flatten(1).tolist())
+        if x_B.dim() > 1:
+            values = pa.array(x_B.flatten(1).tolist())
+        arrays[name] = values
     for name, column in objects.items():
         arrays[name], encoding = _objects_to_arrow(name, column)
         described[name] = ("objects", encoding, [])
@@ -124,14 +126,18 @@ def from_table(table: Any) -> tuple[Tensor, Mapping[str, dict[str, Any]]]:
         column = table.column(name)
         if kind == "objects":
             items = column.to_pylist()
-            kinds[kind][name] = _from_json(items) if dtype == "json" else items
+            if dtype == "json":
+                items = _from_json(items)
+            kinds[kind][name] = items
             continue
         torch_dtype = getattr(torch, dtype)
         if tail:
             kinds[kind][name] = torch.tensor(column.to_pylist(), dtype=torch_dtype).reshape(len(column), *tail)
             continue
         values = column.combine_chunks()
-        kinds[kind][name] = _from_arrow(values.flatten() if kind == "per_token" else values).to(torch_dtype)
+        if kind == "per_token":
+            values = values.flatten()
+        kinds[kind][name] = _from_arrow(values).to(torch_dtype)
     return _from_arrow(table.column("lengths").combine_chunks()), kinds
 
 

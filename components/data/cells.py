@@ -146,7 +146,9 @@ def text_message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _part(part: Any, where: str) -> str:
-    fields: dict[str, Any] = without_nulls(part) if isinstance(part, dict) else {}
+    fields: dict[str, Any] = {}
+    if isinstance(part, dict):
+        fields = without_nulls(part)
     kind = fields.get("type", "text")
     if kind != "text":
         raise ValueError(f"{where}: its content has a part of type {kind!r}; only text parts can be read")

@@ -102,7 +102,9 @@ def read_system(record: Mapping[str, Any], ignored: Collection[str] = ()) -> tup
 
 def read_tools(record: Mapping[str, Any], ignored: Collection[str] = ()) -> list[dict[str, Any]]:
     """Read the definitions of tools of a row. The list is empty if the column is missing or blank."""
-    return parse_tools(record[TOOLS]) if filled(record, [TOOLS], ignored) else []
+    if not filled(record, [TOOLS], ignored):
+        return []
+    return parse_tools(record[TOOLS])
 
 
 def refuse_without_a_place(record: Mapping[str, Any], ignored: Collection[str] = ()) -> None:

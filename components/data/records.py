@@ -118,7 +118,9 @@ def _parse_json(text: str, where: str, label_key: str | None) -> Any:
 
 
 def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+    if isinstance(value, list):
+        return value
+    return [value]
 
 
 def _lone_surrogate(value: Any) -> str:

@@ -117,7 +117,10 @@ def with_rewards(samples: Batch, output: RewardOutput, info: Callable[[str], Non
 def drop_unrewarded(samples: Batch) -> Batch:
     """Return the responses that have a reward. The others take part in no baseline, no mean and no loss."""
     failed_B = samples["reward_failed"] > 0
-    return samples.select(~failed_B) if bool(failed_B.any()) else samples
+    # `select` copies all columns, and in most steps no reward has failed.
+    if not bool(failed_B.any()):
+        return samples
+    return samples.select(~failed_B)
 
 
 def check_rewarded(samples: Batch) -> None:
@@ -203,9 +206,14 @@ def old_logprobs(micro: Batch, logprob_N: Tensor, column: str = "logprob") -> Te
     Returns:
         [N] without gradient.
     """
-    return micro[column] if column in micro else logprob_N.detach()
+    if column in micro:
+        return micro[column]
+    # In the first optimizer step the policy is still the one before the update, so the ratio is exactly 1.
+    return logprob_N.detach()
 
 
 def main_branches(samples: Batch) -> Batch:
     """Return the main sequence of each sample (`branch` 0), which is all sequences without a column `branch`."""
-    return samples.select(samples["branch"] == 0) if "branch" in samples else samples
+    if "branch" not in samples:
+        return samples
+    return samples.select(samples["branch"] == 0)

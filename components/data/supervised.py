@@ -260,7 +260,10 @@ def _encode_messages(
                 "data.multiturn=false"
             )
         # The start of a sequence may need a BOS token, which `encode_prompt` adds.
-        before = encoder.encode(opened[len(encoded_text) :]) if encoded_text else encoder.encode_prompt(opened)
+        if encoded_text:
+            before = encoder.encode(opened[len(encoded_text) :])
+        else:
+            before = encoder.encode_prompt(opened)
         response = encoder.encode(closed[len(opened) :])
         if not opened and before == response[:1]:
             # If the assistant begins, `before` is only the BOS token, which the template writes too.

@@ -93,7 +93,9 @@ def set_template_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mappin
     settings = ""
     for name, value in arguments.items():
         # Jinja accepts JSON's true and false, but calls null none.
-        text = "none" if value is None else json.dumps(value)
+        text = "none"
+        if value is not None:
+            text = json.dumps(value)
         settings += f"{{%- set {name} = {text} -%}}"
     if not template.startswith(settings):  # a tokenizer that such a run has saved has them already
         tokenizer.chat_template = settings + template
@@ -288,7 +290,10 @@ def _filled(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, 
         with_null = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except TypeError:  # a template that concatenates contents with other text
         return with_empty
-    return with_empty if str(with_null).count("None") > str(with_empty).count("None") else with_null
+    # A template that writes the content would write Python's None into the text.
+    if str(with_null).count("None") > str(with_empty).count("None"):
+        return with_empty
+    return with_null
 
 
 def pad_apart_from_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -358,4 +363,6 @@ def _alphabet(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | None:
         return None
     special = set(tokenizer.all_special_ids)
     characters = [str(tokenizer.decode([index])) for index in range(len(tokenizer)) if index not in special]
-    return None if any(len(character) != 1 for character in characters) else frozenset(characters)
+    if any(len(character) != 1 for character in characters):
+        return None
+    return frozenset(characters)

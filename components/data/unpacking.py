@@ -29,6 +29,7 @@ class Allowance:
         """
         self._path = path
         self._count = 0
+        # A ratio alone would refuse small files of repeated text, and a fixed size alone every large file.
         self._limit = max(LIMIT_BYTES, LIMIT_RATIO * path.stat().st_size)
         if setting := os.environ.get(LIMIT_VARIABLE):
             try:
@@ -56,6 +57,7 @@ def read_bytes(path: Path) -> bytes:
     """Return the content of a file, unpacked if it is gzipped."""
     if path.suffix != ".gz":
         return path.read_bytes()
+    # In parts, so that a small file that unpacks to terabytes is refused before it fills the memory.
     allowance = Allowance(path)
     parts: list[bytes] = []
     with gzip.open(path) as file:

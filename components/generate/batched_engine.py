@@ -48,6 +48,7 @@ class BatchedRequest(Request):
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         drawn = await self.result()
+        # All tokens arrive together, so there is at most one piece, which is yielded only once.
         if drawn.tokens and not self._taken:
             self._taken = True
             yield Piece(drawn.tokens, drawn.logprobs)
@@ -153,6 +154,7 @@ class BatchedEngine(AsyncEngine):
 
     def close(self) -> None:
         """Finish the running batch, and stop the thread and the engine. Queued requests fail."""
+        # Otherwise the callers of queued requests would wait forever.
         for request in self._waiting:
             request.finish(RuntimeError("the engine was closed before this request was drawn"))
         self._waiting = {}
@@ -193,12 +195,14 @@ class BatchedEngine(AsyncEngine):
         `max_new_tokens`.
         """
         oldest = next(iter(self._waiting)).sampling
+        # Requests with other sampling parameters remain in the queue and form the next batch.
         taken = [request for request in self._waiting if _go_together(request.sampling, oldest)]
         for request in taken:
             del self._waiting[request]
         return taken
 
     async def _draw(self, taken: list[BatchedRequest]) -> None:
+        # `pause` waits for this event, so the weights never change within a batch.
         self._idle.clear()
         try:
             results: Sequence[Generation | Exception] = await self._in_thread(_generate, self.engine, taken)

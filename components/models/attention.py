@@ -16,8 +16,13 @@ def choose_attention(requested: str | None, gpus: int) -> str | None:
         gpus: number of GPUs.
     """
     if requested == "auto":
-        return "flash_attention_2" if gpus and importlib.util.find_spec("flash_attn") is not None else None
-    return "sdpa" if attention_note(requested, gpus) else requested
+        # None leaves the choice to transformers, which selects sdpa where a model supports it.
+        if not gpus or importlib.util.find_spec("flash_attn") is None:
+            return None
+        return "flash_attention_2"
+    if attention_note(requested, gpus):
+        return "sdpa"
+    return requested
 
 
 def attention_note(requested: str | None, gpus: int) -> str:

@@ -113,7 +113,10 @@ def state_values(model: nn.Module, batch: Batch) -> Tensor:
     if layout.is_packed:
         inputs, place_N = packed_inputs(batch, layout)
         value_U = _row_values(model, inputs)
-        return value_U if place_N is None else value_U[place_N]
+        # Sequences with a common prompt share its positions in the row, so the values are spread to their tokens.
+        if place_N is not None:
+            value_U = value_U[place_N]
+        return value_U
     return batch.unpad(model(**_padded_inputs(batch.padded("tokens", 0))), batch.lengths)
 
 

@@ -28,6 +28,7 @@ def use_end_tokens(model: Any, path: str | Path) -> None:
     every = named | set(listed_ids(model.config.eos_token_id)) | set(by_tokenizer)
     if every != named:
         model.generation_config.eos_token_id = _as_setting(every)
+    # config.json is changed only if it lacks an end of the tokenizer. Otherwise exports keep it as it was.
     if not set(by_tokenizer) <= set(listed_ids(model.config.eos_token_id)):
         model.config.eos_token_id = _as_setting(every)
 

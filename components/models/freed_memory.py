@@ -32,7 +32,9 @@ def keep_freed_memory(model: nn.Module) -> None:
     if torch.cuda.is_available() or platform.libc_ver()[0] != "glibc":
         return
     library = ctypes.CDLL(None)
-    kept = 2**30 if sum(parameter.numel() for parameter in model.parameters()) <= _SMALL else 2**20
+    kept = 2**20
+    if sum(parameter.numel() for parameter in model.parameters()) <= _SMALL:
+        kept = 2**30
     # Older versions of glibc refuse more than 32 MB. The trim threshold is set only if this succeeds, because setting
     # it alone would disable the dynamic adjustment of the mmap threshold.
     if library.mallopt(_MMAP_THRESHOLD, kept) or library.mallopt(_MMAP_THRESHOLD, 2**25):

@@ -46,6 +46,7 @@ def free_share(
             _log.warning(text, requested, free, within_s)
             has_warned = True
         time.sleep(every_s)
+    # Rounded down, because the engine would not start with a share that is a little larger than what is free.
     share = math.floor(free * 100) / 100
     # With a share of 0, vLLM's own error names the missing memory, so it gets the requested share.
     if free >= requested or share <= 0:
@@ -64,6 +65,7 @@ def gpu_memory(count: int) -> list[tuple[int, int]]:
         shown = subprocess.run(_NVIDIA_SMI, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return []
+    # By UUID, because the indices of nvidia-smi do not follow CUDA_VISIBLE_DEVICES.
     by_uuid = memory_by_uuid(shown)
     names = [str(torch.cuda.get_device_properties(index).uuid).removeprefix("GPU-") for index in range(count)]
     return [by_uuid[name] for name in names if name in by_uuid]

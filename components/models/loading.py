@@ -77,6 +77,7 @@ def open_model(
         model, loading_info = kind.from_pretrained(
             path, dtype=_torch_dtype(dtype), attn_implementation=attention, output_loading_info=True
         )
+    # transformers only logs a warning for missing weights, and initializes them with random numbers.
     missing = sorted(loading_info["missing_keys"])
     if missing:
         raise ValueError(

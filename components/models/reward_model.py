@@ -45,7 +45,8 @@ class RewardModel:
             attn_implementation: attention implementation of transformers, or None for its default.
 
         Raises:
-            ValueError: the folder has no such head, or one with several labels, or no mean and std for `normalize`.
+            ValueError: the folder has no such head; the head has several labels; or config.json lacks the mean and std
+                that `normalize` needs.
         """
         config = config or FrozenConfig()
         model = load_value_model(

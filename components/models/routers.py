@@ -24,6 +24,7 @@ class Routers:
 
 def find_routers(model: nn.Module) -> Routers:
     """Return the routers of a policy or value model."""
+    # Architectures of transformers name the class of their routers in this attribute.
     recorders = [
         recorder
         for module in model.modules()

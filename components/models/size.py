@@ -73,8 +73,10 @@ class ModelSize:
         Args:
             ranks: tensor-parallel degree.
         """
+        parts = ranks
         # A vocabulary that the ranks cannot share evenly is whole on each of them.
-        parts = 1 if self.vocabulary % ranks else ranks
+        if self.vocabulary % ranks:
+            parts = 1
         whole = 0
         keys = self.keys // ranks
         key_heads = self.keys * self.heads // max(1, self.queries)
@@ -160,7 +162,9 @@ def size_of(config: dict[str, Any]) -> ModelSize | None:
     if config.get("attention_bias") and kind != "qwen2":
         vectors += queries + 2 * keys + hidden
     attention = 2 * hidden * (queries + keys) + 2 * hidden + vectors
-    head = 0 if config.get("tie_word_embeddings") else vocabulary * hidden
+    head = 0
+    if not config.get("tie_word_embeddings"):
+        head = vocabulary * hidden
     mlp = _experts(config, layers) if kind in _MIXTURES else _dense(config, layers)
     return ModelSize(
         parameters=vocabulary * hidden + head + layers * attention + mlp["parameters"] + hidden,

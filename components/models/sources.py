@@ -38,31 +38,31 @@ class MadeModel(ABC):
     @property
     @abstractmethod
     def data_source(self) -> str:
-        """The data source whose texts the model's tokenizer is made for, as `data.path` names it."""
+        """Data source for whose texts the tokenizer is made, in the form of `data.path`."""
 
     @abstractmethod
     def check(self) -> None:
-        """Check that the model is there, or can be made, without making it.
+        """Check that the model exists or can be made, without making it.
 
         Raises:
-            ValueError: it is not, and cannot.
+            ValueError: the model does not exist and cannot be made.
         """
 
     @abstractmethod
     def make(self, progress: Callable[[str], None]) -> Path:
-        """Return the folder of the model, which is made if it is not there.
+        """Return the folder of the model. A missing model is made first.
 
         Args:
-            progress: called with each line of progress.
+            progress: callback that receives each line of progress.
         """
 
     @abstractmethod
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Make the model's tokenizer, whether the model is there or not."""
+        """Make the tokenizer. The model itself need not exist."""
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
-        """Return the values of its config.json that set its size."""
+        """Return the entries of config.json that determine the size of the model."""
 
 
 class NewModel(ABC):
@@ -83,19 +83,19 @@ class NewModel(ABC):
         """Make the model's tokenizer.
 
         Args:
-            texts: the texts that a vocabulary is learnt from, for a model whose name does not fix it.
-            vocabulary: number of tokens of such a vocabulary. Default: the smallest possible.
+            texts: texts from which the vocabulary is learnt, unless the name of the model determines it.
+            vocabulary: number of tokens of a vocabulary that is learnt. Default: the smallest possible number.
         """
 
     @abstractmethod
     def save(
         self, tokenizer: PreTrainedTokenizerBase, folder: str, seed: int, max_positions: int | None = None
     ) -> None:
-        """Write a model with random weights that fits a tokenizer into a folder."""
+        """Write a folder with a model of random weights whose vocabulary is that of a tokenizer."""
 
     @abstractmethod
     def config(self) -> dict[str, Any] | None:
-        """Return the values of its config.json that set its size; None where they depend on texts."""
+        """Return the entries of config.json that determine the size of the model, or None if they depend on texts."""
 
 
 def is_made(path: str) -> bool:
@@ -114,7 +114,7 @@ def made_model(path: str) -> MadeModel | None:
 
 
 def check_model_source(path: str) -> None:
-    """Check that a plug-in makes the model that a path names, if that has a scheme. Folders are not looked at.
+    """Check that a plug-in makes the model, if the path has a scheme. Paths to folders are not checked.
 
     Raises:
         MissingPlugin: no plug-in provides the scheme.
@@ -139,7 +139,7 @@ def new_model(path: str) -> NewModel:
 
 
 def config_of(path: str) -> dict[str, Any] | None:
-    """Return the values that set the size of a model which a plug-in makes; None for any other model."""
+    """Return the entries of config.json that determine the size of a plug-in's model, or None for any other model."""
     scheme, _, name = path.partition(":")
     for kind in (KIND, NEW_KIND):
         if (source := find(kind, scheme)) is not None:
@@ -151,7 +151,7 @@ def config_of(path: str) -> dict[str, Any] | None:
 
 
 def resolve_model(path: str, progress: Callable[[str], None] = print) -> str:
-    """Return the folder of a model that a plug-in makes, which is made if it is not there; any other path unchanged.
+    """Return the folder of a plug-in's model, which is made if it is missing. Other paths are returned unchanged.
 
     Raises:
         MissingPlugin: no plug-in provides the scheme.

@@ -126,7 +126,9 @@ class Child:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_TIMEOUT_S)
         code = self._process.returncode
-        return "it closed its connection" if code is None else exit_reason(code)
+        if code is None:
+            return "it closed its connection"
+        return exit_reason(code)
 
     def end(self) -> None:
         """End the child: an idle child by itself, any other by a signal."""
@@ -212,7 +214,9 @@ def _descendants(pid: int) -> list[int]:
 
 def exit_reason(code: int) -> str:
     """Describe an exit code. A negative one is the number of a signal."""
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    if code < 0:
+        return f"signal {signal.Signals(-code).name}"
+    return f"exit code {code}"
 
 
 # Frames, for parent and child.
@@ -305,7 +309,9 @@ def load_file(path: Path) -> ModuleType:
 def short_line(text: str, length: int = 300) -> str:
     """Return a text as one line of at most `length` characters, followed by ... if it was longer."""
     joined = " ".join(text.split())
-    return f"{joined[:length]}..." if len(joined) > length else joined
+    if len(joined) > length:
+        return f"{joined[:length]}..."
+    return joined
 
 
 def cut_text(text: str, length: int) -> str:

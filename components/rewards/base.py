@@ -134,7 +134,9 @@ class RewardSource(ABC):
             RewardError: too many responses have no reward.
         """
         count = len(queries)
-        samples = Responses(queries, prompts, labels, responses, [{}] * count if rows is None else rows)
+        if rows is None:
+            rows = [{}] * count
+        samples = Responses(queries, prompts, labels, responses, rows)
         for name, column in samples._asdict().items():
             if column is not None and len(column) != count:
                 raise ValueError(f"{self.source}: {count} queries came with {len(column)} {name}; give one for each")
@@ -232,13 +234,17 @@ def read_columns(result: Any, count: int) -> Columns:
         ValueError: the result is not understood, or a number is not finite.
     """
     if not isinstance(result, Mapping) or "rewards" not in result:
-        keys = f" with the keys {sorted(map(str, result))}" if isinstance(result, Mapping) else ""
+        keys = ""
+        if isinstance(result, Mapping):
+            keys = f" with the keys {sorted(map(str, result))}"
         raise ValueError(
             f"returned a {type(result).__name__}{keys}; return one number for each response, in a list or as 'rewards' "
             "of a dict, which may have 'scores' and 'extra_logs' too"
         )
     rewards = _numbers(result["rewards"], count, "'rewards'")
-    scores = _numbers(result["scores"], count, "'scores'") if result.get("scores") is not None else rewards
+    scores = rewards
+    if result.get("scores") is not None:
+        scores = _numbers(result["scores"], count, "'scores'")
     for name, column in (("rewards", rewards), ("scores", scores)):
         for value in column:
             # `not <=` also rejects NaN. A larger number would become infinite in float32.
@@ -366,4 +372,6 @@ def _number(value: numbers.Real) -> float:
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    return (len(value), *_shape((value or [None])[0])) if isinstance(value, list) else ()
+    if not isinstance(value, list):
+        return ()
+    return (len(value), *_shape((value or [None])[0]))

@@ -126,7 +126,9 @@ def awaited(result: Any) -> Any:
 
 def plain(value: Any) -> Any:
     """Convert a tensor or an array to Python numbers. Other values are returned unchanged."""
-    return value.tolist() if hasattr(value, "tolist") else value
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return value
 
 
 def read_scores(results: Sequence[Any]) -> Columns:

@@ -113,4 +113,6 @@ def default_scorer(source: str) -> str | None:
     for name in source.split(","):
         generator = data_source(name.strip())
         scorers.add(generator and generator.scorer)
-    return None if len(scorers) > 1 else scorers.pop()
+    if len(scorers) > 1:
+        return None
+    return scorers.pop()

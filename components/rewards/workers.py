@@ -55,7 +55,9 @@ def allowed_failures(count: int, share: float) -> float:
     It is at least FEW_FAILURES (unless the share is 0), because a single failure in a small batch exceeds most shares.
     """
     allowed = share * count + 1e-9  # 0.29 * 100 is slightly below 29 in floating point
-    return max(allowed, FEW_FAILURES) if share > 0 and count > FEW_FAILURES else allowed
+    if share > 0 and count > FEW_FAILURES:
+        allowed = max(allowed, FEW_FAILURES)
+    return allowed
 
 
 class WorkerReward(RewardSource):

@@ -143,5 +143,8 @@ def _at_level(x_N: Tensor, action_mask_N: Tensor, lengths_B: Tensor, level: Leve
         raise ValueError(f"level={level!r} is unknown; set one of {', '.join(get_args(Level))}")
     if level == "token":
         return x_N
-    x_B = sequence_sums(x_N, lengths_B) if level == "sequence" else sequence_means(x_N, action_mask_N, lengths_B)
+    if level == "sequence":
+        x_B = sequence_sums(x_N, lengths_B)
+    else:
+        x_B = sequence_means(x_N, action_mask_N, lengths_B)
     return spread(x_B, lengths_B, len(x_N))

@@ -107,7 +107,7 @@ def kl_cov_loss(
         coef: penalty per nat of change in the log-probability of such a token, at least 0. The paper uses 1.
     """
     if not coef >= 0:
-        raise ValueError(f"coef={coef}; set the loss per nat to 0 or more")
+        raise ValueError(f"coef={coef}; set a penalty per nat of 0 or more")
     check_columns(held_N, action_mask_N=action_mask_N)
     advantage_N = checked_advantages(logprob_N, old_logprob_N, advantage_N, action_mask_N)
     log_ratio_N = log_ratio(logprob_N, old_logprob_N, action_mask_N)

@@ -55,6 +55,7 @@ def kl_estimate(logprob_N: Tensor, ref_logprob_N: Tensor, action_mask_N: Tensor,
     value_N = _estimate(d_N, kind.removesuffix("+"))
     if not kind.endswith("+"):
         return value_N
+    # The difference below is 0, so the value remains that of `kind`; its gradient is that of k2.
     slope_N = d_N.square() / 2
     return value_N.detach() + (slope_N - slope_N.detach())
 

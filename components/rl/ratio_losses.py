@@ -65,7 +65,7 @@ def cispo_loss(
     Source: MiniMax 2025 (MiniMax-M1, arXiv 2506.13585), equations 4 and 5.
 
     Args:
-        clip_low: the minimum weight is 1 - clip_low, 0 to 1. The paper has no such bound, which is 1.
+        clip_low: the minimum weight is 1 - clip_low, with clip_low from 0 to 1. The paper has no minimum: clip_low = 1.
         clip_high: the maximum weight is 1 + clip_high.
     """
     advantage_N = checked_advantages(logprob_N, old_logprob_N, advantage_N, action_mask_N)

@@ -92,8 +92,11 @@ def stop_properly_penalty(reward_B: Tensor, truncated_B: Tensor, coef: float) ->
     if truncated_B.dtype != torch.bool:
         raise ValueError(f"truncated_B is {truncated_B.dtype}; it must be bool, True where a response was cut off")
     reward_B = reward_B.float()
-    # 0.0 * reward_B + coef instead of coef, which would hide a reward that is NaN.
-    return torch.where(truncated_B, reward_B * coef if coef >= 0 else 0.0 * reward_B + coef, reward_B)
+    lowered_B = reward_B * coef
+    if coef < 0:
+        # 0.0 * reward_B + coef instead of coef, which would hide a reward that is NaN.
+        lowered_B = 0.0 * reward_B + coef
+    return torch.where(truncated_B, lowered_B, reward_B)
 
 
 def groups_within(score_B: Tensor, group_B: Tensor, low: float, high: float) -> Tensor:

@@ -16,6 +16,8 @@ def clipped_surrogate(
     clipped_gain_N = ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high) * advantage_N
     metrics = {"clip_frac": clipped_gain_N < gain_N, **distance_metrics(log_ratio_N, ratio_N)}
     gain_N = torch.minimum(gain_N, clipped_gain_N)
+    # With a negative advantage the surrogate has no lower bound, so a single token with a large ratio could dominate
+    # the step.
     if dual_clip is not None:
         bounded_N = (advantage_N < 0) & (gain_N < dual_clip * advantage_N)
         gain_N = torch.where(bounded_N, dual_clip * advantage_N, gain_N)

@@ -10,9 +10,9 @@ from components.rl.masked import check_columns, chosen
 def clipped_value_loss(
     value_N: Tensor, old_value_N: Tensor, return_N: Tensor, action_mask_N: Tensor, *, clip: float
 ) -> TokenLoss:
-    """Clipped value loss: half the larger squared error to the return, of the value and of the clipped value.
+    """Clipped value loss: half of max((value - return)^2, (clipped value - return)^2) for each token.
 
-    The clipped value is clamped to `clip` around the old value.
+    The clipped value differs from the old value by at most `clip`.
 
     Source: the value loss of OpenAI's PPO2, as documented in Engstrom et al. 2020 (arXiv 2005.12729), section 3.
 

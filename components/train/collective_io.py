@@ -27,6 +27,7 @@ def disk_errors(what: str) -> Iterator[None]:
         yield
     except OSError:
         raise
+    # Libraries written in Rust, such as safetensors, raise exceptions of their own when the disk is full.
     except Exception as error:
         code = _errno_in(str(error))
         if code is None:
@@ -70,6 +71,7 @@ class CollectiveIO:
         own_failure = None
         if self.error is not None:
             own_failure = (self.error.errno or errno.EIO if isinstance(self.error, OSError) else None, str(self.error))
+        # A number and a text, because an exception of a library may not be picklable.
         failures: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(failures, own_failure)
         # This rank raises its own error, with its traceback.

@@ -127,6 +127,7 @@ class TrainOptions(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # One exception can carry a single fault. The command line calls `faults` itself and prints all of them.
         for fault in [*self.read_adapters(), *self.faults()]:
             raise ValueError(fault)
 
@@ -250,6 +251,8 @@ class TrainConfig(TrainOptions):
             raise ValueError(
                 f"{degrees} does not divide {ranks} ranks; set a divisor, or another number of ranks (placement)"
             )
+        # Experts are spread over an axis of their own across the same ranks, so their degree is no factor of
+        # `group_size`.
         if ranks % self.expert:
             raise ValueError(
                 f"parallel.expert={self.expert} does not divide {ranks} ranks; set a divisor, or another number of "
@@ -271,6 +274,8 @@ class TrainConfig(TrainOptions):
         total_steps = self.total_steps // self.steps_per_rate
         warmup_steps = math.ceil(total_steps * self.lr_warmup_ratio)
         if step < warmup_steps:
+            # Without `lr_warmup_from_zero` the first step counts as one step of the warm-up. With a rate of 0 it would
+            # change no weight.
             return self.learning_rate * (step + (not self.lr_warmup_from_zero)) / warmup_steps
         if self.lr_scheduler == "constant":
             return self.learning_rate

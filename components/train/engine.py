@@ -165,6 +165,7 @@ class TrainEngine(PartitionedModel):
         sums: dict[str, Tensor] = {}
         for i in range(passes):
             index = plan[i] if i < len(plan) else shortest_group(minibatch, group_size)
+            # A pass that is made only for the other ranks must change neither the gradient nor the metrics.
             counts = 1.0 if i < len(plan) else 0.0
             self._begin_pass(is_last=i == passes - 1)
             output = loss_fn(self._trained, minibatch.select(index).to(self.device), totals)
@@ -175,7 +176,9 @@ class TrainEngine(PartitionedModel):
                 summand = value.detach().double() * counts
                 sums[name] = sums[name] + summand if name in sums else summand
         metrics = self._reduced(sums)
+        # Before the step, because NaN would spread to all weights and to the moments of the optimizer.
         self._check_finite(metrics)
+        # Read before the step is counted, because the schedule depends on the count.
         learning_rate = self.learning_rate
         grad_norm = self._step(learning_rate)
         self.step_count += 1
@@ -197,6 +200,7 @@ class TrainEngine(PartitionedModel):
         """
         memory = peak_gpu_memory()
         peak = torch.tensor([*memory.values(), time.perf_counter() - began], device=self.device)
+        # The slowest rank determines the duration of the step.
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         *most, seconds = peak.tolist()
         return dict(zip(memory, most, strict=True)) | gpu_use(self.model, length_B, computed, seconds, self.world_size)

@@ -113,6 +113,7 @@ class PartitionedModel(ABC):
     def _gather(
         self, parameters: Iterable[tuple[str, nn.Parameter]], everywhere: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
+        # While the engine sleeps its storages are empty, and a collective would read freed memory.
         self.check_awake()
         parts = ((name, self._part(parameter, self._type(parameter))) for name, parameter in parameters)
         return gathered(parts, self.device, BUCKET_BYTES[self.device.type], everywhere)
@@ -158,6 +159,7 @@ class PartitionedModel(ABC):
         trained = self._gather(parameters.items()) if self.average is None else in_type
         if self.adapters is None:
             return itertools.chain(trained, self._buffers()), {}
+        # Merging needs any adapter at any time, while the frozen weights arrive one by one.
         adapters = dict(trained)
         return itertools.chain(self.adapters.merged(self._frozen(), adapters), self._buffers()), adapters
 
@@ -169,6 +171,7 @@ class PartitionedModel(ABC):
         """Yield names, shapes and dtypes of the tensors from `_exported`, as meta tensors."""
         for name, parameter in self.model.named_parameters():
             if self.adapters is None or ".lora_" not in name:
+                # peft moves an adapted layer to `base_layer`. Exports have the names of the model without adapters.
                 plain = name.replace(".base_layer.", ".")
                 yield plain, torch.empty(whole_shape(parameter), dtype=self._type(parameter), device="meta")
         for name, buffer in self.buffers.items():
@@ -203,6 +206,7 @@ class PartitionedModel(ABC):
 
     def _tensors(self) -> Iterator[Tensor]:
         """Return the tensors that the next step needs."""
+        # The master weights. With bf16 they are other tensors than the parameters of the model.
         for group in self.adam.param_groups:
             yield from group["params"]
         for moments in self.adam.state.values():

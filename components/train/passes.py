@@ -44,6 +44,7 @@ def evaluate_together(
     """
     plan = layout_of(model).micro_batches(batch, limits.max_tokens, limits.max_sequences)
     most = torch.tensor(len(plan), device=device)
+    # A rank that makes fewer passes than another would leave it waiting in the gathering of parameters.
     if is_collective:
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
     extra = int(most) - len(plan)
@@ -79,6 +80,7 @@ def evaluate(
     parts = list[Tensor]()
     with torch.no_grad():
         for index in plan:
+            # Copied to the host at once. Otherwise the results of all micro-batches would take device memory.
             parts.append(compute(batch.select(index).to(device)).cpu())
             beat()
     # The plan sorts sequences into micro-batches; the results are returned to the order of the batch.

@@ -60,6 +60,7 @@ def training_flops(model: nn.Module, computed: ComputedTokens) -> float | None:
     per_token = 0
     for parameter in model.parameters():
         if parameter is not embedding or is_tied:
+            # DeepSpeed leaves a sharded parameter empty, and keeps its number of elements in `ds_numel`.
             size = getattr(parameter, "ds_numel", parameter.numel())
             per_token += size * (6 if parameter.requires_grad else 4)
     return float(per_token * computed.places + 6 * layers * heads * head_size * computed.pairs)

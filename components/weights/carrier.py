@@ -112,6 +112,7 @@ class FolderCarrier:
         digests = Digests(timer) if with_digests and self.publisher is not None else None
         tensors = self.sent(version, timer.waiting("gather", tensors), dtype, digests)
         if self.publisher is None:
+            # Gathering is collective, so a rank that publishes nothing must exhaust the iterator too.
             for _ in tensors:
                 assert self.gathers_everywhere, "only rank 0 is given parameters"
             return None
@@ -122,6 +123,7 @@ class FolderCarrier:
             adapter_scale=adapter_scale,
             digests=digests,
         )
+        # The rest of the time, after the measured parts, is spent on writing and sending.
         send = time.monotonic() - began - sum(timer.seconds.values())
         return replace(handle, carrier=self.NAME, route=self.route, seconds=timer.seconds | {"send": send})
 

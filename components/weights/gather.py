@@ -89,6 +89,7 @@ def part_of(parameter: Any, dtype: torch.dtype, device: torch.device) -> Part:
         return whole_part(parameter, dtype)
     if parameter.device_mesh.size() == dist.get_world_size() and is_in_blocks(parameter):
         of_rank = block_of_each(parameter)
+        # A rank with a copy of another rank's block sends nothing, so that no element is sent twice.
         blocks = [of_rank[rank] if of_rank[rank].is_first else _NOTHING for rank in range(len(of_rank))]
         numbers = parameter.to_local().detach().reshape(-1)
         is_on_all = all(block.numbers == parameter.numel() for block in of_rank.values())
@@ -155,6 +156,7 @@ class _Bucket:
         if not self._travelling or not (receives or self._needs_messages):
             return
         sizes = [self._size_of(rank) for rank in (ranks if receives else [self._rank])]
+        # One allocation for the messages of all ranks, into whose regions they are received without another copy.
         flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         self._regions = list(flat.split(sizes))
         message = self._regions[self._rank if receives else 0]
@@ -202,6 +204,7 @@ class _Bucket:
         for work in self._works:
             work.wait()
         if self._arrived is not None:
+            # The copy to the host was only queued, so its memory must not be read before it has ended.
             self._arrived.synchronize()
         if self._rank not in self._receivers:
             return
@@ -225,6 +228,7 @@ class _Bucket:
             piece = self._regions[rank][offsets[rank] : offsets[rank] + nbytes].view(part.dtype)
             offsets[rank] += _aligned(nbytes)
             if part.is_here and rank == 0:
+                # The message of rank 0 is the whole parameter, and is used without a copy.
                 whole = piece
             elif nbytes:
                 block.of(whole.view(-1, block.width)).copy_(piece.view(block.rows, block.columns))

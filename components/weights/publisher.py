@@ -130,6 +130,7 @@ class WeightPublisher:
             ValueError: `version` is not higher than the last one, or a name occurs twice.
             OSError: no directory has enough space.
         """
+        # Compared with the newest version ever published, because engines refuse versions older than their own.
         if self._newest is not None and version <= self._newest:
             raise ValueError(f"version {version} was published after version {self._newest}; versions must rise")
         if digests is None and with_digests:
@@ -275,6 +276,7 @@ def nearby(handle: WeightHandle, directory: Path, readers: int) -> Iterator[Weig
 def _open(
     handle: WeightHandle, table_only: bool, timeout_seconds: float = 60.0, writable: bool = False
 ) -> OpenVersion | RemoteVersion:
+    # The proof of the token rejects a folder of the same path that another run or machine has written.
     local_version = open_version(Path(handle.path), prove(handle.token, "folder"), writable=writable)
     if local_version is not None:
         return local_version

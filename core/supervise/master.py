@@ -155,7 +155,7 @@ class Master:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Start the roles, and let this process call them inside the block, in the place of a trainer."""
+        """Context manager that starts the roles. Inside the block this process calls them, as a trainer would."""
         ended = threading.Event()
         poller = threading.Thread(target=self._poll_until, args=(ended,), name="troupe-watch", daemon=True)
         try:

@@ -78,6 +78,7 @@ class WatchedProcess:
 
     def lose(self, evidence: str) -> None:
         """Mark the process as dead or unreachable. Only the evidence of the first call is kept."""
+        # Later evidence is mostly a consequence, such as a closed connection after a kill.
         self.lost = self.lost or evidence
 
     def blame(self) -> str:
@@ -130,6 +131,7 @@ class Watch:
 
     def _tell(self, event: Any) -> None:
         """Send an event to all observers. An observer that raises is removed with a warning."""
+        # A copy of the list, because an observer that raises is removed during the loop.
         for observer in list(self._observers):
             try:
                 observer(event)
@@ -146,6 +148,7 @@ class Watch:
                     key, process.calls[key] = payload
                 else:
                     self.take_in(kind, payload)
+            # Messages first: the connection may hold some that were sent before the process died.
             if not link.alive:
                 process.lose("killed, out of memory, or crashed")
         if time.monotonic() >= self._next_status:
@@ -203,6 +206,7 @@ class Watch:
             quiet = ranks.get(process.roles, link.status.quiet)
             if link.silent_for > limit:
                 hung.append((process, f"it has not responded for {link.silent_for:.0f} s"))
+            # A driving workload waits for others most of the time, so a long call of it is no evidence.
             elif process not in driving and link.status.doing not in (IDLE, STARTING) and quiet > limit:
                 seconds = link.status.seconds
                 hung.append((process, f"in {link.status.doing} for {seconds:.0f} s, {quiet:.0f} s without progress"))

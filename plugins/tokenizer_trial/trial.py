@@ -72,7 +72,9 @@ def _try_once(folder: str, file: str | None, templates: tuple[str, ...], digest:
             failure = child.request(request | part, TRIAL_S)
             if failure is not None:
                 # A text from the child, or the kind and the reason of its end.
-                reason = failure if isinstance(failure, str) else failure[1]
+                reason = failure
+                if not isinstance(failure, str):
+                    reason = failure[1]
                 if signal.SIGXCPU.name in reason:
                     reason = f"it takes more than {MOST_CPU_S} s"
                 raise ValueError(

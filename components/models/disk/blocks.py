@@ -27,7 +27,7 @@ class Block:
     column: int = 0
     columns: int = 1
     width: int = 1
-    """W."""
+    """W: number of elements of a complete row."""
     is_first: bool = True
     """True if no lower rank has the same block."""
 
@@ -56,7 +56,9 @@ class Block:
         """Return the columns of the block from whole rows, [rows, columns]. Rows are returned unchanged if the block
         has all columns.
         """
-        return rows if self.is_stretch else rows.flatten(1)[:, self.column : self.column + self.columns].contiguous()
+        if self.is_stretch:
+            return rows
+        return rows.flatten(1)[:, self.column : self.column + self.columns].contiguous()
 
 
 def local_part(tensor: Any) -> Tensor:
@@ -88,6 +90,7 @@ def is_in_blocks(tensor: Any) -> bool:
     if not others:
         return first == Shard(0)
     (second,), size = others, tensor.device_mesh.size(1)
+    # Both axes divide the rows. The shards are blocks only if the second axis divides the rows evenly.
     if second == Shard(0):
         return first == _StridedShard(0, split_factor=size) and not tensor.shape[0] % size
     return first == Shard(0) and (second == Replicate() or (second == Shard(1) and not tensor.shape[1] % size))
@@ -108,6 +111,7 @@ def _block(tensor: DTensor, coordinate: list[int]) -> Block:
             columns //= size
             column = place * columns
         else:
+            # The ranks of the second axis have copies of the same rows.
             is_first = place == 0
     # The rows are divided as by torch.chunk, so the last ranks may have fewer rows or none.
     each = math.ceil(rows / tensor.device_mesh.size(0))

@@ -53,6 +53,7 @@ class CheckpointLayout:
             group = self._group_of[name]
             come = waiting.setdefault(group, {})
             come[name] = tensor
+            # A complete group is released, so that memory holds only the groups that are incomplete.
             if len(come) == len(group):
                 yield from self._convert(waiting.pop(group)).items()
 

@@ -77,6 +77,7 @@ def _write(folder: Path, tensors: Mapping[str, Tensor], weights: Iterable[tuple[
     for old in folder.iterdir():
         if old.name == _INDEX or _OURS.fullmatch(old.name):
             old.unlink()
+    # All files are open at the same time, because the weights arrive in any order.
     with ExitStack() as stack:
         file_of: dict[str, TensorFile] = {}
         for file, names in split.filename_to_tensors.items():

@@ -1,4 +1,4 @@
-"""The settings files of a model: config.json and generation_config.json, written such that they load again."""
+"""Settings files of a model: config.json and generation_config.json, written so that transformers can load them."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def save_settings(folder: Path, config: Any, generation_config: Any | None) -> l
     sampling. The flags that it objects to are left out, and named in a warning.
 
     Args:
-        folder: exists.
-        config: of transformers.
-        generation_config: of transformers; None: the model does not generate.
+        folder: path to an existing folder.
+        config: configuration of transformers.
+        generation_config: generation configuration of transformers. None: the model does not generate.
 
     Returns:
         The names of the flags that are left out.
 
     Raises:
-        ValueError: one of them cannot be saved; the message has transformers' reason.
+        ValueError: a file cannot be saved. The message has the reason from transformers.
     """
     try:
         config.save_pretrained(folder)
@@ -39,10 +39,13 @@ def save_settings(folder: Path, config: Any, generation_config: Any | None) -> l
         raise
     except Exception as error:  # whatever a value that JSON cannot hold raises
         raise ValueError(f"its config.json cannot be saved: {first_line(error)}") from error
-    return [] if generation_config is None else _save_generation_config(folder, generation_config)
+    if generation_config is None:
+        return []
+    return _save_generation_config(folder, generation_config)
 
 
 def _save_generation_config(folder: Path, generation_config: Any) -> list[str]:
+    # A copy, because the model goes on generating with the original flags.
     settings = copy.deepcopy(generation_config)
     dropped: list[str] = []
     for _ in range(_MOST_FLAGS):
@@ -66,16 +69,18 @@ def _save_generation_config(folder: Path, generation_config: Any) -> list[str]:
 
 @lru_cache
 def _warn_once(values: str) -> None:
-    """Log a warning for the first of all checkpoints, which leave out the same."""
+    """Log a warning once per set of flags, because every checkpoint of a run leaves out the same ones."""
     _log.warning("exports have a generation_config.json without %s, which transformers does not save", values)
 
 
 def _refused_flags(message: str, settings: Any) -> list[str]:
-    """Return the flags that a message of transformers objects to: all of a list, or else the first that it names."""
+    """Return the flags that a message of transformers refuses: all flags of a list, or else the first one it names."""
     listed = re.findall(r"^- `(\w+)`:", message, re.MULTILINE)
     named = listed or re.findall(r"`(\w+)`", message) or [name for name in vars(settings) if name in message]
     flags = [flag for flag in dict.fromkeys(named) if getattr(settings, flag, None) is not None]
-    return flags if listed else flags[:1]
+    if listed:
+        return flags
+    return flags[:1]
 
 
 def _one_line(error: Exception) -> str:

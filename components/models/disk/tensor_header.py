@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_HEADER_BYTES = 100_000_000
-"""Maximum size of a header in bytes, by the format."""
+"""Maximum size of a header in bytes, as the safetensors format defines it."""
 MOST_TENSORS = 100_000
 """Maximum number of tensors in a file. The largest published models have fewer in all files together, or little
 more."""
@@ -107,13 +107,18 @@ def check_weight_files(folder: Path) -> None:
         ValueError: a file is missing or damaged. The message names it.
     """
     index = index_of(folder)
-    names = sorted(set(index.values())) if index is not None else [SINGLE] * (folder / SINGLE).is_file()
+    names: list[str] = []
+    if index is not None:
+        names = sorted(set(index.values()))
+    elif (folder / SINGLE).is_file():
+        names = [SINGLE]
     for name in names:
         path = folder / name
         if not path.is_file():
             raise ValueError(f"{path} is missing, which {INDEX} names; fetch the model again")
         file = os.open(path, os.O_RDONLY)
         try:
+            # The header has all shapes and offsets, so a damaged file is found without reading its weights.
             start, entries = read_header(file)
             check_data(entries, start, os.fstat(file).st_size)
         except ValueError as error:

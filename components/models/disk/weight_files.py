@@ -119,8 +119,10 @@ class WeightFiles:
         converter = deepcopy(source.converter)
         for pattern, key in source.of_rows(rows):
             reader = self._reader(key)
-            tensor = reader.empty(key) if on_meta else reader.whole(key)
-            converter.add_tensor(source.target, key, pattern, tensor)
+            read = reader.whole
+            if on_meta:
+                read = reader.empty
+            converter.add_tensor(source.target, key, pattern, read(key))
         made = converter.convert(source.target, **self._context)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
@@ -170,7 +172,9 @@ class WeightFiles:
                 made = self._converted(source, on_meta=True)
             for name, tensor in made.items():
                 if name not in state or tensor.shape != state[name].shape:
-                    here = list(state[name].shape) if name in state else "absent"
+                    here = "absent"
+                    if name in state:
+                        here = str(list(state[name].shape))
                     raise ReadWhole(f"{name} has shape {list(tensor.shape)} in its files, and is {here} in the model")
                 yield name, self._by_rows(source, name, tensor)
 
@@ -182,7 +186,9 @@ class WeightFiles:
             return source
         stacked = _Source(source.keys, source.converter, source.target, len(whole))
         part = self._converted(stacked, range(1, 2), on_meta=True)[name]
-        return stacked if part.shape == (1, *whole.shape[1:]) else source
+        if part.shape != (1, *whole.shape[1:]):
+            return source
+        return stacked
 
     def _join_tied(self, model: PreTrainedModel) -> None:
         """Add the other names of tied parameters, because the files contain only one of the names."""

@@ -71,7 +71,7 @@ class PackedRow:
     def rectangles(self) -> Rectangles:
         """Rectangles of parts that begin at the same position, sorted by length with the longest first.
 
-        At most a quarter of a row of a rectangle is padding, or 8 tokens if that is more.
+        The padding of a row in a rectangle is at most a quarter of the row's width, or 8 tokens if that is more.
         """
         parts = sorted(self.parts(), key=lambda part: (part.first, part.end), reverse=True)
         shapes: list[tuple[int, int, int]] = []
