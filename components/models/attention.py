@@ -20,6 +20,7 @@ def choose_attention(requested: str | None, gpus: int) -> str | None:
         if not gpus or importlib.util.find_spec("flash_attn") is None:
             return None
         return "flash_attention_2"
+    # sdpa runs everywhere, so the same command works on a machine without flash attention.
     if attention_note(requested, gpus):
         return "sdpa"
     return requested

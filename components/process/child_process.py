@@ -126,6 +126,7 @@ class Child:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_TIMEOUT_S)
         code = self._process.returncode
+        # The child has closed the channel, and may still be running.
         if code is None:
             return "it closed its connection"
         return exit_reason(code)

@@ -33,6 +33,7 @@ def open_reward(spec: str, settings: RewardSettings | None = None) -> RewardSour
     check_reward(spec)
     settings = settings or RewardSettings()
     parts = reward_parts(spec)
+    # A single reward without a weight is not a sum, so its logs have no prefix.
     if parts == [(1.0, spec)]:
         return open_part(spec, settings)
     return load(SUM, "weighted", f"reward.source={spec}")(parts, settings)

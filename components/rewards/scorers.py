@@ -113,6 +113,7 @@ def default_scorer(source: str) -> str | None:
     for name in source.split(","):
         generator = data_source(name.strip())
         scorers.add(generator and generator.scorer)
+    # A mixture of sources with different scorers has no scorer that fits all of its labels.
     if len(scorers) > 1:
         return None
     return scorers.pop()

@@ -55,6 +55,7 @@ def allowed_failures(count: int, share: float) -> float:
     It is at least FEW_FAILURES (unless the share is 0), because a single failure in a small batch exceeds most shares.
     """
     allowed = share * count + 1e-9  # 0.29 * 100 is slightly below 29 in floating point
+    # In a batch of so few responses, all of them could fail without an error.
     if share > 0 and count > FEW_FAILURES:
         allowed = max(allowed, FEW_FAILURES)
     return allowed

@@ -56,6 +56,7 @@ class Block:
         """Return the columns of the block from whole rows, [rows, columns]. Rows are returned unchanged if the block
         has all columns.
         """
+        # Without a copy, because most shards have all columns.
         if self.is_stretch:
             return rows
         return rows.flatten(1)[:, self.column : self.column + self.columns].contiguous()

@@ -138,7 +138,7 @@ def test_flexible_gsm8k_takes_the_last_number_anywhere(response: str, label: str
 @pytest.mark.parametrize("scorer", [gsm8k, gsm8k_flexible])
 @pytest.mark.parametrize("label", ["", "seventy-two", "72 or 73", "work\n#### none"])
 def test_a_label_without_a_number_is_an_error_and_not_a_score(scorer: Callable[[str, str], float], label: str) -> None:
-    with pytest.raises(ValueError, match=says(repr(label), "#### N", "label key")):
+    with pytest.raises(ValueError, match=says(repr(label), "#### N", "label_key")):
         scorer("#### 72", label)
     with pytest.raises(ValueError, match=says(repr(label))):
         scorer("no number either", label)
