@@ -25,9 +25,8 @@ from check_gpu_parts import Row, Setting, engine, inferred, main  # also makes t
 from components.generate.config import HFRolloutConfig
 from components.generate.hf_engine import HFRolloutEngine
 from components.train.engine import TrainEngine
-from components.weights.publisher import WeightHandle, WeightPublisher
-from plugins.weights_broadcast.carrier import Broadcaster
-from plugins.weights_ipc.carrier import BucketSender
+from components.weights.carrier import CarrierSetting, carrier_class
+from components.weights.publisher import WeightPublisher
 
 
 def carriers(setting: Setting) -> Iterator[Row]:
@@ -78,8 +77,8 @@ WAYS = {"ipc": ("CUDA IPC", "a bucket of the CPU that both map"), "broadcast": (
 def sent_past_the_host(setting: Setting, trained: TrainEngine, way: str) -> Iterator[Row]:
     """Transfer the same weights to an engine in another process without the host.
 
-    The engine is on the same GPU, or on the next one for a broadcast. The weights are also written to the folder that
-    other engines would read.
+    The engine is on the same GPU, or on the next one for a broadcast. Digests of the first two versions are verified.
+    The third one is timed without.
     """
     processes = multiprocessing.get_context("spawn")
     ours, theirs = processes.Pipe()
@@ -87,58 +86,46 @@ def sent_past_the_host(setting: Setting, trained: TrainEngine, way: str) -> Iter
     process = processes.Process(target=receive_sent, args=arguments, daemon=True)
     process.start()
     theirs.close()
-    publisher = WeightPublisher(setting.folder / "sent")
-    sender = Broadcaster(trained.device, 1) if way == "broadcast" else BucketSender(setting.folder, trained.device, 1)
-    address = None
-    if isinstance(sender, Broadcaster):
-        address = sender.address
-        list(sender.sent(0, []))  # the first version sends the address
-    ours.send(address)
-    times = []
-    # The engine reports that it has the address. A transfer before that would wait for its timeout.
+    memory = Path("/dev/shm") / f"check-gpu-{os.getpid()}"
+    memory.mkdir()
+    carrier = carrier_class(way)(
+        CarrierSetting(
+            rank=0, device=trained.device, shared_dir=memory, fallback_dir=setting.folder, readers=1, serve=False
+        )
+    )
+    # The engine reports that it is up. A transfer before that would wait for its timeout.
     taken = [ours.recv()]
-    nbytes = 0
     for version in (1, 2, 3):
-        ours.send(version)
+        announced = carrier.announce(version)
+        assert announced is not None
+        ours.send(announced)
         began = time.perf_counter()
         parameters = trained.gathered_parameters(everywhere=True)
-        if version < 3:
-            handle = publisher.publish(version, sender.sent(version, parameters), with_digests=True)
-            ours.send(handle)
-        else:
-            # The last version is not written to the folder: its time is that of the direct transfer alone.
-            sender.to_host = False
-            nbytes = sum(tensor.nbytes for _, tensor in sender.sent(version, parameters))
-        times.append(time.perf_counter() - began)
+        handle = carrier.publish(version, parameters, with_digests=version < 3, adapter_scale=0.0)
+        took = time.perf_counter() - began
         taken.append(ours.recv())
     process.join()
-    sender.close()
-    publisher.close()
+    on_host = sum(path.stat().st_size for path in memory.rglob("weights.bin"))
+    carrier.close()
+    shutil.rmtree(memory)
+    assert handle is not None
     yield inferred(
         f"weights by {WAYS[way][0 if setting.on_gpu else 1]}",
-        f"{nbytes:,} bytes; {times[2]:.2f} s, with the folder {times[1]:.2f} s",
+        f"{handle.nbytes:,} bytes; {took:.2f} s, {on_host:,} bytes through the host",
         "all digests are the publisher's",
-        all(taken),
+        all(taken) and not on_host,
     )
 
 
 def receive_sent(setting: Setting, precision: Any, way: str, connection: Connection) -> None:
-    """Entry point of the process of that engine. It reports for each version if it was received without the host."""
+    """Entry point of the process of that engine. It reports for each version if it was received."""
     if setting.on_gpu and way == "broadcast":
         torch.cuda.set_device(1)
     rollout = HFRolloutEngine(setting.folder / "large", HFRolloutConfig(precision=precision))
-    route = connection.recv()
-    announced = WeightHandle(0, str(setting.folder), 0, carrier=way, is_sent=True, route=route, reader=1)
     connection.send(True)
     for version in (1, 2, 3):
-        assert connection.recv() == version
-        rollout.receive(replace(announced, version=version), verify=version < 3)
-        if version < 3:
-            handle = connection.recv()
-            is_here = rollout.sent_digests(handle) is not None
-            rollout.receive(handle, verify=True)
-            connection.send(is_here)
-    connection.send(rollout.weight_version == 3)
+        rollout.receive(replace(connection.recv(), reader=1), verify=version < 3)
+        connection.send(rollout.weight_version == version)
 
 
 if __name__ == "__main__":

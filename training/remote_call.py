@@ -15,10 +15,11 @@ def sync_weights(version: int) -> dict[str, float]:
     Returns:
         Metrics of the engines, and times of the parts of the sync.
     """
+    announced = announce_weights(version).result()[0]
     publishing = publish_weights(version)
-    receive_sent(version).result()
-    handle = next(handle for handle in publishing.result() if handle is not None)
-    return sync_metrics(handle, receive_weights(handle).result())
+    # Without an announcement the engines read the version once it is published.
+    engines = receive_weights(announced or of_rank0(publishing)).result()
+    return sync_metrics(of_rank0(publishing), engines)
 
 
 def sync_metrics(handle: "WeightHandle", engines: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -38,18 +39,28 @@ def engine_metrics(engines: Sequence[dict[str, float]]) -> dict[str, float]:
     return {f"rollout/{name}": max(metrics[name] for metrics in engines) for name in engines[0]}
 
 
-def publish_weights(version: int) -> "Future[list[WeightHandle | None]]":
-    """Publish the weights of the policy. All ranks take part, and only rank 0 returns a handle."""
-    return RoleGroup(Role.ACTOR).call(publish_weights, version)
+def announce_weights(version: int) -> "Future[list[WeightHandle | None]]":
+    """Prepare to send a version. Return the handle by which engines receive it, or None if it is not sent."""
+    return RoleGroup(Role.ACTOR).call(announce_weights, version)
 
 
-def receive_sent(version: int) -> Future[list[None]]:
-    """Receive the weights in every engine while the ranks gather them, if engines and ranks share devices."""
-    return RoleGroup(Role.ROLLOUT).call(receive_sent, version)
+def publish_weights(version: int, again: bool = False) -> "Future[list[WeightHandle | None]]":
+    """Publish the weights of the policy. All ranks take part, and only rank 0 returns a handle.
+
+    Args:
+        version: number of the version.
+        again: the version was sent before, and an engine lacks it.
+    """
+    return RoleGroup(Role.ACTOR).call(publish_weights, version, again)
+
+
+def of_rank0(publishing: "Future[list[WeightHandle | None]]") -> "WeightHandle":
+    """Wait for the ranks, and return the handle of rank 0."""
+    return next(handle for handle in publishing.result() if handle is not None)
 
 
 def receive_weights(handle: "WeightHandle") -> Future[list[dict[str, float]]]:
-    """Load published weights into every engine."""
+    """Load weights into every engine, either published ones or those that the ranks are sending."""
     return RoleGroup(Role.ROLLOUT).call(receive_weights, handle)
 
 

@@ -42,7 +42,6 @@ class WeightVersions(ABC):
 
     def __init__(self) -> None:
         self._weight_version = 0
-        self._sent: tuple[int, dict[str, str]] | None = None
         self._damaged = False
         self._asleep = False
 
@@ -58,14 +57,6 @@ class WeightVersions(ABC):
         """
         return not self._damaged
 
-    def sent_digests(self, handle: WeightHandle) -> dict[str, str] | None:
-        """Return the digests of a version that the ranks have sent already and whose handle arrives now. None: the
-        version has not been received yet.
-        """
-        if self._sent is None or self._sent[0] != handle.version or self._damaged or handle.is_sent:
-            return None
-        return self._sent[1]
-
     @abstractmethod
     def _parameters(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         """Return the identity and the shape of each parameter by name. Tied parameters have the same identity."""
@@ -78,8 +69,6 @@ class WeightVersions(ABC):
                 contains adapters where the engine takes full weights, or the reverse.
             FileNotFoundError: the version has been unlinked.
         """
-        from components.weights.publisher import weight_shapes
-
         if handle.version < self._weight_version:
             raise ValueError(
                 f"version {handle.version} of the weights is older than version {self._weight_version}, "
@@ -91,9 +80,13 @@ class WeightVersions(ABC):
                 f"version {handle.version} is {kinds[0]}, and this engine takes {kinds[1]}; make it with the lora_rank "
                 "of the trainer for adapters, and without for weights"
             )
-        # Names and shapes are sent with the weights. They are checked when the handle of the written version arrives.
-        if handle.is_sent:
-            return
+        # Names and shapes of a version that is being sent are known only at its end. `received` checks them.
+        if not handle.is_sent:
+            self._check_fit(handle)
+
+    def _check_fit(self, handle: WeightHandle) -> None:
+        from components.weights.publisher import weight_shapes
+
         unfit = adapter_misfit if self.holds_adapters else misfit
         fault = unfit(weight_shapes(handle), self._parameters())
         if fault:
@@ -106,12 +99,12 @@ class WeightVersions(ABC):
         """Verify the digests of a received version, if there are any, and record that the version is in use.
 
         Raises:
+            ValueError: names or shapes of a version that was sent differ from the model's.
             RuntimeError: a digest differs from the publisher's.
         """
         if handle.is_sent:
-            # The handle of the written version arrives later, and its digests are compared then; see `sent_digests`.
-            self._sent = handle.version, digests or {}
-        elif digests is not None:
+            self._check_fit(handle)
+        if digests is not None:
             from components.weights.digest import compare_digests
             from components.weights.publisher import read_digests
 
@@ -196,11 +189,9 @@ class RolloutEngine(WeightVersions):
         After an error during the copy, the engine generates nothing until it has received a complete version.
         """
         self.check_receivable(handle)
-        digests = self.sent_digests(handle)
-        if digests is None:
-            # If the copy fails, some parameters are of another version, and generation must be refused.
-            self._damaged = True
-            digests = self._load(handle, verify)
+        # If the copy fails, some parameters are of another version, and generation must be refused.
+        self._damaged = True
+        digests = self._load(handle, verify)
         self.received(handle, digests if verify else None)
 
     @abstractmethod

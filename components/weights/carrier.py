@@ -1,8 +1,8 @@
 """Carriers of weights from the ranks of the policy to the engines.
 
 `FolderCarrier` works everywhere. A plug-in provides a subclass as the `weight carrier` that `rollout.weight_sync`
-names. The subclass may send a version while the ranks gather it; engines that missed it read the folder instead. Every
-handle contains the name of the carrier, by which a reader finds the class.
+names; one that sends versions while the ranks gather them extends `SendingCarrier` (sending.py). Every handle contains
+the name of the carrier, by which a reader finds the class.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,6 +39,9 @@ class CarrierSetting:
     """Total number of processes of all engines."""
     serve: bool
     """True if there are engines on other machines, to which versions must be served."""
+    keeps: bool = False
+    """True if every version must be written to its folder, because the ranks cannot send it again: they train while
+    engines generate, or they sleep."""
 
 
 class FolderCarrier:
@@ -46,44 +49,25 @@ class FolderCarrier:
 
     NAME: ClassVar[str] = FOLDER_CARRIER
     """Name of the carrier, as `rollout.weight_sync` takes it."""
+    PUBLISHER: ClassVar[type[WeightPublisher]] = WeightPublisher
 
     def __init__(self, setting: CarrierSetting) -> None:
         self.setting = setting
         self.publisher: WeightPublisher | None = None
         if setting.rank == 0:
             directory = setting.shared_dir / "policy"
-            self.publisher = WeightPublisher(directory, setting.fallback_dir, serve=setting.serve)
+            self.publisher = self.PUBLISHER(directory, setting.fallback_dir, serve=setting.serve)
 
     @property
     def gathers_everywhere(self) -> bool:
         """True if every rank gathers the weights on its device; otherwise rank 0 does, on the host."""
         return False
 
-    @property
-    def route(self) -> Any:
-        """See `WeightHandle.route`."""
-        return None
-
-    def sent(
-        self,
-        version: int,  # noqa: ARG002
-        tensors: Iterable[tuple[str, Tensor]],
-        dtype: torch.dtype | None,
-        digests: Digests | None,
-    ) -> Iterable[tuple[str, Tensor]]:
-        """Send a version in `dtype` while it is gathered.
-
-        Args:
-            version: number of the version.
-            tensors: names and tensors.
-            dtype: dtype in which they are sent. None: that of each tensor.
-            digests: gets the digest of each tensor in this dtype. None: none are computed.
-
-        Returns:
-            Names and tensors, in `dtype` or as they were gathered.
+    def announce(self, version: int) -> WeightHandle | None:  # noqa: ARG002
+        """Return the handle by which engines receive a version that the ranks are about to send. None: the version is
+        not sent, or this is not rank 0.
         """
-        tensors = _converted(tensors, dtype)
-        return tensors if digests is None else digested(tensors, digests)
+        return None
 
     def publish(
         self,
@@ -93,8 +77,9 @@ class FolderCarrier:
         dtype: torch.dtype | None = None,
         with_digests: bool,
         adapter_scale: float,
+        again: bool = False,  # noqa: ARG002
     ) -> WeightHandle | None:
-        """Send and publish a version; see `WeightPublisher.publish`. All ranks call this.
+        """Publish a version; see `WeightPublisher.publish`. All ranks call this.
 
         Args:
             version: see `WeightPublisher.publish`.
@@ -102,48 +87,29 @@ class FolderCarrier:
             dtype: dtype in which they are published. Default: that of each tensor.
             with_digests: see `WeightPublisher.publish`.
             adapter_scale: see `WeightPublisher.publish`.
+            again: the version was sent before, and an engine lacks it. Used only by carriers that send.
 
         Returns:
             The handle on rank 0, else None.
         """
         began = time.monotonic()
         timer = SyncTimer()
-        # Only rank 0 publishes digests.
-        digests = Digests(timer) if with_digests and self.publisher is not None else None
-        tensors = self.sent(version, timer.waiting("gather", tensors), dtype, digests)
+        tensors = _converted(timer.waiting("gather", tensors), dtype)
         if self.publisher is None:
             # Gathering is collective, so a rank that publishes nothing must exhaust the iterator too.
             for _ in tensors:
                 assert self.gathers_everywhere, "only rank 0 is given parameters"
             return None
-        handle = self.publisher.publish(
-            version,
-            _converted(tensors, dtype),
-            with_digests=with_digests,
-            adapter_scale=adapter_scale,
-            digests=digests,
-        )
-        # The rest of the time, after the measured parts, is spent on writing and sending.
-        send = time.monotonic() - began - sum(timer.seconds.values())
-        return replace(handle, carrier=self.NAME, route=self.route, seconds=timer.seconds | {"send": send})
+        digests = Digests(timer) if with_digests else None
+        if digests is not None:
+            tensors = digested(tensors, digests)
+        handle = self.publisher.publish(version, tensors, adapter_scale=adapter_scale, digests=digests)
+        return replace(handle, seconds=seconds_of_parts(timer, began))
 
     def close(self) -> None:
         """Stop the carrier's threads and servers, and unlink its versions."""
         if self.publisher is not None:
             self.publisher.close()
-
-    @classmethod
-    def announced(cls, version: int, shared_dir: Path, route: Any, reader: int) -> WeightHandle | None:  # noqa: ARG003
-        """Return the handle with which an engine reads a version while the ranks send it. None: the carrier does not
-        send.
-
-        Args:
-            version: number of the version.
-            shared_dir: folder of the run in the shared memory of the engine's machine.
-            route: `route` of the last handle that the engine received, or None before the first.
-            reader: number of the engine's first process among all readers, from 1.
-        """
-        return None
 
     @classmethod
     def read(
@@ -161,6 +127,11 @@ class FolderCarrier:
 def _converted(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors:
         yield name, tensor.detach().to(dtype or tensor.dtype)
+
+
+def seconds_of_parts(timer: SyncTimer, began: float) -> dict[str, float]:
+    """Return the seconds of each part of a publication. "send" is the time that no other part has used."""
+    return timer.seconds | {"send": time.monotonic() - began - sum(timer.seconds.values())}
 
 
 def carrier_class(name: str) -> type[FolderCarrier]:

@@ -50,11 +50,15 @@ class WeightHandle:
     carrier: str = FOLDER_CARRIER
     """Name of the carrier whose class reads the version (carrier.py)."""
     is_sent: bool = False
-    """True if the ranks send the version while they gather it. The handle of the written version follows; `path` is
-    then the folder of the run on this machine."""
+    """True if the ranks send the version while they gather it. Names, shapes and digests are in its folder once it was
+    sent."""
+    is_kept: bool = False
+    """True if a version that `is_sent` is also written to its folder. Otherwise an engine that lacks it has to request
+    it from the ranks."""
+    fallback_path: str = ""
+    """Path to the folder of the version if it does not fit at `path`."""
     route: Any = None
-    """Address that the carrier's readers need for this version, if it `is_sent`, or for later versions. Set by the
-    carrier; picklable."""
+    """Address that the carrier's readers need for a version that `is_sent`. Set by the carrier; picklable."""
     reader: int = 0
     """Index of the engine's first process among all readers, from 1. Used only if the version `is_sent`."""
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -102,6 +106,7 @@ class WeightPublisher:
         self._token = secrets.token_hex(16)
         self._published: list[tuple[WeightHandle, WrittenVersion]] = []
         self._newest: int | None = None
+        self._writer = VersionWriter
         self._sweep()
         host = host or os.environ.get("MASTER_ADDR", "127.0.0.1")
         self._server: VersionServer | None = None
@@ -136,18 +141,23 @@ class WeightPublisher:
         if digests is None and with_digests:
             digests = Digests()
             tensors = digested(tensors, digests)
-        written, nbytes = self._write(f"weights-{version:08d}", tensors, digests)
+        written, nbytes = self._write(self.folder_name(version), tensors, digests)
         address = None if self._server is None else self._server.address
         handle = WeightHandle(version, str(written.folder), nbytes, self._token, address, adapter_scale)
         self._published.append((handle, written))
         self._newest = version
         return handle
 
+    @staticmethod
+    def folder_name(version: int) -> str:
+        """Return the name of the folder of a version."""
+        return f"weights-{version:08d}"
+
     def _write(
         self, name: str, tensors: Iterable[tuple[str, Tensor]], digests: Digests | None
     ) -> tuple[WrittenVersion, int]:
         old = self._published.pop(0)[1] if len(self._published) > 1 else None
-        writer = VersionWriter(self._directories, name, self._bucket_bytes, self._headroom_bytes, old)
+        writer = self._writer(self._directories, name, self._bucket_bytes, self._headroom_bytes, old)
         try:
             for weight, tensor in tensors:
                 writer.write(weight, tensor.detach())
@@ -276,10 +286,11 @@ def nearby(handle: WeightHandle, directory: Path, readers: int) -> Iterator[Weig
 def _open(
     handle: WeightHandle, table_only: bool, timeout_seconds: float = 60.0, writable: bool = False
 ) -> OpenVersion | RemoteVersion:
-    # The proof of the token rejects a folder of the same path that another run or machine has written.
-    local_version = open_version(Path(handle.path), prove(handle.token, "folder"), writable=writable)
-    if local_version is not None:
-        return local_version
+    for path in filter(None, (handle.path, handle.fallback_path)):
+        # The proof of the token rejects a folder of the same path that another run or machine has written.
+        local_version = open_version(Path(path), prove(handle.token, "folder"), writable=writable)
+        if local_version is not None:
+            return local_version
     if handle.address is None:
         raise FileNotFoundError(
             f"version {handle.version} of the weights is not at {handle.path}: it was unlinked after a newer "

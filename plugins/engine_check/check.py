@@ -44,9 +44,7 @@ class EngineCheck:
             handle: a version that the engine has just received. None: it has received nothing since the last call.
             is_asleep: the engine cannot compute now. A check that is due is made once the engine is awake.
         """
-        # A version that the ranks sent beforehand is followed by its own handle, which has the probe. Counting both
-        # would check twice as often as requested.
-        if handle is not None and handle.probe is not None and not handle.is_sent:
+        if handle is not None and handle.probe is not None:
             if self._received % self._every == 0 or self._due is not None:
                 self._due = handle
             self._received += 1

@@ -146,10 +146,6 @@ class AsyncVLLMEngine(AsyncEngine):
         """
         async with self._updating:
             self.check_receivable(handle)
-            if (sent := self.sent_digests(handle)) is not None:
-                self.received(handle, sent if verify else None)
-                await self._check_computation(handle)
-                return
             await self.pause()
             self._damaged = True
             if self.holds_adapters:

@@ -8,8 +8,9 @@ must be trusted.
     reader      "VERSION/READER": number of the group that the reader has joined, or 0
     rank 0      "VERSION/group": number of the group for this version; "VERSION/bucket 0", ...: bytes and pieces, [] at
                 the end; null instead of any of these if rank 0 has aborted the version
+                "newest": number of the last version whose broadcast has ended
 
-A broadcast may fail without loss. The version is also written to its folder, and an engine reads it from there then.
+A broadcast may fail without loss: an engine that lacks the version requests it from the trainer (sending.py).
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -35,9 +35,10 @@ from components.models.device import compute_device
 from components.process.heartbeat import beat
 from components.weights.bucket_sizes import SENT_BYTES
 from components.weights.buckets import BucketFiller, Piece, pieces_of
-from components.weights.carrier import CarrierSetting, FolderCarrier
+from components.weights.carrier import CarrierSetting
 from components.weights.digest import Digests
 from components.weights.publisher import WeightHandle
+from components.weights.sending import SendingCarrier
 
 ARRIVAL_S = 600.0
 """Maximum number of seconds until all engines have arrived. They may first finish their current generation."""
@@ -47,7 +48,7 @@ _log = logging.getLogger(__name__)
 _NULL = "null"
 
 
-class BroadcastCarrier(FolderCarrier):
+class BroadcastCarrier(SendingCarrier):
     """The weight carrier "broadcast"."""
 
     NAME: ClassVar[str] = "broadcast"
@@ -56,7 +57,7 @@ class BroadcastCarrier(FolderCarrier):
         super().__init__(setting)
         self._broadcaster: Broadcaster | None = None
         if setting.rank == 0:
-            self._broadcaster = Broadcaster(setting.device, setting.readers)
+            self._broadcaster = Broadcaster(setting.device, setting.readers, bucket_bytes=SENT_BYTES)
 
     @property
     def gathers_everywhere(self) -> bool:
@@ -69,16 +70,22 @@ class BroadcastCarrier(FolderCarrier):
             return None
         return self._broadcaster.address
 
+    @property
+    def can_send(self) -> bool:
+        return self.route is not None
+
     def sent(
         self,
         version: int,
         tensors: Iterable[tuple[str, Tensor]],
         dtype: torch.dtype | None,
         digests: Digests | None,
+        *,
+        to_host: bool,
     ) -> Iterable[tuple[str, Tensor]]:
         if self._broadcaster is None:
             return tensors
-        return self._broadcaster.sent(version, tensors, dtype, digests)
+        return self._broadcaster.sent(version, tensors, dtype, digests, to_host=to_host)
 
     def close(self) -> None:
         if self._broadcaster is not None:
@@ -86,18 +93,8 @@ class BroadcastCarrier(FolderCarrier):
         super().close()
 
     @classmethod
-    def announced(cls, version: int, shared_dir: Path, route: Any, reader: int) -> WeightHandle | None:
-        if route is None:
-            return None
-        return WeightHandle(version, str(shared_dir), 0, carrier=cls.NAME, is_sent=True, route=route, reader=reader)
-
-    @classmethod
-    def read(
-        cls, handle: WeightHandle, timeout_seconds: float, *, writable: bool, part: int
-    ) -> Iterator[tuple[str, Tensor]]:
-        if handle.is_sent:
-            return read_broadcast(handle.route, handle.reader + part, handle.version, timeout_seconds)
-        return super().read(handle, timeout_seconds, writable=writable, part=part)
+    def read_sent(cls, handle: WeightHandle, timeout_seconds: float, part: int) -> Iterator[tuple[str, Tensor]]:
+        return read_broadcast(handle.route, handle.reader + part, handle.version, timeout_seconds)
 
 
 class Broadcaster:
@@ -129,10 +126,7 @@ class Broadcaster:
         self._member = _Member(store, 0, readers + 1, device, timeout_seconds)
         self._bucket_bytes = bucket_bytes
         self._arrival_seconds = arrival_seconds
-        self.to_host = True
-        """See `BucketFiller`."""
         self._groups = self._failures = 0
-        self._is_known = False
         self._keys: list[str] = []
         """Keys in the store of the last version."""
         self._old: list[str] = []
@@ -151,18 +145,18 @@ class Broadcaster:
         tensors: Iterable[tuple[str, Tensor]],
         dtype: torch.dtype | None = None,
         digests: Digests | None = None,
+        *,
+        to_host: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
         """Broadcast a version in `dtype`, by default that of each tensor, and compute digests. Yield its tensors (see
         `BucketFiller.passed`).
 
-        When the iterator is exhausted, either every reader has all tensors, or the version was aborted. The first
-        version is not broadcast, because readers get the address with its handle.
+        When the iterator is exhausted, either every reader has all tensors, or the version was aborted.
         """
-        transfer = _Transfer(self._member, version, self._bucket_bytes, self.to_host, dtype, digests)
+        transfer = _Transfer(self._member, version, self._bucket_bytes, to_host, dtype, digests)
         self._old += self._keys
         self._keys = transfer.keys
-        is_sent = self._is_known and self.address is not None
-        self._is_known = True
+        is_sent = self.address is not None
         if is_sent:
             transfer.attempt(lambda: self._meet(version))
         else:
@@ -173,6 +167,8 @@ class Broadcaster:
         except BaseException as error:
             transfer.give_up(error)
             raise
+        finally:
+            self._member.store.set("newest", str(version))
         if not transfer.is_over:
             transfer.announce([])
             # Only consecutive aborted versions count.
@@ -180,7 +176,8 @@ class Broadcaster:
         elif is_sent:
             self._failures += 1
         if is_sent and self._failures == ATTEMPTS:
-            _log.warning("weights: %d versions broke off, and no more are broadcast", self._failures)
+            text = "weights: %d versions broke off, and no more are broadcast; later ones are written to shared memory"
+            _log.warning(text, self._failures)
 
     def _meet(self, version: int) -> None:
         """Wait until all readers have arrived, and join a group with them. It is a new group if one of them is in
@@ -256,8 +253,8 @@ class _Transfer(BucketFiller):
             self.give_up(error)
 
     def give_up(self, error: BaseException) -> None:
-        """Abort the broadcast, so that the readers take the version from its folder."""
-        text = "version %d of the weights is not broadcast to the end, and is read as it was published: %s"
+        """Abort the broadcast. The readers raise an error, and their engines request the version."""
+        text = "version %d of the weights is not broadcast to the end; engines that lack it request it: %s"
         _log.warning(text, self._version, error)
         self.is_over = True
         self._member.leave()
@@ -280,12 +277,13 @@ def read_broadcast(
         timeout_seconds: timeout of each bucket.
 
     Raises:
-        ConnectionError: rank 0 has aborted the version.
+        ConnectionError: rank 0 has aborted the version, or has sent it before.
         TimeoutError, RuntimeError: rank 0 or another reader has ended or does not respond.
     """
     member = _membership(address, reader, timeout_seconds)
+    _check_newest(member.store, version)
     member.store.set(f"{version}/{reader}", str(member.group))
-    group = _awaited(member.store, f"{version}/group", ARRIVAL_S)
+    group = _awaited(member.store, f"{version}/group", ARRIVAL_S, lambda: _check_newest(member.store, version))
     is_complete = False
     try:
         if group == _NULL:
@@ -410,8 +408,18 @@ def _store(address: tuple[str, int], timeout_seconds: float, listening: int | No
     return c10d.TCPStore(*address, None, is_master, timeout, wait_for_workers=False, master_listen_fd=listening)
 
 
-def _awaited(store: Any, key: str, seconds: float) -> str:
-    """Wait for a key of the store and return its value. Raise TimeoutError after this number of seconds."""
+def _check_newest(store: Any, version: int) -> None:
+    """Raise ConnectionError if rank 0 has sent a version to other readers already."""
+    if store.check(["newest"]) and int(store.get("newest")) >= version:
+        raise ConnectionError(f"version {version} of the weights was sent before this process requested it")
+
+
+def _awaited(store: Any, key: str, seconds: float, check: Callable[[], None] = lambda: None) -> str:
+    """Wait for a key of the store and return its value. Call `check` every second.
+
+    Raises:
+        TimeoutError: it did not come in this number of seconds.
+    """
     c10d: Any = dist
     until = time.monotonic() + seconds
     while True:
@@ -419,6 +427,7 @@ def _awaited(store: Any, key: str, seconds: float) -> str:
             store.wait([key], timedelta(seconds=min(1.0, max(0.01, until - time.monotonic()))))
             return store.get(key).decode()
         except c10d.DistStoreError:
+            check()
             if time.monotonic() > until:
                 raise TimeoutError(f"{key!r} of the weights did not come in {seconds:.0f} s") from None
             # A long wait must not look like a hung worker.

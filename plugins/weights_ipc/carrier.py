@@ -4,9 +4,9 @@ There are two buckets. The rank fills one while each engine copies the other one
 torch: with a CUDA IPC handle, or on a CPU, where the carrier can be tried, with a name in shared memory. Handles and
 confirmations are sent over a socket in the run's folder, which only this user can open.
 
-A transfer may fail without loss. The version is also written to its folder, for engines that were replaced or that
-slept. An engine reads it from there if the transfer is aborted, and a rank gives up an engine that has ended or does
-not respond in time.
+An engine keeps its connection to the rank between versions, so the rank sees at once that an engine has ended, and does
+not wait for it. A file beside the socket has the number of the last version that was sent, so an engine that replaces
+another one sees at once that it is late. It then requests the version from the trainer (sending.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pickle
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,15 +30,22 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from components.models.device import compute_device
 from components.weights.bucket_sizes import SENT_BYTES
 from components.weights.buckets import BucketFiller, finish_copies, pieces_of
-from components.weights.carrier import CarrierSetting, FolderCarrier
+from components.weights.carrier import CarrierSetting
 from components.weights.digest import Digests
 from components.weights.publisher import WeightHandle
+from components.weights.sending import SendingCarrier
 
 _DEVICE = list(inspect.signature(rebuild_cuda_tensor).parameters).index("storage_device")
+REPLACEMENT_S = 5.0
+"""Time in seconds for which a rank waits for an engine, if the connection of the one before it is closed."""
+LOOK_S = 0.2
+"""Interval in seconds at which a waiting engine looks whether the version was sent without it."""
 _log = logging.getLogger(__name__)
+_ranks: dict[Path, Connection] = {}
+"""Connection of this process to the rank at each socket."""
 
 
-class IPCCarrier(FolderCarrier):
+class IPCCarrier(SendingCarrier):
     """The weight carrier "ipc". On GPUs each rank sends to the engine on its device. On a CPU rank 0 sends to all."""
 
     NAME: ClassVar[str] = "ipc"
@@ -50,11 +57,16 @@ class IPCCarrier(FolderCarrier):
             readers = setting.readers
             if self.gathers_everywhere:
                 readers = 1
-            self._sender = BucketSender(setting.shared_dir, setting.device, readers, to_host=setting.rank == 0)
+            self._sender = BucketSender(setting.shared_dir, setting.device, readers, SENT_BYTES)
 
     @property
     def gathers_everywhere(self) -> bool:
         return self.setting.device.type == "cuda"
+
+    @property
+    def route(self) -> str:
+        """Folder of the run, which is the same on each machine."""
+        return str(self.setting.shared_dir)
 
     def sent(
         self,
@@ -62,10 +74,12 @@ class IPCCarrier(FolderCarrier):
         tensors: Iterable[tuple[str, Tensor]],
         dtype: torch.dtype | None,
         digests: Digests | None,
+        *,
+        to_host: bool,
     ) -> Iterable[tuple[str, Tensor]]:
         if self._sender is None:
             return tensors
-        return self._sender.sent(version, tensors, dtype, digests)
+        return self._sender.sent(version, tensors, dtype, digests, to_host=to_host)
 
     def close(self) -> None:
         if self._sender is not None:
@@ -73,16 +87,8 @@ class IPCCarrier(FolderCarrier):
         super().close()
 
     @classmethod
-    def announced(cls, version: int, shared_dir: Path, route: Any, reader: int) -> WeightHandle:  # noqa: ARG003
-        return WeightHandle(version, str(shared_dir), 0, carrier=cls.NAME, is_sent=True, reader=reader)
-
-    @classmethod
-    def read(
-        cls, handle: WeightHandle, timeout_seconds: float, *, writable: bool, part: int
-    ) -> Iterator[tuple[str, Tensor]]:
-        if handle.is_sent:
-            return read_sent(Path(handle.path), handle.version, timeout_seconds)
-        return super().read(handle, timeout_seconds, writable=writable, part=part)
+    def read_sent(cls, handle: WeightHandle, timeout_seconds: float, part: int) -> Iterator[tuple[str, Tensor]]:  # noqa: ARG003
+        return read_sent(Path(handle.route), handle.version, timeout_seconds)
 
 
 class BucketSender:
@@ -95,7 +101,6 @@ class BucketSender:
         readers: int,
         bucket_bytes: int = SENT_BYTES,
         timeout_seconds: float = 60.0,
-        to_host: bool = True,
     ) -> None:
         """
         Args:
@@ -103,23 +108,31 @@ class BucketSender:
             device: device on which the weights are gathered.
             readers: number of engine processes on the device. Each of them reads every version.
             bucket_bytes: size of each of the two shared buckets in bytes.
-            timeout_seconds: timeout until the readers have arrived, and of each bucket.
-            to_host: see `BucketFiller`.
+            timeout_seconds: timeout until readers that have not ended arrive, and of each bucket.
         """
-        self.to_host = to_host
         self._device = device
         self._readers = readers
         self._bucket_bytes = bucket_bytes
         self._timeout_seconds = timeout_seconds
+        self._connected: list[Connection] = []
+        """Connections of the readers that have not ended."""
+        self._has_sent = False
         self._path = _socket_of(folder, device)
-        self._path.unlink(missing_ok=True)
+        self._newest = _newest_of(self._path)
+        self._remove_files()
         self._listening = socket.socket(socket.AF_UNIX)
         self._listening.bind(str(self._path))
         self._listening.listen()
 
     def close(self) -> None:
         self._listening.close()
-        self._path.unlink(missing_ok=True)
+        for reader in self._connected:
+            reader.close()
+        self._remove_files()
+
+    def _remove_files(self) -> None:
+        for path in (self._path, self._newest):
+            path.unlink(missing_ok=True)
 
     def sent(
         self,
@@ -127,6 +140,8 @@ class BucketSender:
         tensors: Iterable[tuple[str, Tensor]],
         dtype: torch.dtype | None = None,
         digests: Digests | None = None,
+        *,
+        to_host: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
         """Send a version in `dtype`, by default that of each tensor, and compute digests. Yield its tensors (see
         `BucketFiller.passed`).
@@ -134,37 +149,49 @@ class BucketSender:
         When the iterator is exhausted, every reader has all tensors or was given up.
         """
         readers = self._arrived(version)
-        transfer = _Transfer(
-            readers, self._device, self._bucket_bytes, self.to_host, self._timeout_seconds, dtype, digests
-        )
+        transfer = _Transfer(readers, self._device, self._bucket_bytes, to_host, self._timeout_seconds, dtype, digests)
         try:
             yield from transfer.passed(tensors)
             transfer.reclaim_all()
             transfer.finish()
-        finally:
+        except BaseException:
+            # Readers that wait for the next bucket have to see that it will not come.
             transfer.close()
+            raise
+        finally:
+            self._has_sent = True
+            self._newest.write_text(str(version))
+        self._connected += readers
 
     def _arrived(self, version: int) -> list[Connection]:
-        """Return the connections of the readers that request this version."""
+        """Return the connections of the readers that request this version.
+
+        A connected reader may still be busy. If none is connected, the others have ended, and only a replacement that
+        is up already can still come.
+        """
         readers: list[Connection] = []
-        until = time.monotonic() + self._timeout_seconds
-        while len(readers) < self._readers and (left := until - time.monotonic()) > 0:
-            self._listening.settimeout(left)
-            try:
-                reader = Connection(self._listening.accept()[0].detach())
-                requested_version = None
-                if reader.poll(left):
-                    requested_version = int(reader.recv_bytes())
-            except (OSError, EOFError):
-                continue  # no reader came in time, or a reader has closed its connection
-            if requested_version == version:
-                readers.append(reader)
-            else:
-                # A late reader of an older version.
-                reader.close()
+        began = time.monotonic()
+        while len(readers) < self._readers:
+            limit = self._timeout_seconds
+            if self._has_sent and not self._connected:
+                limit = min(limit, REPLACEMENT_S)
+            left = began + limit - time.monotonic()
+            if left <= 0:
+                break
+            for source in wait([self._listening, *self._connected], left):
+                if source is self._listening:
+                    self._connected.append(Connection(self._listening.accept()[0].detach()))
+                    continue
+                reader: Any = source
+                self._connected.remove(reader)
+                if _requested(reader) == version:
+                    readers.append(reader)
+                else:
+                    # It has ended, or was late for an older version.
+                    reader.close()
         if len(readers) < self._readers:
-            text = "version %d of the weights: %d of %d readers on %s came within %g s"
-            _log.warning(text, version, len(readers), self._readers, self._device, self._timeout_seconds)
+            text = "version %d of the weights: %d of %d readers on %s came in %.0f s; the others may request it"
+            _log.warning(text, version, len(readers), self._readers, self._device, time.monotonic() - began)
         return readers
 
 
@@ -250,17 +277,16 @@ def read_sent(folder: Path, version: int, timeout_seconds: float) -> Iterator[tu
         timeout_seconds: timeout until the rank begins, and of each bucket.
 
     Raises:
+        ConnectionError: the rank has sent the version before.
         OSError, EOFError: there is no such rank, or it has ended or does not respond.
         RuntimeError: its memory cannot be mapped.
     """
     device = compute_device()
-    with socket.socket(socket.AF_UNIX) as connecting:
-        connecting.settimeout(timeout_seconds)
-        connecting.connect(str(_socket_of(folder, device)))
-        connecting.settimeout(None)
-        rank = Connection(connecting.detach())
-    with rank:
+    path = _socket_of(folder, device)
+    rank = _ranks.pop(path, None) or _connection_to(path, timeout_seconds)
+    try:
         rank.send_bytes(str(version).encode())
+        _await_turn(rank, path, version, timeout_seconds)
         buckets: dict[int, Tensor] = {}
         while message := _message(rank, timeout_seconds):
             slot, handle, size, pieces = pickle.loads(message)
@@ -274,6 +300,42 @@ def read_sent(folder: Path, version: int, timeout_seconds: float) -> Iterator[tu
             del copy
         buckets.clear()
         rank.send_bytes(b"done")
+    except BaseException:
+        rank.close()
+        raise
+    _ranks[path] = rank
+
+
+def _connection_to(path: Path, timeout_seconds: float) -> Connection:
+    with socket.socket(socket.AF_UNIX) as connecting:
+        connecting.settimeout(timeout_seconds)
+        connecting.connect(str(path))
+        connecting.settimeout(None)
+        return Connection(connecting.detach())
+
+
+def _await_turn(rank: Connection, path: Path, version: int, timeout_seconds: float) -> None:
+    """Wait until the rank has a message for this process.
+
+    Raises:
+        ConnectionError: the rank has sent the version to other readers.
+        TimeoutError: it does not send it.
+    """
+    until = time.monotonic() + timeout_seconds
+    while not rank.poll(min(LOOK_S, max(0.0, until - time.monotonic()))):
+        newest = _newest_of(path)
+        if newest.exists() and int(newest.read_text() or -1) >= version:
+            raise ConnectionError(f"version {version} of the weights was sent before this process requested it")
+        if time.monotonic() > until:
+            raise TimeoutError(f"nothing came in {timeout_seconds:g} s")
+
+
+def _requested(reader: Connection) -> int | None:
+    """Return the version that a reader requests, or None if it has ended."""
+    try:
+        return int(reader.recv_bytes())
+    except (OSError, EOFError):
+        return None
 
 
 def _socket_of(folder: Path, device: torch.device) -> Path:
@@ -282,6 +344,11 @@ def _socket_of(folder: Path, device: torch.device) -> Path:
     if device.type != "cpu":
         name = str(torch.cuda.get_device_properties(device).uuid)
     return folder / f"weights-{name}.socket"
+
+
+def _newest_of(path: Path) -> Path:
+    """Return the path of the file with the last version that was sent over a socket."""
+    return path.with_suffix(".newest")
 
 
 def _handle(bucket: Tensor) -> bytes:

@@ -82,6 +82,7 @@ class VerlCalls(PolicyCalls):
 
     def sync_weights(self, version: int) -> dict[str, float]:
         """See `PolicyCalls`. Responses carry `version` from now on."""
+        self.actor.call(remote_call.announce_weights, version).result()
         published = self.actor.call(remote_call.publish_weights, version).result()
         handle = next(handle for handle in published if handle is not None)
         return remote_call.sync_metrics(handle, self.rollout.call(remote_call.receive_weights, handle).result())

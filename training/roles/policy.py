@@ -39,6 +39,8 @@ class TrainedPolicy(TrainedModel):
     """Transport of the weights to the engines, or None until the policy is loaded."""
     probe: Any = None
     """Measures the reference values that engines check themselves against, or None if they run no checks."""
+    _measured: Any = None
+    """Reference values of the newest version."""
     replay: Any = None
     """Records and replays the experts of each token, or None if `rollout.routing_replay` is off."""
 
@@ -96,6 +98,7 @@ class TrainedPolicy(TrainedModel):
             fallback_dir=Path(config.run_dir, "weights"),
             readers=config.placement.rollout_engines * config.rollout.tensor_parallel,
             serve=config.placement.nodes > 1,
+            keeps=config.asynchronous.ahead > 0 or config.placement.learners_sleep,
         )
         self.carrier = carrier_class(config.rollout.weight_sync)(setting)
         if config.rollout.check_engine_every and (probe_type := find("engine probe", config.rollout.engine)):
@@ -110,12 +113,28 @@ class TrainedPolicy(TrainedModel):
         logprob_N = self.engine.forward(tokens, partial(policy_logprobs, temperature=temperature))
         return Batch(tokens.lengths, {"logprob": logprob_N})
 
+    @rpc(remote_call.announce_weights)
+    def announce_weights(self, version: int) -> WeightHandle | None:
+        """Return the handle by which engines receive a version while `publish_weights` sends it, on rank 0.
+
+        None: the carrier of the weights does not send, or this is not rank 0.
+        """
+        assert self.carrier is not None
+        # With each version, because an engine that is replaced later checks itself against this version.
+        self._measured = self.probe and self.probe.measure()
+        handle = self.carrier.announce(version)
+        return handle and replace(handle, probe=self._measured)
+
     @rpc(remote_call.publish_weights)
-    def publish_weights(self, version: int) -> WeightHandle | None:
+    def publish_weights(self, version: int, again: bool = False) -> WeightHandle | None:
         """Publish the weights for the rollout engines, in the dtype of the engines' weights.
 
-        All ranks gather the parameters and rank 0 writes them. If the engines hold the adapters of the model, only the
-        adapters are published.
+        `announce_weights` is called before. All ranks gather the parameters; they are sent, or rank 0 writes them. If
+        the engines hold the adapters of the model, only the adapters are published.
+
+        Args:
+            version: number of the version.
+            again: see `FolderCarrier.publish`.
 
         Returns:
             The handle of the published version on rank 0, None on the others.
@@ -130,10 +149,10 @@ class TrainedPolicy(TrainedModel):
             scale = self.engine.adapters.scale
             gathered = self.engine.gathered_adapters
         verify = self.config.rollout.verify_weight_sync
-        # Measured with each version, because an engine that is replaced later checks itself against this version.
-        probe = self.probe and self.probe.measure()
-        handle = self.carrier.publish(version, gathered(), dtype=dtype, with_digests=verify, adapter_scale=scale)
-        return handle and replace(handle, probe=probe)
+        handle = self.carrier.publish(
+            version, gathered(), dtype=dtype, with_digests=verify, adapter_scale=scale, again=again
+        )
+        return handle and replace(handle, probe=self._measured)
 
     @rpc(remote_call.end_job)
     def end(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import cast
 
 from components.batch import Batch
@@ -11,7 +12,6 @@ from components.generate.opening import open_rollout_engine
 from components.generate.sampler import Collected, GroupSampler, Sampler
 from components.models.device import is_engine_dead
 from components.registry import load
-from components.weights.carrier import carrier_class
 from components.weights.publisher import WeightHandle, nearby
 from components.weights.timing import SyncTimer
 from core import BaseWorkload, rpc, trainer_invocation
@@ -49,21 +49,52 @@ class SamplingWorker(BaseWorkload):
     def receive_weights(self, handle: WeightHandle) -> dict[str, float]:
         """Load newer weights into the engine. A sleeping engine allocates the memory of its weights first.
 
+        A version that is sent may be missed, for example by an engine that replaces another one. The engine then
+        requests it before it generates.
+
         Returns:
             Metrics of the GPU memory that the engine has allocated, and the seconds `sync_wake` and `sync_load`.
         """
         with self._timer.measure("wake"):
             self.sampler.wake(for_weights=True)
-        has_version = self.sampler.weight_version == handle.version and self.sampler.has_weights
-        parts = 1 if has_version else self.config.rollout.tensor_parallel
-        # Per rank: two engines of one machine would else write to the same files.
-        arriving = self.shared_dir / f"arriving-{self.rank}"
-        with self._timer.measure("load"), nearby(handle, arriving, readers=parts) as local_handle:
-            self.sampler.receive(local_handle, verify=self.config.rollout.verify_weight_sync)
         self.received = handle
+        parts = self.config.rollout.tensor_parallel
+        # Per rank: two engines of one machine would else write to the same files.
+        arriving = nearby(
+            replace(handle, reader=1 + self.rank * parts),
+            self.shared_dir / f"arriving-{self.rank}",
+            readers=1 if handle.is_sent or self._has_received else parts,
+        )
+        try:
+            with self._timer.measure("load"), arriving as local_handle:
+                self.sampler.receive(local_handle, verify=self.config.rollout.verify_weight_sync)
+        except Exception as error:  # vLLM raises errors of its processes as plain Exception
+            if not handle.is_sent or is_engine_dead(error):
+                raise
+            _log.warning("the engine lacks version %d of the weights, and will request it: %r", handle.version, error)
         seconds = self._timer.seconds
         self._timer = SyncTimer()
         return self.sampler.gpu_memory() | {f"sync_{part}": value for part, value in seconds.items()}
+
+    @property
+    def _has_received(self) -> bool:
+        """True if the engine has the weights of the newest version that it was to receive."""
+        if self.received is None:
+            return True
+        return self.sampler.has_weights and self.sampler.weight_version == self.received.version
+
+    def _restore_weights(self) -> None:
+        """Load the newest version if the engine lacks it. The ranks write it to its folder unless it `is_kept` there.
+
+        The ranks are idle meanwhile, as the trainer waits for this engine. If they train while engines generate,
+        versions are kept.
+        """
+        if self.received is None or self._has_received:
+            return
+        handle = self.received
+        if handle.is_sent and not handle.is_kept:
+            handle = remote_call.of_rank0(remote_call.publish_weights(handle.version, again=True))
+        self.receive_weights(replace(handle, is_sent=False))
 
     @rpc(idempotent=True)
     def sleep_engine(self) -> int:
@@ -79,19 +110,20 @@ class SamplingWorker(BaseWorkload):
     @rpc(idempotent=True)
     def wake_engine(self) -> None:
         """Allocate the memory again and load the last weights if they were dropped, so that generation can start."""
-        if self.received is not None and not self.sampler.has_weights:
-            self.receive_weights(self.received)
+        self._restore_weights()
         self.sampler.wake()
 
     @rpc(idempotent=True)
     def begin(self, prompts: list[Batch | None], sampling: SamplingConfig) -> list[None]:
         """Start responses that `collect` returns in complete groups. `prompts` has one item per engine."""
+        self._restore_weights()
         sampler = cast("GroupSampler", self.sampler)
         return [None if batch is None else sampler.begin(batch, sampling) for batch in prompts]
 
     @rpc(idempotent=True)
     def collect(self, seconds: float) -> Collected:
         """Continue the started responses until a group is complete or `seconds` have passed."""
+        self._restore_weights()
         return cast("GroupSampler", self.sampler).collect(seconds)
 
     @rpc(remote_call.end_job, idempotent=True)
@@ -118,30 +150,8 @@ class RolloutWorker(SamplingWorker):
             A batch with tokens, action_mask and rollout_logprob [N] per token, and prompt_length, truncated and
             weight_version [B] per response.
         """
+        self._restore_weights()
         return self.sampler.generate(prompts, sampling)
-
-    @rpc(remote_call.receive_sent, idempotent=True)
-    def receive_sent(self, version: int) -> None:
-        """Receive the weights while the ranks gather them, if the carrier supports it.
-
-        A failure is only logged: `receive_weights` is called next, and reads the same version as it was published.
-        """
-        rollout = self.config.rollout
-        # Engines receive a version by the route of the version before. The first version has none before it.
-        route = self.received and self.received.route
-        reader = 1 + self.rank * rollout.tensor_parallel
-        handle = carrier_class(rollout.weight_sync).announced(version, self.shared_dir, route, reader)
-        if handle is None:
-            return
-        with self._timer.measure("wake"):
-            self.sampler.wake(for_weights=True)
-        try:
-            with self._timer.measure("load"):
-                self.sampler.receive(handle, verify=rollout.verify_weight_sync)
-        except Exception as error:  # vLLM raises errors of its processes as plain Exception
-            if is_engine_dead(error):
-                raise
-            _log.warning("the engine reads version %d of the weights as they were published: %r", version, error)
 
     def is_fatal(self, error: Exception) -> bool:
         """Return True for a dead engine or one that is out of memory. A new engine replaces it."""

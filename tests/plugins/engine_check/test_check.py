@@ -30,8 +30,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_family("qwen2_moe", tmp_path_factory.mktemp("check") / "model")
 
 
-def handle_of(version: int, probe: Probe | None, is_sent: bool = False) -> WeightHandle:
-    return replace(WeightHandle(version, "", 0), probe=probe, is_sent=is_sent)
+def handle_of(version: int, probe: Probe | None) -> WeightHandle:
+    return replace(WeightHandle(version, "", 0), probe=probe)
 
 
 def probe_of(logprobs: list[list[float]]) -> Probe:
@@ -46,7 +46,7 @@ def test_the_first_version_is_checked_and_every_so_many_after_it() -> None:
 
 def test_a_sleeping_engine_is_checked_with_the_newest_version_when_it_wakes() -> None:
     check, probe = EngineCheck(50, "float32"), probe_of([])
-    assert check.next(handle_of(1, None, is_sent=True), True) is None
+    assert check.next(handle_of(1, None), True) is None
     assert check.next(handle_of(1, probe), True) is None
     assert check.next(handle_of(2, probe), True) is None
     woken = check.next(None, False)

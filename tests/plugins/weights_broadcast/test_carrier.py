@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from components.generate.config import SamplingConfig
 from components.generate.hf_engine import HFRolloutEngine
+from components.weights.carrier import CarrierSetting
 from components.weights.digest import digest
-from components.weights.publisher import WeightHandle, WeightPublisher
-from plugins.weights_broadcast.carrier import ATTEMPTS, Broadcaster, read_broadcast
+from components.weights.publisher import WeightHandle, read_weights
+from plugins.weights_broadcast.carrier import ATTEMPTS, BroadcastCarrier, Broadcaster, read_broadcast
 from tests.components.generate.test_hf_engine import completions, named_weights, some_prompts
 from tests.components.helpers.ranks import FORKS
 from tests.plugins.weights_ipc.test_carrier import BUCKET_BYTES, CPU, weights
@@ -56,16 +60,15 @@ def expected_of(version: int) -> dict[str, str]:
 def send(broadcaster: Broadcaster, version: int) -> None:
     """Send a version. All tensors pass through, even if the broadcast is aborted."""
     tensors = {name: tensor + version for name, tensor in weights().items()}
-    passed = dict(broadcaster.sent(version, tensors.items()))
+    passed = dict(broadcaster.sent(version, tensors.items(), to_host=True))
     assert {name: digest(tensor) for name, tensor in passed.items()} == expected_of(version)
 
 
 def broadcaster_of(readers: int, arrival_seconds: float = 60) -> tuple[Broadcaster, tuple[str, int]]:
-    """Return a broadcaster after its first version, with which readers get the address."""
+    """Return a broadcaster and its address."""
     broadcaster = Broadcaster(
         CPU, readers, bucket_bytes=BUCKET_BYTES, timeout_seconds=20, arrival_seconds=arrival_seconds
     )
-    send(broadcaster, 1)
     assert broadcaster.address is not None
     return broadcaster, broadcaster.address
 
@@ -144,81 +147,109 @@ def test_a_reader_that_stops_within_a_version_gets_the_next() -> None:
     assert {name: digest(tensor) for name, tensor in again.items()} == expected_of(3)
 
 
-def test_an_engine_reads_the_folder_if_a_broadcast_is_aborted(
-    tied_model: Path, other_tied_model: Path, tmp_path: Path
+def carrier_of(folder: Path, monkeypatch: pytest.MonkeyPatch, readers: int) -> BroadcastCarrier:
+    monkeypatch.setattr("plugins.weights_broadcast.carrier.SENT_BYTES", BUCKET_BYTES)
+    return BroadcastCarrier(
+        CarrierSetting(
+            rank=0, device=CPU, shared_dir=folder, fallback_dir=folder / "disk", readers=readers, serve=False
+        )
+    )
+
+
+def test_an_engine_requests_a_version_if_its_broadcast_is_aborted(
+    tied_model: Path, other_tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broadcaster, address = broadcaster_of(1)
-    publisher = WeightPublisher(tmp_path / "versions")
-    newer = named_weights(other_tied_model)
-    older = named_weights(tied_model)
+    carrier = carrier_of(tmp_path, monkeypatch, readers=1)
+    sampling = SamplingConfig(max_new_tokens=8)
     engine = HFRolloutEngine(tied_model)
     late = HFRolloutEngine(tied_model)
-    announced = WeightHandle(4, "", 0, is_sent=True, carrier="broadcast", route=address, reader=1)
-    reader = threading.Thread(target=engine.receive, args=(announced, True))
-    reader.start()
-    handle = publisher.publish(4, broadcaster.sent(4, newer.items()), with_digests=True)
-    reader.join()
-    sampling = SamplingConfig(max_new_tokens=8)
-    expected = completions(HFRolloutEngine(other_tied_model).generate(some_prompts(), sampling))
-    assert completions(engine.generate(some_prompts(), sampling)) == expected
-    late.receive(handle, verify=True)
-    assert completions(late.generate(some_prompts(), sampling)) == expected
-    # Nothing of the version is read but its digests: it is there.
-    (Path(handle.path) / "weights.bin").write_bytes(bytes(handle.nbytes + 2**14))
-    engine.receive(handle, verify=True)
-    assert engine.weight_version == 4
-    broken = WeightHandle(5, "", 0, is_sent=True, carrier="broadcast", route=address, reader=1)
     failed: list[Exception] = []
 
-    def receive_broken() -> None:
+    def receive(handle: WeightHandle) -> None:
         try:
-            engine.receive(broken, verify=True)
+            engine.receive(handle, verify=True)
         except ConnectionError as error:
             failed.append(error)
 
-    reader = threading.Thread(target=receive_broken)
-    reader.start()
-    giving_up: Any = broadcaster.sent(5, older.items())
-    next(giving_up)
+    def gathered(model: Path, breaks: bool) -> Iterator[tuple[str, Tensor]]:
+        for number, item in enumerate(named_weights(model).items()):
+            if breaks and number == 4:
+                raise RuntimeError("a rank is gone")
+            yield item
+
+    def publish(version: int, model: Path, *, breaks: bool = False, again: bool = False) -> WeightHandle:
+        handle = carrier.publish(version, gathered(model, breaks), with_digests=True, adapter_scale=0.0, again=again)
+        assert handle is not None
+        return handle
+
+    def announce(version: int) -> tuple[WeightHandle, threading.Thread]:
+        announced = carrier.announce(version)
+        assert announced is not None
+        announced = replace(announced, reader=1)
+        reader = threading.Thread(target=receive, args=(announced,))
+        reader.start()
+        return announced, reader
+
+    announced, reader = announce(4)
+    publish(4, other_tied_model)
+    reader.join()
+    expected = completions(HFRolloutEngine(other_tied_model).generate(some_prompts(), sampling))
+    assert completions(engine.generate(some_prompts(), sampling)) == expected
+    with pytest.raises(ConnectionError, match="was sent before"):
+        late.receive(announced, verify=True)
+    late.receive(publish(4, other_tied_model, again=True), verify=True)
+    assert completions(late.generate(some_prompts(), sampling)) == expected
+    _, reader = announce(5)
     with pytest.raises(RuntimeError, match="a rank is gone"):
-        giving_up.throw(RuntimeError("a rank is gone"))
+        publish(5, tied_model, breaks=True)
     reader.join()
     assert len(failed) == 1
-    handle = publisher.publish(5, older.items(), with_digests=True)
-    engine.receive(handle, verify=True)
+    assert not engine.has_weights
+    engine.receive(publish(5, tied_model, again=True), verify=True)
     expected = completions(HFRolloutEngine(tied_model).generate(some_prompts(), sampling))
     assert completions(engine.generate(some_prompts(), sampling)) == expected
-    broadcaster.close()
-    publisher.close()
+    carrier.close()
+
+
+def test_a_carrier_that_stops_broadcasting_writes_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    carrier = carrier_of(tmp_path, monkeypatch, readers=1)
+    broadcaster = carrier._broadcaster
+    assert broadcaster is not None
+    monkeypatch.setattr(broadcaster, "_arrival_seconds", 0.2)
+    for version in range(1, ATTEMPTS + 1):
+        assert carrier.announce(version) is not None
+        carrier.publish(version, weights().items(), with_digests=False, adapter_scale=0.0)
+    assert carrier.announce(9) is None
+    handle = carrier.publish(9, weights().items(), with_digests=False, adapter_scale=0.0)
+    assert handle is not None
+    assert {name: digest(tensor) for name, tensor in read_weights(handle)} == expected_of(0)
+    carrier.close()
 
 
 @pytest.mark.full
 @pytest.mark.vllm
-def test_every_part_of_a_vllm_engine_is_a_reader(tmp_path: Path) -> None:
+def test_every_part_of_a_vllm_engine_is_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from plugins.vllm.config import VLLMRolloutConfig
     from plugins.vllm.engine import VLLMRolloutEngine
     from tests.components.helpers.vllm_models import answers_of, uneven_prompts, write_vllm_model
 
     models = [write_vllm_model(tmp_path / f"{seed}", seed, tied=True) for seed in (1, 2)]
     engine = VLLMRolloutEngine(models[0], VLLMRolloutConfig(cpu_cache_gb=0.25, tensor_parallel_size=2))
-    broadcaster, address = broadcaster_of(2)
-    publisher = WeightPublisher(tmp_path / "versions")
+    carrier = carrier_of(tmp_path, monkeypatch, readers=2)
     try:
         received = []
         for version, model in ((2, models[1]), (3, models[0])):
-            announced = WeightHandle(version, "", 0, is_sent=True, carrier="broadcast", route=address, reader=1)
-            reader = threading.Thread(target=engine.receive, args=(announced, True))
+            announced = carrier.announce(version)
+            assert announced is not None
+            reader = threading.Thread(target=engine.receive, args=(replace(announced, reader=1), True))
             reader.start()
-            tensors = broadcaster.sent(version, named_weights(model).items())
-            handle = publisher.publish(version, tensors, with_digests=True)
+            carrier.publish(version, named_weights(model).items(), with_digests=True, adapter_scale=0.0)
             reader.join()
-            assert engine.sent_digests(handle) is not None
-            engine.receive(handle, verify=True)
+            assert engine.has_weights
             received.append(answers_of(engine.generate(uneven_prompts(8), SamplingConfig(max_new_tokens=8))))
     finally:
         engine.close()
-        broadcaster.close()
-        publisher.close()
+        carrier.close()
     expected = []
     for model in (models[1], models[0]):
         alone = VLLMRolloutEngine(model, VLLMRolloutConfig(cpu_cache_gb=0.25))

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from components.generate.config import SamplingConfig
 from components.generate.hf_engine import HFRolloutEngine
+from components.weights.carrier import CarrierSetting
 from components.weights.digest import digest
-from components.weights.publisher import WeightHandle, WeightPublisher
+from components.weights.publisher import WeightHandle
 from plugins.vllm.config import VLLMRolloutConfig
-from plugins.weights_ipc.carrier import BucketSender, read_sent
+from plugins.weights_ipc.carrier import REPLACEMENT_S, BucketSender, IPCCarrier, read_sent
 from tests.components.generate.test_hf_engine import completions, named_weights, some_prompts
 from tests.components.helpers.ranks import FORKS
 from tests.components.helpers.vllm_models import answers_of, uneven_prompts, write_vllm_model
@@ -54,7 +55,7 @@ def read(folder: Path, version: int, dies_after: int | None, reports_queue: Simp
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
-    assert list(tmp_path.glob("*.socket")) == []
+    assert [*tmp_path.glob("*.socket"), *tmp_path.glob("*.newest")] == []
 
 
 @pytest.mark.parametrize("dies_after", [None, 3])
@@ -64,7 +65,7 @@ def test_each_engine_receives_weights_bit_for_bit_even_if_another_dies(folder: P
     readers = [FORKS.Process(target=read, args=(folder, 7, dies, reports_queue)) for dies in (None, dies_after)]
     for reader in readers:
         reader.start()
-    passed = dict(sender.sent(7, weights().items()))
+    passed = dict(sender.sent(7, weights().items(), to_host=True))
     expected = {name: digest(tensor) for name, tensor in weights().items()}
     assert {name: digest(tensor) for name, tensor in passed.items()} == expected
     for reader in readers:
@@ -81,6 +82,8 @@ def test_a_rank_continues_without_engines_or_with_a_silent_one(folder: Path, cap
     began = time.monotonic()
     assert list(dict(sender.sent(1, weights().items()))) == list(weights())
     assert "0 of 1 readers on cpu came" in caplog.text
+    with pytest.raises(ConnectionError, match="was sent before"):
+        next(read_sent(folder, 1, timeout_seconds=60))
     silent = read_sent(folder, 2, timeout_seconds=60)
     reader = threading.Thread(target=next, args=(silent,))
     reader.start()  # takes the first bucket, and never comes back for the next
@@ -90,6 +93,37 @@ def test_a_rank_continues_without_engines_or_with_a_silent_one(folder: Path, cap
     reader.join()
     with pytest.raises((ConnectionError, EOFError)):
         list(silent)
+    sender.close()
+
+
+def read_versions(folder: Path, dies_at: int, reports_queue: SimpleQueue[Any]) -> None:
+    """Read versions 1, 2, ... until the process dies within one."""
+    for version in range(1, dies_at + 1):
+        for _ in read_sent(folder, version, timeout_seconds=60):
+            if version == dies_at:
+                os._exit(9)
+        reports_queue.put(version)
+
+
+def test_a_rank_does_not_wait_for_an_engine_that_has_ended(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sender = BucketSender(folder, CPU, readers=1, bucket_bytes=BUCKET_BYTES, timeout_seconds=60)
+    reports_queue = FORKS.SimpleQueue()
+    engine = FORKS.Process(target=read_versions, args=(folder, 3, reports_queue))
+    engine.start()
+    for version in (1, 2, 3):
+        list(sender.sent(version, weights().items()))
+    engine.join()
+    assert (engine.exitcode, reports_queue.get(), reports_queue.get()) == (9, 1, 2)
+    began = time.monotonic()
+    list(sender.sent(4, weights().items()))
+    assert time.monotonic() - began < REPLACEMENT_S + 5
+    assert "version 4 of the weights: 0 of 1 readers on cpu came" in caplog.text
+    # The replacement comes while version 5 is sent, and is late for version 4 without a wait.
+    replacement = FORKS.Process(target=read, args=(folder, 5, None, reports_queue))
+    replacement.start()
+    list(sender.sent(5, weights().items()))
+    replacement.join()
+    assert reports_queue.get() == {name: digest(tensor) for name, tensor in weights().items()}
     sender.close()
 
 
@@ -115,46 +149,69 @@ def test_a_reader_without_a_rank_or_with_another_version_raises_an_error(folder:
     sender.close()
 
 
-def test_an_engine_uses_a_sent_version_or_reads_the_folder(
-    tied_model: Path, other_tied_model: Path, folder: Path
+def carrier_of(folder: Path, monkeypatch: pytest.MonkeyPatch, bucket_bytes: int) -> IPCCarrier:
+    monkeypatch.setattr("plugins.weights_ipc.carrier.SENT_BYTES", bucket_bytes)
+    return IPCCarrier(
+        CarrierSetting(rank=0, device=CPU, shared_dir=folder, fallback_dir=folder / "disk", readers=1, serve=False)
+    )
+
+
+def publish(carrier: IPCCarrier, version: int, model: Path, *, again: bool = False) -> WeightHandle:
+    tensors = named_weights(model).items()
+    handle = carrier.publish(version, tensors, with_digests=True, adapter_scale=0.0, again=again)
+    assert handle is not None
+    return handle
+
+
+def test_an_engine_uses_a_sent_version_or_requests_it(
+    tied_model: Path, other_tied_model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sender = BucketSender(folder, CPU, readers=1, bucket_bytes=BUCKET_BYTES)
-    publisher = WeightPublisher(folder / "versions")
-    newer = named_weights(other_tied_model)
+    carrier = carrier_of(folder, monkeypatch, BUCKET_BYTES)
     engine = HFRolloutEngine(tied_model)
     late = HFRolloutEngine(tied_model)
-    announced = WeightHandle(4, str(folder), 0, is_sent=True, carrier="ipc")
-    reader = threading.Thread(target=engine.receive, args=(announced, True))
-    reader.start()
-    handle = publisher.publish(4, sender.sent(4, newer.items()), with_digests=True)
-    reader.join()
+
+    def receive(engine: HFRolloutEngine, handle: WeightHandle) -> None:
+        with suppress(ValueError, RuntimeError):
+            engine.receive(handle, verify=True)
+
+    def send(version: int, model: Path) -> WeightHandle:
+        announced = carrier.announce(version)
+        assert announced is not None
+        reader = threading.Thread(target=receive, args=(engine, announced))
+        reader.start()
+        publish(carrier, version, model)
+        reader.join()
+        return announced
+
+    announced = send(4, other_tied_model)
     sampling = SamplingConfig(max_new_tokens=8)
     expected = completions(HFRolloutEngine(other_tied_model).generate(some_prompts(), sampling))
     assert completions(engine.generate(some_prompts(), sampling)) == expected
-    late.receive(handle, verify=True)
-    # Nothing of the version is read but its digests: it is there.
-    (Path(handle.path) / "weights.bin").write_bytes(bytes(handle.nbytes + 2**14))
-    engine.receive(handle, verify=True)
+    with pytest.raises(ConnectionError):
+        late.receive(announced, verify=True)
+    assert not late.has_weights
+    late.receive(publish(carrier, 4, other_tied_model, again=True), verify=True)
     for each in (engine, late):
         assert completions(each.generate(some_prompts(), sampling)) == expected
         assert each.weight_version == 4
-    other = publisher.publish(5, named_weights(tied_model).items(), with_digests=True)
-    engine.received(WeightHandle(5, str(folder), 0, is_sent=True, carrier="ipc"), dict.fromkeys(newer, "damaged"))
+    monkeypatch.setattr("components.weights.digest.compare_digests", lambda *_: ["damaged"])
+    send(5, tied_model)
+    assert not engine.has_weights
     with pytest.raises(RuntimeError, match=says("version 5", "damaged")):
-        engine.receive(other, verify=True)
-    sender.close()
-    publisher.close()
+        engine.receive(publish(carrier, 5, tied_model, again=True), verify=True)
+    carrier.close()
 
 
 @pytest.mark.full
 @pytest.mark.vllm
-def test_vllm_uses_a_sent_version_or_the_folder_if_the_transfer_is_aborted(tmp_path: Path, folder: Path) -> None:
+def test_vllm_uses_a_sent_version_or_requests_it_if_the_transfer_is_aborted(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from plugins.vllm.engine import VLLMRolloutEngine
 
     models = [write_vllm_model(tmp_path / f"{seed}", seed, tied=True) for seed in (1, 2)]
     engine = VLLMRolloutEngine(models[0], VLLMRolloutConfig(cpu_cache_gb=0.25))
-    sender = BucketSender(folder, CPU, readers=1, bucket_bytes=2**16)
-    publisher = WeightPublisher(tmp_path / "versions")
+    carrier = carrier_of(folder, monkeypatch, 2**16)
 
     def gathered(model: Path, breaks: bool) -> Iterator[tuple[str, Tensor]]:
         for number, item in enumerate(named_weights(model).items()):
@@ -164,18 +221,19 @@ def test_vllm_uses_a_sent_version_or_the_folder_if_the_transfer_is_aborted(tmp_p
 
     def send(version: int, model: Path, breaks: bool) -> None:
         with suppress(OSError):
-            list(sender.sent(version, gathered(model, breaks)))
+            carrier.publish(version, gathered(model, breaks), with_digests=True, adapter_scale=0.0)
 
     def responses_after(version: int, model: Path, breaks: bool) -> list[list[int]]:
+        announced = carrier.announce(version)
+        assert announced is not None
         sending = threading.Thread(target=send, args=(version, model, breaks))
         sending.start()
-        announced = WeightHandle(version, str(folder), 0, is_sent=True, carrier="ipc")
         with suppress(EOFError, OSError):  # read or write at a closed connection
             engine.receive(announced, verify=True)
         sending.join()
-        handle = publisher.publish(version, named_weights(model).items(), with_digests=True)
-        assert (engine.sent_digests(handle) is None) is breaks
-        engine.receive(handle, verify=True)
+        assert engine.has_weights is not breaks
+        if breaks:
+            engine.receive(publish(carrier, version, model, again=True), verify=True)
         return answers_of(engine.generate(uneven_prompts(8), SamplingConfig(max_new_tokens=8)))
 
     try:
@@ -187,5 +245,4 @@ def test_vllm_uses_a_sent_version_or_the_folder_if_the_transfer_is_aborted(tmp_p
         assert responses_after(4, models[0], breaks=False) == first
     finally:
         engine.close()
-        sender.close()
-        publisher.close()
+        carrier.close()

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from components.weights.buckets import ALIGNMENT
 from components.weights.carrier import CarrierSetting
 from components.weights.digest import Digests, digest
-from components.weights.publisher import read_digests, read_weights
+from components.weights.publisher import WeightHandle, read_digests, read_weights, weight_shapes
 from plugins.weights_ipc.carrier import BucketSender, IPCCarrier, read_sent
 from tests.components.helpers.written_bytes import WrittenBytes
 
@@ -32,7 +36,7 @@ def test_a_byte_is_written_three_times_at_most(tmp_path: Path) -> None:
     weights = trained_weights()
     loaded = {name: torch.zeros(tensor.shape, dtype=torch.bfloat16) for name, tensor in weights.items()}
     nbytes = sum(tensor.nbytes for tensor in loaded.values())
-    sender = BucketSender(tmp_path, CPU, readers=1, bucket_bytes=BUCKET_BYTES, to_host=False)
+    sender = BucketSender(tmp_path, CPU, readers=1, bucket_bytes=BUCKET_BYTES)
     received = WrittenBytes()
 
     def read() -> None:
@@ -60,24 +64,95 @@ def test_a_byte_is_written_three_times_at_most(tmp_path: Path) -> None:
     assert sent.calls["_foreach_copy_"] == received.calls["clone"] < len(weights) / 3
 
 
-def test_digests_of_the_bucket_are_those_of_the_tensors_that_were_read(tmp_path: Path) -> None:
-    weights = trained_weights()
-    setting = CarrierSetting(
-        rank=0, device=CPU, shared_dir=tmp_path, fallback_dir=tmp_path / "disk", readers=1, serve=False
+def carrier_of(folder: Path, *, keeps: bool = False) -> IPCCarrier:
+    return IPCCarrier(
+        CarrierSetting(
+            rank=0,
+            device=CPU,
+            shared_dir=folder,
+            fallback_dir=folder / "disk",
+            readers=1,
+            serve=False,
+            keeps=keeps,
+        )
     )
-    carrier = IPCCarrier(setting)
-    received = Digests()
 
-    def read() -> None:
-        for name, tensor in read_sent(tmp_path, 1, timeout_seconds=60):
-            received.add(name, tensor)
 
-    reader = threading.Thread(target=read)
-    reader.start()
-    handle = carrier.publish(1, weights.items(), dtype=torch.bfloat16, with_digests=True, adapter_scale=0.0)
-    reader.join()
-    assert handle is not None
+def bytes_in(folder: Path) -> int:
+    """Return the number of bytes of weights in the folders of all versions."""
+    return sum(path.stat().st_size for path in folder.rglob("weights.bin"))
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_version_passes_the_host_only_if_the_ranks_cannot_send_it_again(tmp_path: Path, keeps: bool) -> None:
+    weights = trained_weights()
     expected = {name: digest(tensor.detach().to(torch.bfloat16)) for name, tensor in weights.items()}
-    assert received.result() == read_digests(handle) == expected
-    assert {name: digest(tensor) for name, tensor in read_weights(handle)} == expected
+    nbytes = sum(tensor.nbytes // 2 for tensor in weights.values())
+    carrier = carrier_of(tmp_path, keeps=keeps)
+    handles = []
+    for version in (1, 2):
+        announced = carrier.announce(version)
+        assert announced is not None
+        received = Digests()
+
+        def read(handle: WeightHandle, digests: Digests) -> None:
+            for name, tensor in read_weights(handle):
+                digests.add(name, tensor)
+
+        reader = threading.Thread(target=read, args=(announced, received))
+        reader.start()
+        with WrittenBytes() as sent:
+            handle = carrier.publish(version, weights.items(), dtype=torch.bfloat16, with_digests=True, adapter_scale=0)
+        reader.join()
+        assert handle is not None
+        assert received.result() == read_digests(announced) == read_digests(handle) == expected
+        assert weight_shapes(announced) == {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        # Besides the digests, the bucket is the only copy that torch makes on the rank.
+        assert sent.by_operation["_foreach_copy_"] == nbytes
+        handles.append(announced)
+    assert (bytes_in(tmp_path) >= 2 * nbytes) if keeps else bytes_in(tmp_path) == 0
+    if keeps:
+        kept = replace(handles[-1], is_sent=False)
+        assert {name: digest(tensor) for name, tensor in read_weights(kept)} == expected
+    carrier.close()
+
+
+def test_a_version_that_an_engine_lacks_is_written_once_when_it_is_requested(tmp_path: Path) -> None:
+    weights = trained_weights()
+    expected = {name: digest(tensor.detach().to(torch.bfloat16)) for name, tensor in weights.items()}
+    carrier = carrier_of(tmp_path)
+    gathered: list[int] = []
+
+    def publish(version: int, again: bool) -> WeightHandle:
+        def parameters() -> Iterator[tuple[str, Tensor]]:
+            gathered.append(version)
+            yield from weights.items()
+
+        handle = carrier.publish(
+            version, parameters(), dtype=torch.bfloat16, with_digests=True, adapter_scale=0, again=again
+        )
+        assert handle is not None
+        return handle
+
+    def send(version: int) -> WeightHandle:
+        announced = carrier.announce(version)
+        assert announced is not None
+        reader = threading.Thread(target=lambda: list(read_weights(announced)))
+        reader.start()
+        publish(version, again=False)
+        reader.join()
+        return announced
+
+    announced = send(1)
+    began = time.monotonic()
+    with pytest.raises(ConnectionError, match="was sent before"):
+        list(read_weights(announced))
+    assert time.monotonic() - began < 5  # an engine that is late does not wait for the rank
+    for _ in range(2):
+        handle = publish(1, again=True)
+        assert read_digests(handle) == {name: digest(tensor) for name, tensor in read_weights(handle)} == expected
+    assert gathered == [1, 1]
+    assert bytes_in(tmp_path) > 0
+    send(2)
+    assert bytes_in(tmp_path) == 0
     carrier.close()
