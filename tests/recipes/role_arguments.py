@@ -119,7 +119,6 @@ def role_group_calls(model: str, folder: Path) -> Calls:
             *in_flight(),
             ("sleep_engine", ()),
             ("wake_engine", ()),
-            ("receive_sent", (1,)),
             ("receive_weights", ("handle",)),
         ],
         "Reference": [

@@ -153,7 +153,8 @@ def test_the_stages_of_a_step_have_the_order_of_verl(local: dict[str, RunFolder]
         "ref.compute_ref_log_prob",
         "critic.compute_values",
     ]
-    update = [f"{policy}.update_actor", f"{policy}.publish_weights", f"{policy}.receive_weights"]
+    sync = [f"{policy}.{method}_weights" for method in ("announce", "publish", "receive")]
+    update = [f"{policy}.update_actor", *sync]
     saved = [f"{policy}.save_state", "critic.save_state", f"{policy}.save"]
     first, second = [*experience, "critic.update_critic"], [*experience, "critic.update_critic", *update]
     assert began[4 : 6 + len(first) + len(second) + len(saved)] == [*validation, *first, *second, *saved]
@@ -322,7 +323,7 @@ def test_filtered_groups_are_replaced_and_the_last_step_uses_the_remaining_promp
 def test_val_only_validates_a_checkpoint_and_trains_nothing(local: dict[str, RunFolder]) -> None:
     run, trained = local["val_only"], local["long"]
     assert {call.partition(".")[2] for call in calls(run)} == {
-        *("init_rollout", "init_model", "load_state", "publish_weights", "receive_weights"),
+        *("init_rollout", "init_model", "load_state", "announce_weights", "publish_weights", "receive_weights"),
         *("generate_sequences", "end_job"),
     }
     (line,) = run.metrics

@@ -1,7 +1,9 @@
 """However weights get to the engines, a run learns the same, also when an engine dies on the way."""
 
+import json
 import os
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,14 @@ def test_every_transport_of_weights_gives_the_same_training(ray_address: str, po
     def log(run: Run, worker: str) -> str:
         return (run.run_dir / "logs" / f"{worker}.log").read_text()
 
+    def syncs(run: Run) -> Counter[str]:
+        """Return the number of calls to each engine that transfer weights."""
+        events = [json.loads(line) for line in (run.run_dir / "events.jsonl").read_text().splitlines()]
+        names = [
+            f"{row['rank']}.{row['method']}" for row in events if row["event"] == "call" and row["role"] == "ROLLOUT"
+        ]
+        return Counter(name for name in names if name.endswith("weights"))
+
     expected = start("shared_memory", "shared memory").wait()
     mapped = start("ipc", "mapped").wait()
     for run in (expected, mapped):
@@ -32,6 +42,8 @@ def test_every_transport_of_weights_gives_the_same_training(ray_address: str, po
         assert run.learnt() == expected.learnt()
         assert LACKS not in log(run, "rollout-0") + log(run, "rollout-1")
         assert run.left_behind() == []
+        # One call per sync and engine.
+        assert syncs(run) == {"0.receive_weights": 6, "1.receive_weights": 6}
 
     for way in ("ipc", "broadcast"):
         struck = start(way, f"struck {way}")
