@@ -6,8 +6,8 @@ numbers and the contents of buckets are exchanged through a store on rank 0. The
 must be trusted.
 
     reader      "VERSION/READER": number of the group that the reader has joined, or 0
-    rank 0      "VERSION/group": number of the group for this version; "VERSION/bucket 0", ...: bytes and pieces, [] at
-                the end; null instead of any of these if rank 0 has aborted the version
+    rank 0      "VERSION/group": number of the group for this version; "VERSION/bucket 0", ...: bytes, pieces and first
+                element of a slice, [] at the end; null instead of any of these if rank 0 has aborted the version
                 "newest": number of the last version whose broadcast has ended
 
 A broadcast may fail without loss: an engine that lacks the version requests it from the trainer (sending.py).
@@ -34,9 +34,10 @@ from torch import Tensor
 from components.models.device import compute_device
 from components.process.heartbeat import beat
 from components.weights.bucket_sizes import SENT_BYTES
-from components.weights.buckets import BucketFiller, Piece, pieces_of
+from components.weights.buckets import Piece, pieces_of
 from components.weights.carrier import CarrierSetting
 from components.weights.digest import Digests
+from components.weights.filling import WHOLE, BucketFiller, SliceJoiner
 from components.weights.publisher import WeightHandle
 from components.weights.sending import SendingCarrier
 
@@ -235,11 +236,11 @@ class _Transfer(BucketFiller):
             self.attempt(work.wait)
 
     def _broadcast(self) -> None:
-        self.announce([self.end, self.pieces])
+        self.announce([self.end, self.pieces, self.start])
         self._works[self.slot] = self._member.broadcast(self.bucket[: self.end])
 
     def announce(self, content: list[Any] | None) -> None:
-        """Announce the next message to the readers: bytes and pieces, or [] for the end, or None if it was aborted."""
+        """Announce the next message to the readers: its content, or [] for the end, or None if it was aborted."""
         key = f"{self._version}/bucket {self._announced}"
         self._member.store.set(key, json.dumps(content))
         self.keys.append(key)
@@ -285,6 +286,7 @@ def read_broadcast(
     member.store.set(f"{version}/{reader}", str(member.group))
     group = _awaited(member.store, f"{version}/group", ARRIVAL_S, lambda: _check_newest(member.store, version))
     is_complete = False
+    slices = SliceJoiner()
     try:
         if group == _NULL:
             raise ConnectionError(f"version {version} of the weights is not broadcast")
@@ -295,10 +297,11 @@ def read_broadcast(
                 raise ConnectionError(f"version {version} of the weights was not broadcast to the end")
             if not content:
                 break
-            nbytes, pieces = content
+            nbytes, listed, start = content
+            pieces = [Piece.of(piece) for piece in listed]
             bucket = torch.empty(nbytes, dtype=torch.uint8, device=member.device)
             member.broadcast(bucket).wait()
-            yield from pieces_of(bucket, [Piece.of(piece) for piece in pieces])
+            yield from pieces_of(bucket, pieces) if start == WHOLE else slices.joined(bucket, pieces, start)
             # Frees the device memory before the next bucket is allocated.
             del bucket
         is_complete = True

@@ -29,9 +29,10 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from components.models.device import compute_device
 from components.weights.bucket_sizes import SENT_BYTES
-from components.weights.buckets import BucketFiller, finish_copies, pieces_of
+from components.weights.buckets import pieces_of
 from components.weights.carrier import CarrierSetting
 from components.weights.digest import Digests
+from components.weights.filling import WHOLE, BucketFiller, SliceJoiner, finish_copies
 from components.weights.publisher import WeightHandle
 from components.weights.sending import SendingCarrier
 
@@ -211,24 +212,24 @@ class _Transfer(BucketFiller):
         super().__init__(device, bucket_bytes, to_host, dtype, digests)
         self._readers = readers
         self._timeout_seconds = timeout_seconds
-        self._mapped_bytes = [0, 0]
-        """Size of each bucket that the readers have mapped."""
+        self._is_mapped = [False, False]
+        """True for each bucket that the readers have mapped."""
         self._unconfirmed = [False, False]
         """True for each bucket that the readers have not confirmed yet. They confirm in the order of sending."""
 
     def send(self) -> None:
         """Send the readers the table of the bucket, and a handle if its memory is new."""
-        is_mapped = self._mapped_bytes[self.slot] == len(self.bucket)
+        is_mapped = self._is_mapped[self.slot]
 
         def message() -> bytes:
             handle = None
             if not is_mapped:
                 handle = _handle(self.bucket)
-            return pickle.dumps((self.slot, handle, self.end, self.pieces))
+            return pickle.dumps((self.slot, handle, self.end, self.pieces, self.start))
 
         # Pickled once per reader, because torch counts the processes that map a handle.
         self._post(message)
-        self._mapped_bytes[self.slot] = len(self.bucket)
+        self._is_mapped[self.slot] = True
         self._unconfirmed[self.slot] = True
 
     def reclaim(self) -> None:
@@ -288,16 +289,23 @@ def read_sent(folder: Path, version: int, timeout_seconds: float) -> Iterator[tu
         rank.send_bytes(str(version).encode())
         _await_turn(rank, path, version, timeout_seconds)
         buckets: dict[int, Tensor] = {}
+        slices = SliceJoiner()
         while message := _message(rank, timeout_seconds):
-            slot, handle, size, pieces = pickle.loads(message)
+            slot, handle, size, pieces, start = pickle.loads(message)
             if handle is not None:
                 buckets[slot] = _mapped(handle, device)
             # Copied before the rank fills the bucket again.
-            copy = buckets[slot][:size].clone()
+            if start == WHOLE:
+                copy = buckets[slot][:size].clone()
+                arrived = pieces_of(copy, pieces)
+            else:
+                arrived = iter(list(slices.joined(buckets[slot][:size], pieces, start)))
             finish_copies(device)
             rank.send_bytes(b"copied")
-            yield from pieces_of(copy, pieces)
-            del copy
+            yield from arrived
+            # Frees the device memory before the next bucket is copied.
+            copy = None
+            del arrived
         buckets.clear()
         rank.send_bytes(b"done")
     except BaseException:

@@ -7,10 +7,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from components.weights.buckets import ALIGNMENT
 from components.weights.carrier import CarrierSetting
@@ -62,6 +64,50 @@ def test_a_byte_is_written_three_times_at_most(tmp_path: Path) -> None:
     assert MOST_WRITES * nbytes <= sent.total + received.total <= MOST_WRITES * nbytes + gaps, received.by_operation
     # One operation casts and copies all tensors of a bucket.
     assert sent.calls["_foreach_copy_"] == received.calls["clone"] < len(weights) / 3
+
+
+class Allocations(TorchDispatchMode):
+    """Size in bytes of each tensor that an operation has allocated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.clone, torch.ops.aten._to_copy):
+            self.sizes.append(result.nbytes)
+        return result
+
+
+def test_a_weight_larger_than_a_bucket_is_cut_into_slices(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(2)
+    shapes = {"before": (7, 5), "large": (301, 457), "between": (3,), "twice": (2, BUCKET_BYTES // 2), "after": (11,)}
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    expected = {name: tensor.bfloat16() for name, tensor in weights.items()}
+    sender = BucketSender(tmp_path, CPU, readers=1, bucket_bytes=BUCKET_BYTES)
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    received = WrittenBytes()
+
+    def read() -> None:
+        with received:
+            for name, tensor in read_sent(tmp_path, 1, timeout_seconds=60):
+                loaded[name].copy_(tensor)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with WrittenBytes() as sent, Allocations() as allocations:
+        for _ in sender.sent(1, weights.items(), torch.bfloat16):
+            pass
+    reader.join()
+    sender.close()
+    for name, tensor in expected.items():
+        assert torch.equal(loaded[name], tensor), name
+    assert [size for size in allocations.sizes if size] == [BUCKET_BYTES, BUCKET_BYTES]
+    nbytes = sum(tensor.nbytes for tensor in expected.values())
+    del sent.by_operation["copy_"]  # torch moves both buckets into shared memory
+    gaps = ALIGNMENT * len(weights)
+    assert MOST_WRITES * nbytes <= sent.total + received.total <= MOST_WRITES * nbytes + gaps, received.by_operation
 
 
 def carrier_of(folder: Path, *, keeps: bool = False) -> IPCCarrier:
