@@ -108,6 +108,7 @@ def role_group_calls(model: str, folder: Path) -> Calls:
             ("load", (model, 1)),
             ("logprobs", (experience().only("tokens"), 1.0)),
             ("update", (experience(), 1)),
+            ("announce_weights", (1,)),
             ("publish_weights", (1,)),
             ("save", (str(folder / "saved"),)),
             ("save_state", (str(folder / "state"),)),
