@@ -53,7 +53,7 @@ def test_a_folder_is_made_and_may_be_opened_again_by_the_same_process(tmp_path: 
 def test_a_folder_that_another_process_writes_to_is_refused_until_that_is_killed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with held(folder) as (holder, child):
-        facts = (f"run_dir={folder} ", f"process {holder.pid} ", os.uname().nodename)
+        facts = (f"run_dir={folder};", f"process {holder.pid} ", os.uname().nodename)
         with pytest.raises(ValueError, match=says(*facts)):
             open_run_folder(folder)
         assert is_written(folder)
