@@ -113,8 +113,8 @@ class TrainOptions(Checked):
     """Path to a folder of adapters written by peft, from which training starts. Rank, alpha and layers are read from
     it. Default: new adapters, which do not change the model's outputs at first."""
     router_aux_loss_coef: NotNegative = 0.0
-    """Coefficient of the load-balancing loss of a mixture of experts, which is computed per micro-batch. No effect on
-    other models."""
+    """Coefficient of the load-balancing loss of a mixture of experts, over all tokens of an optimizer step. If the step
+    has several micro-batches, one more forward pass counts the tokens of each expert. No effect on other models."""
     adam_offload: bool = False
     """Keep the optimizer states in host memory. fsdp keeps weights and gradients there too. Needs zero_stage 1, 2 or
     3."""
@@ -301,8 +301,10 @@ def parallel_faults(train: TrainOptions, *, context: int, tensor: int, expert: i
                 f"parallel.{axis}={size} needs engine=fsdp, and engine={train.engine} has one axis of ranks: its ZeRO "
                 "partitions over all that it averages over; set train.engine=fsdp, with train.zero_stage 2 or 3"
             )
-    if context > 1:
-        yield from _context_faults(train, f"parallel.context={context}")
+    if context > 1 and train.packing is False:
+        yield (
+            f"parallel.context={context} cuts packed rows, and packing=False pads sequences; leave train.packing out"
+        )
     if tensor > 1 and train.lora_rank:
         yield (
             f"parallel.tensor={tensor} cuts the matrices that adapters stand in front of, and lora_rank="
@@ -325,16 +327,6 @@ def _missing(kind: str, name: str, option: str) -> str:
     if name in registry.names(kind):
         return ""
     return f"{option}: no plug-in in plugins/ or among the installed packages provides the {kind} `{name}`"
-
-
-def _context_faults(train: TrainOptions, option: str) -> Iterator[str]:
-    if train.packing is False:
-        yield f"{option} cuts packed rows, and packing=False pads sequences; leave train.packing out"
-    if train.router_aux_loss_coef:
-        yield (
-            f"{option} shows each rank the routing of its stretch alone, and router_aux_loss_coef="
-            f"{train.router_aux_loss_coef} balances over whole sequences; set one of them to its default"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,8 +35,17 @@ LossFunction = Callable[[nn.Module, Batch, Totals], LossOutput]
 class AuxiliaryLoss(Protocol):
     """Auxiliary loss that a plug-in adds to the loss function of every optimizer step."""
 
-    def added_to(self, loss_fn: LossFunction, minibatch: Batch) -> LossFunction:
-        """Return a loss function for the micro-batches of a step that includes the auxiliary loss."""
+    def added_to(
+        self, loss_fn: LossFunction, minibatch: Batch, plans: list[list[Tensor]], engine: TrainEngine
+    ) -> LossFunction:
+        """Return a loss function for the micro-batches of a step that includes the auxiliary loss.
+
+        Args:
+            loss_fn: loss function of the step.
+            minibatch: global minibatch, the same on all ranks.
+            plans: positions of the sequences of each micro-batch, by data-parallel rank.
+            engine: the engine that takes the step. Its model is in training mode.
+        """
         ...
 
 
@@ -62,9 +71,7 @@ class TrainEngine(PartitionedModel):
         torch.manual_seed(config.seed + self.rank // config.tensor)
         self.adapters = open_adapters(model, config)
         self._auxiliary_loss: AuxiliaryLoss | None = None
-        # With context parallelism each rank has a slice of the tokens, so their routers' metrics would differ.
-        has_metrics = config.context == 1 and bool(find_routers(model).modules)
-        kind = find("auxiliary loss", "router") if has_metrics else None
+        kind = find("auxiliary loss", "router") if find_routers(model).modules else None
         if config.router_aux_loss_coef:
             kind = load("auxiliary loss", "router", "train.router_aux_loss_coef")
         if kind is not None:
@@ -152,8 +159,6 @@ class TrainEngine(PartitionedModel):
         self.check_awake()
         began = time.perf_counter()
         totals = totals_of(minibatch)
-        if self._auxiliary_loss is not None:
-            loss_fn = self._auxiliary_loss.added_to(loss_fn, minibatch)
         limits = self.config.max_tokens, self.config.max_sequences
         layout = layout_of(self.model)
         plans = layout.micro_batches_by_rank(minibatch, self.axes.data, *limits, group_size)
@@ -162,6 +167,8 @@ class TrainEngine(PartitionedModel):
         # micro-batches would leave the others waiting.
         passes = max(map(len, plans))
         self.model.train()
+        if self._auxiliary_loss is not None:
+            loss_fn = self._auxiliary_loss.added_to(loss_fn, minibatch, plans, self)
         sums: dict[str, Tensor] = {}
         for i in range(passes):
             index = plan[i] if i < len(plan) else shortest_group(minibatch, group_size)

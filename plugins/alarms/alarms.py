@@ -284,12 +284,12 @@ ALARMS = (
     ),
     Alarm(
         name="router",
-        watches="actor/router_imbalance",
+        watches="actor/router_imbalance_max",
         when=f"over {MOST_IMBALANCE}, twice in a row",
-        text="the router sends nearly all tokens to the same experts (imbalance {now:.2f}, {first:.2f} in the first "
-        "step): the other experts are no longer trained",
+        text="the router of a layer sends nearly all tokens to the same experts (imbalance {now:.2f}, {first:.2f} in "
+        "the first step): the other experts of the layer are no longer trained",
         remedies=("raise the weight of the load-balancing loss ({train.router_aux_loss_coef})", LOWER_RATE),
-        sounds=lambda now, _: now["actor/router_imbalance"] > MOST_IMBALANCE,
+        sounds=lambda now, _: now["actor/router_imbalance_max"] > MOST_IMBALANCE,
         steps=2,
     ),
     Alarm(

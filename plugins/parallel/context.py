@@ -32,6 +32,7 @@ class ContextSlices(RowSlices):
             group: the ranks that share rows.
         """
         self.group = group
+        self._places = 0
 
     @property
     def size(self) -> int:
@@ -50,9 +51,17 @@ class ContextSlices(RowSlices):
 
     def own_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return the model's arguments for this rank's slice. Marks the packed row of `inputs` as sliced."""
+        self._places = inputs["input_ids"].numel()
         sliced = {name: self.own_slice(inputs[name]) for name in ("input_ids", "position_ids")}
         inputs["packed_row"].slices = self
         return inputs | sliced
+
+    def is_filled(self, device: torch.device) -> Tensor:
+        """Return [S] bool: positions of this rank's slice that belong to the last row of `own_inputs`, and not to
+        padding.
+        """
+        size = math.ceil(self._places / self.size)
+        return torch.arange(size, device=device) < self._places - self.group.rank() * size
 
     def gather(self, x_S: Tensor, places: int) -> Tensor:
         """Gather the slices into [U]. In the backward pass each rank keeps the gradient of its own slice."""

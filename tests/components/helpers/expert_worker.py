@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "packed-2": {"model": "qwen3_moe", "expert": 2, "zero_stage": 2},
     "packed-3": {"model": "qwen3_moe", "expert": 2, "zero_stage": 3, "checkpointing": True},
     "padded": {"model": "qwen3_moe", "expert": 2, "zero_stage": 3, "packing": False},
-    "context": {"model": "qwen3_moe", "expert": 2, "context": 2, "zero_stage": 3},
+    "context": {"model": "qwen3_moe", "expert": 2, "context": 2, "zero_stage": 3, "router_aux_loss_coef": 0.1},
     "values": {"model": "qwen3_moe", "expert": 2, "zero_stage": 2, "values": True},
     "mixtral": {"model": "mixtral", "expert": 2, "zero_stage": 3},
 }

@@ -74,6 +74,7 @@ def cut(share: float) -> dict[str, float]:
         # Right from the start it is no success: there is nothing to learn.
         ("equal_groups", 3, [equal(1.0, 1.0)] * 3),
         ("failed_rewards", 3, [{"reward/failed": 0.0}, *[{"reward/failed": 1.0}] * 2]),
+        ("router", 3, [{"actor/router_imbalance_max": imbalance} for imbalance in (0.9, 0.91, 0.91)]),
         ("length", 3, [cut(0.5), cut(0.51), cut(0.51)]),
         ("not_a_number", 2, [{"mine": 1.0}, {"mine": math.nan}]),
     ],

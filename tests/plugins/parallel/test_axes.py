@@ -139,7 +139,6 @@ def test_a_state_goes_from_a_tensor_mesh_to_one_process_and_back(
     [
         ({"engine": "deepspeed"}, ["parallel.context=2", "engine=deepspeed", "train.engine=fsdp"]),
         ({"packing": False}, ["parallel.context=2", "packing=False"]),
-        ({"router_aux_loss_coef": 0.1}, ["parallel.context=2", "router_aux_loss_coef=0.1"]),
         ({"context": 0}, ["context=0", 1]),
         ({"context": 1, "tensor": 2, "engine": "deepspeed"}, ["parallel.tensor=2", "train.engine=fsdp"]),
         ({"context": 1, "tensor": 0}, ["tensor=0", 1]),

@@ -1,6 +1,8 @@
 """The load-balancing loss of a mixture of experts is transformers' own, with padding and without."""
 
+import itertools
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ from components.models.value_model import load_value_model
 from components.rl.aggregation import LossOutput, Totals
 from components.train.config import TrainConfig
 from components.train.opening import open_engine
-from plugins.parallel.router_loss import RouterLoss, load_balancing_loss, router_metrics, row_share
+from plugins.alarms.alarms import Alarms
+from plugins.parallel.router_loss import RouterLoss, load_balancing_loss, routed_sums, router_metrics, row_share
 
 SIZES: dict[str, Any] = {
     "vocab_size": 20,
@@ -29,6 +32,8 @@ SIZES: dict[str, Any] = {
     "head_dim": 8,
     "max_position_embeddings": 32,
 }
+LINEAR = ("router_aux_loss", "router_logsumexp", "expert_load_", "grad_norm")
+"""Metrics that do not depend on how a step is cut into micro-batches."""
 ROWS = [[3, 4, 5, 6, 7], [8, 9], [10, 11, 12]]
 
 
@@ -52,13 +57,28 @@ def expected(folder: Path, rows: list[list[int]]) -> float:
         return float(model(input_ids=tokens_BT, attention_mask=mask_BT).aux_loss)
 
 
+def whole(layers: Sequence[torch.Tensor], counted_R: torch.Tensor, top_k: int) -> float:
+    """Return the loss of a step of one micro-batch."""
+    sums = routed_sums(layers, counted_R, top_k)
+    return float(load_balancing_loss(sums, sums))
+
+
 def test_the_router_loss_equals_a_calculation_by_hand() -> None:
     # Two tokens, three experts, one chosen each: the first and the second. Probabilities .5 .25 .25 and .25 .5 .25.
     logits_RE = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]]).log()
     # Shares of assignments .5 .5 0, mean probabilities .375 .375 .25: 3 * (.1875 + .1875).
-    assert float(load_balancing_loss([logits_RE], torch.ones(2), 1)) == pytest.approx(1.125)
+    assert whole([logits_RE], torch.ones(2), 1) == pytest.approx(1.125)
     # The second token is padding: 3 * 1 * .5.
-    assert float(load_balancing_loss([logits_RE], torch.tensor([1.0, 0.0]), 1)) == pytest.approx(1.5)
+    assert whole([logits_RE], torch.tensor([1.0, 0.0]), 1) == pytest.approx(1.5)
+
+
+def test_the_losses_of_two_micro_batches_add_up_to_that_of_the_step() -> None:
+    # The same two tokens, of which each is a micro-batch. Alone, each would have the loss 1.5.
+    logits_RE = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]]).log()
+    micros = [routed_sums([row_1E], torch.ones(1), 1) for row_1E in logits_RE.split(1)]
+    step = routed_sums([logits_RE], torch.ones(2), 1)
+    # Shares of the step .5 .5 0, and half of each token's probabilities: 3 * (.5 * .25 + .5 * .125).
+    assert [float(load_balancing_loss(each, step)) for each in micros] == pytest.approx([0.5625, 0.5625])
 
 
 def test_the_formula_is_that_of_transformers() -> None:
@@ -66,39 +86,48 @@ def test_the_formula_is_that_of_transformers() -> None:
     layers: Any = tuple(torch.randn(12, 5, generator=generator) for _ in range(3))
     mask_BT = torch.rand(3, 4, generator=generator) < 0.7
     theirs = load_balancing_loss_func(layers, 5, 2, mask_BT)
-    assert float(load_balancing_loss(layers, mask_BT.flatten().float(), 2)) == pytest.approx(float(theirs), rel=1e-6)
+    assert whole(layers, mask_BT.flatten().float(), 2) == pytest.approx(float(theirs), rel=1e-6)
+
+
+def policy_loss(model: torch.nn.Module, micro: Batch, totals: Totals) -> LossOutput:
+    return LossOutput(-token_logprobs(model, micro).logprob_N.sum() / totals.tokens)
+
+
+def balance_of(model: torch.nn.Module, batch: Batch, compute: Callable[..., object]) -> torch.Tensor:
+    """Return the router loss of a forward pass that is a whole step."""
+
+    def nothing(model: torch.nn.Module, micro: Batch, totals: Totals) -> LossOutput:
+        compute(model, micro)
+        return LossOutput(torch.zeros(()))
+
+    totals, plans = Totals(1, 1, 1), [[torch.arange(len(batch))]]
+    # The engine is not used if the step is not split.
+    engine: Any = None
+    return RouterLoss(model).added_to(nothing, batch, plans, engine)(model, batch, totals).loss
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_padding_is_not_counted(experts: Path, packed: bool) -> None:
     model = load_policy(experts, packing=packed)
-    balance, batch = RouterLoss(model), Batch.from_rows({"tokens": ROWS})
-    with balance.watched() as logits:
-        token_logprobs(model, batch)
+    batch = Batch.from_rows({"tokens": ROWS})
     # Nothing is predicted from a sequence's last token, which is not counted in either layout.
     read = [row[:-1] for row in ROWS]
-    assert len(logits) == 2
-    assert float(balance.loss(logits, batch, packed).detach()) == pytest.approx(expected(experts, read), rel=1e-5)
+    assert float(balance_of(model, batch, token_logprobs).detach()) == pytest.approx(expected(experts, read), rel=1e-5)
 
 
 def test_a_value_model_has_its_routers_too_and_a_step_along_the_gradient_balances_them(experts: Path) -> None:
     model = load_value_model(experts, gradient_checkpointing=True).train()
-    balance, batch = RouterLoss(model), Batch.from_rows({"tokens": ROWS})
-    with balance.watched() as logits:
-        state_values(model, batch)
-    loss = balance.loss(logits, batch, packed=False)
+    batch = Batch.from_rows({"tokens": ROWS})
+    loss = balance_of(model, batch, state_values)
     assert float(loss.detach()) == pytest.approx(expected(experts, ROWS), rel=1e-5)
     loss.backward()
-    assert len(logits) == 2  # activations were computed again, and not seen again
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "gate.weight" in name:
                 assert weight.grad is not None
                 weight.sub_(0.1 * weight.grad)
-    with balance.watched() as logits:
-        state_values(model, batch)
     # The same tokens go to the same experts after so small a step, whose probabilities are lower.
-    assert balance.loss(logits, batch, packed=False) < loss
+    assert balance_of(model, batch, state_values) < loss
 
 
 def test_micro_batches_share_a_step_by_their_routed_rows() -> None:
@@ -109,70 +138,80 @@ def test_micro_batches_share_a_step_by_their_routed_rows() -> None:
     assert row_share(minibatch.select(torch.tensor([1, 2])), minibatch) == pytest.approx(3 / 7)
     alone = Batch.from_rows({"tokens": [[3], [4]]})
     assert row_share(alone, alone) == 0
-    assert float(load_balancing_loss([torch.zeros(2, 3)], torch.zeros(2), 1)) == 0
-
-
-@pytest.mark.parametrize("max_tokens", [1000, 6])
-@pytest.mark.parametrize("packing", [False, True])
-def test_sequences_without_a_token_to_learn_count_as_they_do_in_transformers(
-    experts: Path, packing: bool, max_tokens: int
-) -> None:
-    # Two pairs of equal sequences, so that a micro-batch of one pair has the loss of both.
-    rows = [ROWS[0], ROWS[0], ROWS[0], ROWS[0]]
-    learnt = [[True] * 5, [True] * 5, [False] * 5, [False] * 5]
-    config = TrainConfig(max_tokens=max_tokens, learning_rate=1e-6, router_aux_loss_coef=0.1)
-    engine = open_engine(load_policy(experts, packing=packing), config)
-
-    def loss(model: torch.nn.Module, micro: Batch, totals: Totals) -> LossOutput:
-        return LossOutput(-(token_logprobs(model, micro).logprob_N * micro["loss_mask"]).sum() / totals.tokens)
-
-    value = expected(experts, [ROWS[0][:-1]])
-    for mask in (learnt, [[True] * 5] * 4):
-        minibatch = Batch.from_rows({"tokens": rows, "loss_mask": mask})
-        assert engine.train_step(minibatch, loss)["router_aux_loss"] == pytest.approx(value, rel=1e-4)
+    assert whole([torch.zeros(2, 3)], torch.zeros(2), 1) == 0
 
 
 def test_router_metrics_equal_a_calculation_by_hand() -> None:
     # Four tokens, four experts, one chosen each: expert 0 three times, expert 1 once. The last token is padding.
     logits_RE = torch.tensor([[2.0, 0, 0, 0], [2.0, 0, 0, 0], [2.0, 0, 0, 0], [0, 2.0, 0, 0], [0, 0, 2.0, 0]])
-    metrics = router_metrics([logits_RE], torch.tensor([1.0, 1, 1, 1, 0]), 1)
+    metrics = router_metrics(routed_sums([logits_RE], torch.tensor([1.0, 1, 1, 1, 0]), 1), 1)
     # Shares .75 .25 0 0, relative to .25; of 1 to 4 the busiest has (3 - 1) / (4 - 1).
     assert {name: float(x) for name, x in metrics.items()} == pytest.approx(
         {
             "router_load_max": 3.0,
             "router_load_min": 0.0,
             "router_imbalance": 2 / 3,
+            "router_imbalance_max": 2 / 3,
             "router_logsumexp": math.log(math.exp(2) + 3),
+            "expert_load_0": 3.0,
+            "expert_load_1": 1.0,
+            "expert_load_2": 0.0,
+            "expert_load_3": 0.0,
         }
     )
-    # Both experts of a token are the same for all: collapsed.
-    metrics = router_metrics([torch.tensor([[3.0, 2, 0, 0]] * 5)], torch.ones(5), 2)
-    assert float(metrics["router_imbalance"]) == 1.0
+    # In the first of two layers both experts of a token are the same for all: collapsed.
+    layers = [torch.tensor([[3.0, 2, 0, 0]] * 4), torch.tensor([[3.0, 2, 0, 0], [0, 0, 3.0, 2]] * 2)]
+    metrics = router_metrics(routed_sums(layers, torch.ones(4), 2), 2)
+    assert (float(metrics["router_imbalance"]), float(metrics["router_imbalance_max"])) == (0.5, 1.0)
     # Each token has all experts.
-    assert float(router_metrics([torch.rand(5, 2)], torch.ones(5), 2)["router_imbalance"]) == pytest.approx(0)
+    sums = routed_sums([torch.rand(5, 2)], torch.ones(5), 2)
+    assert float(router_metrics(sums, 2)["router_imbalance"]) == pytest.approx(0)
 
 
 @pytest.mark.parametrize("coefficient", [0.0, 0.1])
-def test_loss_and_metrics_are_equal_packed_and_padded_and_with_sequences_that_are_not_trained_on(
+def test_loss_and_loads_are_equal_packed_padded_split_and_with_sequences_that_are_not_trained_on(
     experts: Path, coefficient: float
 ) -> None:
     rows = [[3 + (7 * i + t * t) % 17 for t in range(3 + i % 5)] for i in range(8)]
-    config = TrainConfig(learning_rate=1e-6, router_aux_loss_coef=coefficient)
+    # Without a loss per micro-batch, the gradient of a step without loss is that of the router loss.
+    passes = []
 
     def loss(model: torch.nn.Module, micro: Batch, totals: Totals) -> LossOutput:
-        return LossOutput(-(token_logprobs(model, micro).logprob_N * micro["loss_mask"]).sum() / totals.tokens)
+        passes.append(len(micro))
+        return LossOutput(0 * (token_logprobs(model, micro).logprob_N * micro["loss_mask"]).sum() / totals.tokens)
 
     results = []
-    for packing in (False, True):
-        for every in (1, 2):
-            engine = open_engine(load_policy(experts, packing=packing), config)
-            mask = [[i % every == 0] * len(row) for i, row in enumerate(rows)]
-            metrics = engine.train_step(Batch.from_rows({"tokens": rows, "loss_mask": mask}), loss)
-            results.append({name: x for name, x in metrics.items() if name.startswith("router_")})
-    assert len(results[0]) == (5 if coefficient else 4)
-    assert all(each == pytest.approx(results[0], rel=1e-5) for each in results)
+    for packing, every, max_tokens in itertools.product((False, True), (1, 2), (1000, 12)):
+        config = TrainConfig(learning_rate=1e-6, router_aux_loss_coef=coefficient, max_tokens=max_tokens)
+        engine = open_engine(load_policy(experts, packing=packing), config)
+        mask = [[i % every == 0] * len(row) for i, row in enumerate(rows)]
+        passes.clear()
+        metrics = engine.train_step(Batch.from_rows({"tokens": rows, "loss_mask": mask}), loss)
+        # A split step with a coefficient counts the tokens of each expert first.
+        assert (len(passes) > 2) == (max_tokens == 12)
+        results.append({name: x for name, x in metrics.items() if name.startswith(LINEAR)})
+    assert len(results[0]) == (7 if coefficient else 6)
+    assert all(each == pytest.approx(results[0], rel=1e-5, abs=1e-9) for each in results)
+    assert sum(results[0][f"expert_load_{e}"] for e in range(4)) == pytest.approx(4)
     if coefficient:
         assert results[0]["router_aux_loss"] == pytest.approx(expected(experts, [row[:-1] for row in rows]), rel=1e-5)
+        assert results[0]["grad_norm"] > 1e-4
+
+
+def test_a_collapsed_router_sounds_the_alarm(experts: Path) -> None:
+    model = load_policy(experts)
+    batch = Batch.from_rows({"tokens": [[3 + (i + t) % 17 for t in range(9)] for i in range(8)]})
+    alarms = Alarms(set())
+    router = find_routers(model).modules[1]
+    events = []
+    for step, is_collapsed in enumerate((False, False, True, True), 1):
+        if is_collapsed:
+            # Equal logits: topk takes the same two experts for every token.
+            torch.nn.init.zeros_(next(router.parameters()))
+        engine = open_engine(model, TrainConfig(learning_rate=1e-9))
+        metrics = engine.train_step(batch, policy_loss)
+        events += alarms.look(step, {f"actor/{name}": value for name, value in metrics.items()})
+    assert [(event.alarm, event.step) for event in events] == [("router", 4)]
 
 
 def test_a_dense_model_has_none(tmp_path: Path) -> None:
@@ -183,4 +222,5 @@ def test_a_dense_model_has_none(tmp_path: Path) -> None:
     def loss(*_: object) -> LossOutput:
         raise AssertionError
 
-    assert RouterLoss(model).added_to(loss, Batch.from_rows({"tokens": ROWS})) is loss
+    engine: Any = None
+    assert RouterLoss(model).added_to(loss, Batch.from_rows({"tokens": ROWS}), [], engine) is loss
