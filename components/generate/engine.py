@@ -6,7 +6,7 @@ Legend: `B` sequences, `N` all tokens of the batch end to end, `K` maximum numbe
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,6 +32,8 @@ class Completions:
     """[B] int64 lengths of the completions, end tokens included."""
     ended_B: Tensor
     """[B] bool, True if the completion ended with an end token."""
+    per_token: dict[str, Tensor] = field(default_factory=dict)
+    """Further columns of prompts and completions, [N] each."""
 
 
 class WeightVersions(ABC):
@@ -282,6 +284,7 @@ class RolloutEngine(WeightVersions):
             "tokens": tokens_N,
             "action_mask": torch.zeros(total, dtype=torch.bool).index_fill_(0, new_N, True),
             "rollout_logprob": torch.zeros(total).index_copy_(0, new_N, drawn.logprob_BK[inside_BK]),
+            **drawn.per_token,
         }
         version_B = torch.full((len(prompts),), self._weight_version, dtype=torch.int64)
         added = {"prompt_length": prompts.lengths, "truncated": ~drawn.ended_B, "weight_version": version_B}

@@ -25,10 +25,9 @@ from components.models.packing.layout import packs
 from components.models.routers import find_routers, route_columns
 from components.rl.aggregation import LossOutput, Totals
 from components.train.engine import LossFunction, TrainEngine
-from plugins.routing_replay.routes import NO_EXPERT, from_columns, to_columns
+from plugins.routing_replay.routes import NO_EXPERT, expert_counts, from_columns, to_columns
 
 _TOP_K: tuple[Callable[..., Any], ...] = (torch.topk, Tensor.topk)
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 class _Choice(TorchFunctionMode):
@@ -75,8 +74,7 @@ class RoutingReplay:
         routers = find_routers(engine.model).modules
         config: Any = engine.model.config
         text = config.get_text_config()
-        self.experts = _setting(text, _EXPERT_COUNTS)
-        self.top_k = _setting(text, ("num_experts_per_tok",))
+        self.experts, self.top_k = expert_counts(config)
         self.layers = len(routers)
         if not routers or not self.experts or not self.top_k:
             raise ValueError(
@@ -217,7 +215,3 @@ def _states(micro: Batch, is_packed: bool) -> tuple[Tensor, Tensor]:
         return is_read_N, torch.arange(int(is_read_N.sum()), device=is_read_N.device)
     width = int(micro.lengths.max()) - 1
     return is_read_N, (micro.sequence_ids * width + position_N)[is_read_N]
-
-
-def _setting(config: Any, names: tuple[str, ...]) -> int:
-    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), 0)

@@ -9,14 +9,26 @@ Legend: `N` tokens of a batch end to end, `L` routed layers, `K` experts per tok
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from components.models.routers import ROUTES, route_columns
 
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 NO_EXPERT = -1
 """Entry of a token whose experts are not known."""
+
+
+def expert_counts(config: Any) -> tuple[int, int]:
+    """Return the number of experts of a layer and the number of experts per token, or 0 for an unknown one.
+
+    Args:
+        config: transformers' configuration of the model.
+    """
+    text = config.get_text_config()
+    return _setting(text, _EXPERT_COUNTS), _setting(text, ("num_experts_per_tok",))
 
 
 def to_columns(route_NLK: Tensor, experts: int) -> dict[str, Tensor]:
@@ -61,3 +73,7 @@ def from_columns(columns: Mapping[str, Tensor], layers: int, top_k: int, experts
 def _code_type(experts: int) -> torch.dtype:
     """Return the integer type of an expert's code, which is its index plus one."""
     return torch.uint8 if experts < 256 else torch.int16
+
+
+def _setting(config: Any, names: tuple[str, ...]) -> int:
+    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), 0)

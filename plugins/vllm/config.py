@@ -49,6 +49,8 @@ class VLLMRolloutConfig(PagedRolloutConfig):
     check_every: CountFromZero = 0
     """Interval, in weight versions, of the engine check, which also runs on the first version. 0 disables it."""
 
+    returns_routes: bool = False
+    """Return the experts of each token, as columns of the rollouts. Needs a GPU."""
     precision: str = ""
     """Coarsest number format of the trainer, the engine and its key-value cache, one of FORMATS. It sets the limit of
     the engine check. Default: `dtype`."""
@@ -77,6 +79,7 @@ class VLLMRolloutConfig(PagedRolloutConfig):
             enable_sleep=setting.engines_sleep,
             lora_rank=setting.lora_rank,
             check_every=options.check_engine_every,
+            returns_routes=options.routing_replay == "engine",
             precision=max(formats.intersection(FORMATS), key=FORMATS.index),
             arguments=arguments,
         )

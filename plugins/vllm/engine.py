@@ -8,6 +8,7 @@ or other requests. With the same seed they differ from the tokens of the hf engi
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import Empty, Queue
@@ -21,6 +22,7 @@ from components.generate.config import SamplingConfig
 from components.generate.engine import Completions, RolloutEngine
 from components.models.end_tokens import end_tokens_of
 from components.process.heartbeat import beat
+from components.registry import load
 from components.weights.publisher import WeightHandle
 from plugins.vllm import options
 from plugins.vllm.adapters import adapter_request, arrived, no_change
@@ -60,6 +62,9 @@ class VLLMRolloutEngine(RolloutEngine):
         self.holds_adapters = self.config.lora_rank > 0
         self._adapters: Any = adapter_request() if self.holds_adapters else None
         self._engine_check: Any = options.open_check(self.config)
+        self._routes: Any = None
+        if self.config.returns_routes:
+            self._routes = load("engine routes", self.config.NAME, "rollout.routing_replay")(model_path)
         if self.holds_adapters:
             with no_change(self._parameters(), self.config.lora_rank) as request:
                 self._llm.llm_engine.add_lora(request)
@@ -104,7 +109,10 @@ class VLLMRolloutEngine(RolloutEngine):
         if len(prompts):
             rows, parameters = options.requests(prompts, sampling, self._end_tokens)
             outputs = self._llm.generate(rows, parameters, use_tqdm=False, lora_request=self._adapters)
-        return options.completions([output.outputs[0] for output in outputs], sampling.max_new_tokens)
+        drawn = options.completions([output.outputs[0] for output in outputs], sampling.max_new_tokens)
+        if self._routes is None:
+            return drawn
+        return replace(drawn, per_token=self._routes.columns(outputs))
 
     def _beat_at_each_step(self) -> None:
         engine = self._llm.llm_engine

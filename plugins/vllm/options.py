@@ -132,6 +132,7 @@ def engine_arguments(model_path: str | Path, config: VLLMRolloutConfig, on_gpu: 
                 config.gpu_memory_utilization, lambda: gpu_memory(config.tensor_parallel_size)
             ),
             "enable_sleep_mode": config.enable_sleep,
+            "enable_return_routed_experts": config.returns_routes,
         }
     else:
         chosen = {

@@ -67,8 +67,8 @@ class RolloutOptions(Options, group="rollout"):
     algorithm.correction=none. Gradients are then biased."""
     routing_replay: Annotated[str, NameOf("routing replay", ("off",))] = of_plugin("routing_replay", "off")
     """Mixtures of experts: experts of each token in training. `off`: those that the router chooses in the training
-    pass. `policy`: those of the pass for the old log-probabilities. `engine`: those of the rollout, which no engine
-    reports yet. The weights of the experts are always computed by the router in training."""
+    pass. `policy`: those of the pass for the old log-probabilities. `engine`: those of the rollout, which vllm
+    reports on a GPU. The weights of the experts are always computed by the router in training."""
     merge_lora: bool | None = of_plugin("vllm", None, engine=("auto", "vllm"))
     """vllm, with train.lora_rank: true sends the weights with the adapters merged. false sends only the adapters, which
     vLLM applies during generation. Default: false if vLLM supports adapters for the model, else true."""

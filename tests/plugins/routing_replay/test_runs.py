@@ -83,6 +83,10 @@ def test_a_run_without_replay_differs_only_in_the_updates_after_the_first(
         ("rollout.routing_replay=engine", "the engine hf does not report the experts of a token; set policy or off"),
         ("rollout.routing_replay=engine rollout.engine=vllm", "only on a GPU"),
         (
+            "rollout.routing_replay=engine rollout.engine=vllm rollout.prefix_caching=false",
+            "leave rollout.prefix_caching out",
+        ),
+        (
             "rollout.routing_replay=policy parallel.context=2 placement.actor_ranks=2 train.engine=fsdp",
             "needs whole sequences on each rank, but parallel.context=2",
         ),
