@@ -1,5 +1,4 @@
-"""Model sources for the values of `model.path`: `warm_start:<task>`, `warm_start:<task>:<family>`, `new:<task>` and
-`new:text`.
+"""Model sources for the values of `model.path`: `warm_start:<task>`, `new:<task>` and `new:text`.
 
 This module imports without torch; making a tokenizer or a model imports it.
 """
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from components.models.sources import MadeModel, NewModel
-from plugins.demo.families import DENSE, SHAPE, shape_of
 from plugins.demo.tasks import Task, get_task
 from plugins.demo.warm_start import WarmStartSettings, check_warm_start, ensure_warm_start
 
@@ -20,41 +18,47 @@ if TYPE_CHECKING:
 
 TEXT = "text"
 """Name of the new model whose vocabulary is trained on the texts of the data."""
+SHAPE: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 384,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+"""Shape of the models that tiny_model.py makes."""
 MARKS = 3
 """Number of special tokens: pad, bos and eos."""
 BYTES = 256
 
 
-def config_of_task(task: Task, family: str = DENSE) -> dict[str, Any]:
+def config_of_task(task: Task) -> dict[str, Any]:
     """Return the values of config.json that set the size of a task's model."""
-    return shape_of(family) | {"vocab_size": task.vocabulary or len(task.alphabet) + MARKS}
+    return SHAPE | {"vocab_size": task.vocabulary or len(task.alphabet) + MARKS}
 
 
 class WarmStartModel(MadeModel):
-    """`warm_start:<task>`: a model trained on a task's demonstrations, most of which are not correct answers.
-
-    `warm_start:<task>:<family>` is a model of another family, such as a mixture of experts.
-    """
+    """`warm_start:<task>`: a model trained on a task's demonstrations, most of which are not correct answers."""
 
     def __init__(self, name: str) -> None:
         """See `MadeModel`."""
         super().__init__(name)
-        task, _, family = name.partition(":")
-        self._settings = WarmStartSettings(task=task, family=family or DENSE)
-        self._task = get_task(task)
+        self._task = get_task(name)
 
     @property
     def data_source(self) -> str:
         """See `MadeModel.data_source`."""
-        return f"task:{self._settings.task}"
+        return f"task:{self.name}"
 
     def check(self) -> None:
         """See `MadeModel.check`."""
-        check_warm_start(self._settings)
+        check_warm_start(WarmStartSettings(task=self.name))
 
     def make(self, progress: Callable[[str], None]) -> Path:
         """See `MadeModel.make`."""
-        return ensure_warm_start(self._settings, progress)
+        return ensure_warm_start(WarmStartSettings(task=self.name), progress)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """See `MadeModel.tokenizer`."""
@@ -65,7 +69,7 @@ class WarmStartModel(MadeModel):
 
     def config(self) -> dict[str, Any]:
         """See `MadeModel.config`."""
-        return config_of_task(self._task, self._settings.family)
+        return config_of_task(self._task)
 
 
 class NewTinyModel(NewModel):

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
-from plugins.demo.families import DENSE, shape_of
 from plugins.demo.tasks import Task
 
-M = TypeVar("M", bound=PreTrainedModel)
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 
 CHAT_TEMPLATE = (
@@ -126,6 +115,7 @@ def tiny_model(
 
     The same seed gives the same weights. The random state of the process is restored.
     """
+    special_tokens = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -136,35 +126,11 @@ def tiny_model(
         max_position_embeddings=max_positions,
         tie_word_embeddings=True,
         dtype="float32",
-        **_special_tokens(tokenizer),
+        **special_tokens,
     )
-    return _untrained(Qwen2ForCausalLM, config, seed)
-
-
-def tiny_model_of(family: str, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
-    """Make an untrained float32 model of a family that fits the tokenizer. See `tiny_model`.
-
-    Args:
-        family: a key of `FAMILIES`.
-        tokenizer: tokenizer of the model.
-        seed: seed of the weights.
-    """
-    if family == DENSE:
-        return tiny_model(tokenizer, seed)
-    sizes = shape_of(family) | {"vocab_size": len(tokenizer), "dtype": "float32"}
-    config = AutoConfig.for_model(**sizes, **_special_tokens(tokenizer))
-    return _untrained(AutoModelForCausalLM.from_config, config, seed)
-
-
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    return {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
-
-
-def _untrained(make: Callable[[Any], M], config: Any, seed: int) -> M:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = make(config)
+        model = Qwen2ForCausalLM(config)
     assert model.generation_config is not None
-    special_tokens = {name: getattr(config, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     model.generation_config.update(**special_tokens)
     return model

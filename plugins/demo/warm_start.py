@@ -32,7 +32,6 @@ from components.process.streams import accept_any_text
 from components.ranges import Checked, Count
 from components.registry import load, module_of
 from components.train.config import TrainConfig
-from plugins.demo.families import DENSE, shape_of
 from plugins.demo.tasks import get_task
 from training.launch.programs import start_program
 from training.options.config import load_config
@@ -48,8 +47,6 @@ class WarmStartSettings(Checked):
 
     task: str = "sort"
     """Task whose demonstrations are used for training."""
-    family: str = DENSE
-    """Family of the model: qwen2, or a mixture of experts (qwen3_moe, gpt_oss)."""
     seed: int = 0
     """Seed of the initial weights and of the demonstrations."""
     steps: Count | None = None
@@ -59,7 +56,6 @@ class WarmStartSettings(Checked):
     """Number of demonstrations per step. Each demonstration is used once. Default: the number set by the task."""
 
     def __post_init__(self) -> None:
-        shape_of(self.family)
         lessons = get_task(self.task).lessons
         for name in ("steps", "batch_size"):
             if getattr(self, name) is None:
@@ -195,8 +191,7 @@ def _folder(settings: WarmStartSettings) -> Path:
     for path in source_files():
         content = path.read_bytes()
         digest.update(f"\n{path.relative_to(_PROJECT)} {len(content)}\n".encode() + content)
-    prefix = settings.task if settings.family == DENSE else f"{settings.task}-{settings.family}"
-    return cache_root() / "warm_start" / f"{prefix}-{digest.hexdigest()[:16]}"
+    return cache_root() / "warm_start" / f"{settings.task}-{digest.hexdigest()[:16]}"
 
 
 @contextmanager
@@ -221,7 +216,7 @@ def _train(settings: WarmStartSettings, folder: Path, progress: Callable[[str], 
     from components.rl.aggregation import LossOutput, Totals
     from components.rl.supervised import sft_loss
     from components.train.opening import open_engine
-    from plugins.demo.tiny_model import task_tokenizer, tiny_model_of
+    from plugins.demo.tiny_model import task_tokenizer, tiny_model
 
     def loss_fn(model: nn.Module, batch: Batch, totals: Totals) -> LossOutput:
         return sft_loss(token_logprobs(model, batch).logprob_N, batch["loss_mask"], totals.tokens)
@@ -236,7 +231,7 @@ def _train(settings: WarmStartSettings, folder: Path, progress: Callable[[str], 
     # Two threads are slower for a model of this size, and one thread gives the same result on all similar machines.
     torch.set_num_threads(1)
     try:
-        model = tiny_model_of(settings.family, tokenizer, settings.seed)
+        model = tiny_model(tokenizer, settings.seed)
         config = TrainConfig(
             learning_rate=task.lessons.learning_rate,
             lr_scheduler="cosine_with_min_lr",

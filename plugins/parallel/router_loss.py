@@ -89,15 +89,15 @@ class RouterLoss:
             step = self._sums_of_step(loss_fn, minibatch, plans, engine)
 
         def both(model: nn.Module, micro: Batch, totals: Totals) -> LossOutput:
-            output, own = self._observed(loss_fn, model, micro, totals)
-            together = self._together(model, own)
+            output, local = self._observed(loss_fn, model, micro, totals)
+            together = self._together(model, local)
             share = row_share(micro, minibatch)
             metrics = {name: x * share for name, x in router_metrics(together, self._top_k).items()}
             if not self._coefficient:
                 return LossOutput(output.loss, output.metrics | metrics)
-            balance = load_balancing_loss(own, together if step is None else step)
+            balance = load_balancing_loss(local, together if step is None else step)
             # The ranks that share a row report the same loss, and each of them trains on its slice.
-            value = balance.detach() if together is own else load_balancing_loss(together, step or together)
+            value = balance.detach() if together is local else load_balancing_loss(together, step or together)
             metrics["router_aux_loss"] = value
             # In this order the ranks get equal bits.
             balance = value + (balance - balance.detach())
@@ -117,9 +117,9 @@ class RouterLoss:
         with torch.no_grad():
             for i in range(max(map(len, plans))):
                 micro = minibatch.select(plan[i] if i < len(plan) else shortest).to(engine.device)
-                _, own = self._observed(loss_fn, engine.model, micro, totals)
+                _, local = self._observed(loss_fn, engine.model, micro, totals)
                 weight = 1.0 if i < len(plan) else 0.0
-                sums.append(RoutedSums(*(weight * tensor for tensor in own)))
+                sums.append(RoutedSums(*(weight * tensor for tensor in local)))
         added = RoutedSums(*(torch.stack(tensors).sum(0) for tensors in zip(*sums, strict=True)))
         return added.reduced(engine.axes.shards.get_group())
 
@@ -131,10 +131,10 @@ class RouterLoss:
             output = loss_fn(model, micro, totals)
         return output, routed_sums(logits, self._counted(logits, micro, model), self._top_k)
 
-    def _together(self, model: nn.Module, own: RoutedSums) -> RoutedSums:
+    def _together(self, model: nn.Module, local: RoutedSums) -> RoutedSums:
         """Return the sums over the ranks that share the rows of a model."""
         slices = row_slices(model)
-        return own.reduced(slices.group) if isinstance(slices, ContextSlices) else own
+        return local.reduced(slices.group) if isinstance(slices, ContextSlices) else local
 
     @contextmanager
     def watched(self) -> Iterator[list[Tensor]]:

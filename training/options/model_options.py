@@ -20,7 +20,7 @@ class ModelOptions(Options, group="model"):
 
     path: str = ""
     """Local folder or hub name for `from_pretrained`, or `warm_start:<task>`, which trains and caches a tiny
-    demonstration model. `warm_start:<task>:<family>` is one of another family (qwen3_moe or gpt_oss)."""
+    demonstration model."""
     attn_implementation: str | None = None
     """Attention kernels: sdpa, eager, flash_attention_2, or another value that transformers accepts. Default:
     transformers chooses."""

@@ -11,10 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from plugins.demo.families import FAMILIES
-from plugins.demo.models import WarmStartModel
 from plugins.demo.tasks import SortTask, WordTask
-from plugins.demo.tiny_model import character_tokenizer, learnt_tokenizer, task_tokenizer, tiny_model, tiny_model_of
+from plugins.demo.tiny_model import character_tokenizer, learnt_tokenizer, task_tokenizer, tiny_model
 from tests.messages import says
 
 CHAT = [{"role": "user", "content": "ba>"}, {"role": "assistant", "content": "ab"}]
@@ -137,22 +135,6 @@ def test_the_model_has_tied_embeddings_and_0_4_million_float32_parameters() -> N
     assert sum(p.numel() for p in model.parameters()) == 20 * 128 + 2 * per_layer + 128 == 396_928
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_of_each_family_has_the_sizes_that_the_model_source_reports(family: str) -> None:
-    source = WarmStartModel(f"sort:{family}")
-    model = tiny_model_of(family, source.tokenizer(), seed=0)
-    assert {name: getattr(model.config, name) for name in source.config()} == source.config()
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert model.generation_config is not None
-    assert model.generation_config.eos_token_id == source.tokenizer().eos_token_id
-    assert source.data_source == "task:sort"
-
-
-def test_an_unknown_family_is_refused_with_the_families() -> None:
-    with pytest.raises(ValueError, match=says("'llama'", *FAMILIES)):
-        WarmStartModel("sort:llama")
 
 
 def test_the_seed_fixes_the_weights_and_leaves_the_global_random_state_alone() -> None:
