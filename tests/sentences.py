@@ -208,7 +208,7 @@ def main(arguments: list[str]) -> None:
         sys.exit(bool(faults))
     if arguments == ["--write"]:
         counts = counts_of(ROOT)
-        allowed = json.loads(ALLOWED.read_text(encoding="utf-8")) if ALLOWED.exists() else counts
+        allowed: dict[str, Any] = json.loads(ALLOWED.read_text(encoding="utf-8")) if ALLOWED.exists() else dict(counts)
         missed = missed_densities(densities(ROOT), allowed.get(DENSITIES, {}))
         lowered = {
             rule: {file: min(count, allowed.get(rule, {}).get(file, 0)) for file, count in sorted(files.items())}
