@@ -247,7 +247,7 @@ def test_a_job_without_the_token_of_the_cluster_is_refused(nodes: RayNodes) -> N
         JobSubmissionClient(nodes.address, headers=stranger).submit_job(entrypoint="true")
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_ctrl_c_lets_the_job_save_and_ends_with_130(nodes: RayNodes, toy: Path, tmp_path: Path) -> None:
     process, output = started(*on_ray(toy, nodes), "--", f"run_dir={tmp_path}/run", env=nodes.env)
     lines = []

@@ -139,6 +139,7 @@ def test_instances_whose_machine_loses_power_in_a_call_are_replaced_and_called_a
     trial("cut_in_a_call")
 
 
+@pytest.mark.nightly
 def test_a_call_is_sent_again_if_its_result_was_lost_with_a_machine(trial: Trial) -> None:
     trial("lost_answer")
 
@@ -147,6 +148,7 @@ def test_a_job_restarts_on_the_other_machine_after_its_ranks_lost_theirs(trial: 
     trial("cut_rank")
 
 
+@pytest.mark.nightly
 def test_a_job_that_restarts_before_ray_has_detected_a_dead_machine_uses_the_remaining_ones(trial: Trial) -> None:
     trial("cut_spread")
 
@@ -181,5 +183,6 @@ def test_a_job_whose_rank_hangs_on_another_machine_restarts(trial: Trial) -> Non
     trial("hang_rank")
 
 
+@pytest.mark.nightly
 def test_a_job_whose_trainer_loses_its_machine_restarts_on_the_other(trial: Trial) -> None:
     trial("cut_trainer")

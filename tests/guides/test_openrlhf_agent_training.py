@@ -218,7 +218,7 @@ def test_the_tokens_of_an_episode_are_those_that_were_sampled(
         assert len(sampled) <= 3 * 6
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_the_agent_trains_asynchronously(model: Path, tmp_path: Path, ray_cluster: None) -> None:
     (tmp_path / "agent_func.py").write_text(AGENT)
     options = f"--agent_func_path {tmp_path / 'agent_func.py'} --advantage_estimator reinforce --async_train"

@@ -15,7 +15,7 @@ from tests.recipes.tiny_models import write_policy
 
 LAYERS = ("core", "components", "agents", "training", "plugins", "recipes")
 PLUGINS = sorted(path.parent.name for path in (ROOT / "plugins").glob("*/__init__.py"))
-SAMPLE = ("vllm", "weights_ipc", "alarms")
+SAMPLE = ("vllm", "alarms")
 """Plug-ins that the full tier deletes; the nightly one deletes all."""
 
 NAMED_BY: dict[str, list[str]] = {

@@ -49,6 +49,7 @@ def test_help_and_the_error_of_an_unknown_scorer_list_its_name(installed: Path) 
         check_reward("vowel")
 
 
+@pytest.mark.nightly
 def test_a_run_uses_the_scorer(installed: Path) -> None:
     model = write_untrained(installed / "model")
     run_dir = installed / "run"

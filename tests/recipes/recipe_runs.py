@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ROOT = Path(__file__).parents[2]
-GUARD_S = 1700
+GUARD_S = 850
 """Timeout of a run in seconds: far above the duration of any run, slightly below pytest's timeout of a test."""
 NOT_METRICS = {"step", "time", "nonfinite"}
 """Fields of a line of metrics.jsonl that are no metrics."""

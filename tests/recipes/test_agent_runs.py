@@ -134,7 +134,7 @@ def synchronous(policy: Path, agent: Path, tmp_path_factory: pytest.TempPathFact
     return run_locally("grpo", tmp_path_factory.mktemp("sync"), {"run": asynchronous(policy, agent)})["run"]
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_queue_size_0_equals_the_synchronous_run_bit_for_bit(
     synchronous: LocalRun, policy: Path, agent: Path, ray_address: str, tmp_path: Path
 ) -> None:
@@ -146,7 +146,7 @@ def test_queue_size_0_equals_the_synchronous_run_bit_for_bit(
     assert all(tensor.equal(theirs[name]) for name, tensor in run.weights().items())
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_killed_asynchronous_run_resumes_and_trains_on_every_prompt_once(
     synchronous: LocalRun, policy: Path, ray_address: str, tmp_path: Path
 ) -> None:
@@ -178,7 +178,7 @@ def is_shut(label):
 """
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_weights_change_within_episodes_and_the_slowest_episodes_join_the_next_batch(
     synchronous: LocalRun, policy: Path, ray_address: str, tmp_path: Path
 ) -> None:

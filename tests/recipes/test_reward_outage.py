@@ -79,6 +79,7 @@ def state(folder: Path, step: int) -> dict[str, Any]:
     return json.loads((folder / "disturbed" / "checkpoints" / f"step_{step}" / "state" / "trainer.json").read_text())
 
 
+@pytest.mark.nightly
 def test_a_failed_server_ends_the_run_with_one_line_and_the_resumed_run_is_identical(
     policy: Path, tmp_path: Path
 ) -> None:

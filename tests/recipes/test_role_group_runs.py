@@ -131,6 +131,7 @@ def test_the_size_of_micro_batches_changes_nothing(local: dict[str, RunFolder]) 
     agree(local["cut"], local["plain"])
 
 
+@pytest.mark.nightly
 def test_two_ranks_whose_driver_was_killed_go_on_and_learn_what_one_rank_learns(
     policy: Path, local: dict[str, RunFolder], ray_address: str, tmp_path: Path
 ) -> None:
@@ -150,7 +151,7 @@ def test_two_ranks_whose_driver_was_killed_go_on_and_learn_what_one_rank_learns(
     assert again.left_behind() == []
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_two_ranks_two_engines_and_two_references_apart_learn_what_one_of_each_learns(
     policy: Path, local: dict[str, RunFolder], ray_address: str, tmp_path: Path
 ) -> None:

@@ -350,7 +350,7 @@ def test_a_run_on_ray_equals_a_run_in_one_process_bit_for_bit(
     assert run.left_behind() == []
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_two_ranks_with_colocated_roles_balance_tokens_and_match_one_rank(
     local: dict[str, RunFolder], options: list[str], ray_address: str, tmp_path: Path
 ) -> None:
@@ -372,7 +372,7 @@ def test_two_ranks_with_colocated_roles_balance_tokens_and_match_one_rank(
     assert run.left_behind() == []
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_killed_asynchronous_run_with_separate_pools_trains_on_every_prompt_once(
     policy: Path, ray_address: str, tmp_path: Path
 ) -> None:

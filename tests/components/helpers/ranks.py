@@ -14,6 +14,8 @@ import pytest
 import torch
 
 WORLD_SIZES = [1, pytest.param(2, marks=pytest.mark.full)]
+NIGHTLY_ON_TWO = [1, pytest.param(2, marks=pytest.mark.nightly)]
+"""World sizes of tests whose code for several ranks has other tests on two ranks in the full tier."""
 PARTS = ("train_worker", "group_worker", "publish_worker", "mesh_worker", "expert_worker")
 MAY_TAKE_S = 540
 """Against a hang, far from what any run takes on a busy machine."""

@@ -10,7 +10,7 @@ from components import registry
 from components.train.config import TrainConfig
 from tests.components.helpers import option_cases as options
 from tests.components.helpers.option_runs import Runs, same_bits
-from tests.components.helpers.ranks import WORLD_SIZES
+from tests.components.helpers.ranks import NIGHTLY_ON_TWO
 from tests.messages import says
 
 
@@ -39,7 +39,7 @@ def test_automatic_casting_rounds_passes_and_nothing_else(runs: Runs, case: str)
 PRECISIONS = ("bf16_autocast", "fp32")
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", NIGHTLY_ON_TWO)
 @pytest.mark.parametrize("case", options.ASLEEP | options.COUNTED)
 def test_an_engine_that_sleeps_leaves_no_byte_awake(runs: Runs, world_size: int, case: str) -> None:
     for rank in runs.asleep(world_size):
@@ -50,7 +50,7 @@ def test_an_engine_that_sleeps_leaves_no_byte_awake(runs: Runs, world_size: int,
         assert record["left"] == 0
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", NIGHTLY_ON_TWO)
 @pytest.mark.parametrize("case", options.ASLEEP)
 def test_an_engine_that_slept_goes_on_to_the_last_bit_and_is_not_to_be_asked_meanwhile(
     runs: Runs, world_size: int, case: str

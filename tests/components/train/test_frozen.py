@@ -16,7 +16,7 @@ from components.models.loading import load_policy
 from components.models.value_model import load_value_model
 from components.rl.kl import kl_estimate
 from tests.components.helpers import frozen_cases as cases
-from tests.components.helpers.ranks import WORLD_SIZES, run_ranks
+from tests.components.helpers.ranks import NIGHTLY_ON_TWO, run_ranks
 
 ENGINES = [f"{precision}-{engine}" for precision in cases.PRECISIONS for engine in cases.ENGINES]
 
@@ -49,7 +49,7 @@ def rounding(precision: str, world_size: int) -> float:
     return 2e-6 if precision == "fp32" else 0.02
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", NIGHTLY_ON_TWO)
 @pytest.mark.parametrize("case", ENGINES)
 def test_before_the_first_update_the_kl_is_0_and_the_ratio_1(runs: Runs, world_size: int, case: str) -> None:
     precision = case.partition("-")[0]
@@ -64,7 +64,7 @@ def test_before_the_first_update_the_kl_is_0_and_the_ratio_1(runs: Runs, world_s
         assert rank[case]["log_ratio"] <= rounding(precision, world_size)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", NIGHTLY_ON_TWO)
 @pytest.mark.parametrize("engine", cases.LORA)
 def test_with_its_adapters_off_a_trained_policy_is_what_it_was(runs: Runs, world_size: int, engine: str) -> None:
     for rank in runs(world_size):
@@ -87,7 +87,7 @@ def test_each_precision_rounds_as_its_name_says(runs: Runs, untied_model: Path) 
     assert apart["bf16"] != apart["bf16_autocast"]
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", NIGHTLY_ON_TWO)
 def test_a_sharded_model_keeps_its_rows_alone(runs: Runs, world_size: int, untied_model: Path) -> None:
     """And with bf16_autocast half of what products are with: all but embeddings, biases and norms."""
     config = AutoConfig.from_pretrained(untied_model)
@@ -108,7 +108,7 @@ def test_a_sharded_model_keeps_its_rows_alone(runs: Runs, world_size: int, untie
                 assert torch.equal(rank[f"{precision}-{layout}"]["again"], rank[f"{precision}-whole"]["logprobs"])
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", NIGHTLY_ON_TWO)
 def test_a_value_model_can_be_sharded_too(runs: Runs, world_size: int, untied_model: Path) -> None:
     exact_N = state_values(load_value_model(untied_model, packing=True), cases.cases.minibatches()[0]).detach()
     values = [torch.cat([rank[f"values-{layout}"] for rank in runs(world_size)]) for layout in cases.LAYOUTS]

@@ -38,7 +38,7 @@ def test_a_frozen_model_is_read_and_exported_by_parts(model: tuple[Path, int]) -
     assert peaks["save_hf"] < BESIDES
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "deepspeed"])
+@pytest.mark.parametrize("kind", ["fsdp", pytest.param("deepspeed", marks=pytest.mark.nightly)])
 def test_a_trained_model_is_read_saved_exported_and_resumed_by_parts(model: tuple[Path, int], kind: str) -> None:
     folder, parameters = model
     peaks, trained = grown(folder, kind, "train")

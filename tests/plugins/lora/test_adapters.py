@@ -21,7 +21,7 @@ from plugins.lora.adapters import LoraAdapters
 from tests.components.helpers import option_cases as options
 from tests.components.helpers import train_cases as cases
 from tests.components.helpers.option_runs import Runs, same_bits
-from tests.components.helpers.ranks import WORLD_SIZES
+from tests.components.helpers.ranks import NIGHTLY_ON_TWO
 from tests.messages import says
 
 FLOAT32 = [case for case in options.LORA if "bf16" not in case]
@@ -64,7 +64,7 @@ def plain(runs: Runs, tied_model: Path) -> Plain:
     return Plain(losses, adapters, {n: p.detach() for n, p in model.merge_and_unload().named_parameters()})
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", NIGHTLY_ON_TWO)
 @pytest.mark.parametrize("case", FLOAT32)
 def test_adapters_train_as_with_plain_torch_and_peft(runs: Runs, plain: Plain, world_size: int, case: str) -> None:
     """Holds for each engine, ZeRO stage and number of ranks, with and without activation checkpointing."""
@@ -78,7 +78,7 @@ def test_adapters_train_as_with_plain_torch_and_peft(runs: Runs, plain: Plain, w
         torch.testing.assert_close(record["weights"][name], expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", NIGHTLY_ON_TWO)
 @pytest.mark.parametrize("case", options.LORA)
 def test_only_adapters_change_and_initial_outputs_equal_the_model(
     runs: Runs, tied_model: Path, world_size: int, case: str
@@ -97,7 +97,7 @@ def test_only_adapters_change_and_initial_outputs_equal_the_model(
         torch.testing.assert_close(record["first"][name], tensor, atol=3e-4 if case == "bf16-1" else 0.0, rtol=0)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", NIGHTLY_ON_TWO)
 @pytest.mark.parametrize("case", options.LORA)
 def test_the_export_is_the_merged_model_of_peft(runs: Runs, tied_model: Path, world_size: int, case: str) -> None:
     folder = runs.saved_models(world_size) / f"hf-{case}"
@@ -116,14 +116,14 @@ def test_the_export_is_the_merged_model_of_peft(runs: Runs, tied_model: Path, wo
     torch.testing.assert_close(engine_N, alone_N, atol=0.1 if "bf16" in case else 1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", NIGHTLY_ON_TWO)
 @pytest.mark.parametrize("case", options.LEARNED)
 def test_adapters_learn(runs: Runs, world_size: int, case: str) -> None:
     losses = runs.lora(world_size)[0][f"learned-{case}"]
     assert losses[-1] < 0.5 * losses[0]
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", NIGHTLY_ON_TWO)
 @pytest.mark.parametrize("name", ["deepspeed", "fsdp"])
 def test_a_value_model_trains_adapters_and_its_whole_head(
     runs: Runs, tied_model: Path, world_size: int, name: str
@@ -145,7 +145,7 @@ def test_a_value_model_trains_adapters_and_its_whole_head(
             assert torch.equal(loaded[f"base_model.model.{key.removeprefix('backbone.')}"], tensor)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", NIGHTLY_ON_TWO)
 @pytest.mark.parametrize("case", options.RESUMED)
 def test_resumed_training_of_adapters_is_bit_equal(runs: Runs, world_size: int, case: str) -> None:
     for rank in runs.resumed(world_size):
@@ -187,7 +187,7 @@ def test_a_state_of_other_adapters_or_of_another_model_is_refused(runs: Runs) ->
     assert "lora_" not in messages["other_weights"]
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", NIGHTLY_ON_TWO)
 @pytest.mark.parametrize("case", [case for case, changes in options.RESUMED.items() if "ema_beta" in changes])
 def test_the_moving_average_covers_the_adapters_and_its_export_is_merged(
     runs: Runs, tied_model: Path, world_size: int, case: str

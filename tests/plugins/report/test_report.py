@@ -397,6 +397,7 @@ def test_a_run_writes_its_report_and_prints_its_path(tmp_path: Path, capsys: pyt
     assert data_in((run / "report.html").read_text())["runs"][0]["status"] == "stopped"
 
 
+@pytest.mark.nightly
 def test_the_report_is_written_during_the_run(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", steps=1)
     program = start_program("plugins.report", str(run), "0.02", stdin=subprocess.PIPE)

@@ -94,6 +94,7 @@ def test_only_the_adapters_are_published(trainer: TrainEngine, published: Weight
     assert published.nbytes < whole / 3
 
 
+@pytest.mark.nightly
 def test_a_request_in_flight_continues_with_the_adapters_that_come(
     model: Path, trainer: TrainEngine, published: WeightHandle
 ) -> None:

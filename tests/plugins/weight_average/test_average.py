@@ -15,7 +15,7 @@ from torch import Tensor
 
 from plugins.weight_average.average import WeightAverage
 from tests.components.helpers import train_worker as worker
-from tests.components.helpers.ranks import WORLD_SIZES, run_ranks
+from tests.components.helpers.ranks import NIGHTLY_ON_TWO, run_ranks
 from tests.messages import says
 
 
@@ -130,7 +130,7 @@ def equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", NIGHTLY_ON_TWO)
 @pytest.mark.parametrize("case", worker.AVERAGED)
 def test_an_engine_averages_the_weights_of_each_step(run_of: RunOf, world_size: int, case: str) -> None:
     """Against the formula in float64, over 5 steps. bfloat16 weights would be 1e-3 off: the masters are averaged."""
@@ -154,7 +154,7 @@ def test_only_rank_0_has_the_average(run_of: RunOf, case: str) -> None:
     assert [len(rank[case]["steps"][-1]["average"]) for rank in run_of(2).ranks] == [26, 0]
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", NIGHTLY_ON_TWO)
 @pytest.mark.parametrize("case", worker.AVERAGED)
 def test_the_saved_model_has_the_average_and_the_live_weights_stay(run_of: RunOf, world_size: int, case: str) -> None:
     record = run_of(world_size).ranks[0][case]
@@ -165,7 +165,7 @@ def test_the_saved_model_has_the_average_and_the_live_weights_stay(run_of: RunOf
     assert equal(record["weights"], {name: tensor.to(dtype) for name, tensor in last["masters"].items()})
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", NIGHTLY_ON_TWO)
 @pytest.mark.parametrize("case", worker.AVERAGED)
 def test_a_loaded_state_goes_on_with_its_average_to_the_last_bit(run_of: RunOf, world_size: int, case: str) -> None:
     record = run_of(world_size).ranks[0][case]
@@ -177,7 +177,7 @@ def test_a_loaded_state_goes_on_with_its_average_to_the_last_bit(run_of: RunOf, 
         assert equal(resumed["average"], step["average"])
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", NIGHTLY_ON_TWO)
 def test_another_zero_stage_goes_on_with_the_same_average(run_of: RunOf, world_size: int) -> None:
     record = run_of(world_size).ranks[0]
     (remark,) = record["other_stage"]["inexact"]
@@ -185,7 +185,7 @@ def test_another_zero_stage_goes_on_with_the_same_average(run_of: RunOf, world_s
     assert equal(record["other_stage"]["average"], record["fp32-2"]["steps"][worker.HALF - 1]["average"])
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", NIGHTLY_ON_TWO)
 def test_an_engine_without_an_average_trains_the_same_and_saves_its_weights(run_of: RunOf, world_size: int) -> None:
     for rank in run_of(world_size).ranks:
         (remark,) = rank["without"]["inexact"]
@@ -198,7 +198,7 @@ def test_an_engine_without_an_average_trains_the_same_and_saves_its_weights(run_
     assert equal(saved, record["bf16-2"]["weights"])
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", NIGHTLY_ON_TWO)
 def test_an_average_starts_from_the_masters_of_a_state_that_has_none(run_of: RunOf, world_size: int) -> None:
     for rank in run_of(world_size).ranks:
         (remark,) = rank["anew"]["inexact"]
@@ -207,7 +207,7 @@ def test_an_average_starts_from_the_masters_of_a_state_that_has_none(run_of: Run
     assert equal(record["anew"]["average"], record["without"]["steps"][-1]["masters"])
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", NIGHTLY_ON_TWO)
 def test_a_state_whose_average_is_not_whole_is_refused(run_of: RunOf, world_size: int) -> None:
     for rank in run_of(world_size).ranks:
         errors = rank["errors"]
@@ -216,7 +216,7 @@ def test_a_state_whose_average_is_not_whole_is_refused(run_of: RunOf, world_size
         assert re.search(says("average.safetensors", "model.embed_tokens.weight", None), errors["of_another"])
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", NIGHTLY_ON_TWO)
 def test_a_step_that_fails_is_not_averaged(run_of: RunOf, world_size: int) -> None:
     """One good step from the state in which the average is the weights, then one whose gradient is infinite."""
     record = run_of(world_size).ranks[0]

@@ -29,7 +29,7 @@ from components.models.loading import load_policy
 from components.models.value_model import load_value_model
 from tests.components.helpers import empty_worker
 from tests.components.helpers.empty_worker import CASES
-from tests.components.helpers.ranks import WORLD_SIZES, run_ranks
+from tests.components.helpers.ranks import NIGHTLY_ON_TWO, run_ranks
 from tests.messages import says
 
 SIZES: dict[str, Any] = {
@@ -65,7 +65,7 @@ KINDS: dict[str, Callable[[], PreTrainedModel]] = {
 """Models whose files use other names, one tensor per expert, or weights of shape [in, out]."""
 
 
-@pytest.fixture(scope="module", params=WORLD_SIZES)
+@pytest.fixture(scope="module", params=NIGHTLY_ON_TWO)
 def ranks(
     request: pytest.FixtureRequest, tied_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, dict[bool, Any]]]:
