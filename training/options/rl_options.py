@@ -285,6 +285,8 @@ class RLOptions(RunOptions):
 
         Both are empty for the default strategy, which takes all rollouts of the next prompts.
         """
+        if self.rollout.replay_from:
+            return "stored_rollouts", "rollout.replay_from"
         if self.asynchronous.partial_rollout:
             return "partial_rollouts", "asynchronous.partial_rollout"
         if self.filter_range is not None:

@@ -69,6 +69,9 @@ class RolloutOptions(Options, group="rollout"):
     """Mixtures of experts: experts of each token in training. `off`: those that the router chooses in the training
     pass. `policy`: those of the pass for the old log-probabilities. `engine`: those of the rollout, which vllm
     reports on a GPU. The weights of the experts are always computed by the router in training."""
+    replay_from: str = of_plugin("replay", "")
+    """Folder of a recorded run whose stored rollouts are trained on in place of new ones. scripts/replay.sh sets it.
+    Default: generate."""
     merge_lora: bool | None = of_plugin("vllm", None, engine=("auto", "vllm"))
     """vllm, with train.lora_rank: true sends the weights with the adapters merged. false sends only the adapters, which
     vLLM applies during generation. Default: false if vLLM supports adapters for the model, else true."""

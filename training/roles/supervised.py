@@ -30,4 +30,6 @@ class SupervisedModel(TrainedModel, Generic[C]):
     @trainer_invocation(post_func=of_rank0)
     def train_step(self, minibatch: Batch) -> dict[str, float]:
         """Run one optimizer step, split over the ranks. Send the mini-batch with `replicate`."""
-        return self.engine.train_step(minibatch, self.loss, group_size=self.config.GROUP_SIZE)
+        metrics = self.engine.train_step(minibatch, self.loss, group_size=self.config.GROUP_SIZE)
+        self.record_weights(self.engine.step_count)
+        return metrics

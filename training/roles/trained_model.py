@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from components.batch import Batch
 from components.data.minibatches import shuffled_minibatches
 from components.models.loading import load_policy
-from components.registry import load
+from components.registry import find, load
 from components.rl.aggregation import LossOutput, Totals
 from components.train.engine import LossFunction, TrainEngine
 from components.train.process_group import init_process_group
@@ -95,7 +95,13 @@ class TrainedModel(BaseWorkload):
             except FloatingPointError as error:
                 where = keep_failed(self.config.run_dir, step, self.state_name, minibatch, self.rank)
                 raise FloatingPointError(f"step {step}: {error}; {where}") from error
+        self.record_weights(step)
         return over_updates(history)
+
+    def record_weights(self, step: int) -> None:
+        """Record a digest of the weights in the run folder, so that a replay of the step can be compared with it."""
+        if (record := find("weights record", "digest")) is not None:
+            record(self.engine, self.config.run_dir, step, self.state_name)
 
     def train_epochs(
         self, experience: Batch, step: int, loss: LossFunction, prepare: Prepare | None = None
