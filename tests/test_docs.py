@@ -104,6 +104,10 @@ def check(command: Command) -> None:
         assert (ROOT / first).is_file(), "no test knows such a command: add a check of it to tests/test_docs.py"
 
 
+PARSERS = {"replay.sh": "plugins.replay.command", "compare.sh": "plugins.replay.compare"}
+"""Shell script -> module whose function `parser` parses its command line."""
+
+
 def check_bash(words: list[str], command: Command) -> None:
     """Check a `bash` command: a recipe, or a shell script of the project."""
     script, *rest = words
@@ -121,6 +125,8 @@ def check_bash(words: list[str], command: Command) -> None:
         check_pytest([word for word in rest if word not in options_of_shell(script)], command)
     elif path.name == "prove.sh":
         assert not rest or (rest[0] == "--recipe" and re.search(rf"\b{rest[1]}\b", text_of(script))), rest
+    elif path.name in PARSERS:
+        importlib.import_module(PARSERS[path.name]).parser().parse_args(rest)
     else:
         assert not rest, f"no test knows the options of {script}"
 

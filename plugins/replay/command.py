@@ -190,24 +190,31 @@ class Replay:
         return stored_batch(self.folder, self.step) is not None or stored_batch(self.run, self.step) is None
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Replay a step. Return the exit code: 0 equal or options changed, 1 different, 2 it cannot be replayed."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    command_line = argparse.ArgumentParser(
         prog="replay.sh",
         description="Repeat a training step from the nearest checkpoint and the stored rollouts, and compare it.",
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the recorded run, such as runs/a")
-    parser.add_argument("--step", type=int, required=True, help="number of the training step, from 1")
-    parser.add_argument(
+    command_line.add_argument("run", type=Path, metavar="RUN", help="folder of the recorded run, such as runs/a")
+    command_line.add_argument("--step", type=int, required=True, help="number of the training step, from 1")
+    command_line.add_argument(
         "--set", nargs="+", default=[], metavar="NAME=VALUE", help="options to change in the repeated steps"
     )
-    parser.add_argument("--regenerate", action="store_true", help="generate the rollouts again instead of reading them")
-    parser.add_argument(
+    command_line.add_argument(
+        "--regenerate", action="store_true", help="generate the rollouts again instead of reading them"
+    )
+    command_line.add_argument(
         "--out", type=Path, help="folder of the replay (default: RUN/replays/step_N, or step_N_changed)"
     )
-    options = parser.parse_args(arguments)
+    return command_line
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Replay a step. Return the exit code: 0 equal or options changed, 1 different, 2 it cannot be replayed."""
+    options = parser().parse_args(arguments)
     if wrong := [change for change in options.set if "=" not in change]:
-        parser.error(f"--set {wrong[0]}: write NAME=VALUE")
+        parser().error(f"--set {wrong[0]}: write NAME=VALUE")
     run = options.run.expanduser().resolve()
     name = f"step_{options.step}" + ("_changed" if options.set else "") + ("_regenerated" if options.regenerate else "")
     folder = (options.out or run / "replays" / name).expanduser().resolve()

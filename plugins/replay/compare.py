@@ -25,15 +25,20 @@ def first_difference(first: Path, second: Path) -> Difference | None:
     return None
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare two runs. Return the exit code: 0 all common steps are equal, 1 they differ, 2 a folder is no run."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    command_line = argparse.ArgumentParser(
         prog="compare.sh",
         description="Find the first step and quantity in which two runs differ: options, data order, prompt tokens, "
         "responses, rewards, advantages, metrics, weights.",
     )
-    parser.add_argument("runs", type=Path, nargs=2, metavar="RUN", help="folder of a run, such as runs/a")
-    runs = [run.expanduser().resolve() for run in parser.parse_args(arguments).runs]
+    command_line.add_argument("runs", type=Path, nargs=2, metavar="RUN", help="folder of a run, such as runs/a")
+    return command_line
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare two runs. Return the exit code: 0 all common steps are equal, 1 they differ, 2 a folder is no run."""
+    runs = [run.expanduser().resolve() for run in parser().parse_args(arguments).runs]
     for run in runs:
         if not (run / "config.yaml").is_file():
             print(f"compare.sh: {run} is not the folder of a run: it has no config.yaml", file=sys.stderr)

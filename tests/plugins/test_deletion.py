@@ -38,6 +38,7 @@ NAMED_BY: dict[str, list[str]] = {
     "reasoning_gym": ["grpo", "data.path=reasoning_gym:leg_counting"],
     "remote_reward": ["grpo", "reward.source=http://127.0.0.1:9/reward"],
     "resume": ["grpo", "resume=somewhere"],
+    "replay": ["grpo", "rollout.replay_from=runs/a"],
     "reward_functions": ["grpo", f"reward.source={ROOT / 'tests' / 'their_plugin.py'}"],
     "reward_sum": ["grpo", "reward.source=0.5*exact_match + 0.5*exact_match"],
     "reward_trial": ["grpo", "reward.source=0.5*exact_match + 0.5*exact_match"],

@@ -1,5 +1,6 @@
 """A replayed step is equal to the bit. With a changed option, the changes are shown."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,34 +10,41 @@ from local_runs import run_here
 from components.batch import Batch
 from plugins.replay.command import main
 
-ON_POLICY = """model.path=new:sort data.path=task:sort max_steps=4 prompts_per_step=4 samples_per_prompt=2
+ON_POLICY = """model.path={policy} data.path=task:sort max_steps=4 prompts_per_step=4 samples_per_prompt=2
     rollout.max_new_tokens=6 train.learning_rate=1e-3 checkpoint.every=2"""
 OPTIONS = {
-    "grpo": f"{ON_POLICY} train.mini_batch_size=4 train.epochs=2",
-    "reinforce_pp": f"{ON_POLICY} algorithm.kl_coef=0.1",
-    "multi_turn": ON_POLICY,
-    "openrlhf_ppo": """pretrain=new:sort prompt_data=task:sort max_samples=16 rollout_batch_size=4
+    "grpo": ON_POLICY + " train.mini_batch_size=4 train.epochs=2",
+    "reinforce_pp": ON_POLICY + " algorithm.kl_coef=0.1",
+    "multi_turn": """model.path={runner} data.path=task:guess agent.func_path=env:guess max_steps=4 prompts_per_step=4
+        samples_per_prompt=2 rollout.max_new_tokens=4 train.learning_rate=1e-3 checkpoint.every=2""",
+    "openrlhf_ppo": """pretrain={policy} prompt_data=task:sort max_samples=16 rollout_batch_size=4
         n_samples_per_prompt=2 train_batch_size=4 generate_max_len=6
         actor_learning_rate=1e-3 critic_learning_rate=1e-3 save_steps=2""",
-    "verl_ppo": """actor_rollout_ref.model.path=new:sort data.train_files=task:sort data.train_batch_size=4
+    "verl_ppo": """actor_rollout_ref.model.path={policy} data.train_files=task:sort data.train_batch_size=4
         actor_rollout_ref.rollout.n=2 data.max_response_length=6 actor_rollout_ref.actor.ppo_mini_batch_size=2
         actor_rollout_ref.actor.use_dynamic_bsz=true actor_rollout_ref.actor.optim.lr=1e-3 trainer.save_freq=2
         trainer.total_training_steps=4 algorithm.rollout_correction.rollout_is=token""",
-    "sft": """model.path=new:sort data.path=task:sort data.max_samples=32 evaluation.held_out=8 train.batch_size=8
+    "sft": """model.path=new:sort data.path=task:sort data.max_samples=40 evaluation.held_out=8 train.batch_size=8
         checkpoint.every=2""",
 }
 
 
-def record(recipe: str, folder: Path) -> Path:
-    """Run four steps of a recipe."""
-    run = run_here(recipe, folder, *OPTIONS[recipe].split())
-    assert run.code == 0, run.err
-    return folder
+@pytest.fixture(scope="module")
+def record(policy: Path, runner: Path) -> Callable[[str, Path], Path]:
+    """Return a function that runs four steps of a recipe in a folder, with checkpoints after the second and fourth."""
+
+    def run_steps(recipe: str, folder: Path) -> Path:
+        options = [option.format(policy=policy, runner=runner) for option in OPTIONS[recipe].split()]
+        run = run_here(recipe, folder, *options)
+        assert run.code == 0, run.err
+        return folder
+
+    return run_steps
 
 
 @pytest.fixture(scope="module")
-def grpo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recorded run of grpo of four steps, with checkpoints after the second and the fourth."""
+def grpo_run(record: Callable[[str, Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recorded run of grpo."""
     return record("grpo", tmp_path_factory.mktemp("replay") / "run")
 
 
@@ -81,7 +89,7 @@ def test_a_tampered_reward_is_named(grpo_run: Path, tmp_path: Path, capsys: pyte
 @pytest.mark.nightly
 @pytest.mark.parametrize("recipe", [recipe for recipe in OPTIONS if recipe != "grpo"])
 def test_every_recipe_replays_its_steps_to_the_bit(
-    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe: str, record: Callable[[str, Path], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = record(recipe, tmp_path / "run")
     assert main([str(run), "--step", "4"]) == 0, capsys.readouterr()
