@@ -16,7 +16,14 @@ from typing import Any
 
 import yaml
 
-from plugins.replay.differences import differences, environment_changes, logged_steps, metrics_of, stored_batch
+from plugins.replay.differences import (
+    UNRELATED,
+    differences,
+    environment_changes,
+    logged_steps,
+    metrics_of,
+    stored_batch,
+)
 from training.run.checkpoint import find_checkpoint, step_of
 from training.tracking.serialization import flat, json_object
 
@@ -254,7 +261,7 @@ def print_changes(replay: Replay, first_step: int) -> None:
     after = metrics_of(replay.folder, replay.step)
     rows: list[tuple[str, Any, Any]] = []
     for name, value in before.items():
-        if name in after and not name.startswith(("timing_s/", "perf/")) and value != after[name]:
+        if name in after and not name.startswith(UNRELATED) and value != after[name]:
             rows.append((name, value, after[name]))
     width = max((len(name) for name, _, _ in rows), default=0)
     for name, old, new in rows:

@@ -33,7 +33,10 @@ TRAINED = (
     ("advantages", ("shaped_reward", "correction", "return", "advantage")),
 )
 """Quantities that a training step computes before the update."""
-UNRELATED = ("timing_s/", "perf/", "eval/", "rollout/filter_", "rollout/queued_batches", "reward/failed")
+UNRELATED = (
+    *("timing_s/", "timing_per_token_ms/", "perf/", "eval/", "val-"),
+    *("rollout/filter_", "rollout/queued_batches", "reward/failed"),
+)
 """Beginnings of the names of metrics that do not follow from the rollouts of a step: times, evaluations, and counts of
 what was generated and not trained on."""
 ENVIRONMENT = ("python", "platform", "cpu_count", "omp_num_threads", "packages", "git", "hardware")
