@@ -182,6 +182,7 @@ def with_correction(samples: Batch, kind: Literal["none", "tis", "icepop"], low:
     """
     if kind == "none":
         return samples
+    # The value of the option names the plug-in, so that a further correction needs no change here.
     weights_of = load("loss correction", kind, f"algorithm.correction={kind}")
     columns = (samples["logprob"], samples["rollout_logprob"], samples["action_mask"], samples.lengths)
     return samples.with_tokens(correction=weights_of(*columns, low=low, high=high))

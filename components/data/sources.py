@@ -98,6 +98,7 @@ def check_sources(path: str) -> None:
     """
     for source in filter(None, map(str.strip, path.split(","))):
         if data_source(source) is None:
+            # Asked before the run starts: reading would fail only after the models are loaded.
             load(READER, "check", f"source={source}")(source)
 
 

@@ -41,6 +41,7 @@ def load_tokenizer(
     Raises:
         ValueError: there is no tokenizer, or it is not suited for training. The message says what to set.
     """
+    # Tried before it is loaded, because a bad tokenizer may hang this process or fill its memory.
     if (try_tokenizer := find("tokenizer trial", "child process")) is not None:
         try_tokenizer(path, None if chat_template is None else _template_text(chat_template))
     from transformers import AutoTokenizer  # imports torch, so not before the cheap checks

@@ -50,6 +50,7 @@ def check_one_kind(prompts: Iterable[Any], source: str) -> None:
     for number, prompt in enumerate(prompts):
         if prompt is not None:
             first.setdefault(isinstance(prompt, str), number)
+        # The first row of each kind is enough for the error, so the rest of a large file is not read.
         if len(first) > 1:
             raise ValueError(
                 f"{source}: row {first[True]} has text and row {first[False]} has chat messages; write all rows as "

@@ -150,6 +150,7 @@ class HFRolloutEngine(RolloutEngine):
         if level == 1:
             held += discarded
             discarded = []
+        # Loaded at the first sleep, because most engines never sleep.
         host_copies = load("sleep", "host copies", "placement.engines_sleep=true")
         self._copies = host_copies(held, discarded, self.device.type)
         return self._copies.nbytes

@@ -165,6 +165,7 @@ def check_reward(spec: str) -> None:
     """
     parts = reward_parts(spec)
     if parts != [(1.0, spec)]:
+        # Checked here, because the sum is opened only after the models are loaded.
         require(SUM, "weighted", f"reward.source={spec}")
     for _, part in parts:
         if is_server(part):

@@ -80,6 +80,7 @@ def check_defines(spec: str, kind: str, names: Collection[str], usage: str) -> a
 def names_in(tree: ast.Module) -> set[str]:
     """Return the names that a file defines at its top level by def, class, assignment or import."""
     defined = set[str]()
+    # Only the top level: a name inside of a function or class cannot be imported.
     for node in tree.body:
         if isinstance(node, (*FUNCTION_NODES, ast.ClassDef)):
             defined.add(node.name)

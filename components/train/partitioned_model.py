@@ -185,6 +185,7 @@ class PartitionedModel(ABC):
             Number of bytes of GPU memory that were freed. 0 on a CPU, where nothing is moved.
         """
         if self._asleep is None:
+            # Loaded at the first sleep, because most learners never sleep.
             host_copies = load("sleep", "host copies", "placement.learners_sleep=true")
             self._asleep = host_copies(self._tensors(), self._scratch())
         return self._asleep.nbytes
