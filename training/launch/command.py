@@ -297,6 +297,7 @@ def _continued_run(config: RunOptions, recipe: str) -> Any:
     options: Any = config  # RunOptions lacks the group `checkpoint`, which every recipe adds
     run_dir = Path(config.run_dir).expanduser()
     checkpoints = Path(options.checkpoint.path or run_dir / "checkpoints").expanduser()
+    # summary.json too: a finished run without checkpoints must not be overwritten by the same command.
     if not (may_resume(config.resume, checkpoints) or (run_dir / "summary.json").exists()):
         return None
     return load("checkpoint reader", "command", f"run_dir={config.run_dir}")(config, recipe)

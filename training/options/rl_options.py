@@ -169,6 +169,7 @@ class RLOptions(RunOptions):
                 "asynchronous.enabled, but sleeping roles cannot run concurrently; set placement.engines_sleep=false "
                 "and placement.learners_sleep=false"
             )
+        # The engine loads the plug-in at the first sleep, which is after the models are loaded.
         if self.placement.learners_sleep:
             yield from errors_of("", require, "sleep", "host copies", "placement.learners_sleep=true")
         if self.filter_range and self.asynchronous.partial_rollout:

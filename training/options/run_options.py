@@ -68,6 +68,7 @@ class RunOptions(Options):
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         yield from super().faults()
+        # Only a path certainly needs the plug-in. For `auto` the command checks it once the folder is known.
         if self.resume not in ("auto", "none"):
             yield from errors_of("", require, "checkpoint reader", "run", f"resume={self.resume}")
         if self.assume_devices is not None:

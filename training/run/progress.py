@@ -120,6 +120,7 @@ class RunCheckpoints:
             ValueError: the data differ from those of the checkpoint, there is no checkpoint at the path that `resume`
                 names, or the run cannot continue from its state.
         """
+        # A new run needs no plug-in to resume.
         if not may_resume(resume, self.store.folder):
             return None
         return registry.load("checkpoint reader", "run", f"resume={resume}")(self, resume, left)

@@ -56,6 +56,7 @@ class Terminal:
                 self._view = view
                 # Only the view may write to its terminal: other output would move the cursor that it relies on.
                 redirected = (1, 2)
+            # Without the plug-in the output of Ray stays on the terminal.
             if driver_log := find("driver log", "file"):
                 undo.enter_context(driver_log(self._log, self.info, redirected))
             lines = _Lines(self.info)
