@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from components.registry import load
 from plugins.replay.differences import (
     UNRELATED,
     differences,
@@ -24,7 +25,7 @@ from plugins.replay.differences import (
     metrics_of,
     stored_batch,
 )
-from training.run.checkpoint import find_checkpoint, step_of
+from training.run.checkpoint import step_of
 from training.tracking.serialization import flat, json_object
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,7 +98,7 @@ class Replay:
             # The folder of an export has no state, and a damaged one cannot be resumed from.
             if step_of(path) < self.step:
                 try:
-                    return find_checkpoint(str(path), folder)
+                    return load("checkpoint reader", "find")(str(path), folder)
                 except ValueError as error:
                     print(f"replay: {error}", file=sys.stderr)
         return None

@@ -13,8 +13,8 @@ import yaml
 from torch import Tensor
 
 from components.batch import Batch
+from components.registry import load
 from plugins.replay.digests import read_digests
-from training.run.checkpoint import changed_options
 from training.tracking.serialization import flat, json_lines, json_object
 from training.tracking.tracker import ROLLOUTS
 
@@ -104,7 +104,7 @@ def logged_steps(run: Path) -> list[int]:
 def config_changes(first: Path, second: Path) -> list[str]:
     """Describe the options that differ between two runs, one line each: "train.learning_rate: 1e-06 -> 2e-06"."""
     configs = [yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")) for run in (first, second)]
-    return changed_options(*configs)
+    return load("checkpoint reader", "changes")(*configs)
 
 
 def environment_changes(first: Path, second: Path) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from components.batch import Batch
-from training.run.continuation import GROUPS
+from training.run.strategies import GROUPS
 from training.tracking.tracker import ROLLOUTS
 
 if TYPE_CHECKING:

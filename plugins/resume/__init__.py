@@ -5,5 +5,7 @@ PROVIDES = {
         "command": "continuation:continued_run",
         "run": "run_state:load_run",
         "engine": "engine_state:load_state",
+        "find": "checkpoints:find_checkpoint",
+        "changes": "checkpoints:changed_options",
     },
 }
