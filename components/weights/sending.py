@@ -76,7 +76,6 @@ class SendingCarrier(FolderCarrier, ABC):
     """A carrier that sends versions. A plug-in implements `sent`, `route` and `read_sent`."""
 
     PUBLISHER: ClassVar[type[WeightPublisher]] = SentPublisher
-    publisher: SentPublisher | None
 
     def __init__(self, setting: CarrierSetting) -> None:
         super().__init__(setting)
@@ -87,6 +86,11 @@ class SendingCarrier(FolderCarrier, ABC):
     @abstractmethod
     def route(self) -> Any:
         """See `WeightHandle.route`."""
+
+    @property
+    def _sent_publisher(self) -> SentPublisher | None:
+        assert self.publisher is None or isinstance(self.publisher, SentPublisher)
+        return self.publisher
 
     @property
     def can_send(self) -> bool:
@@ -117,9 +121,10 @@ class SendingCarrier(FolderCarrier, ABC):
         """
 
     def announce(self, version: int) -> WeightHandle | None:
-        if self.publisher is None or not self.can_send:
+        publisher = self._sent_publisher
+        if publisher is None or not self.can_send:
             return None
-        announced = self.publisher.announced(version, is_kept=self.setting.keeps)
+        announced = publisher.announced(version, is_kept=self.setting.keeps)
         return replace(announced, carrier=self.NAME, route=self.route)
 
     def publish(
@@ -141,8 +146,8 @@ class SendingCarrier(FolderCarrier, ABC):
         if again:
             # Gathering is collective. All ranks decide alike, because each of them has published the same versions.
             if self._repeated is None or self._repeated[0] != version:
-                if self.publisher is not None:
-                    self.publisher.drop_all()
+                if (publisher := self._sent_publisher) is not None:
+                    publisher.drop_all()
                 self._repeated = version, super().publish(version, tensors, **setting)
             return self._repeated[1]
         self._repeated = None
@@ -152,11 +157,12 @@ class SendingCarrier(FolderCarrier, ABC):
         digests = Digests(timer) if with_digests and self.publisher is not None else None
         keeps = self.setting.keeps or not self.can_send
         passed = self.sent(version, timer.waiting("gather", tensors), dtype, digests, to_host=keeps)
-        if self.publisher is None:
+        publisher = self._sent_publisher
+        if publisher is None:
             for _ in passed:
                 assert self.gathers_everywhere, "only rank 0 is given parameters"
             return None
-        publish = self.publisher.publish if keeps else self.publisher.publish_table
+        publish = publisher.publish if keeps else publisher.publish_table
         handle = publish(version, _cast(passed, dtype, only_described=not keeps), digests=digests)
         return replace(handle, seconds=seconds_of_parts(timer, began))
 
