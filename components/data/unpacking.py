@@ -45,6 +45,7 @@ class Allowance:
         Raises:
             ValueError: the number exceeds the limit.
         """
+        # Counted before the part is kept, so that memory never exceeds the limit by more than one part.
         self._count += count
         if self._count > self._limit:
             raise ValueError(

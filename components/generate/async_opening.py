@@ -26,6 +26,7 @@ async def open_async_engine(model_path: str | Path, config: RolloutConfig) -> As
         model_path: folder or hub name of a causal model. See end_tokens.py for the tokens that end a response.
         config: configuration of the engine.
     """
+    # An engine with requests of its own generates them as they arrive, instead of in batches.
     engine_class = find("async rollout engine", config.NAME)
     if engine_class is not None:
         return await engine_class.open(model_path, config)

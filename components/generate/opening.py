@@ -27,6 +27,7 @@ def open_rollout_engine(model_path: str | Path, config: RolloutConfig) -> Rollou
         config: configuration of the engine.
     """
     if config.NAME == HFRolloutConfig.NAME:
+        # For the type checker: a configuration of another class has another name.
         assert isinstance(config, HFRolloutConfig)
         return HFRolloutEngine(model_path, config)
     return load("rollout engine", config.NAME, "rollout.engine")(model_path, config)

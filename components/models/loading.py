@@ -114,6 +114,7 @@ def prepare_attention(
             f"attention of {type(model).__name__} has a soft cap, which sdpa leaves out; set attn_implementation to "
             "eager or flash_attention_2, or packing=True"
         )
+    # The eager attention computes the soft cap. With sdpa the log-probabilities would differ from the engine's.
     model.set_attn_implementation("eager")
 
 

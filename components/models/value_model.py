@@ -155,6 +155,7 @@ def load_value_model(
             f"{value_head_prefix}.weight of {path} has shape {list(head_1H.shape)}, not {[1, _state_size(config)]}: "
             "it scores several classes; use a model with num_labels=1"
         )
+    # The head is not part of the backbone, so transformers leaves its weights unused without an error.
     backbone, probe = open_model(AutoModel, path, dtype, attn_implementation, empty)
     keep_freed_memory(backbone)
     prepare_attention(backbone, probe, attn_implementation, packing, gradient_checkpointing)

@@ -36,6 +36,7 @@ class Vocabulary:
             [K] log-probabilities; [K] entropies or None; [K] logarithms of the sums of exp(logit / scale), which
             `write_gradient` needs, or None if this rank has all logits.
         """
+        # Every label has a row of its own here, unlike in a batch whose sequences share positions.
         row_K = torch.arange(len(label_K), device=label_K.device)
         return *read_logits(logits_KV, row_K, label_K, scale, with_entropy), None
 

@@ -85,6 +85,7 @@ class HttpClient:
         # Only gzip, because `Reply.body` limits its decompressed size.
         self._headers = {"Accept-Encoding": "gzip", **(headers or {})}
         self._clients: dict[bool, httpx.AsyncClient] = {}
+        # A loop and a thread of its own, because callers may run in threads without an event loop.
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()

@@ -14,6 +14,7 @@ _listeners: list[Callable[[], None]] = []
 
 def listen(listener: Callable[[], None]) -> None:
     """Register a callback for every heartbeat. It runs on the thread that calls `beat` and must return quickly."""
+    # A listener that is registered twice would be called twice for each heartbeat.
     if listener not in _listeners:
         _listeners.append(listener)
 

@@ -7,5 +7,6 @@ import re
 
 def system_error_number(message: str) -> int | None:
     """Return the number in `(os error N)`, or None for a message without one."""
+    # These libraries raise exceptions without an errno, and only the text has the number.
     match = re.search(r"\(os error (\d+)\)", message)
     return match and int(match[1])
