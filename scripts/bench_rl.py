@@ -24,7 +24,16 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from components.rl import correction, covariance_losses, kl, policy_losses, ratio_losses, returns, value_losses  # noqa: E402 (may not be installed)
+from components.rl import (  # noqa: E402 (may not be installed)
+    correction,
+    covariance_losses,
+    kl,
+    mismatch,
+    policy_losses,
+    ratio_losses,
+    returns,
+    value_losses,
+)
 from components.rl.aggregation import Aggregation, TokenLoss, Totals, reduce_loss  # noqa: E402
 
 BY_RESPONSE = ("gspo", "geo_mean")
@@ -84,7 +93,7 @@ def whole_batch(data: Data) -> dict[str, Callable[[], object]]:
         "importance_weights": partial(
             correction.importance_weights, *of_rollout, level="token", low=0.5, high=5.0, outside="clamp"
         ),
-        "mismatch_metrics": partial(correction.mismatch_metrics, *of_rollout),
+        "mismatch_metrics": partial(mismatch.mismatch_metrics, *of_rollout),
     }
 
 

@@ -75,4 +75,6 @@ class AgentInstance(ToolAgentInstance):
 
     async def score(self, answer: str, label: Any) -> float:
         """Return 1.0 for the right number, else 0.0."""
-        return get_scorer("gsm8k")(answer, str(label))
+        score = get_scorer("gsm8k")(answer, str(label))
+        assert isinstance(score, float)  # other scorers may return parts
+        return score

@@ -67,9 +67,10 @@ def differences(first: Path, second: Path, step: int) -> Iterator[Difference]:
         second: folder of another run.
         step: number of the step, from 1.
     """
-    batches = [stored_batch(run, step) for run in (first, second)]
-    if batches[0] is not None and batches[1] is not None:
-        yield from _of_batches(*batches, step)
+    first_batch = stored_batch(first, step)
+    second_batch = stored_batch(second, step)
+    if first_batch is not None and second_batch is not None:
+        yield from _of_batches(first_batch, second_batch, step)
     yield from _of_metrics(metrics_of(first, step), metrics_of(second, step), step)
     digests = [
         {role: digest for (at, role), digest in read_digests(run).items() if at == step} for run in (first, second)

@@ -38,7 +38,7 @@ HIDDEN = 2
 
 def observe(worker: Any, chosen: list[list[torch.Tensor]]) -> None:
     """Append what each router chooses, by hidden layer."""
-    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
     for module in worker.model_runner.model.modules():
         if isinstance(module, MoERunner):
