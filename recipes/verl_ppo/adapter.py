@@ -95,7 +95,8 @@ def read_loss(keys: Computed) -> None:
 def read_gradients(keys: Computed) -> None:
     """Set the maximum gradient norm: from the optimizer's key, or from the older key of actor and critic."""
     for group, owner in (("train", ACTOR), ("critic", "critic")):
-        older, newer = (f"{owner}.{name}" for name in ("grad_clip", "optim.clip_grad"))
+        older = f"{owner}.grad_clip"
+        newer = f"{owner}.optim.clip_grad"
         if (norm := keys.get(newer, older)) is None:
             continue
         keys.put(f"{group}.max_grad_norm", norm, keys.name(newer, older) or newer)
@@ -191,7 +192,8 @@ def read_data(keys: Computed) -> None:
             keys.put(option, ",".join(map(str, listed(files))) or None, key)
     if keys.get("data.filter_overlong_prompts"):
         keys.put("data.overlong", "leave_out", "data.filter_overlong_prompts")
-    samples, temperature = (f"{ROLLOUT}.val_kwargs.{name}" for name in ("do_sample", "temperature"))
+    samples = f"{ROLLOUT}.val_kwargs.do_sample"
+    temperature = f"{ROLLOUT}.val_kwargs.temperature"
     # Where requests go to a server (mode=async, and all releases since 0.7) verl reads the temperature alone.
     mode = keys.get(f"{ROLLOUT}.mode")
     samples_anyway = mode == "async" or (mode is None and keys.get(samples) is None)
@@ -273,7 +275,9 @@ def read_models(keys: Computed) -> None:
             keys.faults.append(f"{prefixes[0]}.model_dtype={weights} with dtype={products}; set fp32, or both bf16")
         elif weights is not None or products == "fp32":
             # Weights in fp32 with products in bf16 are autocast.
-            precision = {"fp32": "fp32"}.get(products, "bf16_autocast")
+            precision = "bf16_autocast"
+            if products == "fp32":
+                precision = "fp32"
             if weights == "bf16":
                 precision = weights
             keys.put(f"{group}.precision", precision, f"{prefixes[0]}.model_dtype")
@@ -386,7 +390,9 @@ def read_run(keys: Computed) -> None:
     if mode == "resume_path" and not path:
         keys.faults.append("trainer.resume_mode=resume_path without trainer.resume_from_path; set that too")
     elif mode != "auto" and keys.option("resume") is None:
-        keys.put("resume", {"disable": "none"}.get(mode, path), "trainer.resume_mode")
+        if mode == "disable":
+            path = "none"
+        keys.put("resume", path, "trainer.resume_mode")
     loggers = listed(keys.get("trainer.logger", default=[]))
     for logger in ("wandb", "tensorboard"):
         if logger in loggers:

@@ -36,7 +36,8 @@ AGENTS = (
 def read_agent(keys: Computed) -> None:
     """Read the files of loops, tools and interactions, and the limits on turns and tokens."""
     named = {name: key for name in FILES if (key := keys.name(f"{TURNS}.{name}", f"data.{name}"))}
-    loop_key, file_key = (f"{ROLLOUT}.agent.{name}" for name in ("default_agent_loop", "agent_loop_config_path"))
+    loop_key = f"{ROLLOUT}.agent.default_agent_loop"
+    file_key = f"{ROLLOUT}.agent.agent_loop_config_path"
     loop = keys.get(loop_key, default=SINGLE_TURN)
     loaders = [key for key in keys.values if key.endswith("custom_agent_loop_loader") and keys.values[key]]
     keys.faults += [f"{key}={keys.values[key]}: {LOADER}" for key in loaders]

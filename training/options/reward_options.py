@@ -15,8 +15,8 @@ class RewardOptions(Options, group="reward"):
 
     source: str | None = None
     """Reward function. A Python file, `FILE.py` or `FILE.py:NAME`, with a function in the signature of TRL, OpenRLHF or
-    verl; the URL of a reward server (several with commas); a scorer: `gsm8k`, `gsm8k_flexible`, `math`, `exact_match`,
-    or one of a plug-in (<names of scorer>); or a weighted sum, such as `0.7*gsm8k + 0.3*style.py`, whose parts are also
+    verl; the URL of a reward server (several with commas); a scorer: `exact_match`, or one of a plug-in
+    (<names of scorer>); or a weighted sum, such as `0.7*gsm8k + 0.3*style.py`, whose parts are also
     logged separately. Default: the scorer of the task in data.path."""
     workers: Count = 1
     """Number of processes that run the Python file or the scorer."""
