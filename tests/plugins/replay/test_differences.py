@@ -85,9 +85,9 @@ def test_responses_of_other_lengths_are_compared_by_their_lengths(tmp_path: Path
     )
     first = write_run(tmp_path / "first", other)
     second = write_run(tmp_path / "second", shorter)
-    found = list(differences(first, second, 1))
-    assert [difference.name for difference in found] == ["tokens"]
-    assert found[0].detail == "of response 0 have the lengths 4 and 3"
+    all_differences = list(differences(first, second, 1))
+    assert [difference.name for difference in all_differences] == ["tokens"]
+    assert all_differences[0].detail == "of response 0 have the lengths 4 and 3"
 
 
 def test_a_difference_names_response_token_values_and_the_largest_gap(tmp_path: Path) -> None:
