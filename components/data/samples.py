@@ -6,7 +6,7 @@ Shape suffixes: B responses or episodes; N all their tokens end to end.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from components.models.routers import route_columns
 from components.registry import load
@@ -168,7 +168,7 @@ def compare_samples(samples: Batch, reward_B: Tensor, compare: Callable[[Tensor,
     return advantage_M[is_main_B.cumsum(0) - 1]
 
 
-def with_correction(samples: Batch, kind: Literal["none", "tis", "icepop"], low: float, high: float) -> Batch:
+def with_correction(samples: Batch, kind: str, low: float, high: float) -> Batch:
     """Add the column `correction` [N], the factor of each token's loss for the mismatch with the rollout engine.
 
     The factor is exp(logprob - rollout_logprob). It corrects for an engine that computes other probabilities than the
@@ -176,7 +176,8 @@ def with_correction(samples: Batch, kind: Literal["none", "tis", "icepop"], low:
 
     Args:
         samples: batch with `logprob`, `rollout_logprob` and `action_mask`.
-        kind: "tis" clamps the factor to low and high; "icepop" sets it to 0 outside; "none" adds no column.
+        kind: "tis" clamps the factor to low and high; "icepop" sets it to 0 outside; "none" adds no column. See
+            plugins/loss_correction for further kinds.
         low: minimum factor.
         high: maximum factor.
     """

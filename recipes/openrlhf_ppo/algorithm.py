@@ -5,15 +5,14 @@ To change the algorithm, edit this file in a copy of the folder.
 Legend: `B` sequences, `N` tokens of all sequences. Entry t of a per-token column refers to token t.
 """
 
-import math
 from functools import partial
 
 from torch import Tensor, nn
 
 from components.batch import Batch
-from components.data.samples import compare_samples
+from components.data.samples import compare_samples, with_correction
 from components.models.causal import token_logprobs, token_values
-from components.rl import advantages, correction, group_advantages, policy_losses, returns
+from components.rl import advantages, group_advantages, policy_losses, returns
 from components.rl.aggregation import LossOutput, Totals, reduce_loss
 from components.rl.kl import kl_estimate
 from components.rl.masked import sequence_means, token_mean
@@ -60,7 +59,7 @@ def add_advantages(experience: Batch, config: PPOConfig, kl_coef: float) -> Batc
     experience = experience.with_tokens(advantage=advantage_N, **{"return": return_N})
     if not config.corrects_loss:
         return experience
-    return experience.with_tokens(correction=corrections(experience, config))
+    return with_correction(experience, options.correction, *options.correction_range)
 
 
 def shaped_rewards(experience: Batch, config: PPOConfig) -> Tensor:
@@ -79,26 +78,6 @@ def shaped_rewards(experience: Batch, config: PPOConfig) -> Tensor:
     elif options.estimator in COMPARISONS:
         reward_B = compare_samples(experience, reward_B, COMPARISONS[options.estimator])
     return reward_B.clamp(*options.reward_range)
-
-
-def corrections(experience: Batch, config: PPOConfig) -> Tensor:
-    """Return the importance weight [N] of each token: the trainer's probability over that of the engine."""
-    columns = (experience["logprob"], experience["rollout_logprob"], experience["action_mask"], experience.lengths)
-    options = config.algorithm
-    low, high = options.correction_range
-    outside = "clamp"
-    if options.correction == "icepop":
-        outside = "zero"
-    least = low
-    most = high
-    if options.correction == "seq-mask":
-        # It rejects whole responses and does not limit the weights of single tokens.
-        least = 0.0
-        most = math.inf
-    weight_N = correction.importance_weights(*columns, level="token", low=least, high=most, outside=outside)
-    if options.correction in ("seq-mask", "seq-mask-tis"):
-        weight_N *= correction.rejection_weights(*columns, level="geometric", estimator="k1", low=low, high=high)
-    return weight_N
 
 
 def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: PPOConfig, kl_coef: float) -> LossOutput:

@@ -121,7 +121,7 @@ def test_large_roles_are_placed_before_small_ones() -> None:
 def test_a_role_that_fits_on_no_node_is_refused_even_if_the_total_suffices() -> None:
     # 2 x 3 + 2 x 5 = 16 fit on 2 x 8; 6 + 6 + 4 = 16 do not.
     assert nodes_of(spread(("actor", 2, 3, 1), ("critic", 2, 5, 1))) == [0, 1, 0, 1]
-    with pytest.raises(ValueError, match=says("REWARD", "4 devices", "of 8", "2, 2 are left")):
+    with pytest.raises(ValueError, match=says("REWARD", "4 devices", "8 each", "2, 2")):
         nodes_of(spread(("actor", 1, 6, 1), ("critic", 1, 6, 1), ("reward", 1, 4, 1)))
 
 
