@@ -198,7 +198,8 @@ def test_wherever_a_full_disk_stops_a_save_the_last_one_is_whole_and_named(tmp_p
     code = """
         import json, os, sys
         from pathlib import Path
-        from training.run.checkpoint import CheckpointError, Checkpoints, find_checkpoint
+        from plugins.resume.checkpoints import find_checkpoint
+        from training.run.checkpoint import CheckpointError, Checkpoints
         from tests.training.run.checkpoint_steps import assert_whole, names, save
 
         folder, full = Path(sys.argv[1]), sys.argv[2] == "disk"
@@ -314,7 +315,8 @@ def test_a_folder_that_is_not_ours_is_said_and_what_is_in_it_stays(tmp_path: Pat
     code = """
         import json, logging, os, shutil, sys, tempfile
         from pathlib import Path
-        from training.run.checkpoint import CheckpointError, Checkpoints, find_checkpoint
+        from plugins.resume.checkpoints import find_checkpoint
+        from training.run.checkpoint import CheckpointError, Checkpoints
         from tests.training.run.checkpoint_steps import assert_whole, names, save
 
         if os.geteuid() == 0:
