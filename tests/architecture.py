@@ -347,11 +347,16 @@ def plugin_size_faults(root: Path) -> list[str]:
 
 
 def readme_faults(root: Path) -> list[str]:
-    """Return folders without a README."""
+    """Return folders without a README, and Python files that a README names and that do not exist."""
     folders = {path.parent for path in sources(root, "core", "components", "agents", "training", "plugins")}
     folders -= {root / "agents" / "environments"}
     missing = sorted(folder for folder in folders if not (folder / "README.md").is_file())
-    return [f"{folder.relative_to(root)} has no README.md" for folder in missing]
+    faults = [f"{folder.relative_to(root)} has no README.md" for folder in missing]
+    for folder in sorted(folders - set(missing)):
+        for name in re.findall(r"`([\w./]+\.py)`", (folder / "README.md").read_text(encoding="utf-8")):
+            if not (folder / name).is_file() and not (root / name).is_file():
+                faults.append(f"{folder.relative_to(root)}/README.md names {name}, which does not exist")
+    return faults
 
 
 def annotation_faults(root: Path) -> list[str]:

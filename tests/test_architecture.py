@@ -266,7 +266,12 @@ def test_a_large_plugin_and_a_folder_without_a_readme_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(PLUGIN_LINES, "each", 2)
-    files = {"plugins/a/__init__.py": "x = 1\n" * 3, "plugins/b/__init__.py": "x = 1\n", "plugins/b/README.md": "# b\n"}
+    files = {
+        "plugins/a/__init__.py": "x = 1\n" * 3,
+        "plugins/b/__init__.py": "x = 1\n",
+        "plugins/b/README.md": "`gone.py`\n",
+    }
     root = tree(tmp_path, files)
     assert plugin_size_faults(root) == ["plugins/a has 3 lines of code, over 2"]
-    assert readme_faults(root) == ["plugins/a has no README.md"]
+    missing = "plugins/b/README.md names gone.py, which does not exist"
+    assert readme_faults(root) == ["plugins/a has no README.md", missing]
