@@ -353,9 +353,9 @@ def readme_faults(root: Path) -> list[str]:
     missing = sorted(folder for folder in folders if not (folder / "README.md").is_file())
     faults = [f"{folder.relative_to(root)} has no README.md" for folder in missing]
     for folder in sorted(folders - set(missing)):
-        for name in re.findall(r"`([\w./]+\.py)`", (folder / "README.md").read_text(encoding="utf-8")):
-            if not (folder / name).is_file() and not (root / name).is_file():
-                faults.append(f"{folder.relative_to(root)}/README.md names {name}, which does not exist")
+        names = re.findall(r"`([\w./]+\.py)`", (folder / "README.md").read_text(encoding="utf-8"))
+        unknown = [name for name in names if not (folder / name).is_file() and not (root / name).is_file()]
+        faults += [f"{folder.relative_to(root)}/README.md names {name}, which does not exist" for name in unknown]
     return faults
 
 
