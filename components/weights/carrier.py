@@ -104,7 +104,7 @@ class FolderCarrier:
         if digests is not None:
             tensors = digested(tensors, digests)
         handle = self.publisher.publish(version, tensors, adapter_scale=adapter_scale, digests=digests)
-        return replace(handle, seconds=seconds_of_parts(timer, began))
+        return replace(handle, carrier=self.NAME, seconds=seconds_of_parts(timer, began))
 
     def close(self) -> None:
         """Stop the carrier's threads and servers, and unlink its versions."""

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
 LOSSES = ("policy_losses", "ratio_losses", "covariance_losses", "preference_losses", "supervised", "value_losses")
 ADVANTAGES = ("advantages", "group_advantages", "returns")
-MODULES = (*ADVANTAGES, "aggregation", "correction", "kl", "resampling", "rewards", *LOSSES)
+MODULES = (*ADVANTAGES, "aggregation", "correction", "kl", "mismatch", "resampling", "rewards", *LOSSES)
 IN_CODE = set(re.findall(r"`([^`\s(]+)", PAGE))
 
 
