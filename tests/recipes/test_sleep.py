@@ -14,6 +14,7 @@ from test_role_group_runs import COMMON
 from components.generate.engine import RolloutEngine
 from components.generate.hf_engine import HFRolloutEngine
 from components.train.engine import TrainEngine
+from plugins.resume import engine_state
 from tests.messages import says
 from training.roles import trained_model
 
@@ -42,7 +43,8 @@ class Calls:
         patch.setattr(RolloutEngine, "_can_free", staticmethod(lambda: True))
         owners: list[tuple[Any, tuple[str, ...]]] = [
             (TrainEngine, ("sleep", "wake", "train_step", "save_hf")),
-            (trained_model, ("save_state", "load_state")),
+            (trained_model, ("save_state",)),
+            (engine_state, ("load_state",)),
             (RolloutEngine, ("sleep", "wake", "receive")),
             (HFRolloutEngine, ("_complete",)),
         ]
@@ -52,7 +54,7 @@ class Calls:
 
     def recorded(self, owner: Any, name: str) -> Callable[..., Any]:
         method = getattr(owner, name)
-        role = "learner" if owner in (TrainEngine, trained_model) else "engine"
+        role = "learner" if owner in (TrainEngine, trained_model, engine_state) else "engine"
 
         def call(engine: Any, *args: Any, **kwargs: Any) -> Any:
             self.names.append(f"{role} {name}")
