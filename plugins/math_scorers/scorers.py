@@ -86,6 +86,6 @@ def _label_value(label: str) -> Decimal:
     if match is None or answer[match.end() :].strip(" \t\r\n.%$"):
         raise ValueError(
             f"the label {label[-80:]!r} is neither a number nor a solution that ends in '#### N'; set data.label_key "
-            "to the column with the answers"
+            "to the column with the labels"
         )
     return _value(match)
