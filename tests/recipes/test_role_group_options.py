@@ -227,7 +227,7 @@ BOTH: list[tuple[list[str], list[object]]] = [
     ([*OWN, "checkpoint.every=0"], ["checkpoint.every=0", -1]),
     ([*OWN, "reward.workers=0"], ["reward.workers=0"]),
     ([*OWN, "seed=-1"], ["seed=-1"]),
-    ([*OWN, "placement.nodes=2", "placement.actor_ranks=3"], ["placement.actor_ranks=3", "placement.nodes=2"]),
+    ([*OWN, "placement.nodes=2", "placement.actor_ranks=3"], ["placement.actor_ranks=3", "2 nodes", "placement.nodes"]),
     ([*OWN, "backend=local", "placement.actor_ranks=2"], ["local", 2]),
 ]
 
