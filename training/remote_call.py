@@ -18,8 +18,8 @@ def sync_weights(version: int) -> dict[str, float]:
     announced = announce_weights(version).result()[0]
     publishing = publish_weights(version)
     # Without an announcement the engines read the version once it is published.
-    engines = receive_weights(announced or of_rank0(publishing)).result()
-    return sync_metrics(of_rank0(publishing), engines)
+    engines = receive_weights(announced or published_handle(publishing)).result()
+    return sync_metrics(published_handle(publishing), engines)
 
 
 def sync_metrics(handle: "WeightHandle", engines: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -54,7 +54,7 @@ def publish_weights(version: int, again: bool = False) -> "Future[list[WeightHan
     return RoleGroup(Role.ACTOR).call(publish_weights, version, again)
 
 
-def of_rank0(publishing: "Future[list[WeightHandle | None]]") -> "WeightHandle":
+def published_handle(publishing: "Future[list[WeightHandle | None]]") -> "WeightHandle":
     """Wait for the ranks, and return the handle of rank 0."""
     return next(handle for handle in publishing.result() if handle is not None)
 

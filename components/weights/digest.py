@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -93,8 +94,7 @@ def _totals(row: Tensor) -> Tensor:
     # torch cannot view a storage as int32 from an offset that is not a multiple of 4 bytes, so such a view is copied.
     words = (row if row.storage_offset() % 4 == 0 else row.clone()).view(torch.int32)
     most = min(_CHUNK, len(words))
-    key = torch.arange(most, dtype=torch.int32, device=row.device)
-    _mix(key, torch.empty_like(key))
+    key = _key(row.device)
     chunks = len(words) // _CHUNK
     rows = min(max(chunks, 1), _CHUNKS_AT_ONCE[row.device.type])
     mixed = torch.empty((rows, most), dtype=torch.int32, device=row.device)
@@ -110,6 +110,14 @@ def _totals(row: Tensor) -> Tensor:
         _mix(mixed[place], scratch[place])
         sums.append(mixed[place].sum(1))
     return torch.cat(sums)
+
+
+@functools.cache
+def _key(device: torch.device) -> Tensor:
+    """Return the mixed positions of the words of a chunk. Kept, because most tensors of a model are small."""
+    key = torch.arange(_CHUNK, dtype=torch.int32, device=device)
+    _mix(key, torch.empty_like(key))
+    return key
 
 
 def _mix(words: Tensor, scratch: Tensor) -> None:

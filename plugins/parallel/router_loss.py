@@ -74,14 +74,7 @@ class RouterLoss:
     def added_to(
         self, loss_fn: LossFunction, minibatch: Batch, plans: list[list[Tensor]], engine: TrainEngine
     ) -> LossFunction:
-        """Return `loss_fn` plus this loss, for one optimizer step. For a dense model return `loss_fn` unchanged.
-
-        Args:
-            loss_fn: loss function of the step.
-            minibatch: global minibatch, the same on all ranks.
-            plans: positions of the sequences of each micro-batch, by data-parallel rank.
-            engine: the engine that takes the step. Its model is in training mode.
-        """
+        """See `AuxiliaryLoss.added_to`. For a dense model `loss_fn` is returned unchanged."""
         if not self._top_k:
             return loss_fn
         step: RoutedSums | None = None

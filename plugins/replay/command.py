@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from components.process.import_path import with_our_path
 from components.registry import load
 from plugins.replay.differences import (
     UNRELATED,
@@ -23,10 +24,10 @@ from plugins.replay.differences import (
     environment_changes,
     logged_steps,
     metrics_of,
-    stored_batch,
 )
 from training.run.checkpoint import step_of
 from training.tracking.serialization import flat, json_object
+from training.tracking.tracker import ROLLOUTS
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.1
@@ -142,9 +143,7 @@ class Replay:
 
         Sums are computed in another order with another number of threads, so the last bits would differ.
         """
-        environment = dict(os.environ)
-        paths = [str(ROOT), environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        environment = with_our_path(os.environ)
         threads = json_object(self.run / "environment.json").get("omp_num_threads")
         environment.pop("OMP_NUM_THREADS", None)
         if threads is not None:
@@ -175,13 +174,8 @@ class Replay:
         try:
             while process.poll() is None and not self.is_complete():
                 time.sleep(POLL_S)
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)  # the run ends after the step that it is in
-            process.wait(STOP_S)
         finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-                process.wait(STOP_S)
+            _stop(process)
             config.unlink()
         if not self.is_complete():
             raise ReplayError(
@@ -195,7 +189,19 @@ class Replay:
         """Return True if the step has been logged and its rollouts, if the recorded run has them, are stored."""
         if self.step not in logged_steps(self.folder):
             return False
-        return stored_batch(self.folder, self.step) is not None or stored_batch(self.run, self.step) is None
+        file = ROLLOUTS.format(step=self.step)
+        return (self.folder / file).is_file() or not (self.run / file).is_file()
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End the repeated run after the step that it is in, or after STOP_S seconds at once."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -219,7 +225,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Replay a step. Return the exit code: 0 equal or options changed, 1 different, 2 it cannot be replayed."""
+    """Replay a step. Return the exit code: 0 equal or changed options, 1 different, 2 not possible, 130 stopped."""
     options = parser().parse_args(arguments)
     if wrong := [change for change in options.set if "=" not in change]:
         parser().error(f"--set {wrong[0]}: write NAME=VALUE")
@@ -232,6 +238,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"replay.sh: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("replay.sh: stopped", file=sys.stderr)
+        return 130
     if options.set:
         print_changes(replay, first_step)
         return 0

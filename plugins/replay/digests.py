@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,13 +23,29 @@ FILE = "digests.jsonl"
 A step that was repeated after a resume has several lines, of which the last one counts.
 """
 
+_log = logging.getLogger(__name__)
+_unwritable: set[str] = set()
+"""Run folders whose file could not be written."""
+
 
 def record(engine: TrainEngine, run_dir: str, step: int, role: str) -> None:
     """Append the digest of the weights to the file. All ranks must call it, and rank 0 writes."""
     digest = weights_digest(engine)
     if engine.rank == 0:
+        append_line(run_dir, step, role, digest)
+
+
+def append_line(run_dir: str, step: int, role: str, digest: str) -> None:
+    """Append a line to the file. If that fails, log one warning, and do not try again in this process."""
+    if run_dir in _unwritable:
+        return
+    try:
         with Path(run_dir, FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "role": role, "digest": digest}) + "\n")
+    except OSError as error:
+        # Only a later replay needs the file, so a full disk must not end the run.
+        _unwritable.add(run_dir)
+        _log.warning("%s of %s cannot be written, and replays cannot compare weights: %s", FILE, run_dir, error)
 
 
 def weights_digest(engine: TrainEngine) -> str:

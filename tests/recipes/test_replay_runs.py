@@ -24,6 +24,10 @@ OPTIONS = {
         actor_rollout_ref.rollout.n=2 data.max_response_length=6 actor_rollout_ref.actor.ppo_mini_batch_size=2
         actor_rollout_ref.actor.use_dynamic_bsz=true actor_rollout_ref.actor.optim.lr=1e-3 trainer.save_freq=2
         trainer.total_training_steps=4 algorithm.rollout_correction.rollout_is=token""",
+    "dpo": """model.path={policy} data.path=task:sort data.max_samples=40 evaluation.held_out=8 data.max_tokens=16
+        train.batch_size=8 checkpoint.every=2""",
+    "reward_model": """model.path={policy} data.path=task:sort data.max_samples=40 evaluation.held_out=8
+        data.max_tokens=16 train.batch_size=8 checkpoint.every=2""",
     "sft": """model.path=new:sort data.path=task:sort data.max_samples=40 evaluation.held_out=8 train.batch_size=8
         checkpoint.every=2""",
 }

@@ -93,7 +93,7 @@ class SamplingWorker(BaseWorkload):
             return
         handle = self.received
         if handle.is_sent and not handle.is_kept:
-            handle = remote_call.of_rank0(remote_call.publish_weights(handle.version, again=True))
+            handle = remote_call.published_handle(remote_call.publish_weights(handle.version, again=True))
         self.receive_weights(replace(handle, is_sent=False))
 
     @rpc(idempotent=True)
