@@ -178,8 +178,11 @@ class Replay:
             _stop(process)
             config.unlink()
         if not self.is_complete():
+            # A refused option is explained in the last line.
+            lines = self.log.read_text(encoding="utf-8", errors="replace").split("\n")
+            last = next((line for line in reversed(lines) if line.strip()), "no output")
             raise ReplayError(
-                f"the run ended with exit code {process.returncode} before step {self.step}; its output is in "
+                f"the run ended with exit code {process.returncode} before step {self.step} ({last}); its output is in "
                 f"{self.log}"
             )
         shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
