@@ -15,6 +15,8 @@ import pytest
 
 from tests.messages import says
 
+pytestmark = pytest.mark.full
+
 CONTRACTS = Path(__file__).resolve().parent
 BROKEN = "tests.contracts.broken_parts"
 

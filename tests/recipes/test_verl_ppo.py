@@ -340,6 +340,7 @@ def test_val_only_validates_a_checkpoint_and_trains_nothing(local: dict[str, Run
 # --- several processes
 
 
+@pytest.mark.full
 def test_a_run_on_ray_equals_a_run_in_one_process_bit_for_bit(
     local: dict[str, RunFolder], options: list[str], ray_address: str, tmp_path: Path
 ) -> None:

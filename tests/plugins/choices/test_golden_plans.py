@@ -8,6 +8,8 @@ import pytest
 
 from tests.architecture import ROOT
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def script() -> dict[str, Any]:

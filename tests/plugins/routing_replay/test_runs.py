@@ -64,6 +64,7 @@ def test_later_updates_of_a_step_replay_the_experts_of_the_old_policy(
     assert not [name for name in columns if name.startswith("routes_")], "files do not keep routes"
 
 
+@pytest.mark.full
 def test_a_run_without_replay_differs_only_in_the_updates_after_the_first(
     mixture: Path, reward: str, tmp_path: Path
 ) -> None:
@@ -81,7 +82,7 @@ def test_a_run_without_replay_differs_only_in_the_updates_after_the_first(
     ("options", "message"),
     [
         ("rollout.routing_replay=engine", "the engine hf does not report the experts of a token; set policy or off"),
-        ("rollout.routing_replay=engine rollout.engine=vllm", "only on a GPU"),
+        pytest.param("rollout.routing_replay=engine rollout.engine=vllm", "only on a GPU", marks=pytest.mark.full),
         (
             "rollout.routing_replay=engine rollout.engine=vllm rollout.prefix_caching=false",
             "leave rollout.prefix_caching out",
