@@ -106,9 +106,9 @@ with the values of the command line. Files that are listed in `defaults` are not
 
 Every key maps to an option that all recipes share (`--help all` prints them). You can use both names in one command. If
 keys are not supported, the command ends with exit code 2, and the error gives the reason and the replacement of each. A
-key that changes no results is printed at start-up. The exception are settings within a feature that another key switches
-on, such as `*.megatron.*`, `*.multi_turn.*` and `*.mtp.*`: those without an equivalent here pass without a message, and
-the key that switches the feature on has one. `--dry_run` prints the plan and starts nothing.
+key that changes no results is printed at start-up. The exception are settings within a feature that another key
+switches on, such as `*.megatron.*`, `*.multi_turn.*` and `*.mtp.*`: those without an equivalent here pass without a
+message, and the key that switches the feature on has one. `--dry_run` prints the plan and starts nothing.
 
 Batch sizes are verl's: `data.train_batch_size` and `ppo_mini_batch_size` count prompts, over all ranks.
 `..._micro_batch_size_per_gpu` counts sequences on one GPU. The options count responses: `train.mini_batch_size` is
