@@ -37,7 +37,7 @@ from tests.architecture import (
 
 
 @pytest.mark.parametrize("check", STATIC_CHECKS, ids=lambda check: check.__name__)
-def test_the_project_has_no(check: Callable[[Path], list[str]]) -> None:
+def test_the_project_follows_the_rule(check: Callable[[Path], list[str]]) -> None:
     faults = check(ROOT)
     assert not faults, "\n" + "\n".join(faults)
 
@@ -51,11 +51,11 @@ def test_import_core_is_quick() -> None:
     assert min(seconds) < IMPORT_CORE_S, seconds
 
 
-def test_import_core_brings_neither_torch_nor_ray() -> None:
+def test_importing_core_imports_neither_torch_nor_ray() -> None:
     assert heavy_import_faults(ROOT, ["core"], ["torch", "ray"]) == []
 
 
-def test_planning_a_recipe_brings_no_torch() -> None:
+def test_planning_a_recipe_does_not_import_torch() -> None:
     recipes = recipes_of(ROOT)
     assert recipes
     modules = [f"recipes.{r.name}.{Path(file).stem}" for r in recipes for file in sorted(TORCH_FREE_FILES)]
@@ -87,7 +87,7 @@ GOOD_IMPORTS = {
 }
 
 
-def test_imports_that_go_down_are_fine(tmp_path: Path) -> None:
+def test_imports_of_lower_layers_are_allowed(tmp_path: Path) -> None:
     root = tree(tmp_path, GOOD_IMPORTS)
     assert import_faults(root) == []
     assert torch_faults(root) == []
@@ -124,12 +124,12 @@ def test_imports_that_go_down_are_fine(tmp_path: Path) -> None:
         ("tests/a.py", "import scripts", "tests may not import scripts"),
     ],
 )
-def test_an_import_that_does_not_go_down_is_found(tmp_path: Path, file: str, text: str, fault: str) -> None:
+def test_an_import_of_a_higher_layer_is_reported(tmp_path: Path, file: str, text: str, fault: str) -> None:
     (reported,) = import_faults(tree(tmp_path, {file: text}))
     assert fault in reported
 
 
-def test_a_circle_is_found_also_through_lazy_imports_and_those_for_types(tmp_path: Path) -> None:
+def test_a_cycle_through_lazy_or_type_checking_imports_is_reported(tmp_path: Path) -> None:
     files = {
         "core/a.py": "from core.b import f",
         "core/b.py": "def f():\n    from core import c",
@@ -142,30 +142,30 @@ def test_a_circle_is_found_also_through_lazy_imports_and_those_for_types(tmp_pat
     assert cycle_faults(tmp_path) == []
 
 
-def test_torch_in_a_planning_file_is_found_and_elsewhere_is_not(tmp_path: Path) -> None:
+def test_an_import_of_torch_is_reported_in_planning_files_only(tmp_path: Path) -> None:
     files = {f"recipes/a/{name}": "from torch import Tensor" for name in (*TORCH_FREE_FILES, "trainer.py")}
     assert len(torch_faults(tree(tmp_path, files))) == len(TORCH_FREE_FILES) == 3
 
 
-def test_torch_that_comes_by_a_detour_is_found(tmp_path: Path) -> None:
+def test_an_indirect_import_of_torch_is_reported(tmp_path: Path) -> None:
     root = tree(tmp_path, {"plan.py": "import detour", "detour.py": "import wave"})
     assert heavy_import_faults(root, ["plan"], ["wave"]) == ["import plan brings wave"]
     assert heavy_import_faults(root, ["plan"], ["chunk_of_nothing"]) == []
 
 
-def test_a_component_that_needs_ray_is_found_and_an_engine_of_deepspeed_is_not(tmp_path: Path) -> None:
+def test_an_import_of_ray_in_components_is_reported(tmp_path: Path) -> None:
     files = {"components/a.py": "import ray", "components/b.py": "", "plugins/zero/c.py": "import deepspeed"}
     (fault,) = missing_library_faults(tree(tmp_path, files))
     assert fault.startswith("components.a: ")
 
 
-def test_blanks_comments_and_docstrings_are_no_lines_of_code() -> None:
+def test_blank_lines_comments_and_docstrings_are_not_code_lines() -> None:
     text = '"""Module.\n\nTwo."""\n\n# why\nx = 1\n"""Of x."""\ndef f(\n    a: int,\n) -> str:\n    """Doc."""\n'
     text += '    return """one\ntwo"""  # why\n'
     assert code_lines(text) == {6, 8, 9, 10, 12, 13}
 
 
-def test_a_function_of_61_lines_is_found_and_one_of_60_is_not(tmp_path: Path) -> None:
+def test_a_function_of_61_lines_is_reported_and_one_of_60_is_not(tmp_path: Path) -> None:
     def function(name: str, lines: int) -> str:
         return f"def {name}() -> None:\n" + "    # why\n\n    pass\n" * (lines - 1)
 
@@ -174,12 +174,14 @@ def test_a_function_of_61_lines_is_found_and_one_of_60_is_not(tmp_path: Path) ->
     assert fault == "agents/a.py:179: long has 61 lines of code, over 60"
 
 
-def test_a_file_of_401_lines_is_found_unless_it_is_a_schema(tmp_path: Path) -> None:
+def test_a_file_of_401_lines_is_reported_unless_it_is_a_schema(tmp_path: Path) -> None:
     files = {"core/a.py": "x = 1\n" * 400, "core/b.py": "x = 1\n" * 401, "training/options/config.py": "x = 1\n" * 401}
     assert file_size_faults(tree(tmp_path, files)) == ["core/b.py has 401 lines of code, over 400"]
 
 
-def test_a_layer_and_a_recipe_over_their_size_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_and_a_recipe_above_their_ceilings_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(LAYER_LINES, "core", 20)
     monkeypatch.setitem(RECIPE_LINES, "grpo", 10)
     files = {f"core/{name}.py": "x = 1\n" * 7 for name in "abc"} | {"core/synonyms.yaml": "# why\na: 1\n\n"}
@@ -191,7 +193,7 @@ def test_a_layer_and_a_recipe_over_their_size_are_found(tmp_path: Path, monkeypa
     ]
 
 
-def test_a_copy_of_a_recipe_is_a_users_own_and_no_fault(tmp_path: Path) -> None:
+def test_a_users_copy_of_a_recipe_is_not_reported(tmp_path: Path) -> None:
     recipes = tmp_path / "recipes"
     shutil.copytree(ROOT / "recipes" / "grpo", recipes / "grpo", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(recipes / "grpo", recipes / "my_algo")
@@ -202,7 +204,7 @@ def test_a_copy_of_a_recipe_is_a_users_own_and_no_fault(tmp_path: Path) -> None:
     assert any("a recipe imports only itself" in fault for fault in import_faults(tmp_path))
 
 
-def test_the_closure_holds_lazy_imports_and_roles_that_are_named_by_strings(
+def test_the_closure_includes_lazy_imports_and_roles_named_by_strings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = {
@@ -218,7 +220,7 @@ def test_the_closure_holds_lazy_imports_and_roles_that_are_named_by_strings(
     assert fault == "recipes/grpo and what it imports have 9 lines of code, over 8"
 
 
-def test_the_closure_of_a_file_holds_no_plugin_and_nothing_else_of_its_recipe(
+def test_the_closure_of_a_file_excludes_plugins_and_the_rest_of_its_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = {
@@ -233,7 +235,7 @@ def test_the_closure_of_a_file_holds_no_plugin_and_nothing_else_of_its_recipe(
     assert fault == "recipes/grpo/single_file.py and what it imports have 3 lines of code, over 2"
 
 
-def test_two_recipes_with_more_than_two_fifths_of_their_lines_in_common_are_found(tmp_path: Path) -> None:
+def test_two_recipes_that_share_over_40_percent_of_their_lines_are_reported(tmp_path: Path) -> None:
     common = [f"common = {i}" for i in range(5)]
     files = {
         "recipes/dpo/main.py": "\n".join([*common, "a = 1", "a = 2", "a = 3"]),  # 5 of 11 with grpo, 4 of 11 with sft
@@ -244,13 +246,13 @@ def test_two_recipes_with_more_than_two_fifths_of_their_lines_in_common_are_foun
     assert shared_line_faults(root) == ["of recipes/dpo and recipes/grpo 45% is the same, over 40%"]
 
 
-def test_an_argument_and_a_result_without_a_type_are_found(tmp_path: Path) -> None:
+def test_a_missing_annotation_is_reported(tmp_path: Path) -> None:
     text = "class A:\n    def f(self, a: int, *b, c, **d): ...\n    def g(self, *a: int) -> None: ...\n"
     (fault,) = annotation_faults(tree(tmp_path, {"core/a.py": text}))
     assert fault == "core/a.py:2: f gives no type for c, b, d, the result"
 
 
-def test_a_recipe_without_its_files_and_tests_is_found(tmp_path: Path) -> None:
+def test_a_recipe_with_missing_files_or_tests_is_reported(tmp_path: Path) -> None:
     files = {
         f"recipes/{name}/{file}": "" for name in ("dpo", "grpo", "sft") for file in (*RECIPE_FILES, "roles/actor.py")
     }
@@ -262,7 +264,7 @@ def test_a_recipe_without_its_files_and_tests_is_found(tmp_path: Path) -> None:
     assert recipe_faults(root)[:2] == ["recipes/dpo has no run.sh", "recipes/grpo has no role in roles/"]
 
 
-def test_a_large_plugin_and_a_folder_without_a_readme_are_found(
+def test_a_large_plugin_and_a_folder_without_readme_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(PLUGIN_LINES, "each", 2)

@@ -35,26 +35,26 @@ def run_suite(folder: Path, text: str, budget_s: float, *options: str) -> subpro
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
 
 
-def test_a_suite_whose_processes_take_more_than_its_budget_fails_though_all_its_tests_pass(tmp_path: Path) -> None:
+def test_a_suite_above_its_cpu_budget_fails_even_if_all_tests_pass(tmp_path: Path) -> None:
     result = run_suite(tmp_path, BURNS, 2.0)
     assert result.returncode == 1
     assert "over its budget of 2" in result.stdout
     assert "1 passed" in result.stdout.splitlines()[-1]
 
 
-def test_what_the_processes_of_xdist_and_orphans_take_counts_too(tmp_path: Path) -> None:
+def test_cpu_time_of_xdist_workers_and_orphans_is_counted(tmp_path: Path) -> None:
     result = run_suite(tmp_path, ORPHAN, 2.0, "-n", "1")
     assert result.returncode == 1
     assert "over its budget of 2" in result.stdout
 
 
-def test_seconds_on_the_clock_cost_nothing(tmp_path: Path) -> None:
+def test_waiting_does_not_count_as_cpu_time(tmp_path: Path) -> None:
     result = run_suite(tmp_path, SLEEPS, 2.9)
     assert result.returncode == 0, result.stdout
     assert " of 2.9" in result.stdout
 
 
-def test_where_a_core_is_half_as_fast_two_of_its_seconds_count_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_seconds_are_scaled_by_the_speed_of_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = CpuBudget(60.0)
     monkeypatch.setattr(budget.meter, "total_s", lambda: 100.0)
     budget.meter._samples_s = [2.5 * REFERENCE_S, 1.5 * REFERENCE_S]

@@ -54,7 +54,7 @@ def test_warnings_of_logs_are_counted_without_numbers_and_bounded(tmp_path: Path
     assert max(len(text) for text in counts) == check_gpu_runs.MOST_CHARACTERS
 
 
-def test_kept_logs_are_the_ends_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_ends_of_logs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_gpu_runs, "MOST_LOG_BYTES", 4)
     log = tmp_path / "trainer-0.log"
     log.write_text("123456789")

@@ -209,7 +209,7 @@ def nodes_of(role: str, nodes: RayNodes) -> list[str]:
     return [actor.node_id for actor in actors if actor.class_name == role]
 
 
-def test_every_file_of_the_packages_is_shipped() -> None:
+def test_every_file_of_the_packages_is_uploaded() -> None:
     folders = [f"./{name}" for name in ("core", "components", "agents", "training", "plugins", "recipes", "scripts")]
     not_shipped = ROOT / "scripts" / "cluster" / "not_shipped.txt"
     command = ["tar", "-C", str(ROOT), "--anchored", f"--exclude-from={not_shipped}", "-cf", "-", *folders]
@@ -226,7 +226,7 @@ def test_every_file_of_the_packages_is_shipped() -> None:
 
 
 @pytest.mark.full
-def test_grpo_trains_on_two_nodes_from_the_code_that_was_shipped(nodes: RayNodes, tmp_path: Path) -> None:
+def test_grpo_trains_on_two_nodes_with_uploaded_code(nodes: RayNodes, tmp_path: Path) -> None:
     options = [f"model.path={write_untrained(tmp_path / 'model')}", f"run_dir={tmp_path}/run", *SMALL.split()]
     options += ["placement.nodes=2", "placement.actor_ranks=2"]
     done = submit(*on_ray("recipes/grpo", nodes), "--", *options, env=nodes.env)
@@ -269,7 +269,7 @@ def test_the_exit_code_is_that_of_the_run(nodes: RayNodes, toy: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_server_that_is_not_there_is_told(toy: Path) -> None:
+def test_an_unreachable_server_is_reported(toy: Path) -> None:
     with socket.socket() as closed:  # bound, and nobody listens
         closed.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{closed.getsockname()[1]}"
@@ -279,7 +279,7 @@ def test_a_server_that_is_not_there_is_told(toy: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_slurm_job_brings_up_its_nodes_and_ends_them_after_a_stop_that_saves(toy: Path, tmp_path: Path) -> None:
+def test_a_slurm_job_starts_its_nodes_and_ends_them_after_saving(toy: Path, tmp_path: Path) -> None:
     tools = tmp_path / "bin"
     tools.mkdir()
     for name, text in SLURM.items():
@@ -333,7 +333,7 @@ def test_a_dry_run_prints_a_valid_bash_script_with_the_requested_resources_and_o
     assert subprocess.run(["bash", "-n"], input=script, text=True, timeout=LIMIT_S).returncode == 0
 
 
-def test_nodes_that_the_options_do_not_use_are_refused() -> None:
+def test_unused_nodes_are_refused() -> None:
     arguments = ["slurm", "recipes/grpo", "--nodes", "4", "--gpus_per_node", "8", "--dry_run", "--"]
     done = submit(*arguments, "run_dir=/shared/run")
     assert done.returncode == 2
@@ -342,7 +342,7 @@ def test_nodes_that_the_options_do_not_use_are_refused() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_options_that_the_recipe_refuses_are_refused_before_anything_is_sent() -> None:
+def test_options_rejected_by_the_recipe_are_refused_before_the_upload() -> None:
     done = submit("slurm", "recipes/grpo", "--nodes", "1", "--", "placement.nods=2")
     assert done.returncode == 2
     assert re.search(says("placement.nods", "placement.nodes"), done.stderr)
@@ -383,7 +383,7 @@ def test_invalid_arguments_are_refused_before_the_recipe_runs(
         (["slurm", "--nodes", "1"], "/a", ("--nodes 1", "--nodes 2")),
     ],
 )
-def test_arguments_that_do_not_fit_the_plan_are_refused_before_anything_is_sent(
+def test_arguments_that_contradict_the_plan_are_refused_before_the_upload(
     module: ModuleType, words: list[str], run_dir: str, facts: tuple[object, ...]
 ) -> None:
     kind, *rest = words
@@ -416,7 +416,7 @@ def test_the_uploaded_project_has_the_code_without_environment_runs_and_weights(
 
 
 @pytest.mark.full
-def test_a_script_goes_on_in_the_projects_python_once_however_that_is_named(tmp_path: Path) -> None:
+def test_a_script_restarts_once_in_the_python_of_the_project(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts" / "reexec_in_venv.py", tmp_path / "scripts")
     (tmp_path / "scripts" / "a.py").write_text(

@@ -65,14 +65,14 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_command_of_a_page_can_be_run_as_it_stands(page: str, reader: Path) -> None:
+def test_every_command_of_a_page_runs_unchanged(page: str, reader: Path) -> None:
     for command in commands(page):
         if not OF_FULL.search(command.text):
             try_command(command, reader)
 
 
 @pytest.mark.full
-def test_commands_that_need_packages_of_the_full_tier_can_be_run_as_they_stand(reader: Path) -> None:
+def test_commands_that_need_packages_of_the_full_tier_run_unchanged(reader: Path) -> None:
     full_commands = [command for page in PAGES for command in commands(page) if OF_FULL.search(command.text)]
     assert len(full_commands) >= 3
     for command in full_commands:
@@ -256,7 +256,7 @@ def sources() -> str:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_code_of_a_page_is_of_a_language_and_can_be_read(page: str) -> None:
+def test_code_blocks_of_a_page_name_a_language_and_can_be_parsed(page: str) -> None:
     for block in blocks(page):
         where = f"{page}:{block.line}"
         assert block.language in LANGUAGES, f"{where}: a block of {block.language}"
@@ -271,7 +271,7 @@ def test_the_code_of_a_page_is_of_a_language_and_can_be_read(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_link_of_a_page_leads_to_a_file_and_to_a_heading_of_it(page: str) -> None:
+def test_every_link_of_a_page_has_an_existing_file_and_heading(page: str) -> None:
     for target, anchor in links(page):
         path = (ROOT / page).parent / target if target else ROOT / page
         assert path.exists(), f"{page} links to {target}"
@@ -281,7 +281,7 @@ def test_every_link_of_a_page_leads_to_a_file_and_to_a_heading_of_it(page: str) 
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_metric_that_a_page_names_is_one_that_is_logged(page: str) -> None:
+def test_every_metric_named_by_a_page_is_logged(page: str) -> None:
     groups = r"reward|actor|critic|rollout|eval|timing_s|perf"
     named = set(re.findall(rf"(?<![\w/.])(?:{groups})/\w+(?=[`=])", text_of(page)))
     assert not {name for name in named if metric_of(name) is None}
@@ -304,7 +304,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.full
-def test_the_site_has_every_page_and_asks_the_network_for_nothing(site: Path) -> None:
+def test_the_site_has_every_page_and_needs_no_network(site: Path) -> None:
     for page in (ROOT / "docs").glob("*.md"):
         assert (site / f"{page.stem}.html").is_file()
     for recipe in RECIPES:
@@ -341,7 +341,7 @@ NAMES_ELSEWHERE = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", NAMES_ELSEWHERE)
-def test_search_on_the_site_finds_a_page_by_the_name_of_an_option_elsewhere(site: Path, name: str) -> None:
+def test_site_search_finds_a_page_by_an_option_name(site: Path, name: str) -> None:
     index = json.loads((site / "search/search_index.json").read_text())
     separator = re.compile(index["config"]["separator"])
     words = {word for word in separator.split(name.lower()) if word}
@@ -353,7 +353,7 @@ def test_search_on_the_site_finds_a_page_by_the_name_of_an_option_elsewhere(site
 
 
 @pytest.mark.full
-def test_the_pages_of_the_api_have_the_docstrings_of_what_they_name(site: Path) -> None:
+def test_api_pages_have_the_docstrings_of_their_objects(site: Path) -> None:
     for page, name in {
         "core": "core.workload.BaseWorkload",
         "batch": "components.batch.Batch.group_by",
@@ -370,14 +370,14 @@ def test_the_pages_of_the_api_have_the_docstrings_of_what_they_name(site: Path) 
 
 
 @pytest.mark.full
-def test_the_page_of_options_has_those_of_every_recipe(site: Path) -> None:
+def test_the_page_of_options_has_the_options_of_every_recipe(site: Path) -> None:
     html = (site / "options.html").read_text()
     for name in ("train.learning_rate", "algorithm.kl_coef", "data.chosen_key", "critic.learning_rate"):
         assert f"<code>{name}</code>" in html, name
 
 
 @pytest.mark.full
-def test_links_of_the_site_lead_to_its_pages_and_files_that_it_lacks_are_named(site: Path) -> None:
+def test_links_of_the_site_are_valid_and_missing_files_are_named(site: Path) -> None:
     recipes = (site / "recipes/index.html").read_text()
     assert 'href="grpo.html#one-step-from-prompt-to-weights"' in recipes
     assert 'href="../from_openrlhf.html"' in recipes

@@ -112,7 +112,7 @@ def test_a_kill_ends_all_processes_and_their_connections(lab: Laboratory, talk: 
 
 @pytest.mark.full
 @pytest.mark.namespaces
-def test_a_pause_loses_nothing(lab: Laboratory, talk: Talk) -> None:
+def test_a_paused_network_loses_no_data(lab: Laboratory, talk: Talk) -> None:
     lab.unplug(lab.far)
     time.sleep(0.2)  # what was on its way arrives
     before = talk.log.read_text()
@@ -127,7 +127,7 @@ def test_a_pause_loses_nothing(lab: Laboratory, talk: Talk) -> None:
 
 @pytest.mark.full
 @pytest.mark.namespaces
-def test_each_machine_has_a_name_and_shared_memory_of_its_own(lab: Laboratory) -> None:
+def test_each_machine_has_its_own_name_and_shared_memory(lab: Laboratory) -> None:
     lab.heal()
     code = "import os, socket; print(socket.gethostname(), os.listdir('/dev/shm')); open('/dev/shm/mine', 'w')"
     for machine in lab.machines:
@@ -138,7 +138,7 @@ def test_each_machine_has_a_name_and_shared_memory_of_its_own(lab: Laboratory) -
 
 @pytest.mark.full
 @pytest.mark.namespaces
-def test_nothing_of_the_machines_outlives_a_killed_owner(tmp_path: Path) -> None:
+def test_no_process_of_the_machines_outlives_a_killed_owner(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", OWNER], cwd=ROOT, stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
         folder, *pids = owner.stdout.readline().decode().split()

@@ -8,7 +8,7 @@ import pytest
 from tests.notebooks import NOTEBOOKS, code_cells, read, run
 
 
-def test_there_are_two_notebooks_in_a_form_that_jupyter_reads() -> None:
+def test_the_two_notebooks_are_valid_for_jupyter() -> None:
     assert [path.stem for path in NOTEBOOKS] == ["components", "local_run"]
     for path in NOTEBOOKS:
         notebook = read(path)
@@ -20,7 +20,7 @@ def test_there_are_two_notebooks_in_a_form_that_jupyter_reads() -> None:
 
 
 @pytest.mark.full
-def test_the_components_give_the_numbers_that_the_notebook_shows_without_ray(tmp_path: Path) -> None:
+def test_the_components_notebook_shows_current_numbers_without_ray(tmp_path: Path) -> None:
     (path,) = (path for path in NOTEBOOKS if path.stem == "components")
     had_ray = "ray" in sys.modules
     outputs = run(path, tmp_path)
@@ -29,7 +29,7 @@ def test_the_components_give_the_numbers_that_the_notebook_shows_without_ray(tmp
 
 
 @pytest.mark.full
-def test_a_recipe_in_local_mode_learns_in_the_notebook_and_its_metrics_are_plotted(tmp_path: Path) -> None:
+def test_the_recipe_notebook_learns_in_local_mode_and_plots_metrics(tmp_path: Path) -> None:
     (path,) = (path for path in NOTEBOOKS if path.stem == "local_run")
     outputs = run(path, tmp_path)
     plots = [output for cell in outputs for output in cell if output["output_type"] == "display_data"]

@@ -20,7 +20,7 @@ def words(screen: str) -> set[str]:
 
 
 @pytest.mark.nightly
-def test_the_pictures_are_made_from_a_run_and_those_of_the_docs_are_not_stale(tmp_path: Path) -> None:
+def test_pictures_are_made_from_a_run_and_those_of_the_docs_are_current(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "pictures.py"), "--out", str(tmp_path), "max_steps=3"]
     env = os.environ | {"TROUPE_PYTHON": sys.executable}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)

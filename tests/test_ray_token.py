@@ -108,7 +108,7 @@ def test_the_token_is_in_no_command_line_and_no_environment(running: dict[str, A
     assert shown == []
 
 
-def test_no_other_user_reaches_the_sockets_and_logs_of_its_ray(running: dict[str, Any]) -> None:
+def test_other_users_cannot_access_the_sockets_and_logs_of_ray(running: dict[str, Any]) -> None:
     session = Path(running["session"])
     assert (session / "sockets").is_dir()
     other = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if os.getuid() == 0 else []
@@ -120,7 +120,7 @@ def test_no_other_user_reaches_the_sockets_and_logs_of_its_ray(running: dict[str
     assert all(known.st_mode & stat.S_ISVTX or not known.st_mode & 0o022 for known in above[private:])
 
 
-def test_its_ray_has_no_process_that_nothing_of_ours_uses_and_none_that_misses_one(running: dict[str, Any]) -> None:
+def test_ray_starts_exactly_the_processes_that_are_needed(running: dict[str, Any]) -> None:
     session = Path(running["session"])
     programs = set()
     for file in Path("/proc").glob("[0-9]*/cmdline"):
@@ -140,12 +140,12 @@ def test_a_job_posted_without_the_token_is_refused(running: dict[str, Any]) -> N
     assert post_a_job(host, running["jobs_port"], {"Authorization": f"Bearer {secrets.token_hex(32)}"}) == 403
 
 
-def test_with_the_token_the_same_job_is_not_refused_for_want_of_it(running: dict[str, Any]) -> None:
+def test_a_job_posted_with_the_token_passes_authentication(running: dict[str, Any]) -> None:
     headers = {"Authorization": f"Bearer {Path(running['token']).read_text()}"}
     assert post_a_job(running["gcs"].partition(":")[0], running["jobs_port"], headers) not in (401, 403)
 
 
-def test_nobody_joins_without_the_token_and_its_owner_does(running: dict[str, Any]) -> None:
+def test_only_a_client_with_the_token_can_connect(running: dict[str, Any]) -> None:
     without = join(running["gcs"], RAY_AUTH_MODE="disabled")
     another = join(running["gcs"], RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
     for stranger in (without, another):
@@ -156,7 +156,7 @@ def test_nobody_joins_without_the_token_and_its_owner_does(running: dict[str, An
     assert owner.stdout == "joined\n", owner.stderr
 
 
-def test_the_file_of_the_token_goes_with_the_job_and_the_environment_is_as_before(
+def test_the_token_file_is_removed_with_the_job_and_the_environment_restored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from core.backends.ray_token import own_token
@@ -184,7 +184,7 @@ print(builder.build().submit("a").error)
 
 
 @pytest.mark.parametrize("token_state", ["another", "none", "no file", "disabled"])
-def test_a_job_on_a_cluster_whose_token_it_lacks_is_refused_by_naming_the_token(
+def test_a_job_without_the_token_of_its_cluster_gets_an_error_that_names_the_token(
     running: dict[str, Any], tmp_path: Path, token_state: str
 ) -> None:
     (tmp_path / "token").write_text(secrets.token_hex(32))

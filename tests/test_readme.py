@@ -23,7 +23,7 @@ def run_file(file: Path, **more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=file.parent, env=env, capture_output=True, text=True, timeout=500)
 
 
-def test_the_readme_is_short_and_begins_with_what_has_not_run() -> None:
+def test_the_readme_is_short_and_states_the_gpu_status_first() -> None:
     lines = README.splitlines()
     assert len(lines) <= 75
     assert len(README.split()) <= 800
@@ -34,7 +34,7 @@ def test_the_readme_is_short_and_begins_with_what_has_not_run() -> None:
     assert len(re.findall(r"[.:] ", lines[2] + " " + lines[3] + " " + lines[4] + " ")) <= 3, "what it is and for whom"
 
 
-def test_the_readme_has_a_row_for_each_recipe_and_leads_to_every_kind_of_page() -> None:
+def test_the_readme_has_a_row_for_each_recipe_and_links_every_kind_of_page() -> None:
     for recipe in RECIPES:
         assert f"| [{recipe}](recipes/{recipe}/README.md) |" in README
     for name in ("index", "own_data", "make_your_own", "howto", "trust", "gpu", "from_trl", "option_names"):
@@ -56,14 +56,14 @@ def shown_jobs(name: str) -> dict[str, str]:
     return dict(blocks)
 
 
-def test_every_file_that_the_pages_on_core_show_is_run() -> None:
+def test_every_file_shown_on_the_pages_of_core_is_run() -> None:
     assert [(name, file) for name in ("core", "core_migration") for file in shown_jobs(name)] == SHOWN
     assert sum(page(name).count("```python") for name in ("core", "core_migration")) == len(SHOWN)
 
 
 @pytest.mark.parametrize("backend", [pytest.param("ray", marks=pytest.mark.full), "local"])
 @pytest.mark.parametrize(("name", "file"), SHOWN)
-def test_the_jobs_of_the_pages_on_core_run_as_they_stand_and_print_what_is_said(
+def test_jobs_on_the_pages_of_core_run_unchanged_with_the_shown_output(
     tmp_path: Path, name: str, file: str, backend: str, request: pytest.FixtureRequest
 ) -> None:
     env = {"RAY_ADDRESS": request.getfixturevalue("ray_address")} if backend == "ray" else {}
@@ -78,13 +78,13 @@ def test_the_jobs_of_the_pages_on_core_run_as_they_stand_and_print_what_is_said(
     assert lines == [said[1], said[2]], done.stdout + done.stderr
 
 
-def test_the_first_screen_of_the_page_on_core_is_one_role_and_one_way_to_call() -> None:
+def test_the_page_on_core_begins_with_one_role_and_one_way_to_call() -> None:
     code = shown_jobs("core")["hello.py"]
     assert len(code.splitlines()) <= 26
     assert code.count("@") == 1
 
 
-def test_the_page_on_migration_says_which_names_are_kept_and_they_exist() -> None:
+def test_names_listed_as_kept_by_the_migration_page_exist() -> None:
     text = page("core_migration")
     kept = re.search(r"\nKept: (.*?)\n\n", text, re.DOTALL)
     assert kept is not None
@@ -100,7 +100,7 @@ MOST_FILES = {"grpo": 6, "multi_turn": 6, "reinforce_pp": 6, "openrlhf_ppo": 10,
 
 
 @pytest.mark.parametrize("recipe", MOST_FILES)
-def test_a_step_goes_through_few_files_and_what_the_readme_names_in_them_is_there(recipe: str) -> None:
+def test_a_step_uses_few_files_and_the_names_in_the_readme_exist(recipe: str) -> None:
     folder = ROOT / "recipes" / recipe
     text = (folder / "README.md").read_text(encoding="utf-8").partition("## One step, from prompt to weights")[2]
     rows = re.search(r"\|---\|---\|\n((?:\|.*\n)+)", text)

@@ -132,7 +132,7 @@ def test_a_changed_copy_outside_of_the_project_runs_its_own_code(
     assert run_changed(outside, recipe, untrained, **env) == ("my_algo", {"my_algo"}, 7)
 
 
-def test_every_recipe_has_a_trial_which_changes_one_place_of_its_algorithm() -> None:
+def test_every_recipe_has_a_copy_test_that_changes_its_algorithm() -> None:
     assert sorted(TRIALS) == RECIPES
     for recipe, trial in TRIALS.items():
         assert (ROOT / "recipes" / recipe / "algorithm.py").read_text().count(trial.old) == 1

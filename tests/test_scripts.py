@@ -64,9 +64,7 @@ def test_run_sh_ends_with_the_exit_code_of_the_recipe(project: Path) -> None:
     assert bash(project / "recipes" / "toy" / "run.sh", "fail").returncode == 7
 
 
-def test_a_recipe_elsewhere_is_imported_by_its_own_name_with_the_project_that_troupe_home_names(
-    project: Path, tmp_path: Path
-) -> None:
+def test_a_recipe_elsewhere_is_imported_by_name_with_the_project_in_troupe_home(project: Path, tmp_path: Path) -> None:
     run_sh = make_recipe(tmp_path / "her work" / "algo") / "run.sh"
     done = bash(run_sh, TROUPE_HOME=os.path.relpath(project, tmp_path), cwd=tmp_path)
     assert done.stdout == f"{['algo', str(tmp_path), [], str(project)]}\n", done.stderr
@@ -88,16 +86,14 @@ def test_a_troupe_home_without_the_project_is_refused(tmp_path: Path) -> None:
         ("other/core", ("core", "module", "core/__init__.py")),
     ],
 )
-def test_a_folder_that_python_cannot_import_by_its_name_is_refused(
-    project: Path, place: str, facts: tuple[str, ...]
-) -> None:
+def test_a_folder_with_an_invalid_module_name_is_refused(project: Path, place: str, facts: tuple[str, ...]) -> None:
     done = bash(make_recipe(project / place) / "run.sh")
     assert done.returncode == 2
     assert re.search(says(project / place, *facts), done.stderr)
     assert "Traceback" not in done.stderr
 
 
-def test_set_up_without_a_python_names_what_to_install_and_creates_nothing(project: Path, tmp_path: Path) -> None:
+def test_setup_without_python_names_the_package_to_install_and_creates_nothing(project: Path, tmp_path: Path) -> None:
     tools = tmp_path / "tools"
     tools.mkdir()
     for tool in ("bash", "cat", "dirname", "flock", "sed", "sha256sum", "timeout"):
@@ -108,7 +104,7 @@ def test_set_up_without_a_python_names_what_to_install_and_creates_nothing(proje
     assert not (project / ".venv").exists()
 
 
-def test_set_up_lists_the_extras_for_an_unknown_one(project: Path) -> None:
+def test_setup_lists_the_extras_if_one_is_unknown(project: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", project)
     done = bash(project / "scripts" / "setup.sh", "--python", sys.executable, "vision")
     assert done.returncode == 2

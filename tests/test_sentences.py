@@ -30,7 +30,7 @@ def choose(found, size):
 '''
 
 
-def test_no_file_has_more_of_a_phrasing_than_the_allow_list() -> None:
+def test_no_file_exceeds_its_counts_in_the_allow_list() -> None:
     allowed = json.loads(ALLOWED.read_text(encoding="utf-8"))
     assert excess(counts_of(ROOT), allowed) == []
 

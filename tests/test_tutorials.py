@@ -27,7 +27,7 @@ def run_python(arguments: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def test_the_episode_of_the_tool_tutorial_is_played_by_hand_as_the_page_says(tmp_path: Path) -> None:
+def test_the_episode_of_the_tool_tutorial_gives_the_documented_texts(tmp_path: Path) -> None:
     files_of("docs/tool_agent.md", tmp_path)
     prompt, tool, end = run_python(["play.py"], tmp_path).splitlines()
     assert prompt == "How much are two apples?"

@@ -95,13 +95,13 @@ def grpo(**algorithm: Any) -> Any:
     )
 
 
-def test_the_page_shows_what_is_tested_here() -> None:
+def test_the_page_shows_the_tested_code() -> None:
     assert len(DIFFS) == PAGE.count("```diff") == 12
     assert set(PAIR_LOSSES) == {*PAIR_VALUES, "aot_unpaired"}
     assert PAIR_LOSSES["hinge"] == SLIC
 
 
-def test_scale_rewards_by_the_batch(copy: Copy) -> None:
+def test_the_variant_scales_rewards_by_the_batch(copy: Copy) -> None:
     computed = advantages(copy("grpo", DIFFS["scale_rewards: batch"]).add_advantages(samples(), grpo()))
     # The groups' means are 0.5 and 0.5.
     deviation = statistics.stdev(REWARDS) + 1e-4
@@ -115,7 +115,7 @@ def test_truncated_responses_have_advantage_0_and_stay_in_the_mean(copy: Copy) -
     assert computed == [[0.5], [-0.5] * 2, [-0.25] * 3, [0.0] * 2]
 
 
-def test_importance_sampling_by_sequence(copy: Copy) -> None:
+def test_the_variant_samples_importance_per_sequence(copy: Copy) -> None:
     config = grpo(correction="tis", correction_range=(0.0, 1.3))
     batch = copy("grpo", DIFFS["importance sampling by sequence"]).add_advantages(samples(), config)
     # Sums of now - drawn: 0.1; -0.5 + 1.0; 0 - 2 + 0; 0.5 - 0.2. Two of their ratios are above 1.3.
@@ -144,7 +144,7 @@ def loss_of(algorithm: ModuleType, config: Any) -> tuple[float, Batch, Any]:
     return float(loss), batch, said
 
 
-def test_only_tokens_of_high_entropy_are_learnt_from(copy: Copy) -> None:
+def test_only_tokens_with_high_entropy_are_trained_on(copy: Copy) -> None:
     loss, batch, said = loss_of(copy("grpo", DIFFS["top_entropy_quantile"]), grpo(clip_high=9.0))
     entropies = said.entropy_N[batch["action_mask"]].tolist()
     worth = batch["advantage"][batch["action_mask"]].tolist()
@@ -155,7 +155,7 @@ def test_only_tokens_of_high_entropy_are_learnt_from(copy: Copy) -> None:
     )
 
 
-def test_the_kl_is_weighed_by_the_ratio(copy: Copy) -> None:
+def test_the_kl_is_multiplied_by_the_importance_ratio(copy: Copy) -> None:
     config = grpo(kl_coef=2.0, kl_estimator="k3", clip_low=0.99, clip_high=9.0)
     loss, batch, _ = loss_of(copy("grpo", DIFFS["unbiased KL with old responses"]), config)
     surrogate = -exp(0.1) * float(batch["advantage"].sum()) / 8
@@ -253,7 +253,7 @@ def test_optimal_transport_without_pairs_sorts_both(copy: Copy) -> None:
 
 
 @pytest.mark.parametrize("name", PAIR_VALUES)
-def test_losses_of_pairs(copy: Copy, name: str) -> None:
+def test_each_variant_of_the_pair_loss_equals_a_calculation_by_hand(copy: Copy, name: str) -> None:
     from recipes.dpo.config import DPOConfig, DPOOptions
 
     algorithm = copy("dpo", DIFFS["Losses of the log-ratios"], SLIC, PAIR_LOSSES[name])
@@ -282,7 +282,7 @@ def test_ipo_of_means_takes_means(copy: Copy) -> None:
     assert algorithm.response_logprobs(logprob_N, batch).tolist() == [-1.5, -0.5]
 
 
-def test_centred_rewards_cost_their_squared_sum(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_centring_penalty_is_the_squared_sum_of_rewards(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
     algorithm = copy("reward_model", DIFFS["center_rewards_coefficient"])
     scores = [0.5, 1.5, 2.0, -1.0]
     monkeypatch.setattr(algorithm, "state_values", lambda model, micro: torch.tensor(scores))

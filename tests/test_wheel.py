@@ -89,7 +89,7 @@ def test_names_of_existing_modules_in_text_get_the_prefix(source: str, expected:
         'x["agents"]',
     ],
 )
-def test_other_code_and_text_stays_as_it_is(source: str) -> None:
+def test_other_code_and_text_is_unchanged(source: str) -> None:
     assert rewritten(source) == source
 
 

@@ -75,7 +75,7 @@ def test_a_page_has_no_private_word(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/")])
-def test_a_page_begins_with_what_the_reader_can_do_after_it(page: str) -> None:
+def test_a_page_begins_with_its_purpose_for_the_reader(page: str) -> None:
     lines = [line for line in re.sub(r"<!--.*?-->", "", text_of(page), flags=re.DOTALL).splitlines() if line]
     assert lines[0].startswith("# ")
     assert re.match(r"(After|On) this page you (can|know|have)\b", lines[1]), lines[1]
@@ -87,7 +87,7 @@ def test_the_help_of_a_recipe_has_no_private_word(recipe: str) -> None:
     assert {o.name: private for o in options_of(schema) if (private := private_words(o.meaning))} == {}
 
 
-def test_no_metric_and_no_alarm_is_described_by_a_private_word() -> None:
+def test_metric_and_alarm_descriptions_have_no_private_word() -> None:
     with (ROOT / "training/tracking/metrics.csv").open(newline="") as file:
         texts = {row["name"]: row["meaning"] for row in csv.DictReader(file)}
     texts |= {alarm.name: f"{alarm.when} {advice(alarm)}" for alarm in (*ALARMS, NOT_A_NUMBER)}
@@ -106,11 +106,11 @@ def test_no_message_has_a_private_word(folder: str) -> None:
 
 
 @pytest.mark.parametrize(("page", "words"), FIELD.items())
-def test_the_words_of_the_field_stand_where_a_reader_looks_for_them(page: str, words: list[str]) -> None:
+def test_pages_use_the_common_terms_of_the_field(page: str, words: list[str]) -> None:
     text = " ".join(text_of(page).split())
     assert [word for word in words if word not in text] == []
 
 
 @pytest.mark.parametrize("text", ["The start says so.", "It answered.", "no room", "tell the world", "It goes on."])
-def test_private_words_are_found(text: str) -> None:
+def test_private_words_are_reported(text: str) -> None:
     assert private_words(text)

@@ -38,7 +38,7 @@ def supported() -> list[str]:
     return re.findall(r"Python :: (\d\.\d+)", "\n".join(PROJECT["classifiers"]))
 
 
-def test_each_tier_has_a_job_which_changes_or_the_clock_start() -> None:
+def test_each_tier_has_a_job_with_a_trigger() -> None:
     assert set(EVENTS) == {"push", "pull_request", "schedule", "workflow_dispatch"}
     started = {job: re.findall(r"github\.event_name == '(\w+)'", JOBS[job]["if"]) for job in JOBS}
     assert started == {
@@ -52,7 +52,7 @@ def test_each_tier_has_a_job_which_changes_or_the_clock_start() -> None:
     assert "bash scripts/test.sh --full" in text_of(".ci/run")
 
 
-def test_the_default_tier_runs_on_every_python_that_is_supported_and_the_others_on_the_first() -> None:
+def test_the_default_tier_runs_on_every_supported_python_and_other_tiers_on_the_first() -> None:
     assert supported() == ["3.11", "3.12"]
     assert PROJECT["requires-python"] == ">=3.11,<3.13"
     assert pythons_of("default") == supported()
@@ -60,7 +60,7 @@ def test_the_default_tier_runs_on_every_python_that_is_supported_and_the_others_
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_a_command_of_a_job_names_scripts_options_and_extras_that_there_are(job: str) -> None:
+def test_scripts_options_and_extras_of_job_commands_exist(job: str) -> None:
     assert commands_of(job)
     for command in commands_of(job):
         assert subprocess.run(["bash", "-n"], input=command, text=True).returncode == 0
@@ -77,7 +77,7 @@ def test_a_command_of_a_job_names_scripts_options_and_extras_that_there_are(job:
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_a_job_may_only_read_ends_some_time_and_takes_actions_of_a_version(job: str) -> None:
+def test_jobs_have_read_permission_a_timeout_and_pinned_actions(job: str) -> None:
     assert WORKFLOW["permissions"] == {"contents": "read"}
     assert "permissions" not in JOBS[job]
     assert 0 < JOBS[job]["timeout-minutes"] <= 360  # which is what the host gives
@@ -86,7 +86,7 @@ def test_a_job_may_only_read_ends_some_time_and_takes_actions_of_a_version(job: 
     assert all(re.fullmatch(r"[\w/-]+@v\d+", action) for action in actions)
 
 
-def test_the_files_that_the_cache_of_packages_goes_by_are_there() -> None:
+def test_the_files_of_the_package_cache_key_exist() -> None:
     for job in JOBS.values():
         (setup,) = [step["with"] for step in job["steps"] if "cache" in step.get("with", {})]
         assert setup["cache"] == "pip"
@@ -94,7 +94,7 @@ def test_the_files_that_the_cache_of_packages_goes_by_are_there() -> None:
             assert (ROOT / name).is_file()
 
 
-def test_a_newer_commit_ends_the_tests_of_an_older_one_and_none_ends_a_night() -> None:
+def test_a_newer_commit_cancels_older_tests_but_not_nightly_runs() -> None:
     assert WORKFLOW["concurrency"]["cancel-in-progress"] is True
     assert "github.ref" in WORKFLOW["concurrency"]["group"]
     assert "github.event_name" in WORKFLOW["concurrency"]["group"]
@@ -105,7 +105,7 @@ RELEASE: dict[Any, Any] = yaml.safe_load(text_of(".github/workflows/release.yml"
 FORMS = sorted(path.name for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*_*.yml"))
 
 
-def test_a_tag_of_a_version_builds_the_wheel_and_the_site_and_publishes_nothing() -> None:
+def test_a_version_tag_builds_wheel_and_site_without_publishing() -> None:
     assert RELEASE[True]["push"] == {"tags": ["v*"]}
     assert RELEASE["permissions"] == {"contents": "read"}
     assert "permissions" not in BUILD
@@ -135,7 +135,7 @@ def test_dependabot_reads_the_files_that_hold_versions() -> None:
     }
 
 
-def test_the_hooks_before_a_commit_are_the_checks_of_ci_and_a_limit_on_the_size_of_files() -> None:
+def test_pre_commit_hooks_are_the_checks_of_ci_and_a_file_size_limit() -> None:
     (local,) = yaml.safe_load(text_of(".pre-commit-config.yaml"))["repos"]
     hooks = {hook["id"]: hook["entry"] for hook in local["hooks"]}
     assert set(hooks) == {"ruff-check", "ruff-format", "sentences", "check-added-large-files"}
@@ -150,12 +150,12 @@ def test_the_hooks_before_a_commit_are_the_checks_of_ci_and_a_limit_on_the_size_
     ] == []
 
 
-def test_there_is_a_form_for_a_bug_a_feature_and_a_question_about_an_algorithm() -> None:
+def test_issue_forms_exist_for_bugs_features_and_algorithm_questions() -> None:
     assert FORMS == ["algorithm_question.yml", "bug_report.yml", "feature_request.yml"]
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_form_of_an_issue_is_complete_and_leads_to_pages_that_exist(name: str) -> None:
+def test_issue_forms_are_complete_and_link_existing_pages(name: str) -> None:
     text = text_of(f".github/ISSUE_TEMPLATE/{name}")
     form = yaml.safe_load(text)
     assert {"name", "description", "body"} <= set(form)

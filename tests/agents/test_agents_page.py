@@ -72,7 +72,7 @@ def test_the_agents_of_the_page_run_episodes(name: str, folder: Path, policy: Pa
     assert batch["num_turns"].tolist() == [turns] * 3
 
 
-def test_the_reward_of_the_page_rewards(folder: Path) -> None:
+def test_the_reward_function_of_the_page_gives_rewards(folder: Path) -> None:
     with open_reward(str(folder / "my_reward.py")) as reward:
         output = reward(["ab> ab", "ab> c"], ["ab>", "ab>"], ["ab", "ab"])
     assert output.reward_B.tolist() == [1, 0]

@@ -258,7 +258,7 @@ def test_an_environment_that_blocks_the_loop_logs_one_warning_and_others_continu
     assert re.search(says("AgentInstance", "agent.runs_in=thread"), message)
 
 
-def test_another_alarm_timer_still_rings_after_a_step(tmp_path: Path) -> None:
+def test_an_existing_alarm_timer_is_restored_after_a_step(tmp_path: Path) -> None:
     rung: list[float] = []
 
     async def run_episodes(pool: EnvironmentPool) -> Any:
@@ -404,7 +404,7 @@ def test_a_killed_run_leaves_no_processes(tmp_path: Path) -> None:
     wait_until_gone(*pids, timeout_s=PATIENCE_S)
 
 
-def test_a_class_that_cannot_be_imported_by_another_process_raises_an_error() -> None:
+def test_a_class_that_another_process_cannot_import_raises_an_error() -> None:
     class AgentInstance:
         pass
 

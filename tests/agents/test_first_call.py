@@ -51,7 +51,7 @@ def reset(body: str) -> str:
     return f"{HEAD}        {body}{STEP}"
 
 
-def test_reset_gets_what_an_episode_gives_it_and_a_prompt_as_it_is_needs_no_tokenizer(tmp_path: Path) -> None:
+def test_reset_gets_the_state_of_an_episode_and_a_plain_prompt_needs_no_tokenizer(tmp_path: Path) -> None:
     text = "assert states == {'observation': 'p0', 'label': '0', 'extra_info': {'level': 0}}; return states"
     assert tried(tmp_path, reset(text)) == []
 
@@ -66,7 +66,7 @@ def test_reset_gets_what_an_episode_gives_it_and_a_prompt_as_it_is_needs_no_toke
         ("return {'observation': open('/no/such/file').read()}", ["FileNotFoundError", "/no/such/file"]),
     ],
 )
-def test_a_reset_that_fails_for_every_row_is_refused(body: str, facts: list[str], tmp_path: Path) -> None:
+def test_a_reset_that_fails_for_every_row_raises_an_error(body: str, facts: list[str], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=says("agent.func_path", "agent.py", "row 0 of the data", *facts)):
         tried(tmp_path, reset(body))
 
@@ -74,19 +74,19 @@ def test_a_reset_that_fails_for_every_row_is_refused(body: str, facts: list[str]
 @pytest.mark.parametrize(
     ("failure", "fact"), [("assert 0, 'no label'", "no label"), ("import os; os._exit(3)", "exit code 3")]
 )
-def test_a_row_that_fails_alone_is_a_note(failure: str, fact: str, tmp_path: Path) -> None:
+def test_a_reset_that_fails_for_one_row_gives_a_note(failure: str, fact: str, tmp_path: Path) -> None:
     (note,) = tried(tmp_path, reset(f"if states['label'] == '0':\n            {failure}\n        return states"))
     assert re.search(says("row 0 of the data", fact, "agent.max_failed_share"), note)
 
 
-def test_a_source_whose_every_row_fails_is_refused_beside_one_that_works(tmp_path: Path) -> None:
+def test_a_data_source_whose_rows_all_fail_is_refused_although_another_works(tmp_path: Path) -> None:
     rows = [*ROWS, *({**row, "datasource": "other", "label": "x"} for row in ROWS)]
     with pytest.raises(ValueError, match=says("row 4 of the data", "invalid literal")):
         tried(tmp_path, reset("int(states['label']); return states"), rows)
 
 
 @pytest.mark.parametrize("body", ["raise ConnectionRefusedError('not here')", "import time; time.sleep(600)"])
-def test_what_another_machine_may_have_or_a_slow_reset_is_a_note(
+def test_a_file_missing_on_this_machine_or_a_slow_reset_gives_a_note(
     body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(first_call, "LIMIT_S", 0.5)
@@ -94,7 +94,7 @@ def test_what_another_machine_may_have_or_a_slow_reset_is_a_note(
     assert re.search(says("agent.func_path", "no result"), note)
 
 
-def test_a_rendered_prompt_in_a_message_is_refused_and_a_plain_one_is_not(tmp_path: Path) -> None:
+def test_a_message_with_an_already_rendered_prompt_is_refused(tmp_path: Path) -> None:
     model = ModelOptions(path=str(chat_model(tmp_path / "model")))
     text = reset("return {'observation': [{'role': 'user', 'content': states['observation']}]}")
     assert tried(tmp_path, text, load=model.tokenizer) == []
@@ -118,7 +118,7 @@ def test_the_reward_of_an_agent_of_one_turn_is_called(column: str, fails: bool, 
         tried(tmp_path, text)
 
 
-def test_an_agent_that_begins_with_the_policy_is_not_tried(tmp_path: Path) -> None:
+def test_an_agent_without_reset_is_not_tried(tmp_path: Path) -> None:
     text = (
         "from agents import AgentExecutorBase\nclass AgentExecutor(AgentExecutorBase):\n"
         "    async def execute(self, task, policy):\n        raise AssertionError\n"

@@ -33,7 +33,7 @@ def draw(prompt: Sequence[int], tokens: Sequence[int]) -> Draw:
     )
 
 
-def test_tokens_of_draws_are_turns_and_others_are_observed() -> None:
+def test_sampled_tokens_form_turns_and_other_tokens_are_observations() -> None:
     episode = Episode([1, 2], 2)
     # Two turns, the second one cut after two of its tokens, with three tokens of an environment between them.
     draws = [draw([1, 2], [10, 11]), draw([1, 2, 10, 11, 7, 8, 9], [20, 21, 22])]
@@ -44,14 +44,14 @@ def test_tokens_of_draws_are_turns_and_others_are_observed() -> None:
     assert episode.versions == [-1, -1, 3, 3, -1, -1, -1, 3, 3]
 
 
-def test_a_masked_token_within_a_draw_is_not_learnt_from_and_the_rest_of_the_draw_is() -> None:
+def test_a_masked_token_of_a_turn_is_excluded_from_training_and_the_others_are_kept() -> None:
     episode = Episode([1], 1)
     fill(episode, [10, 11, 12], [1, 0, 1], [draw([1], [10, 11, 12])])
     assert [(turn.start, turn.end) for turn in episode.turns] == [(1, 2), (3, 4)]
     assert episode.logprobs == [0, -0.1, 0, -0.12]
 
 
-def test_two_draws_in_a_row_are_two_turns() -> None:
+def test_two_consecutive_generations_are_two_turns() -> None:
     episode = Episode([1], 1)
     fill(episode, [10, 11], [1, 1], [draw([1], [10]), draw([1, 10], [11])])
     assert [(turn.start, turn.end) for turn in episode.turns] == [(1, 2), (2, 3)]
@@ -61,7 +61,9 @@ def test_two_draws_in_a_row_are_two_turns() -> None:
     ("response", "mask", "facts"),
     [([10, 99], [1, 1], ["token 1", "did not draw"]), ([10], [1, 1], ["2 numbers", "1 response_ids"])],
 )
-def test_a_mask_that_does_not_fit_the_draws_is_an_error(response: list[int], mask: list[int], facts: list[str]) -> None:
+def test_a_mask_that_contradicts_the_generations_raises_an_error(
+    response: list[int], mask: list[int], facts: list[str]
+) -> None:
     with pytest.raises(ValueError, match=says("response_mask", *facts)):
         fill(Episode([1], 1), response, mask, [draw([1], [10, 11])])
 
@@ -73,7 +75,7 @@ def write(folder: Path, content: str) -> str:
     return str(path)
 
 
-def test_the_file_names_loops_beside_it_with_arguments_of_their_own(tmp_path: Path) -> None:
+def test_the_file_selects_agent_loops_of_its_folder_with_separate_arguments(tmp_path: Path) -> None:
     path = write(tmp_path, "- {name: mine, _target_: my_loops_of_a_test.MyLoop, depth: 3}\n")
     assert {name: arguments for name, (_, arguments) in read_loops(path).items()} == {"mine": {"depth": 3}}
     executor = load_agent(str(Path(__file__).parents[2] / "agents/verl_loops.py"), {"path": path, "default": "mine"})
@@ -88,7 +90,9 @@ def test_the_file_names_loops_beside_it_with_arguments_of_their_own(tmp_path: Pa
         ("- {name: mine, _target_: my_loops_of_a_test.MyLoop}\n", "yours", ["default_agent_loop=yours", "mine"]),
     ],
 )
-def test_a_file_that_cannot_be_used_says_why(tmp_path: Path, content: str, default: str, facts: list[str]) -> None:
+def test_an_invalid_file_of_agent_loops_raises_an_error_with_the_reason(
+    tmp_path: Path, content: str, default: str, facts: list[str]
+) -> None:
     with pytest.raises(ValueError, match=says(*facts)):
         AgentExecutor(write(tmp_path, content), default)
     with pytest.raises(ValueError, match=says("agent_loop_config_path", "lost.yaml")):
@@ -99,7 +103,7 @@ def test_a_file_that_cannot_be_used_says_why(tmp_path: Path, content: str, defau
     ("rewarded_by", "score", "facts"),
     [("environment", None, ["no reward_score", "reward"]), ("reward", 0.5, ["a reward_score", "environment"])],
 )
-def test_a_score_and_what_rewards_an_episode_fit(
+def test_a_score_that_contradicts_the_reward_option_raises_an_error(
     tmp_path: Path, rewarded_by: Any, score: float | None, facts: list[str]
 ) -> None:
     executor = AgentExecutor(write(tmp_path, "- {name: mine, _target_: my_loops_of_a_test.MyLoop}\n"))
@@ -112,7 +116,7 @@ def test_a_score_and_what_rewards_an_episode_fit(
     assert (episode.reward, episode.is_rewarded) == (score or 0.0, score is not None)
 
 
-def test_the_chat_template_is_applied_with_and_without_what_stands_before_the_messages() -> None:
+def test_the_chat_template_is_applied_with_and_without_the_system_prompt() -> None:
     tokenizer = byte_tokenizer()
     messages = [{"role": "user", "content": "a"}]
 

@@ -39,7 +39,7 @@ def test_a_package_with_an_entry_point_provides_by_kind_and_name(installed: Path
         registry.load("colour", "blue", "paint.colour")
 
 
-def test_two_plug_ins_that_provide_the_same_are_refused(installed: Path) -> None:
+def test_two_plug_ins_with_the_same_name_are_refused(installed: Path) -> None:
     (installed / "others").mkdir()
     (installed / "others" / "__init__.py").write_text('PROVIDES = {"colour": {"red": "paint:RED"}}')
     entries = "[troupe.plugins]\ntheirs = theirs\nothers = others\n"

@@ -148,7 +148,7 @@ def test_a_violation_fails_only_its_own_contract(broken: dict[str, Failures], pa
 
 
 @pytest.mark.full
-def test_a_part_that_hangs_exceeds_the_deadline(tmp_path: Path) -> None:
+def test_a_hanging_part_fails_at_the_deadline(tmp_path: Path) -> None:
     arguments = (f"--target={target_of(part)}" for part in HANGING)
     failures, _ = run_contracts(tmp_path, *arguments, f"--deadline={DEADLINE_S}")
     for part, expected in HANGING.items():

@@ -61,7 +61,7 @@ def test_batches_are_split_and_come_back_in_order(report: dict[str, Any]) -> Non
     assert (report["values"], report["ref"]) == (0.5, [-4.0, -8.0, -4.0])
 
 
-def test_updates_weights_and_checkpoints(report: dict[str, Any]) -> None:
+def test_a_step_updates_weights_and_writes_checkpoints(report: dict[str, Any]) -> None:
     assert report["update"] == {"loss": 40.5}
     assert report["critic_updates"] == [6]
     assert report["versions"] == [6, 6]
@@ -74,7 +74,7 @@ def test_rpc_functions_of_the_top_level_are_exported(report: dict[str, Any]) -> 
     assert report["anywhere"] == "made elsewhere"
 
 
-def test_a_future_sequence_blocks_for_its_part_alone() -> None:
+def test_a_future_sequence_blocks_only_for_the_requested_item() -> None:
     from collections.abc import Sequence
 
     assert issubclass(core.FutureSequence, Sequence)
@@ -89,12 +89,12 @@ def test_a_future_sequence_blocks_for_its_part_alone() -> None:
         ("SimpleWorkloadDesc", ["role(name)", "run('package.module:Class')"]),
     ],
 )
-def test_a_part_of_the_submitter_that_the_builder_replaces_is_named(name: str, facts: list[str]) -> None:
+def test_replaced_parts_of_the_submitter_raise_an_error_with_their_replacement(name: str, facts: list[str]) -> None:
     with pytest.raises(ImportError, match=says("core", name, *facts)):
         getattr(core, name)
 
 
-def test_descriptions_have_another_name() -> None:
+def test_renamed_descriptions_raise_an_error_with_the_new_name() -> None:
     from core import DLConfig, ResourceDesc  # pyright: ignore[reportAttributeAccessIssue]
 
     assert (DLConfig, ResourceDesc) == (core.Job, core.Resource)

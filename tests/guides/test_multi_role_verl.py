@@ -99,7 +99,7 @@ def test_the_job_is_described_as_in_the_guide(tmp_path: Path) -> None:
     assert set(main(left_out, 2).workloads) == {"ACTOR_ROLLOUT", "CRITIC", "TRAINER"}
 
 
-def test_groups_call_the_methods_of_the_workers_core(ran: SimpleNamespace) -> None:
+def test_role_groups_call_the_methods_of_the_wrapped_worker(ran: SimpleNamespace) -> None:
     assert (ran.result.status, ran.result.error) == ("finished", ""), ran.result.traceback
     report = json.loads((ran.out / "found.json").read_text())
     assert report["initialised"] == [[True] * ran.gpus] * 3
@@ -112,7 +112,7 @@ def test_run_of_each_worker_is_called_and_ends_with_job_end(ran: SimpleNamespace
     assert ended == {f"{role}-{rank}" for role in ROLES for rank in range(ran.gpus)}
 
 
-def test_what_a_role_prints_is_shown_with_its_name_and_kept_in_its_log(ran: SimpleNamespace) -> None:
+def test_output_of_a_role_is_shown_with_its_name_and_logged(ran: SimpleNamespace) -> None:
     assert "CRITIC-0: waits for the end spawn" in ran.lines
     assert "waits for the end spawn" in (ran.out / "logs" / "critic-0.log").read_text()
 
@@ -132,12 +132,12 @@ def test_an_error_in_run_ends_the_job(backend: BackendName, tmp_path: Path) -> N
     assert re.search(says("run() of CRITIC-0", "KeyError", "in run"), result.error)
 
 
-def test_run_learns_of_the_end_without_job_end(backend: BackendName, tmp_path: Path) -> None:
+def test_run_ends_with_the_job_even_without_job_end(backend: BackendName, tmp_path: Path) -> None:
     assert one_role(tmp_path, "verl_roles.Endless", 1).build().submit("endless", backend=backend).exit_code == 0
     assert (tmp_path / "CRITIC-0.ended").exists()
 
 
-def test_names_of_the_guide_exist() -> None:
+def test_the_names_of_the_guide_exist() -> None:
     assert core.MyWorkerGroup is core.WorkerGroup  # pyright: ignore[reportAttributeAccessIssue]
     assert core.DLJobBuilder is core.JobBuilder
 

@@ -117,7 +117,7 @@ def train(model: Path, run_dir: Path, *options: str) -> dict[str, Any]:
     return last_metrics(run_dir)
 
 
-def test_the_reward_model_command_is_taken(model: Path, tmp_path: Path) -> None:
+def test_the_reward_model_command_is_accepted(model: Path, tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     config = REWARD_MODEL.read(words(REWARD_MODEL_COMMAND, MODEL=model, DATA="task:sort", TEMPLATE=template))
@@ -140,7 +140,7 @@ def test_transformers_loads_the_reward_model_with_the_prefix_score(model: Path, 
     assert reward_model.score(hidden)[:, -1].shape == (1, 1)
 
 
-def test_the_rl_command_is_taken(model: Path) -> None:
+def test_the_rl_command_is_accepted(model: Path) -> None:
     config = read_config(words(RL_COMMAND, MODEL=model, DATA="task:sort"))
     assert (config.prompts_per_step, config.mini_batch_size, config.rollout.max_new_tokens) == (1024, 128, 1024)
     assert (config.rollout.tensor_parallel, config.rollout.gpu_memory, config.placement.colocate) == (2, 0.6, True)
@@ -149,12 +149,12 @@ def test_the_rl_command_is_taken(model: Path) -> None:
 
 
 @pytest.mark.parametrize(("flag", "estimator"), ESTIMATORS.items())
-def test_each_estimator_is_taken(flag: str, estimator: str, model: Path) -> None:
+def test_each_estimator_is_accepted(flag: str, estimator: str, model: Path) -> None:
     options = f"--pretrain {model} --prompt_data task:sort --advantage_estimator {flag} --n_samples_per_prompt 4"
     assert read_config(options.split()).algorithm.estimator == estimator
 
 
-def test_dynamic_filtering_with_its_range_is_taken(model: Path) -> None:
+def test_dynamic_filtering_with_its_range_is_accepted(model: Path) -> None:
     options = f"--pretrain {model} --prompt_data task:sort --n_samples_per_prompt 8 --dynamic_filtering"
     options += " --dynamic_filtering_reward_range 0.01 0.99 --use_dynamic_batch --train_max_tokens_per_gpu 4096"
     options += " --rollout_max_tokens_per_gpu 8192"
@@ -163,7 +163,7 @@ def test_dynamic_filtering_with_its_range_is_taken(model: Path) -> None:
     assert (config.train.max_tokens, config.train.forward_max_tokens) == (4096, 8192)
 
 
-def test_importance_sampling_correction_and_icepop_are_taken(model: Path) -> None:
+def test_importance_sampling_correction_and_icepop_are_accepted(model: Path) -> None:
     options = f"--pretrain {model} --prompt_data task:sort --enable_vllm_is_correction"
     options += " --vllm_is_truncated_threshold 0.5 5.0"
     tis = read_config([*options.split(), "run_dir=runs/x"])
@@ -171,7 +171,7 @@ def test_importance_sampling_correction_and_icepop_are_taken(model: Path) -> Non
     assert read_config([*options.split(), "--use_icepop"]).algorithm.correction == "icepop"
 
 
-def test_icepop_is_zero_outside_of_the_interval_where_truncation_clips() -> None:
+def test_icepop_is_zero_outside_of_the_interval_and_truncation_clips() -> None:
     ratio_N = torch.tensor([0.1, 1.0, 10.0])
     mask_N = torch.ones(3, dtype=torch.bool)
     weigh = partial(importance_weights, ratio_N.log(), torch.zeros(3), mask_N, torch.tensor([3]), level="token")
@@ -180,7 +180,7 @@ def test_icepop_is_zero_outside_of_the_interval_where_truncation_clips() -> None
 
 
 @pytest.mark.full
-def test_a_local_reward_file_rewards(model: Path, tmp_path: Path) -> None:
+def test_a_local_reward_file_gives_rewards(model: Path, tmp_path: Path) -> None:
     (tmp_path / "reward_func.py").write_text(REWARD)
     options = f"--remote_rm_url {tmp_path / 'reward_func.py'} --advantage_estimator reinforce"
     metrics = train(model, tmp_path / "run", *options.split())
@@ -207,7 +207,7 @@ def test_the_agent_of_the_guide_plays_three_turns(episodes: tuple[dict[str, Any]
 
 
 @pytest.mark.full
-def test_the_tokens_of_an_episode_are_those_that_were_sampled(
+def test_the_tokens_of_an_episode_are_the_sampled_ones(
     episodes: tuple[dict[str, Any], list[dict[str, Any]]], model: Path
 ) -> None:
     feedback = AutoTokenizer.from_pretrained(model)("ba>")["input_ids"]
@@ -251,7 +251,7 @@ class Lengths(BaseHTTPRequestHandler):
 
 
 @pytest.mark.full
-def test_a_reward_server_rewards(model: Path, tmp_path: Path) -> None:
+def test_a_reward_server_gives_rewards(model: Path, tmp_path: Path) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Lengths)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_address[1]}/get_reward"
@@ -260,14 +260,14 @@ def test_a_reward_server_rewards(model: Path, tmp_path: Path) -> None:
     assert metrics["reward/reward"] >= 6
 
 
-def test_the_servers_command_is_taken(model: Path) -> None:
+def test_the_command_of_the_reward_server_is_accepted(model: Path) -> None:
     command = f"--reward_pretrain {model} --port 5000 --bf16 --attn_implementation flash_attention_2"
     command += " --normalize_reward --max_len 8192 --batch_size 16"
     config = load_config(ServeConfig, command.split())
     assert (config.port, config.normalize, config.max_text_tokens, config.batch_size) == (5000, True, 8192, 16)
 
 
-def test_a_wandb_token_is_taken_and_written_nowhere(model: Path) -> None:
+def test_a_wandb_token_is_accepted_and_not_written_to_any_file(model: Path) -> None:
     token = "0123456789abcdef0123456789abcdef01234567"
     config = read_config([*f"--pretrain {model} --prompt_data task:sort --use_wandb {token}".split()])
     assert config.log.wandb_key == token
@@ -291,6 +291,6 @@ def test_asynchronous_training_and_the_hybrid_engine_exclude_each_other(model: P
     assert not read_config([*options.removesuffix("--vllm_enable_sleep").split()]).placement.colocate
 
 
-def test_the_rows_of_the_guide_have_tests_and_hold() -> None:
+def test_each_row_of_the_guide_has_a_test() -> None:
     check_rows(Path(__file__))
     assert len(rows_of(Path(__file__))) > 80

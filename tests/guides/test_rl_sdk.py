@@ -52,7 +52,7 @@ def test_roles_are_an_enum() -> None:
     assert RLRoleType.ACTOR.name == RLRoleType.ACTOR.value == "ACTOR"
 
 
-def test_properties_of_a_workload(report: dict[str, Any]) -> None:
+def test_a_workload_has_the_properties_of_the_guide(report: dict[str, Any]) -> None:
     first, second = report["RG_ACTOR"]
     assert (first["name"], second["name"]) == ("ACTOR-0", "ACTOR-1")
     assert (first["role"], second["rank"], second["word_size"], second["world_size"]) == ("ACTOR", 1, 2, 2)
@@ -63,13 +63,13 @@ def test_properties_of_a_workload(report: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("backend", [pytest.param("ray", marks=pytest.mark.full)], indirect=True)
-def test_ranks_have_an_address_to_meet_at(report: dict[str, Any]) -> None:
+def test_ranks_have_a_rendezvous_address(report: dict[str, Any]) -> None:
     ranks = report["RG_CRITIC"][0]
     assert ranks["torch_master_addr"]
     assert 0 < ranks["torch_master_port"] < 65536
 
 
-def test_role_predicates(report: dict[str, Any]) -> None:
+def test_roles_have_the_predicates_of_the_guide(report: dict[str, Any]) -> None:
     by_role = [report[f"RG_{role}"][0]["predicates"] for role in ALL]
     assert by_role == [[i == j for j in range(5)] for i in range(5)]
 
@@ -86,7 +86,7 @@ def test_methods_without_a_decorator_are_called(report: dict[str, Any]) -> None:
     assert re.search(says("ACTOR", "'updat_actor'", "update_actor"), report["typo"][1])
 
 
-def test_options_of_an_invocation(report: dict[str, Any]) -> None:
+def test_an_invocation_has_the_options_of_the_guide(report: dict[str, Any]) -> None:
     assert report["a"] == report["b"] == [1, 2]
     assert report["a_later"] == [101, 102]
     assert report["b_filtered"] == [1, 1]
@@ -98,19 +98,19 @@ def test_options_of_an_invocation(report: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("backend", [pytest.param("ray", marks=pytest.mark.full)], indirect=True)
-def test_references_and_handles_are_taken_by_ray(report: dict[str, Any]) -> None:
+def test_references_and_handles_can_be_passed_to_ray(report: dict[str, Any]) -> None:
     assert (report["get"], report["wait"]) == ([1, 2], 2)
     assert (report["remote"], report["remote_one"]) == ([2, 2], [7])
     assert report["remote_error"]
 
 
 @pytest.mark.parametrize("backend", [pytest.param("ray", marks=pytest.mark.full)], indirect=True)
-def test_a_timeout_is_the_callers(report: dict[str, Any]) -> None:
+def test_the_caller_sets_the_timeout_of_a_call(report: dict[str, Any]) -> None:
     assert re.search(says("1 s", "ACTOR.late", "0, 1"), report["late"])
     assert report["same_processes"]
 
 
-def test_properties_and_methods_of_a_trainer(report: dict[str, Any]) -> None:
+def test_a_trainer_has_the_properties_and_methods_of_the_guide(report: dict[str, Any]) -> None:
     assert report["config"] == 0.1
     assert report["handles"] == {"ACTOR": 2, "ROLLOUT": 2, "REWARD": 1, "REFERENCE": 1, "CRITIC": 1}
     assert report["lists"] == [2, 1, 2, 1, 1]
@@ -119,7 +119,7 @@ def test_properties_and_methods_of_a_trainer(report: dict[str, Any]) -> None:
     assert re.search(says("RG_TOOL", "RG_ACTOR"), report["no_role"][1])
 
 
-def test_imports_of_the_guide() -> None:
+def test_the_imports_of_the_guide_work() -> None:
     from core.trainer import BaseTrainer
     from core.workload import BaseWorkload
 

@@ -186,7 +186,7 @@ def test_the_guides_program_trains_with_the_built_in_functions(tmp_path: Path) -
 
 
 @pytest.mark.full
-def test_the_guides_program_trains_with_functions_of_its_own(tmp_path: Path) -> None:
+def test_the_guides_program_trains_with_user_functions(tmp_path: Path) -> None:
     metrics = last_metrics(run_program(tmp_path, "selected", "letters")[0])
     assert 0 <= metrics["critic/score/mean"] <= 1
     assert metrics["val-core/letters/reward/mean@1"] == 2
@@ -211,7 +211,7 @@ def test_a_reward_model_without_a_score_head_is_refused(tmp_path: Path) -> None:
         RayPPOTrainer(config).fit()
 
 
-def test_the_program_of_megatron_takes_the_same_classes(tmp_path: Path) -> None:
+def test_the_megatron_program_accepts_the_same_classes(tmp_path: Path) -> None:
     assert NVMegatronRayWorkerGroup is RayWorkerGroup
     model = write_untrained(tmp_path / "model")
     config = config_of(tmp_path, model)
@@ -238,7 +238,7 @@ class MyCritic(CriticWorker):
     """A worker class of the user's own."""
 
 
-def test_a_worker_of_the_users_own_is_run(tmp_path: Path) -> None:
+def test_a_worker_class_of_the_user_is_used(tmp_path: Path) -> None:
     config = config_of(tmp_path, write_untrained(tmp_path / "model"))
     workers = {Role.ActorRollout: ActorRolloutRefWorker, Role.Critic: MyCritic, "judge": MyCritic}
     manager = ResourcePoolManager({"pool": [1]}, {Role.ActorRollout: "pool", Role.Critic: "pool", "judge": "pool"})
@@ -249,14 +249,14 @@ def test_a_worker_of_the_users_own_is_run(tmp_path: Path) -> None:
     assert roles["ACTOR_ROLLOUT"].entrypoint == "recipes.verl_ppo.roles.actor_rollout_ref:ActorRolloutRefWorker"
 
 
-def test_the_policy_worker_is_what_its_role_names() -> None:
+def test_each_combination_of_policy_roles_is_accepted() -> None:
     for names in (["actor_rollout_ref"], ["actor_rollout", "ref"], ["actor", "rollout", "ref"]):
         manager = ResourcePoolManager({"pool": [1]}, dict.fromkeys(names, "pool"))
         options = [*manager.options(), "data.path=task:sort", "model.path=warm_start:sort", "algorithm.kl_coef=0.1"]
         assert set(names) <= set(read_config(options).roles)
 
 
-def test_a_prompt_is_the_only_field_that_a_row_needs(tmp_path: Path) -> None:
+def test_a_prompt_is_the_only_required_field_of_a_row(tmp_path: Path) -> None:
     parquet.write_table(Table.from_pylist([{"prompt": "cab>"}] * 8), tmp_path / "rows.parquet")
     (tmp_path / "score.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str)\n"
@@ -273,7 +273,7 @@ def test_the_four_data_sets_have_their_scripts() -> None:
     assert {"gsm8k", "math", "hellaswag", "full_hh_rlhf"} <= names
 
 
-def test_the_rows_of_the_guide_have_tests_and_hold() -> None:
+def test_each_row_of_the_guide_has_a_test() -> None:
     check_rows(Path(__file__))
 
 
@@ -283,7 +283,7 @@ def test_the_roles_are_an_enum_with_the_numbers_of_the_guide() -> None:
     assert Role["Critic"] is Role.Critic
 
 
-def test_a_pool_that_does_not_exist_is_refused() -> None:
+def test_an_unknown_pool_is_refused() -> None:
     with pytest.raises(ValueError, match=says("critic", "other", "global_pool")):
         ResourcePoolManager({"global_pool": [1]}, {Role.Critic: "other"})
 
@@ -312,7 +312,7 @@ def test_a_data_source_selects_its_reward_function() -> None:
         _select_rm_score_fn("no_such_source")
 
 
-def test_a_reward_function_that_no_other_process_can_find_is_refused() -> None:
+def test_a_reward_function_that_other_processes_cannot_import_is_refused() -> None:
     with pytest.raises(ValueError, match="top level"):
         RewardManager(compute_score=lambda data_source, solution_str, ground_truth, extra_info=None: 1.0).options()
 

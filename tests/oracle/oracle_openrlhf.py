@@ -256,7 +256,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_recipe_does_what_openrlhf_does(
+def test_the_recipe_matches_openrlhf(
     case: Case, tmp_path: Path, differences: Differences, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = parts.Order()

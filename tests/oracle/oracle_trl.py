@@ -182,7 +182,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_recipe_does_what_trl_does(case: Case, tmp_path: Path, differences: Differences) -> None:
+def test_the_recipe_matches_trl(case: Case, tmp_path: Path, differences: Differences) -> None:
     path = make_model(tmp_path / "model")
     start = weights_of(AutoModelForCausalLM.from_pretrained(path))
     apart = Apart.of(ours(case, path, tmp_path / "run"), theirs(case, path, tmp_path), start)

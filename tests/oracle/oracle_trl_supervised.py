@@ -234,7 +234,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.recipe}, {case.name}")
-def test_the_recipe_does_what_trl_does(case: Case, folder: Path, differences: Differences) -> None:
+def test_the_recipe_matches_trl(case: Case, folder: Path, differences: Differences) -> None:
     path = make_start(case.recipe, folder)
     start = weights_of(opened(case.recipe, path))
     apart = Apart.of(ours(case, path, folder), theirs(case, path, folder), start)
@@ -250,7 +250,7 @@ def test_the_recipe_does_what_trl_does(case: Case, folder: Path, differences: Di
     ],
     ids=["prompt and completion", "text"],
 )
-def test_the_same_texts_are_the_same_tokens_but_for_what_the_page_lists(
+def test_texts_have_the_same_tokens_except_for_listed_differences(
     theirs_row: dict[str, str], ours_row: dict[str, str], form: DemonstrationFormat, adds_end: bool, tmp_path: Path
 ) -> None:
     path = make_model(tmp_path / "model")

@@ -390,7 +390,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_recipe_does_what_verl_does(case: Case, tmp_path: Path, differences: Differences) -> None:
+def test_the_recipe_matches_verl(case: Case, tmp_path: Path, differences: Differences) -> None:
     path = make_model(tmp_path / "model")
     start = weights_of(AutoModelForCausalLM.from_pretrained(path))
     apart = Apart.of(ours(case, path, tmp_path / "run"), theirs(case, path), start)

@@ -94,7 +94,7 @@ def test_a_run_uses_an_engine_and_a_carrier_of_another_project(install_package: 
     assert {name: theirs[name] for name in compared} == {name: ours[name] for name in compared}
 
 
-def test_names_that_no_plug_in_provides_are_refused_in_one_line_each(tmp_path: Path) -> None:
+def test_unknown_plug_in_names_are_refused_in_one_line_each(tmp_path: Path) -> None:
     assert "echoing_plugin" not in sys.modules
     model = f"model.path={write_untrained(tmp_path / 'model')}"
     faults = {

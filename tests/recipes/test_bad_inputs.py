@@ -53,7 +53,7 @@ def broken(model: Path, folder: Path, file: str, content: str) -> Path:
 
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_bad_input_is_reported_in_one_line_and_starts_nothing(
+def test_an_invalid_input_is_reported_in_one_line_before_the_start(
     recipe: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     of_model, of_data = MODEL.get(recipe, "model.path"), DATA.get(recipe, "data.path")

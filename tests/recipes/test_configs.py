@@ -45,19 +45,19 @@ def test_the_plan_of_each_configuration_fits_its_machines(
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_each_configuration_says_how_it_is_run_and_that_nothing_is_measured_yet(path: Path) -> None:
+def test_each_configuration_has_its_command_and_notes_that_it_is_not_measured(path: Path) -> None:
     head = path.read_text().partition("model:")[0]
     assert f"--config {path.relative_to(ROOT)}\n" in head
     assert "not been measured" in head
 
 
-def test_the_configurations_cover_the_sizes_that_people_train() -> None:
+def test_the_configurations_cover_common_model_sizes() -> None:
     named = {(path.parents[1].name, size) for path in CONFIGS for size in re.findall(r"_([\d.]+b)_", path.stem)}
     assert {("grpo", size) for size in ("0.5b", "1.5b", "7b", "32b")} <= named
     assert {recipe for recipe, _ in named} == {"grpo", "openrlhf_ppo", "sft", "dpo"}
 
 
-def test_the_prompts_of_gsm8k_are_read_as_its_script_writes_them(tmp_path: Path) -> None:
+def test_prompts_written_by_the_gsm8k_script_are_read_unchanged(tmp_path: Path) -> None:
     from components.data.prompts import load_rows
     from components.rewards.scorers import get_scorer
 

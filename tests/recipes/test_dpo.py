@@ -105,7 +105,7 @@ def gaps(policy: Path, reference: Path) -> list[float]:
     ids=["dpo", "cdpo", "ipo"],
 )
 @pytest.mark.parametrize("nll_loss_coef", [0.0, 0.5])
-def test_the_loss_is_that_of_the_papers_on_the_logits_of_transformers(
+def test_the_loss_equals_the_formulas_of_the_papers_on_transformers_logits(
     options: dict[str, Any], of_gap: Callable[[float], float], nll_loss_coef: float, models: tuple[Path, Path]
 ) -> None:
     policy, reference = models
@@ -201,7 +201,7 @@ def difference(one: RunFolder, other: RunFolder) -> float:
     return max(float((x - weights[1][name]).abs().max()) for name, x in weights[0].items())
 
 
-def test_a_resumed_run_is_the_same_to_the_last_bit(runs: dict[str, RunFolder]) -> None:
+def test_a_resumed_run_is_bit_equal(runs: dict[str, RunFolder]) -> None:
     assert difference(runs["plain"], runs["resumed"]) == 0
     assert [line["step"] for line in runs["resumed"].metrics] == [3, 4, 5]
     untimed = [line for line in runs["plain"].learnt() if line["step"] > 2]
@@ -212,18 +212,14 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(runs: dict[str, RunFolder]) -
 
 
 @pytest.mark.parametrize("name", TIES)
-def test_a_policy_that_is_its_own_reference_begins_with_ties_whatever_the_lengths(
-    runs: dict[str, RunFolder], name: str
-) -> None:
+def test_a_policy_equal_to_its_reference_has_no_preference_at_the_start(runs: dict[str, RunFolder], name: str) -> None:
     start = runs[name].lines[0]
     assert start["step"] == 0
     assert (start["eval/accuracy"], start["eval/margin"]) == (0.5, 0)
 
 
 @pytest.mark.parametrize(("ranks", "count", "calls"), [(1, 1024, 1), (1, 1025, 2), (3, 3 * 1024 + 1, 2), (3, 2, 1)])
-def test_no_rank_is_asked_about_more_than_1024_pairs_at_once_and_none_about_nothing(
-    ranks: int, count: int, calls: int
-) -> None:
+def test_evaluation_calls_have_at_most_1024_pairs_per_rank_and_at_least_one(ranks: int, count: int, calls: int) -> None:
     batch = Batch.from_rows({"tokens": [[number] for number in range(2 * count)]})
     parts = in_calls(batch, ranks)
     assert len(parts) == calls
@@ -249,7 +245,9 @@ def test_a_tilde_in_a_path_is_the_home_folder(monkeypatch: pytest.MonkeyPatch, t
 
 
 @pytest.mark.parametrize("other", ["padded", "fine", "fsdp"])
-def test_how_it_is_computed_changes_no_result(runs: dict[str, RunFolder], other: str) -> None:
+def test_precision_packing_and_micro_batches_do_not_change_the_result_of_dpo(
+    runs: dict[str, RunFolder], other: str
+) -> None:
     assert difference(runs["plain"], runs[other]) < 1e-4
     for one, two in zip(runs["plain"].lines, runs[other].lines, strict=True):
         for name in ("actor/loss", "actor/margin", "actor/nll", "eval/loss"):
@@ -278,7 +276,7 @@ def test_another_model_can_be_the_reference(runs: dict[str, RunFolder], models: 
     assert run.summary["status"] == "finished"
 
 
-def test_adapters_learn_too_and_are_merged_into_what_is_saved(runs: dict[str, RunFolder], policy: Path) -> None:
+def test_adapters_are_trained_and_merged_into_the_saved_model(runs: dict[str, RunFolder], policy: Path) -> None:
     run = runs["adapters"]
     first, *_, last = [line["eval/loss"] for line in run.lines if "eval/loss" in line]
     assert last < first - 0.02
@@ -344,7 +342,7 @@ NEW = """--model.model_name_or_path m --ref.model_name_or_path r --ref.offload -
     --logger.wandb.key true"""
 
 
-def test_openrlhfs_names_of_0_9_and_of_0_10_mean_the_same() -> None:
+def test_option_names_of_openrlhf_0_9_and_0_10_have_the_same_meaning() -> None:
     flat, new = (read_config(["run_dir=x", *text.split()]) for text in (FLAT, NEW))
     assert flat == new
     algorithm = flat.algorithm
@@ -362,7 +360,7 @@ def test_openrlhfs_names_of_0_9_and_of_0_10_mean_the_same() -> None:
     assert (flat.checkpoint.export_path, flat.checkpoint.path, flat.checkpoint.every) == ("s", "k", 5)
 
 
-def test_its_defaults_are_those_of_openrlhf() -> None:
+def test_the_defaults_are_those_of_openrlhf() -> None:
     config = read_config(["model.path=m", "data.path=d"])
     algorithm, train = config.algorithm, config.train
     assert (train.batch_size, train.epochs, train.learning_rate) == (128, 1, 1e-5)
@@ -371,7 +369,7 @@ def test_its_defaults_are_those_of_openrlhf() -> None:
     assert (algorithm.nll_loss_coef, config.reference.path, config.data.prompt_key) == (0.0, None, None)
 
 
-def test_the_whole_plan_is_one_role_with_a_gpu_for_each_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_has_one_role_with_one_gpu_per_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--dry_run", "placement.ranks_per_node=4", "placement.nodes=2"]) == 0
     roles = json.loads(capsys.readouterr().out)["roles"]
     machines = {name: (role["nnodes"], role["nproc_per_node"]) for name, role in roles.items()}

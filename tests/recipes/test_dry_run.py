@@ -93,7 +93,7 @@ def test_a_dry_run_refuses_what_the_run_refuses(
     assert refused in error
 
 
-def test_a_plan_for_other_machines_reports_faults_of_the_data_here_and_stands(
+def test_a_plan_for_other_machines_reports_local_data_faults_as_notes(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, _, error = planned("verl_ppo", f"{VERL} {STEP} assume_devices=1x1x80GB", files, capsys)
@@ -103,7 +103,7 @@ def test_a_plan_for_other_machines_reports_faults_of_the_data_here_and_stands(
 
 @pytest.mark.parametrize("model", ["/no/such/32B", "org/no-such-model"])
 @pytest.mark.parametrize("machines", ["", "assume_devices=8x1x80GBx1000GB prompts_per_step=8"])
-def test_a_model_that_is_not_here_has_no_verdict(
+def test_the_plan_has_no_memory_verdict_for_a_missing_model(
     model: str, machines: str, files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, plan, error = planned("grpo", f"{RL} {STEP} model.path={model} {machines}", files, capsys)
@@ -114,7 +114,7 @@ def test_a_model_that_is_not_here_has_no_verdict(
     assert ": fits" not in error
 
 
-def test_a_config_json_alone_is_enough_for_the_numbers(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_json_suffices_for_the_memory_plan(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = f"{RL} {STEP} model.path=FILES/large assume_devices=8x4x80GBx1000GB placement.nodes=4 prompts_per_step=32"
     options += " rollout.tensor_parallel=4"
     code, plan, error = planned("grpo", options, files, capsys)
@@ -129,7 +129,7 @@ def test_a_config_json_alone_is_enough_for_the_numbers(files: Path, capsys: pyte
     assert "it cannot fit" in error
 
 
-def test_machines_that_a_plan_does_not_use_are_named(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unused_machines_of_a_plan_are_listed(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     idle = []
     for nodes in ("", "placement.nodes=4 prompts_per_step=32"):
         options = f"{RL} {STEP} prompts_per_step=8 assume_devices=8x4x80GB {nodes}"
@@ -140,7 +140,7 @@ def test_machines_that_a_plan_does_not_use_are_named(files: Path, capsys: pytest
     assert idle == [3, 0]
 
 
-def test_the_reason_for_unused_prompts_is_the_one_that_holds() -> None:
+def test_the_note_on_unused_prompts_has_the_actual_reason() -> None:
     read = import_module("recipes.grpo.main").read_config
     options = ["model.path=m", "data.path=task:sort", "prompts_per_step=8"]
     assert re.search(says("last 3 prompts", "do not fill a step"), read(options).arithmetic(27))

@@ -47,7 +47,7 @@ def children_of(process: "subprocess.Popen[str]") -> list[str]:
 
 
 @pytest.mark.parametrize("number", CODES)
-def test_during_the_imports_a_signal_is_one_line(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_during_the_imports_prints_one_line(number: signal.Signals, tmp_path: Path) -> None:
     process = started(
         [sys.executable, "-P", str(ROOT / "scripts/early_stop.py"), "recipes.grpo.main"], tmp_path / "run"
     )

@@ -27,7 +27,7 @@ def program(*arguments: str, **env: str) -> "subprocess.CompletedProcess[bytes]"
     )
 
 
-def test_characters_missing_from_an_encoding_are_written_as_codes() -> None:
+def test_characters_missing_from_an_encoding_are_written_as_escapes() -> None:
     code = f"from {accept_any_text.__module__} import *; accept_any_text(); print('é \\U0001f600 \\ud800')"
     shown = {name: program("-c", code, PYTHONIOENCODING=name).stdout for name in ("ascii", "latin-1", "utf-8")}
     assert shown == {
@@ -37,7 +37,7 @@ def test_characters_missing_from_an_encoding_are_written_as_codes() -> None:
     }
 
 
-def test_a_run_whose_terminal_is_ascii_prints_emojis_of_names_and_of_users_code_as_codes(tmp_path: Path) -> None:
+def test_an_ascii_terminal_shows_emojis_of_names_and_user_code_as_escapes(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
     run_dir = tmp_path / "run \U0001f600"
     arguments = [f"run_dir={run_dir}", f"reward.source={tmp_path}/reward.py", *OPTIONS]
@@ -51,7 +51,7 @@ def test_a_run_whose_terminal_is_ascii_prints_emojis_of_names_and_of_users_code_
 
 
 @pytest.mark.parametrize("env", [{}, {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}])
-def test_an_argument_that_is_no_text_is_refused_by_name(tmp_path: Path, env: dict[str, str]) -> None:
+def test_an_argument_with_invalid_utf8_is_refused_by_name(tmp_path: Path, env: dict[str, str]) -> None:
     name = b"\xff" if not env else "\U0001f600".encode()
     done = subprocess.run(
         [sys.executable, "-P", "-m", "recipes.sft.main", b"run_dir=" + bytes(tmp_path) + b"/" + name],

@@ -77,7 +77,7 @@ def test_a_dry_run_shows_the_first_example_and_the_columns(
 
 
 @pytest.mark.parametrize("recipe", LINES)
-def test_a_column_that_would_be_lost_ends_the_command_before_anything_starts(
+def test_an_unread_column_is_refused_before_the_start(
     recipe: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
@@ -90,7 +90,7 @@ def test_a_column_that_would_be_lost_ends_the_command_before_anything_starts(
     assert not run.exists()
 
 
-def test_a_run_shows_them_too(model: Path, tmp_path: Path) -> None:
+def test_a_run_shows_the_first_example_and_the_columns(model: Path, tmp_path: Path) -> None:
     arguments = [*options("sft", model, tmp_path), "train.batch_size=1", "evaluation.held_out=0"]
     run = run_here("sft", tmp_path / "run", *arguments)
     assert run.code == 0, run.err

@@ -51,9 +51,7 @@ def updated(recipe: str, precision: str, folder: Path, experience: Batch) -> dic
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_autocast"])
 @pytest.mark.parametrize("recipe", NAMES)
-def test_the_ratio_is_1_before_an_update_whatever_an_earlier_pass_gave(
-    recipe: str, precision: str, tmp_path: Path
-) -> None:
+def test_the_first_ratio_is_1_for_any_result_of_an_earlier_pass(recipe: str, precision: str, tmp_path: Path) -> None:
     rollouts = Batch.load(GOLDEN / f"{recipe}.parquet")
     metrics = updated(recipe, precision, tmp_path, rollouts.select((rollouts["step"] == 0).nonzero().squeeze(1)))
     assert metrics["first_ratio_mean"] == pytest.approx(1.0, abs=1e-6)

@@ -29,12 +29,12 @@ def trace(folder: Path, recipe: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("recipe", golden.RECIPES)
-def test_five_updates_give_the_metrics_they_gave_before(recipe: str) -> None:
+def test_five_updates_give_the_stored_metrics(recipe: str) -> None:
     with kept_environment():
         assert golden.moved(trace(GOLDEN, recipe), golden.played(recipe, GOLDEN)) == []
 
 
-def test_the_script_prints_what_moved_and_writes_it_down(
+def test_the_script_prints_and_stores_changed_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(GOLDEN, tmp_path, dirs_exist_ok=True)
@@ -52,7 +52,7 @@ def test_the_script_prints_what_moved_and_writes_it_down(
 
 
 @pytest.mark.parametrize("recipe", golden.RECIPES)
-def test_a_trace_is_small_and_says_something_in_every_step(recipe: str) -> None:
+def test_a_trace_is_small_and_has_values_for_every_step(recipe: str) -> None:
     steps = trace(GOLDEN, recipe)
     assert len(steps) == 5
     assert len({step["loss"] for step in steps}) == 5
@@ -60,7 +60,7 @@ def test_a_trace_is_small_and_says_something_in_every_step(recipe: str) -> None:
     assert sum((GOLDEN / f"{recipe}.{kind}").stat().st_size for kind in ("json", "parquet")) < 25_000
 
 
-def test_every_recipe_has_a_trace_but_the_one_whose_update_is_that_of_another() -> None:
+def test_every_recipe_with_its_own_update_has_a_trace() -> None:
     assert set(RECIPES) - set(golden.RECIPES) == {"multi_turn"}  # with grpo's actor
 
 
@@ -74,7 +74,7 @@ def test_a_recipe_without_a_trace_is_refused(
 
 
 @pytest.mark.nightly
-def test_a_copied_recipe_gets_its_regression_test_by_one_command(tmp_path: Path) -> None:
+def test_one_command_records_the_regression_test_of_a_copied_recipe(tmp_path: Path) -> None:
     clone = cloned(tmp_path / "clone")
     shutil.copytree(ROOT / "tests", clone / "tests", ignore=shutil.ignore_patterns("__pycache__", "oracle"))
     copied("grpo", clone / "recipes" / "my_algo")
@@ -98,7 +98,7 @@ def test_a_copied_recipe_gets_its_regression_test_by_one_command(tmp_path: Path)
     assert "advantage_mean" in changed.stdout
 
 
-def test_recording_needs_one_copy_that_can_be_replayed(
+def test_recording_refuses_several_copies_and_copies_that_cannot_be_replayed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for arguments in (["grpo", "--record"], ["--record"], ["no_such_recipe", "--record"]):

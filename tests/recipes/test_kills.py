@@ -91,7 +91,7 @@ def untouched(started: Callable[[str], Run]) -> Callable[[str], Run]:
     ("case", "instance", "stopped_at"),
     [(case, name, place % len(MOMENTS)) for case, names in INSTANCES.items() for place, name in enumerate(names)],
 )
-def test_a_process_that_is_stopped_once_and_killed_twice_changes_nothing(
+def test_a_process_stopped_once_and_killed_twice_does_not_change_results(
     case: str, instance: str, stopped_at: int, started: Callable[[str], Run], untouched: Callable[[str], Run]
 ) -> None:
     expected, run = untouched(case), started(case)

@@ -32,7 +32,7 @@ def test_a_broken_config_is_named_with_its_folder(tmp_path: Path, capsys: pytest
     assert re.search(says(f"model.path={folder}", "config.json"), started(folder, capsys))
 
 
-def test_a_tokenizer_of_more_tokens_than_the_model_knows_is_refused(
+def test_a_tokenizer_with_more_tokens_than_the_embedding_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "model"

@@ -36,7 +36,7 @@ SFT = [
 
 
 @pytest.mark.full
-def test_killed_replaced_stopped_and_started_again_a_run_ends_as_if_nothing_had_happened(
+def test_a_run_that_was_killed_stopped_and_resumed_equals_an_undisturbed_run(
     ray_address: str, policy: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
@@ -105,7 +105,7 @@ def happened(folder: Path) -> list[str]:
 
 
 @pytest.mark.full
-def test_without_restarts_a_killed_process_ends_the_run_which_says_why_and_leaves_nothing(
+def test_without_restarts_a_killed_process_ends_the_run_with_the_reason_and_no_leftovers(
     ray_address: str, tmp_path: Path
 ) -> None:
     endless = ["data.max_samples=1000", "train.epochs=100000"]

@@ -45,7 +45,7 @@ def exact(run: RunFolder) -> dict[str, Any]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", ["reward_model", "dpo", "sft"])
-def test_a_run_that_was_killed_ends_with_the_metrics_and_weights_of_one_that_was_not(
+def test_a_killed_and_resumed_run_has_the_metrics_and_weights_of_an_undisturbed_one(
     recipe: str, tmp_path: Path
 ) -> None:
     arguments = [f"model.path={write_untrained(tmp_path / 'model')}", *OPTIONS]

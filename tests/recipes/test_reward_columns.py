@@ -122,7 +122,7 @@ def test_a_metric_logged_by_both_rewards_is_kept_for_each(folder: Path, tmp_path
     assert (line["eval/default_x"], line["eval/default_reward/x"], line["reward/x"]) == (2.0, 1.0, 1.0)
 
 
-def test_verls_function_reads_extra_info(folder: Path, tmp_path: Path) -> None:
+def test_a_reward_function_of_verl_gets_extra_info(folder: Path, tmp_path: Path) -> None:
     done = run("verl_ppo", folder, tmp_path / "run", f"reward.source={folder}/verl.py", rows="verl.jsonl")
     assert_rewarded(done)
 

@@ -31,7 +31,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [f"model.path={policy}", f"data.path={folder}/rows.jsonl", "rollout.max_new_tokens=4", *SMALL]
 
 
-def test_a_function_of_trls_reads_every_column_and_the_step(data: list[str], tmp_path: Path) -> None:
+def test_a_reward_function_of_trl_gets_every_column_and_the_step(data: list[str], tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "def easy(prompts, completions, solution, trainer_state, level, **kwargs):\n"
         "    assert set(level) == {'easy'} and len(kwargs['completion_ids']) == len(completions)\n"
@@ -56,7 +56,7 @@ def test_a_function_of_trls_reads_every_column_and_the_step(data: list[str], tmp
         ("def f(completions, **kwargs):\n    raise KeyError('gone')\n", ["f in", "KeyError", "gone"]),
     ],
 )
-def test_a_function_that_does_not_fit_is_one_line_before_anything_starts(
+def test_an_unsuitable_reward_function_is_refused_in_one_line_before_the_start(
     body: str, facts: list[str], data: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "own.py").write_text(body)
@@ -71,7 +71,7 @@ def test_a_function_that_does_not_fit_is_one_line_before_anything_starts(
     ("recipe", "option"),
     [("grpo", "reward.source"), ("openrlhf_ppo", "reward.heldout_source"), ("verl_ppo", "reward.source")],
 )
-def test_one_value_for_many_responses_is_refused_before_anything_starts(
+def test_one_value_for_many_responses_is_refused_before_the_start(
     recipe: str, option: str, data: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "own.py").write_text("def f(completions, **kwargs):\n    return [0.5]\n")

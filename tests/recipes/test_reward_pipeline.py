@@ -13,7 +13,7 @@ from components.models.sources import resolve_model
 
 
 @pytest.mark.nightly
-def test_a_policy_becomes_right_by_a_reward_model_that_has_only_seen_pairs(tmp_path: Path) -> None:
+def test_a_policy_learns_the_task_from_a_reward_model_trained_on_pairs(tmp_path: Path) -> None:
     resolve_model("warm_start:sort")
     model, preset = tmp_path / "model", ROOT / "recipes" / "openrlhf_ppo" / "reward_model.yaml"
     pairs = ["data.max_samples=5512", "evaluation.held_out=500", "train.epochs=1", f"checkpoint.export_path={model}"]

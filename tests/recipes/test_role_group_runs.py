@@ -106,7 +106,7 @@ def test_the_first_update_of_each_step_starts_at_ratio_one(local: dict[str, RunF
         assert line["actor/first_ratio_mean"] == pytest.approx(1.0, abs=1e-5)
 
 
-def test_engine_and_trainer_agree_on_log_probabilities_with_and_without_a_look_back(
+def test_engine_and_trainer_agree_on_log_probs_with_and_without_recomputation(
     local: dict[str, RunFolder], reinforce: RunFolder
 ) -> None:
     for line in [*local["plain"].metrics, *reinforce.metrics]:
@@ -117,7 +117,7 @@ def test_engine_and_trainer_agree_on_log_probabilities_with_and_without_a_look_b
         assert line["rollout/logprob_gap_mean"] == line["actor/first_engine_gap"] < 1e-4
 
 
-def test_with_learning_rate_zero_no_weight_and_no_score_moves(local: dict[str, RunFolder], policy: Path) -> None:
+def test_with_learning_rate_zero_weights_and_scores_do_not_change(local: dict[str, RunFolder], policy: Path) -> None:
     score = local["still"].summary["score"]
     assert (score["end"], score["end_greedy"]) == (score["start"], score["start_greedy"])
     assert score["end_greedy"] is not None
@@ -127,12 +127,12 @@ def test_with_learning_rate_zero_no_weight_and_no_score_moves(local: dict[str, R
     assert [name for name, tensor in before.items() if not tensor.equal(after[name])] == []
 
 
-def test_the_size_of_micro_batches_changes_nothing(local: dict[str, RunFolder]) -> None:
+def test_the_size_of_micro_batches_does_not_change_a_run(local: dict[str, RunFolder]) -> None:
     agree(local["cut"], local["plain"])
 
 
 @pytest.mark.nightly
-def test_two_ranks_whose_driver_was_killed_go_on_and_learn_what_one_rank_learns(
+def test_two_ranks_resumed_after_a_killed_driver_match_one_rank(
     policy: Path, local: dict[str, RunFolder], ray_address: str, tmp_path: Path
 ) -> None:
     gate = Gate(tmp_path / "run/checkpoints/step_1", tmp_path / "go")
@@ -152,7 +152,7 @@ def test_two_ranks_whose_driver_was_killed_go_on_and_learn_what_one_rank_learns(
 
 
 @pytest.mark.nightly
-def test_two_ranks_two_engines_and_two_references_apart_learn_what_one_of_each_learns(
+def test_two_separate_ranks_engines_and_references_match_one_of_each(
     policy: Path, local: dict[str, RunFolder], ray_address: str, tmp_path: Path
 ) -> None:
     arguments = [*options(policy, tmp_path), *TWO_STEPS, *APART.split()]
@@ -166,7 +166,7 @@ def test_two_ranks_two_engines_and_two_references_apart_learn_what_one_of_each_l
     assert run.left_behind() == []
 
 
-def test_filtered_steps_are_filled_up_and_the_last_one_takes_what_is_left(local: dict[str, RunFolder]) -> None:
+def test_filtered_steps_are_filled_up_and_the_last_one_uses_the_remaining_prompts(local: dict[str, RunFolder]) -> None:
     run = local["long"]
     sizes = [len(Batch.load(file)) for file in sorted((run.run_dir / "rollouts").glob("*.parquet"))]
     *whole, last = run.metrics

@@ -120,33 +120,33 @@ def losses(run: RunFolder) -> list[float]:
     return [line["actor/loss"] for line in run.metrics if "actor/loss" in line]
 
 
-def test_openrlhfs_command_trains_as_ours_with_the_same_template(runs: dict[str, RunFolder]) -> None:
+def test_a_command_of_openrlhf_trains_equally_to_the_native_one(runs: dict[str, RunFolder]) -> None:
     # Packed, and three examples at a time: that changes rounding alone.
     assert losses(runs["as there"]) == pytest.approx(losses(runs["pairs"]), abs=1e-4)
     assert len(losses(runs["pairs"])) == 3
 
 
-def test_the_last_turn_alone_is_another_loss_than_all_turns(runs: dict[str, RunFolder]) -> None:
+def test_training_on_the_last_turn_only_gives_another_loss(runs: dict[str, RunFolder]) -> None:
     # The untrained model finds every token about as unlikely: of 260 tokens 5.56 nats.
     assert [losses(runs[name])[0] for name in ("all turns", "last turn")] == pytest.approx([5.56, 5.56], abs=0.1)
     assert losses(runs["all turns"]) != losses(runs["last turn"])
 
 
-def test_plain_texts_are_learnt_and_long_ones_cut(runs: dict[str, RunFolder]) -> None:
+def test_plain_texts_are_trained_on_and_truncated(runs: dict[str, RunFolder]) -> None:
     assert runs["texts"].summary["steps"] == 3
     assert losses(runs["texts"])[-1] < losses(runs["texts"])[0] - 0.3
 
 
-def test_a_mixture_has_the_rows_of_all_its_parts(runs: dict[str, RunFolder]) -> None:
+def test_a_data_mixture_has_the_rows_of_all_its_parts(runs: dict[str, RunFolder]) -> None:
     assert runs["mixed"].summary["steps"] > 6  # 24 rows of each of two parts, in batches of 8, and some come again
 
 
-def test_a_file_of_its_own_is_evaluated_on_and_all_of_the_data_trained_on(runs: dict[str, RunFolder]) -> None:
+def test_a_separate_evaluation_file_leaves_all_data_for_training(runs: dict[str, RunFolder]) -> None:
     evaluated = [line["step"] for line in runs["apart"].lines if "eval/loss" in line]
     assert (evaluated, runs["apart"].summary["steps"]) == ([0, 3], 3)
 
 
-def test_adapters_are_merged_into_what_is_saved_and_resume_to_the_last_bit(runs: dict[str, RunFolder]) -> None:
+def test_adapters_are_merged_into_the_saved_model_and_resume_bit_equal(runs: dict[str, RunFolder]) -> None:
     run, resumed = runs["adapters"], runs["adapters resumed"]
     assert losses(run)[-1] < losses(run)[0]
     assert resumed.learnt() == run.learnt()[-1:]
@@ -155,7 +155,7 @@ def test_adapters_are_merged_into_what_is_saved_and_resume_to_the_last_bit(runs:
     assert not [name for name in weights if name.startswith("hf") and "lora" in name and "adapter" not in name]
 
 
-def test_experts_are_balanced_by_a_loss_of_their_own(runs: dict[str, RunFolder]) -> None:
+def test_experts_are_balanced_by_the_router_loss(runs: dict[str, RunFolder]) -> None:
     plain, balanced, packed = (runs[name].metrics for name in ("experts", "experts, balanced", "experts, packed"))
     first = balanced[0]
     assert 2 < first["actor/router_aux_loss"] < 4  # of four experts a token gets two: 2 is even
@@ -167,9 +167,7 @@ def test_experts_are_balanced_by_a_loss_of_their_own(runs: dict[str, RunFolder])
 
 
 @pytest.mark.full
-def test_two_ranks_learn_from_a_jsonl_of_prompts_and_responses_and_export_what_they_learnt(
-    ray_address: str, tmp_path: Path
-) -> None:
+def test_two_ranks_train_on_a_jsonl_file_and_export_the_model(ray_address: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     arguments = [f"data.path={write_rows(tmp_path)}", f"checkpoint.export_path={tmp_path}/model"]
@@ -186,7 +184,7 @@ def test_two_ranks_learn_from_a_jsonl_of_prompts_and_responses_and_export_what_t
     assert tokenizer.decode(response, skip_special_tokens=True) == "ccccc"
 
 
-def test_the_whole_configuration_is_printed_and_nothing_starts(
+def test_print_config_prints_the_configuration_and_starts_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from recipes.sft.main import main

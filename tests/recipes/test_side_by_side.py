@@ -35,7 +35,7 @@ def in_shared_memory() -> set[str]:
 
 
 @pytest.mark.nightly
-def test_two_concurrent_runs_end_as_each_does_alone(policy: Path, tmp_path: Path) -> None:
+def test_concurrent_runs_give_the_results_of_separate_runs(policy: Path, tmp_path: Path) -> None:
     before = in_shared_memory()
     folders = [tmp_path / "one", tmp_path / "other"]
     for process in [started(folder, policy) for folder in folders]:

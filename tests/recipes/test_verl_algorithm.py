@@ -79,11 +79,11 @@ UNBIASED = math.sqrt(7 / 8)
         ("algorithm.adv_estimator=gae", [UNBIASED / 3 * x for x in (1, -5, 1, 3)]),
     ],
 )
-def test_each_estimator_is_what_it_is_by_hand(options: str, expected: list[float]) -> None:
+def test_each_estimator_equals_a_calculation_by_hand(options: str, expected: list[float]) -> None:
     assert advantages(*options.split()) == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_digit_of_noise_in_a_group_of_equal_rewards_is_worth_little() -> None:
+def test_rounding_noise_in_equal_rewards_gives_tiny_advantages() -> None:
     # 1, 1 - d, 1: d / 3, -2 d / 3 and d / 3 about the mean, and a deviation of d / sqrt(3), to which 1e-6 is added.
     d = 2.0**-23
     group_advantages = advantages("algorithm.adv_estimator=grpo", reward=torch.tensor([1.0, 1.0 - d, 1.0, 5.0]))
@@ -92,7 +92,7 @@ def test_a_digit_of_noise_in_a_group_of_equal_rewards_is_worth_little() -> None:
     assert unit < 0.04
 
 
-def test_remax_takes_the_greedy_answers_reward_off() -> None:
+def test_remax_advantages_subtract_the_reward_of_the_greedy_response() -> None:
     greedy = torch.tensor([1.0, 1.0, 1.0, 5.0])
     assert advantages("algorithm.adv_estimator=remax", greedy_reward=greedy) == pytest.approx([3, 0, 3, 0])
 
@@ -108,7 +108,7 @@ def test_distillation_gives_each_token_the_teachers_log_probability_minus_the_po
         config(options[0])
 
 
-def test_gdpo_normalises_each_reward_for_itself() -> None:
+def test_gdpo_normalises_each_reward_separately() -> None:
     # 1, 0, 1 and 0, 0, 3 within prompt 7: over deviations of sqrt(1/3) and sqrt(3), 1/3, -2/3, 1/3 and -1, -1, 2.
     logs = {"log_a": torch.tensor([1.0, 0.0, 1.0, 7.0]), "log_b": torch.tensor([0.0, 0.0, 3.0, 7.0])}
     total = [ROOT3 / 3 - 1 / ROOT3, -2 * ROOT3 / 3 - 1 / ROOT3, ROOT3 / 3 + 2 / ROOT3, 0.0]
@@ -119,7 +119,7 @@ def test_gdpo_normalises_each_reward_for_itself() -> None:
         advantages("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a,c]", **logs)
 
 
-def test_the_kl_comes_off_the_reward_that_is_compared() -> None:
+def test_the_kl_is_subtracted_before_rewards_are_compared() -> None:
     options = ["algorithm.adv_estimator=grpo", "algorithm.norm_adv_by_std_in_grpo=False"]
     # A tenth of the half nat: 3.95, 1, 4, about their mean 8.95 / 3.
     expected = [3.95 - 8.95 / 3, 1 - 8.95 / 3, 4 - 8.95 / 3, 0]
@@ -129,7 +129,7 @@ def test_the_kl_comes_off_the_reward_that_is_compared() -> None:
     ].tolist() == pytest.approx([3.95, 1, 4, 5])
 
 
-def test_the_weight_of_the_kl_follows_its_target() -> None:
+def test_the_kl_coefficient_adapts_to_its_target() -> None:
     adaptive = "algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.target_kl=0.05 algorithm.kl_ctrl.horizon=100"
     control = AdaptedKL(config("algorithm.use_kl_in_reward=True", *adaptive.split()))
     # Half a nat over two tokens, in one of four responses: 1/16, a quarter beyond the target, and a fifth counts.
@@ -139,7 +139,7 @@ def test_the_weight_of_the_kl_follows_its_target() -> None:
     assert AdaptedKL(config()).adapt(responses()) == {}
 
 
-def test_verls_names_of_the_kl_estimators_are_ours() -> None:
+def test_kl_estimators_have_the_names_of_verl() -> None:
     names = ["kl", "k1", "abs", "mse", "low_var_kl", "low_var_kl+", "k3+"]
     algorithms = [config("algorithm.use_kl_in_reward=True", f"algorithm.kl_penalty={name}").algorithm for name in names]
     assert [algorithm.kl_estimator for algorithm in algorithms] == ["k1", "k1", "abs", "k2", "k3", "k3+", "k3+"]
@@ -179,7 +179,7 @@ def test_the_rollout_correction_weights_or_rejects_tokens(options: str, weights:
         assert learned["correction"][responses()["action_mask"]].tolist() == pytest.approx(weights, abs=1e-5)
 
 
-def test_an_answer_that_is_left_out_still_counts_among_those_to_its_prompt() -> None:
+def test_an_excluded_response_still_counts_in_its_group() -> None:
     arguments = ["algorithm.adv_estimator=grpo", "algorithm.norm_adv_by_std_in_grpo=False"]
     rule = ["rollout_rs=seq_mean_k1", "rollout_rs_threshold=1.5"]
     learned = add_advantages(
@@ -191,7 +191,7 @@ def test_an_answer_that_is_left_out_still_counts_among_those_to_its_prompt() -> 
     assert learned["sampled_mask"].sum() == 8
 
 
-def test_means_of_weights_of_sequences_are_over_sequences_of_any_length() -> None:
+def test_means_of_sequence_weights_are_over_sequences_regardless_of_length() -> None:
     # The first response has one token, which is 4 times as likely; the cut at 2 leaves 2, 1, 1 and 1/4.
     batch = responses().with_tokens(action_mask=torch.tensor([False, True, False] + [False, True, True] * 3))
     arguments = [
@@ -202,7 +202,7 @@ def test_means_of_weights_of_sequences_are_over_sequences_of_any_length() -> Non
     assert learned["correction"][batch["action_mask"]].tolist() == pytest.approx(weights, abs=1e-5)
 
 
-def test_rewards_of_rejected_tokens_are_in_no_return_unless_estimate_rejected_is_set() -> None:
+def test_returns_exclude_rewards_of_rejected_tokens_unless_estimate_rejected_is_set() -> None:
     # The last response's last token has its reward of 5 and is a quarter as likely; the first one's first token goes.
     rule = ["algorithm.rollout_correction.rollout_rs=token_k1", "algorithm.rollout_correction.rollout_rs_threshold=2.0"]
     arguments = ["algorithm.adv_estimator=remax", *rule]
@@ -226,7 +226,7 @@ def test_a_rejected_response_counts_in_the_mean_over_responses() -> None:
     assert float(loss) == pytest.approx(-math.e / 4 / 2, abs=1e-6)
 
 
-def test_the_learning_rate_is_one_of_a_training_step_and_begins_at_0() -> None:
+def test_the_learning_rate_changes_per_training_step_and_starts_at_0() -> None:
     optim = "actor_rollout_ref.actor.optim"
     loaded = config(f"{optim}.lr=1.0", f"{optim}.lr_warmup_steps_ratio=0.5")  # 8 prompts in mini-batches of 4
     assert loaded.updates_per_step == 2
@@ -237,7 +237,7 @@ def test_the_learning_rate_is_one_of_a_training_step_and_begins_at_0() -> None:
     assert config(f"{optim}.lr_warmup_steps=3").train_engine(5).learning_rate_at(4) == pytest.approx(1e-6 * 2 / 3)
 
 
-def test_a_branch_has_what_its_main_sequence_has_and_is_not_compared_itself() -> None:
+def test_a_branch_has_the_advantage_of_its_main_sequence() -> None:
     # The second is a branch of the first: 4 and 4 are equal, and the third is their only rival.
     columns = {"branch": torch.tensor([0, 1, 0, 0]), "reward": torch.tensor([4.0, 4.0, 2.0, 5.0])}
     logs = {"log_a": torch.tensor([1.0, 1.0, 0.0, 7.0])}
@@ -266,7 +266,7 @@ def test_a_branch_has_what_its_main_sequence_has_and_is_not_compared_itself() ->
         ),
     ],
 )
-def test_each_surrogate_is_what_it_is_by_hand(options: str, expected: list[float]) -> None:
+def test_each_surrogate_equals_a_calculation_by_hand(options: str, expected: list[float]) -> None:
     arguments = [f"actor_rollout_ref.{option}" for option in options.split()]
     logprob_N = torch.tensor([-1.0, -1.0])
     old_N = logprob_N - torch.tensor([1.5, 4.0]).log()
@@ -286,7 +286,7 @@ class Even(torch.nn.Module):
         return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 4))
 
 
-def test_where_the_engine_is_believed_the_loss_tells_how_far_it_is_off() -> None:
+def test_with_engine_log_probs_as_old_ones_the_loss_logs_the_mismatch() -> None:
     mask_N = torch.tensor([False, True, True])
     engine_N = math.log(1 / 4) + torch.tensor([9.0, 0.5, -0.25])
     micro = Batch([3], {"tokens": torch.arange(3), "action_mask": mask_N, "rollout_logprob": engine_N})
@@ -297,7 +297,7 @@ def test_where_the_engine_is_believed_the_loss_tells_how_far_it_is_off() -> None
     assert "engine_gap" not in policy_loss(Even(), micro, totals, config()).metrics
 
 
-def test_where_the_engine_is_believed_it_is_compared_with_the_policy_of_each_pass() -> None:
+def test_with_engine_log_probs_as_old_ones_each_pass_is_compared_with_them() -> None:
     mask_N = torch.tensor([False, True, True])
     # The policy holds the first token for twice as likely as the engine, and the other for four times.
     engine_N = math.log(1 / 4) - torch.tensor([9.0, math.log(2), math.log(4)])
@@ -317,7 +317,7 @@ def test_where_the_engine_is_believed_it_is_compared_with_the_policy_of_each_pas
     assert loss(f"{prefix}rollout_rs=token_k1", f"{prefix}rollout_rs_threshold=3.0") == pytest.approx(-1.2 / 2)
 
 
-def test_the_policy_loss_of_whole_responses_is_a_mean_over_responses_and_the_kl_is_as_asked() -> None:
+def test_sequence_losses_are_means_over_responses_and_the_kl_has_its_own_aggregation() -> None:
     # Responses of one token and of three, with advantages 1 and 5, and a KL of log 4 per token of the second one.
     mask_N = torch.tensor([False, True, False, True, True, True])
     even_N = torch.full((6,), math.log(1 / 4))
@@ -333,14 +333,14 @@ def test_the_policy_loss_of_whole_responses_is_a_mean_over_responses_and_the_kl_
         assert float(metrics["kl_loss"]) == pytest.approx(math.log(4) * 3 / 4)
 
 
-def test_a_single_response_to_a_prompt_is_worth_its_reward() -> None:
+def test_the_advantage_of_a_single_response_is_its_reward() -> None:
     for estimator in ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline"):
         loaded = config(f"algorithm.adv_estimator={estimator}", "actor_rollout_ref.rollout.n=1")
         actual = compared(responses(), torch.tensor([4.0, 1.0, 4.0, 5.0]), loaded)
         assert actual.tolist() == [4.0, 1.0, 4.0, 5.0]
 
 
-def test_minibatches_count_prompts_and_come_in_order_unless_shuffled() -> None:
+def test_mini_batches_count_prompts_and_keep_their_order_unless_shuffled() -> None:
     responses = Batch([1] * 24, {"action_mask": torch.ones(24, dtype=torch.bool)})
     order = minibatches(responses, config("actor_rollout_ref.actor.ppo_epochs=2"), "actor", 3)
     assert [chosen.tolist() for chosen in order] == [list(range(12)), list(range(12, 24))] * 2
@@ -349,7 +349,7 @@ def test_minibatches_count_prompts_and_come_in_order_unless_shuffled() -> None:
     assert sorted(torch.cat(shuffled).tolist()) == list(range(24)) != torch.cat(shuffled).tolist()
 
 
-def test_responses_are_drawn_by_their_rewards_the_same_for_actor_and_critic() -> None:
+def test_actor_and_critic_resample_the_same_responses_by_reward() -> None:
     reward_B = torch.tensor([1.0, -2.0, *[0.5] * 22])
     responses = Batch([1] * 24, {"action_mask": torch.ones(24, dtype=torch.bool)}, {"reward": reward_B})
     extremes = config("algorithm.use_pf_ppo=True", "algorithm.pf_ppo.reweight_method=max_min")
@@ -359,7 +359,7 @@ def test_responses_are_drawn_by_their_rewards_the_same_for_actor_and_critic() ->
     assert torch.cat(minibatches(responses, extremes, "actor", 4)).tolist() != drawn["actor"]
 
 
-def test_pf_ppo_is_off_unless_it_is_asked_for_and_has_verls_rule() -> None:
+def test_pf_ppo_is_off_by_default_and_uses_the_rule_of_verl() -> None:
     assert config("algorithm.pf_ppo.reweight_method=max_min").algorithm.resample is None
     algorithm = config("algorithm.use_pf_ppo=True", "algorithm.pf_ppo={weight_pow: 3.0}").algorithm
     assert (algorithm.resample, algorithm.resample_power) == ("pow", 3.0)

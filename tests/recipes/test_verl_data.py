@@ -65,7 +65,7 @@ def written(path: Path) -> list[dict[str, Any]]:
     return pyarrow.parquet.read_table(path).to_pylist()
 
 
-def test_gsm8k_becomes_verls_rows_whole_and_every_solution_scores(tmp_path: Path) -> None:
+def test_gsm8k_is_converted_completely_and_every_solution_scores_1(tmp_path: Path) -> None:
     rows_by_split = {split: gsm8k_rows(split) for split in ("train", "test")}
     for split, records in rows_by_split.items():
         write_lines(tmp_path / "in" / f"{split}.jsonl", records)
@@ -98,7 +98,7 @@ def test_gsm8k_becomes_verls_rows_whole_and_every_solution_scores(tmp_path: Path
     assert batch["extra_info"][0]["split"] == "train"
 
 
-def test_math_keeps_what_is_in_the_last_box(tmp_path: Path) -> None:
+def test_the_label_of_math_is_the_content_of_the_last_box(tmp_path: Path) -> None:
     solutions = [r"\boxed{1} so \boxed{\frac{1}{2}}.", r"It is $\boxed 3$.", r"\fbox{x}", r"\boxed{\{1, 2\}}"]
     rows = [{"problem": f"P{i}", "solution": text, "level": "Level 1"} for i, text in enumerate(solutions)]
     for split in ("train", "test"):
@@ -114,7 +114,7 @@ def test_math_keeps_what_is_in_the_last_box(tmp_path: Path) -> None:
     assert re.search(says("test, row 4", "problem, solution", "'none'"), done.stderr)
 
 
-def test_hellaswag_asks_for_the_number_of_an_ending(tmp_path: Path) -> None:
+def test_hellaswag_labels_are_the_numbers_of_endings(tmp_path: Path) -> None:
     row = {"activity_label": "Cooking", "ctx": "She cuts", "endings": ["a car.", "an onion."], "label": "1"}
     write_lines(tmp_path / "train.jsonl", [row])
     write_lines(tmp_path / "validation.jsonl", [row | {"label": "0"}])
@@ -152,7 +152,7 @@ def test_dialogues_become_messages_texts_or_pairs(tmp_path: Path) -> None:
             assert row["reward_model"] == {"ground_truth": " Well.", "style": "model"}
 
 
-def test_a_script_says_what_its_input_lacks(tmp_path: Path) -> None:
+def test_a_script_names_missing_fields_of_its_input(tmp_path: Path) -> None:
     write_lines(tmp_path / "train.jsonl", [{"text": "x"}])
     done = run_script("gsm8k", tmp_path, tmp_path / "out", "--only", "train")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
@@ -186,7 +186,7 @@ def sourced(tmp_path: Path, *options: str) -> tuple[list[str], list[str]]:
         (["data.max_prompt_length=7"], ["ab", "abcde", "abcdefg"], []),
     ],
 )
-def test_prompts_that_are_too_long_are_left_out_or_cut_and_it_is_said(
+def test_long_prompts_are_dropped_or_truncated_with_a_message(
     tmp_path: Path, options: list[str], prompts: list[str], facts: list[str]
 ) -> None:
     kept, lines = sourced(tmp_path, *options)
@@ -195,12 +195,12 @@ def test_prompts_that_are_too_long_are_left_out_or_cut_and_it_is_said(
     assert len(lines) == bool(facts)
 
 
-def test_otherwise_a_prompt_that_is_too_long_is_an_error_that_says_what_to_set(tmp_path: Path) -> None:
+def test_a_long_prompt_without_truncation_raises_an_error_with_the_option_to_set(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=says("2 of 3 prompts", 7, "row 2", "data.overlong", "leave_out", "left")):
         sourced(tmp_path)
 
 
-def test_messages_go_through_the_chat_template_and_text_goes_in_as_it_is(tmp_path: Path) -> None:
+def test_messages_are_rendered_with_the_template_and_text_is_unchanged(tmp_path: Path) -> None:
     for prompt, text in (("ab", "ab"), ([{"role": "user", "content": "ab"}], "<user>ab\n<assistant>")):
         path = verl_rows(tmp_path / "rows.jsonl", prompt)
         config = config_of(f"data.train_files={path}", "data.shuffle=false")
@@ -209,7 +209,7 @@ def test_messages_go_through_the_chat_template_and_text_goes_in_as_it_is(tmp_pat
         assert batch["datasource"] == ["exact_match"]
 
 
-def test_rows_are_drawn_and_ordered_by_the_seed_and_those_that_validate_are_not() -> None:
+def test_the_seed_selects_and_orders_training_rows_but_not_validation_rows() -> None:
     def prompts(*options: str, heldout: bool = False) -> list[str]:
         limits = ["data.train_max_samples=20", "data.val_max_samples=20", "data.val_files=task:sort"]
         config = config_of(*limits, *options)
@@ -225,7 +225,7 @@ def test_rows_are_drawn_and_ordered_by_the_seed_and_those_that_validate_are_not(
     assert config.rows(heldout=True) == []
 
 
-def test_a_source_is_resumed_in_the_middle_of_an_epoch() -> None:
+def test_a_source_can_be_resumed_within_an_epoch() -> None:
     config = config_of("data.train_max_samples=10", "data.truncation=left", "data.max_prompt_length=3")
     source = config.data.source(config.rows(), byte_tokenizer(), config.seed)
     source.take(13)
@@ -277,7 +277,7 @@ BUFFER = "reward_model.reward_kwargs.overlong_buffer_cfg"
         ("data.train_files=HERE/agent.jsonl", ["row 0", "agent_name", "'tool_agent'"]),
     ],
 )
-def test_inputs_that_cannot_be_or_do_not_fit_are_refused(models: Path, options: str, facts: list[object]) -> None:
+def test_invalid_or_unsuitable_inputs_are_refused(models: Path, options: str, facts: list[object]) -> None:
     verl_rows(models / "other.jsonl", "a", source="other")
     verl_rows(models / "gsm8k.jsonl", *"abcd", source="openai/gsm8k")
     label = {"reward_model": {"ground_truth": "x"}}
@@ -298,7 +298,7 @@ def test_inputs_that_cannot_be_or_do_not_fit_are_refused(models: Path, options: 
         check_inputs(config_of(*arguments, *options.replace("HERE", str(models)).split()), [])
 
 
-def test_rows_without_a_function_or_a_ground_truth_are_for_a_reward_model(models: Path) -> None:
+def test_rows_without_function_or_ground_truth_need_a_reward_model(models: Path) -> None:
     rows = [{"data_source": "other", "prompt": "a", "reward_model": {"style": "model"}}] * 4
     arguments = [f"data.train_files={write_lines(models / 'rows.jsonl', rows)}", "data.train_batch_size=4"]
     arguments += [f"actor_rollout_ref.model.path={models}/policy", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
@@ -340,7 +340,7 @@ def rewarded(samples: Batch, *options: str) -> tuple[Batch, list[str]]:
         manager.close()
 
 
-def test_each_answer_is_rewarded_by_the_function_of_its_data_source() -> None:
+def test_each_response_is_rewarded_by_the_function_of_its_data_source() -> None:
     samples = responses(
         ("openai/gsm8k", "#### 7", "7"),
         ("openai/gsm8k", "so 7", "7"),
@@ -361,7 +361,7 @@ def test_each_answer_is_rewarded_by_the_function_of_its_data_source() -> None:
         rewarded(responses(("mine", "a", "a")))
 
 
-def test_num_examine_prints_so_many_responses_of_each_source() -> None:
+def test_num_examine_sets_the_number_of_printed_responses_per_source() -> None:
     samples = responses(
         ("sort", "abc", "abc"), ("sort", "b", "abc"), ("sort", "c", "abc"), ("openai/gsm8k", "#### 7", "7")
     )
@@ -371,7 +371,7 @@ def test_num_examine_prints_so_many_responses_of_each_source() -> None:
     assert rewarded(samples)[1] == []
 
 
-def test_ground_truths_that_some_rows_lack_are_refused(tmp_path: Path) -> None:
+def test_rows_without_a_required_ground_truth_are_refused(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth=None, **_):\n    return 1.0\n"
     )
@@ -395,7 +395,7 @@ def of_lists(data_sources, solution_strs, ground_truths, extra_infos):
 """
 
 
-def test_a_function_of_the_users_own_is_asked_and_its_failures_are_counted(tmp_path: Path) -> None:
+def test_a_user_reward_function_is_called_and_its_failures_are_counted(tmp_path: Path) -> None:
     (tmp_path / "score.py").write_text(SCORE)
     options = [f"custom_reward_function.path={tmp_path}/score.py"]
     samples = responses(("x", "ab", "ab"), ("y", "bad", ""), ("y", "abc", "")).with_objects(
@@ -414,7 +414,7 @@ def test_a_function_of_the_users_own_is_asked_and_its_failures_are_counted(tmp_p
     assert rewarded(samples, *options, *batch)[0]["reward"].tolist() == [3.0] * 3
 
 
-def test_a_function_of_lists_has_the_time_of_all_its_answers(tmp_path: Path) -> None:
+def test_the_deadline_of_a_batch_function_is_the_sum_over_its_responses(tmp_path: Path) -> None:
     body = "    time.sleep(3)\n    return [1.0] * len(data_sources)\n"
     (tmp_path / "slow.py").write_text(f"import time\ndef compute_score(data_sources, **_):\n{body}")
     code = ScoreCode(path=f"{tmp_path}/slow.py", lists=True)
@@ -423,7 +423,7 @@ def test_a_function_of_lists_has_the_time_of_all_its_answers(tmp_path: Path) -> 
         assert reward(*[["a"] * 60] * 3).reward_B.tolist() == [1.0] * 60
 
 
-def test_dapo_takes_reward_from_answers_near_the_limit_and_leaves_their_score() -> None:
+def test_dapo_reduces_the_reward_of_long_responses_and_not_their_score() -> None:
     # Of at most 10 tokens the last 4 are the buffer; with the end token the responses have 4, 8 and 10.
     samples = responses(*(("exact_match", "a" * count, "a" * count) for count in (3, 7, 9)))
     options = ["reward_model.reward_manager=dapo", f"{BUFFER}.enable=true", f"{BUFFER}.len=4"]
@@ -436,7 +436,7 @@ def test_dapo_takes_reward_from_answers_near_the_limit_and_leaves_their_score() 
     assert rewards["reward"].tolist() == [1.0, 1.0, 1.0]
 
 
-def test_a_reward_model_rewards_alone_or_with_the_function_beside_it() -> None:
+def test_a_reward_model_gives_the_reward_alone_or_with_a_function() -> None:
     rows = [("exact_match", "a", "a"), ("exact_match", "a", "b"), ("chat", "a", "")]
     model = [0.5, -2.0, 3.0]
     options = f"{RM}unused".split()
@@ -452,7 +452,7 @@ def test_a_reward_model_rewards_alone_or_with_the_function_beside_it() -> None:
         rewarded(responses(*rows, rm_score=model), *weighted)
 
 
-def test_a_function_that_fails_beside_a_model_costs_the_reward_only_where_it_counts() -> None:
+def test_a_failed_function_next_to_a_model_fails_the_reward_only_if_it_has_weight() -> None:
     rows = [("openai/gsm8k", "#### 1", "1"), ("openai/gsm8k", "#### 1", "one"), ("openai/gsm8k", "#### 1", "1")]
     options = [*f"{RM}unused".split(), "reward_model.max_failed_share=0.5"]
     rewards, said = rewarded(responses(*rows, rm_score=[3.0, 4.0, 5.0]), *options)
@@ -463,7 +463,7 @@ def test_a_function_that_fails_beside_a_model_costs_the_reward_only_where_it_cou
     assert re.search(says("response 1", "no reward", "'one'"), said[0])
 
 
-def test_episodes_keep_the_rewards_of_their_world() -> None:
+def test_episodes_keep_the_rewards_of_their_environment() -> None:
     episodes = responses(("mine", "a", ""), ("mine", "b", ""), reward=[0.25, 0.0], score=[1.0, 0.0]).with_objects(
         status=["finished", "error"], error=[None, "it broke"]
     )

@@ -151,7 +151,7 @@ def test_vllm_arguments_set_the_corresponding_options() -> None:
         small(f"{engine}.kv_cache_dtype=fp8")
 
 
-def test_num_examine_is_accepted_and_a_misspelt_key_is_answered_with_the_nearest() -> None:
+def test_num_examine_is_accepted_and_the_error_for_a_misspelt_key_gives_the_nearest() -> None:
     for key in ("reward_model.num_examine", "reward.num_examine"):
         assert small(f"{key}=2").reward.num_examine == 2
     with pytest.raises(ConfigError, match=says("num_exmine", "reward_model.num_examine")):

@@ -27,7 +27,7 @@ def small(*arguments: str) -> VerlPPOConfig:
     return read(*SMALL, *arguments)
 
 
-def test_pools_count_processes_and_roles_of_the_users_own_are_in_them() -> None:
+def test_pools_count_processes_and_may_contain_user_roles() -> None:
     pools = PoolOptions(
         pools={"a": [4, 4], "b": [2]}, role_pools={"actor_rollout": "a", "ref": "a", "critic": "b", "judge": "b"}
     )
@@ -37,7 +37,7 @@ def test_pools_count_processes_and_roles_of_the_users_own_are_in_them() -> None:
     assert (pools.is_hybrid, pools.colocate, pools.resolved(0, 2).nodes) == (True, True, 2)
 
 
-def test_engines_apart_have_devices_of_their_own() -> None:
+def test_separate_engines_have_their_own_devices() -> None:
     options = [
         "actor_rollout_ref.hybrid_engine=False",
         "trainer.n_gpus_per_node=4",
@@ -85,7 +85,7 @@ def test_named_pools_without_the_pools_of_the_policy_are_rejected() -> None:
 
 
 @pytest.mark.parametrize("hybrid", ["actor_rollout", "actor_rollout_ref"])
-def test_engines_of_several_devices_are_a_role_of_their_own_on_the_devices_of_the_ranks(
+def test_multi_device_engines_are_a_separate_role_on_the_devices_of_the_ranks(
     hybrid: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     role = f"trainer.role_mapping={{{hybrid}: global_pool}}"
@@ -100,7 +100,7 @@ def test_engines_of_several_devices_are_a_role_of_their_own_on_the_devices_of_th
     assert shown == {"TRAINER": (0, []), "ACTOR": (0, [1]), "ROLLOUT": (2, []), "CRITIC": (0, [1]), "REF": (0, [1])}
 
 
-def test_engines_that_do_not_fill_the_devices_of_their_pools_nodes_are_refused(
+def test_engines_that_do_not_divide_the_devices_of_their_pool_are_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     three = ["trainer.n_gpus_per_node=4", f"{R}.tensor_model_parallel_size=3", "--assume_devices=4"]
@@ -108,7 +108,7 @@ def test_engines_that_do_not_fill_the_devices_of_their_pools_nodes_are_refused(
     assert re.search(says(f"{R}.tensor_model_parallel_size=3", "4 on each", "divisor"), capsys.readouterr().err)
 
 
-def test_a_reward_model_may_have_a_pool_of_its_own() -> None:
+def test_a_reward_model_may_have_a_separate_pool() -> None:
     options = ["reward_model.enable=True", "reward_model.model.path=m", "reward_model.enable_resource_pool=True"]
     config = read_config(
         [*SMALL, *options, "trainer.n_gpus_per_node=1", "reward_model.nnodes=1", "reward_model.n_gpus_per_node=2"]
@@ -123,7 +123,7 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
     return json.loads(capsys.readouterr().out)
 
 
-def test_roles_of_one_pool_become_a_job_and_share_processes_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_roles_of_one_pool_share_processes_on_request(capsys: pytest.CaptureFixture[str]) -> None:
     plan = planned(capsys, "algorithm.use_kl_in_reward=true")
     kinds = {name: (role["kind"], role["nproc_per_node"]) for name, role in plan["roles"].items()}
     assert kinds == {
@@ -143,7 +143,7 @@ def test_roles_of_one_pool_become_a_job_and_share_processes_when_asked(capsys: p
     assert len(shared["placement"]["hosts"]) == 2
 
 
-def test_roles_of_several_pools_are_apart(capsys: pytest.CaptureFixture[str]) -> None:
+def test_roles_of_different_pools_have_separate_devices(capsys: pytest.CaptureFixture[str]) -> None:
     plan = planned(
         capsys,
         "+trainer.resource_pool_spec.train=[2]",
@@ -160,13 +160,13 @@ def test_roles_of_several_pools_are_apart(capsys: pytest.CaptureFixture[str]) ->
     assert plan["roles"]["ROLLOUT"]["kind"] == "run"
 
 
-def test_a_printed_configuration_is_read_back_as_it_was(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_printed_configuration_can_be_read_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     options = ["critic.optim.lr=3e-5", "trainer.role_mapping={actor_rollout: global_pool, critic: global_pool}"]
     assert main([*SMALL, *options, "--print_config"]) == 0
     (tmp_path / "c.yaml").write_text(capsys.readouterr().out)
     assert read(f"--config={tmp_path / 'c.yaml'}") == small(*options)
 
 
-def test_the_demonstration_becomes_grpo_by_one_key(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_key_changes_the_demonstration_to_grpo(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["algorithm.adv_estimator=grpo", "--dry_run"]) == 0
     assert list(json.loads(capsys.readouterr().out)["roles"]) == ["TRAINER", "ACTOR_ROLLOUT"]

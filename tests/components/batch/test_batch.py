@@ -14,7 +14,7 @@ from tests.messages import says
 # --- what is in it ----------------------------------------------------------------------------------------------
 
 
-def test_offsets_and_sequence_ids_tell_where_each_token_belongs() -> None:
+def test_offsets_and_sequence_ids_locate_each_token() -> None:
     batch = batch_of([2, 0, 3])
     assert batch.lengths.tolist() == [2, 0, 3]
     assert batch.offsets.tolist() == [0, 2, 2, 5]
@@ -31,7 +31,7 @@ def test_a_row_is_a_view_of_the_column() -> None:
     assert batch.row(1, "tokens").data_ptr() == batch["tokens"][2:].data_ptr()
 
 
-def test_columns_are_found_by_name_whatever_their_kind() -> None:
+def test_columns_of_every_kind_are_read_by_name() -> None:
     batch = batch_of([1, 2])
     assert batch.names == ("tokens", "action_mask", "reward", "label")
     assert "label" in batch
@@ -49,7 +49,7 @@ def test_nbytes_counts_tensors_and_lengths() -> None:
     assert batch_of([1, 2]).nbytes == 16 + 24 + 3 + 8
 
 
-def test_rows_of_integers_floats_and_bools_keep_what_they_are() -> None:
+def test_rows_of_integers_floats_and_bools_keep_their_types() -> None:
     batch = Batch.from_rows({"i": [[1], []], "f": [[0.5], []], "b": [[True], []]})
     assert [batch[name].dtype for name in "ifb"] == [torch.int64, torch.float32, torch.bool]
 
@@ -130,7 +130,7 @@ def test_ragged_rows_of_differing_lengths_are_named_in_the_error() -> None:
         Batch.from_rows({})
 
 
-def test_a_missing_column_lists_those_that_are_there() -> None:
+def test_the_error_for_a_missing_column_lists_the_existing_ones() -> None:
     batch = batch_of([1])
     for attempt in (lambda: batch["value"], lambda: batch.without("value"), lambda: batch.only("value")):
         with pytest.raises(KeyError, match=says("'value'", "tokens", "action_mask", "reward", "label")):
@@ -164,7 +164,7 @@ def test_counts_below_one_are_refused(method: str) -> None:
 # --- other columns ----------------------------------------------------------------------------------------------
 
 
-def test_adding_a_column_leaves_the_old_batch_as_it_was() -> None:
+def test_adding_a_column_does_not_change_the_old_batch() -> None:
     old = batch_of([1, 2])
     new = old.with_tokens(value=torch.ones(3), tokens=torch.zeros(3)).with_sequences(reward=torch.ones(2))
     assert "value" not in old
@@ -175,7 +175,7 @@ def test_adding_a_column_leaves_the_old_batch_as_it_was() -> None:
     assert new.with_objects(label=["a", "b"])["label"] == ["a", "b"]
 
 
-def test_only_and_without_choose_columns_and_keep_the_lengths() -> None:
+def test_only_and_without_select_columns_and_keep_the_lengths() -> None:
     batch = batch_of([1, 2])
     assert batch.without("label", "tokens").names == ("action_mask", "reward")
     assert batch.only("label", "tokens").names == ("tokens", "label")
@@ -199,13 +199,13 @@ def test_all_tensors_move_to_a_device() -> None:
 # --- other sequences --------------------------------------------------------------------------------------------
 
 
-def test_select_takes_any_order_and_repeats() -> None:
+def test_select_accepts_any_order_and_repeated_rows() -> None:
     batch = batch_of([2, 0, 3])
     chosen = batch.select([2, 0, 2, 1, -1])
     assert rows_of(chosen) == [rows_of(batch)[i] for i in (2, 0, 2, 1, 2)]
 
 
-def test_select_takes_slices_tensors_and_masks() -> None:
+def test_select_accepts_slices_tensors_and_masks() -> None:
     batch = batch_of([2, 0, 3, 1])
     rows = rows_of(batch)
     assert rows_of(batch.select(slice(1, 3))) == rows_of(batch[1:3]) == rows[1:3]
@@ -218,7 +218,7 @@ def test_select_takes_slices_tensors_and_masks() -> None:
 
 @given(ragged_lengths, st.data())
 @settings(max_examples=60, deadline=None)
-def test_select_is_indexing_each_row(lengths: list[int], data: st.DataObject) -> None:
+def test_select_equals_indexing_row_by_row(lengths: list[int], data: st.DataObject) -> None:
     batch = batch_of(lengths)
     index = data.draw(st.lists(st.integers(-len(lengths), len(lengths) - 1), max_size=8)) if lengths else []
     assert rows_of(batch.select(index)) == [rows_of(batch)[i] for i in index]
@@ -232,7 +232,7 @@ def test_split_gives_the_larger_chunks_first() -> None:
 
 @given(ragged_lengths, st.integers(1, 5))
 @settings(max_examples=60, deadline=None)
-def test_sharding_and_unsharding_give_the_batch_back(lengths: list[int], n: int) -> None:
+def test_sharding_and_unsharding_restore_the_batch(lengths: list[int], n: int) -> None:
     batch = batch_of(lengths)
     parts = batch.__shard__(n)
     assert len(parts) == n
@@ -242,7 +242,7 @@ def test_sharding_and_unsharding_give_the_batch_back(lengths: list[int], n: int)
 
 @given(ragged_lengths, st.integers(1, 5))
 @settings(max_examples=60, deadline=None)
-def test_parts_of_parts_can_do_what_a_batch_made_by_hand_can(lengths: list[int], n: int) -> None:
+def test_parts_of_parts_support_all_operations_of_a_batch(lengths: list[int], n: int) -> None:
     for part in batch_of(lengths).split(n):
         made = Batch(part.lengths.clone(), part.per_token, part.per_sequence, part.objects)
         assert part.num_tokens == made.num_tokens
@@ -282,7 +282,7 @@ def test_copies_of_one_sequence_are_adjacent() -> None:
     assert batch_of([1, 2]).repeat(2)["label"] == ["label 0", "label 0", "label 1", "label 1"]
 
 
-def test_groups_come_in_the_order_in_which_they_occur_first() -> None:
+def test_groups_have_the_order_of_their_first_sequences() -> None:
     batch = batch_of([1, 2, 0, 1]).with_sequences(prompt_id=torch.tensor([7, -3, 7, 5], dtype=torch.int32))
     groups = batch.group_by("prompt_id")
     assert list(groups) == [7, -3, 5]
@@ -291,7 +291,7 @@ def test_groups_come_in_the_order_in_which_they_occur_first() -> None:
     assert groups[7]["tokens"].data_ptr() == groups[7].row(0, "tokens").data_ptr()
 
 
-def test_objects_are_keys_too() -> None:
+def test_objects_can_be_keys_of_group_by() -> None:
     groups = batch_of([1, 2, 3]).with_objects(prompt=["b", None, "b"]).group_by("prompt")
     assert {key: group["label"] for key, group in groups.items()} == {"b": ["label 0", "label 2"], None: ["label 1"]}
 
@@ -314,7 +314,7 @@ def test_group_by_rejects_columns_of_other_kinds() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(-2, 2)), max_size=40), st.booleans())
 @settings(max_examples=80, deadline=None)
-def test_groups_are_those_of_a_loop_over_the_sequences(drawn: list[tuple[int, int]], as_text: bool) -> None:
+def test_group_by_equals_a_loop_over_the_sequences(drawn: list[tuple[int, int]], as_text: bool) -> None:
     batch = batch_of([length for length, _ in drawn])
     keys = [key for _, key in drawn]
     expected: dict[Any, list[Any]] = {}
@@ -346,7 +346,7 @@ def test_a_nan_stays_in_its_own_sequence() -> None:
     assert sums[0].isnan()
 
 
-def test_padding_goes_to_the_side_that_is_asked_for() -> None:
+def test_padding_is_added_on_the_requested_side() -> None:
     batch = batch_of([2, 0, 3])
     assert batch.padded("tokens", -1).tolist() == [[0, 1, -1], [-1, -1, -1], [200, 201, 202]]
     assert batch.padded("tokens", -1, "left").tolist() == [[-1, 0, 1], [-1, -1, -1], [200, 201, 202]]
@@ -363,7 +363,7 @@ def test_unpad_undoes_padded(lengths: list[int], side: Any) -> None:
     assert torch.equal(Batch.unpad(batch.padded("tokens", -1, side), batch.lengths, side), batch["tokens"])
 
 
-def test_unpad_takes_a_rectangle_wider_than_needed_but_none_too_small() -> None:
+def test_unpad_accepts_a_rectangle_that_is_too_wide_and_rejects_one_that_is_too_narrow() -> None:
     lengths = torch.tensor([1, 2])
     wide = torch.arange(8).view(2, 4)
     assert Batch.unpad(wide, lengths).tolist() == [0, 4, 5]
@@ -382,7 +382,7 @@ def test_gradients_flow_through_padding_and_back() -> None:
     assert value_N.grad.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
-def test_packed_positions_begin_anew_in_each_sequence() -> None:
+def test_packed_positions_restart_at_each_sequence() -> None:
     packed = batch_of([2, 0, 3]).packed()
     assert packed.tokens.tolist() == [0, 1, 200, 201, 202]
     assert packed.positions.tolist() == [0, 1, 0, 1, 2]
@@ -404,7 +404,7 @@ def test_a_batch_with_more_tokens_than_int32_cannot_be_packed() -> None:
 
 @given(st.lists(st.integers(0, 40), max_size=12))
 @settings(max_examples=80, deadline=None)
-def test_the_sequences_can_be_cut_out_of_what_was_packed(lengths: list[int]) -> None:
+def test_packed_output_is_split_into_its_sequences(lengths: list[int]) -> None:
     batch = batch_of(lengths)
     packed = batch.packed()
     assert packed.positions.tolist() == [t for length in lengths for t in range(length)]

@@ -23,7 +23,7 @@ def test_micro_batches_fit_the_budget_when_padded() -> None:
 
 @given(ragged_lengths, st.integers(1, 12))
 @settings(max_examples=100, deadline=None)
-def test_micro_batches_take_every_sequence_once_and_as_many_as_fit(lengths: list[int], max_tokens: int) -> None:
+def test_micro_batches_have_every_sequence_once_and_are_filled_up(lengths: list[int], max_tokens: int) -> None:
     cuts = [index.tolist() for index in batch_of(lengths).micro_batch_indices(max_tokens)]
     assert sorted(i for cut in cuts for i in cut) == list(range(len(lengths)))
     for cut in cuts:
@@ -32,7 +32,7 @@ def test_micro_batches_take_every_sequence_once_and_as_many_as_fit(lengths: list
         assert (len(cut) + 1) * lengths[following[0]] > max_tokens
 
 
-def test_micro_batches_have_at_most_the_sequences_asked_for() -> None:
+def test_micro_batches_respect_the_maximum_number_of_sequences() -> None:
     # Sorted lengths 1 2 2 3 9: two by two, of which 2 rows of 3 still fit into 6 tokens, and 9 stands alone.
     batch = batch_of([2, 9, 1, 3, 2])
     assert [index.tolist() for index in batch.micro_batch_indices(6, 2)] == [[2, 0], [4, 3], [1]]
@@ -44,7 +44,7 @@ def test_micro_batches_have_at_most_the_sequences_asked_for() -> None:
 
 @given(ragged_lengths, st.integers(1, 12), st.integers(1, 4))
 @settings(max_examples=100, deadline=None)
-def test_a_limit_of_sequences_holds_beside_that_of_tokens(lengths: list[int], max_tokens: int, most: int) -> None:
+def test_limits_of_sequences_and_of_tokens_hold_together(lengths: list[int], max_tokens: int, most: int) -> None:
     cuts = [index.tolist() for index in batch_of(lengths).micro_batch_indices(max_tokens, most)]
     assert sorted(i for cut in cuts for i in cut) == list(range(len(lengths)))
     for cut in cuts:
@@ -67,14 +67,14 @@ def test_a_very_long_sequence_does_not_unbalance_the_counts() -> None:
 
 @given(ragged_lengths, st.integers(1, 5))
 @settings(max_examples=100, deadline=None)
-def test_shares_take_every_sequence_once_and_differ_by_one_at_most(lengths: list[int], n: int) -> None:
+def test_the_shares_of_ranks_have_every_sequence_once_and_differ_by_at_most_one(lengths: list[int], n: int) -> None:
     shares = [share.tolist() for share in batch_of(lengths).balanced_shares(n)]
     assert sorted(i for share in shares for i in share) == list(range(len(lengths)))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
     assert all(share == sorted(share) for share in shares)
 
 
-def test_attention_makes_long_sequences_cost_more_than_their_tokens() -> None:
+def test_the_attention_term_makes_long_sequences_cost_more() -> None:
     # By tokens: 9 -> rank 0; 8 -> 1; 8 -> 1 (8 < 9); 7 -> 0 (9 < 16); 7 -> 0 (16 and 16); 7 -> 1.
     # L + L^2 is 90, 72, 72, 56, 56, 56: 90 -> 0; 72 -> 1; 72 -> 1 (72 < 90); 56 -> 0 (90 < 144); 56 -> 1 (144 < 146),
     # which is full then; 56 -> 0.
@@ -84,7 +84,7 @@ def test_attention_makes_long_sequences_cost_more_than_their_tokens() -> None:
 
 
 @pytest.mark.parametrize("attention", [-0.1, float("nan"), float("inf")])
-def test_attention_is_a_number_from_0(attention: float) -> None:
+def test_a_negative_attention_weight_is_refused(attention: float) -> None:
     with pytest.raises(ValueError, match=f"attention={attention}"):
         batch_of([1, 2]).balanced_shares(2, attention)
 
@@ -107,7 +107,7 @@ def slow_shares(lengths: Sequence[int], n: int, attention: float) -> list[list[i
 
 @given(st.lists(st.integers(0, 40), max_size=24), st.integers(1, 6), st.sampled_from([0.0, 1 / 24576, 0.25, 3.0]))
 @settings(max_examples=100, deadline=None)
-def test_shares_are_those_of_a_loop_over_the_ranks(lengths: list[int], n: int, attention: float) -> None:
+def test_the_shares_of_ranks_equal_those_of_a_slow_loop(lengths: list[int], n: int, attention: float) -> None:
     shares = [share.tolist() for share in Batch(lengths, {}).balanced_shares(n, attention)]
     assert shares == slow_shares(lengths, n, attention)
 
@@ -125,7 +125,7 @@ def slow_cuts(lengths: Sequence[int], max_tokens: int, most: int) -> list[list[i
 
 @given(st.lists(st.integers(0, 40), max_size=24), st.integers(1, 100), st.integers(0, 4))
 @settings(max_examples=100, deadline=None)
-def test_micro_batches_are_those_of_a_loop_over_sorted_sequences(
+def test_micro_batches_equal_those_of_a_loop_over_sorted_sequences(
     lengths: list[int], max_tokens: int, most: int
 ) -> None:
     batch = batch_of(lengths)
@@ -136,7 +136,7 @@ def test_micro_batches_are_those_of_a_loop_over_sorted_sequences(
 # --- size -------------------------------------------------------------------------------------------------------
 
 
-def test_200_000_sequences_are_cut_ordered_and_joined_without_delay() -> None:
+def test_200_000_sequences_are_split_reordered_and_joined_quickly() -> None:
     # scripts/bench_batch.py tells how long each takes; what is quadratic somewhere takes minutes.
     number = 200_000
     lengths = torch.arange(number) % 99 + 1

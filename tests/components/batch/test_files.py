@@ -90,7 +90,7 @@ def test_pickling_sends_buffers_out_of_band_and_reads_them_without_a_copy() -> N
     assert rows_of(arrived) == rows_of(batch)
 
 
-def test_reading_read_only_memory_leaves_the_warning_filters_as_they_were() -> None:
+def test_reading_read_only_memory_does_not_change_the_warning_filters() -> None:
     before = list(warnings.filters)
     pickle.loads(pickle.dumps(batch_of([2]).only("tokens")))
     assert list(warnings.filters) == before
@@ -101,7 +101,7 @@ def test_a_chunk_pickles_only_its_own_bytes() -> None:
     assert len(pickle.dumps(batch.split(100)[7])) < 8 * 1000 + 1000
 
 
-def test_types_that_numpy_does_not_know_survive_pickling() -> None:
+def test_dtypes_without_a_numpy_equivalent_survive_pickling() -> None:
     batch = batch_of([1, 2]).with_tokens(
         bf16=torch.tensor([0.1, -3.0, float("inf")], dtype=torch.bfloat16),
         fp8=torch.tensor([0.5, 1.0, -2.0]).to(torch.float8_e4m3fn),
@@ -148,7 +148,7 @@ def test_a_batch_survives_a_parquet_round_trip(tmp_path: Path) -> None:
     assert_alike(Batch.from_table(pyarrow.parquet.read_table(tmp_path / "b.parquet")), with_everything())
 
 
-def test_part_of_a_table_is_part_of_the_batch() -> None:
+def test_a_slice_of_a_table_is_a_slice_of_the_batch() -> None:
     table = with_everything().to_table()
     assert_alike(Batch.from_table(table.slice(1, 2)), with_everything().select([1, 2]))
 
@@ -164,12 +164,12 @@ class Own:
 @pytest.mark.parametrize(
     "column", [[(1, 2), None], [Own(), "a"], [{1: "a"}, None], [{"a": {1}}, None], [np.float32(1)] * 2]
 )
-def test_objects_that_would_not_come_back_as_they_are_are_named(column: list[Any]) -> None:
+def test_objects_that_a_table_cannot_restore_are_refused_by_name(column: list[Any]) -> None:
     with pytest.raises(ValueError, match="'label'"):
         batch_of([1, 2]).with_objects(label=column).to_table()
 
 
-def test_a_dtype_that_fits_no_table_is_named() -> None:
+def test_a_dtype_that_a_table_cannot_store_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=says("'phase'", "torch.complex64")):
         batch_of([1]).with_tokens(phase=torch.zeros(1, dtype=torch.complex64)).to_table()
 
@@ -206,7 +206,7 @@ def test_a_loaded_batch_equals_the_saved_one(batch: Batch, tmp_path: Path) -> No
         [datetime.date(2024, 2, 29), None, None],
     ],
 )
-def test_objects_come_back_as_they_were(column: list[Any], tmp_path: Path) -> None:
+def test_saved_objects_are_restored_unchanged(column: list[Any], tmp_path: Path) -> None:
     batch = batch_of([2, 0, 3]).with_objects(extra=column)
     batch.save(tmp_path / "b.parquet")
     assert_alike(Batch.load(tmp_path / "b.parquet"), batch)
@@ -226,7 +226,7 @@ def test_a_data_frame_has_one_row_per_sequence(tmp_path: Path) -> None:
     assert frame["turns"].tolist()[2] == '{"tool": "à"}'
 
 
-def test_a_folder_that_is_missing_is_made_and_a_file_that_is_there_is_replaced(tmp_path: Path) -> None:
+def test_a_missing_folder_is_created_and_an_existing_file_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "rollouts" / "step=1" / "b.parquet"
     batch_of([1]).save(str(path))
     batch_of([2, 3]).save(path)

@@ -56,20 +56,20 @@ def saved(folder: Path, kind: str, rows: list[dict[str, Any]]) -> str:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "save_to_disk", "folder of parquet", "folder of jsonl", "jsonl"])
-def test_a_tool_call_has_the_arguments_that_it_was_written_with(tmp_path: Path, kind: str) -> None:
+def test_a_tool_call_keeps_its_original_arguments(tmp_path: Path, kind: str) -> None:
     rows = read_records(saved(tmp_path, kind, TURNS))
     assert [row["messages"][1]["tool_calls"] for row in rows] == CALLS
     prompts = load_rows(saved(tmp_path, "jsonl", TURNS), "messages")
     assert prompts[0]["input"][1] == {"role": "assistant", "tool_calls": CALLS[0], "content": None}
 
 
-def test_a_null_that_a_json_file_has_in_an_object_is_data_and_a_null_column_is_absent(tmp_path: Path) -> None:
+def test_a_null_inside_an_object_is_kept_and_a_null_column_is_absent(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "call": {"unit": None, "x": [None, 1]}, "messages": None}]
     assert read_records(saved(tmp_path, "jsonl", rows)) == [{"prompt": "a", "call": {"unit": None, "x": [None, 1]}}]
     assert read_records(saved(tmp_path, "parquet", rows)) == [{"prompt": "a", "call": {"x": [None, 1]}}]
 
 
-def test_mixed_types_of_datasets_come_back_as_they_were(tmp_path: Path) -> None:
+def test_mixed_types_stored_by_datasets_are_restored(tmp_path: Path) -> None:
     rows = [{"a": {"x": 1}, "b": [{"y": 1}]}, {"a": "s", "b": [2]}]
     data = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
     data.to_parquet(tmp_path / "a.parquet")
@@ -81,14 +81,14 @@ def labels(path: Path, key: str = "y") -> list[str]:
     return [label_text(row["label"]) for row in load_rows(str(path), "q", key)]
 
 
-def test_every_cell_of_a_csv_file_is_the_text_that_it_has(tmp_path: Path) -> None:
+def test_every_cell_of_a_csv_file_is_text(tmp_path: Path) -> None:
     cells = ["0.50", "1", "007", "true", "12345678901234567890", "2024-01-31", "NA", "", "1e5", " x ", "null"]
     (tmp_path / "a.csv").write_text("q,y,margin\n" + "".join(f"what?,{cell},0.5\n" for cell in cells))
     assert labels(tmp_path / "a.csv") == cells
     assert number_of(read_records(tmp_path / "a.csv")[0]["margin"], "margin") == 0.5
 
 
-def test_a_number_in_json_is_compared_as_it_is_written_and_is_a_number_for_reward_functions(tmp_path: Path) -> None:
+def test_scorers_compare_the_digits_of_a_json_number_and_reward_functions_get_a_number(tmp_path: Path) -> None:
     written = ["0.50", "1", "1E5", "12345678901234567890", "-0.0", "0.1", "true", "false", '"x"']
     lines = [f'{{"q": "what?", "y": {cell}, "z": {{"y": {cell}}}}}' for cell in written]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
@@ -106,7 +106,7 @@ def test_a_number_in_json_is_compared_as_it_is_written_and_is_a_number_for_rewar
         ]
 
 
-def test_a_scorer_compares_with_the_text_of_a_label(tmp_path: Path) -> None:
+def test_scorers_compare_with_the_text_of_a_label(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"q": "a", "y": 0.50}\n{"q": "a", "y": true}\n{"q": "a", "y": 7}\n')
     rows = load_rows(str(tmp_path / "a.jsonl"), "q", "y")
     score = get_scorer("exact_match")
@@ -114,7 +114,7 @@ def test_a_scorer_compares_with_the_text_of_a_label(tmp_path: Path) -> None:
     assert [scored(score, text, row["label"]) for text, row in zip(("0.5", "True", "7.0"), rows)] == [0.0] * 3
 
 
-def test_a_label_of_a_typed_file_is_its_value_as_json_writes_it(tmp_path: Path) -> None:
+def test_the_text_of_a_typed_label_is_its_json(tmp_path: Path) -> None:
     day = datetime.date(2024, 1, 31)
     moment = datetime.datetime(2024, 1, 31, 12, 30)
     columns = {
@@ -174,13 +174,15 @@ def test_text_parts_are_joined_and_null_fields_of_messages_are_dropped() -> None
         ({"role": 3, "content": "a"}, ["message 1", "role", 3]),
     ],
 )
-def test_a_message_without_text_is_refused_with_its_place(message: dict[str, Any], facts: list[object]) -> None:
+def test_a_message_without_text_is_refused_with_its_row_and_position(
+    message: dict[str, Any], facts: list[object]
+) -> None:
     good = {"role": "user", "content": "a"}
     with pytest.raises(ValueError, match=says("a.jsonl, row 3", *facts, "prompt_key")):
         text_or_messages([good, message], "a.jsonl, row 3", "prompt_key")
 
 
-def test_text_in_one_row_and_messages_in_another_are_refused_with_both_rows(tmp_path: Path) -> None:
+def test_mixing_text_and_messages_is_refused_with_both_row_numbers(tmp_path: Path) -> None:
     rows = [{"q": "a"}, {"q": "b"}, {"q": [{"role": "user", "content": "c"}]}]
     path = saved(tmp_path, "jsonl", rows)
     with pytest.raises(ValueError, match=says(path, "row 0", "row 2")):
@@ -188,7 +190,7 @@ def test_text_in_one_row_and_messages_in_another_are_refused_with_both_rows(tmp_
     check_one_kind(["a", None, "b"], "data")
 
 
-def test_text_that_is_no_utf8_is_refused_with_row_and_column(tmp_path: Path) -> None:
+def test_invalid_utf8_is_refused_with_row_and_column(tmp_path: Path) -> None:
     half = pyarrow.array([b"a", b"\xed\xa0\xbd"], pyarrow.binary()).view(pyarrow.string())
     table = pyarrow.table({"q": ["a", "b"], "y": half})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
@@ -200,13 +202,13 @@ def test_text_that_is_no_utf8_is_refused_with_row_and_column(tmp_path: Path) -> 
             read_records(tmp_path / name)
 
 
-def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_two_columns_with_the_same_name_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("q,y,q\na,b,c\n")
     with pytest.raises(ValueError, match=says("a.csv", "'q'")):
         read_records(tmp_path / "a.csv")
 
 
-def test_maps_and_decimals_of_a_table_are_objects_and_numbers(tmp_path: Path) -> None:
+def test_maps_and_decimals_of_a_table_become_dicts_and_numbers(tmp_path: Path) -> None:
     columns = {
         "m": pyarrow.array([[("a", 1), ("b", None)]], pyarrow.map_(pyarrow.string(), pyarrow.int64())),
         "d": pyarrow.array([Decimal("12345678901234567890.50")]),

@@ -73,7 +73,7 @@ def write(path: Path, *rows: dict[str, Any]) -> str:
         ({"prompt": "2+2?", "response": "4", "images": [], "tools": None, "weight": 1.0}, "2+2?", "4"),
     ],
 )
-def test_common_pairs_are_read_without_options(
+def test_common_column_pairs_are_read_without_options(
     row: dict[str, Any], prompt: str, response: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     assert learnt(row, tokenizer) == (f"{prompt}{response}<eos>", f"{response}<eos>")
@@ -101,7 +101,7 @@ def test_common_pairs_are_read_without_options(
         ({"prompt": [user("a"), assistant("b")], "response": "c"}, ["assistant", "'b'"]),
     ],
 )
-def test_a_row_that_would_lose_a_column_is_refused_with_what_to_set(
+def test_a_row_with_an_unread_column_is_refused_with_the_option_to_set(
     row: dict[str, Any], facts: list[object], tokenizer: PreTrainedTokenizerFast
 ) -> None:
     with pytest.raises(ValueError, match=says(*facts)):
@@ -109,13 +109,13 @@ def test_a_row_that_would_lose_a_column_is_refused_with_what_to_set(
 
 
 @pytest.mark.parametrize("name", ["system", "tools", "history", "images", "weight", "context", "label"])
-def test_a_column_can_be_left_out_by_name(name: str, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_column_can_be_ignored_by_name(name: str, tokenizer: PreTrainedTokenizerFast) -> None:
     values = {"system": "S", "tools": [TOOL], "weight": 0.5, "label": False}
     row = {"prompt": "a", "response": "b", name: values.get(name, ["x"])}
     assert learnt(row, tokenizer, ignored_columns=(name,)) == ("ab<eos>", "b<eos>")
 
 
-def test_a_system_column_begins_the_conversation_once(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_system_column_is_the_first_message_and_is_not_repeated(tokenizer: PreTrainedTokenizerFast) -> None:
     expected = ("<system>S\n<user>a\n<assistant>b<eos>", "b<eos>")
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     system = {"role": "system", "content": "S"}
@@ -129,7 +129,7 @@ def test_a_system_column_begins_the_conversation_once(tokenizer: PreTrainedToken
         learnt({"system": "T", "messages": [system, user("a"), assistant("b")]}, tokenizer)
 
 
-def test_messages_win_over_columns_that_repeat_them(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_messages_have_precedence_over_columns_that_repeat_them(tokenizer: PreTrainedTokenizerFast) -> None:
     row = {"prompt": "a", "messages": [user("a"), assistant("b")]}
     assert learnt(row, tokenizer)[0] == "<user>a\n<assistant>b<eos>"
     with pytest.raises(ValueError, match=says("'prompt'", "'other'", "data.prompt_key=messages")):
@@ -138,7 +138,7 @@ def test_messages_win_over_columns_that_repeat_them(tokenizer: PreTrainedTokeniz
 
 @pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), [json.dumps(TOOL)]])
 @pytest.mark.parametrize("arguments", ['{"city": "Rome"}', {"city": "Rome"}])
-def test_tools_are_written_and_calls_are_encoded_once(
+def test_tools_are_rendered_and_calls_are_json_encoded_once(
     tools: Any, arguments: Any, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     call = CALL | {"function": {"name": "weather", "arguments": arguments}}
@@ -172,7 +172,7 @@ def test_a_tool_call_that_cannot_be_parsed_raises_an_error_with_its_row(
         load_rows(prompts)
 
 
-def test_calls_of_sharegpt_and_of_older_clients_are_calls(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_tool_calls_of_sharegpt_and_of_older_clients_are_recognised(tokenizer: PreTrainedTokenizerFast) -> None:
     expected = '{"name": "f", "arguments": {"a": 1}}<eos>'
     share = [
         {"from": "human", "value": "?"},
@@ -183,7 +183,7 @@ def test_calls_of_sharegpt_and_of_older_clients_are_calls(tokenizer: PreTrainedT
     assert learnt({"messages": older}, tokenizer)[1] == expected
 
 
-def test_tools_that_the_template_leaves_out_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_tools_that_the_template_omits_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     silent = character_tokenizer(string.printable)
     silent.chat_template = CHAT.replace("{{ tools | tojson }}\n", "")
     facts = says("row 0", "tools", "model.chat_template", "data.ignored_columns=tools")
@@ -200,7 +200,9 @@ def test_tools_that_the_template_leaves_out_are_refused(tokenizer: PreTrainedTok
 
 
 @pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}])
-def test_a_message_of_weight_0_is_read_and_not_learnt(mark: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_message_with_weight_0_is_context_and_not_trained_on(
+    mark: dict[str, Any], tokenizer: PreTrainedTokenizerFast
+) -> None:
     messages = [user("a"), assistant("b", **mark), user("c"), assistant("d", weight=1)]
     assert learnt({"messages": messages}, tokenizer) == (
         "<user>a\n<assistant>b<eos>\n<user>c\n<assistant>d<eos>",
@@ -216,7 +218,7 @@ def test_a_message_of_weight_0_is_read_and_not_learnt(mark: dict[str, Any], toke
 @pytest.mark.parametrize(
     "message", [assistant("b", weight=0.5), user("b") | {"weight": 1}, user("b") | {"train": True}]
 )
-def test_a_weight_that_cannot_be_kept_is_refused(message: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> None:
+def test_an_unsupported_message_weight_is_refused(message: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(ValueError, match=says("row 0", message["role"])):
         learnt({"messages": [user("a"), message, assistant("c")]}, tokenizer)
 
@@ -286,7 +288,7 @@ WITHOUT = "<user>a\n<assistant>"
         ),
     ],
 )
-def test_the_prompt_of_a_pair_is_read_once_without_options(
+def test_the_prompt_of_a_preference_pair_is_not_repeated(
     row: dict[str, Any], form: dict[str, Any], prompt: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     (pair,) = read_pairs([row], PairFormat(**form), tokenizer)
@@ -314,7 +316,7 @@ def test_the_prompt_of_a_pair_is_read_once_without_options(
         ({"prompt": [user("a"), assistant("d")], "chosen": "b", "rejected": "c"}, ["assistant", "'d'"]),
     ],
 )
-def test_a_pair_that_would_lose_a_column_is_refused_with_what_to_set(
+def test_a_pair_with_an_unread_column_is_refused_with_the_option_to_set(
     row: dict[str, Any], facts: list[str], tokenizer: PreTrainedTokenizerFast
 ) -> None:
     with pytest.raises(ValueError, match=says("row 0", *facts)):
@@ -329,7 +331,7 @@ def first_prompt(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerFast,
 
 
 @pytest.mark.parametrize("verl", [False, True])
-def test_a_prompt_reads_its_tools_its_system_prompt_and_its_prefill(
+def test_a_prompt_includes_tools_system_prompt_and_prefill(
     verl: bool, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     def read(**options: Any) -> str:
@@ -352,7 +354,7 @@ def test_a_prompt_reads_its_tools_its_system_prompt_and_its_prefill(
 
 
 @pytest.mark.parametrize("prompt", [[], [SYSTEM], "", " \n", [user("")]])
-def test_a_prompt_without_a_request_is_refused(prompt: Any, tmp_path: Path) -> None:
+def test_a_prompt_without_a_user_message_is_refused(prompt: Any, tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", {"input": "a", **VERL, "prompt": "a"}, {"input": prompt, **VERL})
     with pytest.raises(ValueError, match=says(path, "row 1", "'input'")):
         load_rows(path, ignored=("prompt",))
@@ -360,7 +362,7 @@ def test_a_prompt_without_a_request_is_refused(prompt: Any, tmp_path: Path) -> N
         load_verl_rows([path], prompt_key="input")
 
 
-def test_prompts_that_are_continued_are_counted(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_prompts_that_end_with_a_prefill_are_counted(tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [{"input": [user("a"), assistant("b")], "label": ""}, {"input": "a", "label": ""}]
     assert PromptSource(rows, tokenizer, 0).prefilled == 1
 
@@ -379,7 +381,7 @@ def test_prompts_that_are_continued_are_counted(tokenizer: PreTrainedTokenizerFa
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, ["data.prompt_key=prompt"]),
     ],
 )
-def test_rows_of_another_form_are_refused_with_what_to_set(
+def test_rows_in_another_format_are_refused_with_the_option_to_set(
     row: dict[str, Any], facts: list[str], tmp_path: Path
 ) -> None:
     path = write(tmp_path / "rows.jsonl", row)
@@ -387,7 +389,7 @@ def test_rows_of_another_form_are_refused_with_what_to_set(
         load_rows(path)
 
 
-def test_an_instruction_is_read_with_its_input_as_a_prompt_too(tmp_path: Path) -> None:
+def test_an_instruction_and_its_input_form_a_prompt(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", {"instruction": "Add", "input": "1 2", "output": "3"})
     assert load_rows(path, "instruction", "output")[0]["input"] == "Add\n\n1 2"
     assert load_rows(path, "instruction", "output", ignored=("input",))[0]["input"] == "Add"
@@ -404,7 +406,7 @@ def test_an_instruction_is_read_with_its_input_as_a_prompt_too(tmp_path: Path) -
         ({"prompt": "a", "data_source": "x", "label": "b"}, ["reward_model.ground_truth", "the value of 'label'"]),
     ],
 )
-def test_rows_that_are_not_verls_are_refused_with_what_to_set(
+def test_rows_not_in_verls_format_are_refused_with_the_option_to_set(
     row: dict[str, Any], facts: list[str], tmp_path: Path
 ) -> None:
     path = write(tmp_path / "rows.jsonl", row)
@@ -412,14 +414,14 @@ def test_rows_that_are_not_verls_are_refused_with_what_to_set(
         load_verl_rows([path])
 
 
-def test_the_columns_that_are_used_and_not_used_are_named(tmp_path: Path) -> None:
+def test_used_and_unused_columns_are_listed(tmp_path: Path) -> None:
     rows = [{"instruction": "a", "input": text, "output": "b", "id": 1, "note": ""} for text in ("", "c")]
     lines: list[str] = []
     load_demonstrations(write(tmp_path / "rows.jsonl", *rows), info=lines.append)
     assert lines[0].endswith("columns used: instruction, output, input; not used: id, note (empty)")
 
 
-def test_an_example_is_shown_with_marks_around_what_is_learnt(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_an_example_is_shown_with_marks_around_trained_text(tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [{"messages": [user("a" * 1000), assistant("b"), user("c"), assistant("d")]}]
     shown = encode_demonstrations(rows, tokenizer).describe_first(tokenizer)
     assert "[[learnt]]'b<eos>'[[/learnt]]'\\n<user>c\\n<assistant>'[[learnt]]'d<eos>'[[/learnt]]; token ids" in shown

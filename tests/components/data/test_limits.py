@@ -15,7 +15,7 @@ def test_sft_uses_all_of_100_500_rows_by_default(tmp_path: Path) -> None:
     assert len(load_demonstrations(tmp_path / "a.jsonl", max_rows=limit)) == 100_500
 
 
-def test_rows_that_a_limit_leaves_out_are_counted(tmp_path: Path) -> None:
+def test_rows_beyond_the_limit_are_counted(tmp_path: Path) -> None:
     rows = {
         "a": {"input": "a"},
         "pairs": {"prompt": "a", "chosen": "b", "rejected": "c"},

@@ -8,11 +8,11 @@ from components.data.mixture import mixed, mixture_probabilities, source_names
 from tests.messages import says
 
 
-def test_without_probabilities_parts_come_one_after_the_other() -> None:
+def test_without_probabilities_the_parts_are_concatenated() -> None:
     assert mixed([["a", "b"], ["c"]], mixture_probabilities(None, 2), seed=1) == ["a", "b", "c"]
 
 
-def test_rows_of_a_small_part_come_again_until_all_of_the_large_one_were_drawn() -> None:
+def test_rows_of_a_small_part_repeat_until_the_large_part_is_used_up() -> None:
     small = ["s"]
     large = [f"l{i}" for i in range(300)]
     actual = mixed([small, large], mixture_probabilities("0.25,0.75", 2), seed=1)

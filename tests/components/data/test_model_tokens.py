@@ -37,14 +37,14 @@ def test_the_end_of_a_turn_is_a_single_special_token_after_it(
     assert end_ids(tokenizer) == expected_ids
 
 
-def test_the_end_of_a_turn_follows_the_template_in_use(tmp_path: Path) -> None:
+def test_the_end_of_a_turn_depends_on_the_selected_template(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(chat_model(tmp_path, template=None))
     assert turn_end_id(tokenizer) is None
     tokenizer.chat_template = CHATML
     assert turn_end_id(tokenizer) == END_ID
 
 
-def test_a_demonstration_is_learnt_up_to_the_token_that_ends_its_turn(tmp_path: Path) -> None:
+def test_a_demonstration_is_trained_on_up_to_its_end_of_turn_token(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(chat_model(tmp_path))
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     batch = encode_demonstrations([{"messages": turns}], tokenizer).batch
@@ -53,7 +53,7 @@ def test_a_demonstration_is_learnt_up_to_the_token_that_ends_its_turn(tmp_path: 
     assert batch["tokens"][-1] == END_ID  # without the line break of the template, and without <eos>
 
 
-def test_a_pair_of_messages_ends_with_the_token_that_ends_its_turn(tmp_path: Path) -> None:
+def test_a_preference_pair_of_messages_ends_with_the_end_of_turn_token(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(chat_model(tmp_path))
     row = {
         name: [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]
@@ -73,7 +73,7 @@ def test_a_pair_of_messages_ends_with_the_token_that_ends_its_turn(tmp_path: Pat
     ]
 
 
-def test_a_text_with_a_token_beyond_the_embedding_is_refused(tmp_path: Path) -> None:
+def test_a_text_with_a_token_id_beyond_the_embedding_is_refused(tmp_path: Path) -> None:
     folder = chat_model(tmp_path, rows=THINK_ID)
     assert embedding_rows(folder) == THINK_ID
     # Tokens that nothing is written with do no harm.
@@ -95,7 +95,7 @@ def test_a_text_with_a_token_beyond_the_embedding_is_refused(tmp_path: Path) -> 
     ],
     ids=["generation prompt", "tool role", "tools"],
 )
-def test_a_template_that_can_write_a_token_beyond_the_embedding_is_refused_once_it_is_used(
+def test_a_template_with_a_token_id_beyond_the_embedding_is_refused_when_it_is_applied(
     template: str, tmp_path: Path
 ) -> None:
     tokenizer = load_tokenizer(chat_model(tmp_path, template=template, rows=THINK_ID))
@@ -105,7 +105,7 @@ def test_a_template_that_can_write_a_token_beyond_the_embedding_is_refused_once_
 
 
 @pytest.mark.parametrize("option", ["eos_token", "pad_token"])
-def test_a_named_token_beyond_the_embedding_is_refused(option: str, tmp_path: Path) -> None:
+def test_a_special_token_beyond_the_embedding_is_refused(option: str, tmp_path: Path) -> None:
     folder = chat_model(tmp_path, rows=END_ID)
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {option: TURN_END}))
@@ -113,7 +113,7 @@ def test_a_named_token_beyond_the_embedding_is_refused(option: str, tmp_path: Pa
         load_tokenizer(folder)
 
 
-def test_the_rows_are_those_of_the_model_that_reads_the_tokens(tmp_path: Path) -> None:
+def test_token_ids_are_checked_against_the_model_that_reads_them(tmp_path: Path) -> None:
     whole = chat_model(tmp_path / "whole")
     short = chat_model(tmp_path / "short", rows=THINK_ID)
     assert TextEncoder(load_tokenizer(whole)).encode(THINK) == [THINK_ID]

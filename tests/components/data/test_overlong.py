@@ -28,9 +28,7 @@ def source(overlong: Overlong, most: int | None, rows: list[dict[str, Any]] = RO
         ("middle", 1, ["g", "b", "f"]),
     ],
 )
-def test_a_prompt_that_is_too_long_is_truncated_on_the_set_side(
-    overlong: Overlong, most: int, expected: list[str]
-) -> None:
+def test_a_long_prompt_is_truncated_on_the_configured_side(overlong: Overlong, most: int, expected: list[str]) -> None:
     cut = source(overlong, most)
     batch = cut.take(3)
     # Tokens 0 to 2 are special; then come the letters.
@@ -41,13 +39,13 @@ def test_a_prompt_that_is_too_long_is_truncated_on_the_set_side(
     assert cut.cut == sum(len(row["input"]) > most for row in ROWS)
 
 
-def test_without_a_side_long_prompts_are_left_out_and_without_a_limit_none_is_long() -> None:
+def test_without_truncation_long_prompts_are_dropped_and_without_a_limit_all_are_kept() -> None:
     left_out = source("leave_out", 6)
     assert (len(left_out), left_out.too_long, left_out.cut) == (2, 1, 0)
     assert (source("left", None).cut, source("left", 7).cut) == (0, 0)
 
 
-def test_a_source_that_cuts_goes_on_with_the_very_next_prompt() -> None:
+def test_a_resumed_source_with_truncation_continues_with_the_next_prompt() -> None:
     first = source("left", 3)
     first.take(2)
     restored = source("left", 3)
@@ -55,7 +53,7 @@ def test_a_source_that_cuts_goes_on_with_the_very_next_prompt() -> None:
     assert restored.take(1)["prompt"] == ["def"]
 
 
-def test_extra_info_is_handed_out_where_rows_have_it() -> None:
+def test_extra_info_of_rows_is_passed_on() -> None:
     rows = [{**ROWS[1], "extra_info": {"index": 7, "tags": ["x"]}}, ROWS[2]]
     assert source("leave_out", None, rows).take(2)["extra_info"] == [{"index": 7, "tags": ["x"]}, None]
     assert "extra_info" not in source("leave_out", None).take(1)

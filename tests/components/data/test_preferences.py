@@ -86,14 +86,14 @@ DIALOGUE = "\n\nHuman: Hi\n\nAssistant: Yes?\n\nHuman: Who?\n\nAssistant:"
         ("yes", "no", ""),
     ],
 )
-def test_without_a_prompt_strings_have_one_up_to_the_last_mark_or_blank_in_common(
+def test_the_prompt_of_two_texts_ends_at_the_last_common_mark_or_blank(
     letters: PreTrainedTokenizerFast, chosen: str, rejected: str, prompt: str
 ) -> None:
     pair = read({"chosen": chosen, "rejected": rejected}, letters)
     assert parts(pair) == (prompt, chosen[len(prompt) :], rejected[len(prompt) :])
 
 
-def test_a_prompt_column_of_text_stands_before_both_answers(letters: PreTrainedTokenizerFast) -> None:
+def test_a_prompt_column_precedes_both_responses(letters: PreTrainedTokenizerFast) -> None:
     row = {"ask": "who?", "good": "me", "bad": "you", "margin": 2}
     keys: dict[str, Any] = {"prompt_key": "ask", "chosen_key": "good", "rejected_key": "bad"}
     assert read(row, letters, **keys).margin == 0.0
@@ -104,7 +104,7 @@ def test_a_prompt_column_of_text_stands_before_both_answers(letters: PreTrainedT
     assert read(row, letters, **keys, apply_chat_template=True) == Pair("[u]who?[a]", "me", "you", 2.0, "who?")
 
 
-def test_messages_go_through_the_template_with_a_prompt_column_and_without(letters: PreTrainedTokenizerFast) -> None:
+def test_messages_are_rendered_with_and_without_a_prompt_column(letters: PreTrainedTokenizerFast) -> None:
     before = [user("Hi"), assistant("Yes"), user("Who?")]
     good = [assistant("me")]
     bad = [assistant("you")]
@@ -122,7 +122,9 @@ def test_messages_go_through_the_template_with_a_prompt_column_and_without(lette
     assert parts(said) == ("[u]Hi[a]", "me", "you")
 
 
-def test_messages_that_part_early_have_the_prompt_that_an_answer_follows(letters: PreTrainedTokenizerFast) -> None:
+def test_the_prompt_of_diverging_conversations_ends_before_the_last_common_response(
+    letters: PreTrainedTokenizerFast,
+) -> None:
     start = [user("Hi"), assistant("Yes")]
     # They part in what the user says: the response before it is the first of the two texts' own.
     pair = read(
@@ -150,7 +152,7 @@ def test_the_opening_of_a_conversation_is_the_first_message_of_the_user(letters:
 
 @pytest.mark.parametrize("end", ["<eos>", "<eos>\n", " <eos> \n", "<eos><eos>", "<eos> <eos>\n\n"])
 @pytest.mark.parametrize("with_mask", [False, True])
-def test_an_answer_ends_with_one_end_token_whatever_its_text_ends_with(
+def test_every_response_ends_with_exactly_one_end_token(
     letters: PreTrainedTokenizerFast, end: str, with_mask: bool
 ) -> None:
     rows = [
@@ -169,7 +171,7 @@ def test_an_answer_ends_with_one_end_token_whatever_its_text_ends_with(
     ]
 
 
-def test_a_text_is_scored_as_the_tokens_that_were_trained_on(letters: PreTrainedTokenizerFast) -> None:
+def test_scoring_and_training_encode_a_text_identically(letters: PreTrainedTokenizerFast) -> None:
     row = {"prompt": [user("Hi"), assistant("Yes"), user("Who?")], "chosen": "me", "rejected": "you"}
     pairs = read_pairs([row], PairFormat(prompt_key="prompt"), letters)
     trained = encode_pairs(pairs, letters).batch.lists("tokens")
@@ -178,7 +180,7 @@ def test_a_text_is_scored_as_the_tokens_that_were_trained_on(letters: PreTrained
         assert scored_tokens(text, encoder) == trained[0]
 
 
-def test_the_mask_marks_the_answers_with_their_end_and_the_tokens_are_those_of_generation() -> None:
+def test_the_mask_covers_responses_and_end_tokens_and_prompts_equal_those_of_generation() -> None:
     tokenizer = word_tokenizer(ADDS_BOS)
     rows = [{"prompt": "no yes", "chosen": "yes", "rejected": "no no"}]
     pairs = read_pairs(rows, PairFormat(prompt_key="prompt"), tokenizer)
@@ -191,7 +193,7 @@ def test_the_mask_marks_the_answers_with_their_end_and_the_tokens_are_those_of_g
     assert "loss_mask" not in at_once
 
 
-def test_pairs_that_cannot_be_used_are_left_out_and_counted(letters: PreTrainedTokenizerFast) -> None:
+def test_unusable_pairs_are_dropped_and_counted(letters: PreTrainedTokenizerFast) -> None:
     rows = [
         {"prompt": "ab", "chosen": "cde", "rejected": "c"},  # 6 tokens with its end
         {"prompt": "ab", "chosen": "c", "rejected": "cdef"},  # 7
@@ -234,7 +236,7 @@ def test_pairs_that_cannot_be_used_are_left_out_and_counted(letters: PreTrainedT
         ),
     ],
 )
-def test_a_row_that_is_no_pair_is_refused_with_its_number_and_what_to_set(
+def test_a_row_without_a_pair_is_refused_with_its_number_and_the_option_to_set(
     letters: PreTrainedTokenizerFast, row: dict[str, Any], form: dict[str, Any], facts: list[object]
 ) -> None:
     good = {"ask": "", "margin": 1, "chosen": [assistant("a")], "rejected": [assistant("b")]}
@@ -242,7 +244,7 @@ def test_a_row_that_is_no_pair_is_refused_with_its_number_and_what_to_set(
         read_pairs([good, row], PairFormat(**form), letters)
 
 
-def test_a_template_that_does_not_fit_and_one_that_is_missing_are_refused() -> None:
+def test_a_missing_or_unsuitable_template_is_refused() -> None:
     rows = [{"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}]
     tokenizer = character_tokenizer("abc")
     tokenizer.chat_template = "{% if add_generation_prompt %}b{% endif %}{{ messages[-1]['content'] }}"
@@ -257,7 +259,7 @@ def test_a_template_that_does_not_fit_and_one_that_is_missing_are_refused() -> N
         encode_pairs(pairs, tokenizer)
 
 
-def test_the_pairs_of_a_task_and_of_a_file_are_loaded_up_to_a_number(tmp_path: Path) -> None:
+def test_pairs_of_a_task_and_of_a_file_are_limited_in_number(tmp_path: Path) -> None:
     assert load_pairs("task:sort", max_rows=20, seed=1) == load_pairs("task:sort", max_rows=30, seed=1)[:20]
     assert load_pairs("task:sort", max_rows=5, seed=1) != load_pairs("task:sort", max_rows=5, seed=2)
     (tmp_path / "pairs.jsonl").write_text('{"chosen": "a", "rejected": "b"}\n' * 3)
@@ -280,7 +282,7 @@ SPELLINGS = ("{}", " {} ", "{}\n\n", "\t{}")
     seed=st.integers(0, 3),
 )
 @settings(max_examples=150, deadline=None)
-def test_no_conversation_is_on_both_sides_however_it_is_written(
+def test_no_conversation_is_in_both_splits_in_any_notation(
     names: list[int], spelling: Any, count: int, seed: int
 ) -> None:
     def written(name: int) -> str:
@@ -309,7 +311,7 @@ def test_no_conversation_is_on_both_sides_however_it_is_written(
     assert again[1].equal(held_P)
 
 
-def test_another_seed_holds_out_other_conversations_and_all_of_them_are_refused() -> None:
+def test_the_seed_selects_the_held_out_conversations_and_holding_out_all_is_refused() -> None:
     openings = [str(i) for i in range(100)]
     assert not hold_out(openings, 10, 1)[1].equal(hold_out(openings, 10, 2)[1])
     with pytest.raises(ValueError, match=says("100 of 100", "evaluation.held_out")):
@@ -318,7 +320,7 @@ def test_another_seed_holds_out_other_conversations_and_all_of_them_are_refused(
         hold_out(["Hi", "hi ", "HI"], 1, 0)
 
 
-def test_pairs_are_selected_with_both_of_their_answers(letters: PreTrainedTokenizerFast) -> None:
+def test_selecting_pairs_keeps_both_responses(letters: PreTrainedTokenizerFast) -> None:
     rows = [{"prompt": "a", "chosen": letter, "rejected": letter.upper()} for letter in "bcd"]
     batch = encode_pairs(read_pairs(rows, PairFormat(prompt_key="prompt"), letters), letters).batch
     actual = select_pairs(batch, torch.tensor([2, 0]))
@@ -326,7 +328,7 @@ def test_pairs_are_selected_with_both_of_their_answers(letters: PreTrainedTokeni
     assert len(select_pairs(batch, torch.tensor([], dtype=torch.int64))) == 0
 
 
-def test_ranks_that_would_have_nothing_to_evaluate_are_refused() -> None:
+def test_fewer_evaluation_pairs_than_ranks_are_refused() -> None:
     pairs = [Batch.from_rows({"tokens": [[1, 2], [3]] * count}) for count in range(4)]
     check_shares(3, pairs[2], None)
     check_shares(2, pairs[1], pairs[1])

@@ -43,7 +43,7 @@ def inputs(rows: list[dict[str, Any]]) -> str:
     return "".join(row["input"] for row in rows)
 
 
-def test_rows_are_prompt_label_and_where_they_come_from(tmp_path: Path) -> None:
+def test_rows_have_prompt_label_and_data_source(tmp_path: Path) -> None:
     source = write(tmp_path / "data.jsonl", RECORDS)
     assert load_rows(source, "question", "answer") == [
         {"input": "ab", "label": 1, "datasource": "default", "extra_info": {"answer": 1, "more": 0}},
@@ -54,7 +54,7 @@ def test_rows_are_prompt_label_and_where_they_come_from(tmp_path: Path) -> None:
     ]
 
 
-def test_a_label_may_be_any_value_but_null_and_a_record_names_its_own_datasource(tmp_path: Path) -> None:
+def test_a_label_may_be_any_value_except_null_and_a_row_sets_its_data_source(tmp_path: Path) -> None:
     labels = ["a", 1.5, 7, True, ["x", 2], {"tests": [1]}]
     records = [{"input": "a", "label": label, "datasource": n or None} for n, label in enumerate(labels)]
     rows = load_rows(write(tmp_path / "data.jsonl", records), label_key="label")
@@ -62,7 +62,7 @@ def test_a_label_may_be_any_value_but_null_and_a_record_names_its_own_datasource
     assert [row["datasource"] for row in rows] == ["default", "1", "2", "3", "4", "5"]
 
 
-def test_messages_of_a_table_are_prompts_like_any_other(tmp_path: Path) -> None:
+def test_messages_of_a_table_are_valid_prompts(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "a"}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"input": turns}]), tmp_path / "data.parquet")
     assert load_rows(str(tmp_path / "data.parquet"))[0]["input"] == turns
@@ -93,7 +93,7 @@ def test_evaluation_reads_the_train_split_of_files_unless_another_is_named(
         load_rows(f"{data}, task:sort", split="test")
 
 
-def test_parts_come_one_after_the_other_and_the_first_so_many_are_taken(tmp_path: Path) -> None:
+def test_parts_are_concatenated_and_the_first_rows_up_to_the_limit_are_used(tmp_path: Path) -> None:
     first = write_inputs(tmp_path / "1.jsonl", "abc")
     second = write_inputs(tmp_path / "2.jsonl", "de")
     assert inputs(load_rows(f"{first} , {second}")) == "abcde"
@@ -104,7 +104,7 @@ def test_parts_come_one_after_the_other_and_the_first_so_many_are_taken(tmp_path
     assert Counter(row["datasource"] for row in both) == {"default": 3, "sort": 10_000}
 
 
-def test_a_blend_uses_every_row_and_keeps_to_its_probabilities(tmp_path: Path) -> None:
+def test_a_blend_uses_every_row_with_the_given_probabilities(tmp_path: Path) -> None:
     few = write(tmp_path / "few.jsonl", [{"input": "few", "label": {"n": n}} for n in range(3)])
     many = write(tmp_path / "many.jsonl", [{"input": "many", "label": n} for n in range(3000)])
     rows = load_rows(f"{few},{many}", label_key="label", probs="0.25, 0.75", seed=1)
@@ -141,7 +141,7 @@ def test_bad_data_is_described_in_the_error_with_file_and_row(tmp_path: Path) ->
         load_rows(f"{good},{tmp_path}/nothing.jsonl", "question")
 
 
-def test_an_epoch_is_every_row_once_and_the_next_has_another_order(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_an_epoch_has_every_row_once_and_each_epoch_has_another_order(tokenizer: PreTrainedTokenizerFast) -> None:
     source = PromptSource(letters(10), tokenizer, seed=0)
     first = source.take(10)["label"]
     second = source.take(10)["label"]
@@ -151,7 +151,7 @@ def test_an_epoch_is_every_row_once_and_the_next_has_another_order(tokenizer: Pr
     assert PromptSource(letters(10), tokenizer, seed=1).take(10)["label"] != first
 
 
-def test_a_batch_holds_ids_text_label_and_a_prompt_id_that_never_repeats(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_batch_has_ids_text_label_and_a_unique_prompt_id(tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [{"input": "ab", "label": "x", "datasource": "letters"}, {"input": "c", "label": None}]
     source = PromptSource(rows, tokenizer, 0, shuffle=False)
     batch = source.take(3)
@@ -164,7 +164,7 @@ def test_a_batch_holds_ids_text_label_and_a_prompt_id_that_never_repeats(tokeniz
     assert batch["prompt_id"].tolist() == [0, 1, 2]
 
 
-def test_a_restored_source_goes_on_with_the_very_next_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_restored_source_continues_with_the_next_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
     source = PromptSource(letters(10), tokenizer, seed=0)
     source.take(13)
     state = json.loads(json.dumps(source.state_dict()))
@@ -184,7 +184,7 @@ def test_a_state_of_other_data_or_seed_is_refused(tokenizer: PreTrainedTokenizer
             other.load_state_dict(state)
 
 
-def test_prompts_that_are_too_long_are_left_out_and_counted_before_the_first_is_taken(
+def test_long_prompts_are_dropped_and_counted_at_the_start(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     source = PromptSource(letters(6), tokenizer, seed=0, max_prompt_tokens=4)
@@ -198,7 +198,7 @@ def test_prompts_that_are_too_long_are_left_out_and_counted_before_the_first_is_
         PromptSource(letters(6), tokenizer, seed=0, max_prompt_tokens=0)
 
 
-def test_leaving_rows_out_keeps_the_order_of_the_others(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_dropping_rows_keeps_the_order_of_the_others(tokenizer: PreTrainedTokenizerFast) -> None:
     every = PromptSource(letters(10), tokenizer, seed=3).take(10)["label"]
     short = PromptSource(letters(10), tokenizer, seed=3, max_prompt_tokens=5).take(5)["label"]
     assert short == [label for label in every if label < 5]
@@ -215,7 +215,7 @@ def test_all_of_100_000_rows_are_read_and_counted(tokenizer: PreTrainedTokenizer
         PromptSource([*rows, {"input": "x", "label": ""}], tokenizer, seed=0)
 
 
-def test_the_first_prompt_is_shown_without_being_taken(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_showing_the_first_prompt_does_not_consume_it(tokenizer: PreTrainedTokenizerFast) -> None:
     source = PromptSource([{"input": "ab", "label": 0}, {"input": "c" * 40, "label": 0}], tokenizer, 0, shuffle=False)
     assert source.first() == ("ab", [3, 4])
     assert re.search(says("2 characters", "2 tokens", "'ab'", "[3, 4]"), source.describe_first())
@@ -227,7 +227,9 @@ def test_the_first_prompt_is_shown_without_being_taken(tokenizer: PreTrainedToke
 
 
 @pytest.mark.parametrize("taken", [0, 4, 9, 10, 13])
-def test_a_source_can_be_set_back_to_a_number_of_taken_prompts(tokenizer: PreTrainedTokenizerFast, taken: int) -> None:
+def test_a_source_can_be_rewound_to_a_number_of_consumed_prompts(
+    tokenizer: PreTrainedTokenizerFast, taken: int
+) -> None:
     source = PromptSource(letters(10), tokenizer, seed=0)
     if taken:
         source.take(taken)
@@ -238,14 +240,14 @@ def test_a_source_can_be_set_back_to_a_number_of_taken_prompts(tokenizer: PreTra
     assert source.take(12)["prompt_id"].tolist() == expected
 
 
-def test_the_first_prompt_after_an_epoch_is_the_one_that_is_handed_out(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_shown_prompt_after_an_epoch_is_the_next_one_returned(tokenizer: PreTrainedTokenizerFast) -> None:
     source = PromptSource(letters(10), tokenizer, seed=0, max_prompt_tokens=7)
     source.take(7)
     first = source.first()[0]
     assert source.take(1)["prompt"] == [first]
 
 
-def test_a_template_wraps_the_prompt_and_leaves_other_braces_alone(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_template_inserts_the_prompt_and_keeps_other_braces(tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [{"input": "a{b}", "label": ""}]
     batch = PromptSource(rows, tokenizer, 0, input_template="c:{}:d").take(1)
     assert batch["prompt"] == ["c:a{b}:d"]
@@ -258,7 +260,7 @@ def test_characters_without_a_token_raise_an_error_before_the_first_prompt(token
         PromptSource([{"input": "", "label": ""}], tokenizer, 0)
 
 
-def test_a_prompt_that_cannot_be_written_out_is_an_error_with_its_row() -> None:
+def test_a_prompt_that_cannot_be_rendered_raises_an_error_with_its_row() -> None:
     tokenizer = character_tokenizer("ab")
     tokenizer.chat_template = (
         "{{ messages[0]['content'] }}{% if messages | length > 1 %}{{ raise_exception('one turn') }}{% endif %}"

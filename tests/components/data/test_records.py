@@ -82,17 +82,17 @@ def test_a_gzipped_file_of_text_reads_like_the_file_in_it(tmp_path: Path, suffix
         assert "\n" not in str(caught.value)
 
 
-def test_a_date_in_a_csv_file_stays_the_text_that_it_is(tmp_path: Path) -> None:
+def test_a_date_in_a_csv_file_stays_text(tmp_path: Path) -> None:
     (tmp_path / "data.csv").write_text("input,label\nwhen?,2024-01-31\nand then?,2024-02-01\n")
     assert read_records(tmp_path / "data.csv")[0] == {"input": "when?", "label": "2024-01-31"}
 
 
-def test_a_row_of_a_csv_file_may_be_longer_than_what_is_read_at_once(tmp_path: Path) -> None:
+def test_a_row_of_a_csv_file_may_be_longer_than_the_read_buffer(tmp_path: Path) -> None:
     records = [{"input": "a"}, {"input": "line\n" * 500_000}, {"input": "b"}]
     assert read_records(write(tmp_path / "data.csv", records)) == records
 
 
-def test_a_json_file_may_hold_an_object_per_line(tmp_path: Path) -> None:
+def test_a_json_file_may_have_one_object_per_line(tmp_path: Path) -> None:
     (tmp_path / "lines.json").write_text('{"input": "a"}\n\n{"input": "b"}\n')
     assert read_records(tmp_path / "lines.json") == [{"input": "a"}, {"input": "b"}]
 
@@ -254,7 +254,7 @@ def read_in_process(sources: list[str], home: Path, endpoint: str) -> list[str]:
     return process.stdout.splitlines()
 
 
-def test_a_name_is_read_from_the_hub_and_later_without_it_or_refused_at_once_in_one_line(tmp_path: Path) -> None:
+def test_a_dataset_name_is_read_from_the_hub_or_its_cache_or_refused_in_one_line(tmp_path: Path) -> None:
     with hub() as endpoint:
         actual = read_in_process(["troupe/letters", "troupe/letters@data", "troupe/other"], tmp_path, endpoint)
     assert actual[:2] == [str(RECORDS)] * 2

@@ -28,26 +28,28 @@ def learnt(data: Any, i: int = 0) -> list[int]:
     return data.batch.row(i, "tokens")[data.batch.row(i, "loss_mask")].tolist()
 
 
-def test_the_prompt_is_masked_and_the_response_is_learnt_with_its_end(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_prompt_is_masked_and_the_response_with_its_end_token_is_trained_on(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     data = encode_demonstrations([{"prompt": "ba>", "response": "ab"}], tokenizer)
     assert data.batch["tokens"].tolist() == [4, 3, 7, 3, 4, 2]
     assert data.batch["loss_mask"].tolist() == [False, False, False, True, True, True]
 
 
-def test_the_end_token_comes_exactly_once(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_end_token_occurs_exactly_once(tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [{"prompt": "a", "response": response} for response in ("b", "b<eos>", "b<eos><eos>", "")]
     data = encode_demonstrations(rows, tokenizer)
     assert [data.batch.row(i, "tokens").tolist() for i in range(4)] == [[3, 4, 2], [3, 4, 2], [3, 4, 2], [3, 2]]
 
 
-def test_only_the_assistants_messages_of_a_conversation_are_learnt(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_only_assistant_messages_are_trained_on(tokenizer: PreTrainedTokenizerFast) -> None:
     messages = [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]
     data = encode_demonstrations([{"messages": messages}], tokenizer)
     assert data.batch["tokens"].tolist() == [3, 4, 2, 5, 6, 2]
     assert data.batch["loss_mask"].tolist() == [False, True, True, False, True, True]
 
 
-def test_tokens_after_the_last_learnt_token_are_removed(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_tokens_after_the_last_trained_token_are_removed(tokenizer: PreTrainedTokenizerFast) -> None:
     data = encode_demonstrations([{"messages": [turn("assistant", "b"), turn("user", "c")]}], tokenizer)
     assert data.batch["tokens"].tolist() == [4, 2]
 
@@ -58,7 +60,7 @@ def with_template(text: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def test_a_newline_that_a_template_writes_after_the_end_token_is_not_learnt() -> None:
+def test_a_newline_after_the_end_token_of_a_template_is_not_trained_on() -> None:
     template = "{% for m in messages %}{{ m['content'] + eos_token + '\n' }}{% endfor %}"
     messages = [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]
     data = encode_demonstrations([{"messages": messages}], with_template(template))
@@ -85,7 +87,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
         encode_demonstrations([{"messages": messages}], with_template(template))
 
 
-def test_prompt_and_response_can_go_through_the_chat_template_too(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_prompt_and_response_columns_can_be_rendered_with_the_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [{"prompt": "ba>", "response": "ab"}]
     plain = encode_demonstrations(rows, tokenizer)
     chat = encode_demonstrations(rows, tokenizer, DemonstrationFormat(apply_chat_template=True))
@@ -109,7 +111,7 @@ def test_nothing_is_dropped_silently(tokenizer: PreTrainedTokenizerFast) -> None
         encode_demonstrations(rows[:1], tokenizer, max_tokens=5)
 
 
-def test_rows_load_from_jsonl_and_bad_ones_are_named(tmp_path: Path) -> None:
+def test_rows_of_jsonl_are_loaded_and_invalid_ones_are_named(tmp_path: Path) -> None:
     path = tmp_path / "demonstrations.jsonl"
     rows = [{"prompt": "a", "response": "b"}, {"messages": [turn("user", "a"), turn("assistant", "b")]}]
     path.write_text("\n".join(map(json.dumps, rows)))
@@ -122,7 +124,7 @@ def test_rows_load_from_jsonl_and_bad_ones_are_named(tmp_path: Path) -> None:
         load_demonstrations(path)
 
 
-def test_columns_are_named_and_two_usual_pairs_need_no_name(tmp_path: Path) -> None:
+def test_column_options_are_needed_except_for_two_common_pairs(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
 
     def loaded(row: dict[str, Any], **form: Any) -> dict[str, Any]:
@@ -143,14 +145,14 @@ def test_columns_are_named_and_two_usual_pairs_need_no_name(tmp_path: Path) -> N
         loaded(pair, prompt_key="prompt")
 
 
-def test_the_column_to_set_is_that_of_the_response_if_the_row_has_a_system_prompt_too() -> None:
+def test_the_error_names_the_response_column_for_rows_with_a_system_prompt() -> None:
     record = {"system": "Be brief.", "instruction": "Add 3 and 4.", "output": "7", "question": "What is 5 + 5?"}
     form = DemonstrationFormat(apply_chat_template=True)
     with pytest.raises(ValueError, match=says("data.prompt_key=instruction data.response_key=output, or", "question")):
         DemonstrationReader(form).read(record)
 
 
-def test_a_task_keeps_its_columns_whatever_those_of_a_file_are() -> None:
+def test_column_options_of_a_file_do_not_change_those_of_a_task() -> None:
     form = DemonstrationFormat(prompt_key="q", response_key="a", plain_text=True, apply_chat_template=True)
     assert form.of("rows.jsonl") is form
     assert form.of("task:sort") == DemonstrationFormat(apply_chat_template=True)
@@ -158,14 +160,14 @@ def test_a_task_keeps_its_columns_whatever_those_of_a_file_are() -> None:
     assert [set(row) >= {"prompt", "response"} for row in rows] == [True] * 3
 
 
-def test_the_last_message_of_a_conversation_can_be_learnt_alone(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_training_can_be_limited_to_the_last_message(tokenizer: PreTrainedTokenizerFast) -> None:
     messages = [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]
     data = encode_demonstrations([{"messages": messages}], tokenizer, DemonstrationFormat(multiturn=False))
     assert data.batch["tokens"].tolist() == [3, 4, 2, 5, 6, 2]
     assert learnt(data) == [6, 2]
 
 
-def test_a_template_that_rewrites_earlier_turns_fits_where_the_last_turn_alone_is_learnt() -> None:
+def test_a_template_that_rewrites_earlier_turns_is_accepted_if_only_the_last_turn_is_trained_on() -> None:
     template = (
         "{% for m in messages %}{% if loop.last or m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
     )
@@ -177,7 +179,7 @@ def test_a_template_that_rewrites_earlier_turns_fits_where_the_last_turn_alone_i
     assert learnt(data) == [6, 2]
 
 
-def test_only_the_response_is_learnt_after_a_prompt_with_messages_of_the_assistant(
+def test_assistant_messages_of_the_prompt_are_not_trained_on(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     prompt = [turn("user", "a"), turn("assistant", "b"), turn("user", "c")]
@@ -187,7 +189,7 @@ def test_only_the_response_is_learnt_after_a_prompt_with_messages_of_the_assista
     assert learnt(data) == learnt(data, 1) == [6, 2]
 
 
-def test_every_token_of_plain_text_but_the_first_is_learnt_and_long_texts_are_truncated(
+def test_plain_text_is_trained_on_from_its_second_token_and_truncated(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     rows = [{"text": "abc"}, {"text": "abcdab"}, {"text": "a"}]

@@ -63,7 +63,7 @@ ADDS_NOTHING = "$A"
         (ADDS_NOTHING, "no <s> <s>", [NO, BOS, BOS]),
     ],
 )
-def test_a_prompt_has_the_bos_that_its_tokenizer_adds_once_and_no_end(adds: str, text: str, ids: list[int]) -> None:
+def test_a_prompt_has_the_bos_of_its_tokenizer_once_and_no_end_token(adds: str, text: str, ids: list[int]) -> None:
     assert TextEncoder(word_tokenizer(adds)).encode_prompt(text) == ids
 
 
@@ -79,7 +79,7 @@ def test_a_tokenizer_of_characters_gets_no_bos() -> None:
 
 
 @pytest.mark.parametrize("adds", [ADDS_BOS, ADDS_NOTHING])
-def test_two_bos_tokens_raise_an_error_that_names_their_possible_origin(adds: str) -> None:
+def test_two_bos_tokens_raise_an_error_with_their_possible_origins(adds: str) -> None:
     tokenizer = word_tokenizer(adds, BOS_AND_TURNS)
     with pytest.raises(ValueError, match=says("row 1", "'<s>'", "<s> no")):
         PromptSource([row("no"), row("<s> no")], tokenizer, 0, apply_chat_template=True)
@@ -94,7 +94,7 @@ def row(text: str) -> dict[str, Any]:
 @pytest.mark.parametrize("adds", [ADDS_BOS, ADDS_BOTH, ADDS_EOS, ADDS_NOTHING])
 @pytest.mark.parametrize("template", [TURNS, BOS_AND_TURNS])
 @pytest.mark.parametrize("chat", [False, True])
-def test_rl_and_demonstrations_read_the_same_prompt_as_the_same_ids(adds: str, template: str, chat: bool) -> None:
+def test_rl_and_sft_encode_a_prompt_to_the_same_ids(adds: str, template: str, chat: bool) -> None:
     tokenizer = word_tokenizer(adds, template)
     prompt = PromptSource([row("no yes")], tokenizer, 0, apply_chat_template=chat).take(1)["tokens"].tolist()
     has_bos = adds in (ADDS_BOS, ADDS_BOTH) or (chat and template == BOS_AND_TURNS)
@@ -107,13 +107,13 @@ def test_rl_and_demonstrations_read_the_same_prompt_as_the_same_ids(adds: str, t
 
 
 @pytest.mark.parametrize("adds", [ADDS_BOS, ADDS_NOTHING])
-def test_a_conversation_that_the_assistant_begins_has_one_bos_too(adds: str) -> None:
+def test_a_conversation_that_begins_with_the_assistant_has_one_bos(adds: str) -> None:
     rows = [{"messages": [{"role": "assistant", "content": "no"}]}]
     data = encode_demonstrations(rows, word_tokenizer(adds, BOS_AND_TURNS))
     assert data.batch["tokens"].tolist() == [BOS, NO, EOS]
 
 
-def test_many_prompts_encode_like_one_and_an_error_names_the_row() -> None:
+def test_batched_encoding_equals_single_encoding_and_errors_name_the_row() -> None:
     encoder = TextEncoder(word_tokenizer(ADDS_BOS))
     texts = ["no", "<s> yes", "yes no yes"]
     assert encoder.encode_prompts(texts, [7, 8, 9]) == [encoder.encode_prompt(text) for text in texts]
@@ -121,7 +121,7 @@ def test_many_prompts_encode_like_one_and_an_error_names_the_row() -> None:
         TextEncoder(character_tokenizer("ab")).encode_prompts(["a", "cb"], [8, 9])
 
 
-def test_chat_messages_and_the_chat_option_go_through_the_template() -> None:
+def test_chat_messages_and_the_chat_option_use_the_template() -> None:
     tokenizer = character_tokenizer("abc")
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     assert render_prompt(turns, tokenizer) == "ab<eos>c"
@@ -197,7 +197,7 @@ def test_a_tokenizer_without_a_token_for_padding_raises_an_error() -> None:
         ("{{ messages[0]['content'] + 1 }}", "can only concatenate str"),
     ],
 )
-def test_a_template_that_raises_is_an_error_with_its_reason(template: str, reason: str) -> None:
+def test_an_exception_of_a_template_becomes_an_error_with_its_reason(template: str, reason: str) -> None:
     tokenizer = word_tokenizer(template=template)
     with pytest.raises(ValueError, match=says("'no yes'", reason)):
         render_prompt("no yes", tokenizer, apply_chat_template=True)
@@ -211,7 +211,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_tokenizer_loads_with_the_pad_token_and_the_template_that_are_given(folder: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_is_loaded_with_the_configured_pad_token_and_template(folder: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(folder, pad_token="</s>", chat_template=TURNS)
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, len(tokenizer)) == (EOS, EOS, 5)
     assert TextEncoder(tokenizer).encode_prompt("no yes") == [BOS, NO, YES]
@@ -222,13 +222,13 @@ def test_a_tokenizer_loads_with_the_pad_token_and_the_template_that_are_given(fo
     assert render_prompt("no yes", tokenizer, apply_chat_template=True) == "<s>no yes "
 
 
-def test_templates_may_use_the_tags_that_chat_templates_have_of_their_own(folder: Path) -> None:
+def test_templates_may_use_the_extra_tags_of_chat_templates(folder: Path) -> None:
     template = "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% break %}{% endfor %}"
     tokenizer: PreTrainedTokenizerBase = load_tokenizer(folder, pad_token="</s>", chat_template=template)
     assert render_prompt("no yes", tokenizer, apply_chat_template=True) == "no yes"
 
 
-def test_arguments_of_a_template_hold_wherever_it_is_used(folder: Path, tmp_path: Path) -> None:
+def test_arguments_of_a_template_apply_to_every_use_of_it(folder: Path, tmp_path: Path) -> None:
     template = "{% if thinks is defined and thinks is false %}no {% endif %}{{ messages[0]['content'] }}{{ last }}"
     tokenizer: PreTrainedTokenizerBase = load_tokenizer(folder, pad_token="</s>", chat_template=template)
     assert render_prompt("yes", tokenizer, apply_chat_template=True) == "yes"
@@ -266,7 +266,7 @@ def test_a_bad_tokenizer_is_described_in_a_one_line_error(folder: Path, tmp_path
     refused(tmp_path / "endless", f"'{tmp_path}/endless'", "eos_token", "tokenizer_config.json")
 
 
-def test_a_vocabulary_is_the_same_when_all_tokens_have_the_same_ids() -> None:
+def test_vocabularies_are_equal_if_all_tokens_have_equal_ids() -> None:
     assert same_vocabulary(character_tokenizer("abc"), character_tokenizer("abc"))
     assert same_vocabulary(word_tokenizer(ADDS_BOS), word_tokenizer(ADDS_EOS, TURNS))
     assert not same_vocabulary(character_tokenizer("abc"), character_tokenizer("acb"))

@@ -108,7 +108,7 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-def test_requests_that_come_together_are_one_batch_bit_for_bit(inner: WatchedEngine) -> None:
+def test_concurrent_requests_form_one_batch_with_bit_equal_results(inner: WatchedEngine) -> None:
     rows, sampling = some_rows(24), SamplingConfig(max_new_tokens=10, seed=5, step=3)
     drawn = run(inner, lambda engine: ask(engine, rows, sampling))
     assert inner.batches == [24]
@@ -122,7 +122,7 @@ def test_2000_concurrent_requests_each_get_their_result(inner: WatchedEngine) ->
     assert drawn == expected(inner.generate(numbered(rows), sampling))
 
 
-def test_tokens_depend_neither_on_company_nor_on_order(inner: WatchedEngine) -> None:
+def test_tokens_do_not_depend_on_other_requests_or_their_order(inner: WatchedEngine) -> None:
     rows, sampling = some_rows(12), SamplingConfig(max_new_tokens=8)
 
     async def scene(engine: BatchedEngine) -> list[list[Generation]]:
@@ -137,7 +137,7 @@ def test_tokens_depend_neither_on_company_nor_on_order(inner: WatchedEngine) -> 
             assert one.logprobs == pytest.approx(two.logprobs, abs=1e-5)
 
 
-def test_requests_with_limits_of_their_own_share_a_batch(inner: WatchedEngine) -> None:
+def test_requests_with_different_limits_share_a_batch(inner: WatchedEngine) -> None:
     rows, whole = some_rows(20), SamplingConfig(max_new_tokens=10)
     limits = [1 + i % 10 for i in range(20)]
 
@@ -154,7 +154,7 @@ def test_requests_with_limits_of_their_own_share_a_batch(inner: WatchedEngine) -
         assert generation.finish == ("stop" if generation.tokens[-1] == END else "length")
 
 
-def test_requests_that_are_drawn_in_another_way_are_another_batch(inner: WatchedEngine) -> None:
+def test_requests_with_different_sampling_are_separate_batches(inner: WatchedEngine) -> None:
     rows = some_rows(6)
     hot, cold = SamplingConfig(max_new_tokens=5), SamplingConfig(max_new_tokens=5, temperature=0)
 
@@ -166,7 +166,7 @@ def test_requests_that_are_drawn_in_another_way_are_another_batch(inner: Watched
     assert drawn == [expected(inner.generate(numbered(rows), sampling)) for sampling in (hot, cold)]
 
 
-def test_callers_that_wait_for_nothing_are_in_the_same_batch_turn_by_turn(inner: WatchedEngine) -> None:
+def test_concurrent_callers_share_a_batch_in_every_turn(inner: WatchedEngine) -> None:
     sampling = SamplingConfig(max_new_tokens=2)
 
     async def environment(depth: int) -> None:
@@ -186,7 +186,7 @@ def test_callers_that_wait_for_nothing_are_in_the_same_batch_turn_by_turn(inner:
     assert inner.batches == [40, 40, 40]
 
 
-def test_the_loop_goes_on_meanwhile_and_what_comes_is_drawn_next(inner: WatchedEngine) -> None:
+def test_the_event_loop_is_not_blocked_and_new_requests_form_the_next_batch(inner: WatchedEngine) -> None:
     sampling = SamplingConfig(max_new_tokens=3)
 
     async def scene(engine: BatchedEngine) -> None:
@@ -204,7 +204,7 @@ def test_the_loop_goes_on_meanwhile_and_what_comes_is_drawn_next(inner: WatchedE
     assert inner.batches == [1, 5]
 
 
-def test_the_pieces_of_a_request_come_once(inner: WatchedEngine) -> None:
+def test_the_output_of_a_request_arrives_exactly_once(inner: WatchedEngine) -> None:
     async def scene(engine: BatchedEngine) -> tuple[list[int], list[int], Generation]:
         request = engine.submit([3, 5, 8], SamplingConfig(max_new_tokens=6))
         first = [token async for piece in request for token in piece.tokens]
@@ -215,7 +215,7 @@ def test_the_pieces_of_a_request_come_once(inner: WatchedEngine) -> None:
     assert again == []
 
 
-def test_an_aborted_request_keeps_what_its_batch_gives_it_or_is_never_drawn(inner: WatchedEngine) -> None:
+def test_an_aborted_request_returns_its_generated_tokens_or_never_starts(inner: WatchedEngine) -> None:
     sampling = SamplingConfig(max_new_tokens=6)
 
     async def scene(engine: BatchedEngine) -> list[Generation]:
@@ -238,7 +238,7 @@ def test_an_aborted_request_keeps_what_its_batch_gives_it_or_is_never_drawn(inne
     assert inner.batches == [2]
 
 
-def test_a_caller_that_stops_waiting_takes_nothing_from_the_others(inner: WatchedEngine) -> None:
+def test_a_cancelled_caller_does_not_affect_the_others(inner: WatchedEngine) -> None:
     async def scene(engine: BatchedEngine) -> Generation:
         inner.gate.clear()
         request = engine.submit([2, 5], SamplingConfig(max_new_tokens=3))
@@ -253,7 +253,7 @@ def test_a_caller_that_stops_waiting_takes_nothing_from_the_others(inner: Watche
     assert len(run(inner, scene).tokens) > 0
 
 
-def test_a_pause_lasts_from_the_end_of_a_batch_until_resume(inner: WatchedEngine) -> None:
+def test_a_pause_begins_after_the_running_batch_and_lasts_until_resume(inner: WatchedEngine) -> None:
     sampling = SamplingConfig(max_new_tokens=3)
 
     async def scene(engine: BatchedEngine) -> None:
@@ -285,7 +285,7 @@ def test_a_pause_lasts_from_the_end_of_a_batch_until_resume(inner: WatchedEngine
     assert inner.batches == [1, 1, 1]
 
 
-def test_weights_arrive_between_two_batches_and_each_token_says_which_drew_it(
+def test_weights_change_between_batches_and_each_token_has_its_weight_version(
     tied_model: Path, other_tied_model: Path, tmp_path: Path
 ) -> None:
     inner, rows, sampling = WatchedEngine(tied_model), some_rows(6), SamplingConfig(max_new_tokens=4)
@@ -315,7 +315,7 @@ def test_weights_arrive_between_two_batches_and_each_token_says_which_drew_it(
     assert {version for each in after for version in each.versions} == {7}
 
 
-def test_after_weights_that_did_not_arrive_whole_requests_wait_for_a_version_that_does(
+def test_after_an_incomplete_weight_transfer_requests_wait_for_a_complete_version(
     tied_model: Path, other_tied_model: Path, tmp_path: Path
 ) -> None:
     newer = list(load_policy(other_tied_model).named_parameters())
@@ -335,7 +335,7 @@ def test_after_weights_that_did_not_arrive_whole_requests_wait_for_a_version_tha
     assert run(WatchedEngine(tied_model), scene).versions[0] == UNLUCKY + 1
 
 
-def test_an_error_reaches_all_who_wait_for_its_batch_and_nobody_else(inner: WatchedEngine) -> None:
+def test_an_error_is_raised_for_all_requests_of_its_batch_and_no_others(inner: WatchedEngine) -> None:
     lucky, unlucky = SamplingConfig(max_new_tokens=3), SamplingConfig(max_new_tokens=3, step=UNLUCKY)
 
     async def scene(engine: BatchedEngine) -> list[Any]:
@@ -360,7 +360,7 @@ def test_an_invalid_request_is_rejected_immediately(inner: WatchedEngine) -> Non
         engine.submit([2] * 60, SamplingConfig(max_new_tokens=5))
 
 
-def test_a_closed_engine_fails_those_who_wait(tied_model: Path) -> None:
+def test_closing_an_engine_fails_waiting_requests(tied_model: Path) -> None:
     async def run_episodes() -> None:
         engine = await open_async_engine(tied_model, HFRolloutConfig())
         drawn = engine.submit([2], SamplingConfig(max_new_tokens=2))

@@ -19,7 +19,7 @@ NEEDS_VLLM = pytest.mark.full
 
 
 @NEEDS_VLLM
-def test_vllm_is_chosen_on_a_gpu_or_for_a_large_model_and_the_reason_is_said(
+def test_auto_selects_vllm_on_a_gpu_or_for_a_large_model_and_gives_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(config, "LARGE_BYTES", 100)
@@ -35,7 +35,9 @@ def test_vllm_is_chosen_on_a_gpu_or_for_a_large_model_and_the_reason_is_said(
     assert all((*reasons, reason))
 
 
-def test_without_vllm_auto_takes_hf_and_asking_for_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_vllm_auto_selects_hf_and_engine_vllm_names_the_install_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     name, reason = choose_rollout_engine("auto", 8, "x")
     assert name == "hf"
@@ -62,7 +64,7 @@ def test_invalid_sampling_options_are_named(options: dict[str, object], facts: l
         RolloutOptions(**options)  # pyright: ignore[reportArgumentType]
 
 
-def test_options_reach_the_engine_and_evaluations_draw_from_all_tokens() -> None:
+def test_options_reach_the_engine_and_evaluation_samples_from_the_full_vocabulary() -> None:
     options = RolloutOptions(engine="vllm", top_p=0.9, top_k=5, max_new_tokens=20, tensor_parallel=2)
     shared = PlacementOptions(engines_sleep=True)
     made = options.engine_config("bf16", 100, shared, lora_rank=0)
@@ -100,14 +102,14 @@ def test_notes_warn_of_a_narrowed_distribution_and_of_options_without_effect() -
     assert "rollout.enforce_eager" not in dict(idle_options(on_vllm, "rollout."))
 
 
-def test_engines_of_two_devices_share_out_what_there_is() -> None:
+def test_engines_of_two_devices_divide_the_devices_and_cores() -> None:
     apart = PlacementOptions(colocate=False).resolved(8, groups=2, tensor_parallel=2)
     assert (apart.actor_ranks, apart.rollout_engines) == (4, 2)
     together = PlacementOptions().resolved(8, groups=2, tensor_parallel=2)
     assert (together.actor_ranks, together.rollout_engines) == (8, 4)
 
 
-def test_flash_attention_that_cannot_run_is_sdpa_and_why_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_flash_attention_is_replaced_by_sdpa_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     has: list[str] = []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in has else None)
     assert [choose_attention(attention, 0) for attention in ("auto", None, "eager")] == [None, None, "eager"]

@@ -53,7 +53,7 @@ def test_tokens_do_not_depend_on_chunk_size_or_order(tied_model: Path, engine: H
     assert completions(shuffled.select(order_B.argsort())) == completions(whole)
 
 
-def test_a_completion_gets_what_its_prompt_leaves_and_one_token_at_least(
+def test_a_completion_may_use_the_remaining_positions_and_at_least_one_token(
     engine: HFRolloutEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Prompts of 1 to 6 tokens.
@@ -67,7 +67,7 @@ def test_a_completion_gets_what_its_prompt_leaves_and_one_token_at_least(
     assert max(map(len, completions(result))) == 4
 
 
-def test_prompts_and_their_columns_come_back_in_their_order(engine: HFRolloutEngine) -> None:
+def test_prompts_and_their_columns_are_returned_in_order(engine: HFRolloutEngine) -> None:
     prompts = some_prompts().with_objects(label=[f"label {i}" for i in range(24)])
     prompts = prompts.with_sequences(difficulty=torch.arange(24.0))
     result = engine.generate(prompts, SamplingConfig(max_new_tokens=4))
@@ -93,7 +93,7 @@ def test_a_completion_ends_with_its_end_token_or_is_truncated(engine: HFRolloutE
         assert len(row) == 6 or not truncated
 
 
-def test_a_row_with_a_limit_of_its_own_ends_there_and_leaves_the_cache(engine: HFRolloutEngine) -> None:
+def test_a_row_ends_at_its_limit_and_frees_its_cache(engine: HFRolloutEngine) -> None:
     prompts, sampling = same_prompt([2, 9, 4], 64), SamplingConfig(max_new_tokens=12)
     whole = completions(engine.generate(prompts, sampling))
     limits = [12] * 4 + [3] * 60
@@ -121,7 +121,7 @@ def test_tokens_sampled_after_the_limit_of_a_row_are_ignored(engine: HFRolloutEn
     assert bool(result["truncated"][0])
 
 
-def test_rows_whose_limits_are_all_the_same_are_drawn_as_by_the_sampling(engine: HFRolloutEngine) -> None:
+def test_rows_with_equal_limits_are_sampled_as_with_one_global_limit(engine: HFRolloutEngine) -> None:
     prompts = some_prompts()
     limited = engine.generate(
         prompts.with_sequences(max_new_tokens=torch.full((24,), 5)), SamplingConfig(max_new_tokens=9)
@@ -131,7 +131,7 @@ def test_rows_whose_limits_are_all_the_same_are_drawn_as_by_the_sampling(engine:
         assert torch.equal(limited[name], plain[name])
 
 
-def test_a_long_prompt_with_a_limit_of_its_own_fits_beside_a_short_one(engine: HFRolloutEngine) -> None:
+def test_a_long_prompt_with_a_small_limit_shares_a_batch_with_a_short_prompt(engine: HFRolloutEngine) -> None:
     prompts = Batch.from_rows(
         {"tokens": [[2] * 60, [2, 9]]}, {"prompt_id": [0, 1], "sample_id": [0, 0], "max_new_tokens": [4, 40]}
     )
@@ -144,7 +144,7 @@ def test_a_long_prompt_with_a_limit_of_its_own_fits_beside_a_short_one(engine: H
 
 
 @pytest.mark.parametrize("limit", [0, 6])
-def test_a_limit_that_the_sampling_does_not_allow_is_an_error(engine: HFRolloutEngine, limit: int) -> None:
+def test_a_row_limit_above_the_sampling_limit_raises_an_error(engine: HFRolloutEngine, limit: int) -> None:
     prompts = some_prompts().with_sequences(max_new_tokens=torch.tensor([3] * 23 + [limit]))
     with pytest.raises(ValueError, match=says("`max_new_tokens`", min(3, limit), max(3, limit), "max_new_tokens=5")):
         engine.generate(prompts, SamplingConfig(max_new_tokens=5))
@@ -181,7 +181,7 @@ def test_logprobs_equal_those_of_the_trainer(tied_model: Path, engine: HFRollout
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_tokens_are_drawn_with_the_probabilities_of_the_model(
+def test_tokens_are_sampled_with_the_probabilities_of_the_model(
     tied_model: Path, engine: HFRolloutEngine, temperature: float
 ) -> None:
     count = 20_000
@@ -197,14 +197,14 @@ def test_tokens_are_drawn_with_the_probabilities_of_the_model(
     assert bool(((share_V - probability_V).abs() < error_V).all())
 
 
-def test_a_token_of_probability_0_is_never_drawn(engine: HFRolloutEngine) -> None:
+def test_a_token_of_probability_0_is_never_sampled(engine: HFRolloutEngine) -> None:
     logprob_AV = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]]).log().expand(4, 5)
     uniform_A = torch.tensor([0.0, 0.5 - 2**-53, 0.5, 1 - 2**-53], dtype=torch.float64)
     assert _invert(logprob_AV, uniform_A).tolist() == [1, 1, 3, 3]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_weights_that_have_diverged_are_named_as_such(tied_model: Path, temperature: float) -> None:
+def test_non_finite_logits_raise_an_error_that_names_diverged_weights(tied_model: Path, temperature: float) -> None:
     engine = HFRolloutEngine(tied_model)
     for weight in engine.model.parameters():
         weight.data.fill_(torch.nan)
@@ -212,7 +212,7 @@ def test_weights_that_have_diverged_are_named_as_such(tied_model: Path, temperat
         engine.generate(some_prompts(), SamplingConfig(temperature=temperature, max_new_tokens=2))
 
 
-def test_tokens_are_left_out_by_top_k_first_and_then_by_top_p() -> None:
+def test_top_k_is_applied_before_top_p() -> None:
     # Probabilities .5 .25 .125 .125. The first two of three make .857 > .8; of four they would make .75.
     logits_1V = torch.tensor([[0.125, 0.5, 0.125, 0.25]]).log()
     assert torch.isfinite(_likeliest(logits_1V, 0.8, 3)).tolist() == [[False, True, False, True]]
@@ -237,7 +237,7 @@ def test_seed_step_prompt_and_sample_each_change_the_tokens(engine: HFRolloutEng
     assert all(other != base for other in others)
 
 
-def test_a_continued_sequence_draws_as_if_it_had_never_stopped(engine: HFRolloutEngine) -> None:
+def test_a_continued_sequence_samples_the_tokens_of_an_uninterrupted_one(engine: HFRolloutEngine) -> None:
     prompts = same_prompt([2, 9, 4], 16)
     whole = engine.generate(prompts, SamplingConfig(max_new_tokens=8))
     half = engine.generate(prompts, SamplingConfig(max_new_tokens=4))
@@ -247,7 +247,7 @@ def test_a_continued_sequence_draws_as_if_it_had_never_stopped(engine: HFRollout
     assert resumed["tokens"].tolist() == whole.select(going_on)["tokens"].tolist()
 
 
-def test_finished_rows_leave_the_batch_and_equal_prompts_are_read_once(engine: HFRolloutEngine) -> None:
+def test_finished_rows_leave_the_batch_and_equal_prompts_share_a_prefill(engine: HFRolloutEngine) -> None:
     rows_per_call: list[int] = []
     hook = engine.model.register_forward_pre_hook(
         lambda _module, _args, kwargs: rows_per_call.append(len(kwargs["input_ids"])), with_kwargs=True
@@ -285,7 +285,7 @@ def named_weights(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("old", "new"), [("tied_model", "other_tied_model"), ("untied_model", "other_untied_model")])
-def test_published_weights_arrive(old: str, new: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_an_engine_loads_published_weights(old: str, new: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     engine = HFRolloutEngine(request.getfixturevalue(old))
     new_folder = request.getfixturevalue(new)
     prompts, greedy = some_prompts(), SamplingConfig(temperature=0, max_new_tokens=12)
@@ -300,7 +300,7 @@ def test_published_weights_arrive(old: str, new: str, request: pytest.FixtureReq
     assert completions(after) != completions(before)
 
 
-def test_the_name_of_a_tied_matrix_may_come_twice(tied_model: Path, other_tied_model: Path, tmp_path: Path) -> None:
+def test_a_tied_matrix_may_be_sent_under_both_names(tied_model: Path, other_tied_model: Path, tmp_path: Path) -> None:
     weights = named_weights(other_tied_model)
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     engine = HFRolloutEngine(tied_model)
@@ -344,7 +344,7 @@ def test_a_weight_of_another_shape_is_an_error_and_nothing_is_copied(
     assert re.search(says("model.norm.weight", [63], [64]), message)
 
 
-def test_an_older_version_is_refused_and_the_same_one_received_again(tied_model: Path, tmp_path: Path) -> None:
+def test_an_older_weight_version_is_refused_and_an_equal_one_is_loaded_again(tied_model: Path, tmp_path: Path) -> None:
     publisher = WeightPublisher(tmp_path / "w")
     old, new = (publisher.publish(version, named_weights(tied_model).items()) for version in (1, 2))
     engine = HFRolloutEngine(tied_model)
@@ -369,7 +369,7 @@ def test_a_bfloat16_engine_reports_float32_logprobs(tied_model: Path) -> None:
     assert result["rollout_logprob"].dtype == torch.float32
 
 
-def test_a_sleeping_engine_says_so_and_wakes(tied_model: Path) -> None:
+def test_a_sleeping_engine_raises_an_error_until_it_is_woken(tied_model: Path) -> None:
     engine = HFRolloutEngine(tied_model)
     engine.sleep()
     with pytest.raises(ValueError, match=r"wake\(\)"):
@@ -379,7 +379,7 @@ def test_a_sleeping_engine_says_so_and_wakes(tied_model: Path) -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_asleep_an_engine_holds_nothing_and_weights_that_were_dropped_have_to_come_again(
+def test_a_sleeping_engine_holds_no_memory_and_needs_dropped_weights_again(
     tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: int
 ) -> None:
     monkeypatch.setattr(HFRolloutEngine, "_can_free", staticmethod(lambda: True))  # here of the CPU's memory

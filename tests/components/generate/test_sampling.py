@@ -33,7 +33,7 @@ def test_uniform_equals_the_scalar_definition(parts: tuple[int, int, int, int, i
     assert uniform(seed, step, [prompt_id], [sample_id], position)[0] == slow_uniform(*parts)
 
 
-def test_a_row_draws_the_same_number_in_any_company() -> None:
+def test_the_random_number_of_a_row_does_not_depend_on_other_rows() -> None:
     prompt_id_B, sample_id_B, position_B = np.arange(50) // 4, np.arange(50) % 4, np.arange(50) % 7
     together_B = uniform(1, 2, prompt_id_B, sample_id_B, position_B)
     alone_B = [uniform(1, 2, [p], [s], t)[0] for p, s, t in zip(prompt_id_B, sample_id_B, position_B, strict=True)]

@@ -41,7 +41,7 @@ def test_logprobs_equal_those_of_each_sequence_alone(tied_model: Path, batch: Ba
         assert output.entropy_N[own_N].tolist() == pytest.approx(entropy, abs=1e-5)
 
 
-def test_entropy_is_only_computed_when_asked_for(tied_model: Path, batch: Batch) -> None:
+def test_entropy_is_computed_only_on_request(tied_model: Path, batch: Batch) -> None:
     assert token_logprobs(load_policy(tied_model), batch).entropy_N is None
 
 
@@ -66,7 +66,7 @@ def test_gradients_equal_those_of_each_sequence_alone(untied_model: Path, batch:
         torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
 
 
-def test_handling_the_logits_in_pieces_changes_nothing(
+def test_computing_logits_in_chunks_does_not_change_results(
     tied_model: Path, batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = token_logprobs(load_policy(tied_model), batch, with_entropy=True)

@@ -19,7 +19,7 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="torch finds a GPU
 
 
 @no_gpu
-def test_a_process_that_was_given_a_gpu_which_torch_does_not_find_refuses_to_compute_on_the_cpu(
+def test_a_process_with_an_assigned_gpu_that_torch_cannot_use_raises_an_error(
     tied_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
@@ -30,7 +30,7 @@ def test_a_process_that_was_given_a_gpu_which_torch_does_not_find_refuses_to_com
         assert compute_device() == torch.device("cpu")
 
 
-def test_an_engine_without_memory_or_without_its_processes_is_dead_and_after_other_errors_it_lives() -> None:
+def test_out_of_memory_and_dead_processes_end_an_engine_and_other_errors_do_not() -> None:
     with pytest.raises(RuntimeError) as no_room:
         torch.empty(2**55, dtype=torch.uint8)
     assert is_engine_dead(no_room.value)
@@ -45,7 +45,7 @@ def test_an_engine_without_memory_or_without_its_processes_is_dead_and_after_oth
         assert not is_engine_dead(error)
 
 
-def test_each_tensor_that_is_read_token_that_is_drawn_and_tensor_that_is_sent_is_a_sign_of_progress(
+def test_each_read_tensor_sampled_token_and_sent_tensor_reports_progress(
     tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeat, "_listeners", [])

@@ -29,7 +29,7 @@ EOS_ID = 2
     ],
 )
 @pytest.mark.parametrize("empty", [False, True])
-def test_ends_are_the_union_of_tokenizer_template_config_and_generation_config(
+def test_end_tokens_are_the_union_of_tokenizer_template_config_and_generation_config(
     generation: dict[str, Any], eos: str, expected: list[int], empty: bool, tmp_path: Path
 ) -> None:
     folder = chat_model(tmp_path, eos=eos, **generation)
@@ -39,7 +39,7 @@ def test_ends_are_the_union_of_tokenizer_template_config_and_generation_config(
     assert END_ID in model.config.eos_token_id
 
 
-def test_files_that_agree_stay_as_they_are(tmp_path: Path) -> None:
+def test_files_with_equal_end_tokens_are_not_changed(tmp_path: Path) -> None:
     folder = chat_model(tmp_path, template=None)
     model: Any = load_policy(folder)
     assert (model.generation_config.eos_token_id, model.config.eos_token_id) == (EOS_ID, EOS_ID)
@@ -67,6 +67,6 @@ def test_a_response_ends_with_the_tokenizers_end_token_and_an_export_names_it(tm
         assert json.loads((tmp_path / "export" / file).read_text())["eos_token_id"] == [EOS_ID, END_ID]
 
 
-def test_an_end_beyond_the_vocabulary_is_no_stop_of_an_engine(tmp_path: Path) -> None:
+def test_an_end_token_beyond_the_vocabulary_is_not_passed_to_engines(tmp_path: Path) -> None:
     folder = chat_model(tmp_path, eos=TURN_END, eos_token_id=[EOS_ID, 9_999])
     assert end_tokens_of(folder) == [EOS_ID, END_ID]

@@ -6,7 +6,7 @@ from tests.components.helpers.freed_worker import kept_when_freed
 from tests.components.helpers.ranks import run_ranks
 
 
-def test_memory_that_a_small_model_frees_is_kept_and_that_of_a_large_one_is_given_back(tmp_path: Path) -> None:
+def test_freed_memory_of_a_large_model_is_returned_and_that_of_a_small_one_is_kept(tmp_path: Path) -> None:
     ((large, small),) = run_ranks(kept_when_freed, 1, tmp_path)
     assert small >= 2**27
     assert large < 2**24

@@ -33,7 +33,7 @@ def test_an_engine_waits_until_all_of_its_gpus_have_its_share_free(caplog: pytes
     assert re.search(says("0.45", "0.25 are free", "60 s"), line)
 
 
-def test_an_engine_that_has_waited_for_nothing_takes_what_is_free_and_says_so(
+def test_an_engine_whose_wait_for_memory_times_out_uses_the_free_memory_and_logs_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -47,6 +47,6 @@ def test_an_engine_requests_its_full_share_if_vllm_gives_the_better_error(readin
     assert free_share(0.9, readings, within_s=0.0) == 0.9
 
 
-def test_the_lines_of_nvidia_smi_are_read_by_uuid_in_mebibytes() -> None:
+def test_output_of_nvidia_smi_is_parsed_by_uuid_in_mebibytes() -> None:
     shown = "GPU-1a2b, 1024, 81559\nGPU-3c4d, 0, 81559\nMIG-5e6f, [N/A], [N/A]\n\n"
     assert memory_by_uuid(shown) == {"1a2b": (2**30, 81559 * 2**20), "3c4d": (0, 81559 * 2**20)}

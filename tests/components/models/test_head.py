@@ -56,7 +56,7 @@ def by_logits(
 
 
 @pytest.mark.parametrize("rows", [1, 3, 100])
-def test_gradcheck(rows: int) -> None:
+def test_gradients_pass_gradcheck(rows: int) -> None:
     state_MH, weight_VH, bias_V, label_M = layer(torch.float64)
 
     def compute(state_MH: Tensor, weight_VH: Tensor, bias_V: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def test_gradcheck(rows: int) -> None:
 @pytest.mark.parametrize(("dtype", "rtol"), [("float32", 1e-6), ("bfloat16", 0.02)])
 @pytest.mark.parametrize("rows", [2, 100])
 @pytest.mark.parametrize("casts", [False, True], ids=["", "autocast"])
-def test_values_and_gradients_are_those_of_whole_logits(dtype: str, rtol: float, rows: int, casts: bool) -> None:
+def test_values_and_gradients_equal_those_of_complete_logits(dtype: str, rtol: float, rows: int, casts: bool) -> None:
     ours, theirs = layer(getattr(torch, dtype)), layer(getattr(torch, dtype))
     # Some labels count for nothing, and the entropy of one.
     weight_M = torch.tensor([1.0, 0.0, -2.0, 0.5, 0.0, 1.0, 3.0])
@@ -100,7 +100,7 @@ def test_autocast_computes_logits_in_bfloat16_and_the_rest_in_float32() -> None:
     assert weight_VH.grad.dtype == torch.float32
 
 
-def test_sums_over_chunks_of_bfloat16_are_float32() -> None:
+def test_sums_over_bfloat16_chunks_are_accumulated_in_float32() -> None:
     # 300 states of 1, whose label is one of two alike: each adds 1/2 to the gradient of its weight. Sums in bfloat16
     # stop at 128, where it has only whole numbers.
     weight_VH = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
@@ -137,7 +137,7 @@ def test_a_temperature_of_0_is_refused() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_model_learns_the_same_from_states_as_from_logits(
+def test_training_from_hidden_states_equals_training_from_logits(
     tied: bool, tied_model: Path, untied_model: Path, batch: Batch
 ) -> None:
     learned: list[tuple[Tensor, dict[str, Tensor]]] = []
@@ -183,7 +183,9 @@ CHANGED: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_a_model_that_changes_its_logits_is_read_by_its_logits(name: str, tmp_path: Path, batch: Batch) -> None:
+def test_a_model_that_modifies_its_logits_is_evaluated_through_its_logits(
+    name: str, tmp_path: Path, batch: Batch
+) -> None:
     transformers.AutoModelForCausalLM.from_config(CHANGED[name]()).save_pretrained(tmp_path)
     model = load_policy(tmp_path)
     assert plain_head(model) is None
@@ -194,7 +196,7 @@ def test_a_model_that_changes_its_logits_is_read_by_its_logits(name: str, tmp_pa
     assert token_logprobs(model, batch).logprob_N[:5].tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_head_that_was_replaced_is_called_as_it_is(tied_model: Path, batch: Batch) -> None:
+def test_a_replaced_head_is_called_unchanged(tied_model: Path, batch: Batch) -> None:
     class Louder(nn.Linear):
         """As an adapter is: it computes more than its weights say."""
 
@@ -231,7 +233,7 @@ print((kilobytes("VmHWM") - before) * 1024 / (4 * 2048 * 50_000))
 
 
 @pytest.mark.full
-def test_logits_never_exist_at_once() -> None:
+def test_the_complete_logits_are_never_in_memory() -> None:
     done = subprocess.run(
         [sys.executable, "-c", MEASURE], cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=540
     )

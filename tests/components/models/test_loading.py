@@ -20,7 +20,7 @@ def batch() -> Batch:
     return Batch.from_rows({"tokens": ROWS})
 
 
-def test_the_attention_that_was_asked_for_is_used_and_gives_the_same_numbers(tied_model: Path, batch: Batch) -> None:
+def test_the_requested_attention_is_used_with_equal_results(tied_model: Path, batch: Batch) -> None:
     eager = load_policy(tied_model, attn_implementation="eager")
     assert eager.config._attn_implementation == "eager"
     assert load_policy(tied_model).config._attn_implementation == "sdpa"  # what transformers chooses

@@ -66,7 +66,7 @@ def tensors(case: tuple[list[list[float]], list[int], list[int], list[float], li
 
 @given(cases(), st.sampled_from([1.0, 0.7, 3.0]), st.sampled_from([1, 12, 2**18]))
 @settings(max_examples=100, deadline=None)
-def test_values_and_gradients_agree_with_a_scalar_loop_whatever_the_chunks(
+def test_values_and_gradients_agree_with_a_scalar_loop_for_every_chunk_size(
     case: tuple[list[list[float]], list[int], list[int], list[float], list[float]], scale: float, chunk: int
 ) -> None:
     logits_RV, row_M, label_M, logprob_grad_M, entropy_grad_M = tensors(case)
@@ -88,7 +88,7 @@ def test_values_and_gradients_agree_with_a_scalar_loop_whatever_the_chunks(
     torch.testing.assert_close(leaf_RV.grad, expected_RV, rtol=1e-5, atol=1e-5)
 
 
-def test_a_row_by_hand() -> None:
+def test_a_row_equals_a_calculation_by_hand() -> None:
     # Logits 0 and 2 log 3 at temperature 2: p = 1/4, 3/4. Entropy log 4 - 3/4 log 3.
     # d log p_0 = (1 - 1/4, -3/4) / 2. The row before it has no label.
     leaf_RV = torch.tensor([[5.0, 7.0], [0.0, 2 * math.log(3)]], requires_grad=True)
@@ -106,7 +106,7 @@ def test_a_row_by_hand() -> None:
     [lambda logprob, entropy: logprob, lambda logprob, entropy: entropy, lambda logprob, entropy: logprob + entropy],
     ids=["logprob", "entropy", "both"],
 )
-def test_gradcheck(weigh: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_gradients_pass_gradcheck(weigh: Callable[[Tensor, Tensor], Tensor]) -> None:
     # Of a leaf, which is not overwritten: gradcheck goes backward many times.
     row_M, label_M = torch.tensor([4, 0, 2]), torch.tensor([1, 6, 1])
 
@@ -174,7 +174,7 @@ def expected_gradient() -> Tensor:
     return other_RV.grad
 
 
-def test_logits_may_be_used_beside_and_twice() -> None:
+def test_logits_may_be_used_elsewhere_and_twice() -> None:
     leaf_RV = leaf()
     logits_RV = leaf_RV * 1
     square = (logits_RV**2).sum()
@@ -211,7 +211,7 @@ def test_a_transposed_matrix_gets_the_right_gradient() -> None:
     torch.testing.assert_close(leaf_VR.grad.t(), expected_gradient())
 
 
-def test_without_gradients_nothing_is_overwritten_and_the_numbers_are_the_same() -> None:
+def test_without_gradients_logits_are_not_overwritten_and_results_are_equal() -> None:
     logits_RV = leaf() * 1
     expected_M = by_log_softmax(logits_RV, ROW_M, LABEL_M, 1.0)[0].detach()
     for mode in (torch.no_grad, torch.inference_mode):
@@ -228,7 +228,7 @@ def test_without_gradients_nothing_is_overwritten_and_the_numbers_are_the_same()
     assert torch.equal(logits_RV, leaf())
 
 
-def test_a_nan_stays_in_its_row_and_counts_only_if_the_row_does() -> None:
+def test_a_nan_affects_only_its_row_and_only_if_the_row_is_used() -> None:
     leaf_RV = leaf()
     with torch.no_grad():
         leaf_RV[2, 1] = math.nan
@@ -251,7 +251,7 @@ def test_a_nan_stays_in_its_row_and_counts_only_if_the_row_does() -> None:
     assert leaf_RV.grad.isnan().any(1).tolist() == [False, False, True]
 
 
-def test_a_label_that_a_mask_made_impossible_has_logprob_minus_infinity() -> None:
+def test_a_label_with_masked_logit_has_logprob_minus_infinity() -> None:
     # The others are 1/2 each: entropy log 2, and d log p_label = (1, -1/2, -1/2).
     leaf_RV = torch.tensor([[-math.inf, 4.0, 4.0]], requires_grad=True)
     logprob_M, entropy_M = label_logprobs(leaf_RV * 1, torch.tensor([0]), torch.tensor([0]), with_entropy=True)
@@ -307,7 +307,7 @@ class Table(nn.Module):
     ],
     ids=["vocabulary", "time", "transposed"],
 )
-def test_logits_that_are_a_slice_give_what_contiguous_ones_give(shape_logits: Callable[[Tensor], Tensor]) -> None:
+def test_sliced_logits_give_the_same_results_as_contiguous_ones(shape_logits: Callable[[Tensor], Tensor]) -> None:
     batch = Batch.from_rows({"tokens": [[2, 5, 1], [3], [0, 4, 4, 2]]})
     sliced, plain = Table(shape_logits), Table(lambda logits_BTV: logits_BTV[..., :6].contiguous())
     output, expected = (token_logprobs(model, batch, 0.8).logprob_N for model in (sliced, plain))
@@ -356,7 +356,7 @@ print(growth(forward_and_backward), growth(lambda logits: logits.log_softmax(-1)
 
 
 @pytest.mark.full
-def test_nothing_but_the_gradient_is_as_large_as_the_logits() -> None:
+def test_only_the_gradient_is_as_large_as_the_logits() -> None:
     root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", MEASURE], cwd=root, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stderr

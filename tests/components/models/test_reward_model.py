@@ -109,7 +109,7 @@ def test_normalised_scores_have_the_mean_subtracted_and_are_divided_by_the_devia
         RewardModel(folders["qwen2"], normalize=True)
 
 
-def test_a_value_model_with_a_head_of_its_own_name_scores_as_well(untied_model: Path, tmp_path: Path) -> None:
+def test_a_value_model_with_another_head_name_gives_scores(untied_model: Path, tmp_path: Path) -> None:
     value = load_value_model(untied_model, seed=5, value_head_prefix="v_head").eval()
     value.save_pretrained(tmp_path)
     with torch.no_grad():

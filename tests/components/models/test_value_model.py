@@ -39,7 +39,7 @@ def test_first_values_are_small_and_equal_for_equal_seeds(tied_model: Path, batc
     assert not torch.equal(value_N, token_values(load_value_model(tied_model, seed=6), batch))
 
 
-def test_a_saved_value_model_comes_back_and_loads_as_a_classifier(
+def test_a_saved_value_model_is_restored_and_loads_as_a_classifier(
     untied_model: Path, batch: Batch, tmp_path: Path
 ) -> None:
     model = load_value_model(untied_model, seed=5)
@@ -51,7 +51,7 @@ def test_a_saved_value_model_comes_back_and_loads_as_a_classifier(
     assert torch.equal(classifier.score.weight, model.score.weight)
 
 
-def test_a_classifier_of_several_classes_is_no_value_model(untied_model: Path, tmp_path: Path) -> None:
+def test_a_classifier_with_several_classes_is_refused_as_a_value_model(untied_model: Path, tmp_path: Path) -> None:
     model = load_value_model(untied_model)
     model.score.weight = torch.nn.Parameter(torch.zeros(2, 64))
     model.save_pretrained(tmp_path)
@@ -75,7 +75,7 @@ def test_a_head_of_another_name_is_found_under_its_name_only(untied_model: Path,
     assert json.loads((tmp_path / "config.json").read_text()).get("architectures") is None
 
 
-def test_normalised_values_are_the_scores_minus_the_mean_by_the_deviation(
+def test_normalised_values_are_scores_minus_mean_divided_by_deviation(
     untied_model: Path, batch: Batch, tmp_path: Path
 ) -> None:
     load_value_model(untied_model, seed=5).save_pretrained(tmp_path / "reward")
@@ -90,7 +90,7 @@ def test_normalised_values_are_the_scores_minus_the_mean_by_the_deviation(
     assert torch.equal(token_values(load_value_model(tmp_path / "critic"), batch), plain_N)
 
 
-def test_a_critic_that_does_not_normalise_forgets_the_statistics_it_started_from(
+def test_a_critic_without_normalisation_drops_the_statistics_of_its_initial_model(
     untied_model: Path, tmp_path: Path
 ) -> None:
     load_value_model(untied_model).save_pretrained(tmp_path / "reward")
@@ -110,7 +110,7 @@ def test_a_critic_that_does_not_normalise_forgets_the_statistics_it_started_from
         {"mean": float("nan"), "std": 1.0},
     ],
 )
-def test_statistics_that_normalise_nothing_are_refused(
+def test_statistics_without_normalisation_are_refused(
     untied_model: Path, tmp_path: Path, statistics: dict[str, Any]
 ) -> None:
     load_value_model(untied_model).save_pretrained(tmp_path)
@@ -129,7 +129,7 @@ def test_a_head_with_a_bias_is_refused(untied_model: Path, tmp_path: Path) -> No
         load_value_model(tmp_path)
 
 
-def test_a_backbone_that_is_not_whole_is_refused(untied_model: Path, tmp_path: Path) -> None:
+def test_an_incomplete_backbone_is_refused(untied_model: Path, tmp_path: Path) -> None:
     load_value_model(untied_model).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.norm.weight"]

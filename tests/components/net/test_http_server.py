@@ -87,7 +87,7 @@ async def answered(port: int) -> None:
     ],
     ids=["nothing", "a byte", "half a head", "a head without an end", "empty lines", "half a head after a request"],
 )
-def test_a_head_that_does_not_arrive_ends_only_its_own_connection(sent: list[bytes]) -> None:
+def test_a_request_head_that_times_out_ends_only_its_connection(sent: list[bytes]) -> None:
     async def many() -> None:
         async with serving(head_s=1.0) as port:
             slow = [asyncio.create_task(replied(port, *sent)) for _ in range(40)]
@@ -124,7 +124,7 @@ def test_a_head_above_the_limit_ends_its_connection() -> None:
         (b"X: a\0b\r\nContent-Length: 4\r\n\r\n", b"body", 400),
     ],
 )
-def test_a_body_that_is_late_too_long_or_ambiguous_is_refused(head: bytes, body: bytes, status: int) -> None:
+def test_a_late_oversized_or_ambiguous_body_is_refused(head: bytes, body: bytes, status: int) -> None:
     async def send() -> None:
         async with serving(head_s=GUARD_S) as port:
             sent = b"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n" + head + body
@@ -136,7 +136,7 @@ def test_a_body_that_is_late_too_long_or_ambiguous_is_refused(head: bytes, body:
     asyncio.run(send())
 
 
-def test_a_request_in_time_is_answered_however_long_the_connection_has_been_open() -> None:
+def test_a_timely_request_is_answered_on_a_connection_of_any_age() -> None:
     async def talk() -> None:
         async with serving(head_s=0.5) as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -168,7 +168,7 @@ BODIES: dict[str, tuple[bytes, int, bytes]] = {
 
 @pytest.mark.parametrize("step", [1, 2, 7, 10**6])
 @pytest.mark.parametrize("case", BODIES)
-def test_json_is_measured_while_it_arrives_however_it_is_cut(case: str, step: int) -> None:
+def test_json_limits_apply_during_arrival_for_any_chunking(case: str, step: int) -> None:
     body, status, fact = BODIES[case]
 
     async def send() -> None:
@@ -184,7 +184,7 @@ def test_json_is_measured_while_it_arrives_however_it_is_cut(case: str, step: in
     asyncio.run(send())
 
 
-def test_a_length_over_the_limit_is_refused_before_the_body_comes() -> None:
+def test_a_content_length_over_the_limit_is_refused_before_the_body_arrives() -> None:
     async def send() -> None:
         async with serving(head_s=GUARD_S) as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -196,7 +196,7 @@ def test_a_length_over_the_limit_is_refused_before_the_body_comes() -> None:
     asyncio.run(send())
 
 
-def test_a_refused_body_may_still_arrive_and_the_connection_serves_the_next_request() -> None:
+def test_after_a_refused_body_the_connection_serves_the_next_request() -> None:
     async def send() -> None:
         async with serving(head_s=GUARD_S) as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -225,7 +225,7 @@ def test_a_refused_body_that_does_not_end_ends_its_connection() -> None:
     asyncio.run(send())
 
 
-def test_all_bodies_together_are_limited() -> None:
+def test_the_total_size_of_all_bodies_is_limited() -> None:
     async def send() -> None:
         async with serving(head_s=GUARD_S) as port:
             head = b"POST /json HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 9500\r\n\r\n"
@@ -245,6 +245,6 @@ def test_all_bodies_together_are_limited() -> None:
     asyncio.run(send())
 
 
-def test_only_utf_8_is_read_as_that_is_what_was_measured() -> None:
+def test_bodies_in_other_encodings_than_utf_8_are_refused() -> None:
     with pytest.raises(ValueError, match="utf-8"):
         read_json("[1, 2]".encode("utf-16"))

@@ -18,17 +18,17 @@ def test_every_form_of_a_loopback_address_is_recognised(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "example.org", "localhost.example.org", "::2", "fe80::1%eth0", ""])
-def test_other_hosts_are_no_loopback(host: str) -> None:
+def test_other_hosts_are_not_loopback(host: str) -> None:
     assert not is_loopback(host)
 
 
-def test_variables_keep_the_users_entries_and_are_left_alone_without_a_proxy() -> None:
+def test_proxy_variables_keep_the_users_entries_and_are_unchanged_without_a_proxy() -> None:
     actual = loopback_variables({"https_proxy": "http://p:1", "NO_PROXY": "intra, b", "no_proxy": "c"})
     assert actual == dict.fromkeys(("no_proxy", "NO_PROXY"), "c,intra,b,127.0.0.1,localhost,::1")
     assert loopback_variables({"NO_PROXY": "intra", "http_proxy": ""}) == {}
 
 
-def test_clients_in_the_block_have_no_proxy_for_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_inside_the_block_bypass_the_proxy_for_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("no_proxy", "NO_PROXY", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")

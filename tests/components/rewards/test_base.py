@@ -32,14 +32,14 @@ def sort_reward() -> Iterator[RewardSource]:
         yield reward
 
 
-def test_a_tasks_scorer_reads_what_follows_the_prompt(sort_reward: RewardSource) -> None:
+def test_the_scorer_of_a_task_gets_the_text_after_the_prompt(sort_reward: RewardSource) -> None:
     output = sort_reward(QUERIES, PROMPTS, LABELS)
     assert output.reward_B.tolist() == output.score_B.tolist() == [1.0, 0.0]
     assert output.reward_B.dtype == torch.float32
     assert output.logs == output.failures == {}
 
 
-def test_responses_given_apart_are_scored_whatever_the_query_looks_like() -> None:
+def test_separately_passed_responses_are_scored_for_any_query() -> None:
     with open_reward("exact_match") as reward:
         # The label is a number, as data may have it; a scorer sees text.
         assert reward(["<s>q</s>"], ["q"], [12], responses=[" 12\n"]).reward_B.tolist() == [1.0]
@@ -83,7 +83,7 @@ def test_a_reward_that_cannot_be_opened_raises_an_error_without_running_the_file
         "reward.py,http://a",
     ],
 )
-def test_a_list_with_anything_but_whole_urls_is_refused(spec: str) -> None:
+def test_a_list_with_incomplete_urls_is_refused(spec: str) -> None:
     with pytest.raises(ValueError, match=says(f"'{spec}'", "URL", "http://HOST:PORT/PATH")):
         check_reward(spec)
 
@@ -125,7 +125,7 @@ def test_a_plan_can_check_rewards_in_a_process_without_libraries() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_numbers_come_as_tensors_arrays_lists_of_either_and_plain_numbers() -> None:
+def test_rewards_may_be_tensors_arrays_lists_or_plain_numbers() -> None:
     actual = read_columns(
         {
             "rewards": torch.tensor([[1.5], [2.0]], requires_grad=True),

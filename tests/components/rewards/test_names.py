@@ -80,7 +80,7 @@ def responses(logs: dict[str, float]) -> Batch:
     return with_rewards(batch, output, print).with_sequences(shaped_reward=reward_B)
 
 
-def test_a_log_with_a_name_of_the_runs_leaves_the_runs_metric_as_it_is() -> None:
+def test_a_reward_log_does_not_overwrite_a_metric_of_the_run() -> None:
     plain = rollout_metrics(responses({}))
     assert {name.removeprefix("reward/") for name in plain if name.startswith("reward/")} <= set(OF_THE_RUN)
     actual = rollout_metrics(responses(dict.fromkeys([*OF_THE_RUN, "mine", "log_score"], 99.0)))
@@ -92,7 +92,7 @@ def test_a_log_with_a_name_of_the_runs_leaves_the_runs_metric_as_it_is() -> None
     }
 
 
-def test_a_log_with_a_name_of_the_evaluation_leaves_that_as_it_is() -> None:
+def test_a_reward_log_does_not_overwrite_a_metric_of_the_evaluation() -> None:
     def measured(logs: dict[str, float]) -> dict[str, float]:
         batch = responses(logs)
         logged = {name.removeprefix("log_"): batch[name] for name in batch.names if name.startswith("log_")}
@@ -107,7 +107,7 @@ def test_a_log_with_a_name_of_the_evaluation_leaves_that_as_it_is() -> None:
     assert {f"s_log_{name}" for name in names} <= actual.keys()
 
 
-def test_a_renamed_log_is_a_warning_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_renamed_reward_log_gives_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         assert metric_names(["shaped", "x"]) == {"shaped": "log_shaped", "x": "x"}
     assert len([record for record in caplog.records if "log_shaped" in record.getMessage()]) <= 1

@@ -47,7 +47,7 @@ def rewarded(spec: str, count: int = 4) -> list[float]:
         "import socket; socket.socket.sendall = socket.socket.recv_into = None",
     ],
 )
-def test_patched_builtins_give_the_right_rewards_or_none(tmp_path: Path, patch: str) -> None:
+def test_reward_code_that_patches_builtins_gives_correct_rewards_or_none(tmp_path: Path, patch: str) -> None:
     try:
         actual = rewarded(reward_file(tmp_path, f"{patch}\n{WORTH}"))
     except RewardError:
@@ -56,7 +56,7 @@ def test_patched_builtins_give_the_right_rewards_or_none(tmp_path: Path, patch: 
 
 
 @pytest.mark.nightly
-def test_ten_gigabytes_of_memory_and_a_gigabyte_of_output_change_no_reward(tmp_path: Path) -> None:
+def test_reward_code_with_huge_memory_or_output_does_not_change_other_rewards(tmp_path: Path) -> None:
     large = "held = bytearray(10 * 2**30)\nheld[::4096] = b'x' * len(held[::4096])\ndel held\n"
     lines = "for _ in range(2**10):\n    sys.stdout.write('x' * (2**20 - 1) + '\\n')\n"
     program = f"""

@@ -51,7 +51,7 @@ def test_numbers_in_every_kind_of_list_are_read(result: Any) -> None:
     assert read_rewards(result, 2).rewards == [1.0, 2.5]
 
 
-def test_bools_are_numbers_and_none_is_no_reward() -> None:
+def test_a_bool_is_a_number_and_none_means_no_reward() -> None:
     assert read_rewards([True, np.bool_(False)], 2).rewards == [1.0, 0.0]
     assert read_rewards([1.0, None], 2).absent == [1]
     assert read_rewards([{"score": 1}, None], 2).absent == [1]
@@ -59,7 +59,7 @@ def test_bools_are_numbers_and_none_is_no_reward() -> None:
 
 
 @pytest.mark.parametrize("result", [[0.5], [0.5] * 3, np.array([0.5]), torch.ones(1), [None], [{"score": 1}]], ids=repr)
-def test_another_number_of_rewards_is_an_error_with_both_lengths(result: Any) -> None:
+def test_a_wrong_number_of_rewards_raises_an_error_with_both_lengths(result: Any) -> None:
     with pytest.raises(WrongCountError, match=says(f"{len(result)} rewards", "2 responses")):
         read_rewards(result, 2)
 
@@ -86,7 +86,7 @@ def test_another_number_of_rewards_is_an_error_with_both_lengths(result: Any) ->
     ],
     ids=repr,
 )
-def test_a_result_that_is_no_reward_is_shown_in_the_error(result: Any, facts: list[str]) -> None:
+def test_an_invalid_reward_is_shown_in_the_error(result: Any, facts: list[str]) -> None:
     with pytest.raises(ValueError, match=says(*facts)):
         read_rewards(result, 2)
 
@@ -168,13 +168,13 @@ def test_each_response_of_an_async_function_fails_alone(tmp_path: Path) -> None:
     assert output.logs["most"].isnan().tolist() == [place in output.failures for place in range(40)]
 
 
-def test_an_async_function_that_blocks_its_process_is_ended(tmp_path: Path) -> None:
+def test_an_async_function_that_blocks_its_process_is_killed(tmp_path: Path) -> None:
     body = "import time\n    if ground_truth == '3': time.sleep(600)"
     output = opened(tmp_path, SLOW.format(sleep=0.01, body=body), 30, timeout_s=0.3)
     assert list(output.failures) == [3]
 
 
-def test_a_client_that_an_async_function_keeps_stays_in_its_event_loop(tmp_path: Path) -> None:
+def test_an_async_function_has_one_event_loop_for_its_clients(tmp_path: Path) -> None:
     body = (
         "import asyncio\nloops = set()\n\n"
         "async def compute_score(solution_str, ground_truth):\n"

@@ -43,7 +43,7 @@ def file_of(folder: Path, text: str, **code: Any) -> ScoreCode:
     return ScoreCode(path=str(folder / "score.py"), **code)
 
 
-def test_a_function_gets_one_response_by_name_and_its_further_arguments(tmp_path: Path) -> None:
+def test_a_function_gets_one_response_and_its_configured_arguments_by_name(tmp_path: Path) -> None:
     body = (
         "def rate(data_source, solution_str, ground_truth, extra_info=None, bonus=0):\n"
         "    assert extra_info == {'i': ground_truth}\n"
@@ -62,7 +62,7 @@ def test_a_function_may_be_async(tmp_path: Path) -> None:
     assert scored(code, ["s", "s"], ["a", "b"]).reward_B.tolist() == [1.0, 0.0]
 
 
-def test_numbers_beside_the_score_are_logged_and_words_are_kept(tmp_path: Path) -> None:
+def test_numbers_next_to_the_score_are_logged_and_texts_are_kept(tmp_path: Path) -> None:
     body = (
         "def compute_score(solution_str, **others):\n"
         "    if solution_str == 'plain': return 2\n"
@@ -141,7 +141,7 @@ def test_a_batch_function_that_returns_too_few_rewards_raises_an_error(tmp_path:
         scored(code, ["s"] * 3, ["a"] * 3)
 
 
-def test_a_file_is_checked_without_being_run(tmp_path: Path) -> None:
+def test_a_reward_file_is_checked_without_running_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=says("score.py:score", "asyncio, compute, os, time")):
         file_of(tmp_path, "def compute(): pass\nraise SystemExit", name="score").check()
     with pytest.raises(ValueError, match=says("'nowhere.py'")):
@@ -163,7 +163,7 @@ def test_the_data_source_selects_the_function() -> None:
     assert output.failures == {}
 
 
-def test_a_task_is_a_data_source_and_logs_how_its_answers_are_written() -> None:
+def test_a_task_is_a_data_source_and_logs_the_format_of_responses() -> None:
     output = ask(ScoreCode(), ["word", "sort"], ["#### 9", "ab"], ["7+5=12 12-3=9 #### 9", "ab"], [{}] * 2)
     assert output.score_B.tolist() == [1.0, 1.0]
     assert (output.logs["marks"][0], output.logs["reasons"][0]) == (1.0, 0.0)
@@ -174,7 +174,7 @@ def twice(data_source: str, solution_str: str, ground_truth: Any, extra_info: An
     return {"score": 2 * float(ground_truth), "acc": torch.tensor(0.5).numpy()}
 
 
-def test_functions_can_be_added_by_a_name_or_by_its_beginning() -> None:
+def test_functions_can_be_registered_by_name_or_prefix() -> None:
     functions = default_functions() | {"mine/*": twice, "mine/special": default_functions()["exact_match"]}
     assert find_function(functions, "mine/any") is twice
     assert find_function(functions, "yours/any") is None
@@ -193,7 +193,7 @@ def test_an_unknown_data_source_fails_unless_the_function_is_optional() -> None:
     assert scored(ScoreCode(optional=True), ["yours", "exact_match"], ["a", "1"]).score_B.tolist() == [0.0, 1.0]
 
 
-def test_one_row_of_each_data_source_shows_that_its_labels_can_be_read() -> None:
+def test_labels_are_checked_with_one_row_per_data_source() -> None:
     rows = [{"datasource": "sort", "label": "ab"}, {"datasource": "openai/gsm8k", "label": "seven"}]
     ScoreCode().check_labels(rows[:1])
     with pytest.raises(ValueError, match=says("'openai/gsm8k'", "'seven'")):

@@ -17,7 +17,7 @@ from tests.messages import says
 PROJECT = Path(__file__).resolve().parents[3]
 
 
-def test_a_registered_scorer_is_found_by_its_name_and_names_are_taken_once() -> None:
+def test_a_registered_scorer_is_loaded_by_its_unique_name() -> None:
     register_scorer("length_of_test", lambda response, label: len(response) / len(label))
     assert get_scorer("length_of_test")("ab", "abcd") == 0.5
     assert {"length_of_test", "exact_match", "gsm8k", "gsm8k_flexible", "math", "sort"} <= set(scorer_names())
@@ -74,7 +74,7 @@ def test_every_solution_of_gsm8k_is_right_and_with_another_number_it_is_wrong(
         ("-" + "9" * 60, "-" + "9" * 60),
     ],
 )
-def test_an_answer_is_compared_as_a_number_however_it_is_written(answer: str, label: str) -> None:
+def test_numeric_answers_are_compared_by_value(answer: str, label: str) -> None:
     assert gsm8k(f"3 + 4 = 7\n#### {answer}", label) == 1.0
     assert gsm8k(f"#### 1\nno:\n####{answer}", f"so it is 8.\n#### {label}") == 1.0
 
@@ -164,7 +164,7 @@ def test_math_compares_mathematics(response: str, label: str) -> None:
 @pytest.mark.parametrize(
     ("response", "label"), [("\\boxed{7}, and not 5", "5"), ("no idea", "5"), ("", "5"), ("0.33", "\\frac{1}{3}")]
 )
-def test_math_gives_nothing_for_another_answer_or_none(response: str, label: str) -> None:
+def test_math_scores_wrong_and_missing_answers_with_0(response: str, label: str) -> None:
     assert math_answer(response, label) == 0.0
 
 
@@ -174,7 +174,7 @@ def test_math_refuses_a_label_without_mathematics() -> None:
 
 
 @pytest.mark.parametrize(("name", "extra"), [("math", "math"), ("reasoning_gym", "tasks")])
-def test_a_scorer_without_its_package_says_what_to_install(name: str, extra: str) -> None:
+def test_a_scorer_without_its_package_names_the_install_command(name: str, extra: str) -> None:
     # -S: no installed package is seen.
     code = f"from components.rewards.base import check_reward; check_reward('gsm8k'); check_reward({name!r})"
     result = subprocess.run(
@@ -203,11 +203,11 @@ def test_math_works_in_any_thread() -> None:
         ("", None),
     ],
 )
-def test_data_with_a_single_scorer_name_it(source: str, scorer: str | None) -> None:
+def test_the_scorer_is_inferred_from_data_with_a_single_one(source: str, scorer: str | None) -> None:
     assert default_scorer(source) == scorer
 
 
-def test_a_long_row_of_spaces_takes_no_time() -> None:
+def test_a_long_run_of_spaces_is_parsed_quickly() -> None:
     for space in (" ", "\t", "\n", "\u2028"):
         assert get_scorer("gsm8k")(f"#### {space * 50_000}x", "1") == 0.0
         assert get_scorer("gsm8k")(f"#### {space * 50_000}$ {space * 50_000}-{space * 50_000}1", "-1") == 1.0

@@ -61,7 +61,7 @@ def stated_length(response: str, label: str) -> float:
     return float(label) - len(response)
 
 
-def test_a_task_logs_how_each_answer_is_written_and_another_scorer_logs_nothing() -> None:
+def test_a_task_logs_the_format_of_each_response_and_other_scorers_do_not() -> None:
     responses = ["#### 9", "7+5=12 12-3=9 #### 9", "9"]
     with WorkerReward("word", RewardSettings()) as reward:
         output = reward([f"p{response}" for response in responses], ["p"] * 3, ["7+5=12 12-3=9 #### 9"] * 3)
@@ -75,7 +75,7 @@ def test_a_task_logs_how_each_answer_is_written_and_another_scorer_logs_nothing(
     assert rewarded("exact_match", 2).logs == {}
 
 
-def test_a_function_runs_in_another_process_and_sees_answers_by_the_chunk(tmp_path: Path) -> None:
+def test_a_function_runs_in_another_process_and_gets_responses_in_chunks(tmp_path: Path) -> None:
     body = (
         "n = len(queries)\nassert queries == [p + r for p, r in zip(prompts, kwargs['responses'])]\n"
         "return {'rewards': [int(label) for label in labels], 'scores': [[0.5]] * n,"
@@ -91,7 +91,7 @@ def test_a_function_runs_in_another_process_and_sees_answers_by_the_chunk(tmp_pa
 
 
 @pytest.mark.parametrize(("count", "workers", "chunk"), [(3, 1, 1), (1000, 1, 64), (64, 2, 8)])
-def test_rewards_do_not_depend_on_how_a_batch_is_cut(tmp_path: Path, count: int, workers: int, chunk: int) -> None:
+def test_rewards_do_not_depend_on_the_chunk_size(tmp_path: Path, count: int, workers: int, chunk: int) -> None:
     body = "return {'rewards': [int(label) for label in labels], 'extra_logs': {'chunk': len(labels)}}"
     output = rewarded(reward_file(tmp_path, body), count, workers=workers)
     assert output.reward_B.tolist() == [float(place) for place in range(count)]
@@ -108,7 +108,7 @@ def test_workers_run_in_parallel(tmp_path: Path) -> None:
     assert rewarded(reward_file(tmp_path, body), 8, workers=2).reward_B.sum() == 8
 
 
-def test_torch_and_numpy_stay_with_the_file_that_imports_them(tmp_path: Path) -> None:
+def test_torch_and_numpy_are_loaded_only_by_the_reward_file(tmp_path: Path) -> None:
     body = "return {'rewards': torch.ones(len(queries), 1), 'scores': [np.float32(0.5)] * len(queries)}"
     output = rewarded(reward_file(tmp_path, body, imports="import torch, numpy as np"), 2)
     assert (output.reward_B.tolist(), output.score_B.tolist()) == ([1.0, 1.0], [0.5, 0.5])
@@ -116,7 +116,7 @@ def test_torch_and_numpy_stay_with_the_file_that_imports_them(tmp_path: Path) ->
     assert rewarded(reward_file(tmp_path, body), 2).reward_B.tolist() == [0.0, 0.0]
 
 
-def test_a_function_without_kwargs_gets_only_what_it_takes(tmp_path: Path) -> None:
+def test_a_function_without_kwargs_gets_only_its_parameters(tmp_path: Path) -> None:
     path = tmp_path / "reward.py"
     path.write_text("def reward_func(queries, prompts, labels):\n    return {'rewards': [1] * len(queries)}\n")
     assert rewarded(str(path), 2).reward_B.tolist() == [1.0, 1.0]
@@ -124,7 +124,7 @@ def test_a_function_without_kwargs_gets_only_what_it_takes(tmp_path: Path) -> No
     assert rewarded(str(path), 2).reward_B.tolist() == [7.0, 7.0]
 
 
-def test_output_of_a_function_is_shown_and_does_not_disturb_the_rewards(
+def test_output_of_a_function_is_shown_and_does_not_affect_rewards(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     body = "print('hello from the reward')\nos.write(1, b'raw\\n')\nreturn {'rewards': [1.0] * len(queries)}"
@@ -133,7 +133,7 @@ def test_output_of_a_function_is_shown_and_does_not_disturb_the_rewards(
     assert (out, err) == ("", "hello from the reward\nraw\n")
 
 
-def test_a_registered_scorer_runs_in_a_child_and_one_that_cannot_go_there_is_refused() -> None:
+def test_a_scorer_runs_in_a_child_process_and_one_that_cannot_be_sent_is_refused() -> None:
     register_scorer("stated_length", stated_length)
     with open_reward("stated_length") as reward:
         assert reward(["pabc"], ["p"], [5]).reward_B.tolist() == [2.0]
@@ -142,14 +142,14 @@ def test_a_registered_scorer_runs_in_a_child_and_one_that_cannot_go_there_is_ref
         open_reward("nowhere")
 
 
-def test_mathematics_without_end_is_given_up_at_the_deadline_and_counted() -> None:
+def test_an_endless_calculation_is_stopped_at_the_deadline_and_counted() -> None:
     with open_reward("math", RewardSettings(timeout_s=1, max_failed_share=1.0)) as reward:
         output = reward([""], [""], ["1/2"], responses=["\\boxed{9^{9^{9^9}}}"])
     assert output.reward_B.tolist() == [0.0]
     assert re.search(says("1 s", "response 0"), output.failures[0])
 
 
-def test_two_files_of_the_same_name_are_two_functions(tmp_path: Path) -> None:
+def test_two_files_with_the_same_name_are_loaded_separately(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()
         reward_file(tmp_path / name, f"return {{'rewards': [{ord(name)}] * len(queries)}}")
@@ -214,7 +214,7 @@ def test_a_response_that_hangs_fails_at_its_deadline_and_its_process_is_killed(t
     assert re.search(says("0.5 s", "response 0", "'p0'"), failures[0])
 
 
-def test_two_failures_among_a_few_answers_pass_and_a_third_stops_the_run(tmp_path: Path) -> None:
+def test_two_failures_in_a_small_batch_are_allowed_and_a_third_stops_the_run(tmp_path: Path) -> None:
     body = "if int(labels[0]) < {}: raise KeyError(labels[0])\nreturn {{'rewards': [1.0] * len(labels)}}"
     assert list(rewarded(reward_file(tmp_path, body.format(2)), 8).failures) == [0, 1]
     with pytest.raises(RewardError, match=says("3 of 8", 0.1)):
@@ -226,7 +226,7 @@ def test_two_failures_among_a_few_answers_pass_and_a_third_stops_the_run(tmp_pat
         rewarded(reward_file(tmp_path, body.format(1)), 8, max_failed_share=0)
 
 
-def test_as_many_failures_as_are_allowed_pass_and_one_more_stops_the_run(tmp_path: Path) -> None:
+def test_one_failure_above_the_allowed_number_stops_the_run(tmp_path: Path) -> None:
     # 0.29 of 100 is 29, though 0.29 * 100 is a little below.
     body = "if int(labels[0]) < {}: raise KeyError(labels[0])\nreturn {{'rewards': [1.0] * len(labels)}}"
     output = rewarded(reward_file(tmp_path, body.format(29)), 100, max_failed_share=0.29)
@@ -248,7 +248,7 @@ def test_a_function_that_always_fails_ends_the_batch_early(tmp_path: Path) -> No
     assert len(calls.read_text().split()) == 2 + 101
 
 
-def test_after_a_batch_that_was_given_up_the_next_one_is_rewarded(tmp_path: Path) -> None:
+def test_after_an_abandoned_batch_the_next_one_is_rewarded(tmp_path: Path) -> None:
     hangs = tmp_path / "hangs"
     # Response 12 fails, for which the batch is given up, once the other worker hangs at response 11.
     body = (
@@ -286,14 +286,14 @@ def test_a_replacement_that_cannot_be_loaded_ends_the_batch_with_the_reason(tmp_
                 ask(reward, 1)
 
 
-def test_large_batches_and_labels_of_any_kind_arrive_whole(tmp_path: Path) -> None:
+def test_large_batches_and_labels_of_any_kind_are_passed_completely(tmp_path: Path) -> None:
     body = "return {'rewards': [label['n'] * len(q) for q, label in zip(queries, labels)]}"
     with WorkerReward(reward_file(tmp_path, body), RewardSettings()) as reward:
         output = reward(["x" * 1_000_000] * 8, ["x"] * 8, [{"n": place} for place in range(8)])
     assert output.reward_B.tolist() == [place * 1e6 for place in range(8)]
 
 
-def test_closing_ends_every_process_and_what_it_has_started(tmp_path: Path) -> None:
+def test_closing_ends_every_process_and_its_children(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     body = write_pid(pids) + "return {'rewards': [1.0] * len(labels)}"
     sleeper = (
@@ -311,7 +311,7 @@ def test_closing_ends_every_process_and_what_it_has_started(tmp_path: Path) -> N
     reward.close()
 
 
-def test_closing_from_another_thread_ends_a_call_that_hangs(tmp_path: Path) -> None:
+def test_closing_from_another_thread_ends_a_hanging_call(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     reward = WorkerReward(reward_file(tmp_path, write_pid(pids) + "time.sleep(600)"), RewardSettings())
     closer = threading.Thread(target=lambda: (pids_in(pids, 1), reward.close()))
@@ -333,7 +333,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, -2)])
-def test_no_child_outlives_its_parent_even_when_it_holds_the_interpreter(
+def test_no_child_process_outlives_its_parent_even_if_it_holds_the_gil(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     pids = tmp_path / "pids"
@@ -355,7 +355,7 @@ def test_no_child_outlives_its_parent_even_when_it_holds_the_interpreter(
     wait_until_gone(*children, timeout_s=GUARD_S)
 
 
-def test_a_function_that_forks_and_comes_back_twice_shifts_no_reward(tmp_path: Path) -> None:
+def test_a_function_that_forks_and_returns_twice_shifts_no_reward(tmp_path: Path) -> None:
     body = "pid = os.fork()\ntime.sleep(0.05 * (pid == 0))\nreturn {'rewards': [float(r) for r in labels]}"
     actual = rewarded(reward_file(tmp_path, body), 32, workers=2, max_failed_share=0.0)
     assert actual.reward_B.tolist() == [float(place) for place in range(32)]

@@ -44,7 +44,7 @@ def slow_weights(step: Batch, totals: Totals, aggregation: str, max_length: int)
         ("seq-mean-token-sum-norm", (6 + 9) / 2 / 4),
     ],
 )
-def test_three_sequences_by_hand(aggregation: Aggregation, expected: float) -> None:
+def test_aggregates_of_three_sequences_equal_a_calculation_by_hand(aggregation: Aggregation, expected: float) -> None:
     x_N = torch.tensor([1.0, 2.0, 5.0, 7.0, 9.0])
     mask_N = torch.tensor([True, False, True, False, True])
     lengths_B = torch.tensor([3, 1, 1])
@@ -73,7 +73,7 @@ def test_aggregates_agree_with_a_scalar_loop(
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_a_nan_counts_only_where_the_policy_acted(aggregation: Aggregation) -> None:
+def test_a_nan_affects_only_action_tokens(aggregation: Aggregation) -> None:
     x_N = torch.tensor([NAN, 2.0, INF, -INF], requires_grad=True)
     lengths_B = torch.tensor([2, 2])
     totals = Totals(tokens=1, sequences=1)
@@ -87,7 +87,7 @@ def test_a_nan_counts_only_where_the_policy_acted(aggregation: Aggregation) -> N
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("lengths", [[], [0, 0], [3, 2]])
-def test_a_part_without_action_adds_nothing(lengths: list[int], aggregation: Aggregation) -> None:
+def test_a_micro_batch_without_action_tokens_adds_0(lengths: list[int], aggregation: Aggregation) -> None:
     x_N = torch.full((sum(lengths),), NAN, requires_grad=True)
     lengths_B = torch.tensor(lengths, dtype=torch.int64)
     mask_N = torch.zeros(sum(lengths)).bool()
@@ -109,7 +109,7 @@ def two_tokens(weight_N: Tensor | None, aggregation: Aggregation = "token-mean")
     return out.loss.item(), out.metrics
 
 
-def test_weights_change_the_loss_and_neither_counts_nor_metrics() -> None:
+def test_weights_change_only_the_loss() -> None:
     # (1 + 3) / 4 = 1; (2 * 1 + 0.5 * 3) / 4 = 0.875; metrics (1 + 0) / 4 and (2 + 6) / 4 both times.
     weight_N = torch.tensor([2.0, 0.5, NAN], requires_grad=True)
     assert two_tokens(None)[0] == 1.0
@@ -124,11 +124,11 @@ def test_weights_change_the_loss_and_neither_counts_nor_metrics() -> None:
     # (2 * 1) and (0.5 * 3) of one sequence each; the mask holds one token of each.
     [("seq-mean-token-mean", 1.75), ("seq-mean-token-sum", 1.75), ("seq-mean-token-sum-norm", 0.35)],
 )
-def test_weights_count_in_each_aggregation(aggregation: Aggregation, expected: float) -> None:
+def test_weights_apply_to_each_aggregation(aggregation: Aggregation, expected: float) -> None:
     assert two_tokens(torch.tensor([2.0, 0.5, NAN]), aggregation)[0] == pytest.approx(expected)
 
 
-def test_no_gradient_flows_into_weights_and_a_nan_that_counts_comes_out() -> None:
+def test_no_gradient_flows_into_weights_and_a_nan_of_an_action_token_is_returned() -> None:
     loss_N = torch.ones(2, requires_grad=True)
     weight_N = torch.tensor([3.0, 5.0], requires_grad=True)
     mask_N = torch.tensor([True, False])

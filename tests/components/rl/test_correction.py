@@ -109,7 +109,7 @@ def test_truncation_takes_the_bound_and_icepop_takes_zero() -> None:
     assert icepop.tolist() == pytest.approx([0.0, 2.0, 0.0, 0.0, 0.0])
 
 
-def test_a_weight_at_a_bound_is_within() -> None:
+def test_a_weight_equal_to_a_bound_is_accepted() -> None:
     on_policy = of([0.0, 0.0], [0.0])
     assert importance_weights(*on_policy, level="token", low=1.0, high=1.0, outside="zero").tolist() == [1.0] * 3
     assert rejection_weights(*on_policy, level="sequence", estimator="k1", low=1.0, high=1.0).tolist() == [1.0] * 3
@@ -125,7 +125,9 @@ def test_a_weight_at_a_bound_is_within() -> None:
         ("geometric", 0.3, 3.0, [0, 1, 1, 0, 0]),
     ],
 )
-def test_rejection_by_ratio_by_hand(level: Level, low: float | None, high: float, expected: list[float]) -> None:
+def test_rejection_by_ratio_equals_a_calculation_by_hand(
+    level: Level, low: float | None, high: float, expected: list[float]
+) -> None:
     assert rejection_weights(*HAND, level=level, estimator="k1", low=low, high=high).tolist() == expected
 
 
@@ -140,7 +142,7 @@ def test_rejection_by_ratio_by_hand(level: Level, low: float | None, high: float
         ("k3", "geometric", 0.926, 0.927),
     ],
 )
-def test_rejection_by_estimate_by_hand(
+def test_rejection_by_estimate_equals_a_calculation_by_hand(
     estimator: Estimator, level: Level, just_below: float, just_above: float
 ) -> None:
     batch = of([1.0, -2.0])
@@ -148,7 +150,7 @@ def test_rejection_by_estimate_by_hand(
         assert rejection_weights(*batch, level=level, estimator=estimator, low=None, high=high).tolist() == expected
 
 
-def test_rejection_by_estimate_of_single_tokens() -> None:
+def test_rejection_by_estimate_applies_to_single_tokens() -> None:
     # Of d = 1 and -2 k2 is larger where q was too small (2 against 1/2), and k3 too (1.135 against 0.718).
     batch = of([1.0, -2.0])
     assert rejection_weights(*batch, level="token", estimator="k2", low=None, high=0.5).tolist() == [1.0, 0.0]
@@ -157,7 +159,7 @@ def test_rejection_by_estimate_of_single_tokens() -> None:
     assert rejection_weights(*of([3.0, -3.0]), level="token", estimator="k3", low=None, high=3.0).tolist() == [0.0, 1.0]
 
 
-def test_a_sequence_may_be_left_out_for_its_worst_token() -> None:
+def test_a_sequence_may_be_rejected_for_its_worst_token() -> None:
     # The largest d^2 / 2 of the first sequence is 2, of the second 1/2; one without tokens has none.
     batch = of([1.0, -2.0], [], [1.0, 0.5])
     kept_N = rejection_weights(*batch, level="max", estimator="k2", low=None, high=1.0)
@@ -220,7 +222,7 @@ def test_rejection_by_estimate_agrees_with_a_scalar_loop(
 
 @given(batches, st.sampled_from(["k2", "k3"]), st.sampled_from([0.001, 0.3, 0.5, 3.0, 1e3, math.inf]))
 @settings(max_examples=60, deadline=None)
-def test_rejection_by_the_worst_token_is_that_of_its_sequence(
+def test_rejection_by_the_worst_token_rejects_its_whole_sequence(
     batch: list[Tokens], estimator: Estimator, high: float
 ) -> None:
     actual = rejection_weights(*columns(batch), level="max", estimator=estimator, low=None, high=high)
@@ -236,7 +238,7 @@ def test_rejection_by_the_worst_token_is_that_of_its_sequence(
 
 
 @pytest.mark.parametrize("level", get_args(Level))
-def test_a_nan_that_counts_stays_in_its_token_or_sequence(level: Level) -> None:
+def test_a_nan_of_an_action_token_stays_in_its_token_or_sequence(level: Level) -> None:
     # The second of three sequences has a NaN in its first action token; its prompt token stays 0.
     batch = columns(
         [[(True, 0.0, -1.0)], [(False, 0.0, 0.0), (True, NAN, -1.0), (True, 0.0, -1.0)], [(True, 0.0, -1.0)]]
@@ -260,7 +262,7 @@ def test_sequences_without_actions_and_empty_batches_have_no_weights(level: Leve
         assert rejection_weights(*none, level=level, estimator="k2", low=None, high=2.0).tolist() == []
 
 
-def test_no_gradient_flows_into_weights_and_the_inputs_stay_as_they_are() -> None:
+def test_no_gradient_flows_into_weights_and_inputs_are_unchanged() -> None:
     logprob_N, rollout_N, mask_N, lengths_B = of([LOG2, 0.0])
     logprob_N.requires_grad_()
     before = logprob_N.tolist()
@@ -273,7 +275,7 @@ def test_no_gradient_flows_into_weights_and_the_inputs_stay_as_they_are() -> Non
     assert logprob_N.tolist() == before
 
 
-def test_mismatch_by_hand() -> None:
+def test_mismatch_metrics_equal_a_calculation_by_hand() -> None:
     # w = 2, 1/2 in one sequence, 4 in another; a third without actions.
     batch = columns(
         [[(True, LOG2, -1.0), (True, -LOG2, -1.0)], [(False, 0.0, 0.0)], [(True, 2 * LOG2, -1.0), (False, 0.0, 0.0)]]
@@ -357,7 +359,7 @@ def test_sequences_without_actions_are_accepted() -> None:
         assert mismatch_metrics(*batch, high=2.0) == {**zeros, "effective_sample_size": 1.0, "outside_share": 0.0}
 
 
-def test_a_nan_that_counts_is_seen_in_every_metric() -> None:
+def test_a_nan_of_an_action_token_makes_every_metric_nan() -> None:
     actual = mismatch_metrics(*of([0.0, NAN], [0.0]), low=0.5, high=2.0)
     assert len(actual) == 6
     assert all(math.isnan(x) for x in actual.values())

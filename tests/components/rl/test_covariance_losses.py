@@ -27,7 +27,7 @@ def covariances_of(step: Batch) -> Tensor:
     return covariances(step["old"], step["advantage"], step["mask"])
 
 
-def test_covariances_by_hand() -> None:
+def test_covariances_equal_a_calculation_by_hand() -> None:
     # Means -2 and 1 over the three that act: (-1 + 2) (4 - 1) = 3, (-2 + 2) (-2 - 1) = 0, (-3 + 2) (1 - 1) = 0.
     old_N = torch.tensor([-1.0, NAN, -2.0, -3.0], requires_grad=True)
     advantage_N = torch.tensor([4.0, INF, -2.0, 1.0], requires_grad=True)
@@ -50,7 +50,7 @@ def test_covariances_agree_with_a_scalar_loop(step: Batch) -> None:
     assert covariances_of(step).tolist() == pytest.approx(slow, rel=1e-4, abs=1e-2 if min(old) < -999 else 1e-4)
 
 
-def test_clip_cov_drops_those_between_two_covariances_with_the_smallest_random_numbers() -> None:
+def test_clip_cov_drops_tokens_within_the_bounds_with_the_smallest_random_numbers() -> None:
     # Between 1 and 5 and acting: tokens 1, 2 and 5, in the order 5, 1, 2 of their random numbers.
     covariance_N = torch.tensor([0.5, 2.0, 4.0, 9.0, 3.0, 1.5, 1.0, 5.0])
     uniform_N = torch.tensor([0.0, 0.5, 0.9, 0.1, 0.2, 0.3, 0.0, 0.0])
@@ -62,7 +62,7 @@ def test_clip_cov_drops_those_between_two_covariances_with_the_smallest_random_n
     assert not clip_cov_tokens(covariance_N, mask_N, uniform_N, share=1.0, low=6.0, high=8.0).any()
 
 
-def test_kl_cov_holds_the_largest_covariances_back() -> None:
+def test_kl_cov_penalises_tokens_with_the_largest_covariances() -> None:
     covariance_N = torch.tensor([0.5, 2.0, 4.0, NAN, -3.0, 1.5])
     mask_N = torch.tensor([1, 1, 1, 0, 1, 1]).bool()
     # Five act: a share of 0.5 is 2 tokens, of 0 and of 0.1 one.
@@ -73,7 +73,7 @@ def test_kl_cov_holds_the_largest_covariances_back() -> None:
 
 @given(step=steps(), share=shares, seed=st.integers(0, 10**6))
 @settings(max_examples=60, deadline=None)
-def test_the_chosen_tokens_agree_with_a_scalar_loop(step: Batch, share: float, seed: int) -> None:
+def test_the_selected_tokens_agree_with_a_scalar_loop(step: Batch, share: float, seed: int) -> None:
     covariance_N = covariances_of(step)
     mask_N = step["mask"]
     uniform_N = torch.rand(step.num_tokens, generator=torch.Generator().manual_seed(seed))
@@ -138,7 +138,7 @@ def two_tokens(chosen: list[bool], name: str) -> tuple[list[float], list[float],
     return actual.loss_N.tolist(), x_N.grad.tolist(), {metric: of_N.tolist() for metric, of_N in actual.metrics.items()}
 
 
-def test_clip_cov_by_hand() -> None:
+def test_clip_cov_equals_a_calculation_by_hand() -> None:
     # 2 and -3/2 as PPO has them; a dropped token has neither loss nor gradient.
     assert two_tokens([False, False], "clip")[:2] == (pytest.approx([2.0, -1.5]), pytest.approx([2.0, -1.5]))
     loss, slope, metrics = two_tokens([True, False], "clip")
@@ -147,7 +147,7 @@ def test_clip_cov_by_hand() -> None:
     assert metrics["dropped_share"] == [1.0, 0.0]
 
 
-def test_kl_cov_by_hand() -> None:
+def test_kl_cov_equals_a_calculation_by_hand() -> None:
     # -r A is 2 and -3/2; held tokens cost half of ln 2 more, and their slope is 1/2 more upwards, 1/2 less downwards.
     assert two_tokens([False, False], "kl")[:2] == (pytest.approx([2.0, -1.5]), pytest.approx([2.0, -1.5]))
     loss, slope, metrics = two_tokens([True, True], "kl")
@@ -201,7 +201,7 @@ def test_losses_agree_with_a_scalar_loop(name: str, column: str, step: Batch) ->
     assert not x_N.grad[~acts_N].any()
 
 
-def test_clip_cov_that_drops_nothing_is_ppo_and_kl_cov_that_holds_nothing_does_not_clip() -> None:
+def test_clip_cov_without_dropped_tokens_is_ppo_and_kl_cov_never_clips() -> None:
     step = Batch(
         [2, 1],
         {
@@ -226,7 +226,7 @@ def test_without_action_tokens_nothing_is_selected(size: int) -> None:
     assert not kl_cov_tokens(nan_N, mask_N, share=1.0).any()
 
 
-def test_a_nan_that_counts_comes_out_of_the_covariances() -> None:
+def test_a_nan_of_an_action_token_is_returned_by_the_covariances() -> None:
     found_N = covariances(torch.tensor([NAN, -1.0]), torch.ones(2), torch.ones(2).bool())
     # Their mean is over the whole step, so that it reaches all tokens.
     assert found_N.isnan().all()

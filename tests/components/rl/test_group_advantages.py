@@ -58,7 +58,7 @@ ESTIMATORS: dict[str, Estimator] = {
         ([], [], [], [], []),
     ],
 )
-def test_baselines_from_groups_by_hand(
+def test_baselines_of_groups_equal_a_calculation_by_hand(
     rewards: list[float], groups: list[int], mean_baseline: list[float], left_out: list[float], normed: list[float]
 ) -> None:
     reward_B = torch.tensor(rewards, dtype=torch.float32)
@@ -130,7 +130,7 @@ def test_baselines_have_no_gradient_and_reject_bad_shapes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_the_order_of_answers_does_not_matter(name: str) -> None:
+def test_the_order_of_responses_does_not_matter(name: str) -> None:
     reward_B = torch.tensor([0.3, 1.0, 0.0, 1.0, 0.25, 7.0])
     group_B = torch.tensor([1, 2, 1, 2, 2, 9])
     order = torch.tensor([5, 3, 0, 4, 1, 2])
@@ -158,7 +158,7 @@ def test_a_larger_epsilon_makes_advantages_smaller() -> None:
     assert group_norm(reward_B, group_B, 0.5).tolist() == pytest.approx([0.414214, -0.414214, 0.0], abs=1e-6)
 
 
-def test_long_answers_weigh_more_in_the_baseline_of_opo() -> None:
+def test_long_responses_have_more_weight_in_the_baseline_of_opo() -> None:
     # (10 * 1 + 30 * 0) / 40 = 1/4. The other group: (1 * 2 + 1 * 4 + 2 * 7) / 4 = 5. One alone; two of no tokens.
     found_B = opo(
         torch.tensor([1.0, 0.0, 2.0, 4.0, 7.0, 3.0, 1.0, 5.0]),
@@ -194,7 +194,7 @@ def test_groups_of_equal_rewards_do_not_dilute_gpg() -> None:
         gpg(reward_B, group_B, scale=0)
 
 
-def test_only_a_response_ahead_of_all_others_has_a_pass_at_k_advantage() -> None:
+def test_only_the_single_best_response_has_a_pass_at_k_advantage() -> None:
     # 5 is 2 ahead of 3; deviation of 1, 3, 5 is 2. Two best responses share the lead; one alone leads nobody.
     reward_B = torch.tensor([1.0, 5.0, 3.0, 1.0, 1.0, 0.0, 9.0])
     group_B = torch.tensor([0, 0, 0, 1, 1, 1, 2])

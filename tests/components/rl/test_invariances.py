@@ -97,7 +97,7 @@ def test_the_size_of_micro_batches_does_not_change_the_loss(step: Batch, cuts: l
 
 @given(step=steps("usual"), seed=st.integers(0, 10**6), most=st.sampled_from([3, 100]))
 @settings(max_examples=40, deadline=None)
-def test_tokens_of_the_environment_put_in_anywhere_change_nothing(step: Batch, seed: int, most: int) -> None:
+def test_inserted_environment_tokens_do_not_change_results(step: Batch, seed: int, most: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     rows: dict[str, list[Tensor]] = {column: [] for column in (*step.per_token, "is_new")}
     for i, length in enumerate(step.lengths.tolist()):
@@ -117,7 +117,7 @@ def test_tokens_of_the_environment_put_in_anywhere_change_nothing(step: Batch, s
 
 @given(step=steps(), seed=st.integers(0, 10**6))
 @settings(max_examples=40, deadline=None)
-def test_environment_tokens_change_no_bit_and_losses_are_finite_for_any_policy(step: Batch, seed: int) -> None:
+def test_environment_tokens_do_not_change_any_bit_and_losses_are_finite_for_any_policy(step: Batch, seed: int) -> None:
     expected = looked_at(step)
     actual = looked_at(garbage(step, seed))
     for key, x in expected.items():
@@ -144,7 +144,7 @@ NOT_READ = {
 
 @pytest.mark.parametrize("column", COLUMNS)
 @every_loss
-def test_a_nan_that_counts_comes_out_where_it_belongs(name: str, column: str) -> None:
+def test_a_nan_of_an_action_token_is_returned_at_its_position(name: str, column: str) -> None:
     step = make_step([6, 9, 4], seed=2)
     acting_N = step["mask"]
     own_N = step.sequence_ids == 1
@@ -163,7 +163,7 @@ def test_a_nan_that_counts_comes_out_where_it_belongs(name: str, column: str) ->
 
 
 @every_loss
-def test_the_columns_have_to_be_as_long_as_the_mask(name: str) -> None:
+def test_columns_of_another_length_than_the_mask_raise_an_error(name: str) -> None:
     step = make_step([3, 2], seed=1)
     for x_N in (step["x"][:4], step["x"][:, None]):
         with pytest.raises(ValueError, match=says("_N", list(x_N.shape), "[5]")):

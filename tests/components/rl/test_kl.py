@@ -61,7 +61,7 @@ def estimates(d: list[float], kind: KLKind) -> tuple[list[float], list[float]]:
         ("abs+", [LN2, LN2], [LN2, -LN2]),
     ],
 )
-def test_a_token_twice_and_half_as_likely_as_under_the_reference(
+def test_kl_estimates_of_ratios_2_and_one_half_equal_a_calculation_by_hand(
     kind: KLKind, values: list[float], slopes: list[float]
 ) -> None:
     actual = estimates([LN2, -LN2], kind)
@@ -75,7 +75,7 @@ def test_equal_distributions_have_no_divergence(kind: KLKind) -> None:
 
 
 @pytest.mark.parametrize("kind", ["k1", "k3", "k1+", "k3+"])
-def test_k1_and_k3_are_without_bias(kind: KLKind) -> None:
+def test_k1_and_k3_are_unbiased(kind: KLKind) -> None:
     # Over both outcomes weighted by p: KL = 0.5 ln(0.5 / 0.75) + 0.5 ln(0.5 / 0.25) = 0.143841.
     p = torch.tensor([0.5, 0.5])
     q = torch.tensor([0.75, 0.25])
@@ -84,7 +84,7 @@ def test_k1_and_k3_are_without_bias(kind: KLKind) -> None:
 
 
 @pytest.mark.parametrize("kind", ["k2", "k1+", "k2+", "k3+", "abs+"])
-def test_the_expected_gradient_of_k2_and_of_all_with_a_plus_is_that_of_the_divergence(kind: KLKind) -> None:
+def test_k2_and_all_plus_estimators_have_the_expected_gradient_of_the_divergence(kind: KLKind) -> None:
     logits = torch.tensor([0.3, -0.2, 0.1], requires_grad=True)
     q_log = torch.tensor([0.2, 0.5, 0.3]).log()
     p_log = logits.log_softmax(0)
@@ -95,12 +95,12 @@ def test_the_expected_gradient_of_k2_and_of_all_with_a_plus_is_that_of_the_diver
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_estimates_are_cut_at_ten_and_their_gradient_ends_there(kind: KLKind) -> None:
+def test_estimates_are_clipped_at_ten_and_have_no_gradient_beyond(kind: KLKind) -> None:
     lowest = -10.0 if kind in ("k1", "k1+") else 10.0
     assert estimates([1e4, -1e4, INF, -INF], kind) == ([10.0, lowest, 10.0, lowest], [0.0] * 4)
 
 
-def test_a_plus_keeps_its_gradient_where_k2_or_the_value_is_cut() -> None:
+def test_plus_estimators_keep_their_gradient_when_k2_or_the_value_is_clipped() -> None:
     # d = 5: k2 = 12.5 is cut, and its slope with it; k1 = 5 and k3 = 4.006738 are not, and a + has the slope d.
     assert estimates([5.0], "k1") == ([5.0], [1.0])
     assert estimates([5.0], "k2") == ([10.0], [0.0])
@@ -112,7 +112,7 @@ def test_a_plus_keeps_its_gradient_where_k2_or_the_value_is_cut() -> None:
 
 
 @pytest.mark.parametrize("kind", ["k3", "k3+"])
-def test_k3_keeps_its_digits_close_to_the_reference(kind: KLKind) -> None:
+def test_k3_is_precise_close_to_the_reference(kind: KLKind) -> None:
     # d = 1e-3: d^2 / 2 - d^3 / 6 = 4.998334e-07, which float32 would lose in exp(-d) - 1 + d.
     assert estimates([1e-3], kind)[0] == pytest.approx([4.998334e-07], rel=1e-3)
 
@@ -120,7 +120,7 @@ def test_k3_keeps_its_digits_close_to_the_reference(kind: KLKind) -> None:
 @pytest.mark.parametrize("kind", PLAIN)
 @given(step=steps())
 @settings(max_examples=60, deadline=None)
-def test_a_plus_keeps_the_value_to_the_last_digit(kind: KLKind, step: Batch) -> None:
+def test_plus_estimators_have_exactly_the_value_of_the_plain_ones(kind: KLKind, step: Batch) -> None:
     given_N = step["x"], step["old"] / 3, step["mask"]
     plus: KLKind = f"{kind}+"  # pyright: ignore[reportAssignmentType]
     assert torch.equal(kl_estimate(*given_N, plus), kl_estimate(*given_N, kind))
@@ -143,7 +143,7 @@ def test_estimates_agree_with_a_scalar_loop(kind: KLKind, step: Batch) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_nan_counts_only_where_the_policy_acted(kind: KLKind) -> None:
+def test_a_nan_affects_only_action_tokens(kind: KLKind) -> None:
     x_N = torch.tensor([NAN, -INF, -1.0, NAN], requires_grad=True)
     ref_N = torch.tensor([0.0, -INF, -2.0, -1.0])
     kl_N = kl_estimate(x_N, ref_N, torch.tensor([False, False, True, True]), kind)
@@ -153,7 +153,7 @@ def test_a_nan_counts_only_where_the_policy_acted(kind: KLKind) -> None:
     assert x_N.grad.tolist() == pytest.approx([0.0, 0.0, slow_kl(1.0, kind)[1], 0.0])
 
 
-def test_low_precision_comes_out_as_float32() -> None:
+def test_low_precision_inputs_give_float32() -> None:
     x_N = torch.tensor([-1.0], dtype=torch.bfloat16)
     assert kl_estimate(x_N, x_N, torch.tensor([True]), "k3").dtype == torch.float32
 
@@ -180,7 +180,7 @@ def test_unknown_estimators_and_bad_shapes_raise_an_error() -> None:
         (-1.0, 2.0 * (1 - 0.2 * 0.1)),
     ],
 )
-def test_the_weight_of_the_kl_follows_the_target_by_hand(kl: float, expected: float) -> None:
+def test_the_adaptive_kl_coefficient_equals_a_calculation_by_hand(kl: float, expected: float) -> None:
     assert adapted_kl_coef(2.0, kl, target=6.0, horizon=1000, samples=100) == pytest.approx(expected)
 
 
@@ -192,7 +192,7 @@ def test_the_kl_coefficient_stays_if_it_is_0_or_there_is_no_sample() -> None:
 
 @given(st.floats(0, 10), st.floats(-20, 20), st.floats(0.01, 10), st.floats(2001, 1e5), st.integers(0, 10000))
 @settings(max_examples=100, deadline=None)
-def test_the_weight_agrees_with_the_formula(
+def test_the_adaptive_kl_coefficient_agrees_with_the_formula(
     coef: float, kl: float, target: float, horizon: float, samples: int
 ) -> None:
     error = kl / target - 1

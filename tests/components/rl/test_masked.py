@@ -40,7 +40,7 @@ def close_to(expected: list[float]) -> object:
     return pytest.approx(expected, rel=1e-4, abs=1e-4, nan_ok=True)
 
 
-def test_carried_back_by_hand() -> None:
+def test_carried_back_equals_a_calculation_by_hand() -> None:
     # From the end: 8 (what its carry brings is nothing), 4 + 8 / 2 = 8, then a carry of 0: 2, 1 + 2 * 2 = 5.
     x_N = torch.tensor([1.0, 2.0, 4.0, 8.0])
     carry_N = torch.tensor([2.0, 0.0, 0.5, 9.0])
@@ -63,7 +63,7 @@ def test_carried_back_agrees_with_a_scalar_loop_over_any_number_of_blocks(size: 
 
 @given(st.lists(st.integers(1, 90), max_size=8), st.integers(0, 10**6), st.sampled_from([1.0, 0.5, 0.95, 0.0]))
 @settings(max_examples=60, deadline=None)
-def test_carried_back_ends_every_sequence(lengths: list[int], seed: int, discount: float) -> None:
+def test_carried_back_does_not_cross_sequence_boundaries(lengths: list[int], seed: int, discount: float) -> None:
     x_N = torch.randint(-8, 9, (sum(lengths),), generator=torch.Generator().manual_seed(seed)) / 8
     carry_N = torch.full_like(x_N, discount)
     carry_N[torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1] = 0.0
@@ -87,7 +87,7 @@ def test_nonfinite_values_do_not_cross_a_carry_of_zero(place: int, bad: float) -
     assert torch.equal(carried_back(x_N, carry_N).nan_to_num(nan=-7.0), expected_N.nan_to_num(nan=-7.0))
 
 
-def test_a_nan_goes_through_all_earlier_blocks_of_its_sequence() -> None:
+def test_a_nan_reaches_all_earlier_blocks_of_its_sequence() -> None:
     x_N = torch.zeros(5000)
     carry_N = torch.ones(5000)
     carry_N[999] = 0.0
@@ -98,7 +98,7 @@ def test_a_nan_goes_through_all_earlier_blocks_of_its_sequence() -> None:
     assert not y_N[4501:].any()
 
 
-def test_sums_and_means_of_sequences_by_hand() -> None:
+def test_sums_and_means_of_sequences_equal_a_calculation_by_hand() -> None:
     x_N = torch.tensor([1.0, 2.0, 4.0, 8.0])
     mask_N = torch.tensor([True, False, True, False])
     lengths_B = torch.tensor([0, 3, 0, 1, 0])
@@ -122,7 +122,7 @@ def test_without_tokens_sums_are_zero_and_differentiable(lengths: list[int]) -> 
 
 @given(lengths_of, st.integers(0, 10**6))
 @settings(max_examples=60, deadline=None)
-def test_sums_means_and_spread_agree_with_scalar_loops(lengths: list[int], seed: int) -> None:
+def test_sums_means_and_standard_deviations_agree_with_scalar_loops(lengths: list[int], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     size = sum(lengths)
     lengths_B = torch.tensor(lengths, dtype=torch.int64)
@@ -154,7 +154,7 @@ def test_sums_means_and_spread_agree_with_scalar_loops(lengths: list[int], seed:
     assert gradient_N.tolist() == close_to(slopes)
 
 
-def test_a_nan_stays_in_the_sum_of_its_own_sequence_or_outside_of_the_mask() -> None:
+def test_a_nan_affects_only_the_sum_of_its_sequence_and_none_if_masked() -> None:
     x_N = torch.tensor([1.0, NAN, 2.0, 3.0], requires_grad=True)
     lengths_B = torch.tensor([1, 2, 1])
     assert sequence_sums(x_N, lengths_B).tolist() == pytest.approx([1.0, NAN, 3.0], nan_ok=True)
@@ -165,7 +165,7 @@ def test_a_nan_stays_in_the_sum_of_its_own_sequence_or_outside_of_the_mask() -> 
     assert x_N.grad.tolist() == [1.0, 0.0, 1.0, 1.0]
 
 
-def test_chosen_is_float32_and_nothing_outside_of_the_mask_reaches_it() -> None:
+def test_chosen_is_float32_and_ignores_masked_values() -> None:
     x_N = torch.tensor([1.0, NAN, INF, -2.0], dtype=torch.bfloat16, requires_grad=True)
     found_N = chosen(torch.tensor([True, False, False, True]), x_N)
     assert found_N.tolist() == [1.0, 0.0, 0.0, -2.0]
@@ -175,7 +175,7 @@ def test_chosen_is_float32_and_nothing_outside_of_the_mask_reaches_it() -> None:
     assert x_N.grad.tolist() == [1.0, 0.0, 0.0, 1.0]
 
 
-def test_log_ratios_by_hand() -> None:
+def test_log_ratios_equal_a_calculation_by_hand() -> None:
     # -1 - (-3) = 2; outside of the mask 0; cut at both limits, where the gradient ends; a NaN stays.
     logprob_N = torch.tensor([-1.0, NAN, 0.0, -1e4, -INF, NAN], requires_grad=True)
     old_N = torch.tensor([-3.0, -INF, -1e4, 0.0, -1.0, -1.0], requires_grad=True)
@@ -189,13 +189,13 @@ def test_log_ratios_by_hand() -> None:
     assert old_N.grad is None
 
 
-def test_log_ratios_of_low_precision_are_taken_in_float32() -> None:
+def test_log_ratios_of_low_precision_are_computed_in_float32() -> None:
     # In bfloat16, 257 would be 256.
     found_N = log_ratio(torch.tensor([-256.0]).bfloat16(), torch.tensor([-257.0]), torch.tensor([True]))
     assert found_N.tolist() == [1.0]
 
 
-def test_a_token_mean_divides_by_the_count_that_is_given() -> None:
+def test_a_token_mean_divides_by_the_passed_count() -> None:
     x_N = torch.tensor([1.0, NAN, 5.0])
     assert token_mean(x_N, torch.tensor([True, False, True]), 4).item() == 1.5
     assert token_mean(torch.tensor([True, True]), torch.tensor([True, False]), 4).item() == 0.25
@@ -226,7 +226,7 @@ def test_inputs_that_would_silently_give_wrong_results_raise_an_error() -> None:
         check_sequences(torch.ones(2, 1), kl_B=torch.ones(2, 1))
 
 
-def test_the_sum_of_a_long_sequence_keeps_its_digits() -> None:
+def test_the_sum_of_a_long_sequence_is_precise() -> None:
     # In float32, one after the other, 0.1 adds up to 100958.
     assert sequence_sums(torch.full((1_000_000,), 0.1), torch.tensor([1_000_000])).item() == pytest.approx(
         1e5, rel=1e-6

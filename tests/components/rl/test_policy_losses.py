@@ -189,7 +189,7 @@ def of_ratios(
     return values.loss_N.tolist(), x_N.grad.tolist(), {name: of_N.tolist() for name, of_N in values.metrics.items()}
 
 
-def test_ppo_by_hand() -> None:
+def test_ppo_equals_a_calculation_by_hand() -> None:
     # -min(r A, clip(r, 0.8, 1.2) A): 1.5 -> -1.2 and no gradient; 0.5 -> -0.5; 0.5 with A = -1 -> 0.8 and none;
     # 1.5 with A = -1 -> 1.5; within the range 1.125 -> -2.25. approx_kl: r - 1 - ln r.
     loss, slope, metrics = of_ratios(
@@ -207,7 +207,7 @@ def test_the_bounds_of_ppo_are_separate() -> None:
     assert loss == pytest.approx([-1.25, 0.6])
 
 
-def test_the_dual_clip_by_hand() -> None:
+def test_the_dual_clip_equals_a_calculation_by_hand() -> None:
     # A = -1: r = 4 would cost 4 and costs 3, without gradient; r = 2 costs 2; A = 1 is not bounded by it.
     loss, slope, metrics = of_ratios(
         ppo_loss, [4.0, 2.0, 4.0], [-1.0, -1.0, 1.0], clip_low=0.2, clip_high=0.2, dual_clip=3.0
@@ -218,7 +218,7 @@ def test_the_dual_clip_by_hand() -> None:
     assert metrics["clip_frac"] == [0.0, 0.0, 1.0]
 
 
-def test_gspo_by_hand() -> None:
+def test_gspo_equals_a_calculation_by_hand() -> None:
     # First response: ratios 2 and 1/2, whose geometric mean is 1: loss -A, gradient -A, unlike the tokens' own.
     # Second: 4 and 1, the mean is 2 > 1.2: -1.2 A and no gradient; with A = -1 it costs 2, gradient 2.
     loss, slope, metrics = of_ratios(
@@ -240,7 +240,7 @@ def test_all_tokens_of_a_response_have_exactly_its_ratio() -> None:
     assert len(set(actual.loss_N.tolist())) == 1
 
 
-def test_the_geometric_mean_by_hand() -> None:
+def test_the_geometric_mean_loss_equals_a_calculation_by_hand() -> None:
     # A = 3 and 1, mean 2; ratios 4 and 1/4, of which the first is cut at e^ln2 = 2: sqrt(2 / 4) = 0.707107.
     # The cut token has no gradient, the other -2 * 0.707107 / 2 for each of the two tokens that have this loss.
     # A = -1: of 4 and 1/4 the second is cut at 1/2: sqrt(4 / 2) = 1.414214, for a loss of it.
@@ -254,7 +254,7 @@ def test_the_geometric_mean_by_hand() -> None:
     assert metrics["ratio_mean"] == pytest.approx([4.0, 0.25, 4.0, 0.25])
 
 
-def test_cispo_by_hand() -> None:
+def test_cispo_equals_a_calculation_by_hand() -> None:
     # -w A log p with w = 3/2 for ratios above it, and log p = ln(r / 8); every token has the gradient -w A.
     loss, slope, metrics = of_ratios(cispo_loss, [2.0, 0.5, 1.0], [1.0, 1.0, -2.0], clip_low=1.0, clip_high=0.5)
     assert loss == pytest.approx([1.5 * 2 * LN2, 0.5 * 4 * LN2, -2 * 3 * LN2])
@@ -264,14 +264,14 @@ def test_cispo_by_hand() -> None:
     assert (loss, slope, metrics["clip_frac"]) == (pytest.approx([0.75 * 4 * LN2]), [-0.75], [1.0])
 
 
-def test_dro_by_hand() -> None:
+def test_dro_equals_a_calculation_by_hand() -> None:
     # -A log p + (log r)^2 / 4 with log p = ln(r / 8); the gradient is -A + log r / 2.
     loss, slope, _ = of_ratios(dro_loss, [2.0, 0.5, 1.0], [1.0, 1.0, -2.0], beta=0.5)
     assert loss == pytest.approx([2 * LN2 + LN2**2 / 4, 4 * LN2 + LN2**2 / 4, -2 * 3 * LN2])
     assert slope == pytest.approx([-1 + LN2 / 2, -1 - LN2 / 2, 2.0])
 
 
-def test_sapo_by_hand() -> None:
+def test_sapo_equals_a_calculation_by_hand() -> None:
     # r = 1: sigmoid(0) = 1/2, so -A 2 / tau, with the slope -A of plain REINFORCE. r = 2, A = 1, tau = 1:
     # -4 sigmoid(1) = -2.924234, slope -4 s (1 - s) r = -4 * 0.731059 * 0.268941 * 2 = -1.572896.
     # r = 1/2, A = -1, tau = 2: 2 sigmoid(-1) = 0.537883, slope 4 * 0.196612 / 2 = 0.393224.
@@ -283,7 +283,7 @@ def test_sapo_by_hand() -> None:
     assert set(metrics) == {"ratio_mean", "approx_kl"}
 
 
-def test_dppo_by_hand() -> None:
+def test_dppo_equals_a_calculation_by_hand() -> None:
     # From 1/8: 3/8 is 0.25 away, 1/16 is 0.0625 away. Upwards with A > 0 and downwards with A < 0 they are dropped.
     limits: dict[str, Any] = {"clip_low": 0.05, "clip_high": 0.2, "ratio_cap": 2.0, "divergence": "tv"}
     loss, slope, metrics = of_ratios(dppo_loss, [3.0, 3.0, 0.5, 0.5, 2.0], [1.0, -1.0, -1.0, 1.0, 1.0], **limits)
@@ -299,7 +299,7 @@ def test_dppo_by_hand() -> None:
         assert metrics["clip_frac"] == dropped
 
 
-def test_reinforce_by_hand() -> None:
+def test_reinforce_equals_a_calculation_by_hand() -> None:
     x_N = torch.tensor([-1.0, -2.0], requires_grad=True)
     actual = reinforce_loss(x_N, torch.tensor([3.0, -0.5]), torch.ones(2).bool())
     actual.loss_N.sum().backward()
@@ -339,7 +339,7 @@ def test_bad_settings_raise_an_error() -> None:
         refused(["lengths_B", "3 tokens", "2"], loss, torch.tensor([3]), **clip)
 
 
-def test_the_divergence_keeps_its_digits_where_a_token_is_nearly_certain() -> None:
+def test_the_divergence_is_precise_for_a_nearly_certain_token() -> None:
     # p_old = e^-0.01 = 0.990050, p = 1 - 1e-9: 0.990050 * (-0.01) + 0.009950 * (ln 0.009950 - ln 1e-9) = 0.1504.
     # A float32 rounds such a p to 1, of which nothing is left.
     arguments = (torch.tensor([-1e-9]), torch.tensor([-1e-2]), torch.ones(1), torch.ones(1).bool())
@@ -348,7 +348,7 @@ def test_the_divergence_keeps_its_digits_where_a_token_is_nearly_certain() -> No
         assert actual.metrics["clip_frac"].tolist() == [dropped]
 
 
-def test_the_loss_of_the_entropy_is_its_negative() -> None:
+def test_the_entropy_loss_is_the_negative_entropy() -> None:
     entropy_N = torch.tensor([0.5, math.nan, 2.0], requires_grad=True)
     actual = entropy_loss(entropy_N, torch.tensor([True, False, True]))
     assert actual.loss_N.tolist() == [-0.5, 0.0, -2.0]

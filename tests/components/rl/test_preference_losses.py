@@ -23,7 +23,7 @@ def values(output: LossOutput) -> dict[str, float]:
     return {name: round(x.item(), 6) for name, x in {"loss": output.loss, **output.metrics}.items()}
 
 
-def test_bradley_terry_by_hand() -> None:
+def test_bradley_terry_equals_a_calculation_by_hand() -> None:
     # Gaps ln 3, 0, -ln 3: sigmoid of them 3/4, 1/2, 1/4. The tie is half of one told right.
     chosen_P = torch.tensor([LN(3), 1.0, 0.0])
     rejected_P = torch.tensor([0.0, 1.0, LN(3)])
@@ -36,7 +36,7 @@ def test_bradley_terry_by_hand() -> None:
     }
 
 
-def test_a_margin_is_taken_off_the_lead_and_leaves_the_metrics_as_they_are() -> None:
+def test_a_margin_is_subtracted_from_the_score_difference_in_the_loss_only() -> None:
     # Of a gap of ln 6 with margin ln 2, ln 3 is left: 3/4. Without a margin, a gap of ln 4: 4/5.
     chosen_P = torch.tensor([LN(6), 0.0])
     rejected_P = torch.tensor([0.0, -LN(4)])
@@ -60,7 +60,7 @@ def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x))
 
 
-def test_dpo_by_hand() -> None:
+def test_dpo_equals_a_calculation_by_hand() -> None:
     # beta = 2: -log sigmoid(3); implicit rewards 2 * 0.5 = 1 and 2 * -1 = -2.
     assert values(dpo_loss(*HAND, 1, beta=2.0)) == {
         "loss": round(LN(1 + math.exp(-3)), 6),
@@ -79,7 +79,7 @@ def test_conservative_dpo_assumes_a_share_of_wrong_labels() -> None:
     assert smoothed | {"loss": 0} == plain | {"loss": 0}
 
 
-def test_ipo_asks_for_a_gap_of_half_of_one_over_beta() -> None:
+def test_ipo_has_its_minimum_at_a_gap_of_one_over_two_beta() -> None:
     # (1.5 - 1 / (2 * 2))^2 = 1.25^2
     assert values(dpo_loss(*HAND, 1, beta=2.0, ipo=True))["loss"] == 1.5625
     # With beta = 1/3 the gap of 1.5 is what is asked for: no loss, no gradient.
@@ -203,7 +203,7 @@ def test_micro_batches_sum_to_the_complete_step(name: str, rows: Rows, cut: int)
 
 
 @every_loss
-def test_a_step_makes_the_chosen_answer_likelier_and_the_rejected_one_less_likely_by_as_much(name: str) -> None:
+def test_a_step_moves_chosen_and_rejected_log_probs_equally_in_opposite_directions(name: str) -> None:
     inputs = [x_P.requires_grad_() for x_P in columns([(-1.0, -2.0, -1.5, -1.0), (-4.0, -1.0, -1.0, -1.0)])]
     better_P, worse_P = torch.autograd.grad(LOSSES[name](inputs, 2).loss, inputs[:2])
     assert (better_P < 0).all() or name == "ipo"
@@ -212,7 +212,7 @@ def test_a_step_makes_the_chosen_answer_likelier_and_the_rejected_one_less_likel
     assert better_P[1] < better_P[0]
 
 
-def test_ipo_pulls_back_a_gap_that_is_too_large() -> None:
+def test_ipo_reduces_a_gap_that_is_too_large() -> None:
     chosen_P = torch.tensor([3.0], requires_grad=True)
     (gradient_P,) = torch.autograd.grad(
         dpo_loss(chosen_P, *[torch.zeros(1)] * 3, total_pairs=1, beta=0.5, ipo=True).loss, chosen_P
@@ -241,7 +241,7 @@ def test_extreme_values_give_finite_losses_and_gradients(name: str, far: float) 
         assert output.loss.item() == pytest.approx((max(-far, 0) + LN(2)) / 2)
 
 
-def test_losses_are_float32_whatever_the_scores_are() -> None:
+def test_losses_are_float32_for_scores_of_any_dtype() -> None:
     chosen_P = torch.tensor([1.0], dtype=torch.bfloat16)
     rejected_P = torch.tensor([0.5], dtype=torch.bfloat16)
     assert bradley_terry_loss(chosen_P, rejected_P, 1).loss.dtype == torch.float32

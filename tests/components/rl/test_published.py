@@ -58,7 +58,9 @@ SHAPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("estimator", SHAPES)
 @given(prompts=st.integers(1, 6), responses=st.integers(2, 5), seed=st.integers(0, 999))
 @TRIES
-def test_rewards_are_shaped_and_clipped_as_in_openrlhf(estimator: str, prompts: int, responses: int, seed: int) -> None:
+def test_shaped_and_clipped_rewards_equal_those_of_openrlhf(
+    estimator: str, prompts: int, responses: int, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     reward_PG = torch.randint(-64, 65, (prompts, responses), generator=generator) / 64
     group_B = torch.arange(len(reward_PG)).repeat_interleave(reward_PG.shape[1])
@@ -69,7 +71,7 @@ def test_rewards_are_shaped_and_clipped_as_in_openrlhf(estimator: str, prompts: 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 @given(step=steps())
 @TRIES
-def test_kl_in_rewards_is_that_of_openrlhf(kind: KLKind, step: Step) -> None:
+def test_the_kl_penalty_of_rewards_equals_that_of_openrlhf(kind: KLKind, step: Step) -> None:
     kl_N = kl_estimate(step["x"], step["old"], step.mask_N, kind)
     # They set log-probabilities outside the mask to 0 before.
     x_BT, old_BT = (step.row(name) * step.mask for name in ("x", "old"))
@@ -83,7 +85,7 @@ def test_kl_in_rewards_is_that_of_openrlhf(kind: KLKind, step: Step) -> None:
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 @given(far=st.integers(-30 * 64, 30 * 64).map(lambda n: n / 64))
 @TRIES
-def test_estimates_are_cut_where_openrlhf_cuts_them(kind: KLKind, far: float) -> None:
+def test_kl_estimates_are_clipped_at_the_bound_of_openrlhf(kind: KLKind, far: float) -> None:
     x_N = torch.tensor([far], requires_grad=True)
     kl_N = kl_estimate(x_N, torch.zeros(1), torch.tensor([True]), kind)
     x = torch.tensor([far], dtype=torch.float64, requires_grad=True)
@@ -98,7 +100,7 @@ def test_estimates_are_cut_where_openrlhf_cuts_them(kind: KLKind, far: float) ->
 
 @given(steps(gaps=False), discounts, st.booleans())
 @TRIES
-def test_gae_after_one_prompt_is_that_of_openrlhf(step: Step, discount: Discounts, no_std_norm: bool) -> None:
+def test_gae_of_single_turns_equals_that_of_openrlhf(step: Step, discount: Discounts, no_std_norm: bool) -> None:
     ours_N, return_N = gae(step["reward"], step["value"], step.mask_N, step.lengths, *discount)
     theirs_BT, return_BT = published.openrlhf_gae(step.row("reward"), step.row("value"), step.mask, *discount)
     assert_same_tokens(return_N, return_BT, step)
@@ -108,7 +110,7 @@ def test_gae_after_one_prompt_is_that_of_openrlhf(step: Step, discount: Discount
 
 @given(st.tuples(steps(), st.just(1.0)) | st.tuples(steps(gaps=False), st.sampled_from([0.5, 0.875])))
 @TRIES
-def test_returns_are_those_of_openrlhf_where_it_discounts_no_gap(case: tuple[Step, float]) -> None:
+def test_returns_of_single_turns_equal_those_of_openrlhf(case: tuple[Step, float]) -> None:
     step, gamma = case
     ours_N = discounted_returns(step["reward"], step.mask_N, step.lengths, gamma)
     theirs_BT = published.openrlhf_returns(step.row("reward"), step.mask, gamma)
@@ -118,7 +120,7 @@ def test_returns_are_those_of_openrlhf_where_it_discounts_no_gap(case: tuple[Ste
 
 @given(*[st.floats(0.0, 2.0)] * 2, st.floats(0.01, 1.0), st.integers(100, 10_000), st.integers(0, 400))
 @TRIES
-def test_the_adaptive_weight_of_the_kl_is_that_of_both(
+def test_the_adaptive_kl_coefficient_equals_that_of_openrlhf_and_verl(
     coef: float, kl: float, target: float, horizon: int, samples: int
 ) -> None:
     ours = adapted_kl_coef(coef, kl, target=target, horizon=horizon, samples=samples)
@@ -127,7 +129,7 @@ def test_the_adaptive_weight_of_the_kl_is_that_of_both(
 
 @given(steps(), st.sampled_from([None, 1.5, 3.0]))
 @TRIES
-def test_ppo_is_that_of_both(step: Step, dual: float | None) -> None:
+def test_the_ppo_loss_equals_that_of_openrlhf_and_verl(step: Step, dual: float | None) -> None:
     old_BT = step.row("old")
     advantage_BT = step.row("advantage")
 
@@ -148,7 +150,7 @@ def test_ppo_is_that_of_both(step: Step, dual: float | None) -> None:
 
 @given(steps())
 @TRIES
-def test_gspo_is_that_of_openrlhf_when_an_answer_has_one_advantage(step: Step) -> None:
+def test_gspo_with_one_advantage_per_response_equals_that_of_openrlhf(step: Step) -> None:
     size = len(step.mask_N)
     advantage_N = spread(step.reward_B, step.lengths, size)
     old_BT = step.row("old")
@@ -170,7 +172,7 @@ def test_gspo_is_that_of_openrlhf_when_an_answer_has_one_advantage(step: Step) -
 @pytest.mark.parametrize("bounds", [(0.5, 5.0), (0.75, 1.5)])
 @given(step=steps())
 @TRIES
-def test_correction_is_that_of_openrlhf(kind: str, bounds: Discounts, step: Step) -> None:
+def test_the_rollout_correction_equals_that_of_openrlhf(kind: str, bounds: Discounts, step: Step) -> None:
     low, high = bounds
     weight_N = importance_weights(
         *(step["old"], step["other"], step.mask_N, step.lengths),
@@ -190,7 +192,7 @@ def test_correction_is_that_of_openrlhf(kind: str, bounds: Discounts, step: Step
 @pytest.mark.parametrize("bounds", [(0.5, 5.0), (0.75, 1.5)])
 @given(step=steps())
 @TRIES
-def test_sequences_are_masked_as_by_openrlhf_but_their_weights_are_clamped(bounds: Discounts, step: Step) -> None:
+def test_masked_sequences_equal_those_of_openrlhf_and_their_weights_are_clamped(bounds: Discounts, step: Step) -> None:
     columns = (step["old"], step["other"], step.mask_N, step.lengths)
     low, high = bounds
     rows = (step.row("old"), step.row("other"), step.mask)
@@ -205,7 +207,7 @@ def test_sequences_are_masked_as_by_openrlhf_but_their_weights_are_clamped(bound
 
 @given(steps())
 @TRIES
-def test_aggregation_is_that_of_openrlhf(step: Step) -> None:
+def test_aggregation_equals_that_of_openrlhf(step: Step) -> None:
     x_BT = step.row("value")
     modes: dict[Aggregation, str] = {"token-mean": "token", "seq-mean-token-mean": "sequence"}
     for name, mode in modes.items():
@@ -215,7 +217,7 @@ def test_aggregation_is_that_of_openrlhf(step: Step) -> None:
 
 @given(steps())
 @TRIES
-def test_the_value_loss_is_that_of_both(step: Step) -> None:
+def test_the_value_loss_equals_that_of_openrlhf_and_verl(step: Step) -> None:
     old_BT = step.row("old_value")
     return_BT = step.row("return")
     clip = 0.296875
@@ -231,7 +233,7 @@ def test_the_value_loss_is_that_of_both(step: Step) -> None:
     st.sampled_from([0.0, 0.25, 1.0, -0.5, -2.0]),
 )
 @TRIES
-def test_penalties_on_length_are_those_of_openrlhf(responses: list[tuple[int, int, bool]], coef: float) -> None:
+def test_length_penalties_equal_those_of_openrlhf(responses: list[tuple[int, int, bool]], coef: float) -> None:
     rewards, lengths, truncated = zip(*responses, strict=True)
     reward_B = torch.tensor(rewards) / 64
     ours_B = overlong_penalty(reward_B, torch.tensor(lengths), 256, 64, 0.5)
@@ -243,7 +245,7 @@ def test_penalties_on_length_are_those_of_openrlhf(responses: list[tuple[int, in
 
 @given(steps(), st.sampled_from([(0.0, 1.0), (-0.25, 0.25), (0.5, 1.0)]))
 @TRIES
-def test_groups_pass_as_in_openrlhf(step: Step, bounds: Discounts) -> None:
+def test_group_filtering_equals_that_of_openrlhf(step: Step, bounds: Discounts) -> None:
     score_B = (step.reward_B * 2).round().clamp(min=0) / 2  # 0, 1/2 and 1, so that means lie on bounds
     low, high = bounds
     passes_B = published.each_group(
@@ -258,7 +260,7 @@ def test_groups_pass_as_in_openrlhf(step: Step, bounds: Discounts) -> None:
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"])
 @given(step=steps())
 @TRIES
-def test_kl_and_its_gradient_are_those_of_verl(kind: KLKind, step: Step) -> None:
+def test_kl_estimates_and_gradients_equal_those_of_verl(kind: KLKind, step: Step) -> None:
     ref_BT = step.row("old")
     assert_same_loss(
         lambda x_N: kl_estimate(x_N, step["old"], step.mask_N, kind),
@@ -269,7 +271,7 @@ def test_kl_and_its_gradient_are_those_of_verl(kind: KLKind, step: Step) -> None
 
 @given(steps(), discounts)
 @TRIES
-def test_gae_over_turns_is_that_of_verl(step: Step, discount: Discounts) -> None:
+def test_gae_over_turns_equals_that_of_verl(step: Step, discount: Discounts) -> None:
     ours_N, return_N = gae(step["reward"], step["value"], step.mask_N, step.lengths, *discount)
     reward_BT = step.row("reward")
     value_BT = step.row("value")
@@ -282,7 +284,7 @@ def test_gae_over_turns_is_that_of_verl(step: Step, discount: Discounts) -> None
 @pytest.mark.parametrize("by_std", [True, False])
 @given(step=steps(singletons=False))
 @TRIES
-def test_grpo_and_its_passk_are_those_of_verl(by_std: bool, step: Step) -> None:
+def test_grpo_and_grpo_passk_equal_those_of_verl(by_std: bool, step: Step) -> None:
     reward_B = step.reward_B.double()
     group_B = step.group_B
     ours_B = group_norm(step.reward_B, group_B, 1e-6) if by_std else group_mean_baseline(step.reward_B, group_B)
@@ -293,7 +295,7 @@ def test_grpo_and_its_passk_are_those_of_verl(by_std: bool, step: Step) -> None:
 
 @given(steps(singletons=False, empty=False))
 @TRIES
-def test_rloo_opo_and_gpg_are_those_of_verl(step: Step) -> None:
+def test_rloo_opo_and_gpg_equal_those_of_verl(step: Step) -> None:
     reward_B = step.reward_B.double()
     group_B = step.group_B
     length_B = step.mask.sum(1).long()
@@ -306,7 +308,7 @@ def test_rloo_opo_and_gpg_are_those_of_verl(step: Step) -> None:
 
 @given(steps(), st.sampled_from([0.5, 0.875, 1.0]))
 @TRIES
-def test_reinforce_pp_is_that_of_verl(step: Step, gamma: float) -> None:
+def test_reinforce_pp_equals_that_of_verl(step: Step, gamma: float) -> None:
     return_N = discounted_returns(step["reward"], step.mask_N, step.lengths, gamma)
     theirs_BT, return_BT = published.verl_reinforce_pp(step.row("reward"), step.mask, gamma)
     assert_same_tokens(return_N, return_BT, step)
@@ -315,7 +317,7 @@ def test_reinforce_pp_is_that_of_verl(step: Step, gamma: float) -> None:
 
 @given(steps(singletons=False))
 @TRIES
-def test_reinforce_pp_baseline_is_that_of_verl(step: Step) -> None:
+def test_reinforce_pp_baseline_equals_that_of_verl(step: Step) -> None:
     reward_B = FAR * step.reward_B
     centred_B = group_mean_baseline(reward_B, step.group_B)
     ours_N = whiten(spread(centred_B, step.lengths, len(step.mask_N)), step.mask_N, unbiased=True)
@@ -325,7 +327,7 @@ def test_reinforce_pp_baseline_is_that_of_verl(step: Step) -> None:
 
 @given(steps())
 @TRIES
-def test_remax_is_that_of_verl(step: Step) -> None:
+def test_remax_equals_that_of_verl(step: Step) -> None:
     advantage_N, return_N = remax(step["reward"], step.reward_B, step.mask_N, step.lengths)
     theirs_BT, return_BT = published.verl_remax(step.row("reward"), step.reward_B.double(), step.mask)
     assert_same_tokens(advantage_N, theirs_BT, step)
@@ -334,7 +336,7 @@ def test_remax_is_that_of_verl(step: Step) -> None:
 
 @given(steps(singletons=False, empty=False))
 @TRIES
-def test_gdpo_is_that_of_verl_but_for_what_it_whitens_over(step: Step) -> None:
+def test_gdpo_equals_that_of_verl_except_for_whitening(step: Step) -> None:
     reward_BK = torch.stack([step.reward_B, step.reward_B.flip(0) / 2, step.reward_B.square()], dim=1)
     weights = [FAR, FAR / 2, -FAR / 4]
     theirs_BT = published.verl_gdpo(reward_BK.double(), step.group_B, weights, step.mask)

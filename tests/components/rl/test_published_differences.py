@@ -36,7 +36,7 @@ FOUR = torch.tensor([4])
 ACTS = torch.tensor([True] * 4)
 
 
-def test_gae_skips_a_gap_that_openrlhf_counts_as_steps_and_in_which_verl_leaves_values() -> None:
+def test_gae_skips_environment_tokens_unlike_openrlhf_and_verl() -> None:
     mask = row(1, 1, 0, 0, 1, 1)
     reward = row(0, 0, 0, 0, 0, 1)
     value = row(0.1, 0.2, 0, 0, 0.3, 0.4)
@@ -54,7 +54,7 @@ def test_gae_skips_a_gap_that_openrlhf_counts_as_steps_and_in_which_verl_leaves_
     assert return_N[2:4].tolist() == [0.0, 0.0]
 
 
-def test_returns_skip_a_gap_that_openrlhf_discounts() -> None:
+def test_returns_skip_environment_tokens_unlike_openrlhf() -> None:
     mask = row(1, 0, 0, 1)
     reward = row(0, 0, 0, 1)
     ours_N = discounted_returns(reward.flatten(), mask.flatten().bool(), FOUR, 0.5)
@@ -62,7 +62,7 @@ def test_returns_skip_a_gap_that_openrlhf_discounts() -> None:
     assert published.openrlhf_returns(reward, mask, 0.5).tolist() == [[0.125, 0.25, 0.5, 1]]
 
 
-def test_a_group_of_one_gets_0_where_verl_keeps_the_reward_or_raises() -> None:
+def test_a_group_of_one_has_advantage_0_and_in_verl_its_reward_or_an_error() -> None:
     reward_B = column(0.75)
     group_B = torch.tensor([3])
     length_B = torch.tensor([2])
@@ -82,7 +82,7 @@ def test_a_group_of_one_gets_0_where_verl_keeps_the_reward_or_raises() -> None:
     assert opo(reward_B, length_B, group_B).tolist() == [0.0]
 
 
-def test_equal_rewards_give_exactly_0_where_float32_sums_leave_a_rest() -> None:
+def test_equal_rewards_give_exactly_0_and_with_float32_sums_a_remainder() -> None:
     reward_B = torch.full((3,), 0.9)
     theirs = published.openrlhf_shaped(reward_B[None], "group_norm", -10, 10)
     assert theirs.abs().min() > 0.5
@@ -104,7 +104,7 @@ def test_whitening_has_the_variance_of_openrlhf_by_default_and_accepts_one_token
     assert whiten(x.flatten(), torch.tensor([False, True]), unbiased=True).tolist() == [0.0, 0.0]
 
 
-def test_dr_grpo_divides_by_max_length_where_openrlhf_uses_tokens_and_verl_the_padding() -> None:
+def test_dr_grpo_divides_by_max_length_unlike_openrlhf_and_verl() -> None:
     # Sums 2 and 4 of two sequences of 1 and 4 tokens; a response may have 8.
     mask = torch.tensor([[1.0, 0, 0, 0], [1, 1, 1, 1]]).double()
     loss = torch.tensor([[2.0, 0, 0, 0], [1, 1, 1, 1]]).double()
@@ -119,7 +119,7 @@ def test_dr_grpo_divides_by_max_length_where_openrlhf_uses_tokens_and_verl_the_p
     assert published.openrlhf_aggregate(loss, mask, "token", 5, 2).item() == pytest.approx(6 / 5)
 
 
-def test_gpg_counts_responses_of_informative_groups_where_verl_counts_nonzero_rewards() -> None:
+def test_gpg_counts_responses_of_informative_groups_and_verl_nonzero_rewards() -> None:
     # Three groups of two: all right, half right, all wrong. Two responses are of a group that says something; three
     # have a reward.
     reward_B = column(1, 1, 1, 0, 0, 0)
@@ -128,7 +128,7 @@ def test_gpg_counts_responses_of_informative_groups_where_verl_counts_nonzero_re
     assert published.verl_gpg(reward_B.double(), group_B, 1.0).tolist() == [0, 0, 0.5 * 2, -0.5 * 2, 0, 0]
 
 
-def test_gdpo_whitens_over_answers_where_verl_counts_long_ones_more() -> None:
+def test_gdpo_whitens_over_responses_and_verl_over_tokens() -> None:
     # One reward, one group: 1 and 0 are root 1/2 apart from their mean in deviations. Over responses that is 1 and -1.
     # Over tokens, three of them against one: mean 1/2, unbiased variance 1, so 1/2 and -3/2.
     reward_BK = torch.tensor([[1.0], [0.0]])
@@ -139,7 +139,7 @@ def test_gdpo_whitens_over_answers_where_verl_counts_long_ones_more() -> None:
     assert theirs[:, 0].tolist() == pytest.approx([0.5, -1.5])
 
 
-def test_geo_mean_weighs_answers_alike_where_verl_takes_means_over_micro_batches() -> None:
+def test_geo_mean_weighs_responses_equally_and_verl_micro_batches() -> None:
     # Three responses of one token and ratio 1, with advantages 3, 0 and 2; the second does not act. The mean over
     # responses is -(3 + 2) / 2. Cut into two and one, verl's means are -3 / 2 and -2, and the mean of these -7 / 4.
     zeros = torch.zeros(3)
@@ -153,7 +153,7 @@ def test_geo_mean_weighs_answers_alike_where_verl_takes_means_over_micro_batches
     assert (theirs_B[:2].mean() + theirs_B[2:].mean()).item() / 2 == pytest.approx(-1.75)
 
 
-def test_geo_mean_of_mixed_advantages_reads_tokens_of_0_that_verl_takes_as_unmoved() -> None:
+def test_geo_mean_with_mixed_advantages_includes_tokens_of_advantage_0_unlike_verl() -> None:
     # d = 0.2 and 0.4 with advantages 2 and 0: the geometric mean is e^0.3; verl's sign of 0 makes it e^0.1.
     both = torch.tensor([True, True])
     tokens = geo_mean_loss(
@@ -164,7 +164,7 @@ def test_geo_mean_of_mixed_advantages_reads_tokens_of_0_that_verl_takes_as_unmov
     assert theirs.item() == pytest.approx(-math.exp(0.1))
 
 
-def test_covariances_are_of_the_step_where_verl_takes_those_of_a_micro_batch() -> None:
+def test_covariances_are_computed_over_the_step_and_in_verl_over_a_micro_batch() -> None:
     old = (-1.0, -3.0, -5.0, -7.0)
     advantage = (1.0, 0.0, -1.0, 0.0)
     ours_N = covariances(column(*old), column(*advantage), ACTS)
@@ -177,7 +177,7 @@ def test_covariances_are_of_the_step_where_verl_takes_those_of_a_micro_batch() -
     assert published.verl_count(0.25, row(1, 1)) == 1
 
 
-def test_sequence_masks_come_with_clamped_weights_which_openrlhf_forgets() -> None:
+def test_masked_sequences_have_clamped_weights_unlike_openrlhf() -> None:
     rollout = (-3.0, 3.0, 0.0, 0.0)
     columns = (torch.zeros(4), column(*rollout), ACTS, FOUR)
     kept_N = rejection_weights(*columns, level="geometric", estimator="k1", low=0.5, high=5.0)
@@ -189,7 +189,7 @@ def test_sequence_masks_come_with_clamped_weights_which_openrlhf_forgets() -> No
     assert published.openrlhf_aggregate(-theirs, ALL, "token", 4, 1).item() == pytest.approx(-5.534, abs=5e-4)
 
 
-def test_rejected_tokens_stay_in_the_count_which_verl_takes_them_out_of() -> None:
+def test_rejected_tokens_stay_in_the_token_count_unlike_verl() -> None:
     # d = 0, 0, 0, log 4 with a loss of 1 each: three of four stay.
     d = (0.0, 0.0, 0.0, math.log(4))
     kept_N = rejection_weights(
@@ -200,7 +200,7 @@ def test_rejected_tokens_stay_in_the_count_which_verl_takes_them_out_of() -> Non
     assert published.verl_agg(ALL, left, "token-mean", int(left.sum()), 1, None).item() == 1.0
 
 
-def test_rejection_by_k1_bounds_p_over_q_where_verl_bounds_q_over_p() -> None:
+def test_rejection_by_k1_bounds_p_over_q_and_verl_q_over_p() -> None:
     # p / q = 3 and 1 / 3, bounds 1/2 and 4.
     d = (math.log(3), -math.log(3))
     both = torch.tensor([True, True])
@@ -212,7 +212,7 @@ def test_rejection_by_k1_bounds_p_over_q_where_verl_bounds_q_over_p() -> None:
     assert published.verl_rs(row(*d), row(1, 1), "token_k1", 4.0, 0.5).tolist() == [[0, 1]]
 
 
-def test_the_effective_sample_size_is_of_the_ratios_where_verl_takes_truncated_weights() -> None:
+def test_the_effective_sample_size_uses_ratios_and_in_verl_truncated_weights() -> None:
     # w = 1, 1, 1, 5: 64 / (4 * 28). Cut to 2: 25 / (4 * 7).
     d = (0.0, 0.0, 0.0, math.log(5))
     ours = mismatch_metrics(column(*d), torch.zeros(4), ACTS, FOUR, high=2.0)
@@ -239,7 +239,7 @@ def test_sequences_without_an_action_are_not_counted() -> None:
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("k1", 12.0), ("abs", 12.0), ("k2", 72.0)])
-def test_every_kl_estimate_is_cut_where_verl_cuts_k3_alone(kind: KLKind, expected: float) -> None:
+def test_every_kl_estimate_is_clipped_and_in_verl_only_k3(kind: KLKind, expected: float) -> None:
     x_N = column(12)
     one = torch.tensor([True])
     assert kl_estimate(x_N, torch.zeros(1), one, kind).item() == 10.0
@@ -247,7 +247,7 @@ def test_every_kl_estimate_is_cut_where_verl_cuts_k3_alone(kind: KLKind, expecte
     assert published.verl_kl(-x_N.double(), torch.zeros(1), "k3").item() == 10.0
 
 
-def test_a_nan_stays_where_comparisons_of_verl_take_it_for_a_token_to_leave_out() -> None:
+def test_a_nan_is_kept_and_in_verl_its_token_is_excluded() -> None:
     columns = (column(math.nan, 0, 0, 0), torch.zeros(4), ACTS, FOUR)
     d = row(math.nan, 0, 0, 0)
     ours_N = importance_weights(*columns, level="token", low=0.5, high=2.0, outside="zero")
@@ -258,7 +258,7 @@ def test_a_nan_stays_where_comparisons_of_verl_take_it_for_a_token_to_leave_out(
     assert published.verl_rs(d, ALL, "token_k2", 2.0).tolist() == [[0, 1, 1, 1]]
 
 
-def test_the_adaptive_kl_is_a_mean_over_tokens_where_verl_takes_sequences_alike() -> None:
+def test_the_adaptive_kl_is_a_mean_over_tokens_and_in_verl_over_sequences() -> None:
     # 3 tokens of .1 and one of .5: over tokens .2, over sequences (.1 + .5) / 2. The target is .25.
     kl_N = column(0.1, 0.1, 0.1, 0.5)
     mask = torch.tensor([[1.0, 1, 1], [1, 0, 0]]).double()
@@ -270,7 +270,7 @@ def test_the_adaptive_kl_is_a_mean_over_tokens_where_verl_takes_sequences_alike(
     assert published.adaptive_kl(1.0, kl, 0.25, 10, 2) == pytest.approx(1 + 0.2 * 0.2)
 
 
-def test_gspo_keeps_ratios_up_to_e_20_where_verl_cuts_them_at_e_10() -> None:
+def test_gspo_clips_ratios_at_e_20_and_verl_at_e_10() -> None:
     one = torch.tensor([True])
     length = torch.tensor([1])
     ours = gspo_loss(column(-1), column(-13), column(-1), one, length, clip_low=0.2, clip_high=0.2).loss_N
@@ -279,7 +279,7 @@ def test_gspo_keeps_ratios_up_to_e_20_where_verl_cuts_them_at_e_10() -> None:
     assert theirs.item() == pytest.approx(math.exp(10))
 
 
-def test_gspo_gives_each_token_its_own_gradient_where_openrlhf_shares_that_of_the_answer() -> None:
+def test_gspo_has_gradients_per_token_and_in_openrlhf_per_response() -> None:
     # Ratio 1, advantages 3 and 1: -3/2 and -1/2 of the mean over two tokens; shared, -1 and -1. The losses are equal.
     both = torch.tensor([True, True])
     two = torch.tensor([2])

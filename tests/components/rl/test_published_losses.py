@@ -58,7 +58,7 @@ LOSSES: dict[str, tuple[Callable[..., TokenLoss], Callable[..., Tensor]]] = {
 @pytest.mark.parametrize("name", LOSSES)
 @given(step=steps())
 @TRIES
-def test_losses_of_single_tokens_are_those_of_verl(name: str, step: Step) -> None:
+def test_losses_of_single_tokens_equal_those_of_verl(name: str, step: Step) -> None:
     ours, theirs = LOSSES[name]
     old_BT = step.row("old")
     advantage_BT = step.row("advantage")
@@ -71,7 +71,7 @@ def test_losses_of_single_tokens_are_those_of_verl(name: str, step: Step) -> Non
 
 @given(steps())
 @TRIES
-def test_gspo_is_that_of_verl(step: Step) -> None:
+def test_gspo_equals_that_of_verl(step: Step) -> None:
     rows = (step.row("old"), step.row("advantage"), step.mask)
     assert_same_loss(
         lambda x_N: (
@@ -86,7 +86,7 @@ def test_gspo_is_that_of_verl(step: Step) -> None:
 
 @given(steps())
 @TRIES
-def test_geo_mean_is_that_of_verl_when_no_advantage_is_0(step: Step) -> None:
+def test_geo_mean_without_advantages_of_0_equals_that_of_verl(step: Step) -> None:
     advantage_N = torch.where(step["advantage"] == 0, 0.25, step["advantage"])
     rows = (step.row("old"), step.padded(advantage_N), step.mask)
     assert_same_loss(
@@ -102,7 +102,7 @@ def test_geo_mean_is_that_of_verl_when_no_advantage_is_0(step: Step) -> None:
 
 @given(steps(), st.sampled_from([0.0002, 0.1, 0.5]), st.integers(0, 99))
 @TRIES
-def test_clip_cov_and_what_it_drops_are_those_of_verl(step: Step, share: float, seed: int) -> None:
+def test_clip_cov_and_its_dropped_tokens_equal_those_of_verl(step: Step, share: float, seed: int) -> None:
     # Before the first update: the policy is the old one, nothing is clipped, and the micro-batch is the step.
     covariance_N = covariances(step["old"], step["advantage"], step.mask_N)
     theirs_BT = published.verl_covariances(step.row("old"), step.row("advantage"), step.mask)
@@ -128,7 +128,7 @@ def test_clip_cov_and_what_it_drops_are_those_of_verl(step: Step, share: float, 
 
 @given(steps(), st.sampled_from([0.0002, 0.1, 0.5]))
 @TRIES
-def test_kl_cov_and_what_it_holds_back_are_those_of_verl(step: Step, share: float) -> None:
+def test_kl_cov_and_its_penalised_tokens_equal_those_of_verl(step: Step, share: float) -> None:
     covariance_N = covariances(step["old"], step["advantage"], step.mask_N)
     held_N = kl_cov_tokens(covariance_N, step.mask_N, share=share)
     old_BT = step.row("old")
@@ -150,7 +150,7 @@ def test_kl_cov_and_what_it_holds_back_are_those_of_verl(step: Step, share: floa
 
 @given(steps())
 @TRIES
-def test_aggregations_are_those_of_verl(step: Step) -> None:
+def test_aggregations_equal_those_of_verl(step: Step) -> None:
     x_BT = step.row("value")
     names: tuple[Aggregation, ...] = (
         "token-mean",
@@ -169,7 +169,7 @@ def test_aggregations_are_those_of_verl(step: Step) -> None:
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @given(step=steps())
 @TRIES
-def test_importance_weights_are_those_of_verl(level: Level, step: Step) -> None:
+def test_importance_weights_equal_those_of_verl(level: Level, step: Step) -> None:
     columns = (step["old"], step["other"], step.mask_N, step.lengths)
     old_BT = step.row("old")
     other_BT = step.row("other")
@@ -185,7 +185,7 @@ LEVELS: dict[str, Level] = {"token": "token", "seq_sum": "sequence", "seq_mean":
 @pytest.mark.parametrize(("prefix", "kind"), list(product(LEVELS, ("k1", "k2", "k3"))))
 @given(step=steps())
 @TRIES
-def test_rejections_are_those_of_verl(prefix: str, kind: Estimator, step: Step) -> None:
+def test_rejections_equal_those_of_verl(prefix: str, kind: Estimator, step: Step) -> None:
     old_BT = step.row("old")
     other_BT = step.row("other")
     columns = (step["old"], step["other"], step.mask_N, step.lengths)
@@ -200,7 +200,7 @@ def test_rejections_are_those_of_verl(prefix: str, kind: Estimator, step: Step) 
 
 @given(steps(empty=False))
 @TRIES
-def test_mismatch_is_that_of_verl_and_openrlhf(step: Step) -> None:
+def test_mismatch_metrics_equal_those_of_verl_and_openrlhf(step: Step) -> None:
     old_BT = step.row("old")
     other_BT = step.row("other")
     d_BT = (old_BT - other_BT) / 16

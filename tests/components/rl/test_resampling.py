@@ -14,7 +14,7 @@ from tests.messages import says
     ("rule", "weights"),
     [("pow", [4.0, 0.25, 0.0, 4.0]), ("max_min", [1.0, 0.0, 0.0, 1.0]), ("max_random", [0.4, 0.1, 0.1, 0.1])],
 )
-def test_responses_are_weighed_for_drawing_by_their_rewards(rule: Any, weights: list[float]) -> None:
+def test_resampling_weights_follow_from_rewards(rule: Any, weights: list[float]) -> None:
     actual = selection_weights(torch.tensor([2.0, -0.5, 0.0, -2.0]), rule)
     assert actual.tolist() == pytest.approx(weights, abs=2e-8)
     assert bool((actual > 0).all())

@@ -58,7 +58,7 @@ def columns(batch: list[list[Token]]) -> tuple[torch.Tensor, torch.Tensor, torch
     )
 
 
-def test_two_sequences_by_hand() -> None:
+def test_gae_of_two_sequences_equals_a_calculation_by_hand() -> None:
     # gamma = lambda = 1/2, so gamma * lambda = 1/4. First sequence, after its prompt token:
     #   t=2: delta = 2 - 4 = -2,             A = -2
     #   t=1: delta = 1 + 4 / 2 - 2 = 1,      A = 1 - 2 / 4 = 0.5
@@ -142,7 +142,7 @@ def test_gae_rejects_bad_shapes_and_parameters() -> None:
         gae(one, one.unsqueeze(1), mask_N, lengths_B, 1.0, 1.0)
 
 
-def test_returns_of_two_sequences_by_hand() -> None:
+def test_returns_of_two_sequences_equal_a_calculation_by_hand() -> None:
     # gamma 1/2. First: 1 + (2 + 4 / 2) / 2 = 3, 2 + 4 / 2 = 4, 4. Second: the environment writes in between.
     #   8 + 6 / 2 = 11 for the action before the gap, 6 for that after it.
     reward_N = torch.tensor([99.0, 1.0, 2.0, 4.0, 8.0, 99.0, 99.0, 6.0, 99.0])
@@ -154,14 +154,14 @@ def test_returns_of_two_sequences_by_hand() -> None:
 @pytest.mark.parametrize(
     ("gamma", "expected"), [(1.0, [7.0, 6.0, 4.0]), (0.0, [1.0, 2.0, 4.0]), (0.5, [3.0, 4.0, 4.0])]
 )
-def test_returns_by_discount(gamma: float, expected: list[float]) -> None:
+def test_returns_are_discounted_per_token(gamma: float, expected: list[float]) -> None:
     reward_N = torch.tensor([1.0, 2.0, 4.0], requires_grad=True)
     return_N = discounted_returns(reward_N, torch.ones(3).bool(), torch.tensor([3]), gamma)
     assert return_N.tolist() == expected
     assert not return_N.requires_grad
 
 
-def test_a_reward_that_is_masked_may_be_nan_and_no_tokens_have_no_returns() -> None:
+def test_a_masked_reward_may_be_nan_and_an_empty_batch_has_no_returns() -> None:
     mask_N = torch.tensor([False, True])
     assert discounted_returns(torch.tensor([math.nan, 1.0]), mask_N, torch.tensor([2]), 1.0).tolist() == [0.0, 1.0]
     none = torch.zeros(0)
@@ -205,7 +205,7 @@ def test_a_nan_stays_in_its_own_sequence() -> None:
     assert turn_returns(reward_N, mask_N, lengths_B, 1.0).isnan().tolist() == [False, False, True, True, False]
 
 
-def test_turns_are_discounted_and_not_their_tokens() -> None:
+def test_the_discount_applies_per_turn_and_not_per_token() -> None:
     # First: turns of rewards 1 + 2 and 8, gamma 1/2: 3 + 8 / 2 = 7 and 8. Second: one turn of 5. Third: 4 + 6 / 2 = 7.
     reward_N = torch.tensor([9.0, 1.0, 2.0, 9.0, 8.0, 9.0, 5.0, 0.0, 4.0, 9.0, 9.0, 6.0])
     mask_N = torch.tensor([0, 1, 1, 0, 1, 0, 1, 1, 1, 0, 0, 1], dtype=torch.bool)
@@ -213,7 +213,7 @@ def test_turns_are_discounted_and_not_their_tokens() -> None:
     assert actual.tolist() == [0, 7, 7, 0, 8, 0, 5, 5, 7, 0, 0, 6]
 
 
-def test_turns_with_nothing_in_between_are_told_apart_by_their_number() -> None:
+def test_adjacent_turns_are_distinguished_by_their_number() -> None:
     # Turns of 1 + 2 and 8, gamma 1/2: 3 + 8 / 2 = 7 and 8. Without numbers they are one turn of 11.
     reward_N = torch.tensor([9.0, 1.0, 2.0, 8.0])
     mask_N = torch.tensor([False, True, True, True])
@@ -257,7 +257,7 @@ def test_with_one_turn_all_tokens_of_a_response_have_the_same_return() -> None:
     assert turn_returns(reward_N, torch.zeros(3).bool(), torch.tensor([0, 3]), 1.0).tolist() == [0.0] * 3
 
 
-def test_turns_are_compared_with_the_same_turn_of_the_groups_other_episodes() -> None:
+def test_a_turn_is_compared_with_the_same_turn_of_other_episodes_of_its_group() -> None:
     # gamma 1/2. Group 7: turns of 1 and 4, returns 3 and 4; turns of 2 and 0, returns 2 and 0; a turn of 7, return 7.
     # First turns 3, 2, 7, mean 4: -1, -2, 3. Second turns 4 and 0, mean 2: 2 and -2. Group 1 is one episode: 0.
     reward_N = torch.tensor([9.0, 0.0, 1.0, 9.0, 4.0, 2.0, 9.0, 0.0, 5.0, 9.0, 7.0])
@@ -378,7 +378,7 @@ def test_the_optimal_token_baseline_of_an_empty_batch_is_empty() -> None:
     assert [x.tolist() for x in optimal_token_baseline(none, none, *empty)] == [[], []]
 
 
-def test_remax_takes_the_greedy_answers_reward_off_the_returns() -> None:
+def test_remax_subtracts_the_reward_of_the_greedy_response() -> None:
     # Returns 3, 2 less 0.5; and 4 less 5.
     reward_N = torch.tensor([9.0, 1.0, 2.0, 4.0])
     mask_N = torch.tensor([False, True, True, True])
@@ -405,7 +405,7 @@ def test_remax_agrees_with_a_scalar_loop(batch: list[list[Token]], baselines: li
 
 @given(sequences, st.randoms(use_true_random=False))
 @settings(max_examples=60, deadline=None)
-def test_the_order_of_sequences_and_what_the_environment_wrote_do_not_matter(
+def test_returns_do_not_depend_on_sequence_order_or_environment_tokens(
     batch: list[list[Token]], random: Random
 ) -> None:
     changed = [
@@ -426,7 +426,7 @@ def test_the_order_of_sequences_and_what_the_environment_wrote_do_not_matter(
             torch.testing.assert_close(after[i], before[i], rtol=1e-5, atol=1e-6)
 
 
-def test_whitening_reads_only_what_is_masked() -> None:
+def test_whitening_uses_only_action_tokens() -> None:
     # 1, 3, 5, 7: mean 4, variance (9 + 1 + 1 + 9) / 4 = 5.
     x_N = torch.tensor([1.0, float("nan"), 3.0, 5.0, 1000.0, 7.0])
     mask_N = torch.tensor([1, 0, 1, 1, 0, 1], dtype=torch.bool)
@@ -436,7 +436,7 @@ def test_whitening_reads_only_what_is_masked() -> None:
     assert whiten(x_N, mask_N, scale=False).tolist() == [-3.0, 0.0, -1.0, 1.0, 0.0, 3.0]
 
 
-def test_the_unbiased_variance_divides_by_one_less() -> None:
+def test_the_unbiased_variance_divides_by_n_minus_1() -> None:
     # 1 and 3: mean 2, variance (1 + 1) / 1 = 2.
     x_N = torch.tensor([1.0, 3.0])
     mask_N = torch.ones(2).bool()
@@ -444,7 +444,7 @@ def test_the_unbiased_variance_divides_by_one_less() -> None:
     assert whiten(torch.tensor([5.0]), torch.tensor([True]), unbiased=True).tolist() == [0.0]
 
 
-def test_equal_tokens_become_zero() -> None:
+def test_whitening_of_equal_values_gives_zero() -> None:
     # In float32 the mean of a thousand numbers 1000.1 is not that number, and the difference is all that is left.
     for count, number in ((3, 0.7), (1000, 1000.1), (3, 100000.3), (7, -1e30)):
         assert whiten(torch.full((count,), number), torch.ones(count).bool()).tolist() == [0.0] * count

@@ -41,7 +41,7 @@ def test_the_reward_goes_to_the_last_action_token_and_the_penalty_to_all() -> No
     assert actual.tolist() == [0.0, -0.25, 1.5, 0.0, -1.0, 0.0, 0.0, 0.0]
 
 
-def test_a_sequence_without_an_action_token_earns_nothing() -> None:
+def test_a_sequence_without_an_action_token_has_no_reward() -> None:
     mask_N = torch.tensor([0, 0, 1], dtype=torch.bool)
     actual = token_rewards(torch.tensor([5.0, 7.0, 1.0]), None, 0.1, mask_N, torch.tensor([2, 0, 1]))
     assert actual.tolist() == [0.0, 0.0, 1.0]
@@ -92,7 +92,7 @@ def test_differing_sizes_are_named_in_the_error() -> None:
     # At most 20 tokens, the last 4 of them penalised, at most by 2: half a reward per token from the 17th on.
     [(0, 1.0), (15, 1.0), (16, 1.0), (17, 0.5), (18, 0.0), (19, -0.5), (20, -1.0), (21, -1.0), (4000, -1.0)],
 )
-def test_the_overlong_penalty_rises_over_the_buffer(length: int, expected: float) -> None:
+def test_the_overlong_penalty_rises_linearly_over_the_buffer(length: int, expected: float) -> None:
     reward_B = torch.tensor([1.0, -3.0])
     actual = overlong_penalty(reward_B, torch.tensor([length, 1]), max_length=20, buffer_length=4, factor=2.0)
     assert actual.tolist() == [expected, -3.0]
@@ -127,7 +127,9 @@ def test_overlong_penalties_agree_with_a_scalar_loop(
     ("coef", "expected"),
     [(1.0, [2.0, 2.0, -4.0]), (0.25, [2.0, 0.5, -1.0]), (0.0, [2.0, 0.0, 0.0]), (-0.5, [2.0, -0.5, -0.5])],
 )
-def test_truncated_answers_earn_a_share_or_a_fixed_negative_reward(coef: float, expected: list[float]) -> None:
+def test_truncated_responses_get_a_fraction_of_the_reward_or_a_fixed_negative_one(
+    coef: float, expected: list[float]
+) -> None:
     actual = stop_properly_penalty(torch.tensor([2.0, 2.0, -4.0]), torch.tensor([False, True, True]), coef)
     assert actual.tolist() == expected
 
@@ -169,7 +171,9 @@ def test_penalties_with_differing_sizes_are_named_in_the_error() -> None:
         ([-5, 5, 100], [0, 0, 1], -math.inf, math.inf, [1, 1, 1]),
     ],
 )
-def test_groups_by_hand(scores: list[float], groups: list[int], low: float, high: float, within: list[int]) -> None:
+def test_group_filtering_equals_a_calculation_by_hand(
+    scores: list[float], groups: list[int], low: float, high: float, within: list[int]
+) -> None:
     score_B = torch.tensor(scores, dtype=torch.float32)
     group_B = torch.tensor(groups, dtype=torch.int64)
     assert groups_within(score_B, group_B, low, high).tolist() == within
@@ -177,7 +181,7 @@ def test_groups_by_hand(scores: list[float], groups: list[int], low: float, high
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("score", [0.1, 0.7, 1 / 3, -0.3])
-def test_a_group_of_equal_scores_has_that_mean(score: float, dtype: torch.dtype) -> None:
+def test_the_mean_of_equal_scores_is_exactly_that_score(score: float, dtype: torch.dtype) -> None:
     # The sum of seven numbers 0.1, divided by 7, is 0.1 or not, as rounding goes; and float32 has no 0.1.
     for size in (1, 3, 7, 49):
         score_B = torch.full((size,), score, dtype=dtype)
@@ -200,7 +204,7 @@ scored = st.lists(
 
 @given(scored, st.sampled_from([0.0, 0.1, 0.3, 0.5]), st.sampled_from([0.7, 0.75, 1.0]))
 @settings(max_examples=100, deadline=None)
-def test_groups_agree_with_a_scalar_loop(responses: list[tuple[int, float]], low: float, high: float) -> None:
+def test_group_filtering_agrees_with_a_scalar_loop(responses: list[tuple[int, float]], low: float, high: float) -> None:
     def narrow(x: float) -> float:
         return torch.tensor(x, dtype=torch.float32).item()
 

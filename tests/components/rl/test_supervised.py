@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from components.rl.supervised import sft_loss
 
 
-def test_only_the_tokens_to_learn_count() -> None:
+def test_only_trained_tokens_affect_the_loss() -> None:
     logprob_N = torch.tensor([float("-inf"), -1.0, -2.0], requires_grad=True)
     out = sft_loss(logprob_N, torch.tensor([False, True, True]), 4)
     out.loss.backward()

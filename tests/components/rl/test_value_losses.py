@@ -32,7 +32,7 @@ def slow_token(value: float, old: float, target: float, clip: float) -> tuple[fl
     return 0.5 * max(square, kept_square), slope * (value - target), metrics
 
 
-def test_three_tokens_by_hand() -> None:
+def test_the_value_loss_of_three_tokens_equals_a_calculation_by_hand() -> None:
     # Old values 0, clip 0.5.  1 -> kept 0.5; return 2: max(1, 2.25) = 2.25.  Return 0: max(1, 0.25) = 1.
     # 0.25 stays; return 0.5: 0.0625.  Half of each. Where the kept value counts there is no gradient.
     value_N = torch.tensor([1.0, 1.0, 0.25], requires_grad=True)
@@ -53,7 +53,7 @@ def test_three_tokens_by_hand() -> None:
     assert not any(of_N.requires_grad for of_N in actual.metrics.values())
 
 
-def test_without_a_limit_it_is_half_the_squared_error() -> None:
+def test_without_clipping_the_value_loss_is_half_the_squared_error() -> None:
     one = torch.tensor([1.0])
     actual = clipped_value_loss(torch.tensor([3.0]), torch.zeros(1), one, one.bool(), clip=INF)
     assert actual.loss_N.tolist() == [2.0]
@@ -87,7 +87,7 @@ def test_the_loss_agrees_with_a_scalar_loop(step: Batch, clip: float) -> None:
     assert not value_N.grad[~acts_N].any()
 
 
-def test_a_nan_counts_only_where_the_policy_acted() -> None:
+def test_a_nan_affects_only_action_tokens() -> None:
     value_N = torch.tensor([NAN, INF, 1.0], requires_grad=True)
     other_N = torch.tensor([NAN, INF, 2.0])
     mask_N = torch.tensor([False, False, True])

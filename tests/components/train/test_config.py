@@ -20,7 +20,7 @@ def runs(tied_model: Path, other_tied_model: Path, tmp_path_factory: pytest.Temp
 
 
 @pytest.mark.parametrize("case", options.CAST)
-def test_automatic_casting_rounds_passes_and_nothing_else(runs: Runs, case: str) -> None:
+def test_autocast_affects_only_passes(runs: Runs, case: str) -> None:
     record, exact = (runs.cast()[f"{precision}-{case}"] for precision in PRECISIONS)
     difference_N = (record["before"] - exact["before"]).abs()
     print(f"log-probabilities off by at most {difference_N.max():.4f}, {difference_N.mean():.4f} on average")
@@ -41,7 +41,7 @@ PRECISIONS = ("bf16_autocast", "fp32")
 
 @pytest.mark.parametrize("world_size", NIGHTLY_ON_TWO)
 @pytest.mark.parametrize("case", options.ASLEEP | options.COUNTED)
-def test_an_engine_that_sleeps_leaves_no_byte_awake(runs: Runs, world_size: int, case: str) -> None:
+def test_a_sleeping_engine_leaves_no_tensor_on_the_device(runs: Runs, world_size: int, case: str) -> None:
     for rank in runs.asleep(world_size):
         record = rank[f"{case}-asleep"]
         # Weights and two moments in float32 at least.
@@ -52,7 +52,7 @@ def test_an_engine_that_sleeps_leaves_no_byte_awake(runs: Runs, world_size: int,
 
 @pytest.mark.parametrize("world_size", NIGHTLY_ON_TWO)
 @pytest.mark.parametrize("case", options.ASLEEP)
-def test_an_engine_that_slept_goes_on_to_the_last_bit_and_is_not_to_be_asked_meanwhile(
+def test_an_engine_is_bit_equal_after_sleep_and_rejects_calls_while_asleep(
     runs: Runs, world_size: int, case: str
 ) -> None:
     for rank in runs.asleep(world_size):

@@ -184,7 +184,7 @@ def test_a_gradient_that_is_not_finite_stops_all_before_the_step(run_of: RunOf, 
         assert failed["step_count"] == 1
 
 
-def test_passes_without_gradients_have_limits_of_their_own(run_of: RunOf) -> None:
+def test_passes_without_gradients_have_separate_micro_batch_limits(run_of: RunOf) -> None:
     # 7 sequences of at least 2 tokens, of which with a budget of 1 each stands alone; 5 to train on, by two.
     counted = run_of(1).records[0]["forward_tokens"]
     assert counted["forward"] == [1] * 7
@@ -193,7 +193,7 @@ def test_passes_without_gradients_have_limits_of_their_own(run_of: RunOf) -> Non
 
 
 @pytest.mark.parametrize(("world_size", "training", "forward"), [(1, 4, [7]), (2, 2, [6, 1])])
-def test_each_micro_batch_and_each_tensor_that_is_gathered_or_saved_is_a_sign_of_progress(
+def test_each_micro_batch_and_each_gathered_or_saved_tensor_reports_progress(
     run_of: RunOf, world_size: int, training: int, forward: list[int]
 ) -> None:
     for record, inputs in zip(run_of(world_size).records, forward, strict=True):
@@ -221,7 +221,7 @@ def test_the_saved_folder_loads_with_from_pretrained(run_of: RunOf, world_size: 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("case", cases.SAVED)
-def test_fsdp_saves_the_model_as_deepspeed_does(run_of: RunOf, world_size: int, case: str) -> None:
+def test_fsdp_saves_the_same_model_files_as_deepspeed(run_of: RunOf, world_size: int, case: str) -> None:
     folder, weights = run_of(world_size).folder, run_of(world_size).records[0][case]["weights"]
     saved = load_file(folder / f"hf-{case}" / "model.safetensors")
     assert saved.keys() == weights.keys() == load_file(folder / "hf" / "model.safetensors").keys()
@@ -278,13 +278,13 @@ def test_a_process_group_of_another_size_is_an_error(run_of: RunOf, world_size: 
     assert re.search(says("WORLD_SIZE=5", f"group of {world_size}"), message)
 
 
-def test_a_world_without_a_meeting_place_is_an_error(tmp_path: Path) -> None:
+def test_a_process_group_without_an_address_raises_an_error(tmp_path: Path) -> None:
     (message,) = run_ranks(meet_nowhere, 1, tmp_path)
     assert re.search(says("WORLD_SIZE=2", "MASTER_ADDR", "MASTER_PORT"), message)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_nothing_was_compiled(run_of: RunOf, world_size: int) -> None:
+def test_training_compiles_no_native_code(run_of: RunOf, world_size: int) -> None:
     assert not (run_of(world_size).folder / "extensions").exists()
 
 
@@ -306,7 +306,7 @@ def test_the_learning_rate_rises_linearly_and_decays_to_its_minimum() -> None:
     )
 
 
-def test_a_warm_up_from_zero_is_one_step_behind_and_several_steps_may_have_one_rate() -> None:
+def test_a_warm_up_from_zero_is_shifted_by_one_step_and_steps_may_share_a_rate() -> None:
     config = TrainConfig(learning_rate=1.0, lr_warmup_ratio=0.4, lr_warmup_from_zero=True, total_steps=10)
     assert [config.learning_rate_at(step) for step in range(6)] == [0, 0.25, 0.5, 0.75, 1, 1]
     # 5 rates of two steps, of which ceil(0.4 * 5) = 2 rise.
@@ -315,7 +315,7 @@ def test_a_warm_up_from_zero_is_one_step_behind_and_several_steps_may_have_one_r
 
 
 @pytest.mark.parametrize(("decays_all", "norm"), [(False, 1.0), (True, 0.95)])
-def test_vectors_decay_where_that_is_asked_for(decays_all: bool, norm: float) -> None:
+def test_weight_decay_applies_to_vectors_on_request(decays_all: bool, norm: float) -> None:
     model = torch.nn.Linear(1, 1)
     torch.nn.init.ones_(model.weight)
     torch.nn.init.ones_(model.bias)

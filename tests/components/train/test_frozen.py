@@ -66,7 +66,9 @@ def test_before_the_first_update_the_kl_is_0_and_the_ratio_1(runs: Runs, world_s
 
 @pytest.mark.parametrize("world_size", NIGHTLY_ON_TWO)
 @pytest.mark.parametrize("engine", cases.LORA)
-def test_with_its_adapters_off_a_trained_policy_is_what_it_was(runs: Runs, world_size: int, engine: str) -> None:
+def test_a_trained_policy_without_its_adapters_equals_the_initial_model(
+    runs: Runs, world_size: int, engine: str
+) -> None:
     for rank in runs(world_size):
         trained, reference_N = rank[f"lora-{engine}"], rank[f"{cases.LORA[engine]}-whole"]["logprobs"]
         assert trained["log_ratio"] <= rounding(cases.LORA[engine], world_size)
@@ -76,7 +78,7 @@ def test_with_its_adapters_off_a_trained_policy_is_what_it_was(runs: Runs, world
         assert torch.equal(trained["on_again"], trained["trained"])
 
 
-def test_each_precision_rounds_as_its_name_says(runs: Runs, untied_model: Path) -> None:
+def test_each_precision_setting_rounds_to_its_dtype(runs: Runs, untied_model: Path) -> None:
     record = runs(1)[0]
     batch: Batch = cases.cases.minibatches()[0]
     plain = load_policy(untied_model)
@@ -88,7 +90,7 @@ def test_each_precision_rounds_as_its_name_says(runs: Runs, untied_model: Path) 
 
 
 @pytest.mark.parametrize("world_size", NIGHTLY_ON_TWO)
-def test_a_sharded_model_keeps_its_rows_alone(runs: Runs, world_size: int, untied_model: Path) -> None:
+def test_a_sharded_model_keeps_only_the_rows_of_its_rank(runs: Runs, world_size: int, untied_model: Path) -> None:
     """And with bf16_autocast half of what products are with: all but embeddings, biases and norms."""
     config = AutoConfig.from_pretrained(untied_model)
     hidden, wide, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers

@@ -31,7 +31,7 @@ def grown(folder: Path, kind: str, work: str) -> tuple[dict[str, int], str]:
     return {name: max(record[name] for record in records) for name in records[0] if name != "digest"}, digest
 
 
-def test_a_frozen_model_is_read_and_exported_by_parts(model: tuple[Path, int]) -> None:
+def test_a_frozen_model_is_read_and_exported_tensor_by_tensor(model: tuple[Path, int]) -> None:
     folder, parameters = model
     peaks, _ = grown(folder, "frozen", "train")
     assert 0 < peaks["load"] - 2 * parameters // RANKS < BESIDES
@@ -39,7 +39,9 @@ def test_a_frozen_model_is_read_and_exported_by_parts(model: tuple[Path, int]) -
 
 
 @pytest.mark.parametrize("kind", ["fsdp", pytest.param("deepspeed", marks=pytest.mark.nightly)])
-def test_a_trained_model_is_read_saved_exported_and_resumed_by_parts(model: tuple[Path, int], kind: str) -> None:
+def test_a_trained_model_is_read_saved_exported_and_resumed_tensor_by_tensor(
+    model: tuple[Path, int], kind: str
+) -> None:
     folder, parameters = model
     peaks, trained = grown(folder, kind, "train")
     if kind == "fsdp":  # DeepSpeed's engine takes its gradients and buffers with the weights

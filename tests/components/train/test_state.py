@@ -98,7 +98,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("case", worker.IN_ONE_GO)
-def test_saving_disturbs_nothing(runs: Runs, world_size: int, case: str) -> None:
+def test_saving_a_state_does_not_change_the_training(runs: Runs, world_size: int, case: str) -> None:
     for record in runs.saved(world_size):
         whole = record[f"in_one_go-{case}"]
         metrics = record[case]["saved"]["metrics"] + record[case]["metrics"]
@@ -108,7 +108,7 @@ def test_saving_disturbs_nothing(runs: Runs, world_size: int, case: str) -> None
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("case", worker.STATES)
-def test_another_process_goes_on_to_the_last_bit(runs: Runs, world_size: int, case: str) -> None:
+def test_another_process_resumes_bit_equal(runs: Runs, world_size: int, case: str) -> None:
     for saved, loaded in zip(runs.saved(world_size), runs.loaded(world_size), strict=True):
         assert loaded[case]["inexact"] == []
         assert_same(loaded[case]["loaded"], {**saved[case]["saved"], "metrics": None})
@@ -119,7 +119,7 @@ def test_another_process_goes_on_to_the_last_bit(runs: Runs, world_size: int, ca
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("case", worker.FRESH)
-def test_a_state_saved_before_the_first_step_is_gone_on_from(runs: Runs, world_size: int, case: str) -> None:
+def test_a_state_saved_before_the_first_step_can_be_resumed(runs: Runs, world_size: int, case: str) -> None:
     for saved, loaded in zip(runs.saved(world_size), runs.loaded(world_size), strict=True):
         actual = loaded[f"fresh-{case}"]
         assert actual["inexact"] == []
@@ -133,7 +133,7 @@ def test_a_state_saved_before_the_first_step_is_gone_on_from(runs: Runs, world_s
 @pytest.mark.full
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(("saved", "loaded"), worker.CROSSED)
-def test_other_ranks_and_stages_have_the_same_state_and_the_same_losses_but_for_rounding(
+def test_other_ranks_and_stages_resume_with_an_equal_state_and_losses_up_to_rounding(
     runs: Runs, world_size: int, saved: str, loaded: str
 ) -> None:
     other = 3 - world_size
@@ -173,7 +173,7 @@ def test_the_files_hold_the_master_weights_and_moments_of_each_stage(runs: Runs,
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_the_files_hold_what_deepspeed_says_itself(runs: Runs, world_size: int) -> None:
+def test_the_files_hold_the_weights_that_deepspeed_returns(runs: Runs, world_size: int) -> None:
     state = runs.state(world_size, "one_group-1")
     for key, tensor in runs.saved(world_size)[0]["one_group-1"]["public"].items():
         assert torch.equal(state[f"model.layers.1.mlp.up_proj.weight/{key}"], tensor)
@@ -188,7 +188,7 @@ def test_bfloat16_weights_are_the_rounded_masters(runs: Runs, world_size: int) -
 
 
 @pytest.mark.full
-def test_the_ranks_share_the_writing_and_each_parameter_is_written_once(runs: Runs) -> None:
+def test_each_parameter_is_written_once_by_one_rank(runs: Runs) -> None:
     folder = runs.root / "states" / "2" / "fp32-3"
     first, second = ((folder / f"rank_{rank}.safetensors").stat().st_size for rank in (0, 1))
     assert abs(first - second) < 0.1 * (first + second)
@@ -200,7 +200,7 @@ def test_the_ranks_share_the_writing_and_each_parameter_is_written_once(runs: Ru
 
 
 @pytest.mark.full
-def test_buffers_and_frozen_weights_are_each_ranks_own(runs: Runs) -> None:
+def test_resumed_buffers_come_from_rank_0_and_frozen_weights_have_no_moments(runs: Runs) -> None:
     # Each rank counted its own tokens; with other ranks than saved, all resume from rank 0's count.
     counts = [record["odd-2"]["loaded"]["buffers"]["seen"].item() for record in runs.loaded(2)]
     assert counts[0] != counts[1]
@@ -225,7 +225,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_state_is_refused_by_all_ranks_and_changes_none(runs: Runs, world_size: int, name: str) -> None:
+def test_a_damaged_state_is_refused_by_all_ranks_without_changes(runs: Runs, world_size: int, name: str) -> None:
     errors = [record["errors"] for record in runs.loaded(world_size)]
     folder = f"{name}{world_size - 1}"
     assert re.search(says(folder, *BROKEN[name]), errors[-1][name])
@@ -241,7 +241,7 @@ def test_the_state_of_another_model_is_refused_with_the_first_difference(runs: R
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_a_full_disk_stops_all_ranks_and_they_can_go_on(runs: Runs, world_size: int) -> None:
+def test_a_full_disk_raises_on_all_ranks_and_training_can_continue(runs: Runs, world_size: int) -> None:
     """The last rank's files may have 40,000 bytes."""
     errors = [record["errors"] for record in runs.loaded(world_size)]
     assert "File too large" in errors[-1]["full_disk"]
@@ -256,7 +256,7 @@ def test_a_full_disk_stops_all_ranks_and_they_can_go_on(runs: Runs, world_size: 
         assert_same(record["errors"]["goes_on"], saved["fp32-2"])
 
 
-def test_an_error_of_a_library_gets_the_number_of_the_system() -> None:
+def test_a_write_error_of_a_library_has_the_errno_of_the_system() -> None:
     # tokenizers raises a plain Exception.
     with pytest.raises(OSError, match=says("/a", "No space left on device")) as caught, disk_errors("write /a"):
         Tokenizer(WordLevel({"_": 0}, unk_token="_")).save("/dev/full")

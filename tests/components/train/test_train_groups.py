@@ -72,7 +72,7 @@ def plain(tied_model: Path) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("case", CASES)
-def test_training_on_pairs_equals_plain_torch_however_they_are_cut(
+def test_training_on_pairs_equals_plain_torch_for_any_micro_batches(
     records_of: RecordsOf, plain: tuple[list[dict[str, float]], dict[str, Tensor]], world_size: int, case: str
 ) -> None:
     first, *others = (record[case] for record in records_of(world_size))
@@ -85,7 +85,7 @@ def test_training_on_pairs_equals_plain_torch_however_they_are_cut(
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_the_cases_cut_the_pairs_in_different_ways_and_never_a_pair(records_of: RecordsOf, world_size: int) -> None:
+def test_the_cases_have_different_micro_batches_of_whole_pairs(records_of: RecordsOf, world_size: int) -> None:
     ranks = records_of(world_size)
     for case in CASES:
         for record in ranks:
@@ -101,13 +101,13 @@ def test_the_cases_cut_the_pairs_in_different_ways_and_never_a_pair(records_of: 
 
 
 @pytest.mark.full
-def test_the_pair_of_the_last_step_is_looked_at_by_both_ranks_and_counts_once(records_of: RecordsOf) -> None:
+def test_a_last_pair_evaluated_by_both_ranks_counts_once(records_of: RecordsOf) -> None:
     assert [record["deepspeed"]["passes"][-1] for record in records_of(2)] == [[0, 0], [0, 0]]
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("case", CASES)
-def test_part_of_a_pair_is_refused_on_all_ranks(records_of: RecordsOf, world_size: int, case: str) -> None:
+def test_an_incomplete_pair_is_refused_on_all_ranks(records_of: RecordsOf, world_size: int, case: str) -> None:
     for record in records_of(world_size):
         assert re.search(says("5 sequences", "groups of 2"), record[case]["refused"])
 
@@ -131,7 +131,7 @@ def grouped(draw: st.DrawFn) -> tuple[Batch, int]:
     packing=st.booleans(),
 )
 @settings(max_examples=200, deadline=None)
-def test_a_group_is_never_parted(
+def test_a_group_is_never_split(
     made: tuple[Batch, int], ranks: int, max_tokens: int, max_sequences: int, packing: bool
 ) -> None:
     batch, size = made
@@ -156,7 +156,7 @@ def test_a_group_is_never_parted(
     assert int(batch.lengths[spare].sum()) == min(totals)
 
 
-def test_groups_of_one_are_cut_as_before_there_were_groups() -> None:
+def test_groups_of_one_have_the_micro_batches_of_single_sequences() -> None:
     batch = Batch(torch.tensor([5, 3, 9, 1, 7]), {})
     plans = PADDED.micro_batches_by_rank(batch, 2, max_tokens=10, max_sequences=2)
     for plan, share in zip(plans, batch.balanced_shares(2), strict=True):
@@ -164,7 +164,7 @@ def test_groups_of_one_are_cut_as_before_there_were_groups() -> None:
         assert [index.tolist() for index in plan] == [share[cut].tolist() for cut in cuts]
 
 
-def test_ranks_get_about_as_many_tokens_of_whole_groups() -> None:
+def test_ranks_get_similar_numbers_of_tokens_in_whole_groups() -> None:
     # Pairs of 20, 20, 3 and 9 tokens: a long one for each rank, whatever their first sequences are.
     batch = Batch(torch.tensor([1, 19, 9, 11, 2, 1, 8, 1]), {})
     plans = PADDED.micro_batches_by_rank(batch, 2, max_tokens=1000, group_size=2)

@@ -35,11 +35,11 @@ ATTENTION = 6 * 2 * 8 * (9 + 25)
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_each_weight_that_multiplies_counts_6_times_a_token_and_an_embedding_alone_nothing(tied: bool) -> None:
+def test_each_matrix_weight_counts_6_flops_per_token_and_an_embedding_none(tied: bool) -> None:
     assert training_flops(model(tied), COMPUTED) == 6 * PRODUCTS * 8 + ATTENTION
 
 
-def test_a_frozen_weight_needs_no_product_for_its_own_gradient() -> None:
+def test_a_frozen_weight_has_no_flops_for_its_gradient() -> None:
     policy = model(tied=False)
     policy.requires_grad_(False)
     assert training_flops(policy, COMPUTED) == 4 * PRODUCTS * 8 + ATTENTION
@@ -52,6 +52,6 @@ def test_peak_flops_are_selected_by_the_device_name() -> None:
     assert peak_flops("NVIDIA GeForce GTX 970") is None
 
 
-def test_where_nvml_does_not_tell_there_is_no_power_and_no_error() -> None:
+def test_without_nvml_power_readings_there_is_no_metric_and_no_error() -> None:
     assert not torch.cuda.is_available()
     assert power_watts() is None

@@ -23,7 +23,7 @@ from tests.messages import says
         ("broadcast", 0, True, True, 0, "broadcast"),
     ],
 )
-def test_weights_go_past_the_host_where_there_are_gpus_and_processes_to_go_between(
+def test_auto_selects_a_gpu_transport_for_separate_processes_with_gpus(
     option: str, gpus: int, apart: bool, shares: bool, lora_rank: int, expected: str
 ) -> None:
     setting = SyncSetting(gpus=gpus, apart=apart, shares=shares, lora_rank=lora_rank)
@@ -48,7 +48,7 @@ def test_an_unusable_weight_transport_is_rejected(
         choose_weight_sync(option, setting)
 
 
-def test_without_the_plug_ins_auto_is_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_plug_ins_auto_selects_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "names", lambda kind: [])
     setting = SyncSetting(gpus=8, apart=True, shares=True, lora_rank=0)
     assert choose_weight_sync("auto", setting)[0] == "shared_memory"

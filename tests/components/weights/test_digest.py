@@ -16,7 +16,7 @@ def mixed(word: int) -> int:
     return word
 
 
-def test_a_digest_is_what_a_slow_loop_computes() -> None:
+def test_a_digest_equals_that_of_a_slow_loop() -> None:
     words = [5, -7, 2**31 - 1, -(2**31)]
     total = sum(mixed(word ^ mixed(place)) for place, word in enumerate(words))
     text = repr((torch.int32, (2, 2), [total], b"")).encode()
@@ -26,9 +26,7 @@ def test_a_digest_is_what_a_slow_loop_computes() -> None:
 
 
 @pytest.mark.parametrize("chunks_at_once", [2, 64])
-def test_digests_of_many_tensors_and_chunks_at_once_are_those_of_single_ones(
-    chunks_at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batched_digests_equal_single_ones(chunks_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(3)
     sizes = (0, 1, 7, 2**18, 5 * 2**18 + 77)
     tensors = {f"{size}": torch.randn(size, generator=generator).bfloat16() for size in sizes}
@@ -45,7 +43,7 @@ def test_digests_of_many_tensors_and_chunks_at_once_are_those_of_single_ones(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_single_bit_that_is_flipped_changes_the_digest(dtype: torch.dtype) -> None:
+def test_flipping_any_single_bit_changes_the_digest(dtype: torch.dtype) -> None:
     tensor = torch.linspace(-1, 1, 9).to(dtype)  # bfloat16: 18 bytes, so that a tail is there
     flipped = set()
     for bit in range(tensor.nbytes * 8):
@@ -55,7 +53,7 @@ def test_every_single_bit_that_is_flipped_changes_the_digest(dtype: torch.dtype)
     assert len(flipped - {digest(tensor)}) == tensor.nbytes * 8
 
 
-def test_two_values_that_change_places_change_the_digest_near_and_far() -> None:
+def test_swapping_two_values_at_any_distance_changes_the_digest() -> None:
     tensor = torch.zeros(3 * 2**18)  # three chunks
     tensor[0], tensor[1], tensor[2**18] = 1.0, 0.5, 2.0
     for here, second in ((0, 1), (0, 2**18), (1, 3 * 2**18 - 1)):
@@ -74,7 +72,7 @@ def test_the_layout_in_memory_does_not_matter() -> None:
     assert digest(torch.nn.Parameter(tensor)) == digest(tensor)
 
 
-def test_dtype_and_shape_belong_to_it() -> None:
+def test_dtype_and_shape_affect_the_digest() -> None:
     same_bytes = [torch.zeros(4), torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32), torch.zeros(8).bfloat16()]
     others = [
         torch.zeros(0),
@@ -90,6 +88,6 @@ def test_nan_is_equal_to_itself() -> None:
     assert digest(torch.tensor([math.nan, 1.0])) == digest(torch.tensor([math.nan, 1.0]))
 
 
-def test_differences_are_named() -> None:
+def test_differing_tensors_are_named() -> None:
     assert compare_digests({"a": "1", "b": "2"}, {"a": "1", "b": "2"}) == []
     assert compare_digests({"a": "1", "b": "2", "c": "3"}, {"b": "2", "c": "4", "d": "5"}) == ["a", "c", "d"]

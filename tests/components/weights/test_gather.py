@@ -14,7 +14,7 @@ from tests.components.helpers.ranks import run_ranks
 
 @pytest.mark.parametrize("bucket_bytes", [1, 300, 2**20])
 @pytest.mark.parametrize("everywhere", [False, True])
-def test_weights_in_any_layout_arrive_whole_on_rank_0_alone_or_on_all(
+def test_sharded_weights_are_gathered_on_rank_0_or_on_all_ranks(
     tmp_path: Path, bucket_bytes: int, everywhere: bool
 ) -> None:
     arrived, *others = run_ranks(every_layout, 4, tmp_path, bucket_bytes, everywhere)
@@ -28,7 +28,7 @@ def test_weights_in_any_layout_arrive_whole_on_rank_0_alone_or_on_all(
 
 
 @pytest.mark.full
-def test_rank_0_holds_two_buckets_and_a_weight_beside_its_own_part(
+def test_rank_0_holds_at_most_two_buckets_and_a_weight_besides_its_shard(
     tmp_path: Path,
 ) -> None:
     rank_0, other = run_ranks(grows_by, 2, tmp_path)

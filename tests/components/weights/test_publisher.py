@@ -25,7 +25,7 @@ def folders(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_a_reader_gets_the_published_weights(tmp_path: Path) -> None:
+def test_a_reader_receives_the_published_weights(tmp_path: Path) -> None:
     publisher = WeightPublisher(tmp_path / "w", bucket_bytes=24)  # room for a.weight alone: several buckets
     handle = publisher.publish(1, some_weights().items())
     arrived = dict(read_weights(handle))
@@ -40,7 +40,7 @@ def test_a_reader_gets_the_published_weights(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(handle)) == handle
 
 
-def test_views_of_one_flat_buffer_are_published_each_with_its_own_part(tmp_path: Path) -> None:
+def test_each_view_of_a_flat_buffer_is_published_without_the_rest(tmp_path: Path) -> None:
     flat = torch.arange(10.0)
     handle = WeightPublisher(tmp_path / "w").publish(1, [("a", flat[:4]), ("b", flat[4:].view(2, 3))])
     arrived = dict(read_weights(handle))
@@ -49,7 +49,7 @@ def test_views_of_one_flat_buffer_are_published_each_with_its_own_part(tmp_path:
     assert handle.nbytes == 40
 
 
-def test_a_version_stays_until_the_one_after_the_next_is_written(tmp_path: Path) -> None:
+def test_a_version_is_kept_until_two_versions_later(tmp_path: Path) -> None:
     publisher = WeightPublisher(tmp_path / "w")
     first = publisher.publish(1, some_weights().items())
     second = publisher.publish(5, some_weights().items())
@@ -67,7 +67,7 @@ def test_a_version_stays_until_the_one_after_the_next_is_written(tmp_path: Path)
         next(read_weights(first))
 
 
-def test_a_reader_that_has_begun_survives_the_unlinking(tmp_path: Path) -> None:
+def test_a_reader_with_open_files_survives_their_removal(tmp_path: Path) -> None:
     publisher = WeightPublisher(tmp_path / "w", bucket_bytes=24)
     reader = read_weights(publisher.publish(1, some_weights().items()))
     arrived = dict([next(reader)])
@@ -80,7 +80,7 @@ def place_on_disk(handle: WeightHandle) -> int:
     return (Path(handle.path) / "weights.bin").stat().st_ino
 
 
-def test_a_version_that_nobody_holds_gives_its_memory_to_the_one_after_the_next(tmp_path: Path) -> None:
+def test_the_memory_of_an_unused_version_is_reused_two_versions_later(tmp_path: Path) -> None:
     publisher = WeightPublisher(tmp_path / "w", bucket_bytes=24)
     places = []
     for version in range(1, 7):
@@ -106,7 +106,7 @@ def test_tensors_held_by_a_reader_are_never_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(3000, 3000, 10, 10, 5000, 5000, 5000), (10, 10, 9000, 9000, 10, 9000, 10)])
-def test_memory_that_is_used_again_may_grow_and_shrink(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+def test_reused_memory_may_grow_and_shrink(tmp_path: Path, sizes: tuple[int, ...]) -> None:
     publisher = WeightPublisher(tmp_path / "w", bucket_bytes=4096)
     for version, size in enumerate(sizes, 1):
         weights = {"a": torch.full((size,), float(version)), "b": torch.arange(float(size))}
@@ -115,7 +115,7 @@ def test_memory_that_is_used_again_may_grow_and_shrink(tmp_path: Path, sizes: tu
         assert sum(tensor.nbytes for tensor in arrived.values()) == 8 * size
 
 
-def test_digests_are_there_when_they_were_asked_for(tmp_path: Path) -> None:
+def test_digests_are_published_on_request(tmp_path: Path) -> None:
     publisher = WeightPublisher(tmp_path / "w")
     with pytest.raises(ValueError, match=says("version 1", "with_digests=True")):
         read_digests(publisher.publish(1, some_weights().items()))
@@ -126,7 +126,7 @@ def test_digests_are_there_when_they_were_asked_for(tmp_path: Path) -> None:
     assert compare_digests(read_digests(handle), received) == ["a.weight"]
 
 
-def test_a_publication_that_fails_halfway_leaves_nothing_and_keeps_the_last_one(tmp_path: Path) -> None:
+def test_a_failed_publication_leaves_no_files_and_keeps_the_last_version(tmp_path: Path) -> None:
     def failing() -> Iterator[tuple[str, Tensor]]:
         yield from some_weights().items()
         raise RuntimeError("a rank died")
@@ -139,7 +139,7 @@ def test_a_publication_that_fails_halfway_leaves_nothing_and_keeps_the_last_one(
     assert publisher.publish(2, some_weights().items()).version == 2
 
 
-def test_versions_must_rise(tmp_path: Path) -> None:
+def test_versions_must_increase(tmp_path: Path) -> None:
     publisher = WeightPublisher(tmp_path / "w")
     publisher.publish(3, some_weights().items())
     with pytest.raises(ValueError, match="version 3"):
@@ -147,14 +147,14 @@ def test_versions_must_rise(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bucket_bytes", [16, 1024])
-def test_a_name_that_comes_twice_is_an_error(tmp_path: Path, bucket_bytes: int) -> None:
+def test_a_duplicate_tensor_name_raises_an_error(tmp_path: Path, bucket_bytes: int) -> None:
     twice = [("a", torch.zeros(4)), ("b", torch.zeros(4)), ("a", torch.zeros(4))]
     with pytest.raises(ValueError, match="'a'"):
         WeightPublisher(tmp_path / "w", bucket_bytes=bucket_bytes).publish(1, twice)
     assert folders(tmp_path / "w") == []
 
 
-def test_a_publisher_removes_the_versions_of_a_killed_predecessor_and_nothing_else(tmp_path: Path) -> None:
+def test_a_publisher_removes_only_the_versions_of_a_killed_predecessor(tmp_path: Path) -> None:
     WeightPublisher(tmp_path).publish(7, some_weights().items())
     (tmp_path / "weights-00000008.partial").mkdir()
     (tmp_path / "of_another_program").mkdir()
@@ -165,21 +165,21 @@ def test_a_publisher_removes_the_versions_of_a_killed_predecessor_and_nothing_el
     assert folders(tmp_path) == ["of_another_program"]
 
 
-def test_close_leaves_nothing(tmp_path: Path) -> None:
+def test_close_removes_all_files(tmp_path: Path) -> None:
     publisher = WeightPublisher(tmp_path / "w", fallback_directory=tmp_path / "f")
     publisher.publish(1, some_weights().items())
     publisher.close()
     assert folders(tmp_path) == []
 
 
-def test_without_room_anywhere_the_error_says_what_to_set(tmp_path: Path) -> None:
+def test_without_space_anywhere_the_error_names_the_option_to_set(tmp_path: Path) -> None:
     publisher = WeightPublisher(tmp_path / "w", headroom_bytes=2**60)
     with pytest.raises(OSError, match=says(tmp_path / "w", "fallback_directory", "shm-size")):
         publisher.publish(1, some_weights().items())
     assert folders(tmp_path / "w") == []
 
 
-def test_a_version_that_does_not_fit_goes_to_the_fallback_as_a_whole(tmp_path: Path) -> None:
+def test_a_version_that_does_not_fit_is_written_completely_to_the_fallback(tmp_path: Path) -> None:
     """Two file systems with different room; the headroom lies between the two, so that only the larger one fits."""
     shared_memory = Path("/dev/shm") / f"troupe-test-{os.getpid()}"
     shared_memory.mkdir()
@@ -199,6 +199,6 @@ def test_a_version_that_does_not_fit_goes_to_the_fallback_as_a_whole(tmp_path: P
         shared_memory.rmdir()
 
 
-def test_a_handle_to_nothing_says_so(tmp_path: Path) -> None:
+def test_a_handle_of_a_deleted_version_raises_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=says("version 4", tmp_path / "nowhere")):
         weight_shapes(WeightHandle(version=4, path=str(tmp_path / "nowhere"), nbytes=0))

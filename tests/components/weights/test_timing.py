@@ -20,7 +20,7 @@ def slowly_gathered(count: int, seconds: float) -> Iterator[tuple[str, Tensor]]:
         yield f"{number}", torch.full((4,), float(number))
 
 
-def test_waiting_measures_the_items_and_not_their_consumer() -> None:
+def test_the_timer_measures_the_iterator_and_not_its_consumer() -> None:
     timer = SyncTimer()
     began = time.monotonic()
     for _ in timer.waiting("gather", slowly_gathered(3, 0.02)):
@@ -30,7 +30,7 @@ def test_waiting_measures_the_items_and_not_their_consumer() -> None:
     assert 0.06 <= timer.seconds["gather"] <= elapsed - 0.3
 
 
-def test_parts_of_a_publication_add_up_to_its_time_and_become_metrics(tmp_path: Path) -> None:
+def test_parts_of_a_publication_add_up_to_its_duration_and_are_logged(tmp_path: Path) -> None:
     setting = CarrierSetting(
         rank=0,
         device=torch.device("cpu"),

@@ -47,7 +47,7 @@ def published_by(models: Path) -> Iterator[PublishedBy]:
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_hf_answers_as_the_trainer_whose_weights_it_received(
+def test_hf_has_the_log_probs_of_the_trainer_after_a_weight_sync(
     models: Path, published_by: PublishedBy, world_size: int
 ) -> None:
     assert len(published_by(world_size)) == 8
@@ -63,7 +63,7 @@ def test_hf_answers_as_the_trainer_whose_weights_it_received(
         pytest.param("two processes", marks=pytest.mark.nightly),
     ],
 )
-def test_vllm_answers_as_the_trainer_whose_weights_it_received(
+def test_vllm_has_the_log_probs_of_the_trainer_after_a_weight_sync(
     kind: str, models: Path, published_by: PublishedBy, tmp_path: Path
 ) -> None:
     """In a process of its own, since vLLM sets up the one it is in."""

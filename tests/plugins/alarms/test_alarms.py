@@ -79,7 +79,7 @@ def cut(share: float) -> dict[str, float]:
         ("not_a_number", 2, [{"mine": 1.0}, {"mine": math.nan}]),
     ],
 )
-def test_an_alarm_sounds_beyond_its_limit(name: str, at: int, steps: list[dict[str, Any]]) -> None:
+def test_an_alarm_is_raised_beyond_its_limit(name: str, at: int, steps: list[dict[str, Any]]) -> None:
     assert sounded(steps) == [(name, at)]
     # And once: it is as wrong in the next steps.
     assert sounded([*steps, steps[-1], steps[-1]]) == [(name, at)]
@@ -104,7 +104,7 @@ def test_healthy_metrics_raise_no_alarm(steps: list[dict[str, Any]]) -> None:
     assert sounded(steps) == []
 
 
-def test_verls_names_are_understood_and_the_text_has_the_numbers() -> None:
+def test_metric_names_of_verl_are_accepted_and_the_text_has_the_numbers() -> None:
     (event,) = Alarms(ALL).look(7, {"actor/ppo_kl": 2.0, "actor/pg_clipfrac": 0.1})
     assert (event.alarm, event.step) == ("kl", 7)
     assert re.search(says("2.00", "actor/approx_kl"), event.text)
@@ -136,7 +136,7 @@ def test_non_numeric_metrics_are_ignored_and_non_finite_ones_are_named() -> None
     ]
 
 
-def test_a_policy_without_entropy_at_the_start_sets_off_none() -> None:
+def test_a_policy_with_zero_initial_entropy_raises_no_alarm() -> None:
     assert sounded([open_to(0.0, 0.0)] * 5) == []
 
 
@@ -163,7 +163,7 @@ def test_suggestions_omit_options_that_do_not_exist() -> None:
     assert remedies == "lower the learning rate (train.learning_rate); raise the upper clip range (algorithm.clip_high)"
 
 
-def test_a_score_that_falls_below_its_start_sets_off_an_alarm_and_one_that_wavers_does_not() -> None:
+def test_a_score_below_its_initial_value_raises_an_alarm_and_noise_does_not() -> None:
     def sounded(name: str, scores: list[float]) -> list[tuple[str, int]]:
         alarms = Alarms({"train.learning_rate"})
         events = [event for step, x in enumerate(scores, 1) for event in alarms.look(step, {name: x, "step": step})]
@@ -197,13 +197,13 @@ STEADY = [0.2, 0.22, 0.31, 0.4, 0.52, 0.6, 0.71, 0.78, 0.8, 0.79, 0.81, 0.8]
         ),
     ],
 )
-def test_a_gain_that_is_lost_sets_off_an_alarm_and_noise_does_not(
+def test_a_lost_gain_raises_an_alarm_and_noise_does_not(
     metric: str, scores: list[float], alarm: str | None, at: int
 ) -> None:
     assert sounded([{metric: score} for score in scores]) == ([(alarm, at)] if alarm else [])
 
 
-def test_a_continued_run_knows_its_best_score_however_long_ago_it_was(tmp_path: Path) -> None:
+def test_a_resumed_run_restores_its_best_score_of_any_step(tmp_path: Path) -> None:
     lines = [*([0.2] * 3), *([0.8] * 200), *([0.5] * 20)]
     (tmp_path / "metrics.jsonl").write_text(
         "".join(f'{{"step": {i}, "reward/score": {x}}}\n' for i, x in enumerate(lines))
@@ -214,12 +214,12 @@ def test_a_continued_run_knows_its_best_score_however_long_ago_it_was(tmp_path: 
     assert alarm_names == ["lost_reward"]
 
 
-def test_one_optimizer_step_that_moves_the_policy_far_sets_off_an_alarm() -> None:
+def test_a_large_kl_of_one_optimizer_step_raises_an_alarm() -> None:
     steps = [{"actor/approx_kl": 0.0, "actor/step_kl": kl} for kl in (0.5, 0.51)]
     assert sounded(steps) == [("step_kl", 2)]
 
 
-def test_an_entropy_that_grows_several_times_sets_off_an_alarm() -> None:
+def test_a_strong_increase_of_entropy_raises_an_alarm() -> None:
     alarms = Alarms({"train.learning_rate"})
     alarm_events = [alarms.look(step, {"actor/entropy": x}) for step, x in enumerate([0.5, 0.9, 1.8, 2.0], 1)]
     assert [[event.alarm for event in events] for events in alarm_events] == [[], [], [], ["entropy_explosion"]]

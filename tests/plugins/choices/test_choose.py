@@ -42,7 +42,9 @@ def names(plan: dict[str, Any]) -> list[str]:
     return [text.partition("=")[0] for text in plan["chosen"]]
 
 
-def test_user_options_are_kept_and_the_others_fit_to_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_options_are_kept_and_other_options_are_chosen_to_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ["train.gradient_checkpointing=true", "train.max_tokens=5000", "rollout.max_num_seqs=96"]
     options += ["train.zero_stage=3", "placement.engines_sleep=true"]
     plan, _ = planned("grpo", tmp_path, capsys, *LENGTHS, *options, "assume_devices=1x1x80GB")
@@ -60,7 +62,7 @@ def test_user_options_are_kept_and_the_others_fit_to_them(tmp_path: Path, capsys
     assert plan["config"]["rollout"]["max_num_seqs"] == 256
 
 
-def test_engines_with_gpus_of_their_own_take_nearly_all_of_them(
+def test_engines_with_separate_gpus_use_nearly_all_of_their_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan, _ = planned("grpo", tmp_path, capsys, *LENGTHS, "placement.colocate=false", "assume_devices=2x1x80GB")
@@ -106,18 +108,18 @@ def test_on_cpus_nothing_is_chosen(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (resolved.train_engine(1).max_tokens, resolved.rollout_engine().max_num_seqs) == (16384, 512)
 
 
-def test_levels_lower_tokens_and_rows_in_turns() -> None:
+def test_successive_levels_reduce_tokens_and_rows_alternately() -> None:
     assert levels([8, 4], [64, 32, 16]) == [(8, 64), (4, 64), (4, 32), (4, 16)]
     assert levels([8], [64]) == [(8, 64)]
 
 
-def test_micro_batches_hold_the_longest_sequence() -> None:
+def test_the_token_limit_admits_the_longest_sequence() -> None:
     assert token_domain(300) == [32768, 16384, 8192, 4096]
     assert token_domain(9000) == [32768, 16384, 9000]
     assert token_domain(40000) == [40000]
 
 
-def test_rows_are_limited_by_the_step_and_by_the_size_of_the_model() -> None:
+def test_generation_rows_are_limited_by_the_step_and_the_model_size() -> None:
     assert row_domain(10**9, 3000)[:3] == [2048, 1024, 512]
     assert row_domain(7 * 10**9, 3000)[0] == 1024
     assert row_domain(30 * 10**9, 3000)[0] == 512
@@ -125,7 +127,7 @@ def test_rows_are_limited_by_the_step_and_by_the_size_of_the_model() -> None:
     assert row_domain(10**9, 600)[0] == 1024
 
 
-def test_awake_engines_are_preferred_to_stored_activations_and_these_to_gathered_parameters() -> None:
+def test_choices_prefer_awake_engines_then_stored_activations_then_gathered_parameters() -> None:
     domains = Domains(
         sleeps=[False, True],
         recomputes=[False, True],

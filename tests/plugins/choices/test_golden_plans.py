@@ -33,12 +33,12 @@ def rank(plan: Any) -> tuple[Any, ...]:
     return is_fitting(plan), stays_awake, not train.gradient_checkpointing, -train.zero_stage, train.max_tokens, rows
 
 
-def test_the_table_has_these_choices(script: dict[str, Any], plans: dict[Any, Any]) -> None:
+def test_the_choices_equal_those_of_the_golden_table(script: dict[str, Any], plans: dict[Any, Any]) -> None:
     """After a wanted change run `python scripts/golden_plans.py` and read the difference of the table."""
     assert script["PAGE"].read_text(encoding="utf-8") == script["page"](plans)
 
 
-def test_everything_that_is_chosen_fits_in_gpu_memory(script: dict[str, Any], plans: dict[Any, Any]) -> None:
+def test_every_choice_fits_in_gpu_memory(script: dict[str, Any], plans: dict[Any, Any]) -> None:
     fitting = [plan for plan in plans.values() if is_fitting(plan)]
     assert len(fitting) > len(plans) / 2
     for plan in fitting:

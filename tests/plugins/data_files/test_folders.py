@@ -34,7 +34,7 @@ def card(*files: str) -> str:
     "name", ["http://127.0.0.1:9/a.jsonl", "hf://datasets/a/b/c.jsonl", "../secret.jsonl", "/etc/a", "~/a"]
 )
 @pytest.mark.parametrize("file", ["README.md", ".huggingface.yaml"])
-def test_a_readme_names_no_files_outside_of_its_folder(tmp_path: Path, name: str, file: str) -> None:
+def test_a_readme_with_files_outside_of_its_folder_is_refused(tmp_path: Path, name: str, file: str) -> None:
     text = card(f"  - split: train\n    path: {name}\n")
     folder = folder_with(tmp_path, text if file == "README.md" else text.strip("-\n"), file)
     with pytest.raises(ValueError, match=says(folder, name, "outside")):
@@ -70,7 +70,7 @@ def test_one_of_several_configurations_is_the_default(tmp_path: Path) -> None:
         read_records(folder)
 
 
-def test_a_saved_data_set_has_its_files_inside(tmp_path: Path) -> None:
+def test_files_outside_of_a_saved_data_set_are_refused(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, "")
     (folder / "dataset_info.json").write_text("{}")
     (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "../secret.jsonl"}]}))

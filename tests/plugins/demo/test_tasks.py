@@ -18,7 +18,7 @@ from tests.messages import says
 PROJECT = Path(__file__).parents[3]
 
 
-def test_sort_asks_for_five_different_letters_in_ascending_order() -> None:
+def test_sort_prompts_have_five_different_letters_and_ascending_labels() -> None:
     for row in SortTask().rows("train", 200, seed=0):
         letters = row["input"][:-1]
         marker = row["input"][-1]

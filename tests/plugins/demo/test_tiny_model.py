@@ -41,14 +41,14 @@ def test_the_chat_template_closes_the_assistants_turns() -> None:
     assert tokenizer.apply_chat_template(CHAT[:1], tokenize=False, add_generation_prompt=True) == "ba>"
 
 
-def test_an_alphabet_with_repeats_or_foreign_letters_is_refused() -> None:
+def test_an_alphabet_with_repeated_or_non_ascii_letters_is_refused() -> None:
     with pytest.raises(ValueError, match=says("['a']")):
         character_tokenizer("aba")
     with pytest.raises(ValueError, match=says("ASCII", "['é']")):
         character_tokenizer("aé")
 
 
-def test_a_saved_model_and_tokenizer_load_as_they_were(tmp_path: Path) -> None:
+def test_a_saved_model_and_tokenizer_are_restored(tmp_path: Path) -> None:
     tokenizer = character_tokenizer(SortTask.alphabet)
     model = tiny_model(tokenizer, seed=0)
     model.save_pretrained(tmp_path)
@@ -115,7 +115,7 @@ def test_a_loaded_tokenizer_encodes_every_row_like_the_original(
     assert loaded_word.apply_chat_template(CHAT, tokenize=False) == "ba>ab<eos>"
 
 
-def test_a_task_learns_the_same_tokenizer_every_time(word: PreTrainedTokenizerFast) -> None:
+def test_training_the_tokenizer_of_a_task_is_deterministic(word: PreTrainedTokenizerFast) -> None:
     again = task_tokenizer(WordTask())
     assert again.backend_tokenizer.to_str() == word.backend_tokenizer.to_str()
     # Noted once, by another process: were it to change, kept models and runs would no longer be comparable.
@@ -123,7 +123,7 @@ def test_a_task_learns_the_same_tokenizer_every_time(word: PreTrainedTokenizerFa
     assert hashlib.blake2b(vocabulary.encode(), digest_size=8).hexdigest() == "ddc937813b76a920"
 
 
-def test_a_vocabulary_without_room_for_the_bytes_is_refused() -> None:
+def test_a_vocabulary_smaller_than_the_byte_alphabet_is_refused() -> None:
     with pytest.raises(ValueError, match=says("size=258", 259)):
         learnt_tokenizer(["a"], 258)
 
@@ -137,7 +137,7 @@ def test_the_model_has_tied_embeddings_and_0_4_million_float32_parameters() -> N
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_the_seed_fixes_the_weights_and_leaves_the_global_random_state_alone() -> None:
+def test_the_seed_determines_the_weights_without_using_global_random_state() -> None:
     tokenizer = character_tokenizer("ab")
     torch.manual_seed(7)
     expected = torch.rand(3)

@@ -51,7 +51,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
         return ensure_warm_start(SHORT, lines.append), lines
 
 
-def test_a_warm_start_loads_with_its_tokenizer_and_is_one_of_the_task(made: tuple[Path, list[str]]) -> None:
+def test_a_warm_start_is_loaded_with_its_tokenizer_and_task(made: tuple[Path, list[str]]) -> None:
     folder, lines = made
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -171,7 +171,7 @@ def test_the_hash_covers_every_file_that_shapes_the_model() -> None:
     assert not others & names
 
 
-def test_the_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_folder_is_set_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TROUPE_CACHE", "/a")
     monkeypatch.setenv("XDG_CACHE_HOME", "/b")
     assert cache_root() == Path("/a")

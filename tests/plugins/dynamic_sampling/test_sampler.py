@@ -100,7 +100,7 @@ def test_responses_without_a_reward_do_not_count_for_the_filter() -> None:
     assert steps.fill(1, 1) == [2, 2]
 
 
-def test_a_step_that_is_full_at_once_takes_one_round() -> None:
+def test_a_step_filled_in_the_first_round_needs_no_other() -> None:
     steps = Steps(teaches=lambda _: True)
     assert steps.fill(1, 2) == [0, 0, 1, 1]
     assert steps.counts == (2, 1)

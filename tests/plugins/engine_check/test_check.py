@@ -38,7 +38,7 @@ def probe_of(logprobs: list[list[float]]) -> Probe:
     return Probe([[3, 4, 5], [6, 7, 8]], logprobs, {})
 
 
-def test_the_first_version_is_checked_and_every_so_many_after_it() -> None:
+def test_the_first_and_every_nth_later_version_are_checked() -> None:
     check, probe = EngineCheck(3, "float32"), probe_of([])
     due = [check.next(handle_of(version, probe), False) for version in range(1, 8)]
     assert [None if each is None else each.version for each in due] == [1, None, None, 4, None, None, 7]
@@ -79,11 +79,11 @@ def test_differences_beyond_the_precision_and_nan_are_unexplained() -> None:
         ("lm_head", ""),
     ],
 )
-def test_groups_of_layers_by_name_of_the_module(module: str, group: str) -> None:
+def test_modules_are_grouped_into_layers_by_name(module: str, group: str) -> None:
     assert group_of(module) == group
 
 
-def test_the_first_group_that_differs_is_named_and_shapes_that_cannot_be_compared_are_passed_over() -> None:
+def test_the_first_differing_group_is_named_and_incomparable_shapes_are_skipped() -> None:
     ones = torch.ones(2, 4)
     expected = {"embeddings": ones, "layer 0, attention": ones, "layer 1, attention": ones, "final norm": ones}
     actual = {"layer 0, attention": ones[:1], "layer 1, attention": ones * 1.5, "final norm": ones * 2}
@@ -93,7 +93,7 @@ def test_the_first_group_that_differs_is_named_and_shapes_that_cannot_be_compare
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_a_probe_is_the_same_packed_padded_and_in_micro_batches(model: Path, packing: bool) -> None:
+def test_a_probe_is_equal_with_packing_padding_and_micro_batches(model: Path, packing: bool) -> None:
     expected = EngineProbe(open_engine(load_policy(model), TRAIN)).measure()
     assert len(expected.tokens) == SEQUENCES
     assert {len(row) for row in expected.logprobs} == {TOKENS - 1}

@@ -45,7 +45,7 @@ def test_explicit_options_of_the_command_are_kept(words: list[str], template: st
     assert data.plain_text == ("--pretrain_mode" in words)
 
 
-def test_without_its_columns_nothing_of_train_sft_is_put_in() -> None:
+def test_without_columns_of_train_sft_its_template_is_not_applied() -> None:
     data = sft().data
     assert (data.prompt_key, data.response_key, data.input_template, data.multiturn) == (None, None, None, True)
 
@@ -70,7 +70,7 @@ def test_flash_attn_of_serve_rm_up_to_0_8_sets_the_attention_kernels() -> None:
     assert config.model.attn_implementation == "flash_attention_2"
 
 
-def test_a_template_without_a_place_for_the_prompt_is_left_out_as_there() -> None:
+def test_a_template_without_a_prompt_placeholder_is_ignored_as_in_openrlhf() -> None:
     words = [*BASE, "--input_template", "Q:"]
     assert load_config(SFTConfig, words).data.input_template is None
     assert re.search(says("input_template='Q:'", "{}"), CommandLine(SFTConfig, words).notes[0])
@@ -86,7 +86,7 @@ def test_a_template_without_a_place_for_the_prompt_is_left_out_as_there() -> Non
         ("constant_with_warmup", ("constant", 0.03, 0.1)),
     ],
 )
-def test_a_schedule_is_the_one_that_transformers_calls_so(name: str, schedule: tuple[str, float, float]) -> None:
+def test_schedule_names_have_the_meaning_of_transformers(name: str, schedule: tuple[str, float, float]) -> None:
     train = sft("--lr_scheduler", name).train
     assert (train.lr_scheduler, train.lr_warmup_ratio, train.min_lr_ratio) == schedule
 
@@ -101,12 +101,12 @@ def test_a_schedule_is_the_one_that_transformers_calls_so(name: str, schedule: t
         (["--logger.tensorboard_dir", "true"], (False, None, True, None)),
     ],
 )
-def test_a_key_or_a_folder_may_stand_where_true_may(words: list[str], expected: tuple[Any, ...]) -> None:
+def test_a_boolean_flag_accepts_a_key_or_a_folder(words: list[str], expected: tuple[Any, ...]) -> None:
     log = sft(*words).log
     assert (log.wandb, log.wandb_key, log.tensorboard, log.tensorboard_dir) == expected
 
 
-def test_switches_and_lists_are_read_as_there() -> None:
+def test_switches_and_lists_are_parsed_as_in_openrlhf() -> None:
     words = "--bf16 --flash_attn --ds.lora.target_modules q_proj v_proj --aux_loss_coef 0.001 --max_ckpt_mem 1000"
     config = load_config(DPOConfig, [*BASE, *words.split()])
     assert (config.train.precision, config.model.attn_implementation) == ("bf16", "flash_attention_2")
@@ -132,7 +132,7 @@ def test_all_faults_are_reported_together_in_the_names_of_the_command() -> None:
     assert re.search(says(*facts, "train_batch_size=0"), str(error.value))
 
 
-def test_the_reward_server_has_its_own_names() -> None:
+def test_serve_rm_accepts_its_own_flag_names() -> None:
     words = "--reward_pretrain m --bf16 --max_len 9 --batch_size 3 --value_head_prefix v --packing_samples --port 7"
     config = load_config(ServeConfig, words.split())
     assert (config.model.path, config.precision, config.max_text_tokens, config.batch_size) == ("m", "bf16", 9, 3)

@@ -32,7 +32,7 @@ def test_the_overview_lists_the_recipes_own_options_and_those_of_plugins() -> No
     assert any(line.split()[:2] == ["vllm", "6"] for line in lines)
 
 
-def test_a_group_is_shown_alone_with_the_options_of_a_plugin_apart() -> None:
+def test_help_of_a_group_lists_plugin_options_separately() -> None:
     lines = help_text(GRPOConfig, "rollout").splitlines()
     assert {line.partition(".")[0] for line in lines if line.startswith("--")} == {"--rollout"}
     title = lines.index("Options of the plug-in vllm:")
@@ -40,14 +40,14 @@ def test_a_group_is_shown_alone_with_the_options_of_a_plugin_apart() -> None:
     assert "--rollout.tensor_parallel  (int, default 1)" in lines[title:]
 
 
-def test_a_plugin_an_option_and_everything_are_shown() -> None:
+def test_help_can_show_a_plugin_an_option_or_everything() -> None:
     assert "--rollout.gpu_memory" in help_text(GRPOConfig, "vllm")
     assert help_text(GRPOConfig, "--rollout.top_k").count("\n--") == 1
     lines = help_text(GRPOConfig, "all").splitlines()
     assert [o.name for o in options_of(GRPOConfig) if not any(x.startswith(f"--{o.name} ") for x in lines)] == []
 
 
-def test_an_unknown_topic_is_one_line_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_help_topic_gives_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help", "rolout"]) == 2
     out, error = capsys.readouterr()
     assert (out, error.count("\n")) == ("", 1)

@@ -289,12 +289,12 @@ KNOWN = set(fields_of(GRPOConfig))
 RIGHT = [(name, right) for table in (TRL, OPENRLHF, VERL, COMMON) for name, right in table.items() if name not in KNOWN]
 
 
-def test_more_than_150_names_are_tried() -> None:
+def test_the_synonym_cases_cover_more_than_150_names() -> None:
     assert len(RIGHT) + len(INSTEAD) + len(ELSEWHERE) > 150
 
 
 @pytest.mark.parametrize(("name", "right"), RIGHT)
-def test_a_name_of_another_system_is_answered_with_the_right_one(name: str, right: str) -> None:
+def test_the_error_for_an_option_name_of_another_system_gives_the_name_here(name: str, right: str) -> None:
     message = fault(GRPOConfig, name)
     assert message.startswith(f"unknown option {name!r}")
     # The first option that is named, where others are explained beside it.
@@ -302,7 +302,7 @@ def test_a_name_of_another_system_is_answered_with_the_right_one(name: str, righ
 
 
 @pytest.mark.parametrize("name", INSTEAD)
-def test_a_name_without_an_equal_is_answered_with_what_to_do(name: str) -> None:
+def test_the_error_for_a_name_without_an_equivalent_gives_the_alternative(name: str) -> None:
     message = fault(GRPOConfig, name)
     for fact in INSTEAD[name]:
         assert fact in message, message
@@ -315,7 +315,7 @@ def test_the_error_for_an_option_of_other_recipes_names_them(name: str) -> None:
         assert fact in message, message
 
 
-def test_the_same_name_means_what_the_recipe_has() -> None:
+def test_a_name_is_resolved_to_the_options_of_the_recipe() -> None:
     assert "algorithm.gamma" in fault(ReinforceConfig, "discount")
     assert "algorithm.baseline" in fault(ReinforceConfig, "advantage_estimator")
     assert "algorithm.estimator" in fault(MultiTurnConfig, "advantage_estimator")
@@ -331,7 +331,7 @@ def test_suggested_options_come_with_their_description() -> None:
     assert "share of the run's optimizer steps" in fault(GRPOConfig, "warmup_steps")
 
 
-def test_a_typing_error_is_answered_with_the_nearest_option() -> None:
+def test_the_error_for_a_typing_error_gives_the_nearest_option() -> None:
     assert "'rollout.temperature'" in fault(GRPOConfig, "rollout.temprature")
     assert "samples_per_prompt" in fault(GRPOConfig, "num_generatoins")
     assert "--help" in fault(GRPOConfig, "nonsense_of_mine")
@@ -342,7 +342,7 @@ def test_all_unknown_options_are_reported_together() -> None:
         load_config(GRPOConfig, ["lr=1", "num_generations=8", "batch_size=4", "model.path=m", "data.path=task:sort"])
 
 
-def test_a_value_for_a_whole_group_is_answered_with_its_option() -> None:
+def test_the_error_for_a_value_of_a_group_gives_the_intended_option() -> None:
     with pytest.raises(ConfigError, match=says("'model'", "model.path")):
         load_config(GRPOConfig, ["model=Qwen/Qwen3-0.6B", "data.path=task:sort"])
 
@@ -363,18 +363,18 @@ def test_every_option_of_the_table_that_all_recipes_share_exists() -> None:
             assert (recipe in had_by) == has, (pattern, recipe)
 
 
-def test_no_name_of_the_table_is_an_option_that_it_hides() -> None:
+def test_no_synonym_is_the_name_of_an_existing_option() -> None:
     options = {option.name: option.meaning for option in options_of(GRPOConfig)}
     for name in synonyms().names:
         assert name not in options or answer(name, options, "grpo"), name
 
 
-def test_the_page_of_names_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_of_option_names_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     assert runpy.run_path(str(ROOT / "scripts" / "option_names_page.py"))["main"](["--check"]) == 0
 
 
-def test_the_table_of_recipes_is_what_their_schemas_have() -> None:
+def test_the_table_of_recipes_matches_their_schemas() -> None:
     has = {name: set(fields_of(import_module(f"recipes.{name}.main").COMMAND.schema)) for name in RECIPES}
     table = synonyms()
     actual = {option: {name for name in RECIPES if option in has[name]} for option in table.options}

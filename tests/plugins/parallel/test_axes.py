@@ -53,7 +53,7 @@ def ranks_of(models: Path, tmp_path_factory: pytest.TempPathFactory) -> RanksOf:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for case in CASES for ranks in RANKS[case]])
-def test_a_mesh_trains_as_one_process_does(ranks_of: RanksOf, ranks: int, case: str) -> None:
+def test_training_on_a_mesh_equals_training_in_one_process(ranks_of: RanksOf, ranks: int, case: str) -> None:
     (alone,) = (record[case] for record in ranks_of(1))
     together = [record[case] for record in ranks_of(ranks)]
     for actual, expected in zip(together[0]["metrics"], alone["metrics"], strict=True):
@@ -69,7 +69,7 @@ def test_a_mesh_trains_as_one_process_does(ranks_of: RanksOf, ranks: int, case: 
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_activations_of_a_long_sequence_are_shared_out(models: Path, ranks: int, tmp_path: Path) -> None:
+def test_activations_of_a_long_sequence_are_divided_over_ranks(models: Path, ranks: int, tmp_path: Path) -> None:
     ((alone,),) = run_ranks(mesh_worker.activations, 1, tmp_path / "alone", str(models), {})
     meshes = [{"context": ranks}, *([{"tensor": 2}] if ranks == 2 else [])]
     for context, *tensor in run_ranks(mesh_worker.activations, ranks, tmp_path / "shared", str(models), *meshes):
@@ -91,7 +91,7 @@ def _planned(models: Path, tensor: int) -> float:
 
 
 @pytest.mark.full
-def test_heads_that_cannot_be_shared_and_padded_rows_are_refused_by_name(models: Path, tmp_path: Path) -> None:
+def test_indivisible_heads_and_padded_rows_are_refused_by_name(models: Path, tmp_path: Path) -> None:
     for messages in run_ranks(mesh_worker.refusals, 2, tmp_path, str(models)):
         assert re.search(says("parallel.context=2", "3 attention heads"), messages["odd"])
         assert re.search(says("parallel.context=2", "train.packing=true"), messages["qwen2"])
@@ -101,7 +101,7 @@ def test_heads_that_cannot_be_shared_and_padded_rows_are_refused_by_name(models:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("ranks", "case"), [(2, "qwen2-tensor-2"), (2, "llama-tensor-3"), (4, "llama-tensor-3")])
-def test_a_rank_of_the_tensor_axis_keeps_what_the_plan_says(
+def test_the_memory_of_a_tensor_parallel_rank_matches_the_plan(
     models: Path, ranks_of: RanksOf, ranks: int, case: str
 ) -> None:
     size = model_size(str(models / CASES[case]["model"]))
@@ -114,9 +114,7 @@ def test_a_rank_of_the_tensor_axis_keeps_what_the_plan_says(
 
 
 @pytest.mark.full
-def test_a_state_goes_from_a_tensor_mesh_to_one_process_and_back(
-    models: Path, ranks_of: RanksOf, tmp_path: Path
-) -> None:
+def test_a_state_moves_between_a_tensor_mesh_and_one_process(models: Path, ranks_of: RanksOf, tmp_path: Path) -> None:
     saved = {f"state-{ranks}": ranks_of(ranks)[0][mesh_worker.RESUMED] for ranks in (1, 2)}
     (alone,) = run_ranks(mesh_worker.resumed, 1, tmp_path / "alone", str(models), list(saved), True)
     together = run_ranks(mesh_worker.resumed, 2, tmp_path / "together", str(models), list(saved), False)
@@ -144,12 +142,12 @@ def test_a_state_goes_from_a_tensor_mesh_to_one_process_and_back(
         ({"context": 1, "tensor": 0}, ["tensor=0", 1]),
     ],
 )
-def test_models_that_cannot_share_sequences_are_named(settings: dict[str, Any], facts: list[object]) -> None:
+def test_models_without_context_parallelism_are_refused_by_name(settings: dict[str, Any], facts: list[object]) -> None:
     with pytest.raises(ValueError, match=says(*facts)):
         TrainConfig(**({"engine": "fsdp", "zero_stage": 2, "context": 2} | settings))
 
 
-def test_ranks_that_cannot_be_shared_out_are_refused_and_the_plan_divides_activations() -> None:
+def test_indivisible_ranks_are_refused_and_the_plan_divides_activations() -> None:
     config = TrainConfig(engine="fsdp", zero_stage=3, context=2)
     with pytest.raises(ValueError, match=says("parallel.context=2", "3 ranks")):
         config.data_ranks(3)

@@ -58,13 +58,13 @@ def assert_equal(records: list[dict[str, Any]], expected: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("ranks", "case"), [("pair", case) for case in expert_worker.CASES] + [("four", "packed-2"), ("four", "context")]
 )
-def test_ranks_that_share_experts_train_as_one_process_does(recorded: Records, ranks: str, case: str) -> None:
+def test_expert_parallel_training_equals_training_in_one_process(recorded: Records, ranks: str, case: str) -> None:
     (alone,) = recorded["alone"]
     assert_equal([record[case] for record in recorded[ranks]], alone[case])
 
 
 @pytest.mark.full
-def test_the_balancing_loss_is_the_same_with_the_axis(recorded: Records) -> None:
+def test_the_balancing_loss_does_not_depend_on_expert_parallelism(recorded: Records) -> None:
     first = recorded["pair"][0]
     for actual, expected in zip(first["balanced-2"], first["balanced"], strict=True):
         assert actual == pytest.approx(expected, rel=1e-5, abs=1e-6)
@@ -72,7 +72,7 @@ def test_the_balancing_loss_is_the_same_with_the_axis(recorded: Records) -> None
 
 
 @pytest.mark.full
-def test_memory_falls_as_the_plan_says(folder: Path, recorded: Records) -> None:
+def test_memory_of_expert_parallel_ranks_matches_the_plan(folder: Path, recorded: Records) -> None:
     size = model_size(str(folder / "qwen3_moe"))
     assert size is not None
     held = [record["memory"] for record in recorded["pair"]]
@@ -88,7 +88,7 @@ def test_memory_falls_as_the_plan_says(folder: Path, recorded: Records) -> None:
 
 
 @pytest.mark.full
-def test_a_state_goes_from_shared_experts_to_whole_ones_and_back(recorded: Records) -> None:
+def test_a_state_moves_between_expert_parallelism_and_one_process(recorded: Records) -> None:
     (alone,), pair, four = recorded["alone"], recorded["pair"][0], recorded["four"][0]
     assert pair["remarks"] == []
     assert any("expert=2" in remark for remark in alone["remarks"])
@@ -103,7 +103,7 @@ def test_a_state_goes_from_shared_experts_to_whole_ones_and_back(recorded: Recor
 
 
 @pytest.mark.full
-def test_dense_models_and_experts_that_do_not_divide_are_refused_by_name(recorded: Records) -> None:
+def test_dense_models_and_indivisible_experts_are_refused_by_name(recorded: Records) -> None:
     for record in recorded["pair"]:
         assert re.search(says("parallel.expert=2", "Qwen3ForCausalLM"), record["refused"]["dense"])
         assert re.search(says("parallel.expert=2", "5 experts"), record["refused"]["five"])
@@ -122,12 +122,12 @@ def config(expert: int, **settings: Any) -> TrainConfig:
         ({"tensor": 2}, ["parallel.tensor=2", "parallel.expert=2"]),
     ],
 )
-def test_settings_that_cannot_share_experts_are_named(settings: dict[str, Any], facts: list[object]) -> None:
+def test_settings_without_expert_parallelism_are_refused_by_name(settings: dict[str, Any], facts: list[object]) -> None:
     with pytest.raises(ValueError, match=says(*facts)):
         config(**({"expert": 2} | settings))
 
 
-def test_a_plan_refuses_ranks_and_experts_that_cannot_be_shared_out() -> None:
+def test_a_plan_refuses_indivisible_ranks_and_experts() -> None:
     with pytest.raises(ValueError, match=says("parallel.expert=2", "3 ranks")):
         config(2).data_ranks(3)
     assert config(2).data_ranks(4) == 4

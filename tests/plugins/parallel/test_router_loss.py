@@ -72,7 +72,7 @@ def test_the_router_loss_equals_a_calculation_by_hand() -> None:
     assert whole([logits_RE], torch.tensor([1.0, 0.0]), 1) == pytest.approx(1.5)
 
 
-def test_the_losses_of_two_micro_batches_add_up_to_that_of_the_step() -> None:
+def test_router_losses_of_micro_batches_sum_to_that_of_the_step() -> None:
     # The same two tokens, of which each is a micro-batch. Alone, each would have the loss 1.5.
     logits_RE = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]]).log()
     micros = [routed_sums([row_1E], torch.ones(1), 1) for row_1E in logits_RE.split(1)]
@@ -81,7 +81,7 @@ def test_the_losses_of_two_micro_batches_add_up_to_that_of_the_step() -> None:
     assert [float(load_balancing_loss(each, step)) for each in micros] == pytest.approx([0.5625, 0.5625])
 
 
-def test_the_formula_is_that_of_transformers() -> None:
+def test_the_router_loss_equals_that_of_transformers() -> None:
     generator = torch.Generator().manual_seed(0)
     layers: Any = tuple(torch.randn(12, 5, generator=generator) for _ in range(3))
     mask_BT = torch.rand(3, 4, generator=generator) < 0.7
@@ -107,7 +107,7 @@ def balance_of(model: torch.nn.Module, batch: Batch, compute: Callable[..., obje
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_padding_is_not_counted(experts: Path, packed: bool) -> None:
+def test_padding_does_not_count_in_the_router_loss(experts: Path, packed: bool) -> None:
     model = load_policy(experts, packing=packed)
     batch = Batch.from_rows({"tokens": ROWS})
     # Nothing is predicted from a sequence's last token, which is not counted in either layout.
@@ -115,7 +115,7 @@ def test_padding_is_not_counted(experts: Path, packed: bool) -> None:
     assert float(balance_of(model, batch, token_logprobs).detach()) == pytest.approx(expected(experts, read), rel=1e-5)
 
 
-def test_a_value_model_has_its_routers_too_and_a_step_along_the_gradient_balances_them(experts: Path) -> None:
+def test_a_gradient_step_balances_the_routers_of_a_value_model(experts: Path) -> None:
     model = load_value_model(experts, gradient_checkpointing=True).train()
     batch = Batch.from_rows({"tokens": ROWS})
     loss = balance_of(model, batch, state_values)
@@ -130,7 +130,7 @@ def test_a_value_model_has_its_routers_too_and_a_step_along_the_gradient_balance
     assert balance_of(model, batch, state_values) < loss
 
 
-def test_micro_batches_share_a_step_by_their_routed_rows() -> None:
+def test_micro_batches_are_weighted_by_their_routed_rows() -> None:
     # 4, 1 and 2 tokens predict another one.
     minibatch = Batch.from_rows({"tokens": ROWS})
     assert row_share(minibatch, minibatch) == 1
@@ -198,7 +198,7 @@ def test_loss_and_loads_are_equal_packed_padded_split_and_with_sequences_that_ar
         assert results[0]["grad_norm"] > 1e-4
 
 
-def test_a_collapsed_router_sounds_the_alarm(experts: Path) -> None:
+def test_a_collapsed_router_raises_an_alarm(experts: Path) -> None:
     model = load_policy(experts)
     batch = Batch.from_rows({"tokens": [[3 + (i + t) % 17 for t in range(9)] for i in range(8)]})
     alarms = Alarms(set())
@@ -214,7 +214,7 @@ def test_a_collapsed_router_sounds_the_alarm(experts: Path) -> None:
     assert [(event.alarm, event.step) for event in events] == [("router", 4)]
 
 
-def test_a_dense_model_has_none(tmp_path: Path) -> None:
+def test_a_dense_model_has_no_router_loss(tmp_path: Path) -> None:
     Qwen3ForCausalLM(Qwen3Config(**SIZES)).save_pretrained(tmp_path)
     model = load_policy(tmp_path)
     assert not find_routers(model).modules

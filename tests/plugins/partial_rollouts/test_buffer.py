@@ -155,7 +155,7 @@ def test_groups_of_a_replaced_engine_restart_with_their_random_numbers_and_a_mes
     assert (ids(last), last["weight_version"].tolist()) == ([0, 2], [2, 2, 2, 2])
 
 
-def test_no_more_prompts_are_begun_than_the_run_still_needs() -> None:
+def test_only_as_many_prompts_start_as_the_run_still_needs() -> None:
     engines = Engines()
     groups = engines.groups(in_flight=4, most_stale=1)
     assert ids(groups.fill(1, 2, 3)) == [0, 1]

@@ -74,7 +74,7 @@ def test_prompts_of_groups_are_preferred_to_a_shorter_system_prompt() -> None:
     assert runs_of(batch_of(*others), 2) == [Run([2, 0, 3, 1], 3)]
 
 
-def test_a_row_has_the_prefix_once_and_a_place_for_every_token() -> None:
+def test_a_row_has_the_prefix_once_and_all_other_tokens() -> None:
     batch = batch_of([*P, 1], [7, 7], [*P, 6, 6])
     place_N, first_U = shared_places(batch, [Run([0, 2], 3), Run([1], 0)])
     # The row: 2 3 4 | 5 1 | 5 6 6 | 7 7
@@ -157,7 +157,7 @@ def test_a_shared_prompt_counts_once_as_computed_in_each_micro_batch() -> None:
         layout.computed_tokens(batch_of([1], [2]), [apart])
 
 
-def test_computed_places_are_those_of_the_rows_that_are_made() -> None:
+def test_computed_places_equal_the_sizes_of_the_rows() -> None:
     minibatch = batch_of([*P, 20], [*P, 21, 22], [*Q, 23, 24, 25], [*Q, 26], [*P, 5], [1, 2])
     layout = SharedPrompts()
     plans = layout.micro_batches_by_rank(minibatch, 2, max_tokens=12)
@@ -288,7 +288,7 @@ def record(tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[d
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", shared_cases.CASES)
-def test_every_engine_learns_the_same_from_shared_prompts_on_two_ranks(record: list[dict[str, Any]], case: str) -> None:
+def test_every_engine_trains_equally_with_shared_prompts_on_two_ranks(record: list[dict[str, Any]], case: str) -> None:
     for rank in record:
         actual = rank[f"{case}-shared"]
         expected = rank[f"{case}-whole"]

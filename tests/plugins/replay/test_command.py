@@ -8,7 +8,9 @@ import pytest
 from plugins.replay.command import main
 
 
-def test_what_cannot_be_replayed_is_refused_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_cannot_be_replayed_is_refused_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
     run.mkdir()
     assert main([str(run), "--step", "1"]) == 2

@@ -63,7 +63,7 @@ def quantities(tmp_path: Path, other: Batch | None, **fields: Any) -> list[tuple
     return [(difference.quantity, difference.name) for difference in differences(first, second, 1)]
 
 
-def test_equal_runs_have_no_difference_though_their_times_differ(tmp_path: Path) -> None:
+def test_equal_runs_with_different_times_have_no_difference(tmp_path: Path) -> None:
     assert quantities(tmp_path, batch()) == []
 
 
@@ -73,12 +73,12 @@ def test_a_changed_reward_comes_before_the_advantage_and_the_loss(tmp_path: Path
     assert quantities(tmp_path, other, loss=0.25, digest="bb") == expected
 
 
-def test_a_changed_prompt_is_told_from_a_changed_response(tmp_path: Path) -> None:
+def test_a_changed_prompt_is_distinguished_from_a_changed_response(tmp_path: Path) -> None:
     prompt = batch(tokens=torch.tensor([5, 6, 7, 8, 4, 9, 8]))
     assert quantities(tmp_path, prompt) == [("prompt tokens", "tokens"), ("responses", "tokens")]
 
 
-def test_responses_of_other_lengths_are_compared_by_their_lengths(tmp_path: Path) -> None:
+def test_responses_of_different_lengths_are_reported_by_length(tmp_path: Path) -> None:
     other = batch()
     shorter = Batch(
         [3, 3], {name: column[[0, 1, 2, 4, 5, 6]] for name, column in other.per_token.items()}, other.per_sequence
@@ -99,7 +99,7 @@ def test_a_difference_names_response_token_values_and_the_largest_gap(tmp_path: 
     assert str(difference) == f"step 1: log-probabilities differ: logprob {place}"
 
 
-def test_a_repeated_step_counts_with_its_last_line(tmp_path: Path) -> None:
+def test_the_last_line_of_a_repeated_step_is_used(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", None)
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 1, "time": 1.0, "actor/loss": 2.0}) + "\n")
@@ -120,7 +120,7 @@ def test_compare_prints_options_environment_and_the_first_difference(
     assert "response 1 belongs to prompt 4 of the data" in out
 
 
-def test_compare_of_equal_runs_says_so_and_a_folder_without_a_run_is_refused(
+def test_compare_reports_equal_runs_and_refuses_a_folder_without_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = write_run(tmp_path / "first", batch())

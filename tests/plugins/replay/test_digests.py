@@ -8,7 +8,7 @@ import pytest
 from plugins.replay.digests import append_line, read_digests
 
 
-def test_the_last_line_of_a_step_and_role_counts(tmp_path: Path) -> None:
+def test_the_last_line_of_a_step_and_role_is_used(tmp_path: Path) -> None:
     for step, role, digest in ((1, "actor", "aa"), (1, "critic", "bb"), (2, "actor", "cc"), (1, "actor", "dd")):
         append_line(str(tmp_path), step, role, digest)
     assert read_digests(tmp_path) == {(1, "actor"): "dd", (1, "critic"): "bb", (2, "actor"): "cc"}

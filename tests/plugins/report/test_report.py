@@ -148,7 +148,7 @@ def test_events_of_user_code_are_ignored(tmp_path: Path) -> None:
     assert run_of(run) == known
 
 
-def test_some_of_many_steps_are_marked_and_the_page_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_of_many_steps_marks_some_and_mentions_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "one")
     whole = run_of(run)["timeline"]
     monkeypatch.setattr(gather, "MAX_STEP_MARKS", 2)
@@ -157,7 +157,7 @@ def test_some_of_many_steps_are_marked_and_the_page_says_so(tmp_path: Path, monk
     assert (few["steps"], few["thinned"]) == ([[1, 20], [6, 70]], True)
 
 
-def test_thinning_keeps_the_ends_the_peaks_and_the_gaps() -> None:
+def test_downsampling_keeps_first_and_last_points_peaks_and_gaps() -> None:
     x = np.arange(100_000.0)
     y = np.zeros(100_000)
     y[77_777] = 9.0
@@ -191,7 +191,7 @@ def test_rollouts_have_the_text_the_turns_and_the_numbers_of_the_policys_tokens(
     assert (first["advantage"], first["reward"], first["bin"]) == (-1, 0, 0)
 
 
-def test_long_responses_many_groups_and_many_steps_are_cut_and_counted(tmp_path: Path) -> None:
+def test_long_responses_and_surplus_groups_and_steps_are_cut_and_counted(tmp_path: Path) -> None:
     for step in range(1, 61):
         rollouts(tmp_path / f"rollouts/step_{step:06d}.parquet", prompts=20)
     data = read_rollouts(tmp_path, 100_000)
@@ -246,7 +246,7 @@ def test_invalid_bytes_are_decoded_in_linear_time() -> None:
     assert vocabulary.entries == [(0, ""), (1, "a")]
 
 
-def test_hostile_text_is_data_and_not_markup(tmp_path: Path) -> None:
+def test_hostile_text_is_escaped(tmp_path: Path) -> None:
     html = page.build_page([write_run(tmp_path / "one", evil=True)])
     assert "window.hacked" not in html
     run = data_in(html)["runs"][0]
@@ -338,7 +338,7 @@ def test_a_huge_run_fits_in_two_megabytes_and_lists_omissions(tmp_path: Path) ->
     assert len(left) == 8
 
 
-def test_a_page_that_would_be_too_large_is_thinned_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_is_too_large_is_downsampled_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "one")
     whole = len(page.build_page([run]).encode())
     monkeypatch.setattr(page, "MOST_BYTES", whole - 1)
@@ -453,5 +453,5 @@ def test_a_run_stops_waiting_for_a_hanging_report(
     assert re.search(says(run / "report.html", "0.01 s"), warning.getMessage())
 
 
-def test_reading_no_events_gives_no_timeline(tmp_path: Path) -> None:
+def test_a_run_without_events_has_no_timeline(tmp_path: Path) -> None:
     assert not read_events(tmp_path / "events.jsonl").bars

@@ -21,7 +21,7 @@ from training.run.checkpoint import Checkpoints
         ('{"step": 3', ["JSON", "Expecting"]),
     ],
 )
-def test_a_state_that_cannot_be_read_is_named(tmp_path: Path, text: str | None, facts: list[object]) -> None:
+def test_an_unreadable_state_is_refused_with_its_path(tmp_path: Path, text: str | None, facts: list[object]) -> None:
     (tmp_path / "state").mkdir()
     if text is not None:
         (tmp_path / "state" / "trainer.json").write_text(text)
@@ -32,7 +32,7 @@ def test_a_state_that_cannot_be_read_is_named(tmp_path: Path, text: str | None, 
 # --- finding
 
 
-def test_none_and_a_run_without_checkpoints_start_anew(tmp_path: Path) -> None:
+def test_resume_none_and_a_run_without_checkpoints_start_from_the_beginning(tmp_path: Path) -> None:
     save(Checkpoints(tmp_path), 1)
     assert find_checkpoint("none", tmp_path) is None
     assert find_checkpoint("auto", tmp_path / "missing") is None
@@ -41,7 +41,7 @@ def test_none_and_a_run_without_checkpoints_start_anew(tmp_path: Path) -> None:
     assert find_checkpoint("auto", tmp_path / "empty") is None
 
 
-def test_a_step_a_folder_of_steps_and_a_run_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_accepts_a_step_a_folder_of_steps_or_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run" / "checkpoints"
     for step in (1, 2):
         save(Checkpoints(folder), step)
@@ -59,7 +59,7 @@ def test_a_step_a_folder_of_steps_and_a_run_are_found(tmp_path: Path, monkeypatc
     assert find_checkpoint(str(tmp_path / "good"), elsewhere) == folder / "step_1"
 
 
-def test_a_place_without_a_checkpoint_is_refused_with_where_was_looked(tmp_path: Path) -> None:
+def test_a_path_without_a_checkpoint_is_refused_with_the_searched_folders(tmp_path: Path) -> None:
     looked = (f"{tmp_path}/x,", f"{tmp_path}/x/latest", f"{tmp_path}/x/checkpoints/latest")
     with pytest.raises(ValueError, match=says(f"resume={tmp_path}/x:", *looked)):
         find_checkpoint(f"{tmp_path}/x", tmp_path)
@@ -70,7 +70,7 @@ def test_a_place_without_a_checkpoint_is_refused_with_where_was_looked(tmp_path:
         find_checkpoint("~nobody_by_this_name/run", tmp_path)
 
 
-def test_a_step_that_is_only_a_model_is_refused(tmp_path: Path) -> None:
+def test_a_step_with_only_a_model_is_refused(tmp_path: Path) -> None:
     folder = save(Checkpoints(tmp_path), 3)
     shutil.rmtree(folder / "state")
     for resume in ("auto", str(folder), str(tmp_path)):
@@ -78,7 +78,7 @@ def test_a_step_that_is_only_a_model_is_refused(tmp_path: Path) -> None:
             find_checkpoint(resume, tmp_path)
 
 
-def test_a_run_started_again_goes_on_from_what_it_saved_itself_and_not_from_what_another_left(tmp_path: Path) -> None:
+def test_a_restarted_run_resumes_only_from_its_own_checkpoints(tmp_path: Path) -> None:
     folder, other = tmp_path / "own", tmp_path / "other"
     save(Checkpoints(other), 3)
     Checkpoints(folder).save(9, {"run_id": "before"}, lambda _: None)
@@ -94,7 +94,7 @@ def test_a_run_started_again_goes_on_from_what_it_saved_itself_and_not_from_what
 
 @pytest.mark.parametrize("file", ["state/actor/rank_0.bin", "hf/model.bin", "state/trainer.json"])
 @pytest.mark.parametrize("harm", ["removed", "emptied", "cut", "changed"])
-def test_a_damaged_latest_is_named_and_the_newest_whole_one_before_it_taken(
+def test_a_damaged_latest_checkpoint_is_named_and_the_previous_complete_one_is_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, harm: str
 ) -> None:
     box = Checkpoints(tmp_path / "run" / "checkpoints")
@@ -121,7 +121,7 @@ def damage_file(file: Path, harm: str) -> None:
     file.write_bytes({"emptied": b"", "cut": data[:-1], "changed": bytes([data[0] ^ 1]) + data[1:]}[harm])
 
 
-def test_without_a_whole_one_before_it_a_damaged_latest_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_latest_checkpoint_without_a_complete_predecessor_is_refused(tmp_path: Path) -> None:
     folder = save(Checkpoints(tmp_path), 3)
     damage_file(folder / "hf" / "model.bin", "emptied")
     for resume in ("auto", str(tmp_path)):
@@ -129,7 +129,7 @@ def test_without_a_whole_one_before_it_a_damaged_latest_is_refused(tmp_path: Pat
             find_checkpoint(resume, tmp_path)
 
 
-def test_a_step_whose_digests_are_lost_or_damaged_is_not_taken(tmp_path: Path) -> None:
+def test_a_checkpoint_with_missing_or_damaged_digests_is_not_used(tmp_path: Path) -> None:
     for step in (1, 2):
         save(Checkpoints(tmp_path), step)
     digests = tmp_path / "step_2" / "state" / "digests.json"
@@ -145,7 +145,7 @@ def test_a_step_whose_digests_are_lost_or_damaged_is_not_taken(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("harm", ["removed", "emptied"])
-def test_without_latest_the_newest_whole_step_is_taken_and_that_is_said(
+def test_without_a_latest_file_the_newest_complete_step_is_used_with_a_note(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: str
 ) -> None:
     for step in (1, 2, 3):
@@ -162,7 +162,7 @@ def test_without_latest_the_newest_whole_step_is_taken_and_that_is_said(
 # --- options
 
 
-def test_options_that_changed_are_listed_in_the_order_of_now() -> None:
+def test_changed_options_are_listed_in_the_current_order() -> None:
     before = {
         "seed": 1,
         "gone": None,

@@ -95,13 +95,13 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
         ("verl_all", [0, 1, 2]),
     ],
 )
-def test_each_function_gets_what_its_parameters_are_called(
+def test_each_function_gets_the_columns_named_by_its_parameters(
     theirs: ModuleType, function: str, rewards: list[float]
 ) -> None:
     assert called(getattr(theirs, function)).rewards == rewards
 
 
-def test_numbers_and_words_of_a_dict_and_of_trls_loggers_are_kept(theirs: ModuleType) -> None:
+def test_numbers_and_texts_of_a_dict_and_of_trls_loggers_are_kept(theirs: ModuleType) -> None:
     actual = called(theirs.verl_one)
     assert (actual.logs, actual.texts) == ({"index": [0.0, 1.0, 2.0]}, {"pred": ["s0", "s1", "s2"]})
 
@@ -114,7 +114,7 @@ def test_numbers_and_words_of_a_dict_and_of_trls_loggers_are_kept(theirs: Module
     assert (actual.logs, actual.texts) == ({"mean_length": [4 / 3] * 3}, {"first": ["4", "5", "2"]})
 
 
-def test_chat_messages_of_the_data_reach_trls_functions_as_messages_and_others_as_text() -> None:
+def test_trl_functions_get_chat_messages_as_messages_and_text_as_text() -> None:
     messages = [[{"role": "user", "content": f"p{i}"}] for i in range(3)]
     rows = [{"columns": {"prompt": turns}} for turns in messages]
     seen: list[Any] = []
@@ -134,7 +134,7 @@ def test_chat_messages_of_the_data_reach_trls_functions_as_messages_and_others_a
     assert seen[2] == ["p0", "p1", "p2"]
 
 
-def test_a_continued_message_reaches_trl_functions_with_its_start() -> None:
+def test_trl_functions_get_a_prefilled_message_with_its_beginning() -> None:
     request = {"role": "user", "content": "p"}
     begun = {"role": "assistant", "content": "It is "}
     rows = [{"columns": {"prompt": turns}} for turns in ([request, begun], [request], [request])]
@@ -157,7 +157,7 @@ def test_a_missing_column_is_named_together_with_the_existing_ones() -> None:
         called(lost)
 
 
-def test_a_file_names_its_function_by_convention_by_being_alone_or_in_the_path(tmp_path: Path) -> None:
+def test_the_function_of_a_file_is_named_by_convention_or_in_the_path_or_is_the_only_one(tmp_path: Path) -> None:
     path = tmp_path / "style.py"
     path.write_text("def _helper(): ...\nasync def brevity(completions): return [0.0 for _ in completions]\n")
     assert reward_function(str(path)) == (path, "brevity")
@@ -170,7 +170,7 @@ def test_a_file_names_its_function_by_convention_by_being_alone_or_in_the_path(t
         assert reward(["pa"], ["p"], [""]).reward_B.tolist() == [1.0]
 
 
-def test_none_leaves_out_a_part_and_fails_the_response_if_all_parts_are_none(tmp_path: Path) -> None:
+def test_none_skips_a_part_and_fails_the_response_if_all_parts_are_none(tmp_path: Path) -> None:
     path = tmp_path / "parts.py"
     path.write_text(
         "def math(completions, kind, **kwargs):\n"
@@ -192,7 +192,7 @@ def test_none_leaves_out_a_part_and_fails_the_response_if_all_parts_are_none(tmp
         reward(placeholders, placeholders, placeholders, responses=placeholders, rows=rows)
 
 
-def test_columns_of_the_data_are_kept_beside_prompt_and_label(tmp_path: Path) -> None:
+def test_reward_functions_get_columns_besides_prompt_and_label(tmp_path: Path) -> None:
     from components.data.prompts import load_rows
 
     turns = [{"role": "user", "content": "1 + 1"}]
@@ -201,7 +201,7 @@ def test_columns_of_the_data_are_kept_beside_prompt_and_label(tmp_path: Path) ->
     assert row["extra_info"] == {"prompt": turns, "level": 3}
 
 
-def test_rows_that_lack_a_column_have_none_there_as_in_a_table(tmp_path: Path) -> None:
+def test_a_missing_column_of_a_row_is_none(tmp_path: Path) -> None:
     from components.data.prompts import load_rows
 
     lines = [{"input": "a", "solution": 1}, {"input": "b"}, {"input": "c", "level": "x"}]
@@ -214,7 +214,7 @@ def test_rows_that_lack_a_column_have_none_there_as_in_a_table(tmp_path: Path) -
     ]
 
 
-def test_each_row_of_mixed_prompts_decides_whether_it_is_read_as_messages() -> None:
+def test_each_row_of_mixed_prompts_is_passed_as_messages_or_text() -> None:
     turns = [{"role": "user", "content": "p0"}]
     rows = [{"columns": {"prompt": turns}}, {}, {}]
     seen: list[Any] = []

@@ -84,7 +84,7 @@ def test_the_parts_of_a_sum_run_in_parallel(files: Path) -> None:
         assert reward(["q a"], ["q "], [""]).reward_B.tolist() == [3.0]
 
 
-def test_an_answer_that_fails_in_one_part_has_failed(files: Path) -> None:
+def test_a_response_that_fails_in_one_part_has_no_reward(files: Path) -> None:
     with open_reward("1*exact_match + 1*fails_on_b.py", RewardSettings(max_failed_share=0.5)) as reward:
         output = reward(QUERIES, PROMPTS, LABELS)
     assert output.reward_B.tolist() == [2.0, 1.0, 0.0, 0.0]
@@ -114,7 +114,7 @@ def test_too_many_failures_of_one_part_stop_the_run_and_name_it(files: Path) -> 
     assert "'fails_on_b'" in caught.value.__notes__[-1]
 
 
-def test_only_a_weight_begins_a_part_so_files_and_urls_may_hold_both_signs(files: Path) -> None:
+def test_files_and_urls_of_a_sum_may_contain_plus_and_asterisk(files: Path) -> None:
     assert reward_parts("0.7*gsm8k + 3e-1 * a + b.py") == [(0.7, "gsm8k"), (0.3, "a + b.py")]
     assert reward_parts("1*http://a/x?y=1+2*3,http://b") == [(1.0, "http://a/x?y=1+2*3,http://b")]
     # Alone it is a file, and no sum.
@@ -128,7 +128,7 @@ def test_only_a_weight_begins_a_part_so_files_and_urls_may_hold_both_signs(files
 @pytest.mark.parametrize(
     "spec", ["gsm8k + math", "gsm8k + 0.3*math", "0*gsm8k + 1*math", "-1*gsm8k", "1*gsm8k + 1*", "1e999*math"]
 )
-def test_a_sum_without_a_good_weight_for_each_part_is_refused(spec: str) -> None:
+def test_a_sum_with_a_missing_or_invalid_weight_is_refused(spec: str) -> None:
     with pytest.raises(ValueError, match=says(f"'{spec}'", "weight", "0.7*gsm8k")):
         check_reward(spec)
 

@@ -22,7 +22,7 @@ def tried(folder: Path, function: str, rows: list[dict[str, Any]] = ROWS, heldou
     return try_rewards(f"{folder}/own.py", "reward.source", {"the data": rows, "the held-out data": heldout})
 
 
-def test_a_function_gets_two_rows_of_two_lengths_in_one_call(tmp_path: Path) -> None:
+def test_a_trial_calls_a_function_once_with_two_rows_of_different_lengths(tmp_path: Path) -> None:
     calls = tmp_path / "calls"
     (note,) = tried(
         tmp_path,
@@ -36,7 +36,7 @@ def test_a_function_gets_two_rows_of_two_lengths_in_one_call(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("label", ["", "same"])
-def test_rows_of_one_length_get_two_lengths_of_responses(label: str, tmp_path: Path) -> None:
+def test_a_trial_of_rows_of_one_length_has_responses_of_two_lengths(label: str, tmp_path: Path) -> None:
     body = "def f(completions):\n    assert len({*map(len, completions)}) == 2\n    return [1.0] * len(completions)\n"
     tried(tmp_path, body, [{"input": "p", "label": label, "datasource": "d"}])
 
@@ -54,18 +54,18 @@ def test_rows_of_one_length_get_two_lengths_of_responses(label: str, tmp_path: P
         ("return (1.0 for _ in completions)", ["generator"]),
     ],
 )
-def test_a_function_that_rewards_no_batch_is_refused(body: str, facts: list[str], tmp_path: Path) -> None:
+def test_a_function_that_fails_for_a_batch_is_refused(body: str, facts: list[str], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=says("reward.source", "own.py", "first row", *facts)):
         tried(tmp_path, f"import torch\ndef f(completions, **kwargs):\n    {body}\n")
 
 
 @pytest.mark.parametrize("name", ["def f(a, b)", "async def f(a, b)", "def f(completions, lost)"])
-def test_a_function_of_other_parameters_is_refused_with_their_names(name: str, tmp_path: Path) -> None:
+def test_a_function_with_unknown_parameters_is_refused_with_their_names(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=says("reward.source", "solution", "no such column")):
         tried(tmp_path, f"{name}:\n    return [0.0] * 2\n")
 
 
-def test_columns_that_the_heldout_rows_lack_are_found(tmp_path: Path) -> None:
+def test_columns_missing_in_held_out_rows_are_reported(tmp_path: Path) -> None:
     body = "def f(completions, solution):\n    return [0.0] * len(completions)\n"
     heldout = [{"input": "p", "label": "1", "datasource": "d", "extra_info": {"level": 1}}]
     tried(tmp_path, body, heldout=ROWS)
@@ -87,7 +87,7 @@ def test_each_kind_of_row_is_tried(tmp_path: Path) -> None:
         tried(tmp_path, by_source, [*ROWS, ROWS[0] | {"datasource": "other"}])
 
 
-def test_a_sum_is_explained_and_logs_that_are_renamed_are_named(tmp_path: Path) -> None:
+def test_the_parts_of_a_sum_and_renamed_logs_are_listed(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "def good(completions, log_metric):\n    log_metric('failed', 1.0)\n    return [1.0] * len(completions)\n"
         "def brief(completions):\n    return [0.0] * len(completions)\n"
@@ -113,14 +113,14 @@ def right(request: Request, number: int) -> Answer:
     return 200, {"rewards": [1.0] * len(request["query"])}, {}
 
 
-def test_a_server_is_called_once_with_two_rows_and_not_for_a_plan(server: RewardServer) -> None:
+def test_a_trial_calls_a_server_once_with_two_rows_and_a_plan_does_not(server: RewardServer) -> None:
     assert try_rewards(server.url, "reward.source", {"the data": ROWS}) == []
     assert server.requests == [{"query": ["p01", "p110"], "prompts": ["p0", "p1"], "labels": ["1", "10"]}]
     (note,) = try_rewards(server.url, "reward.source", {"the data": ROWS}, calls_servers=False)
     assert re.search(says("reward.source", server.url), note) and len(server.requests) == 1
 
 
-def test_a_server_that_cannot_reward_is_refused_and_one_of_several_may_be_missing(server: RewardServer) -> None:
+def test_a_server_that_cannot_score_is_refused_unless_another_one_works(server: RewardServer) -> None:
     with closed_port() as port:
         missing = f"http://127.0.0.1:{port}/score"
         with pytest.raises(ValueError, match=says("reward.source", missing, "ConnectError")):

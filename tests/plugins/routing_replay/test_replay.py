@@ -71,7 +71,7 @@ def train(engine: TrainEngine, replay: RoutingReplay | None, batch: Batch) -> tu
 
 
 @pytest.mark.parametrize("experts", [4, 255, 256, 512])
-def test_routes_are_the_same_after_they_were_columns(experts: int) -> None:
+def test_routes_survive_the_conversion_to_columns(experts: int) -> None:
     route_NLK = torch.randint(NO_EXPERT, experts, (5, 3, 3), generator=torch.Generator().manual_seed(0))
     route_NLK[0] = experts - 1
     route_NLK[1] = NO_EXPERT
@@ -82,7 +82,7 @@ def test_routes_are_the_same_after_they_were_columns(experts: int) -> None:
     torch.testing.assert_close(from_columns(columns, 3, 3, experts), route_NLK)
 
 
-def test_columns_of_another_model_are_refused_with_both_numbers() -> None:
+def test_routes_of_another_model_are_refused_with_both_numbers() -> None:
     columns = to_columns(torch.zeros(5, 3, 3, dtype=torch.int64), 4)
     with pytest.raises(ValueError, match=says("2 columns", "20 layers with 8 of 128 experts", 20)):
         from_columns(columns, 20, 8, 128)
@@ -108,7 +108,7 @@ def test_replayed_routes_of_the_same_weights_change_no_bit(opened: Opener, famil
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_token_goes_where_its_route_says_packed_padded_and_alone(opened: Opener, family: str) -> None:
+def test_each_token_uses_its_routed_experts_with_packing_padding_and_alone(opened: Opener, family: str) -> None:
     logprobs: dict[str, Tensor] = {}
     norms: dict[str, float] = {}
     for name, packing in (("packed", None), ("padded", False)):
@@ -138,7 +138,7 @@ def test_activation_checkpointing_computes_the_same_gradients_under_replay(opene
     assert norms[0] == norms[1]
 
 
-def test_the_router_learns_under_replay(opened: Opener) -> None:
+def test_the_router_gets_gradients_under_replay(opened: Opener) -> None:
     engine, replay = opened("qwen3_moe")
     router = find_routers(engine.model).modules[0]
     output = replay.replaying(
@@ -148,7 +148,7 @@ def test_the_router_learns_under_replay(opened: Opener) -> None:
     assert gradient.norm() > 1e-3
 
 
-def test_unknown_experts_are_chosen_by_the_router(opened: Opener) -> None:
+def test_tokens_without_a_route_use_the_router(opened: Opener) -> None:
     engine, replay = opened("qwen3_moe")
     batch = batch_of()
     _, own_N = train(engine, None, batch)

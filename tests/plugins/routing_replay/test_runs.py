@@ -94,7 +94,7 @@ def test_a_run_without_replay_differs_only_in_the_updates_after_the_first(
         ("rollout.routing_replay=router", "rollout.routing_replay=router"),
     ],
 )
-def test_what_cannot_be_replayed_is_refused_before_the_run_starts(
+def test_unsupported_models_and_engines_are_refused_before_the_run_starts(
     options: str, message: str, mixture: Path, tmp_path: Path
 ) -> None:
     code, console = run("grpo", f"model.path={mixture}", f"run_dir={tmp_path}/run", *options.split(), "--dry_run")
@@ -109,7 +109,7 @@ def test_a_dense_model_is_refused_before_the_run_starts(tmp_path: Path) -> None:
     assert f"model.path={model} is no mixture of experts; set rollout.routing_replay=off" in console
 
 
-def test_a_run_with_one_update_per_step_says_that_replay_has_no_effect(mixture: Path, tmp_path: Path) -> None:
+def test_a_run_with_one_update_per_step_notes_that_replay_has_no_effect(mixture: Path, tmp_path: Path) -> None:
     options = (f"model.path={mixture}", f"run_dir={tmp_path}/run", "rollout.routing_replay=policy", "--dry_run")
     code, console = run("grpo", "prompts_per_step=4", *options)
     assert code == 0

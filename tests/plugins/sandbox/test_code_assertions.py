@@ -264,7 +264,7 @@ def test_a_module_imported_by_a_test_is_not_taken_from_the_program() -> None:
     assert passes(f"{program}\nabs = lambda *_: 0.0", "assert abs(half(6) - 3.0) < 1e-6") == [False]
 
 
-def test_no_test_runs_after_one_that_took_too_long() -> None:
+def test_no_test_runs_after_one_that_timed_out() -> None:
     program = "def f(x):\n  while x: pass\n  return 1"
     result = run_assertions(
         program, ["assert f(0) == 1", "assert f(1) == 1", "assert f(0) == 1"], Limits(timeout_s=3.0, cpu_s=60)

@@ -119,7 +119,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("case", ENDS)
-def test_a_verdict_counts_independently_of_how_the_program_ends(case: str) -> None:
+def test_a_verdict_does_not_depend_on_the_exit_of_the_program(case: str) -> None:
     program, tests = ENDS[case]
     began = time.monotonic()
     assert run_assertions(program, tests, LIMITS).passed == (True,) * len(tests)

@@ -89,7 +89,7 @@ def test_a_program_may_kill_its_process_group() -> None:
         assert name in result.reason
 
 
-def test_2_gib_are_refused_and_100_mib_are_not() -> None:
+def test_an_allocation_of_2_gib_fails_and_one_of_100_mib_does_not() -> None:
     assert "MemoryError" in run_python("bytearray(2**31)").stderr
     assert run_python("print(len(bytearray(100 * 2**20)))").stdout == "104857600\n"
 

@@ -49,7 +49,7 @@ def test_a_user_with_few_processes_is_refused_with_the_number_that_is_needed() -
     assert re.search(says("ValueError", "50 processes", "60 more", "ulimit -u"), done.stderr)
 
 
-def test_a_user_with_processes_enough_is_not_refused() -> None:
+def test_a_user_with_enough_processes_is_not_refused() -> None:
     limit = "resource.setrlimit(resource.RLIMIT_NPROC, (4000, 4000))"
     done = as_nobody(limit, "limits.check_threads(60)")
     assert done.returncode == 0, done.stderr
@@ -69,7 +69,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_with_its_name(assignment:
     assert re.search(says("ValueError", "/proc", "cannot be written to", remedy), done.stderr)
 
 
-def test_a_home_that_cannot_be_written_to_is_refused_where_the_demonstration_needs_it(tmp_path: Path) -> None:
+def test_an_unwritable_home_is_refused_if_the_demonstration_needs_it(tmp_path: Path) -> None:
     options = ["-m", "recipes.grpo.main", f"run_dir={tmp_path}/run", "backend=local"]
     done = python("export HOME=/proc && unset TROUPE_CACHE XDG_CACHE_HOME", *options)
     assert done.returncode == 2

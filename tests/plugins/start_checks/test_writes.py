@@ -58,7 +58,7 @@ def test_checkpoints_that_are_kept_at_the_same_time_are_counted(tmp_path: Path) 
     check_writes(grpo(tmp_path, model, every=1, keep=2, max_gb=free / 2e9), None, steps=100)
 
 
-def test_a_step_that_cannot_fit_is_not_begun(tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_fit_is_not_started(tmp_path: Path) -> None:
     box = Checkpoints(tmp_path, least_bytes=10**18)
     calls: list[Path] = []
     with pytest.raises(CheckpointError, match=says("step 3", "No space", "MB free", "checkpoint.keep")):
@@ -102,7 +102,7 @@ def test_a_folder_for_the_export_that_cannot_be_written_to_is_refused(tmp_path: 
         check_writes(grpo(tmp_path, model, export_path=str(tmp_path / "file" / "export")), None, steps=1)
 
 
-def test_a_name_that_is_too_long_is_found_by_the_trial(tmp_path: Path) -> None:
+def test_the_trial_reports_a_name_that_is_too_long(tmp_path: Path) -> None:
     box = Checkpoints(tmp_path / "c")
     with pytest.raises(ValueError, match=says("trial export", box.folder, "File name too long")):
         box.try_write(lambda folder: (folder / ("x" * 300)).mkdir())

@@ -76,7 +76,7 @@ def test_a_template_that_hangs_or_grows_too_large_raises_an_error(
     assert not own_cache.exists()
 
 
-def test_a_passed_tokenizer_is_not_tried_again_and_a_changed_one_is(tmp_path: Path, own_cache: Path) -> None:
+def test_only_a_new_or_changed_tokenizer_is_tried(tmp_path: Path, own_cache: Path) -> None:
     folder = chat_model(tmp_path / "model")
     load_tokenizer(folder)
     (first,) = own_cache.iterdir()
@@ -87,7 +87,7 @@ def test_a_passed_tokenizer_is_not_tried_again_and_a_changed_one_is(tmp_path: Pa
     assert len(list(own_cache.iterdir())) == 2
 
 
-def test_templates_that_refuse_or_mark_what_the_assistant_writes_pass(tmp_path: Path, own_cache: Path) -> None:
+def test_templates_that_reject_or_mark_assistant_messages_pass_the_trial(tmp_path: Path, own_cache: Path) -> None:
     for number, template in enumerate(
         [
             "{{ raise_exception('roles must alternate') }}",

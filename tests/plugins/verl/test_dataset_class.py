@@ -73,13 +73,13 @@ class OwnDataset:
 """
 
 
-def test_a_class_derived_from_verls_gets_the_keys_of_data_and_gives_messages(tmp_path: Path) -> None:
+def test_a_subclass_of_verls_dataset_gets_the_data_keys_and_returns_messages(tmp_path: Path) -> None:
     (row,) = load(tmp_path, DERIVED, {"style": {"suffix": " Be brief."}})
     assert row["input"] == [{"role": "user", "content": "1+1? Be brief."}]
     assert (row["label"], row["datasource"], row["extra_info"]) == ("2", "sums", {"index": 7})
 
 
-def test_padded_ids_are_the_prompt_and_arguments_of_tools_are_where_tools_read_them(tmp_path: Path) -> None:
+def test_padded_ids_become_the_prompt_and_tool_arguments_are_in_extra_info(tmp_path: Path) -> None:
     rows = load(tmp_path, ON_ITS_OWN, {"max_prompt_length": 40})
     assert [row["input"] for row in rows] == ["question 0", "question 1"]
     assert [row["label"] for row in rows] == [0, 1]
@@ -87,7 +87,7 @@ def test_padded_ids_are_the_prompt_and_arguments_of_tools_are_where_tools_read_t
     assert len(load(tmp_path, ON_ITS_OWN, {"max_prompt_length": 40}, max_rows=1)) == 1
 
 
-def test_ids_that_the_chat_template_writes_too_leave_the_messages(tmp_path: Path) -> None:
+def test_ids_equal_to_the_rendered_messages_keep_the_messages(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     ids = TextEncoder(tokenizer).encode_prompt(render_prompt(MESSAGES, tokenizer))
     both = f"""[{{"raw_prompt": np.array({MESSAGES!r}, dtype=object), "raw_prompt_ids": {ids}}}]"""
@@ -107,7 +107,9 @@ def test_ids_that_the_chat_template_writes_too_leave_the_messages(tmp_path: Path
         ("[{'raw_prompt_ids': [255, 254]}]", ["row 0", "token ids", "raw_prompt"]),
     ],
 )
-def test_what_a_class_gives_that_cannot_be_used_names_the_row(tmp_path: Path, items: str, facts: list[str]) -> None:
+def test_an_unusable_item_of_a_dataset_class_raises_an_error_with_its_row(
+    tmp_path: Path, items: str, facts: list[str]
+) -> None:
     with pytest.raises(ValueError, match=says("own.py", "OwnDataset", *facts)):
         load(tmp_path, with_items(items))
 
@@ -121,12 +123,12 @@ def test_what_a_class_gives_that_cannot_be_used_names_the_row(tmp_path: Path, it
         (DERIVED, ["row 0 cannot be read", "style"]),
     ],
 )
-def test_a_class_that_cannot_be_used_says_why(tmp_path: Path, code: str, facts: list[str]) -> None:
+def test_an_unusable_dataset_class_raises_an_error_with_the_reason(tmp_path: Path, code: str, facts: list[str]) -> None:
     with pytest.raises(ValueError, match=says("data.class_path", "own.py", *facts)):
         load(tmp_path, code)
 
 
-def test_stand_ins_of_verl_compute_what_verls_functions_do() -> None:
+def test_stand_ins_of_verl_functions_give_the_results_of_verl() -> None:
     ids = torch.tensor([[1, 2, 3, 4, 5]])
     mask = torch.ones_like(ids)
     for side, kept in (("left", [3, 4, 5]), ("right", [1, 2, 3]), ("middle", [1, 4, 5])):

@@ -45,7 +45,7 @@ def read(*arguments: str) -> CommandLine[VerlPPOConfig]:
         (["use_rollout_log_probs=False"], False),
     ],
 )
-def test_fully_async_training_takes_the_log_probabilities_of_the_engine(keys: list[str], bypass: bool) -> None:
+def test_fully_async_training_uses_the_log_probabilities_of_the_engine(keys: list[str], bypass: bool) -> None:
     group = ["staleness_threshold=0.5", "trigger_parameter_sync_step=4", *keys]
     config = read(
         "actor_rollout_ref.actor.ppo_mini_batch_size=16", *(f"async_training.{key}" for key in group)
@@ -62,7 +62,7 @@ def test_fully_async_training_takes_the_log_probabilities_of_the_engine(keys: li
         ("[o_proj]", "o_proj"),
     ],
 )
-def test_adapters_of_megatron_are_those_of_the_same_layers(layers: str, targets: str) -> None:
+def test_adapters_of_megatron_map_to_the_same_layers(layers: str, targets: str) -> None:
     line = read(f"{LORA}.rank=8", f"{LORA}.alpha=16", f"{LORA}.dropout=0.1", f"+{LORA}.target_modules={layers}")
     train = line.config().train
     assert (train.lora_rank, train.lora_alpha, train.lora_dropout) == (8, 16.0, 0.1)
@@ -76,7 +76,7 @@ def test_adapters_of_megatron_have_the_alpha_of_verl_and_kinds_that_are_missing_
         read(f"{LORA}.rank=8", f"{LORA}.type=dora").config()
 
 
-def test_distillation_takes_its_teacher_as_the_reference_in_a_pool_of_its_own() -> None:
+def test_distillation_uses_its_teacher_as_reference_in_a_separate_pool() -> None:
     line = read(*TEACHER)
     config = line.config()
     assert (config.algorithm.estimator, config.algorithm.reference_path) == ("distillation", "teacher")
@@ -128,12 +128,12 @@ def test_settings_of_megatron_that_change_results_are_rejected(key: str, facts: 
         read(f"+actor_rollout_ref.actor.megatron.override_transformer_config.{key}").config()
 
 
-def test_eight_bit_training_is_rejected_by_all_its_keys() -> None:
+def test_each_key_of_eight_bit_training_is_rejected() -> None:
     with pytest.raises(ConfigError, match=says("fp8_recipe", "bfloat16", "leave fp8 out")):
         read("+actor_rollout_ref.actor.optim.override_optimizer_config.fp8_recipe=blockwise").config()
 
 
-def test_a_command_of_the_spin_recipe_is_told_which_loss_it_gets() -> None:
+def test_a_command_of_the_spin_recipe_gets_a_note_with_the_loss_used() -> None:
     line = read("+trainer.ref_update_freq=1", "algorithm.kl_ctrl.kl_coef=0.001")
     assert line.config().algorithm.reference_sync_steps == 1
     assert any(re.search(says("ref_update_freq", "loss of the spin recipe"), note) for note in line.notes)

@@ -33,14 +33,14 @@ def write(path: Path, *rows: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("ending", ["parquet", "json", "jsonl"])
-def test_a_row_is_prompt_label_source_and_extra_info(tmp_path: Path, ending: str) -> None:
+def test_a_row_has_prompt_label_data_source_and_extra_info(tmp_path: Path, ending: str) -> None:
     path = write(tmp_path / f"a.{ending}", row())
     assert load_verl_rows([path]) == [
         {"input": ASK, "label": "2", "datasource": "sums", "extra_info": {"split": "train", "index": 0}}
     ]
 
 
-def test_several_files_and_tasks_come_one_after_the_other(tmp_path: Path) -> None:
+def test_several_files_and_tasks_are_concatenated(tmp_path: Path) -> None:
     first = write(tmp_path / "1.jsonl", row(prompt="plain text"))
     second = write(tmp_path / "2.jsonl", row(data_source="other"))
     rows = load_verl_rows([first, second, "task:sort"], max_rows=4)
@@ -49,7 +49,7 @@ def test_several_files_and_tasks_come_one_after_the_other(tmp_path: Path) -> Non
     assert rows[2:] == load_rows("task:sort", max_rows=4)[:2]
 
 
-def test_of_many_rows_the_first_or_some_that_the_seed_draws_are_taken(tmp_path: Path) -> None:
+def test_a_row_limit_takes_the_first_rows_or_a_seeded_sample(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *(row(prompt=str(i)) for i in range(50)))
 
     def taken(**how: Any) -> list[str]:
@@ -60,13 +60,13 @@ def test_of_many_rows_the_first_or_some_that_the_seed_draws_are_taken(tmp_path: 
     assert len(set(taken(draw=True, seed=1))) == 5
 
 
-def test_a_task_that_validates_is_drawn_from_what_is_kept_for_it() -> None:
+def test_validation_rows_of_a_task_come_from_its_held_out_split() -> None:
     assert load_verl_rows(["task:sort"], heldout=True, max_rows=3) == load_rows("task:sort", heldout=True, max_rows=3)
     assert len(load_verl_rows(["task:sort"], heldout=True)) == 2048
 
 
 @pytest.mark.full
-def test_a_task_of_reasoning_gym_is_a_data_source_that_names_it() -> None:
+def test_a_reasoning_gym_task_sets_the_data_source() -> None:
     (drawn,) = load_verl_rows(["reasoning_gym:chain_sum"], max_rows=1)
     assert drawn["datasource"] == "reasoning_gym:chain_sum"
 
@@ -82,7 +82,7 @@ def test_a_task_of_reasoning_gym_is_a_data_source_that_names_it() -> None:
         ({"images": ["a.png"]}, ["images"]),
     ],
 )
-def test_what_a_row_lacks_is_said_with_its_file_and_number(
+def test_a_missing_field_raises_an_error_with_file_and_row(
     tmp_path: Path, changes: dict[str, Any], facts: list[str]
 ) -> None:
     path = write(tmp_path / "a.jsonl", row(), row(**changes))
@@ -90,13 +90,13 @@ def test_what_a_row_lacks_is_said_with_its_file_and_number(
         load_verl_rows([path])
 
 
-def test_columns_may_have_other_names_and_where_nobody_asks_a_ground_truth_may_be_missing(tmp_path: Path) -> None:
+def test_columns_may_be_renamed_and_an_unused_ground_truth_may_be_missing(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"question": "q", "origin": 3, "reward_model": {"style": "model"}})
     rows = load_verl_rows([path], prompt_key="question", source_key="origin", needs_truth=False)
     assert rows == [{"input": "q", "label": "", "datasource": "3"}]
 
 
-def test_a_prompt_is_enough_where_nothing_chooses_a_function(tmp_path: Path) -> None:
+def test_a_prompt_suffices_if_no_reward_function_is_selected_by_row(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"prompt": "q"})
     assert load_verl_rows([path], needs_truth=False) == [{"input": "q", "label": "", "datasource": "unknown"}]
     with pytest.raises(ValueError, match=says("reward_model.ground_truth")):

@@ -65,7 +65,7 @@ def gap_of(trainer: TrainEngine, responses: Batch, *, adapters: bool) -> float:
     return float(gap_N[responses["action_mask"]].abs().max())
 
 
-def test_an_engine_that_is_sent_adapters_samples_from_the_policy(
+def test_an_engine_with_received_adapters_samples_from_the_policy(
     model: Path, trainer: TrainEngine, published: WeightHandle, tmp_path: Path
 ) -> None:
     sampling = SamplingConfig(max_new_tokens=12)
@@ -95,7 +95,7 @@ def test_only_the_adapters_are_published(trainer: TrainEngine, published: Weight
 
 
 @pytest.mark.nightly
-def test_a_request_in_flight_continues_with_the_adapters_that_come(
+def test_a_request_in_flight_continues_with_newly_received_adapters(
     model: Path, trainer: TrainEngine, published: WeightHandle
 ) -> None:
     prompt = [3, 5, 8]
@@ -124,7 +124,7 @@ def test_a_request_in_flight_continues_with_the_adapters_that_come(
     assert (new - logprobs_T)[changed:].abs().max() < 1e-4
 
 
-def test_adapters_of_another_model_are_named_before_anything_is_loaded() -> None:
+def test_adapters_of_another_model_are_refused_before_loading() -> None:
     layer = "model.layers.0.mlp.down_proj"
     parameters = {f"{layer}.weight": (1, (8, 24))}
     a, b = f"base_model.model.{layer}.lora_A.weight", f"base_model.model.{layer}.lora_B.weight"
@@ -134,7 +134,7 @@ def test_adapters_of_another_model_are_named_before_anything_is_loaded() -> None
     assert "none" in adapter_misfit({a.replace("down", "up"): (2, 24)}, parameters)
 
 
-def test_ranks_that_vllm_has_no_room_for_are_refused() -> None:
+def test_adapter_ranks_above_the_maximum_of_vllm_are_refused() -> None:
     from vllm.config.lora import MaxLoRARanks
 
     assert adapter_arguments(0) == {}
@@ -146,13 +146,13 @@ def test_ranks_that_vllm_has_no_room_for_are_refused() -> None:
         adapter_arguments(most + 1)
 
 
-def test_a_model_without_layers_that_adapters_go_into_is_refused_by_name() -> None:
+def test_a_model_without_adaptable_layers_is_refused_by_name() -> None:
     facts = says(".layers.0.", "h.0.attn.weight", "rollout.merge_lora")
     with pytest.raises(ValueError, match=facts), no_change({"h.0.attn.weight": (1, (4, 4))}, rank=2):
         raise AssertionError("there are no such adapters")
 
 
-def test_the_families_that_are_sent_adapters_are_vllms_own(tmp_path: Path) -> None:
+def test_families_with_adapter_transfer_are_native_to_vllm(tmp_path: Path) -> None:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from vllm.model_executor.models import ModelRegistry

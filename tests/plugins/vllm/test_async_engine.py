@@ -65,7 +65,7 @@ async def response(engine: AsyncVLLMEngine, prompt: list[int], sampling: Samplin
     return await engine.submit(prompt, sampling).result()
 
 
-def test_a_request_streams_its_tokens_and_draws_what_the_synchronous_engine_draws(
+def test_a_request_streams_the_tokens_of_the_synchronous_engine(
     loop: asyncio.AbstractEventLoop, engine: AsyncVLLMEngine, model: Path
 ) -> None:
     prompt, sampling = [3, 5, 8], SamplingConfig(max_new_tokens=20, seed=4, step=2)
@@ -91,7 +91,7 @@ def test_a_request_streams_its_tokens_and_draws_what_the_synchronous_engine_draw
     synchronous.close()
 
 
-def test_many_requests_at_once_each_get_their_own_and_an_aborted_one_keeps_what_it_has(
+def test_concurrent_requests_get_their_results_and_an_aborted_one_its_partial_result(
     loop: asyncio.AbstractEventLoop, engine: AsyncVLLMEngine
 ) -> None:
     sampling = SamplingConfig(max_new_tokens=40)
@@ -125,7 +125,7 @@ def test_an_invalid_request_is_rejected_immediately(loop: asyncio.AbstractEventL
     assert len(drawn.versions) in (1, 2)
 
 
-def test_weights_change_in_the_middle_of_a_request_and_each_token_says_which_drew_it(
+def test_weights_may_change_within_a_request_and_each_token_has_its_weight_version(
     loop: asyncio.AbstractEventLoop, engine: AsyncVLLMEngine, model: Path, newer: Path, tmp_path: Path
 ) -> None:
     """After it this engine has the newer weights, so it is the last test of the file."""

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.full
 """vLLM is installed, which the default tier does not ask for."""
 
 
-def test_hot_samples_are_for_hf_alone() -> None:
+def test_auto_selects_hf_for_temperatures_outside_of_the_range_of_vllm() -> None:
     options, line = RolloutOptions(temperature=2.5).chosen(8, "x")
     assert options.engine == "hf"
     assert re.search(says("hf", "vLLM", 0.01, 2.0, 2.5), line)
@@ -22,14 +22,14 @@ def test_hot_samples_are_for_hf_alone() -> None:
     assert RolloutOptions(engine="vllm").chosen(8, "x", 0.0)[0].engine == "vllm"
 
 
-def test_heads_without_a_kernel_are_for_hf_on_a_cpu(tmp_path: Path) -> None:
+def test_auto_selects_hf_on_a_cpu_for_head_sizes_without_a_kernel(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"hidden_size": 64, "num_attention_heads": 4}')
     assert RolloutOptions().chosen(1, str(tmp_path))[0].engine == "vllm"
     with pytest.raises(ValueError, match=says("vLLM", 32, 16, "hf")):
         RolloutOptions(engine="vllm").chosen(0, str(tmp_path))
 
 
-def test_adapters_go_alone_to_an_engine_that_can_hold_them_and_merged_to_others(tmp_path: Path) -> None:
+def test_adapters_are_sent_separately_to_supporting_engines_and_merged_to_others(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     placement = PlacementOptions()
     for engine, option, merges, words in (

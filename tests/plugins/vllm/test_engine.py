@@ -54,7 +54,7 @@ def hf(model: Path) -> HFRolloutEngine:
     return HFRolloutEngine(model)
 
 
-def test_greedy_answers_are_those_of_hf(engine: VLLMRolloutEngine, hf: HFRolloutEngine) -> None:
+def test_greedy_responses_equal_those_of_hf(engine: VLLMRolloutEngine, hf: HFRolloutEngine) -> None:
     sampling = SamplingConfig(temperature=0, max_new_tokens=12)
     actual, expected = (each.generate(uneven_prompts(20), sampling) for each in (engine, hf))
     assert answers_of(actual) == answers_of(expected)
@@ -77,7 +77,7 @@ def test_log_probabilities_agree_among_vllm_hf_and_both_training_engines(
             assert gap_N.abs().max() < 1e-4, (type(rollout).__name__, library)
 
 
-def test_tokens_depend_on_seed_step_prompt_and_sample_and_not_on_order_or_company(engine: VLLMRolloutEngine) -> None:
+def test_tokens_depend_only_on_seed_step_prompt_and_sample(engine: VLLMRolloutEngine) -> None:
     prompts = uneven_prompts(40)
     sampling = SamplingConfig(max_new_tokens=10, seed=7, step=3)
     whole = answers_of(engine.generate(prompts, sampling))
@@ -92,7 +92,7 @@ def test_tokens_depend_on_seed_step_prompt_and_sample_and_not_on_order_or_compan
     assert answers_of(engine.generate(sample, sampling)) != whole
 
 
-def test_more_seeded_prompts_than_are_read_at_the_same_time_do_not_end_the_engine(engine: VLLMRolloutEngine) -> None:
+def test_more_seeded_prompts_than_the_batch_limit_do_not_crash_the_engine(engine: VLLMRolloutEngine) -> None:
     # 180 x 100 = 18,000 tokens, and 16,384 at a time: vLLM would read one of them in two parts, which it cannot.
     rows = [[2 + (i + 7 * t) % 18 for t in range(100)] for i in range(180)]
     responses = engine.generate(prompts_of(rows), SamplingConfig(max_new_tokens=2))
@@ -101,7 +101,7 @@ def test_more_seeded_prompts_than_are_read_at_the_same_time_do_not_end_the_engin
 
 
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.6, 0), (1.0, 3), (0.7, 4)])
-def test_top_p_and_top_k_leave_the_same_tokens_and_log_probabilities_as_in_hf(
+def test_top_p_and_top_k_give_the_tokens_and_log_probabilities_of_hf(
     top_p: float, top_k: int, engine: VLLMRolloutEngine, hf: HFRolloutEngine
 ) -> None:
     sampling = SamplingConfig(temperature=0.8, top_p=top_p, top_k=top_k, max_new_tokens=1)
@@ -120,14 +120,14 @@ def test_top_p_and_top_k_leave_the_same_tokens_and_log_probabilities_as_in_hf(
     assert abs(float(torch.tensor(list(actual.values())).exp().sum()) - 1) < 1e-4
 
 
-def test_prompts_keep_their_columns_and_none_give_none(engine: VLLMRolloutEngine) -> None:
+def test_prompts_keep_their_columns_and_an_empty_batch_gives_an_empty_batch(engine: VLLMRolloutEngine) -> None:
     prompts = uneven_prompts(3).with_objects(label=["a", "b", "c"])
     assert engine.generate(prompts, SamplingConfig(max_new_tokens=2))["label"] == ["a", "b", "c"]
     none = engine.generate(prompts.select(slice(0, 0)), SamplingConfig(max_new_tokens=2))
     assert (len(none), none.num_tokens) == (0, 0)
 
 
-def test_what_does_not_fit_is_refused_and_changes_nothing(
+def test_weights_that_do_not_fit_are_refused_without_changes(
     model: Path, engine: VLLMRolloutEngine, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=says("prompt 0", "3 tokens", f"max_new_tokens={POSITIONS}")):
@@ -141,7 +141,9 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
     assert answers_of(engine.generate(uneven_prompts(4), SamplingConfig(temperature=0))) == answers_of(before)
 
 
-def test_on_a_cpu_sleep_says_that_nothing_is_freed_and_generation_waits_for_wake(engine: VLLMRolloutEngine) -> None:
+def test_sleep_on_a_cpu_notes_that_no_memory_is_freed_and_blocks_generation_until_wake(
+    engine: VLLMRolloutEngine,
+) -> None:
     assert engine.sleep() == 0
     with pytest.raises(ValueError, match=r"wake\(\)"):
         engine.generate(uneven_prompts(1), SamplingConfig())
@@ -149,7 +151,7 @@ def test_on_a_cpu_sleep_says_that_nothing_is_freed_and_generation_waits_for_wake
     assert len(engine.generate(uneven_prompts(1), SamplingConfig())) == 1
 
 
-def test_this_process_keeps_its_random_numbers_threads_and_default_type(model: Path) -> None:
+def test_an_engine_does_not_change_random_state_threads_or_default_dtype(model: Path) -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -167,14 +169,14 @@ def test_this_process_keeps_its_random_numbers_threads_and_default_type(model: P
     engine.close()
 
 
-def test_heads_that_vllm_has_no_kernel_for_are_named_before_the_engine_starts(tmp_path: Path) -> None:
+def test_head_sizes_without_a_kernel_are_refused_before_the_engine_starts(tmp_path: Path) -> None:
     small = write_model(tmp_path / "small", seed=1, tied=True)
     with pytest.raises(ValueError, match=says(small, 16, 32, "hf")):
         VLLMRolloutEngine(small, SMALL)
 
 
 @pytest.mark.nightly
-def test_an_engine_whose_own_process_is_killed_while_it_draws_says_that_it_is_dead(model: Path) -> None:
+def test_an_engine_killed_during_generation_raises_an_engine_dead_error(model: Path) -> None:
     separate = VLLMRolloutEngine(model, VLLMRolloutConfig(cpu_cache_gb=0.25, own_process=True))
     children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
     pids = [int(pid) for file in children for pid in file.read_text().split()]

@@ -9,7 +9,7 @@ from plugins.vllm.options import engine_arguments
 from tests.components.conftest import write_model
 
 
-def test_on_gpus_a_long_prompt_is_read_in_parts_and_the_engine_has_its_share(tmp_path: Path) -> None:
+def test_on_gpus_prefill_is_chunked_and_the_engine_has_its_memory_share(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", seed=1, tied=True, positions=40_000)
     config = VLLMRolloutConfig(gpu_memory_utilization=0.45, enable_sleep=True)
     arguments = engine_arguments(model, config, on_gpu=True)

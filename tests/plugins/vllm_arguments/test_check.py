@@ -34,7 +34,7 @@ def notes(*options: str, on_gpu: bool = False) -> str:
     return "\n".join(read(*options).engine_arguments().notes(on_gpu))
 
 
-def test_values_are_yaml_and_are_written_with_and_without_an_equals_sign() -> None:
+def test_values_are_yaml_with_or_without_an_equals_sign() -> None:
     options = ["rollout.vllm.block_size=32", "--rollout.vllm.async_scheduling", "false"]
     config = read(*options, "rollout.vllm.compilation_config={mode: 0, cudagraph_mode: NONE}")
     expected = {
@@ -57,7 +57,7 @@ def test_each_refused_argument_is_named_with_its_reason(name: str) -> None:
         read(f"rollout.vllm.{name}=1")
 
 
-def test_all_faults_are_raised_at_once_and_an_unknown_name_gets_the_nearest() -> None:
+def test_all_faults_are_raised_together_with_the_nearest_name_for_unknown_ones() -> None:
     facts = ("block_size", "rollout.gpu_memory", FP8, TIS, "rollout.accept_bias=true", "logprobs_mode")
     with pytest.raises(ConfigError, match=says(*facts)):
         read(
@@ -66,7 +66,7 @@ def test_all_faults_are_raised_at_once_and_an_unknown_name_gets_the_nearest() ->
         )
 
 
-def test_arguments_have_no_effect_where_hf_generates() -> None:
+def test_arguments_have_no_effect_with_hf_generation() -> None:
     text = notes("rollout.vllm.block_size=32", "rollout.engine=hf")
     assert re.search(says("no effect", "rollout.vllm.block_size", "hf"), text)
 
@@ -79,7 +79,7 @@ def test_arguments_have_no_effect_where_hf_generates() -> None:
         (["rollout.accept_bias=true"], "biased"),
     ],
 )
-def test_a_rounded_cache_needs_a_correction_or_the_consent_of_the_user(options: list[str], word: str) -> None:
+def test_a_quantised_cache_needs_a_correction_or_an_explicit_option(options: list[str], word: str) -> None:
     with pytest.raises(ConfigError, match=says(FP8, TIS, "rollout.accept_bias=true")):
         read(FP8)
     text = notes(FP8, *options)
@@ -99,7 +99,7 @@ def test_a_dtype_of_the_engine_is_part_of_its_configuration() -> None:
         read("rollout.vllm.dtype=float16", TIS)
 
 
-def test_quantised_weights_are_for_bfloat16_on_gpus() -> None:
+def test_quantised_weights_need_bfloat16_and_a_gpu() -> None:
     quantised = ["rollout.vllm.quantization=fp8", TIS]
     with pytest.raises(ConfigError, match=says("float32", "train.precision=bf16")):
         notes(*quantised, on_gpu=True)
@@ -110,7 +110,7 @@ def test_quantised_weights_are_for_bfloat16_on_gpus() -> None:
         read("rollout.vllm.quantization=awq", TIS)
 
 
-def test_speculation_is_refused_on_a_cpu_and_wherever_it_changes_the_tokens() -> None:
+def test_speculative_decoding_is_refused_on_a_cpu_and_if_it_changes_tokens() -> None:
     with pytest.raises(ConfigError, match=says("CPU", "log-probabilities", "wrong")):
         notes(NGRAM, TIS)
     assert "drafted" in notes(NGRAM, TIS, on_gpu=True)
@@ -126,7 +126,7 @@ def test_speculation_is_refused_on_a_cpu_and_wherever_it_changes_the_tokens() ->
         read("rollout.vllm.speculative_config=ngram", TIS)
 
 
-def test_chunked_prefill_and_small_batches_are_refused_where_they_end_requests() -> None:
+def test_chunked_prefill_and_batch_limits_that_end_requests_are_refused() -> None:
     chunked = "rollout.vllm.enable_chunked_prefill=true"
     with pytest.raises(ConfigError, match=says(chunked, "CPU", "seed")):
         notes(chunked)
@@ -137,7 +137,7 @@ def test_chunked_prefill_and_small_batches_are_refused_where_they_end_requests()
     assert "=600" in notes("rollout.vllm.max_num_batched_tokens=600", on_gpu=True)
 
 
-def test_the_ratio_to_the_engine_is_a_correction() -> None:
+def test_the_policy_to_engine_ratio_counts_as_a_correction() -> None:
     config = load_config(VerlPPOConfig, [*BASE, FP8, "algorithm.bypass=true"])
     assert "correct the difference" in config.engine_arguments().notes(False)[0]
 

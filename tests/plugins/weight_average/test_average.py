@@ -19,7 +19,7 @@ from tests.components.helpers.ranks import NIGHTLY_ON_TWO, run_ranks
 from tests.messages import says
 
 
-def test_the_average_of_two_steps_worked_by_hand() -> None:
+def test_the_average_of_two_steps_equals_a_calculation_by_hand() -> None:
     average = WeightAverage(0.75, [("a", torch.tensor([4.0, -2.0])), ("b", torch.tensor([[1.0]]))])
     assert average.tensors["a"].tolist() == [4.0, -2.0]
     average.update([("a", torch.tensor([8.0, -2.0])), ("b", torch.tensor([[0.0]]))])
@@ -92,7 +92,7 @@ def test_a_nan_stays_where_it_is() -> None:
     assert average.tensors["b"].tolist() == [0.5]
 
 
-def test_live_parameters_are_copied_and_left_alone() -> None:
+def test_averaging_copies_the_parameters_and_does_not_change_them() -> None:
     parameter = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
     average = WeightAverage(0.5, [("a", parameter)])
     with torch.no_grad():
@@ -167,7 +167,7 @@ def test_the_saved_model_has_the_average_and_the_live_weights_stay(run_of: RunOf
 
 @pytest.mark.parametrize("world_size", NIGHTLY_ON_TWO)
 @pytest.mark.parametrize("case", worker.AVERAGED)
-def test_a_loaded_state_goes_on_with_its_average_to_the_last_bit(run_of: RunOf, world_size: int, case: str) -> None:
+def test_a_loaded_state_continues_its_average_bit_equal(run_of: RunOf, world_size: int, case: str) -> None:
     record = run_of(world_size).ranks[0][case]
     assert record["inexact"] == []
     assert equal(record["loaded"], record["steps"][worker.HALF - 1]["average"])
@@ -178,7 +178,7 @@ def test_a_loaded_state_goes_on_with_its_average_to_the_last_bit(run_of: RunOf, 
 
 
 @pytest.mark.parametrize("world_size", NIGHTLY_ON_TWO)
-def test_another_zero_stage_goes_on_with_the_same_average(run_of: RunOf, world_size: int) -> None:
+def test_another_zero_stage_continues_with_the_same_average(run_of: RunOf, world_size: int) -> None:
     record = run_of(world_size).ranks[0]
     (remark,) = record["other_stage"]["inexact"]
     assert re.findall(r"zero_stage=(\d)", remark) == ["2", "3"]
@@ -208,7 +208,7 @@ def test_an_average_starts_from_the_masters_of_a_state_that_has_none(run_of: Run
 
 
 @pytest.mark.parametrize("world_size", NIGHTLY_ON_TWO)
-def test_a_state_whose_average_is_not_whole_is_refused(run_of: RunOf, world_size: int) -> None:
+def test_a_state_with_an_incomplete_average_is_refused(run_of: RunOf, world_size: int) -> None:
     for rank in run_of(world_size).ranks:
         errors = rank["errors"]
         assert re.search(says("average.safetensors", "engine.json"), errors["missing"])

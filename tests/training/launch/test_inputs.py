@@ -22,7 +22,7 @@ from tests.messages import says
         ("reward_model", [{"prompt": "a", "chosen": THINK, "rejected": "b"}], "data.path"),
     ],
 )
-def test_data_with_a_token_that_the_model_has_no_row_for_ends_with_code_2(
+def test_data_with_a_token_id_beyond_the_embedding_exits_with_code_2(
     recipe: str, rows: list[Any], option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = chat_model(tmp_path / "model", rows=THINK_ID)

@@ -27,7 +27,7 @@ def test_workers_share_the_cores_and_each_has_at_least_one(monkeypatch: pytest.M
     assert threads_each(1) == len(os.sched_getaffinity(0))
 
 
-def test_on_a_cluster_the_cores_of_this_machine_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cluster_the_cores_of_this_machine_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.5:6379")
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     assert [threads_each(*each) for each in [(1,), (8,), (8, 2), (9, 2), (1, 2)]] == [-1, -8, -4, -5, -1]
@@ -40,7 +40,7 @@ def test_on_a_cluster_the_cores_of_this_machine_say_nothing(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("elsewhere", [None, "~/kept"])
-def test_a_run_that_is_to_begin_anew_is_refused_where_checkpoints_lie(
+def test_a_new_run_in_a_folder_with_checkpoints_is_refused(
     elsewhere: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -61,7 +61,7 @@ def test_a_run_that_is_to_begin_anew_is_refused_where_checkpoints_lie(
     assert continued.folder.name == "step_3"
 
 
-def test_a_command_that_fails_before_its_trainer_leaves_the_record_of_the_run_before(tmp_path: Path) -> None:
+def test_a_command_that_fails_early_keeps_the_record_of_the_previous_run(tmp_path: Path) -> None:
     for status in ("finished", "stopped"):
         Tracker(tmp_path, "toy", {}, seed=0).update_summary(steps=4)
         finish_summary(tmp_path, status)
@@ -80,7 +80,7 @@ def test_a_command_that_fails_before_its_trainer_leaves_the_record_of_the_run_be
         ("Fails", 1, "failed", "ValueError: there are no numbers; set numbers=FILE (in A-0)"),
     ],
 )
-def test_the_end_of_a_job_is_its_exit_code_its_summary_and_its_last_line(
+def test_exit_code_summary_and_last_line_agree_on_the_end_of_a_job(
     role: str, code: int, status: str, error: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     builder = JobBuilder().device_type("CPU")
@@ -109,7 +109,7 @@ def test_the_end_of_a_job_is_its_exit_code_its_summary_and_its_last_line(
     assert shown.err.splitlines()[-1:] == ([f"demo: failed: {error}"] if error else [])
 
 
-def test_capabilities_that_are_not_installed_are_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_capabilities_are_listed_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert missing_defaults() == []
     monkeypatch.setattr("training.launch.launch.names", lambda kind: ["monitoring"] if kind == "run observer" else [])
     (line,) = missing_defaults()

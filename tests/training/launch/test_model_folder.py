@@ -25,12 +25,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_model_without_changes_is_itself(model: Path, tmp_path: Path) -> None:
+def test_an_unchanged_model_is_used_in_place(model: Path, tmp_path: Path) -> None:
     assert model_view(str(model), tmp_path / "view", {}) == str(model)
     assert not (tmp_path / "view").exists()
 
 
-def test_settings_are_those_that_are_given_and_weights_are_the_models_own(model: Path, tmp_path: Path) -> None:
+def test_a_derived_model_folder_has_new_settings_and_the_original_weights(model: Path, tmp_path: Path) -> None:
     options = ModelOptions(path=str(model), config_overrides={"max_position_embeddings": 4096})
     before = json.loads((model / "config.json").read_text())
     options.prepared(tmp_path)
@@ -43,7 +43,7 @@ def test_settings_are_those_that_are_given_and_weights_are_the_models_own(model:
     assert all(bool((prepared_state[name] == other[name]).all()) for name in prepared_state)
 
 
-def test_a_tokenizer_of_another_folder_is_the_one_that_is_loaded(model: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_of_another_folder_is_loaded(model: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = "{{ messages[0]['content'] }}!"
     tokenizer.save_pretrained(tmp_path / "tokenizer")
@@ -53,7 +53,7 @@ def test_a_tokenizer_of_another_folder_is_the_one_that_is_loaded(model: Path, tm
         assert loaded.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
 
 
-def test_a_chat_template_of_the_user_is_in_the_folder_that_engines_load(model: Path, tmp_path: Path) -> None:
+def test_a_user_chat_template_is_stored_in_the_model_folder_of_engines(model: Path, tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m['content'] }}<pad>{% endfor %}"
     prepared = ModelOptions(path=str(model), chat_template=template).prepared(tmp_path)
     assert AutoTokenizer.from_pretrained(prepared.path).chat_template == template
@@ -62,7 +62,7 @@ def test_a_chat_template_of_the_user_is_in_the_folder_that_engines_load(model: P
     assert end_tokens_of(model) == [2]
 
 
-def test_a_setting_that_the_model_does_not_have_is_named(model: Path, tmp_path: Path) -> None:
+def test_an_unknown_model_setting_is_named(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=says("model.config_overrides", "max_positions", str(model))):
         model_view(str(model), tmp_path / "view", {"max_positions": 1})
 

@@ -22,7 +22,7 @@ def without_plan(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_without_the_plug_in_a_recipe_plans_and_says_that_memory_is_not_checked(
+def test_without_the_plug_in_a_plan_notes_that_memory_is_not_checked(
     recipe: str, without_plan: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert import_module(f"recipes.{recipe}.main").main(["--dry_run", "--assume_devices=8x2"]) == 0

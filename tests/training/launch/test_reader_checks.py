@@ -10,7 +10,7 @@ from training.launch.reader_checks import check_reader
 from training.options.model_options import ModelOptions
 
 
-def test_a_critic_with_fewer_rows_than_the_policy_has_tokens_is_refused(tmp_path: Path) -> None:
+def test_a_critic_with_a_smaller_embedding_than_the_policy_is_refused(tmp_path: Path) -> None:
     policy = ModelOptions(path=str(chat_model(tmp_path / "policy")))
     check_reader(policy.path, "critic.path", policy)
     # Rows beyond the tokenizer's are never drawn.

@@ -19,12 +19,12 @@ from training.options.async_options import AsyncOptions
         ({"queue_size": -1}, ["asynchronous.queue_size=-1", 0]),
     ],
 )
-def test_settings_that_do_nothing_alone_are_refused(options: dict[str, Any], facts: list[object]) -> None:
+def test_settings_without_effect_on_their_own_are_refused(options: dict[str, Any], facts: list[object]) -> None:
     with pytest.raises(ValueError, match=says(*facts)):
         AsyncOptions(**options)
 
 
-def test_a_batch_may_be_as_old_as_the_queue_is_long_and_one_more_where_prompts_are_carried() -> None:
+def test_the_maximum_staleness_is_the_queue_size_plus_1_with_partial_rollouts() -> None:
     assert (AsyncOptions(queue_size=5).ahead, AsyncOptions(queue_size=5).most_stale) == (0, 0)
     partial = {"enabled": True, "queue_size": 2, "partial_rollout": True}
     assert (AsyncOptions(**partial).ahead, AsyncOptions(**partial).most_stale) == (2, 2)
@@ -36,7 +36,7 @@ def faults_of(options: AsyncOptions, colocated: bool, backend: str) -> list[str]
     return list(options.faults_beside(colocated, backend, 4, "placement.colocate=false"))
 
 
-def test_generation_and_training_at_the_same_time_need_devices_and_processes_of_their_own() -> None:
+def test_concurrent_generation_and_training_need_separate_devices_and_processes() -> None:
     ahead = AsyncOptions(enabled=True)
     assert faults_of(ahead, False, "ray") == []
     (fault,) = faults_of(ahead, True, "ray")
@@ -56,7 +56,7 @@ def test_training_on_stale_responses_without_a_correction_gives_a_note() -> None
 
 
 @pytest.mark.parametrize(("count", "fits"), [(4, False), (5, True), (8, True), (9, False)])
-def test_more_prompts_than_a_step_has_and_at_most_twice_as_many_are_under_way(count: int, fits: bool) -> None:
+def test_prompts_in_flight_exceed_one_step_and_are_at_most_two(count: int, fits: bool) -> None:
     options = AsyncOptions(enabled=True, partial_rollout=True, in_flight_prompts=count)
     faults = faults_of(options, False, "ray")
     assert len(faults) == (0 if fits else 1)

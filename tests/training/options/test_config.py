@@ -41,13 +41,13 @@ class Options:
             raise ValueError(f"steps={self.steps} is below 0; set steps=0 or more")
 
 
-def test_all_ways_of_writing_an_option_mean_the_same() -> None:
+def test_all_notations_of_an_option_have_the_same_meaning() -> None:
     expected = Options(steps=7)
     for words in (["steps=7"], ["--steps=7"], ["--steps", "7"]):
         assert load_config(Options, words) == expected
 
 
-def test_how_many_values_an_option_takes_follows_from_its_field() -> None:
+def test_the_number_of_values_of_an_option_follows_from_its_field() -> None:
     words = ["--colocate-all", "--betas", "0.8", "0.9", "--names", "a", "b", "--optimizer.learning_rate", "1e-4"]
     assert load_config(Options, [*words, "--path", "007"]) == Options(
         colocate_all=True, betas=(0.8, 0.9), names=["a", "b"], optimizer=Optimizer(learning_rate=1e-4), path="007"
@@ -75,7 +75,7 @@ def test_the_values_of_a_flag_end_before_the_next_option(last: str) -> None:
     assert load_config(Options, ["--path", "x=1"]) == Options(path="x=1")
 
 
-def test_help_says_what_each_option_means_and_what_it_is_without() -> None:
+def test_help_shows_description_and_default_of_each_option() -> None:
     lines = describe_options(Options).splitlines()
     at = lines.index("--steps  (int, default 3)")
     assert lines[at + 1] == "    Number of steps."
@@ -107,7 +107,7 @@ class Derived(Base):
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(learning_rate=0.5))
 
 
-def test_help_shows_what_a_schema_inherits_and_the_defaults_that_it_gives_a_group() -> None:
+def test_help_shows_inherited_options_and_overridden_defaults() -> None:
     assert describe_options(Derived).splitlines()[2:] == [
         *("--seed  (int, default 1)", "    Seed of all random numbers."),
         *("--folder  (str, default 'runs')", "    Output folder."),
@@ -155,7 +155,7 @@ def test_an_error_message_names_the_correct_spelling(words: list[str], facts: li
 
 
 @pytest.mark.parametrize("text", ["steps: [1", "- steps", "steps: \0", "steps: 1\n---\nsteps: 2", "a: " + "[" * 500])
-def test_a_file_that_is_no_yaml_mapping_is_named(text: str, tmp_path: Path) -> None:
+def test_a_file_without_a_yaml_mapping_is_refused_by_name(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"a\.yaml") as caught:
         load_config(Options, ["--config", str(tmp_path / "a.yaml")])
@@ -191,11 +191,11 @@ class Newcomers:
 
 
 @pytest.mark.parametrize("words", [["--algo.kl.init_coef", "0.5"], ["algo.kl.init_coef=0.5"]])
-def test_another_name_sets_the_same_field(words: list[str]) -> None:
+def test_an_alias_sets_the_same_field(words: list[str]) -> None:
     assert load_config(Newcomers, words) == Newcomers(kl_coef=0.5)
 
 
-def test_another_name_is_known_in_a_file_too(tmp_path: Path) -> None:
+def test_an_alias_is_accepted_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("algo: {kl: {init_coef: 0.5}}\n")
     assert load_config(Newcomers, [f"config={tmp_path}/a.yaml"]) == Newcomers(kl_coef=0.5)
 

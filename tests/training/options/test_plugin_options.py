@@ -59,17 +59,17 @@ def test_faults_in_the_options_of_a_plugin_are_reported(words: list[str], facts:
 
 
 @pytest.mark.usefixtures("their_plugin")
-def test_names_of_another_system_are_read_where_its_plugin_is_there() -> None:
+def test_names_of_another_system_are_accepted_with_its_plugin() -> None:
     line = CommandLine(Schema, ["--there.seed", "7"])
     assert (line.config().seed, line.written) == (7, {"seed": "there.seed"})
 
 
-def test_without_the_plugin_they_are_unknown_options() -> None:
+def test_without_the_plugin_names_of_another_system_are_unknown_options() -> None:
     with pytest.raises(ConfigError, match=says("unknown option 'there.seed'", "seed")):
         load_config(Schema, ["--there.seed", "7"])
 
 
-def test_a_command_in_the_recipes_own_names_has_no_defaults_of_another_system() -> None:
+def test_a_command_in_native_names_has_no_defaults_of_another_system() -> None:
     arguments = ["model.path=m", "data.path=d", "run_dir=x", "data.input_template=Q: {}"]
     assert not load_config(SFTConfig, arguments).train.lr_warmup_from_zero
     assert load_config(SFTConfig, [*arguments, "--max_norm", "1"]).train.lr_warmup_from_zero

@@ -117,7 +117,7 @@ def test_a_value_is_translated_or_rejected_with_the_alternative() -> None:
         load_config(Schema, ["--param_dtype", "fp16"])
 
 
-def test_the_entries_of_a_mapping_have_its_name() -> None:
+def test_entries_of_a_mapping_are_set_by_the_name_of_the_mapping() -> None:
     loaded = load_config(Schema, ["override.rope_theta=10", "++override={a: 1}"[2:]])
     assert loaded.model.overrides == {"rope_theta": 10, "a": 1}
 
@@ -149,13 +149,13 @@ def test_null_is_null_in_a_file_as_on_the_command_line(text: str, tmp_path: Path
     assert load_config(Schema, ["dataset_probs=null"]) == Schema()
 
 
-def test_interpolation_in_a_file_is_about_the_file_or_about_the_whole(tmp_path: Path) -> None:
+def test_interpolation_in_a_file_refers_to_the_file_or_the_whole_configuration(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("pretrain: m-${max_samples}\nmax_samples: ${seed}\n")
     loaded = load_config(Schema, ["--config", f"{tmp_path}/a.yaml", "seed=7"])
     assert (loaded.data.max_samples, loaded.model.path) == (7, "m-7")
 
 
-def test_all_faults_are_reported_together_in_the_names_that_were_written(tmp_path: Path) -> None:
+def test_all_faults_are_reported_together_in_the_names_of_the_user(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("ring_attn_size: 2\nsed: 3\n")
     words = ["--config", f"{tmp_path}/a.yaml", "--dataset_probs", "0.5,0.5", "--max_samples", "0", "seed=-1"]
     with pytest.raises(ConfigError) as error:
@@ -180,7 +180,7 @@ def test_all_faults_are_reported_together_in_the_names_that_were_written(tmp_pat
         (["--mix", "--seed", "2"], ("mix", "give one dataset")),
     ],
 )
-def test_a_value_of_another_kind_and_a_switch_that_is_on_are_refused(words: list[str], facts: tuple[str, ...]) -> None:
+def test_a_value_of_wrong_type_and_an_unsupported_switch_are_refused(words: list[str], facts: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=says(*facts)):
         load_config(Schema, words)
     assert load_config(Schema, ["--mix", "false", "dataset_probs=null"]) == Schema()
@@ -193,13 +193,13 @@ def test_a_message_uses_the_option_names_of_the_user() -> None:
     assert CommandLine(Schema, words).renamed(text) == "actor.model_name_or_path=x and max_samples=3; set param_dtype"
 
 
-def test_a_switch_that_means_the_opposite_takes_no_value_of_its_own() -> None:
+def test_an_inverted_switch_accepts_no_value() -> None:
     config = load_config(Schema, ["--no_shuffle", "--max_samples", "3"])
     assert (config.data.shuffle, config.data.max_samples) == (False, 3)
     assert load_config(Schema, ["--no_shuffle", "false"]).data.shuffle
 
 
-def test_an_option_that_is_written_after_all_that_is_computed_with_wins() -> None:
+def test_an_explicit_option_after_its_inputs_overrides_the_computed_value() -> None:
     later = load_config(Schema, ["--max_len", "300", "data.max_prompt_tokens=7"])
     earlier = load_config(Schema, ["data.max_prompt_tokens=7", "--max_len", "300"])
     assert (later.data.max_prompt_tokens, earlier.data.max_prompt_tokens) == (7, 300)

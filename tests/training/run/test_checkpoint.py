@@ -14,7 +14,7 @@ from tests.training.run.checkpoint_steps import assert_whole, names, save
 from training.run.checkpoint import Checkpoints, step_of
 
 
-def test_a_saved_step_is_whole_and_the_latest(tmp_path: Path) -> None:
+def test_a_saved_step_is_complete_and_named_as_latest(tmp_path: Path) -> None:
     box = Checkpoints(tmp_path / "run" / "checkpoints")
     assert box.latest() is None
     assert save(box, 5) == box.folder / "step_5"
@@ -27,7 +27,7 @@ def test_a_saved_step_is_whole_and_the_latest(tmp_path: Path) -> None:
     assert step_of(box.folder / "step_10") == 10
 
 
-def test_write_is_given_an_empty_state_folder_that_no_reader_takes_for_a_step(tmp_path: Path) -> None:
+def test_write_gets_an_empty_temporary_folder_that_readers_ignore(tmp_path: Path) -> None:
     seen: list[Path] = []
 
     def write(folder: Path) -> None:
@@ -39,7 +39,7 @@ def test_write_is_given_an_empty_state_folder_that_no_reader_takes_for_a_step(tm
     assert [path.name for path in seen] == [".step_1.partial"]
 
 
-def test_a_step_done_again_replaces_the_folder_whole(tmp_path: Path) -> None:
+def test_saving_a_step_again_replaces_its_whole_folder(tmp_path: Path) -> None:
     box = Checkpoints(tmp_path)
     (save(box, 5, "before") / "stale").write_text("")
     assert_whole(save(box, 5, "after"))
@@ -48,7 +48,9 @@ def test_a_step_done_again_replaces_the_folder_whole(tmp_path: Path) -> None:
     assert names(tmp_path) == ["latest", "step_5"]
 
 
-def test_a_relative_folder_is_the_same_for_a_rank_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_folder_is_resolved_for_ranks_in_other_working_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert Checkpoints("here").folder == tmp_path / "here"
     save(Checkpoints("here"), 1)
@@ -58,7 +60,7 @@ def test_a_relative_folder_is_the_same_for_a_rank_elsewhere(tmp_path: Path, monk
 # --- limits
 
 
-def test_the_newest_stay_and_the_best_beside_them(tmp_path: Path) -> None:
+def test_the_newest_checkpoints_and_the_best_one_are_kept(tmp_path: Path) -> None:
     box = Checkpoints(tmp_path, keep=2)
     for step in (1, 2):
         save(box, step)
@@ -78,7 +80,9 @@ def test_the_newest_stay_and_the_best_beside_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("max_bytes", "left"), [(3333, [1, 2, 3]), (3332, [2, 3]), (2222, [2, 3]), (2221, [3]), (1, [3])]
 )
-def test_the_oldest_go_until_all_together_fit(tmp_path: Path, max_bytes: int, left: list[int]) -> None:
+def test_the_oldest_checkpoints_are_removed_until_the_total_size_fits(
+    tmp_path: Path, max_bytes: int, left: list[int]
+) -> None:
     # 1000 bytes, 3 of trainer.json, and two names with two digests, 108 bytes: 1111 bytes a step.
     box = Checkpoints(tmp_path, keep=9, max_bytes=max_bytes)
     for step in (1, 2, 3):
@@ -86,7 +90,7 @@ def test_the_oldest_go_until_all_together_fit(tmp_path: Path, max_bytes: int, le
     assert names(tmp_path) == ["latest", *[f"step_{step}" for step in left]]
 
 
-def test_the_best_stays_where_the_bytes_are_not_enough_for_it(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_kept_even_above_the_size_limit(tmp_path: Path) -> None:
     box = Checkpoints(tmp_path, max_bytes=1)
     save(box, 1)
     box.mark_best(1)
@@ -95,7 +99,7 @@ def test_the_best_stays_where_the_bytes_are_not_enough_for_it(tmp_path: Path) ->
     assert names(tmp_path) == ["best", "latest", "step_1", "step_3"]
 
 
-def test_smaller_limits_apply_to_what_is_there_when_asked(tmp_path: Path) -> None:
+def test_lowered_limits_apply_to_existing_checkpoints(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(Checkpoints(tmp_path), step)
     for keep, left in ((3, ["step_1", "step_2", "step_3"]), (1, ["step_3"]), (1, ["step_3"])):
@@ -103,7 +107,7 @@ def test_smaller_limits_apply_to_what_is_there_when_asked(tmp_path: Path) -> Non
         assert names(tmp_path) == ["latest", *left]
 
 
-def test_steps_above_the_one_that_was_resumed_go_first(tmp_path: Path) -> None:
+def test_steps_after_the_resumed_one_are_removed_first(tmp_path: Path) -> None:
     box = Checkpoints(tmp_path, keep=3)
     for step in (4, 6, 8):
         save(box, step)
@@ -117,7 +121,7 @@ def test_steps_above_the_one_that_was_resumed_go_first(tmp_path: Path) -> None:
 # --- names that are wrong
 
 
-def test_a_step_that_was_not_saved_is_not_the_best(tmp_path: Path) -> None:
+def test_only_a_saved_step_can_be_the_best(tmp_path: Path) -> None:
     box = Checkpoints(tmp_path)
     with pytest.raises(ValueError, match=says(tmp_path, "step_4", [])):
         box.mark_best(4)
@@ -129,7 +133,7 @@ def test_a_step_that_was_not_saved_is_not_the_best(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["step_11", "..", "step_9/hf"])
-def test_a_name_of_nothing_lists_the_steps_there_are(tmp_path: Path, name: str) -> None:
+def test_an_unknown_step_raises_an_error_with_the_existing_steps(tmp_path: Path, name: str) -> None:
     box = Checkpoints(tmp_path)
     for step in (9, 10):
         save(box, step)
@@ -147,7 +151,7 @@ def test_a_name_of_nothing_lists_the_steps_there_are(tmp_path: Path, name: str) 
 # --- state
 
 
-def test_every_float_comes_back_with_the_same_bits(tmp_path: Path) -> None:
+def test_every_float_is_restored_bit_equal(tmp_path: Path) -> None:
     draw = random.Random(0)
     floats = [*struct.unpack("<5000d", draw.randbytes(40000)), 0.1, -0.0, 5e-324, 1.7976931348623157e308]
     state = {
@@ -174,7 +178,7 @@ def test_every_float_comes_back_with_the_same_bits(tmp_path: Path) -> None:
         ({"path": Path("x")}, ["state.path ", "PosixPath"]),
     ],
 )
-def test_a_state_that_would_not_come_back_is_refused_before_anything_is_written(
+def test_a_state_that_cannot_be_restored_is_refused_before_writing(
     tmp_path: Path, state: dict[str, Any], facts: list[str]
 ) -> None:
     written: list[Path] = []

@@ -77,7 +77,7 @@ KILL_AT_EVERY_OPERATION = """
         ("best", "step_3", "step_3", {".best.partial", ".step_1.gone", ".step_2.gone"}),
     ],
 )
-def test_killed_at_any_operation_a_whole_step_is_found(
+def test_after_a_kill_at_any_file_operation_a_complete_step_exists(
     tmp_path: Path, what: str, found_before: str, found_after: str, traces: set[str]
 ) -> None:
     result = run_python(KILL_AT_EVERY_OPERATION, tmp_path, what)
@@ -114,7 +114,7 @@ def test_killed_at_any_operation_a_whole_step_is_found(
     assert what == "best" or 10 < first_after < len(found_in) - 2
 
 
-def test_killed_while_it_writes_the_steps_before_are_untouched(tmp_path: Path) -> None:
+def test_a_kill_during_writing_does_not_change_earlier_steps(tmp_path: Path) -> None:
     save(Checkpoints(tmp_path), 5)
     code = """
         import signal, sys
@@ -146,7 +146,7 @@ def test_killed_while_it_writes_the_steps_before_are_untouched(tmp_path: Path) -
 # --- refused
 
 
-def test_an_error_that_is_not_of_the_disk_passes_through(tmp_path: Path) -> None:
+def test_other_errors_than_those_of_the_disk_are_passed_on(tmp_path: Path) -> None:
     box = Checkpoints(tmp_path)
     save(box, 5)
     for error in (
@@ -166,7 +166,7 @@ def test_an_error_that_is_not_of_the_disk_passes_through(tmp_path: Path) -> None
     assert box.latest() == tmp_path / "step_5"
 
 
-def test_a_file_outside_that_write_could_not_use_is_named(tmp_path: Path) -> None:
+def test_an_unusable_file_outside_of_the_folder_is_named(tmp_path: Path) -> None:
     box = Checkpoints(tmp_path / "checkpoints")
     with pytest.raises(CheckpointError, match=says("step 6", box.folder, f"Is a directory: {tmp_path};")):
         box.save(6, {}, lambda folder: tmp_path.write_text("a second place for the model"))
@@ -193,7 +193,7 @@ def in_a_small_disk(code: str, folder: Path, *arguments: object) -> dict[str, An
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_wherever_a_full_disk_stops_a_save_the_last_one_is_whole_and_named(tmp_path: Path) -> None:
+def test_after_a_full_disk_at_any_point_the_last_checkpoint_is_complete_and_named(tmp_path: Path) -> None:
     # At every amount of free pages, so that each file of a save is the one that does not fit.
     code = """
         import json, os, sys
@@ -240,7 +240,7 @@ def test_wherever_a_full_disk_stops_a_save_the_last_one_is_whole_and_named(tmp_p
     assert re.search(says(*facts), result["said"][0])
 
 
-def test_a_full_disk_under_torch_safetensors_or_a_name_is_said_as_one(tmp_path: Path) -> None:
+def test_a_full_disk_in_torch_or_safetensors_is_reported_as_a_full_disk(tmp_path: Path) -> None:
     code = """
         import json, os, sys
         from pathlib import Path
@@ -283,7 +283,7 @@ def test_a_full_disk_under_torch_safetensors_or_a_name_is_said_as_one(tmp_path: 
         assert re.search(says("step 1 ", f"{run}:", "No space left on device", "0 MB", "step_1"), marked)
 
 
-def test_a_limit_on_files_is_said_and_without_it_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_file_size_limit_is_reported_and_without_it_the_run_continues(tmp_path: Path) -> None:
     code = """
         import resource, sys
         from pathlib import Path
@@ -310,7 +310,7 @@ def test_a_limit_on_files_is_said_and_without_it_the_run_goes_on(tmp_path: Path)
     assert saved == "step_2"
 
 
-def test_a_folder_that_is_not_ours_is_said_and_what_is_in_it_stays(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_reported_and_not_changed(tmp_path: Path) -> None:
     # Root may write anywhere, so the process that tries is nobody.
     code = """
         import json, logging, os, shutil, sys, tempfile
@@ -369,14 +369,14 @@ def test_a_folder_that_is_not_ours_is_said_and_what_is_in_it_stays(tmp_path: Pat
     assert all(f"{folder}/.step_1.gone" in line for line in warnings)
 
 
-def test_a_file_in_the_place_of_the_folder_is_refused_with_what_to_set(tmp_path: Path) -> None:
+def test_a_file_at_the_path_of_the_folder_is_refused_with_the_option_to_set(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for place, reason in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "run", "Not a directory")):
         with pytest.raises(ValueError, match=says(f"{place}:", reason, "run_dir")):
             Checkpoints(place)
 
 
-def test_a_folder_that_was_taken_away_is_said_without_a_last_one(tmp_path: Path) -> None:
+def test_a_removed_folder_is_reported_without_a_last_checkpoint(tmp_path: Path) -> None:
     box = Checkpoints(tmp_path / "run")
     save(box, 1)
     shutil.rmtree(tmp_path / "run")
@@ -386,7 +386,7 @@ def test_a_folder_that_was_taken_away_is_said_without_a_last_one(tmp_path: Path)
 
 
 @pytest.mark.parametrize("step", [1, 2])
-def test_a_latest_that_cannot_be_written_leaves_the_steps_as_they_were(tmp_path: Path, step: int) -> None:
+def test_a_failed_write_of_latest_does_not_change_the_steps(tmp_path: Path, step: int) -> None:
     box = Checkpoints(tmp_path)
     save(box, 1, "before")
     (tmp_path / "latest").unlink()

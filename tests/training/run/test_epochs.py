@@ -14,7 +14,7 @@ def seen(data: Epochs) -> list[list[int]]:
     return [[tokens[0] for tokens in data.minibatch(step).lists("tokens")] for step in range(1, data.steps + 1)]
 
 
-def test_each_epoch_has_every_sequence_once_in_another_order_and_drops_none() -> None:
+def test_each_epoch_has_every_sequence_once_in_a_new_order() -> None:
     steps = seen(Epochs(ROWS, batch_size=4, epochs=2, seed=3))
     assert [len(step) for step in steps] == [4, 4, 2, 4, 4, 2]
     first, second = ([number for step in epoch for number in step] for epoch in (steps[:3], steps[3:]))
@@ -32,7 +32,7 @@ def test_the_sequences_of_a_group_stay_together() -> None:
 
 
 @pytest.mark.parametrize("other", [{"batch_size": 5}, {"seed": 2}, {"batch": ROWS.select([1, 0])}])
-def test_a_state_is_taken_for_the_same_data_in_the_same_order_alone(other: dict[str, object]) -> None:
+def test_a_state_is_accepted_only_for_the_same_data_in_the_same_order(other: dict[str, object]) -> None:
     settings: dict[str, object] = {"batch": ROWS, "batch_size": 4, "epochs": 1, "seed": 1}
     state = Epochs(**settings).state_dict()  # pyright: ignore[reportArgumentType]
     Epochs(**settings | {"epochs": 2}).load_state_dict(state)  # pyright: ignore[reportArgumentType]

@@ -112,7 +112,7 @@ def test_a_run_that_ends_early_is_evaluated_at_its_last_step() -> None:
     assert policy.asked == [(4, 0.5), (2, 0.0)] * 3
 
 
-def test_a_response_without_a_reward_is_in_no_mean_and_is_counted() -> None:
+def test_a_response_without_a_reward_is_excluded_from_means_and_counted() -> None:
     policy = Policy()
     policy.failing = [0]  # of four, the first of prompt 0, which scores 0; and of two, that of prompt 0
     evaluation = heldout(policy, [], prompts()).at_step(7)
@@ -124,7 +124,7 @@ def test_a_response_without_a_reward_is_in_no_mean_and_is_counted() -> None:
         heldout(policy, [], prompts()).at_step(7)
 
 
-def test_a_recipe_adds_metrics_of_its_own_of_the_same_responses() -> None:
+def test_a_recipe_can_add_metrics_of_the_evaluated_responses() -> None:
     policy = Policy()
     scores = Evaluation(
         prompts=prompts(),
@@ -166,7 +166,7 @@ def ended(scores: list[float], steps: list[int]) -> Evaluation:
     return evaluation
 
 
-def test_the_end_names_the_best_policy_and_its_folder_where_it_has_one(tmp_path: Path) -> None:
+def test_the_end_names_the_best_policy_and_its_checkpoint_if_one_exists(tmp_path: Path) -> None:
     evaluation = ended([0.476, 0.54, 0.148], [0, 2, 4])
     said = evaluation.verdict(tmp_path)
     assert re.search(says("step 2", "0.540", "no checkpoint", "0.148", "worse than the start", "0.476"), said)
@@ -184,13 +184,13 @@ def test_the_verdict_omits_a_worse_start_and_is_empty_if_the_last_step_is_best(t
     assert ended([0.2], [0]).verdict(tmp_path) == ""
 
 
-def test_a_start_that_was_the_best_is_no_step(tmp_path: Path) -> None:
+def test_the_initial_model_is_not_reported_as_the_best_step(tmp_path: Path) -> None:
     said = ended([0.5, 0.4], [0, 2]).verdict(tmp_path)
     assert re.search(says("worse than the start", "0.400", "0.500"), said)
     assert "step" not in said
 
 
-def test_without_prompts_everything_is_empty() -> None:
+def test_an_evaluation_without_prompts_has_no_metrics() -> None:
     policy, said = Policy(), []
     none = heldout(policy, said)
     assert (none.start(), none.at_step(7), none.finish(7), policy.asked, said) == ({}, {}, None, [], [])

@@ -9,7 +9,7 @@ from tests.messages import says
 from training.run.evaluation_metrics import best_metric, heldout_metrics
 
 
-def test_two_sources_by_hand() -> None:
+def test_metrics_of_two_sources_equal_a_calculation_by_hand() -> None:
     # Two responses per prompt, in any order. gsm: prompt 7 scores 1 and 0, prompt 3 scores 0 and 0.5.
     #   mean (1 + 0 + 0 + 0.5) / 4 = 0.375, best (1 + 0.5) / 2 = 0.75, lengths (4 + 8 + 2 + 6) / 4 = 5, one of 4 cut.
     # aime: prompt 7 again, another one: 0.25 and 0.75; mean 0.5, best 0.75, lengths (10 + 20) / 2 = 15, both cut.
@@ -50,7 +50,7 @@ def test_two_sources_by_hand() -> None:
     assert all(type(value) is float for value in metrics.values())
 
 
-def test_logged_numbers_are_means_of_a_source_and_never_replace_what_is_always_there() -> None:
+def test_logged_numbers_are_averaged_per_source_and_never_replace_built_in_metrics() -> None:
     metrics = heldout_metrics(
         torch.tensor([1.0, 0.0, 0.0]),
         torch.tensor([0, 1, 0]),
@@ -63,7 +63,7 @@ def test_logged_numbers_are_means_of_a_source_and_never_replace_what_is_always_t
     assert (metrics["a_score"], metrics["b_score"]) == (0.5, 0.0)
 
 
-def test_a_logged_number_that_answers_lack_is_averaged_over_the_others() -> None:
+def test_a_logged_number_is_averaged_over_the_responses_that_have_it() -> None:
     one_B, nan = torch.ones(3), math.nan
     logged = {"moves": torch.tensor([1.0, nan, nan])}
     metrics = heldout_metrics(one_B, torch.tensor([0, 1, 0]), ["a", "a", "b"], one_B, one_B, logged)
@@ -71,7 +71,7 @@ def test_a_logged_number_that_answers_lack_is_averaged_over_the_others() -> None
     assert "b_moves" not in metrics
 
 
-def test_one_answer_per_prompt_has_no_best_of_several() -> None:
+def test_one_response_per_prompt_has_no_best_of_n() -> None:
     metrics = heldout_metrics(
         torch.tensor([1.0, 0.0]), torch.tensor([0, 1]), ["s", "s"], torch.tensor([1, 2]), torch.tensor([False, False])
     )
@@ -109,11 +109,11 @@ METRICS = {
         ("eval_of_eval_score", ("eval_of_eval_score", 0.4)),
     ],
 )
-def test_the_metric_that_decides(key: str, metric: tuple[str, float] | None) -> None:
+def test_the_deciding_metric_is_the_configured_one_or_the_score(key: str, metric: tuple[str, float] | None) -> None:
     assert best_metric(METRICS, key) == metric
 
 
-def test_a_metric_that_is_not_there_lists_those_that_are() -> None:
+def test_the_error_for_an_unknown_metric_lists_the_existing_ones() -> None:
     with pytest.raises(ValueError, match=says("'eval/x'", *METRICS)):
         best_metric(METRICS, "eval/x")
     with pytest.raises(ValueError, match=says("'ape'")):

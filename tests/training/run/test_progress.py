@@ -60,14 +60,14 @@ def test_the_phases_of_a_step_add_up_to_its_duration(fake_time: FakeTime) -> Non
     assert clock.take() == {"timing_s/other": 0.0, "timing_s/step": 0.0}
 
 
-def test_a_clock_that_was_not_begun_counts_from_its_first_phase(fake_time: FakeTime) -> None:
+def test_a_clock_without_start_begins_at_its_first_phase(fake_time: FakeTime) -> None:
     clock = PhaseClock()
     fake_time.now += 60
     fake_time.pass_in(clock.phase("train"), 2.0)
     assert clock.take() == {"timing_s/train": 2.0, "timing_s/other": 0.0, "timing_s/step": 2.0}
 
 
-def test_time_beside_the_steps_is_reported_and_belongs_to_no_step(fake_time: FakeTime) -> None:
+def test_time_outside_of_steps_is_reported_separately(fake_time: FakeTime) -> None:
     events: list[Any] = []
     clock = PhaseClock(events.append)
     clock.begin()
@@ -86,7 +86,7 @@ def test_time_beside_the_steps_is_reported_and_belongs_to_no_step(fake_time: Fak
     assert ended == [("evaluate", 100.0), ("checkpoint", 50.0), ("train", 2.0)]
 
 
-def test_phases_of_another_thread_are_shown_and_not_part_of_the_sum(fake_time: FakeTime) -> None:
+def test_phases_of_another_thread_are_shown_but_not_summed(fake_time: FakeTime) -> None:
     clock = PhaseClock()
     handed_over: list[dict[str, float]] = []
     clock.begin()
@@ -106,7 +106,7 @@ def test_phases_of_another_thread_are_shown_and_not_part_of_the_sum(fake_time: F
     assert clock.take() == {f"timing_s/{name}": seconds for name, seconds in expected.items()}
 
 
-def test_a_step_is_counted_in_and_its_speed_is_told() -> None:
+def test_a_step_is_counted_and_its_throughput_is_logged() -> None:
     # 3 sequences of 12 tokens in 4 s, while another thread generated for 5.
     progress, batch = Progress(tokens=8, seconds=1.0), Batch([3, 4, 5], {"tokens": torch.arange(12)})
     took = {"timing_s/generate": 5.0, "timing_s/train": 3.0, "timing_s/step": 4.0}
@@ -123,7 +123,7 @@ def test_a_step_is_counted_in_and_its_speed_is_told() -> None:
     assert sorted(counted) == ["perf/samples_per_second", "perf/tokens_per_second", "timing_s/step"]
 
 
-def test_a_stream_that_generates_ahead_tells_the_clock_of_both_threads() -> None:
+def test_asynchronous_generation_has_separate_phases_of_both_threads() -> None:
     clock, seen = PhaseClock(), []
 
     def generate(step: int) -> int:
@@ -180,7 +180,7 @@ def names(box: Box) -> list[str]:
     return sorted(path.name for path in box.checkpoints.store.folder.glob("step_*"))
 
 
-def test_checkpoints_are_written_when_due_of_the_best_step_and_once(tmp_path: Path) -> None:
+def test_checkpoints_are_written_once_when_due_and_for_the_best_step(tmp_path: Path) -> None:
     box = Box(tmp_path, every=2).train(5, best=lambda step: step == 3)
     assert names(box) == ["step_2", "step_3", "step_4"]
     assert (tmp_path / "best").read_text() == "step_3\n"
@@ -196,7 +196,7 @@ def test_without_a_number_of_steps_only_the_best_and_the_last_are_written(tmp_pa
     assert names(box) == ["step_1", "step_5"]
 
 
-def test_a_checkpoint_that_fails_is_said_and_counted_and_the_last_one_must_not(tmp_path: Path) -> None:
+def test_a_failed_checkpoint_is_reported_and_counted_and_the_last_one_raises(tmp_path: Path) -> None:
     box = Box(tmp_path, every=1).train(1)
     assert box.checkpoints.metrics["perf/checkpoints_failed"] == 0
     box.fault = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -227,7 +227,7 @@ def test_a_resumed_run_continues_at_its_step_and_lists_changed_options(tmp_path:
     assert box.written == []
 
 
-def test_the_steps_of_a_run_may_follow_from_what_is_left_of_its_data(tmp_path: Path) -> None:
+def test_the_number_of_steps_may_follow_from_the_remaining_data(tmp_path: Path) -> None:
     Box(tmp_path, every=2).train(2)
     box = Box(tmp_path)
     # Counted once the parts are set: 20 tokens were trained on, and 50 are left.
@@ -246,14 +246,14 @@ def test_a_step_resumed_from_another_run_is_saved_again_in_this_folder(tmp_path:
     assert names(box) == ["step_2"]
 
 
-def test_a_run_that_is_started_again_goes_on_even_where_it_was_to_begin_anew(tmp_path: Path) -> None:
+def test_a_restarted_run_resumes_even_with_resume_none(tmp_path: Path) -> None:
     Box(tmp_path, every=2, run_id="mine").train(2)
     assert Box(tmp_path, run_id="other").checkpoints.load("none") is None
     assert Box(tmp_path, run_id="mine").checkpoints.load("none") is not None
     assert Box(tmp_path / "empty").checkpoints.load("auto") is None
 
 
-def test_a_checkpoint_of_another_recipe_is_refused_with_what_it_lacks(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_recipe_is_refused_with_its_missing_parts(tmp_path: Path) -> None:
     Checkpoints(tmp_path).save(4, {"stream": {"step": 4}, "config": {}}, lambda folder: None)
     with pytest.raises(ValueError, match=says(tmp_path / "step_4", "progress", "resume=none", "run_dir")):
         Box(tmp_path).checkpoints.load("auto")
@@ -325,7 +325,7 @@ class Ahead:
         return seen
 
 
-def test_a_checkpoint_holds_the_batches_that_were_made_ahead_and_resume_makes_the_one_under_way_again(
+def test_a_checkpoint_holds_queued_batches_and_resume_regenerates_the_unfinished_one(
     tmp_path: Path,
 ) -> None:
     before = Ahead(tmp_path, halt=4).train(2)
@@ -347,7 +347,7 @@ def test_a_checkpoint_holds_the_batches_that_were_made_ahead_and_resume_makes_th
     assert math.isnan(resumed.stream.metrics["nan"])
 
 
-def test_without_a_queue_a_checkpoint_is_as_it_always_was(tmp_path: Path) -> None:
+def test_without_a_queue_a_checkpoint_has_no_batches(tmp_path: Path) -> None:
     Box(tmp_path, every=2).train(2)
     assert json.loads((tmp_path / "step_2" / "state" / "trainer.json").read_text()) == {
         "stream": {"step": 2},
@@ -358,7 +358,7 @@ def test_without_a_queue_a_checkpoint_is_as_it_always_was(tmp_path: Path) -> Non
     assert [path.name for path in (tmp_path / "step_2" / "state").glob("t*")] == ["trainer.json"]
 
 
-def test_a_queue_with_objects_that_no_file_holds_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_queue_with_objects_that_cannot_be_saved_is_refused_by_name(tmp_path: Path) -> None:
     run = Ahead(tmp_path, halt=3)
     run.prompts.label = (1, 2)
     with pytest.raises(ValueError, match="'label'"):
@@ -380,7 +380,7 @@ class Held:
         self.prompts = state.get("prompts")
 
 
-def test_prompts_under_way_are_in_a_checkpoint_which_a_run_without_them_refuses(tmp_path: Path) -> None:
+def test_a_checkpoint_holds_prompts_in_flight_and_a_run_without_partial_rollouts_refuses_it(tmp_path: Path) -> None:
     Ahead(tmp_path, groups=Held(Counter().take(3))).train(1)
     resumed = Ahead(tmp_path, groups=(held := Held()))
     resumed.checkpoints.load("auto")
@@ -390,7 +390,7 @@ def test_prompts_under_way_are_in_a_checkpoint_which_a_run_without_them_refuses(
         Ahead(tmp_path).checkpoints.load("auto")
 
 
-def test_a_run_may_begin_to_keep_prompts_under_way(tmp_path: Path) -> None:
+def test_a_resumed_run_may_enable_partial_rollouts(tmp_path: Path) -> None:
     Ahead(tmp_path).train(1)
     resumed = Ahead(tmp_path, groups=(held := Held(Counter().take(1))))
     resumed.checkpoints.load("auto")
@@ -412,7 +412,7 @@ def put_back(box: Box, at: int) -> Box:
 
 
 @pytest.mark.parametrize("every", [-1, 3])
-def test_a_run_that_lost_its_rewards_goes_on_with_the_batch_that_waits_for_them(tmp_path: Path, every: int) -> None:
+def test_a_run_with_failed_rewards_resumes_with_the_unrewarded_batch(tmp_path: Path, every: int) -> None:
     box = put_back(Box(tmp_path, every=every), at=4)
     assert names(box) == ["step_3"]
     (said,) = box.said
@@ -425,7 +425,7 @@ def test_a_run_that_lost_its_rewards_goes_on_with_the_batch_that_waits_for_them(
     assert list(resumed.stream) == [4, 5]
 
 
-def test_what_is_saved_already_or_was_never_trained_on_is_not_saved_for_rewards_that_failed(tmp_path: Path) -> None:
+def test_failed_rewards_save_no_checkpoint_that_exists_or_has_no_training(tmp_path: Path) -> None:
     box = Box(tmp_path, every=1).train(2)
     box.checkpoints.save_unfinished()
     assert box.written == [".step_1.partial", ".step_2.partial"]
@@ -441,7 +441,7 @@ def test_a_failed_checkpoint_does_not_hide_the_error_that_ended_the_run(tmp_path
     assert re.search(says("step 2", tmp_path, "No space left on device"), said)
 
 
-def test_a_step_whose_evaluation_failed_is_evaluated_before_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_failed_evaluation_is_repeated_before_a_resumed_run_continues(tmp_path: Path) -> None:
     trained, logged = Batch.from_rows({"tokens": [[1], [2, 3]]}, {"reward": torch.tensor([0.1, 0.2])}), {"loss": 0.3}
 
     def no_rewards(batch: Batch, metrics: dict[str, float]) -> bool:

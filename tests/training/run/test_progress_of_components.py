@@ -7,7 +7,7 @@ import training
 from components.process.heartbeat import beat
 
 
-def test_a_beat_of_components_is_one_of_core(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_reported_by_components_reaches_core(monkeypatch: pytest.MonkeyPatch) -> None:
     assert training.__file__
     monkeypatch.setattr(core.supervise.control, "_last_beat", 0.0)
     beat()

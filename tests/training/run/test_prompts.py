@@ -22,7 +22,7 @@ CHAT = "{% for message in messages %}[{{ message['role'] }}]{{ message['content'
         ({}, [{"role": "user", "content": "2 + 2?"}], False),  # messages always go through it
     ],
 )
-def test_text_that_is_read_without_the_tokenizers_chat_template_is_a_warning(
+def test_text_prompts_without_the_existing_chat_template_give_a_warning(
     options: dict[str, Any], prompt: Any, is_said: bool
 ) -> None:
     tokenizer = learnt_tokenizer(["2 + 2?"] * 4, 300)
@@ -36,11 +36,11 @@ def test_text_that_is_read_without_the_tokenizers_chat_template_is_a_warning(
     assert unused_template(data, prompt, tokenizer) is None
 
 
-def test_a_template_that_refuses_the_prompt_is_not_missed() -> None:
+def test_a_template_that_rejects_the_prompt_gives_no_warning() -> None:
     tokenizer = learnt_tokenizer(["2 + 2?"] * 4, 300)
     tokenizer.chat_template = "{{ raise_exception('a system message has to come first') }}"
     assert unused_template(DataOptions(path="rows.jsonl"), "2 + 2?", tokenizer) is None
 
 
-def test_a_template_that_changes_nothing_is_not_missed() -> None:
+def test_a_template_without_effect_gives_no_warning() -> None:
     assert unused_template(DataOptions(path="task:sort"), "abc", character_tokenizer("abc")) is None

@@ -19,7 +19,7 @@ SECONDS = 100
 """After which something that never comes counts as hung."""
 
 
-def test_the_loop_gets_one_batch_per_step_made_when_it_asks() -> None:
+def test_without_a_queue_each_batch_is_generated_on_request() -> None:
     made: list[int] = []
 
     def generate(step: int) -> str:
@@ -32,7 +32,7 @@ def test_the_loop_gets_one_batch_per_step_made_when_it_asks() -> None:
     assert list(stream) == []
 
 
-def test_a_state_saved_in_the_body_resumes_with_the_next_step() -> None:
+def test_a_state_saved_in_the_loop_body_resumes_with_the_next_step() -> None:
     stream = RolloutQueue(lambda step: step, steps=4)
     states = [stream.state_dict() for _ in stream]
     assert states[1] == {"step": 2}
@@ -43,7 +43,7 @@ def test_a_state_saved_in_the_body_resumes_with_the_next_step() -> None:
 
 
 @pytest.mark.parametrize("queue_size", [0, 2])
-def test_a_step_whose_generation_failed_is_tried_again_after_those_before_it(queue_size: int) -> None:
+def test_a_failed_generation_is_retried_after_the_earlier_steps(queue_size: int) -> None:
     attempts: list[int] = []
 
     def generate(step: int) -> int:
@@ -62,7 +62,7 @@ def test_a_step_whose_generation_failed_is_tried_again_after_those_before_it(que
 
 
 @pytest.mark.parametrize("queue_size", [0, 1, 3])
-def test_where_the_data_ends_the_stream_ends_and_where_it_was_stopped_steps_are_left(queue_size: int) -> None:
+def test_the_stream_ends_with_the_data_and_after_a_stop_steps_remain(queue_size: int) -> None:
     ended = RolloutQueue(lambda step: step if step < 3 else None, 5, queue_size)
     assert list(ended) == [1, 2]
     assert (ended.step, len(ended)) == (2, 0)
@@ -117,7 +117,7 @@ def ahead(prompts: Prompts, steps: int, queue_size: int, **options: Any) -> Roll
 
 
 @pytest.mark.parametrize("queue_size", [1, 2])
-def test_a_batch_is_begun_once_the_bodies_of_all_but_so_many_steps_before_it_have_ended(queue_size: int) -> None:
+def test_generation_starts_at_most_queue_size_steps_ahead(queue_size: int) -> None:
     prompts, seen = Prompts(), []
     for batch in (stream := ahead(prompts, 6, queue_size)):
         seen.append(batch)
@@ -130,7 +130,7 @@ def test_a_batch_is_begun_once_the_bodies_of_all_but_so_many_steps_before_it_hav
     assert prompts.begun == [1, 2, 3, 4, 5, 6]
 
 
-def test_batches_and_their_metrics_are_those_of_the_inline_run() -> None:
+def test_queued_batches_and_metrics_equal_those_without_a_queue() -> None:
     runs = []
     for queue_size in (0, 2):
         prompts = Prompts()
@@ -139,14 +139,14 @@ def test_batches_and_their_metrics_are_those_of_the_inline_run() -> None:
     assert runs[0] == runs[1] == [([0, 1], 1, 2), ([2, 3], 2, 4), ([4, 5], 3, 6), ([6, 7], 4, 8)]
 
 
-def test_the_thread_sees_the_context_of_the_loop() -> None:
+def test_the_generation_thread_has_the_context_variables_of_the_loop() -> None:
     job = contextvars.ContextVar("job", default="none")
     stream = RolloutQueue(lambda step: (threading.current_thread() is threading.main_thread(), job.get()), 1, 1)
     job.set("mine")
     assert list(stream) == [(False, "mine")]
 
 
-def test_where_the_loop_is_left_the_thread_ends_and_what_it_has_made_comes_when_the_loop_goes_on() -> None:
+def test_leaving_the_loop_ends_the_thread_and_keeps_its_batches_for_later() -> None:
     prompts = Prompts(halt=2)
     stream = ahead(prompts, 5, 2)
     with pytest.raises(KeyError):
@@ -161,7 +161,7 @@ def test_where_the_loop_is_left_the_thread_ends_and_what_it_has_made_comes_when_
     assert list(stream) == [[2, 3], [4, 5], [6, 7], [8, 9]]
 
 
-def test_a_process_ends_though_a_generation_never_does() -> None:
+def test_a_hanging_generation_does_not_keep_the_process_alive() -> None:
     program = """
 import threading
 from training.run.queue import RolloutQueue
@@ -173,7 +173,7 @@ print(batch)
     assert (ended.stdout, ended.stderr) == ("batch\n", "")
 
 
-def test_a_stop_ends_the_loop_before_the_next_batch_and_the_queue_keeps_what_is_made() -> None:
+def test_a_stop_ends_the_loop_before_the_next_batch_and_keeps_queued_batches() -> None:
     prompts, stop = Prompts(), threading.Event()
     stream = ahead(prompts, 9, 1, stopped=stop.is_set)
     for _ in stream:
@@ -206,7 +206,7 @@ def test_generation_is_cancelled_only_if_the_run_stops(queue_size: int) -> None:
     assert stream.ending
 
 
-def test_a_stop_while_the_loop_waits_leaves_the_batch_that_comes_in_the_queue() -> None:
+def test_a_stop_during_the_wait_keeps_the_arriving_batch_in_the_queue() -> None:
     stop, waits = threading.Event(), threading.Event()
 
     class Clock(PhaseClock):
@@ -243,7 +243,7 @@ def test_an_error_during_the_stop_of_a_run_is_raised() -> None:
         next(batches)
 
 
-def test_a_generation_that_gives_up_as_the_run_stops_is_done_again_with_the_same_prompts() -> None:
+def test_a_generation_cancelled_by_a_stop_is_repeated_with_the_same_prompts() -> None:
     prompts, stop = Prompts(halt=2), threading.Event()
 
     def generate(step: int) -> list[int] | None:
@@ -277,7 +277,7 @@ def trained_and_saved(prompts: Prompts, stream: RolloutQueue[list[int]], step: i
     raise AssertionError(f"there is no step {step}")
 
 
-def test_a_state_holds_the_queue_and_where_the_prompts_were_before_the_batch_under_way() -> None:
+def test_a_state_holds_the_queue_and_the_prompt_position_before_the_unfinished_batch() -> None:
     prompts = Prompts(halt=4)
     trained, states = trained_and_saved(prompts, ahead(prompts, 9, 3, most_stale=4), 1, begun=4)
     assert trained == [0, 1]
@@ -292,7 +292,7 @@ def test_a_state_holds_the_queue_and_where_the_prompts_were_before_the_batch_und
 
 
 @pytest.mark.parametrize("queue_size", [0, 2])
-def test_a_batch_that_was_put_back_comes_first_when_the_loop_goes_on_here_or_from_a_state(queue_size: int) -> None:
+def test_a_returned_batch_is_the_first_one_after_a_pause_or_resume(queue_size: int) -> None:
     stream = ahead(Prompts(), 5, queue_size)
     for _ in stream:
         if stream.step == 3:
@@ -309,7 +309,7 @@ def test_a_batch_that_was_put_back_comes_first_when_the_loop_goes_on_here_or_fro
 
 
 @pytest.mark.parametrize("queue_size", [0, 1])
-def test_a_state_after_a_failed_generation_is_that_before_it(queue_size: int) -> None:
+def test_a_failed_generation_does_not_change_the_state(queue_size: int) -> None:
     prompts, rewards = Prompts(), threading.Event()
 
     def generate(step: int) -> list[int]:

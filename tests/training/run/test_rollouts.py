@@ -71,7 +71,7 @@ def test_metrics_of_a_step_equal_a_calculation_by_hand() -> None:
     assert metrics["rollout/mismatch_kl"] == pytest.approx(math.log(2) / 5)
 
 
-def test_the_responses_without_a_reward_are_left_out_of_the_others() -> None:
+def test_responses_without_a_reward_are_excluded_from_metrics() -> None:
     left = drop_unrewarded(responses())
     assert left["prompt_id"].tolist() == [7, 7, 9]
     assert left["reward"].tolist() == [1.0, 3.0, 2.0]
@@ -87,18 +87,18 @@ def test_status_shares_include_episodes_without_a_reward() -> None:
     assert (shares, metrics["reward/failed"]) == ([0.5, 0.25, 0.25], 1.0)
 
 
-def test_prompts_with_one_answer_have_no_groups() -> None:
+def test_prompts_with_one_response_have_no_group_metrics() -> None:
     assert "reward/group_std" not in rollout_metrics(responses().select([0, 2]))
 
 
-def test_without_a_pass_of_the_trainer_its_log_probabilities_are_compared_with_none() -> None:
+def test_without_recomputed_log_probs_no_mismatch_is_logged() -> None:
     alone = responses().only(*(name for name in responses().names if name != "logprob"))
     metrics = rollout_metrics(alone)
     assert metrics["reward/reward"] == 2.0
     assert [name for name in metrics if "logprob" in name or "mismatch" in name] == []
 
 
-def test_each_prompt_is_asked_side_by_side_and_its_samples_are_numbered() -> None:
+def test_samples_of_a_prompt_are_adjacent_and_numbered() -> None:
     prompts = Batch([1, 1], {"tokens": torch.tensor([3, 4])}, {"prompt_id": torch.tensor([7, 9])})
     requests = for_samples(prompts, 3)
     assert requests["prompt_id"].tolist() == [7, 7, 7, 9, 9, 9]
@@ -153,7 +153,7 @@ def test_reward_code_reads_text_and_its_numbers_become_columns() -> None:
     assert said == []
 
 
-def test_queries_are_not_decoded_for_a_source_that_reads_none() -> None:
+def test_queries_are_decoded_only_for_rewards_that_read_them() -> None:
     source, decoded = Lengths(), Lengths()
     source.reads_queries = False
     tokenizer = character_tokenizer("abc")
@@ -173,7 +173,7 @@ def test_the_first_failed_rewards_are_named_and_all_are_counted() -> None:
         assert re.search(says(*facts), line)
 
 
-def test_metrics_of_a_step_are_means_over_its_updates_and_tell_the_first_apart() -> None:
+def test_metrics_of_a_step_are_means_over_updates_and_log_the_first_separately() -> None:
     history = [{"loss": 1.0, "ratio_mean": 1.0, "engine_gap": 0.5}, {"loss": 3.0, "ratio_mean": 1.5, "engine_gap": 0.0}]
     assert over_updates(history) == {
         "loss": 2.0,
@@ -185,7 +185,7 @@ def test_metrics_of_a_step_are_means_over_its_updates_and_tell_the_first_apart()
     assert over_updates([{"loss": 1.0}]) == {"loss": 1.0}
 
 
-def test_a_batch_that_cannot_be_trained_on_is_kept_by_one_rank_and_named_by_all(tmp_path: Path) -> None:
+def test_a_failed_batch_is_saved_by_one_rank_and_named_by_all(tmp_path: Path) -> None:
     path = tmp_path / "failed" / "step_000012-actor.parquet"
     assert keep_failed(str(tmp_path), 12, "ACTOR", responses(), rank=1) == f"the batch is in {path}"
     assert not path.exists()
@@ -193,7 +193,7 @@ def test_a_batch_that_cannot_be_trained_on_is_kept_by_one_rank_and_named_by_all(
     assert Batch.load(path)["reward"].tolist() == [1.0, 3.0, 2.0, 2.0]
 
 
-def test_a_step_is_written_down_and_told_to_who_watches(tmp_path: Path) -> None:
+def test_a_step_is_logged_and_reported_to_observers(tmp_path: Path) -> None:
     events: list[StepEvent] = []
     tracker = Tracker(tmp_path, "demo", {}, 0, emit=events.append, shown=("eval/score", "reward/"))
     metrics = {"reward/score": 0.5, "actor/loss": 2.0}
@@ -214,7 +214,7 @@ def test_a_step_is_written_down_and_told_to_who_watches(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 3
 
 
-def test_answers_that_cannot_be_shown_as_text_end_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_responses_that_cannot_be_decoded_do_not_end_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     events: list[StepEvent] = []
     tracker = Tracker(tmp_path, "demo", {}, 0, sinks={"tensorboard": {}}, emit=events.append)
     samples = with_status(responses().with_sequences(prompt_length=torch.ones(4).long()))
@@ -231,7 +231,7 @@ def test_answers_that_cannot_be_shown_as_text_end_no_run(tmp_path: Path, caplog:
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_without_a_pass_of_the_trainer_the_gap_of_the_first_update_is_that_of_the_rollouts(tmp_path: Path) -> None:
+def test_without_recomputed_log_probs_the_mismatch_comes_from_the_first_update(tmp_path: Path) -> None:
     events: list[StepEvent] = []
     tracker = Tracker(tmp_path, "demo", {}, 0, emit=events.append)
     samples = with_status(responses().with_sequences(prompt_length=torch.ones(4).long()))
@@ -243,7 +243,7 @@ def test_without_a_pass_of_the_trainer_the_gap_of_the_first_update_is_that_of_th
     assert [event.metrics["rollout/logprob_gap_mean"] for event in events] == [0.5, 0.25]
 
 
-def test_an_engine_that_missed_an_update_is_found() -> None:
+def test_an_engine_with_an_old_weight_version_is_reported() -> None:
     check_staleness(responses().select([0, 1]), 4)
     with pytest.raises(RuntimeError, match=says("1 responses", "version [3]", "version 4")):
         check_staleness(responses(), 4)
@@ -266,7 +266,7 @@ def test_staleness_of_responses_is_limited_and_logged() -> None:
     assert [name for name in rollout_metrics(responses()) if "staleness" in name] == []
 
 
-def test_a_log_that_answers_lack_is_averaged_over_the_others_and_left_out_where_all_lack_it() -> None:
+def test_a_log_is_averaged_over_the_responses_that_have_it() -> None:
     nan = math.nan
     metrics = rollout_metrics(
         responses().with_sequences(log_wins=torch.tensor([1.0, nan, 0.0, nan]), log_none=torch.full([4], nan))
@@ -287,12 +287,12 @@ def test_an_existing_status_is_kept() -> None:
     assert with_status(responses().with_objects(status=["error"] * 4))["status"] == ["error"] * 4
 
 
-def test_of_episodes_with_several_sequences_the_main_one_is_judged() -> None:
+def test_only_the_main_sequence_of_an_episode_is_scored() -> None:
     assert main_branches(responses())["reward"].tolist() == [1, 3, 2, 2]
     assert main_branches(responses().with_sequences(branch=torch.tensor([0, 1, 0, 0])))["reward"].tolist() == [1, 2, 2]
 
 
-def test_a_sample_that_branched_is_compared_once() -> None:
+def test_a_sample_with_branches_counts_once_in_its_group() -> None:
     # Prompt 7: the first sample has two sequences and reward 1, the second reward 0. By RLOO 1 - 0 and 0 - 1.
     columns = {"prompt_id": torch.tensor([7, 7, 7]), "branch": torch.tensor([0, 1, 0])}
     samples = Batch.from_rows({"tokens": [[1], [2], [3]]}, per_sequence=columns)

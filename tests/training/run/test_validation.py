@@ -11,7 +11,7 @@ from training.run.validation import majority, validation_metrics
 NAN = math.nan
 
 
-def test_the_majority_of_a_draw_is_worth_what_its_first_answer_is() -> None:
+def test_the_score_of_a_majority_is_that_of_its_first_response() -> None:
     # Votes 0, 1, 1: vote 1, whose first response is worth 5. 2, 0, 2, ...: vote 2, whose first is worth 1.
     # 1, 0, 0, 1: a tie, and 1 was drawn first; 0, 1, 1, 0: a tie, and 0 was. All different: the first.
     value_kR = np.array([[9.0, 5.0, 7.0, 3.0], [1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]]).T
@@ -20,14 +20,14 @@ def test_the_majority_of_a_draw_is_worth_what_its_first_answer_is() -> None:
     assert majority(value_kR[:, :1], np.array([[3], [2], [1], [0]])).tolist() == [9.0]
 
 
-def test_one_answer_to_each_prompt_has_a_mean_and_nothing_else() -> None:
+def test_one_response_per_prompt_has_only_a_mean() -> None:
     # Prompt 0 of gsm and prompt 0 of math are two prompts.
     metrics = validation_metrics(torch.tensor([1.0, 0.0, 0.5]), torch.tensor([0, 1, 0]), ["gsm", "gsm", "math"])
     assert metrics == {"val-core/gsm/reward/mean@1": 0.5, "val-core/math/reward/mean@1": 0.5}
     assert all(type(value) is float for value in metrics.values())
 
 
-def test_two_answers_to_each_prompt_by_hand() -> None:
+def test_metrics_of_two_responses_per_prompt_equal_a_calculation_by_hand() -> None:
     # The responses to prompt 7 earn 1 and 0, in any order; those to prompt 3 both 0.5.
     # Mean (0.5 + 0.5) / 2, deviation (0.5 + 0) / 2. Of two draws from 1 and 0 the best is 1 three times in four, the
     # worst one in four; the deviation of both is sqrt(3) / 4. Of prompt 3 all is 0.5, and nothing deviates.
@@ -46,7 +46,7 @@ def test_two_answers_to_each_prompt_by_hand() -> None:
     assert drawn == pytest.approx(expected, abs=0.025)
 
 
-def test_what_most_answers_say_counts_where_there_are_predictions() -> None:
+def test_majority_voting_is_logged_if_predictions_exist() -> None:
     # Three of four say 4, which is right. Four draws: 4 has most votes, or as many and comes first, in
     #   4 or 3 times 4: 81/256 + 108/256, twice: 54/256 of which in half 4 comes first; together 216/256 = 0.84.
     reward_B = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0])
@@ -59,7 +59,7 @@ def test_what_most_answers_say_counts_where_there_are_predictions() -> None:
     assert "val-core/b/reward/best@4/mean" in metrics
 
 
-def test_the_draws_are_the_same_every_time() -> None:
+def test_the_bootstrap_samples_are_deterministic() -> None:
     reward_B, prompt_B = torch.arange(12.0).square(), torch.arange(12) % 2
     first = validation_metrics(reward_B, prompt_B, ["s"] * 12, predictions=[str(i // 5) for i in range(12)])
     assert first == validation_metrics(reward_B, prompt_B, ["s"] * 12, predictions=[str(i // 5) for i in range(12)])
@@ -69,7 +69,7 @@ def test_the_draws_are_the_same_every_time() -> None:
     assert core == ["best@6/mean", "best@6/std", "maj@6/mean", "maj@6/std", "mean@6"]
 
 
-def test_acc_decides_where_it_is_logged_and_the_reward_elsewhere() -> None:
+def test_the_core_metric_is_acc_if_logged_and_otherwise_the_reward() -> None:
     logged = {"acc": torch.tensor([1.0, NAN]), "reward": torch.tensor([9.0, 9.0]), "steps": torch.tensor([NAN, 3.0])}
     metrics = validation_metrics(torch.tensor([0.5, 0.25]), torch.tensor([0, 1]), ["a", "b"], logged)
     assert metrics == {
@@ -80,7 +80,7 @@ def test_acc_decides_where_it_is_logged_and_the_reward_elsewhere() -> None:
     }
 
 
-def test_an_answer_without_a_logged_number_is_not_drawn() -> None:
+def test_a_response_without_a_logged_number_is_not_sampled() -> None:
     logged = {"moves": torch.tensor([NAN, 2.0, NAN, NAN])}
     metrics = validation_metrics(torch.ones(4), torch.tensor([0, 0, 1, 1]), ["a"] * 4, logged, ["x", "x", "y", "y"])
     moves = {name: value for name, value in metrics.items() if "/moves/" in name}

@@ -31,7 +31,7 @@ def start(arguments: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
 # --- what is not for the screen
 
 
-def test_file_descriptors_are_given_back_however_the_block_ends(
+def test_file_descriptors_are_restored_after_success_and_errors(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     said: list[str] = []
@@ -48,7 +48,7 @@ def test_file_descriptors_are_given_back_however_the_block_ends(
     assert said == ["warning: of our own"]
 
 
-def test_where_the_log_cannot_be_written_all_stays_on_the_screen(
+def test_output_stays_on_the_terminal_if_the_log_cannot_be_written(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "logs").write_text("a file")
@@ -57,7 +57,7 @@ def test_where_the_log_cannot_be_written_all_stays_on_the_screen(
     assert capfd.readouterr().err.endswith("err\n")
 
 
-def test_a_pipe_without_a_reader_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_pipe_does_not_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as pipe:
@@ -70,7 +70,7 @@ def test_a_pipe_without_a_reader_ends_no_run(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("backend", ["local", "ray"])
-def test_without_a_terminal_a_step_is_one_line_and_so_is_an_alarm(
+def test_without_a_terminal_each_step_and_alarm_is_one_line(
     backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sys.stdout
@@ -95,7 +95,7 @@ def test_without_a_terminal_a_step_is_one_line_and_so_is_an_alarm(
 
 
 @pytest.mark.full
-def test_in_a_pipe_there_is_a_line_to_a_step_and_nothing_that_moves_a_cursor(tmp_path: Path) -> None:
+def test_output_to_a_pipe_has_one_line_per_step_and_no_cursor_codes(tmp_path: Path) -> None:
     process = start([str(tmp_path), "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, err.decode()) == (0, "")
@@ -108,7 +108,7 @@ def test_in_a_pipe_there_is_a_line_to_a_step_and_nothing_that_moves_a_cursor(tmp
     assert "dull" in (tmp_path / "logs" / "driver.log").read_text()
 
 
-def test_a_full_disk_under_the_drivers_log_hides_no_error_and_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_for_the_driver_log_gives_one_line_and_hides_no_error(capfd: pytest.CaptureFixture[str]) -> None:
     said: list[str] = []
     with pytest.raises(RuntimeError, match="the reason"), driver_log(Path("/dev/full"), said.append, (2,)):
         for number in range(3):

@@ -44,7 +44,7 @@ def events(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
-def test_an_event_is_a_line_at_once_with_the_name_of_its_class(tmp_path: Path) -> None:
+def test_an_event_is_written_immediately_as_a_line_with_its_class_name(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "run" / "events.jsonl")
     log(CallEvent("update", 1.5))
     log(WorkerLost("actor 3"))
@@ -68,7 +68,7 @@ def test_events_are_strict_json_without_secrets(tmp_path: Path) -> None:
     ]
 
 
-def test_a_resumed_run_goes_on_behind_what_is_there_and_behind_half_a_line(tmp_path: Path) -> None:
+def test_a_resumed_run_appends_events_even_after_an_incomplete_line(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     first = EventLog(path)
     first(WorkerLost("a"))
@@ -81,7 +81,7 @@ def test_a_resumed_run_goes_on_behind_what_is_there_and_behind_half_a_line(tmp_p
     assert [json.loads(lines[0])["text"], lines[1], json.loads(lines[2])["text"]] == ["a", '{"event": "wor', "b"]
 
 
-def test_a_log_that_cannot_be_opened_says_so_once_and_is_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_event_log_that_cannot_be_opened_gives_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "events.jsonl").mkdir()
     log = EventLog(tmp_path / "events.jsonl")
     log(WorkerLost("a"))
@@ -90,7 +90,9 @@ def test_a_log_that_cannot_be_opened_says_so_once_and_is_off(tmp_path: Path, cap
     assert re.search(says(log.path, "IsADirectoryError"), warning)
 
 
-def test_a_log_that_is_given_no_event_says_so_once_and_is_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_event_log_that_gets_an_invalid_event_gives_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     log({"text": "a mapping"})
     log(WorkerLost("a"))
@@ -105,7 +107,7 @@ def git(folder: Path, *arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_the_state_of_the_code_is_its_commit_its_branch_and_what_was_changed(tmp_path: Path) -> None:
+def test_the_code_state_has_commit_branch_and_changed_files(tmp_path: Path) -> None:
     git(tmp_path, "init")
     for name in ("a b.py", "c.py"):
         (tmp_path / name).write_text("1")
@@ -124,7 +126,7 @@ def test_the_state_of_the_code_is_its_commit_its_branch_and_what_was_changed(tmp
     assert state["changed_files"][:4] == ["a b.py", "c.py", "d.py", "new_00"]
 
 
-def test_code_that_git_does_not_keep_has_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_outside_of_git_has_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert git_state(tmp_path) is None
     git(tmp_path, "init")
     installed = tmp_path / ".venv" / "lib"
@@ -139,7 +141,7 @@ def test_code_that_git_does_not_keep_has_no_state(tmp_path: Path, monkeypatch: p
     assert git_state(tmp_path) is None
 
 
-def test_the_environment_is_that_of_the_newest_start_and_keeps_the_earlier_ones(tmp_path: Path) -> None:
+def test_the_environment_file_has_the_newest_start_and_earlier_ones(tmp_path: Path) -> None:
     (tmp_path / "environment.json").write_text('{"time": "half a fi')
     first = write_environment(tmp_path)
     second = write_environment(tmp_path)
@@ -150,9 +152,7 @@ def test_the_environment_is_that_of_the_newest_start_and_keeps_the_earlier_ones(
     assert third["hostname"] == os.uname().nodename
 
 
-def test_gpus_are_named_by_nvidia_smi_and_one_that_hangs_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_are_named_by_nvidia_smi_with_a_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text('#!/bin/sh\n[ "$1" = --query-gpu=name ] && echo "NVIDIA H200" && echo "NVIDIA H200"\n')
     program.chmod(0o755)

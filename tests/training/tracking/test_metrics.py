@@ -12,7 +12,7 @@ from training.tracking.metrics import GROUPS, METRICS, canonical_name, metric_of
 ROOT = Path(__file__).parents[3]
 
 
-def test_each_metric_is_there_once_and_says_what_it_means() -> None:
+def test_each_metric_has_one_entry_with_a_meaning() -> None:
     names = [metric.name for metric in METRICS]
     assert sorted(names) == sorted(set(names))
     for metric in METRICS:
@@ -20,7 +20,7 @@ def test_each_metric_is_there_once_and_says_what_it_means() -> None:
         assert metric_of(metric.name) is metric
 
 
-def test_metrics_stand_in_the_group_that_they_are_named_after() -> None:
+def test_metrics_are_listed_in_the_group_of_their_prefix() -> None:
     for start, metrics in GROUPS.items():
         others = tuple(other for other in GROUPS if other and other != start)
         for metric in metrics:
@@ -32,7 +32,7 @@ def test_alarms_and_metrics_name_each_other() -> None:
     assert watched == {(alarm.name, alarm.watches) for alarm in ALARMS}
 
 
-def test_other_systems_names_lead_to_names_of_the_house() -> None:
+def test_metric_names_of_other_systems_map_to_native_names() -> None:
     renamed = [metric for metric in METRICS if metric.same_as]
     for metric in renamed:
         house = metric_of(metric.same_as)
@@ -59,7 +59,7 @@ def test_other_systems_names_lead_to_names_of_the_house() -> None:
         ("perf/update_actor_share", "perf/update_actor_share"),
     ],
 )
-def test_a_name_belongs_to_its_own_entry_or_to_the_first_family_that_it_fits(name: str, family: str) -> None:
+def test_a_name_has_its_own_entry_or_that_of_the_first_matching_family(name: str, family: str) -> None:
     metric = metric_of(name)
     assert metric is not None and metric.name == family
 
@@ -74,7 +74,7 @@ def test_the_page_of_metrics_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> N
     assert runpy.run_path(str(ROOT / "scripts" / "metrics_page.py"))["main"](["--check"]) == 0
 
 
-def test_metrics_of_the_engines_are_those_of_the_engine_with_most_and_have_a_meaning() -> None:
+def test_engine_metrics_are_the_maximum_over_engines_and_have_a_meaning() -> None:
     each = [
         {"gpu_memory_gb": 3.0, "gpu_memory_reserved_gb": 4.5},
         {"gpu_memory_gb": 1.0, "gpu_memory_reserved_gb": 5.0},

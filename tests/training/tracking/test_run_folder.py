@@ -43,14 +43,14 @@ def held(folder: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
         holder.communicate(timeout=300)
 
 
-def test_a_folder_is_made_and_may_be_opened_again_by_the_same_process(tmp_path: Path) -> None:
+def test_a_run_folder_is_created_and_can_be_reopened_by_its_process(tmp_path: Path) -> None:
     folder = open_run_folder(tmp_path / "a" / "run")
     assert folder == tmp_path / "a" / "run"
     assert (folder / ".lock").read_text() == f"process {os.getpid()} on {os.uname().nodename}\n"
     assert open_run_folder(folder) == folder
 
 
-def test_a_folder_that_another_process_writes_to_is_refused_until_that_is_killed(tmp_path: Path) -> None:
+def test_a_run_folder_locked_by_another_process_is_refused_until_that_process_ends(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with held(folder) as (holder, child):
         facts = (f"run_dir={folder};", f"process {holder.pid} ", os.uname().nodename)
@@ -65,7 +65,7 @@ def test_a_folder_that_another_process_writes_to_is_refused_until_that_is_killed
         assert f"process {os.getpid()} " in (folder / ".lock").read_text()
 
 
-def test_a_forked_child_holds_nothing_and_is_refused_like_any_other(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_inherit_the_lock(tmp_path: Path) -> None:
     folder = open_run_folder(tmp_path / "run")
     child = os.fork()
     if child == 0:
@@ -77,7 +77,7 @@ def test_a_forked_child_holds_nothing_and_is_refused_like_any_other(tmp_path: Pa
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def test_a_folder_that_was_removed_and_made_anew_is_locked_anew(tmp_path: Path) -> None:
+def test_a_recreated_run_folder_is_locked_again(tmp_path: Path) -> None:
     folder = open_run_folder(tmp_path / "run")
     (folder / ".lock").unlink()
     folder.rmdir()
@@ -85,7 +85,7 @@ def test_a_folder_that_was_removed_and_made_anew_is_locked_anew(tmp_path: Path) 
     assert (folder / ".lock").is_file()
 
 
-def test_a_folder_with_steps_is_opened_to_resume_and_refused_to_a_new_run(tmp_path: Path) -> None:
+def test_a_run_folder_with_steps_is_opened_only_to_resume(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     assert open_run_folder(tmp_path, resume="none") == tmp_path
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
@@ -95,7 +95,7 @@ def test_a_folder_with_steps_is_opened_to_resume_and_refused_to_a_new_run(tmp_pa
         open_run_folder(tmp_path, resume="none")
 
 
-def test_a_refused_new_run_leaves_the_folder_to_others(tmp_path: Path) -> None:
+def test_a_refused_new_run_releases_the_lock(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(ValueError, match=says(f"run_dir={tmp_path} ", "resume=auto")):
         open_run_folder(tmp_path, resume="none")
@@ -103,7 +103,7 @@ def test_a_refused_new_run_leaves_the_folder_to_others(tmp_path: Path) -> None:
         assert f"process {holder.pid} " in (tmp_path / ".lock").read_text()
 
 
-def test_a_folder_that_cannot_be_made_or_written_to_is_named(tmp_path: Path) -> None:
+def test_a_run_folder_that_cannot_be_created_or_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=says(f"run_dir={tmp_path}/file/run ", "Not a directory")):
         open_run_folder(tmp_path / "file" / "run")

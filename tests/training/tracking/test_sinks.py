@@ -12,7 +12,7 @@ from tests.plugins.tensorboard.test_sink import run_child, scalars
 from training.tracking import Tracker
 
 
-def test_a_disk_that_is_full_switches_each_file_off_with_one_warning(tmp_path: Path) -> None:
+def test_a_full_disk_disables_each_output_file_with_one_warning(tmp_path: Path) -> None:
     # RLIMIT_FSIZE makes every write beyond the limit fail, as a full disk does, also for root.
     code = """
     import resource, signal, sys
@@ -79,7 +79,7 @@ def test_an_obstructed_output_path_logs_one_warning(
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 2
 
 
-def test_a_file_that_was_closed_switches_its_sink_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_closed_file_disables_its_sink(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tracker = Tracker(tmp_path, "toy", {}, seed=0, sinks={"tensorboard": {}})
     tracker.log(1, {"reward": 1.0})
     for sink in tracker._sinks.values():

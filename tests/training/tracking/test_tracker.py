@@ -52,14 +52,14 @@ def test_each_step_is_one_json_line_of_plain_numbers(tracker: Tracker) -> None:
     assert record == {"reward": 0.5, "tokens": 7, "note": "x", "step": 1}
 
 
-def test_numbers_that_json_does_not_know_become_null_and_are_named(tracker: Tracker) -> None:
+def test_non_finite_numbers_become_null_and_are_named(tracker: Tracker) -> None:
     tracker.log(1, {"loss": math.nan, "ratio": math.inf, "kl": 0.0})
     (record,) = records(tracker.run_dir)
     assert (record["loss"], record["ratio"], record["kl"]) == (None, None, 0.0)
     assert record["nonfinite"] == ["loss", "ratio"]
 
 
-def test_numbers_in_mappings_lists_and_tensors_are_strict_json_too(tracker: Tracker) -> None:
+def test_numbers_in_mappings_lists_and_tensors_are_strict_json(tracker: Tracker) -> None:
     tracker.log(
         1,
         {
@@ -87,7 +87,7 @@ def test_a_metric_that_cannot_be_read_does_not_stop_the_run(tracker: Tracker, ca
     assert re.search(says("metrics", tracker.run_dir), warning)
 
 
-def test_metrics_of_steps_that_are_done_again_are_removed_on_resume(tmp_path: Path) -> None:
+def test_metrics_of_repeated_steps_are_removed_on_resume(tmp_path: Path) -> None:
     tracker = Tracker(tmp_path, "toy", {}, seed=0)
     for step in (1, 2, 3):
         tracker.log(step, {"try": 1})
@@ -100,7 +100,7 @@ def test_metrics_of_steps_that_are_done_again_are_removed_on_resume(tmp_path: Pa
     assert [(record["step"], record["try"]) for record in records(tmp_path)] == [(1, 1), (2, 1), (3, 2)]
 
 
-def test_a_sink_that_fails_is_switched_off_with_one_warning(tracker: Tracker, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_sink_is_disabled_with_one_warning(tracker: Tracker, caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
         run_id = None
         calls = 0
@@ -126,9 +126,7 @@ def test_a_sink_that_fails_is_switched_off_with_one_warning(tracker: Tracker, ca
     assert re.search(says("elsewhere", tracker.run_dir, "ConnectionError: gone"), warning)
 
 
-def test_a_run_folder_that_cannot_be_written_to_does_not_stop_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unwritable_run_folder_does_not_stop_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # Folders where files should go: writing fails even for root.
     for name in ("metrics.jsonl", "summary.json", "config.yaml"):
         (tmp_path / name).mkdir()
@@ -150,7 +148,7 @@ def test_rollouts_are_a_parquet_file_with_a_row_per_sequence(tracker: Tracker) -
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_run_that_begins_anew_in_its_folder_keeps_no_metrics_not_even_those_of_step_0(tmp_path: Path) -> None:
+def test_a_new_run_in_an_old_folder_removes_all_metrics_including_step_0(tmp_path: Path) -> None:
     before = Tracker(tmp_path, "ppo", {}, 1)
     before.log(0, {"loss": 3.0})
     before.log(1, {"loss": 2.0})
@@ -159,7 +157,7 @@ def test_a_run_that_begins_anew_in_its_folder_keeps_no_metrics_not_even_those_of
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
-def test_rollouts_of_steps_that_are_done_again_are_removed_on_resume(tmp_path: Path) -> None:
+def test_rollouts_of_repeated_steps_are_removed_on_resume(tmp_path: Path) -> None:
     def steps() -> list[str]:
         return sorted(path.name for path in (tmp_path / "rollouts").iterdir())
 
@@ -175,7 +173,7 @@ def test_rollouts_of_steps_that_are_done_again_are_removed_on_resume(tmp_path: P
     assert steps() == ["notes.txt"]
 
 
-def test_the_summary_is_current_all_along_and_closed_by_the_driver(tracker: Tracker) -> None:
+def test_the_summary_is_updated_during_the_run_and_completed_by_the_driver(tracker: Tracker) -> None:
     tracker.update_summary(steps=2, seconds={"setup": 1.5}, score={"start": 0.2, "examples": 64})
     tracker.update_summary(seconds={"training": 9.0}, score={"end": 0.8}, tokens_per_second=math.nan)
     assert read_summary(tracker.run_dir) == {
@@ -215,7 +213,7 @@ def test_a_resumed_run_keeps_its_summary_and_a_new_one_in_the_same_folder_does_n
     assert anew["score"] is None
 
 
-def test_a_resumed_summary_keeps_what_is_not_set_again_and_says_where_it_began(tmp_path: Path) -> None:
+def test_a_resumed_summary_keeps_unset_fields_and_has_the_resumed_step(tmp_path: Path) -> None:
     Tracker(tmp_path, "toy", {}, seed=0).update_summary(seconds={"setup": 2.0, "training": 5.0}, attempts=1)
     resumed = Tracker(tmp_path, "toy", {}, seed=0, resume_step=7)
     resumed.update_summary(seconds={"training": 9.0}, attempts=2)
@@ -224,9 +222,7 @@ def test_a_resumed_summary_keeps_what_is_not_set_again_and_says_where_it_began(t
     assert (summary["attempts"], summary["resumed_from"]) == (2, 7)
 
 
-def test_half_a_summary_or_one_of_an_older_version_is_gone_on_with(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_incomplete_or_older_summary_can_be_continued(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "summary.json").write_text('{"recipe": "to')
     finish_summary(tmp_path, "failed", recipe="toy", tokens_per_second=torch.tensor(math.inf))
     assert re.search(says("summary.json", tmp_path), caplog.text)
@@ -238,12 +234,12 @@ def test_half_a_summary_or_one_of_an_older_version_is_gone_on_with(
     assert (summary["recipe"], summary["attempts"], summary["seconds"]) == ("old", 2, {"setup": 1.0})
 
 
-def test_fields_that_a_summary_does_not_have_are_refused(tracker: Tracker) -> None:
+def test_unknown_summary_fields_are_refused(tracker: Tracker) -> None:
     with pytest.raises(ValueError, match=says("acore", "recipe, status,")):
         tracker.update_summary(acore={})
 
 
-def test_a_console_line_has_four_digits_to_a_number() -> None:
+def test_numbers_of_a_console_line_have_four_digits() -> None:
     metrics = {"reward": 0.123456, "tokens": 12345, "lr": 1e-6, "kl": torch.tensor(2.0), "loss": math.nan}
     assert console_line(7, metrics) == "step=7 reward=0.1235 tokens=12345 lr=1e-06 kl=2 loss=nan"
 
@@ -265,7 +261,7 @@ class Config:
     betas: tuple[float, float] = (0.9, 0.95)
 
 
-def test_keys_and_tokens_are_hidden_by_name_and_nothing_else_is() -> None:
+def test_only_keys_and_tokens_are_hidden_by_name() -> None:
     assert redact(Config()) == {
         "use_wandb": "***",
         "wandb": {"key": "***", "project": "p"},
@@ -337,7 +333,7 @@ def test_credentials_are_hidden_in_any_text(text: str, hidden: str) -> None:
     assert redact(text) == hidden
 
 
-def test_every_item_under_a_secrets_name_and_parameters_of_urls_are_hidden() -> None:
+def test_items_under_secret_names_and_url_parameters_are_hidden() -> None:
     assert redact({"api_key": ["a", "b"], "token": None, "secret": ("c",)}) == {
         "api_key": ["***", "***"],
         "token": None,
@@ -346,7 +342,7 @@ def test_every_item_under_a_secrets_name_and_parameters_of_urls_are_hidden() -> 
     assert redact("get https://host/rm?max=5&api_key=abc#top") == "get https://host/rm?max=5&api_key=***#top"
 
 
-def test_a_key_of_the_configuration_is_found_again_in_other_texts(tmp_path: Path) -> None:
+def test_a_key_of_the_configuration_is_hidden_in_other_texts(tmp_path: Path) -> None:
     key = "4e1f-no-look-of-its-own-77"
     redact({"api_key": key, "wandb": {"key": f"{key}-longer"}})
     finish_summary(tmp_path, "failed", error=f"401 for {key} and {key}-longer")

@@ -22,7 +22,9 @@ from tests.messages import says
         ({"pad_token_id": -1}, ["pad_token_id"]),
     ],
 )
-def test_flags_that_are_refused_are_left_out(settings: dict[str, Any], dropped: list[str], tmp_path: Path) -> None:
+def test_settings_that_transformers_refuses_are_omitted(
+    settings: dict[str, Any], dropped: list[str], tmp_path: Path
+) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(settings))
     config = GenerationConfig.from_pretrained(tmp_path)
     assert save_settings(tmp_path, Qwen2Config(), config) == dropped
@@ -32,7 +34,7 @@ def test_flags_that_are_refused_are_left_out(settings: dict[str, Any], dropped: 
     assert all(getattr(config, name) == settings[name] for name in dropped)  # the model in use keeps them
 
 
-def test_a_config_that_json_cannot_hold_is_named(tmp_path: Path) -> None:
+def test_a_config_value_without_json_form_is_refused_by_name(tmp_path: Path) -> None:
     config: Any = Qwen2Config()
     config.extra = object()
     with pytest.raises(ValueError, match=says("config.json cannot be saved", "object")):

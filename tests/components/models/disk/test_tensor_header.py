@@ -50,7 +50,9 @@ def text(**entries: Any) -> bytes:
         (file_of(text(a=[]), b""), ["'a'"]),
     ],
 )
-def test_a_damaged_file_is_named_with_what_is_wrong(content: bytes, facts: list[Any], tmp_path: Path) -> None:
+def test_a_damaged_file_is_refused_with_its_name_and_the_damage(
+    content: bytes, facts: list[Any], tmp_path: Path
+) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match=says(tmp_path / "model.safetensors", *facts)):
         check_weight_files(tmp_path)
@@ -58,7 +60,7 @@ def test_a_damaged_file_is_named_with_what_is_wrong(content: bytes, facts: list[
         TensorReader(tmp_path / "model.safetensors")
 
 
-def test_more_tensors_than_any_model_has_are_refused_before_they_are_read(tmp_path: Path) -> None:
+def test_a_header_with_too_many_tensors_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
     entries = {f"t{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(MOST_TENSORS + 1)}
     (tmp_path / "model.safetensors").write_bytes(file_of(text(**entries)))
     with pytest.raises(ValueError, match=says(MOST_TENSORS + 1, MOST_TENSORS)):
@@ -66,13 +68,13 @@ def test_more_tensors_than_any_model_has_are_refused_before_they_are_read(tmp_pa
 
 
 @pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", "a/b.safetensors", "..", ""])
-def test_an_index_that_names_a_file_outside_the_folder_is_refused(name: str, tmp_path: Path) -> None:
+def test_an_index_with_a_path_outside_of_its_folder_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(ValueError, match=says("model.safetensors.index.json", repr(name))):
         check_weight_files(tmp_path)
 
 
-def test_an_index_without_its_files_and_a_list_in_its_place_are_refused(tmp_path: Path) -> None:
+def test_an_index_with_missing_files_or_of_a_wrong_type_is_refused(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
     with pytest.raises(ValueError, match=says("model-00001-of-00002.safetensors", "missing")):
@@ -83,7 +85,7 @@ def test_an_index_without_its_files_and_a_list_in_its_place_are_refused(tmp_path
             check_weight_files(tmp_path)
 
 
-def test_files_that_safetensors_writes_are_whole(tmp_path: Path) -> None:
+def test_files_written_by_safetensors_are_accepted(tmp_path: Path) -> None:
     check_weight_files(tmp_path)  # there may be none
     tensors = {"a": torch.ones(3, 2), "b": torch.ones(5, dtype=torch.bfloat16), "empty": torch.ones(0)}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -105,7 +107,7 @@ def test_files_that_safetensors_writes_are_whole(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_size_that_no_model_has_is_refused_at_once(name: str, value: Any, nested: bool, tmp_path: Path) -> None:
+def test_an_impossible_model_size_is_refused_immediately(name: str, value: Any, nested: bool, tmp_path: Path) -> None:
     sizes = LARGE | {name: value}
     config = {"model_type": "llava", "text_config": sizes} if nested else sizes
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -115,13 +117,15 @@ def test_a_size_that_no_model_has_is_refused_at_once(name: str, value: Any, nest
 
 
 @pytest.mark.parametrize("content", ["[1]", "{", '{"a": ' * 100_000, "1"])
-def test_a_config_that_is_no_object_is_refused(content: str, tmp_path: Path) -> None:
+def test_a_config_that_is_not_a_json_object_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match=says("config.json cannot be used")):
         find_model(str(tmp_path))
 
 
-def test_a_recipe_ends_with_code_2_and_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_with_a_damaged_model_exits_with_code_2_and_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LARGE))
     (tmp_path / "model.safetensors").write_bytes(file_of(b"{}", length=2**63))
     main = import_module("recipes.grpo.main").main

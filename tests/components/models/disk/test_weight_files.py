@@ -73,7 +73,7 @@ def ranks(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_training_a_model_made_empty_is_training_the_whole_one_bit_for_bit(
+def test_a_model_created_empty_trains_bit_equal_to_a_fully_loaded_one(
     ranks: list[dict[str, dict[bool, Any]]], case: str
 ) -> None:
     for record in ranks:
@@ -86,7 +86,7 @@ def test_training_a_model_made_empty_is_training_the_whole_one_bit_for_bit(
         assert empty["bytes"] == whole["bytes"]
 
 
-def test_a_rank_reads_no_more_of_the_files_than_it_keeps(ranks: list[dict[str, dict[bool, Any]]]) -> None:
+def test_a_rank_reads_only_its_shard_of_the_files(ranks: list[dict[str, dict[bool, Any]]]) -> None:
     for record in ranks:
         read, kept = record["read"][True]
         # Of 75,584 float32 numbers its share; and the header, which has 26 names.
@@ -95,7 +95,7 @@ def test_a_rank_reads_no_more_of_the_files_than_it_keeps(ranks: list[dict[str, d
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_read_and_exported_is_what_transformers_reads_and_writes(tmp_path: Path, kind: str) -> None:
+def test_read_and_exported_weights_equal_those_of_transformers(tmp_path: Path, kind: str) -> None:
     torch.manual_seed(3)
     KINDS[kind]().save_pretrained(tmp_path / "stored")
     whole = load_policy(tmp_path / "stored")
@@ -134,7 +134,7 @@ def export(model: PreTrainedModel, folder: Path, **options: Any) -> list[int]:
     return counts
 
 
-def test_an_export_lets_go_of_what_it_has_written_and_has_an_index_above_a_size(tmp_path: Path) -> None:
+def test_an_export_frees_written_tensors_and_splits_large_models_with_an_index(tmp_path: Path) -> None:
     torch.manual_seed(4)
     model = experts()
     model.save_pretrained(tmp_path / "stored")
@@ -149,7 +149,7 @@ def test_an_export_lets_go_of_what_it_has_written_and_has_an_index_above_a_size(
         assert torch.equal(parameter, model.get_parameter(name))
 
 
-def test_a_model_that_cannot_be_read_in_parts_is_loaded_whole_and_it_is_said_why(
+def test_a_model_that_cannot_be_read_by_parts_is_loaded_whole_with_a_logged_reason(
     untied_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = load_policy(untied_model)
@@ -161,7 +161,7 @@ def test_a_model_that_cannot_be_read_in_parts_is_loaded_whole_and_it_is_said_why
     assert re.search(says("whole", "no safetensors files", tmp_path), caplog.text)
 
 
-def test_a_value_model_made_empty_has_its_head_and_the_weights_of_its_folder(untied_model: Path) -> None:
+def test_a_value_model_created_empty_gets_its_head_and_the_weights_of_its_folder(untied_model: Path) -> None:
     whole = load_value_model(untied_model, seed=5)
     empty = load_value_model(untied_model, seed=5, empty=True)
     assert torch.equal(empty.score.weight, whole.score.weight)

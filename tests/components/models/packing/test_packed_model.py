@@ -145,7 +145,7 @@ def test_sequences_of_one_token_are_still_part_of_a_graph(tied_model: Path) -> N
     assert all(not bool(gradient.any()) for gradient in gradients(model, output_N.sum()).values())
 
 
-def test_no_position_of_another_sequence_and_no_padding_is_computed(tied_model: Path, batch: Batch) -> None:
+def test_attention_is_computed_within_each_sequence_and_without_padding(tied_model: Path, batch: Batch) -> None:
     model, sizes = load_policy(tied_model, packing=True), []
     model.get_input_embeddings().register_forward_hook(lambda *call: sizes.append(list(call[1][0].shape)))
     both(model, batch)
@@ -153,7 +153,7 @@ def test_no_position_of_another_sequence_and_no_padding_is_computed(tied_model: 
     assert sizes == [[1, 18]]
 
 
-def test_a_soft_cap_of_attention_is_not_left_out(folder_of: Callable[[str], Path], batch: Batch) -> None:
+def test_the_soft_cap_of_attention_is_applied(folder_of: Callable[[str], Path], batch: Batch) -> None:
     # As transformers' sdpa does without a word.
     choices: list[dict[str, Any]] = [
         {"attn_implementation": "eager"},
@@ -174,7 +174,7 @@ def test_models_that_cannot_be_packed_are_rejected(folder_of: Callable[[str], Pa
         load_policy(folder_of(name), packing=True)
 
 
-def test_a_model_that_drops_the_borders_is_refused(tied_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_ignores_sequence_boundaries_is_refused(tied_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def without(batch: Batch) -> tuple[dict[str, Any], None]:
         return {name: x for name, x in packed_inputs(batch)[0].items() if name != "packed_row"}, None
 
@@ -183,7 +183,7 @@ def test_a_model_that_drops_the_borders_is_refused(tied_model: Path, monkeypatch
         load_policy(tied_model, packing=True)
 
 
-def test_other_calls_of_a_model_that_packs_are_what_they_were(folder_of: Callable[[str], Path]) -> None:
+def test_unpacked_calls_of_a_model_with_packing_are_unchanged(folder_of: Callable[[str], Path]) -> None:
     tokens_BS = torch.tensor([[0, 0, 2, 5, 9, 4, 3], [2, 6, 4, 4, 9, 8, 1]])
     mask_BS = (tokens_BS != 0).long()
     models: list[Any] = [load_policy(folder_of("mistral"), packing=packing) for packing in (True, False)]
@@ -198,7 +198,7 @@ def test_other_calls_of_a_model_that_packs_are_what_they_were(folder_of: Callabl
     assert written[0] == written[1]
 
 
-def test_dropout_of_attention_keeps_its_share(tied_model: Path) -> None:
+def test_attention_dropout_has_its_configured_rate(tied_model: Path) -> None:
     # One query sees one key: its value comes with probability 0.75, 1 / 0.75 times as large.
     torch.manual_seed(0)
     model = load_policy(tied_model, packing=True)
@@ -213,7 +213,7 @@ def test_dropout_of_attention_keeps_its_share(tied_model: Path) -> None:
         assert float((output != 0).float().mean()) == pytest.approx(0.75, abs=0.02)
 
 
-def test_soft_cap_window_and_sinks_by_hand() -> None:
+def test_soft_cap_window_and_sinks_equal_a_calculation_by_hand() -> None:
     # Scores of the third token with a window of 2: 4 and 6, capped to 5 tanh(4/5) and 5 tanh(6/5); a sink of 1 beside.
     query_11SD = torch.tensor([[[[0.0], [0.0], [2.0]]]])
     key_11SD = torch.tensor([[[[9.0], [2.0], [3.0]]]])
@@ -234,7 +234,7 @@ def test_soft_cap_window_and_sinks_by_hand() -> None:
     assert output[0, 2].item() == pytest.approx((math.exp(capped[0]) * 1 + math.exp(capped[1]) * 10) / total)
 
 
-def test_micro_batches_count_what_is_computed(batch: Batch) -> None:
+def test_micro_batches_are_limited_by_computed_places(batch: Batch) -> None:
     # Sorted: 1, 2, 8, 11 tokens. Padded, 8 with 2 before it are 24 tokens; packed 11, and 22 in all.
     assert [index.tolist() for index in batch.micro_batch_indices(11)] == [[1, 3], [2], [0]]
     assert [index.tolist() for index in batch.micro_batch_indices(11, packing=True)] == [[1, 3, 2], [0]]
@@ -244,7 +244,7 @@ def test_micro_batches_count_what_is_computed(batch: Batch) -> None:
     assert [index.tolist() for index in batch.micro_batch_indices(22, 3, packing=True)] == [[1, 3, 2], [0]]
 
 
-def test_a_model_that_cannot_pack_is_padded_where_nobody_asked(
+def test_a_model_without_packing_is_padded_unless_packing_is_requested(
     folder_of: Callable[[str], Path], batch: Batch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert packs(load_policy(folder_of("llama"), packing=None))
@@ -277,7 +277,7 @@ def record(tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", [*packing_cases.CASES, *(f"value-{case}" for case in packing_cases.VALUES)])
-def test_every_engine_learns_the_same_packed_and_in_chunks_as_padded(record: dict[str, Any], case: str) -> None:
+def test_every_engine_trains_equally_with_packing_chunks_and_padding(record: dict[str, Any], case: str) -> None:
     precision = packing_cases.CASES.get(case, {}).get("precision", "fp32")
     kind = "value" if case.startswith("value") else precision
     actual, expected = record[case], record[f"{packing_cases.PLAIN}-{kind}"]
