@@ -35,6 +35,7 @@ def run_suite(folder: Path, text: str, budget_s: float, *options: str) -> subpro
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.full
 def test_a_suite_above_its_cpu_budget_fails_even_if_all_tests_pass(tmp_path: Path) -> None:
     result = run_suite(tmp_path, BURNS, 2.0)
     assert result.returncode == 1
@@ -42,6 +43,7 @@ def test_a_suite_above_its_cpu_budget_fails_even_if_all_tests_pass(tmp_path: Pat
     assert "1 passed" in result.stdout.splitlines()[-1]
 
 
+@pytest.mark.full
 def test_cpu_time_of_xdist_workers_and_orphans_is_counted(tmp_path: Path) -> None:
     result = run_suite(tmp_path, ORPHAN, 2.0, "-n", "1")
     assert result.returncode == 1

@@ -172,6 +172,7 @@ def test_a_failed_developer_extra_is_named_and_the_rest_stays_ready(
     assert (house.venv / "kept").exists()
 
 
+@pytest.mark.full
 def test_a_run_continues_although_an_earlier_extra_cannot_be_updated(house: House) -> None:
     house.wheel("docs_part")
     assert house.setup("docs").returncode == 0
@@ -183,6 +184,7 @@ def test_a_run_continues_although_an_earlier_extra_cannot_be_updated(house: Hous
     assert house.setup("--quiet", "docs").returncode == 1
 
 
+@pytest.mark.full
 def test_a_kill_during_a_developer_extra_leaves_the_recipes_ready(house: House) -> None:
     house.killed_while_installing("docs_part", "docs")
     house.check_recipe_runs()
@@ -244,6 +246,7 @@ def test_an_environment_behind_a_symlink_is_updated_in_place(house: House, tmp_p
     assert (shared / "kept").exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("target", ["nothing", "empty", "broken"])
 def test_a_symlink_to_another_folder_is_refused_and_kept(target: str, house: House, tmp_path: Path) -> None:
     place = tmp_path / target

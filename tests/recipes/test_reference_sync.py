@@ -56,6 +56,7 @@ def test_the_reference_is_mixed_with_the_policy_after_every_second_step(options:
         torch.testing.assert_close(tensor, 0.75 * second[name] + 0.25 * policy[name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.full
 def test_a_resumed_run_loads_the_reference_of_its_checkpoint(options: list[str], tmp_path: Path) -> None:
     early = [*options, "max_steps=3"]
     run_locally("grpo", tmp_path, {"run": early})
