@@ -1,4 +1,4 @@
-"""Tiny models with chat templates, whose files may disagree about the tokens that they use."""
+"""Tiny models with chat templates. Their files may disagree about special tokens."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def write_policy(folder: Path, seed: int = 1) -> Path:
 
 
 class Rig:
-    """One engine, and runners for it, which `close` closes."""
+    """An engine with runners. `close` closes all of them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -53,7 +53,7 @@ class Rig:
         self._runners: list[EpisodeRunner] = []
 
     def runner(self, executor: AgentExecutorBase | None = None, **options: Any) -> EpisodeRunner:
-        """A runner with default options but for these."""
+        """Return a runner with default options, except for the arguments."""
         runner = EpisodeRunner(BatchedEngine(self.engine), executor, AgentOptions(**options), self.tokenizer)
         self._runners.append(runner)
         return runner
@@ -65,7 +65,7 @@ class Rig:
         self._runners = []
 
     def decode(self, tokens: Sequence[int] | torch.Tensor, skip_special_tokens: bool = False) -> str:
-        """The text of tokens."""
+        """Return the text of tokens."""
         return str(self.tokenizer.decode([int(token) for token in tokens], skip_special_tokens=skip_special_tokens))
 
     def prompts(self, count: int = 3, samples: int = 2, labels: Sequence[Any] = ()) -> Batch:
@@ -80,7 +80,7 @@ class Rig:
         return batch.repeat(samples).with_sequences(sample_id=torch.arange(samples).repeat(count))
 
     def training_logprobs(self, batch: Batch, temperature: float = 1.0) -> torch.Tensor:
-        """[N] what the trainer's forward pass says."""
+        """Return the log-probabilities [N] of the trainer's forward pass."""
         with torch.no_grad():
             return token_logprobs(load_policy(self.folder), batch, temperature).logprob_N
 

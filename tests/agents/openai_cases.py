@@ -1,4 +1,4 @@
-"""Agents that are clients, for the tests of the endpoint."""
+"""Agents that are clients of the endpoint."""
 
 from __future__ import annotations
 

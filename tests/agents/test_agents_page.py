@@ -1,4 +1,4 @@
-"""docs/agents.md: its agents run episodes, and the recipes accept its commands."""
+"""The agents of docs/agents.md run episodes, and the recipes accept its commands."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = learnt_tokenizer(["how much do two apples cost? [user] [assistant] [system] [tool]"] * 8, 300)
     tokenizer.chat_template = TEMPLATE
     folder = tmp_path_factory.mktemp("policy")
-    # Bytes are tokens here, and tools are described in many.
+    # In this tokenizer each byte is a token, and tool descriptions are long.
     tiny_model(tokenizer, seed=0, hidden=32, layers=1, max_positions=4096).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

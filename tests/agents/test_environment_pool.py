@@ -1,4 +1,4 @@
-"""Environments of episodes: an error, hang or death ends only its own episode, and leaves nothing behind."""
+"""Environment processes: an error, a hang or a death ends only the episode concerned, and leaves no process behind."""
 
 import asyncio
 import logging
@@ -162,7 +162,7 @@ def step(environment: Environment, action: str, label: Any = 7) -> Coroutine[Any
 @pytest.mark.parametrize("runs_in", RUNS_IN)
 def test_the_loop_and_the_thread_are_the_same_in_all_calls(tmp_path: Path, runs_in: Mode) -> None:
     responses = played(opened(tmp_path, runs_in, PATIENCE_S), two_turns)
-    # Each environment counts its own two steps; reset made a lock, an event and a task that both steps used.
+    # Each environment counts its own two steps. `reset` creates a lock, an event and a task, which both steps use.
     assert [[float(response["rewards"]) for response in of_one] for of_one in responses] == [[1.0, 2.0]] * 2
     threads = [{response["thread"] for response in of_one} for of_one in responses]
     assert all(len(of_one) == 1 for of_one in threads)
@@ -218,7 +218,7 @@ def test_an_error_of_the_constructor_is_an_error_of_its_episode(tmp_path: Path, 
 HANGS = [
     *(("loop", action) for action in ("wait", "sleep", "spin")),
     ("process", "sleep"),
-    # In a thread, a call of the system is left behind until it ends, here with the tests themselves.
+    # A blocking system call in a thread cannot be interrupted. It ends with the tests.
     *(("thread", action) for action in ("wait", "spin")),
     # "swallow" is interrupted for a second time after one second.
     *(pytest.param("loop", action, marks=pytest.mark.full) for action in ("swallow", "stubborn")),
@@ -231,7 +231,7 @@ HANGS = [
 def test_a_hanging_step_ends_its_own_episode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs_in: Mode, action: str
 ) -> None:
-    # For what continues nevertheless, to clean up.
+    # Clean-up of processes that continue nevertheless.
     for module in ("environment_pool", "user_code"):
         monkeypatch.setattr(f"agents.{module}.END_TIMEOUT_S", 0.3)
 
@@ -339,7 +339,7 @@ def test_closing_an_environment_deletes_its_instance_and_ends_its_processes(
 
     async def run_episodes(pool: EnvironmentPool) -> list[Any]:
         responses = await asyncio.gather(*(episode(pool, "start", label=str(folder)) for _ in range(2)))
-        # Each environment's own process, and the one that it had started.
+        # The process of each environment, and its child process.
         wait_until_gone(*(pid for response in responses for pid in response["pids"]), timeout_s=PATIENCE_S)
         return responses
 
@@ -367,7 +367,7 @@ def test_two_hundred_environments_leave_no_process(tmp_path: Path) -> None:
             for response in await asyncio.gather(*(step(environment, "continue") for environment in opened_now))
         ]
 
-    # They are not closed one by one: what ends them is that all is closed.
+    # The environments are not closed one by one. Closing the pool ends them.
     pids = played(opened(tmp_path, "process", PATIENCE_S), run_episodes)
     assert len(set(pids)) == 200
     wait_until_gone(*pids, timeout_s=PATIENCE_S)
@@ -397,8 +397,7 @@ def test_a_killed_run_leaves_no_processes(tmp_path: Path) -> None:
     assert run.stdout is not None
     pids = [int(word) for word in run.stdout.readline().split()]
     assert len(pids) == 2 * 16
-    # Of this, what makes the environments hears twice: the second word must not keep it from ending what they have
-    # started.
+    # The server process gets this signal twice. The second one must not prevent it from ending its children.
     run.kill()
     run.wait()
     wait_until_gone(*pids, timeout_s=PATIENCE_S)

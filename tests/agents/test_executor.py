@@ -66,7 +66,7 @@ class AgentExecutor(MultiTurnAgentExecutor):
     def __init__(self):
         super().__init__(AgentInstance)
 """
-"""The example of OpenRLHF's guide, with another import line."""
+"""The example of OpenRLHF's guide with another import."""
 INCORRECT = "\n\nHuman: [INCORRECT]\nPlease analyze the issues and try again.\n</s>\n\nAssistant: "
 
 
@@ -125,7 +125,7 @@ def test_the_published_example_of_three_steps_runs_unchanged(rig: Rig, tmp_path:
         tokens = batch.row(row, "tokens").tolist()
         prompt, first = int(batch["prompt_length"][row]), turns_of(batch, row)[0]
         assert tokens[prompt + len(first) :][: len(feedback)] == feedback
-        # Prompt, turn, feedback, turn, feedback, turn, and nothing after it.
+        # The sequence is: prompt, turn, feedback, turn, feedback, turn. Nothing follows the last turn.
         runs = [number for place, number in enumerate(turn) if place == 0 or turn[place - 1] != number]
         assert runs == [-1, 0, -1, 1, -1, 2]
 
@@ -152,7 +152,7 @@ def test_the_reward_of_a_turn_is_on_its_last_token_and_the_episode_has_the_sum(r
         ends = [int((turn == number).nonzero().max()) for number in range(3)]
         assert reward[ends].tolist() == [0.5, -0.25, 2.0]
         assert int((reward != 0).sum()) == 3
-    # Those of the last step.
+    # The last step sets these values.
     assert batch["log_b"].tolist() == [3.0, 3.0]
     assert "log_a" not in batch
 
@@ -172,7 +172,7 @@ def test_the_states_have_the_texts_of_the_episode(rig: Rig) -> None:
     decode = rig.decode
     turns = turns_of(batch, 0)
     assert first["action_text"] == decode(turns[0], skip_special_tokens=True)
-    # All that was read and written, special tokens too.
+    # All observed and generated text, including special tokens.
     assert second["observation_text"] == decode(
         rig.encoder.encode_prompt(prompt) + turns[0] + rig.encoder.encode(" go on ")
     )
@@ -259,7 +259,7 @@ def test_an_invalid_step_ends_its_own_episode_with_an_error_of_one_line(
     assert batch["reward_failed"].tolist() == [0.0, 1.0, 0.0]
     assert batch["error"][0] == batch["error"][2] == ""
     assert re.search(says(*facts), batch["error"][1])
-    # It keeps what was said until then, and earns nothing, not by turns either.
+    # The episode keeps its earlier turns, and has no reward, not even per turn.
     assert batch["num_turns"].tolist() == [2, 1, 2]
     assert batch.row(1, "turn_reward").count_nonzero() == 0
 
@@ -271,7 +271,7 @@ def test_a_step_with_missing_keys_raises_an_error_with_the_required_keys() -> No
 
 
 class Failing(AgentInstanceBase):
-    """Fails as the label says."""
+    """Raises the exception that the label selects."""
 
     async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         if states["label"] == "reset":
@@ -292,7 +292,7 @@ def test_an_exception_in_an_environment_ends_its_own_episode(rig: Rig) -> None:
     assert "board" in batch["error"][0]
     assert "by nobody" in batch["error"][2]
     assert "observation" in batch["error"][3]
-    # With no action of the policy there is the prompt, and nothing to learn from.
+    # Without an action of the policy there is only the prompt, and nothing to train on.
     prompts = rig.prompts(5, 1)
     assert batch.row(0, "tokens").tolist() == prompts.row(0, "tokens").tolist()
     assert not batch.row(0, "action_mask").any()
@@ -329,7 +329,7 @@ def test_feedback_as_messages_changes_no_earlier_token(rig: Rig) -> None:
         prompt, (first, second) = first_tokens(rig.encoder, opening), turns_of(batch, row)
         tokens = batch.row(row, "tokens").tolist()
         between = tokens[len(prompt) + len(first) : -len(second)]
-        # Untrained, it writes other special tokens too; each of them stands for an end.
+        # The untrained model also generates other special tokens. Each of them is rendered as an end token.
         closing = [] if first[-1] in rig.tokenizer.all_special_ids else [end]
         assert tokens[: len(prompt) + len(first)] == prompt + first
         assert between == [*closing, *rig.encoder.encode("\n[user]Higher.<eos>\n[assistant]")]
@@ -340,7 +340,7 @@ def test_an_episode_is_truncated_at_max_turns(rig: Rig) -> None:
     assert batch["num_turns"].tolist() == [4]
     assert batch["status"] == ["truncated"]
     assert batch["truncated"].tolist() == [True]
-    # It earns what it had, and ends with the policy's words.
+    # The episode keeps its earlier rewards and ends with the policy's text.
     assert (batch["reward"].tolist(), batch["score"].tolist()) == ([4.0], [0.5])
     assert bool(batch["action_mask"][-1])
 
@@ -349,7 +349,8 @@ def test_feedback_that_exceeds_the_limit_is_omitted_as_a_whole(rig: Rig) -> None
     prompt = len(rig.prompts(1, 1)["tokens"])
     said = len(rig.encoder.encode(" go on "))
     assert said > 1
-    # Two turns of one token with feedback between them; after them there is room for feedback, but not for a turn.
+    # Two turns of one token with feedback in between. Afterwards feedback fits within the limit, but another turn does
+    # not.
     full = prompt + 1 + said + 1
     for most, turns in ((full, 2), (full + said, 2), (full + said + 1, 3)):
         batch = played(rig, environment(), max_new_tokens=1, max_tokens=most)
@@ -363,7 +364,7 @@ def test_the_last_turn_is_limited_to_the_remaining_tokens(rig: Rig) -> None:
     instance = environment({"done": True, "rewards": 1.0})
     batch = played(rig, instance, max_new_tokens=50, max_tokens=prompt + 1)
     assert len(turns_of(batch, 0)[0]) == 1
-    # Its environment was happy with it, cut as it was.
+    # The environment rewarded the truncated turn.
     assert (batch["status"], batch["reward"].tolist()) == (["finished"], [1.0])
     assert instance.received[0]["sampling_params"].max_tokens == 50
 
@@ -405,7 +406,7 @@ def test_an_episode_without_turns_is_truncated_to_the_models_positions(rig: Rig)
 
 def test_a_stop_text_ends_the_turn_with_the_token_that_completes_it(rig: Rig) -> None:
     free = played(rig, environment({"done": True}), count=12, max_new_tokens=12)
-    # Two neighbouring tokens that were drawn, so that the text spans both.
+    # The stop text spans two adjacent sampled tokens.
     row, text = next(
         (row, text)
         for row in range(12)

@@ -1,4 +1,4 @@
-"""The first call of an agent before a run starts: what is refused, what is a note, and what is left alone."""
+"""The trial call of an agent before a run: faults that are refused, notes, and files that are not tried."""
 
 import re
 from collections.abc import Callable
@@ -29,7 +29,7 @@ ROWS = [
 
 
 def no_tokenizer() -> Any:
-    """Stand for a tokenizer that is not needed: an opening that is the prompt has its tokens."""
+    """A tokenizer that must not be needed: an episode that begins with the prompt already has its tokens."""
     raise AssertionError("the tokenizer is loaded")
 
 
@@ -40,14 +40,14 @@ def tried(
     load: Callable[[], Any] | None = no_tokenizer,
     **data: Any,
 ) -> list[str]:
-    """Notes of a trial of an agent file."""
+    """Return the notes of a trial of an agent file."""
     (folder / "agent.py").write_text(text)
     parts = {"the data": rows, "the held-out data": []}
     return try_agent(AgentOptions(func_path=f"{folder}/agent.py"), DataOptions(path="rows", **data), parts, load)
 
 
 def reset(body: str) -> str:
-    """Text of an agent file whose `reset` has this body."""
+    """Return the text of an agent file whose `reset` has this body."""
     return f"{HEAD}        {body}{STEP}"
 
 

@@ -22,7 +22,7 @@ NUMBER = {"env": "GuessTheNumber-v0", "seed": 3}
 
 @pytest.fixture
 def textarena() -> ModuleType:
-    """Import the environment, which needs the package of that name."""
+    """Import the environment. It needs the package with this name."""
     from agents.environments import textarena
 
     return textarena
@@ -30,7 +30,7 @@ def textarena() -> ModuleType:
 
 @pytest.fixture
 def gymnasium() -> ModuleType:
-    """Import the environment, which needs the package of that name."""
+    """Import the environment. It needs the package with this name."""
     from agents.environments import gymnasium
 
     return gymnasium
@@ -44,7 +44,7 @@ def test_correct_play_wins_a_game_of_textarena_and_wrong_play_does_not(textarena
         textarena.AgentInstance(), "Play.", json.dumps(NUMBER), halving(1, 20, "lower", "higher", "I say [{}].")
     )
     assert rewards(steps) == [0.0] * (len(steps) - 1) + [1.0] and steps[-1]["scores"] == 1.0
-    # Two moves in a row that are none end it.
+    # Two consecutive invalid moves end the game.
     lost = run_episodes(textarena.AgentInstance(), "Play.", NUMBER, saying("99", "no"))
     assert rewards(lost) == [0.0, 0.0] and lost[-1]["done"]
     assert "invalid move" in text_of(lost[0]["environment_feedback"])
@@ -127,14 +127,14 @@ def test_the_state_is_shown_and_a_text_without_an_action_does_not_change_it(gymn
 def test_the_state_of_taxi_marks_passenger_destination_and_taxi(gymnasium: ModuleType) -> None:
     environment = gymnasium.AgentInstance()
     asyncio.run(environment.reset({"observation": "", "label": {"env": "Taxi-v4", "seed": 3}}))
-    # The taxi at the upper middle, the passenger at R, who wants to Y.
+    # The taxi is in the upper middle. The passenger is at R and wants to go to Y.
     assert environment._shown(None) == (
         "+---------+\n|<R>: |[ ]: :G|\n| : | : : |\n| : : : : |\n| | : | : |\n|(Y)| : |B: |\n+---------+\n"
     )
     way = ["south", "south", "west", "west", "north", "north", "pickup", "south", "south", "south", "south", "dropoff"]
     steps = [asyncio.run(environment.step({"action_text": word})) for word in way]
     assert "[_]" in text_of(steps[7]["environment_feedback"])
-    # 20 for arriving, and -1 for each of the eleven steps before.
+    # The reward is 20 for the arrival and -1 for each of the eleven steps before.
     assert sum(rewards(steps)) == 20 - 11
     assert (steps[-1]["scores"], steps[-1]["done"]) == (1.0, True)
 

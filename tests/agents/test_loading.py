@@ -60,7 +60,7 @@ def test_the_check_does_not_import_torch() -> None:
 
 def test_every_shipped_environment_passes_the_check() -> None:
     names = environment_names()
-    assert {"calculator", "guess", "code"} <= {*names}  # of agents/environments, and of two plug-ins
+    assert {"calculator", "guess", "code"} <= {*names}  # in agents/environments and in two plug-ins
     for name in names:
         check_agent(f"env:{name}")
 
@@ -74,14 +74,14 @@ def test_an_agent_instance_alone_is_run_by_the_multi_turn_executor(tmp_path: Pat
 @pytest.mark.parametrize("end", ["", "\nAgentExecutor = AgentExecutor()"])
 def test_an_executor_may_be_a_class_or_an_instance(tmp_path: Path, end: str) -> None:
     text = f"{INSTANCE}\nfrom agents import SingleTurnAgentExecutor\nclass AgentExecutor(SingleTurnAgentExecutor): ..."
-    # It counts, although there is an AgentInstance as well.
+    # The executor is used although the file also has an AgentInstance.
     assert isinstance(load_agent(written(tmp_path, text + end)), SingleTurnAgentExecutor)
 
 
 def test_a_file_can_import_modules_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "beside_the_agent.py").write_text(INSTANCE)
-    # Python's own modules come first, whatever lies beside the file.
+    # Modules of the standard library have precedence over files next to the agent.
     (tmp_path / "this.py").write_text("raise SystemExit")
     monkeypatch.delitem(sys.modules, "this", raising=False)
     text = "import this\nfrom beside_the_agent import AgentInstance"

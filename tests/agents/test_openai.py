@@ -1,4 +1,4 @@
-"""Agents that are clients of OpenAI's API: what they ask becomes sequences of the tokens that were drawn."""
+"""Agents that use OpenAI's API: their requests become sequences of sampled tokens."""
 
 import asyncio
 import json
@@ -37,12 +37,12 @@ def closed(rig: Rig) -> Iterator[None]:
 
 
 def rendered(rig: Rig, text: str) -> list[int]:
-    """Tokens of a conversation's first message, up to the start of the policy's turn."""
+    """Number of tokens of a conversation's first message, up to the start of the policy's turn."""
     return rig.encoder.encode(f"[user]{text}<eos>\n[assistant]")
 
 
 class Talker(OpenAIAgentExecutor):
-    """Three turns with the asynchronous client; the reward counts them."""
+    """An agent with three turns and an asynchronous client. Its reward is the number of turns."""
 
     async def run_agent(self, prompt: str, label: Any, **options: Any) -> dict[str, Any]:
         messages: list[Any] = [user(prompt)]
@@ -67,13 +67,13 @@ def test_turns_of_one_conversation_are_one_sequence_of_the_generated_tokens(rig:
         between = [closing[1:] if turn[-1] == closing[0] else closing for turn in (first, second)]
         expected = [*rendered(rig, TEXTS[row // 2]), *first, *between[0], *second, *between[1], *third]
         assert batch.row(row, "tokens").tolist() == expected
-        # An episode's reward stands on its last token.
+        # The reward of an episode is on its last token.
         assert batch.row(row, "turn_reward").tolist() == [0.0] * (len(expected) - 1) + [3.0]
 
 
 def test_a_template_that_removes_text_of_earlier_turns_changes_no_tokens(tmp_path: Path) -> None:
     rig = Rig(write_policy(tmp_path))
-    # Only what the policy wrote after its last broken character is shown again, as templates do with thoughts.
+    # The template repeats only the policy's text after its last broken character, as templates do with reasoning.
     rig.tokenizer.chat_template = str(rig.tokenizer.chat_template).replace(
         "message['content']", "message['content'].split('\N{REPLACEMENT CHARACTER}')[-1]"
     )
@@ -127,7 +127,7 @@ def test_a_stop_text_appended_by_the_client_is_not_doubled(rig: Rig) -> None:
             written = "".join(first.logprobs.tokens)
             cut = written[len(first.text) :]
             ask(model="any", prompt=f"{prompt}{first.text}{cut} and")
-            # Tokens that are parts of one character have no text of their own.
+            # Tokens that are parts of one character have no text on their own.
             return {"reward": float(cut[:1] in set("aeiou") and written.startswith(first.text))}
 
     prompts = rig.prompts()
@@ -145,7 +145,7 @@ def test_a_request_continues_a_text_only_if_it_has_all_recorded_text() -> None:
     recording = Recording(0, [], drawn, history="Q: act", tail="Observation:")
     assert recording.rest(CompletionRequest(prompt="Q: actObservation: 42")) == " 42"
     assert recording.rest(CompletionRequest(prompt="Q: act 42")) is None
-    recording.tail = None  # it ended with an end token, which no client is shown
+    recording.tail = None  # the end token of the policy is not part of the client's text
     assert recording.rest(CompletionRequest(prompt="Q: act 42")) is None
 
 
@@ -256,7 +256,7 @@ def test_a_streamed_response_equals_a_plain_one(rig: Rig) -> None:
     streamed = rig.runner(Streamer()).generate(rig.prompts(2, 1), sampling())
     assert streamed["tokens"].equal(whole["tokens"])
     assert whole["num_turns"].tolist() == [2, 2]
-    # Clients in threads of their own are drawn together or not, and sums of floats follow what is drawn together.
+    # Concurrent clients in threads may or may not share a batch, and float sums depend on the batch.
     for (*text, logprobs, count), (*same_text, same_logprobs, same_count) in zip(
         sorted(seen[:2]), sorted(seen[2:]), strict=True
     ):
@@ -318,7 +318,7 @@ def test_a_request_that_is_too_large_is_rejected_before_it_is_parsed(rig: Rig) -
             for limit, body in TOO_LARGE.items():
                 refused = httpx.post(f"{client.base_url}completions", content=body, headers=key)
                 replies.append((limit, refused.status_code, refused.json()["error"]["message"]))
-            # A million wrong values have one error.
+            # A million invalid values give one error message.
             wrong = b'{"messages": [' + b"1," * 90_000 + b"1]}"
             refused = httpx.post(f"{client.base_url}chat/completions", content=wrong, headers=key)
             replies.append(("messages.0", refused.status_code, refused.json()["error"]["message"]))
@@ -360,7 +360,7 @@ def test_unsupported_fields_are_rejected_by_name_and_supported_ones_accepted(rig
     assert batch["action_mask"].int().sum() <= 6
     for row in range(3):
         turn = turns_of(batch, row)[0]
-        # An end token comes early in some.
+        # Some responses end early with an end token.
         assert float(batch["reward"][row]) == float(len(turn) == 2 and not 2 <= turn[-1] < 32)
 
 
@@ -450,7 +450,7 @@ def test_agents_that_fail_end_only_their_own_episodes(rig: Rig) -> None:
 
 
 class Leaver(Blocking):
-    """Hangs up while the engine waits; the label says whether it asks again."""
+    """A client that disconnects while the engine waits. The label says whether it requests again."""
 
     engine: AsyncEngine
 
@@ -468,7 +468,7 @@ class Leaver(Blocking):
         asyncio.run_coroutine_threadsafe(self.engine.pause(), self.loop).result()
         with pytest.raises(openai.APITimeoutError):
             chat(client, messages, timeout=0.3)
-        # The engine may draw again once the server has noticed.
+        # The engine continues once the server has detected the disconnection.
         assert self._server is not None
         while self._server._sessions[self.session_id].drawing:
             time.sleep(0.01)

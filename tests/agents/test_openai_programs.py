@@ -74,7 +74,7 @@ def test_a_shell_script_is_an_agent(rig: Rig, tmp_path: Path) -> None:
     runner = rig.runner(agent, max_failed_share=1.0, max_turns=4, step_timeout_s=0.5)
     hung = runner.generate(rig.prompts(1, 1, ["hangs"]), sampling())
     assert re.search(says("run_agent", "2 s"), hung.objects["error"][0])
-    # What the scripts left running has ended with them.
+    # All processes that the scripts left running have ended.
     wait_until_gone(*map(int, (tmp_path / "pids").read_text().split()), timeout_s=120)
 
 
@@ -119,7 +119,7 @@ def test_tool_calls_reach_the_client_and_their_results_the_policy(tmp_path: Path
             (call,) = choice.message.tool_calls
             arguments = json.loads(call.function.arguments)
             result = {"role": "tool", "tool_call_id": call.id, "content": str(arguments["a"] + arguments["b"])}
-            # Frameworks write the arguments anew, and drop the white space.
+            # Agent frameworks serialise the arguments again, without white space.
             said = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"b":4,"a":3}'}}
             message = {"role": "assistant", "content": "Let me", "tool_calls": [said]}
             chat(client, [user(prompt), message, result], tools=[TOOL])

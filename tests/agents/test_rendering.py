@@ -77,7 +77,7 @@ def test_another_end_token_replaces_that_of_the_template() -> None:
     assert (
         encoder.tokenizer.decode(feedback_tokens(encoder, FEEDBACK, [7, other])) == f"\n[user]Higher.{EOS}\n[assistant]"
     )
-    # A template that closes nothing, and begins each message with a token of its own.
+    # A template without end marks. Each message begins with a special token.
     opens = encoder_of(
         "{% for message in messages %}{{ bos_token if message['role'] == 'user' else '' }}{{ message['content'] }}"
         "{% endfor %}{% if add_generation_prompt %}{{ eos_token }}{% endif %}"
@@ -90,7 +90,7 @@ def test_a_prompt_that_was_already_rendered_is_rejected() -> None:
     rendered = f"[user]Higher.{EOS}\n[assistant]"
     with pytest.raises(ValueError, match=says("'<eos>'", "data.apply_chat_template=false")):
         first_tokens(encoder, [{"role": "user", "content": f"Play. {rendered}"}], f"{rendered}\n")
-    # An environment's own words are its own.
+    # The environment's own text stays unchanged.
     assert first_tokens(encoder, [{"role": "user", "content": EOS}], "Higher.")
     assert first_tokens(encoder, rendered) == encoder.encode_prompt(rendered)
 
@@ -136,7 +136,8 @@ def test_only_messages_after_an_opening_in_plain_text_are_rejected() -> None:
         refuse_mixed(encoder, plain, FEEDBACK, said)
     refuse_mixed(encoder, chat, FEEDBACK, said)
     refuse_mixed(encoder, plain, "Higher.<eos>", encoder.encode("Higher.<eos>"))
-    refuse_mixed(encoder, chat, "7", encoder.encode("7"))  # in the policy's own turn
+    # A template whose marks are plain words, so turns cannot be distinguished.
+    refuse_mixed(encoder, chat, "7", encoder.encode("7"))
     # A template whose marks are words: nobody can tell.
     words = encoder_of(UNCLOSED)
     refuse_mixed(words, plain, FEEDBACK, feedback_tokens(words, FEEDBACK, plain))

@@ -230,9 +230,9 @@ def test_a_few_errors_are_reported_and_too_many_raise(rig: Rig) -> None:
         rig.runner(MultiTurnAgentExecutor(Flaky)).generate(
             rig.prompts(6, 1, ["bad", "bad", "bad", *labels[:3]]), sampling()
         )
-    # Where it was raised.
+    # The traceback has the original position.
     assert any("in reset" in note for note in caught.value.__notes__)
-    # It can continue afterwards.
+    # The runner can be used again afterwards.
     good = strict.generate(rig.prompts(2, 1, ["good", "good"]), sampling())
     assert good["status"] == ["finished", "finished"]
 
@@ -406,7 +406,7 @@ def test_complete_groups_are_collected_in_the_order_in_which_they_finish(own_rig
     assert first.in_flight == [10, 12]
     waiting = runner.collect(0.02)
     assert (waiting.batch, waiting.in_flight) == (None, [10, 12])
-    # They continue with the weights that came meanwhile.
+    # The episodes continue with the new weights.
     runner.receive(publish(own_rig, tmp_path, 1, seed=9))
     Gated.through = {"label 2"}
     second = runner.collect(60.0)
@@ -455,7 +455,7 @@ def test_errors_in_flight_are_counted_over_the_last_episodes(rig: Rig) -> None:
     runner.begin(rig.prompts(3, 1, ["good", "bad", "bad"]), sampling())
     while runner.collect(60.0).in_flight:
         pass
-    # All of three is too many, however few they are; some of a few say little about WINDOW episodes.
+    # Three failures of three episodes are too many. A few failures are not enough evidence before WINDOW episodes.
     assert WINDOW * 0.1 > 2
     alone = rig.runner(MultiTurnAgentExecutor(Flaky))
     alone.begin(rig.prompts(3, 1, ["bad"] * 3), sampling())

@@ -13,7 +13,7 @@ SLOTS = 64
 
 
 class Together(BENCH.TimedRequest):
-    """Engine whose responses arrive once a number of them is awaited at the same time."""
+    """Engine that returns responses once a certain number of requests wait at the same time."""
 
     waiting: ClassVar[list[asyncio.Future[None]]] = []
     rounds: ClassVar[int] = 0
@@ -34,6 +34,6 @@ class Together(BENCH.TimedRequest):
 def test_the_slots_of_an_engine_are_used(wait_s: float, runs_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BENCH, "TimedRequest", Together)
     monkeypatch.setattr(Together, "rounds", 0)
-    # 128 episodes of 4 turns: 8 rounds of all slots. A slot that stands empty would keep the others waiting for ever.
+    # 128 episodes of 4 turns fill all slots for 8 rounds. An empty slot would make the others wait forever.
     BENCH.run_episodes(BENCH.Load(128, slots=SLOTS, answer_s=0.0, wait_s=wait_s, runs_in=runs_in))
     assert Together.rounds == 8

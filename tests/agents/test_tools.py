@@ -56,13 +56,13 @@ def wait_long() -> str:
 
 
 async def nap() -> str:
-    """Wait for ever, without keeping others waiting."""
+    """Wait forever without blocking the event loop."""
     await asyncio.Event().wait()
     return ""
 
 
 async def block() -> str:
-    """Keep the loop busy for ever."""
+    """Block the event loop forever."""
     while True:
         time.sleep(1)
 
@@ -182,7 +182,7 @@ def test_sync_functions_run_concurrently() -> None:
     async def both() -> list[str]:
         return await asyncio.gather(*(Tool.of(rest).run({}) for _ in range(20)))
 
-    together = threading.Barrier(20)  # one after the other, none would come past it
+    together = threading.Barrier(20)  # run sequentially, none would finish within the limit
     assert asyncio.run(both()) == [""] * 20
 
 
@@ -199,13 +199,13 @@ TWO = {"name": "b", "arguments": {}}
             f"<tool_call>\n{json.dumps(ONE)}\n</tool_call> and <tool_call>{json.dumps(TWO)}</tool_call>",
             [Call("a", {"x": 1}), Call("b")],
         ),
-        # The stop text, or the end token, stood in for the closing tag.
+        # A stop text or the end token replaces the closing tag.
         (f"<tool_call>{json.dumps(ONE)}", [Call("a", {"x": 1})]),
         ('<tool_call>{"name": "a", "arguments": "{\\"x\\": 1}"}</tool_call>', [Call("a", {"x": 1})]),
         ('<tool_call>{"name": "a", "parameters": {"x": 1}}</tool_call>', [Call("a", {"x": 1})]),
         (f"```json\n{json.dumps(ONE)}\n```", [Call("a", {"x": 1})]),
         (f"[{json.dumps(ONE)}, {json.dumps(TWO)}]", [Call("a", {"x": 1}), Call("b")]),
-        # JSON, but no call: a response.
+        # Plain JSON without a tag is a response, not a call.
         ('{"name": "Ann", "age": 3}', []),
         ('the set {1, 2} and {"a": {"b": 1}}', []),
     ],
@@ -217,7 +217,7 @@ def test_calls_are_parsed_in_order(text: str, expected: list[Call]) -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        # Where the JSON ends to be one, as Python's reader says.
+        # The end of the JSON value is found by Python's JSON parser.
         ("<tool_call>{'name': 'a'}</tool_call>", "line 1 column 2"),
         ("<tool_call></tool_call>", "line 1 column 1"),
         ("<tool_call>{} more</tool_call>", "'more"),
@@ -262,7 +262,7 @@ def test_the_parser_raises_for_no_text(pieces: list[str]) -> None:
 @given(st.lists(st.tuples(st.text(), st.dictionaries(st.text(), st.integers() | st.text() | st.lists(st.booleans())))))
 def test_wellformed_calls_are_parsed_unchanged(calls: list[tuple[str, dict[str, Any]]]) -> None:
     text = "\n".join(call(name) if not arguments else written(name, arguments) for name, arguments in calls)
-    # A name that holds the tag itself is the one thing that cannot be written so.
+    # Only a name that contains the closing tag itself cannot be represented.
     if text.count("<tool_call>") == len(calls):
         assert parse_calls(text) == [Call(name, arguments) for name, arguments in calls]
 
@@ -359,7 +359,7 @@ def test_all_calls_of_a_turn_share_one_timeout() -> None:
     first, *late = responses(agent, call("add", a=1, b=2) + call("nap") + call("add", a=1, b=2))
     assert first == "3.0"
     assert is_error(late[:1], "nap", "0.6 s")
-    # Its turn never came.
+    # This call never started.
     assert is_error(late[1:], "add", "0.6 s")
     assert agent._logs == {"tool_calls": 3, "tool_errors": 2}
 

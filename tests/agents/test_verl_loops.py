@@ -1,4 +1,4 @@
-"""Episodes that are run by a user's own agent loops, as verl has them."""
+"""Episodes run by agent loops of the user in verl's format."""
 
 import asyncio
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class MyLoop(AgentLoopBase):
 
 
 def draw(prompt: Sequence[int], tokens: Sequence[int]) -> Draw:
-    """A draw whose log-probabilities are its tokens over 100, by version 3."""
+    """A generation by weight version 3. The log-probability of a token is its id divided by 100."""
     return Draw(
         list(prompt), Generation(list(tokens), [-token / 100 for token in tokens], [3] * len(tokens), finish="stop")
     )
@@ -35,7 +35,7 @@ def draw(prompt: Sequence[int], tokens: Sequence[int]) -> Draw:
 
 def test_sampled_tokens_form_turns_and_other_tokens_are_observations() -> None:
     episode = Episode([1, 2], 2)
-    # Two turns, the second one cut after two of its tokens, with three tokens of an environment between them.
+    # Two turns with three environment tokens in between. The second turn is cut after two of its tokens.
     draws = [draw([1, 2], [10, 11]), draw([1, 2, 10, 11, 7, 8, 9], [20, 21, 22])]
     fill(episode, [10, 11, 7, 8, 9, 20, 21], [1, 1, 0, 0, 0, 1, 1], draws)
     assert episode.tokens == [1, 2, 10, 11, 7, 8, 9, 20, 21]
@@ -130,5 +130,5 @@ def test_the_chat_template_is_applied_with_and_without_the_system_prompt() -> No
     assert tokenizer.decode(whole) == tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=False
     )
-    assert asyncio.run(rendered(remove_system_prompt=True)) == whole  # this template writes nothing before them
+    assert asyncio.run(rendered(remove_system_prompt=True)) == whole  # this template adds no system prompt
     assert token_ids({"input_ids": [1, 2]}) == token_ids([1, 2]) == [1, 2]

@@ -1,4 +1,4 @@
-"""Tiny models for the engine tests, written to folders as a user would have them."""
+"""Tiny models for the engine tests, written to folders."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ VOCAB = 20
 def write_model(
     folder: Path, seed: int, tied: bool, hidden: int = 64, positions: int = 64, spread: float = 0.15
 ) -> Path:
-    """A random Qwen2 whose weights are large enough that its choices are far from uniform."""
+    """A random Qwen2 model. Its weights are so large that its distributions are far from uniform."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=VOCAB,
@@ -45,11 +45,11 @@ def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def other_tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shape of `tied_model` with other weights."""
+    """A model with the shape of `tied_model` and other weights."""
     return write_model(tmp_path_factory.mktemp("models") / "other_tied", seed=3, tied=True)
 
 
 @pytest.fixture(scope="session")
 def other_untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shape of `untied_model` with other weights."""
+    """A model with the shape of `untied_model` and other weights."""
     return write_model(tmp_path_factory.mktemp("models") / "other_untied", seed=4, tied=False)

@@ -394,7 +394,7 @@ def test_packed_positions_restart_at_each_sequence() -> None:
 
 
 def test_a_batch_with_more_tokens_than_int32_cannot_be_packed() -> None:
-    # One number in memory, seen 2**31 times.
+    # A tensor with one stored number that is expanded to 2**31 elements.
     batch = Batch([2**31], {"tokens": torch.zeros(1, dtype=torch.int8).expand(2**31)})
     with pytest.raises(ValueError, match="2147483648 tokens"):
         batch.packed()

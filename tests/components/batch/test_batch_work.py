@@ -16,7 +16,8 @@ from tests.messages import says
 
 
 def test_micro_batches_fit_the_budget_when_padded() -> None:
-    # Sorted lengths 1 2 2 3 9: 3 rows of 2 fill the budget of 6; 3 is alone since 2 rows of 9 are 18; 9 is too long.
+    # Sorted lengths 1 2 2 3 9. Three rows of 2 fill the budget of 6. 3 is alone, because 2 rows of 9 are 18. 9 exceeds
+    # the budget.
     indices = batch_of([2, 9, 1, 3, 2]).micro_batch_indices(6)
     assert [index.tolist() for index in indices] == [[2, 0, 4], [3], [1]]
 
@@ -33,7 +34,7 @@ def test_micro_batches_have_every_sequence_once_and_are_filled_up(lengths: list[
 
 
 def test_micro_batches_respect_the_maximum_number_of_sequences() -> None:
-    # Sorted lengths 1 2 2 3 9: two by two, of which 2 rows of 3 still fit into 6 tokens, and 9 stands alone.
+    # Sorted lengths 1 2 2 3 9, at most two per micro-batch. Two rows of 3 still fit into 6 tokens. 9 is alone.
     batch = batch_of([2, 9, 1, 3, 2])
     assert [index.tolist() for index in batch.micro_batch_indices(6, 2)] == [[2, 0], [4, 3], [1]]
     assert [index.tolist() for index in batch.micro_batch_indices(100, 3)] == [[2, 0, 4], [3, 1]]
@@ -54,7 +55,7 @@ def test_limits_of_sequences_and_of_tokens_hold_together(lengths: list[int], max
 
 
 def test_shares_balance_tokens_and_counts() -> None:
-    # 9 -> rank 0, 7 -> 1, 6 -> 1 (7 < 9), 5 -> 0: that is 14 and 13 tokens, of two sequences each.
+    # 9 -> rank 0, 7 -> rank 1, 6 -> rank 1 (7 < 9), 5 -> rank 0. The totals are 14 and 13 tokens of two sequences each.
     shares = batch_of([5, 9, 7, 6]).balanced_shares(2)
     assert [share.tolist() for share in shares] == [[0, 1], [2, 3]]
 
@@ -90,7 +91,9 @@ def test_a_negative_attention_weight_is_refused(attention: float) -> None:
 
 
 def slow_shares(lengths: Sequence[int], n: int, attention: float) -> list[list[int]]:
-    """Assign the longest remaining sequence to the cheapest rank that has room; the first one of equals."""
+    """Assign the longest remaining sequence to the rank with the lowest cost that has room. Of equal ranks the first
+    one is used.
+    """
     shares: list[list[int]] = [[] for _ in range(n)]
     costs = [0.0] * n
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -137,7 +140,7 @@ def test_micro_batches_equal_those_of_a_loop_over_sorted_sequences(
 
 
 def test_200_000_sequences_are_split_reordered_and_joined_quickly() -> None:
-    # scripts/bench_batch.py tells how long each takes; what is quadratic somewhere takes minutes.
+    # scripts/bench_batch.py measures each duration. A quadratic operation would take minutes.
     number = 200_000
     lengths = torch.arange(number) % 99 + 1
     size = int(lengths.sum())
@@ -153,7 +156,7 @@ def test_200_000_sequences_are_split_reordered_and_joined_quickly() -> None:
         "concat": (lambda: Batch.concat(parts), 2.0),
         "micro_batch_indices": (lambda: batch.micro_batch_indices(16384), 2.0),
         "packed": (batch.packed, 2.0),
-        # 25,000 batches are made, each of 6 views.
+        # 25,000 batches with 6 views each are created.
         "group_by": (lambda: batch.group_by("prompt_id"), 6.0),
     }
     for name, (operation, limit) in operations.items():

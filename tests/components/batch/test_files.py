@@ -158,7 +158,7 @@ def test_a_batch_without_token_columns_keeps_its_lengths_in_a_table() -> None:
 
 
 class Own:
-    """A class that an Arrow table cannot hold."""
+    """A class that an Arrow table cannot store."""
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_a_failed_write_leaves_no_partial_file_and_keeps_the_old_file(tmp_path: 
     with pytest.raises(ValueError, match="'label'"):
         batch_of([1]).with_objects(label=[Own()]).save(path)
     assert_alike(Batch.load(path), batch_of([1]))
-    # A folder where the file should go: its last step fails even for root.
+    # A folder at the path of the file makes the last step of writing fail, even for root.
     (tmp_path / "folder").mkdir()
     with pytest.raises(IsADirectoryError):
         batch_of([1]).save(tmp_path / "folder")

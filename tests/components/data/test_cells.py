@@ -36,7 +36,7 @@ TURNS = [
 
 
 def saved(folder: Path, kind: str, rows: list[dict[str, Any]]) -> str:
-    """Write rows to a file or folder of this kind, in which all structs have the fields of each."""
+    """Write rows to a file or folder of this kind, in which all structs have the union of the fields."""
     if kind == "save_to_disk":
         datasets.Dataset.from_list(rows).save_to_disk(folder / "data")
         return str(folder / "data")

@@ -1,4 +1,4 @@
-"""Columns of data: tokens that a model reads and learns from common layouts, and rows that are rejected."""
+"""Columns of data in common layouts: the tokens that a model reads and trains on, and rejected rows."""
 
 import json
 import string
@@ -44,7 +44,7 @@ def assistant(text: str, **more: Any) -> dict[str, Any]:
 
 
 def learnt(row: dict[str, Any], tokenizer: PreTrainedTokenizerFast, **form: Any) -> tuple[str, str]:
-    """Return the text of a demonstration, and its learnt part."""
+    """Return the text of a demonstration, and the part that is trained on."""
     made = DemonstrationFormat(**form)
     data = encode_demonstrations([DemonstrationReader(made).read(row)], tokenizer, made)
     ids = data.batch.row(0, "tokens")
@@ -64,7 +64,7 @@ def write(path: Path, *rows: dict[str, Any]) -> str:
         ({"instruction": "Add", "input": "1 2", "output": "3"}, "Add\n\n1 2", "3"),
         ({"instruction": "Who?", "context": "Ann ran.", "response": "Ann"}, "Who?\n\nAnn ran.", "Ann"),
         ({"instruction": "", "input": "1 2", "output": "3"}, "1 2", "3"),
-        # As in a well-known file, the column `text` has all of it once more.
+        # As in a well-known data set, the column `text` repeats the complete conversation.
         ({"instruction": "Add", "input": "1", "output": "3", "text": "Below: Add\n\n1 Response: 3"}, "Add\n\n1", "3"),
         ({"question": "2+2?", "answer": "4"}, "2+2?", "4"),
         ({"query": "2+2?", "response": "4", "original_question": "x"}, "2+2?", "4"),
@@ -146,7 +146,7 @@ def test_tools_are_rendered_and_calls_are_json_encoded_once(
     text, response = learnt(row, tokenizer)
     assert text.startswith(f"[{json.dumps(TOOL)}]\n<user>?\n<assistant>")
     assert response == '{"name": "weather", "arguments": {"city": "Rome"}}<eos>'
-    # OpenAI leaves the content of a turn out that only calls tools.
+    # OpenAI omits the content of a turn that only calls tools.
     row["messages"][1] = {"role": "assistant", "content": None, "tool_calls": [call]}
     assert learnt(row, tokenizer) == (text, response)
 
@@ -238,7 +238,7 @@ WITHOUT = "<user>a\n<assistant>"
         ({"prompt": [user("a")], "chosen": "b", "rejected": "c"}, {}, WITHOUT),
         ({"prompt": [user("a")], "chosen": [assistant("b")], "rejected": [assistant("c")]}, {}, WITHOUT),
         ({"prompt": "a", "chosen": [assistant("b")], "rejected": [assistant("c")]}, {}, WITHOUT),
-        # The prompt is in the responses too, as text and as messages, with the system prompt in one of them.
+        # The responses repeat the prompt, as text and as messages, one of them with the system prompt.
         ({"prompt": "a", "chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}, {}, WITHOUT),
         (
             {"prompt": [user("a")], "chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]},
@@ -344,7 +344,7 @@ def test_a_prompt_includes_tools_system_prompt_and_prefill(
     assert read(prompt=[user("?")], tools=json.dumps([TOOL])) == f"[{json.dumps(TOOL)}]\n<user>?\n<assistant>"
     assert read(prompt=[user("?")], system="S") == "<system>S\n<user>?\n<assistant>"
     assert read(prompt="?", system="S", apply_chat_template=True) == "<system>S\n<user>?\n<assistant>"
-    # The policy continues a turn that is begun: no second turn, and no end token.
+    # The policy continues an unfinished turn, so there is no second turn and no end token.
     assert read(prompt=[user("?"), assistant("It is")]) == "<user>?\n<assistant>It is"
     calls = [user("?"), assistant("", tool_calls=[CALL]), {"role": "tool", "content": "x"}]
     assert read(prompt=calls).endswith('{"name": "weather", "arguments": {"city": "Rome"}}<eos>\n<tool>x\n<assistant>')
@@ -425,7 +425,7 @@ def test_an_example_is_shown_with_marks_around_trained_text(tokenizer: PreTraine
     rows = [{"messages": [user("a" * 1000), assistant("b"), user("c"), assistant("d")]}]
     shown = encode_demonstrations(rows, tokenizer).describe_first(tokenizer)
     assert "[[learnt]]'b<eos>'[[/learnt]]'\\n<user>c\\n<assistant>'[[learnt]]'d<eos>'[[/learnt]]; token ids" in shown
-    # 6 + 1,000 + 12 characters stand before the first response, of which the first 300 and the last 60 are shown.
+    # 6 + 1,000 + 12 characters precede the first response. The first 300 and the last 60 of them are shown.
     assert "(658 characters left out)" in shown
     assert "learnt are 4: 1018 to 1019, 1040 to 1041" in shown
     pairs = read_pairs([{"prompt": "a?", "chosen": "b", "rejected": "c"}], PairFormat(), tokenizer)

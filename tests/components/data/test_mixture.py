@@ -18,7 +18,7 @@ def test_rows_of_a_small_part_repeat_until_the_large_part_is_used_up() -> None:
     actual = mixed([small, large], mixture_probabilities("0.25,0.75", 2), seed=1)
     counts = Counter(actual)
     assert {row: counts[row] for row in large} == dict.fromkeys(large, 1)
-    # 300 draws of the large part go with 100 of the other; the standard deviation of these is 11.5.
+    # Among 300 samples of the large part there are about 100 of the small one, with a standard deviation of 11.5.
     assert abs(counts["s"] - 100) < 50
     assert actual == mixed([small, large], [0.25, 0.75], seed=1)
     assert actual != mixed([small, large], [0.25, 0.75], seed=2)

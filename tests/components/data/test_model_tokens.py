@@ -76,7 +76,7 @@ def test_a_preference_pair_of_messages_ends_with_the_end_of_turn_token(tmp_path:
 def test_a_text_with_a_token_id_beyond_the_embedding_is_refused(tmp_path: Path) -> None:
     folder = chat_model(tmp_path, rows=THINK_ID)
     assert embedding_rows(folder) == THINK_ID
-    # Tokens that nothing is written with do no harm.
+    # Token ids that no text uses are harmless.
     encoder = TextEncoder(load_tokenizer(folder))
     assert encoder.encode("a<|im_end|>")[-1] == END_ID
     for encode in (encoder.encode, encoder.encode_prompt):

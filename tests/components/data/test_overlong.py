@@ -1,4 +1,4 @@
-"""Truncation of prompts that are too long, and further columns of prompts."""
+"""Truncation of long prompts, and additional columns of prompts."""
 
 import json
 from typing import Any
@@ -22,7 +22,7 @@ def source(overlong: Overlong, most: int | None, rows: list[dict[str, Any]] = RO
     [
         ("left", 3, ["efg", "ab", "def"]),
         ("right", 3, ["abc", "ab", "abc"]),
-        # Of 3 tokens the first half, rounded down, is 1 from the beginning; 2 come from the end.
+        # Of 3 tokens, half rounded down is 1 token from the beginning. The other 2 come from the end.
         ("middle", 3, ["afg", "ab", "aef"]),
         ("middle", 6, ["abcefg", "ab", "abcdef"]),
         ("middle", 1, ["g", "b", "f"]),
@@ -31,7 +31,7 @@ def source(overlong: Overlong, most: int | None, rows: list[dict[str, Any]] = RO
 def test_a_long_prompt_is_truncated_on_the_configured_side(overlong: Overlong, most: int, expected: list[str]) -> None:
     cut = source(overlong, most)
     batch = cut.take(3)
-    # Tokens 0 to 2 are special; then come the letters.
+    # Ids 0 to 2 are special tokens. Letters follow.
     assert ["".join("abcdefg"[t - 3] for t in batch.row(i, "tokens").tolist()) for i in range(3)] == expected
     assert batch["prompt"] == expected
     assert cut.first()[0] == expected[0]

@@ -69,17 +69,17 @@ DIALOGUE = "\n\nHuman: Hi\n\nAssistant: Yes?\n\nHuman: Who?\n\nAssistant:"
 @pytest.mark.parametrize(
     ("chosen", "rejected", "prompt"),
     [
-        # One turn, and several; what the responses begin with alike is still their own.
+        # One turn and several turns. A common beginning of both responses still belongs to the responses.
         ("\n\nHuman: Hi\n\nAssistant: You too", "\n\nHuman: Hi\n\nAssistant: You", "\n\nHuman: Hi\n\nAssistant:"),
         (DIALOGUE + " Me", DIALOGUE + " I", DIALOGUE),
-        # They part in an earlier turn: both resume from the last mark that both have.
+        # The conversations diverge in an earlier turn: both responses start after the last common mark.
         (
             "\n\nHuman: Hi\n\nAssistant: Yes\n\nHuman: a\n\nAssistant: b",
             "\n\nHuman: Hi\n\nAssistant: No\n\nHuman: a\n\nAssistant: b",
             "\n\nHuman: Hi\n\nAssistant:",
         ),
         (DIALOGUE + " Me", DIALOGUE, DIALOGUE),
-        # Text that is no dialogue: whole words that both begin with.
+        # Plain text: the prompt consists of the common whole words.
         ("who is it? me", "who is it? myself", "who is it?"),
         ("who\nis", "who\nam", "who"),
         ("yes", "yet", ""),
@@ -100,7 +100,7 @@ def test_a_prompt_column_precedes_both_responses(letters: PreTrainedTokenizerFas
     keys["with_margin"] = True
     assert read(row, letters, **keys) == Pair("who?", "me", "you", 2.0, "who?")
     assert read(row, letters, **keys, input_template="Human: {}\n") == Pair("Human: who?\n", "me", "you", 2.0, "who?")
-    # The template's end token is taken off, as encoding writes one.
+    # The end token of the template is removed, because encoding adds one.
     assert read(row, letters, **keys, apply_chat_template=True) == Pair("[u]who?[a]", "me", "you", 2.0, "who?")
 
 
@@ -112,7 +112,7 @@ def test_messages_are_rendered_with_and_without_a_prompt_column(letters: PreTrai
     pairs = [
         read({"prompt": before, "chosen": good, "rejected": bad}, letters, prompt_key="prompt"),
         read({"chosen": before + good, "rejected": before + bad}, letters),
-        # As some data sets have them, the prompt is in the responses too.
+        # As in some data sets, the responses repeat the prompt.
         read({"prompt": before, "chosen": before + good, "rejected": before + bad}, letters, prompt_key="prompt"),
         read({"prompt": before, "chosen": "me", "rejected": "you"}, letters, prompt_key="prompt"),
     ]
@@ -126,15 +126,15 @@ def test_the_prompt_of_diverging_conversations_ends_before_the_last_common_respo
     letters: PreTrainedTokenizerFast,
 ) -> None:
     start = [user("Hi"), assistant("Yes")]
-    # They part in what the user says: the response before it is the first of the two texts' own.
+    # The conversations diverge in a user message, so both responses begin with the common assistant message before it.
     pair = read(
         {"chosen": [*start, user("a"), assistant("b")], "rejected": [*start, user("c"), assistant("d")]}, letters
     )
     assert parts(pair) == ("[u]Hi[a]", "Yes<eos>\n[u]a[a]b", "Yes<eos>\n[u]c[a]d")
-    # All is alike: the last message is the response, and the pair is left out later.
+    # Both are identical: the last message is the response. The pair is dropped later.
     pair = read({"chosen": start, "rejected": start}, letters)
     assert parts(pair) == ("[u]Hi[a]", "Yes", "Yes")
-    # Nothing is alike.
+    # They have nothing in common.
     pair = read({"chosen": [assistant("a")], "rejected": [assistant("b")]}, letters)
     assert parts(pair) == ("", "[a]a", "[a]b")
 
@@ -185,7 +185,7 @@ def test_the_mask_covers_responses_and_end_tokens_and_prompts_equal_those_of_gen
     rows = [{"prompt": "no yes", "chosen": "yes", "rejected": "no no"}]
     pairs = read_pairs(rows, PairFormat(prompt_key="prompt"), tokenizer)
     batch = encode_pairs(pairs, tokenizer, with_mask=True).batch
-    # Apart: what is tokenized at once has "yesyes", of which this tokenizer knows nothing.
+    # Prompt and response are tokenized separately. Joined they would contain "yesyes", which is not a token here.
     assert batch.lists("tokens") == [[BOS, NO, YES, YES, EOS], [BOS, NO, YES, NO, NO, EOS]]
     assert batch.lists("loss_mask") == [[False] * 3 + [True] * 2, [False] * 3 + [True] * 3]
     at_once = encode_pairs(pairs, tokenizer).batch
@@ -195,11 +195,12 @@ def test_the_mask_covers_responses_and_end_tokens_and_prompts_equal_those_of_gen
 
 def test_unusable_pairs_are_dropped_and_counted(letters: PreTrainedTokenizerFast) -> None:
     rows = [
-        {"prompt": "ab", "chosen": "cde", "rejected": "c"},  # 6 tokens with its end
+        {"prompt": "ab", "chosen": "cde", "rejected": "c"},  # 6 tokens with the end token both responses are identical
         {"prompt": "ab", "chosen": "c", "rejected": "cdef"},  # 7
         {"prompt": "ab", "chosen": "c<eos>", "rejected": "c"},  # identical
         {"prompt": "ab", "chosen": "c", "rejected": "d", "margin": 0.5},
-        {"prompt": "ab", "chosen": "cde", "rejected": "c", "margin": 1},  # the first one again
+        # a repetition of the first pair the reversed pair, which is another pair
+        {"prompt": "ab", "chosen": "cde", "rejected": "c", "margin": 1},
         {"prompt": "ab", "chosen": "c", "rejected": "cde"},  # the other way round it is another
     ]
     form = PairFormat(prompt_key="prompt", with_margin=True)
@@ -294,7 +295,7 @@ def test_no_conversation_is_in_both_splits_in_any_notation(
         train_P, held_P = hold_out(openings, count, seed)
     except ValueError as error:
         assert re.search(says(count, "evaluation.held_out"), str(error))
-        # Groups are taken whole, so that the last one may reach beyond the number; without it, there is not enough.
+        # Groups are never split, so the last one may exceed the number. Without it there are too few pairs.
         sizes = sorted(names.count(name) for name in set(names))
         assert len(names) - sizes[-1] < count
         return
@@ -304,7 +305,7 @@ def test_no_conversation_is_in_both_splits_in_any_notation(
     assert held_P.tolist() == sorted(held_P.tolist())
     assert not {names[i] for i in train_P.tolist()} & {names[i] for i in held_P.tolist()}
     assert len(train_P) > 0
-    # At least the number, and without the last conversation less.
+    # At least the requested number, and fewer without the last conversation.
     assert count <= len(held_P) < count + max(names.count(name) for name in names)
     again = hold_out(openings, count, seed)
     assert again[0].equal(train_P)
@@ -349,7 +350,7 @@ def test_hh_rlhf_is_read_without_options(tmp_path: Path) -> None:
         assert pair.prompt.endswith(ANSWER_MARK)
         assert pair.opening.startswith("\n\nHuman:")
         assert ANSWER_MARK not in pair.opening
-    # Dialogues of up to a dozen turns, and of those that begin alike none is on both sides.
+    # Dialogues of up to twelve turns. Dialogues with the same beginning are in the same split.
     assert max(pair.prompt.count(ANSWER_MARK) for pair in pairs) > 5
     openings = [pair.opening for pair in pairs]
     train_P, held_P = hold_out(openings, len(rows) // 10, seed=1)

@@ -110,7 +110,7 @@ def test_a_blend_uses_every_row_with_the_given_probabilities(tmp_path: Path) -> 
     rows = load_rows(f"{few},{many}", label_key="label", probs="0.25, 0.75", seed=1)
     labels = [row["label"] for row in rows]
     assert sorted(label for label in labels if isinstance(label, int)) == list(range(3000))
-    # The small part starts again and again: 3,000 of the large one are three quarters of 4,000.
+    # The small part is repeated: 3,000 rows of the large one are three quarters of 4,000.
     assert len(rows) == pytest.approx(4000, rel=0.05)
     assert [label["n"] for label in labels if isinstance(label, dict)][:7] == [0, 1, 2, 0, 1, 2, 0]
     for seed, same in ((1, True), (2, False)):
@@ -160,7 +160,7 @@ def test_a_batch_has_ids_text_label_and_a_unique_prompt_id(tokenizer: PreTrained
     assert batch["prompt"] == ["ab", "c", "ab"]
     assert batch["label"] == ["x", None, "x"]
     assert batch["datasource"] == ["letters", "default", "letters"]
-    # Two rows, so the second epoch begins at 2 * 1.
+    # There are two rows, so the second epoch begins at 2 * 1.
     assert batch["prompt_id"].tolist() == [0, 1, 2]
 
 
@@ -188,7 +188,7 @@ def test_long_prompts_are_dropped_and_counted_at_the_start(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     source = PromptSource(letters(6), tokenizer, seed=0, max_prompt_tokens=4)
-    # Of the lengths 1 to 6 two are above 4.
+    # Of the lengths 1 to 6, two are above 4.
     assert (len(source), source.too_long) == (4, 2)
     batch = source.take(8)
     assert Counter(batch["label"]) == {0: 2, 1: 2, 2: 2, 3: 2}
@@ -222,7 +222,7 @@ def test_showing_the_first_prompt_does_not_consume_it(tokenizer: PreTrainedToken
     assert source.take(1)["prompt"] == ["ab"]
     assert re.search(says("40 characters", "40 tokens", "'cccc'", 32, [5] * 32), source.describe_first(limit=4))
     source.take(1)
-    # The epoch has ended: the next prompt is the first of the next one.
+    # The epoch has ended: the next prompt is the first one of the next epoch.
     assert source.first() == ("ab", [3, 4])
 
 

@@ -49,7 +49,7 @@ def write(path: Path, records: list[dict[str, Any]] = RECORDS) -> Path:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Use a temporary cache folder. The library has read its location at import."""
+    """Use a temporary cache folder, because the library reads the location of its cache at import."""
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
     return folder
@@ -169,7 +169,7 @@ def test_a_bad_file_or_folder_is_described_in_a_one_line_error(tmp_path: Path) -
 def test_a_name_that_looks_like_a_path_is_not_requested_from_the_hub(name: str) -> None:
     with pytest.raises(ValueError, match=says(f"'{name}'", ".json", ".parquet")) as caught:
         read_records(name)
-    # What the hub says comes as the cause.
+    # The message of the hub is the cause of the error.
     assert caught.value.__cause__ is None
 
 
@@ -241,7 +241,7 @@ def hub() -> Iterator[str]:
 
 
 def read_in_process(sources: list[str], home: Path, endpoint: str) -> list[str]:
-    """Return the output of a process with this hub and its own cache for each source, and whether it slept."""
+    """Return the output of a process with this hub and an empty cache for each source, and whether it slept."""
     code = "import sys, time; from components.data.records import read_records as read\n"
     code += "time.sleep = lambda seconds: print('sleeps')\n"
     code += "for source in sys.argv[1:]:\n try: print(read(source))\n except ValueError as error: print(error)"
@@ -259,9 +259,9 @@ def test_a_dataset_name_is_read_from_the_hub_or_its_cache_or_refused_in_one_line
         actual = read_in_process(["troupe/letters", "troupe/letters@data", "troupe/other"], tmp_path, endpoint)
     assert actual[:2] == [str(RECORDS)] * 2
     (refusal,) = actual[2:]
-    # The library's own words come along.
+    # The message contains that of the library.
     assert re.search(says("'troupe/other'", "'train'", "doesn't exist on the Hub"), refusal)
-    # The libraries alone would try five times more for what they do not have, and sleep in between.
+    # The libraries would retry five times with pauses.
     with closed_port() as port:
         again, other = read_in_process(["troupe/letters", "troupe/more"], tmp_path, f"http://127.0.0.1:{port}")
     assert again == str(RECORDS)

@@ -29,7 +29,7 @@ YES = 4
 
 
 def word_tokenizer(adds: str = "$A", template: str | None = None, **special: str) -> PreTrainedTokenizerFast:
-    """A tokenizer with the words no and yes. `adds` is what it adds by itself, with $A for the text."""
+    """A tokenizer with the words no and yes. `adds` is its post-processing template; $A stands for the text."""
     tokens = ["<unk>", "<s>", "</s>", "no", "yes"]
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -151,7 +151,7 @@ def test_a_rendered_conversation_has_its_responses_and_no_generation_prompt() ->
 @pytest.mark.parametrize(
     ("special", "chosen"),
     [
-        ({"pad_token": "no"}, None),  # its own is another token: nothing is changed
+        ({"pad_token": "no"}, None),  # the tokenizer has its own padding token: nothing is changed
         ({"pad_token": "</s>"}, "<s>"),
         ({}, "<s>"),
         ({"bos_token": "</s>"}, "<unk>"),
@@ -164,7 +164,7 @@ def test_the_padding_token_does_not_end_a_response(special: dict[str, str], chos
     assert tokenizer.pad_token == (chosen or before)
     assert tokenizer.pad_token_id is not None
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
-    assert len(tokenizer) == 5  # none was added, for which the model would have no embedding
+    assert len(tokenizer) == 5  # no token was added, because the model would have no embedding for it
 
 
 def test_if_only_the_end_token_is_special_padding_is_a_piece_that_no_text_contains(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_tokenizer_without_a_token_for_padding_raises_an_error() -> None:
     ("template", "reason"),
     [
         ("{{ raise_exception('no system turn') }}", "no system turn"),
-        # Python's own words.
+        # Messages of Python itself.
         ("{{ messages[0]['content'] + 1 }}", "can only concatenate str"),
     ],
 )
@@ -234,7 +234,7 @@ def test_arguments_of_a_template_apply_to_every_use_of_it(folder: Path, tmp_path
     assert render_prompt("yes", tokenizer, apply_chat_template=True) == "yes"
     set_template_arguments(tokenizer, {"thinks": False, "last": "</s>"})
     assert render_prompt("yes", tokenizer, apply_chat_template=True) == "no yes</s>"
-    # A policy that was saved with them loads with them, and they are set once.
+    # A saved policy with a padding token and a template is loaded with them, and they are set once.
     tokenizer.save_pretrained(tmp_path)
     again = set_template_arguments(load_tokenizer(tmp_path), {"thinks": False, "last": "</s>"})
     assert again.chat_template == tokenizer.chat_template

@@ -1,4 +1,4 @@
-"""Requests over an engine that draws whole batches: who is drawn with whom, and what each is given."""
+"""Single requests on an engine that generates batches: composition of the batches, and results of each request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ UNLUCKY = 13
 
 
 class WatchedEngine(HFRolloutEngine):
-    """The engine itself; notes its batches, waits in them for a gate, and fails at an unlucky step or version."""
+    """Wrapper of an engine. It records batches, can wait for a gate inside of them, and fails at a given step or
+    version.
+    """
 
     def __init__(self, model_path: Path) -> None:
         super().__init__(model_path)
@@ -53,7 +55,7 @@ def watched(tied_model: Path) -> WatchedEngine:
 
 @pytest.fixture
 def inner(watched: WatchedEngine) -> WatchedEngine:
-    """One engine for all tests that leave its weights alone."""
+    """One engine for all tests that do not change its weights."""
     watched.batches.clear()
     return watched
 
@@ -68,7 +70,7 @@ def numbered(rows: list[list[int]]) -> Batch:
 
 
 def expected(batch: Batch) -> list[Generation]:
-    """Return the result of `generate` in the form that requests return."""
+    """Return the result of `generate` in the form of request results."""
     drawn = []
     for i in range(len(batch)):
         inside = batch.row(i, "action_mask")
@@ -80,7 +82,7 @@ def expected(batch: Batch) -> list[Generation]:
 
 
 def run(inner: HFRolloutEngine, scene: Callable[[BatchedEngine], Coroutine[Any, Any, Any]]) -> Any:
-    """Play a scene with the engine; it has to be over in time."""
+    """Run a coroutine with the engine. It must finish within the limit."""
     engine = BatchedEngine(inner)
 
     async def run_episodes() -> Any:
@@ -103,7 +105,7 @@ async def begun(inner: WatchedEngine, batches: int) -> None:
 
 
 async def turns() -> None:
-    """Many more turns of the loop than a batch takes to begin."""
+    """The event loop runs many more iterations than the start of a batch takes."""
     for _ in range(200):
         await asyncio.sleep(0)
 
@@ -170,7 +172,7 @@ def test_concurrent_callers_share_a_batch_in_every_turn(inner: WatchedEngine) ->
     sampling = SamplingConfig(max_new_tokens=2)
 
     async def environment(depth: int) -> None:
-        # A task inside a task: each works one after the other of the loop.
+        # Nested tasks: each of them runs in another iteration of the event loop.
         if depth:
             await asyncio.wait_for(environment(depth - 1), 300)
 
@@ -274,7 +276,7 @@ def test_a_pause_begins_after_the_running_batch_and_lasts_until_resume(inner: Wa
         third = engine.submit([4, 5], sampling)
         for _ in range(3):
             await asyncio.sleep(0)
-        # Its batch was about to begin.
+        # The batch of this request was about to begin.
         await engine.pause()
         await turns()
         assert inner.batches == [1, 1]
@@ -301,7 +303,7 @@ def test_weights_change_between_batches_and_each_token_has_its_weight_version(
         after = asyncio.create_task(ask(engine, rows, sampling))
         inner.gate.set()
         while not receiving.done():
-            # At any time of it a request may come.
+            # A request may arrive at any of these moments.
             engine.submit([2], sampling)
             await asyncio.sleep(0)
         await receiving

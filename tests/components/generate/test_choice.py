@@ -15,7 +15,7 @@ from training.options.rollout_options import RolloutOptions
 from training.options.schema import idle_options
 
 NEEDS_VLLM = pytest.mark.full
-"""Installed, which the default tier does not ask for; none of these starts it."""
+"""vLLM must be installed, which is not the case in the default tier. No test starts it."""
 
 
 @NEEDS_VLLM

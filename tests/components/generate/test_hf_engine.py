@@ -19,7 +19,7 @@ END = 1
 
 
 def some_prompts(count: int = 24) -> Batch:
-    """Prompts of 1 to 6 tokens, each twice; token 0, with which others would pad, is among them."""
+    """Prompts of 1 to 6 tokens, each of them twice. They include token 0, which could be mistaken for padding."""
     rows = [[(3 * i + 5 * t * t) % 20 for t in range(1 + i % 6)] for i in range(count // 2)]
     return Batch.from_rows(
         {"tokens": [row for row in rows for _ in range(2)]},
@@ -111,7 +111,8 @@ def test_a_row_ends_at_its_limit_and_frees_its_cache(engine: HFRolloutEngine) ->
 
 
 def test_tokens_sampled_after_the_limit_of_a_row_are_ignored(engine: HFRolloutEngine) -> None:
-    # So hot that an end token is as likely as any of the 20. One row of 64 is too few to leave at once.
+    # At this temperature an end token is as likely as any of the 20 tokens. A single finished row of 64 stays in the
+    # batch.
     prompts, sampling = same_prompt([2, 9, 4], 256), SamplingConfig(max_new_tokens=8, temperature=30)
     new = [len(row) for row in completions(engine.generate(prompts, sampling))]
     longer = [i for i in range(256) if new[i] > 2]
@@ -192,7 +193,7 @@ def test_tokens_are_sampled_with_the_probabilities_of_the_model(
     with torch.no_grad():
         logits_V = load_policy(tied_model)(input_ids=torch.tensor([[2, 9, 4]])).logits[0, -1]
     probability_V = (logits_V / temperature).softmax(-1)
-    # Four standard errors of a share, at most 0.0142.
+    # Tolerance of four standard errors of a relative frequency, which are at most 0.0142.
     error_V = 4 * (probability_V * (1 - probability_V) / count).sqrt() + 1e-4
     assert bool(((share_V - probability_V).abs() < error_V).all())
 
@@ -213,7 +214,7 @@ def test_non_finite_logits_raise_an_error_that_names_diverged_weights(tied_model
 
 
 def test_top_k_is_applied_before_top_p() -> None:
-    # Probabilities .5 .25 .125 .125. The first two of three make .857 > .8; of four they would make .75.
+    # Probabilities .5 .25 .125 .125. After top-k 3 the first two have .857 > .8. Without it they would have .75.
     logits_1V = torch.tensor([[0.125, 0.5, 0.125, 0.25]]).log()
     assert torch.isfinite(_likeliest(logits_1V, 0.8, 3)).tolist() == [[False, True, False, True]]
     assert torch.isfinite(_likeliest(logits_1V, 0.8, 0)).tolist() == [[True, True, False, True]]
@@ -253,14 +254,14 @@ def test_finished_rows_leave_the_batch_and_equal_prompts_share_a_prefill(engine:
         lambda _module, _args, kwargs: rows_per_call.append(len(kwargs["input_ids"])), with_kwargs=True
     )
     try:
-        # So hot that every token, the end token too, has a probability of about 1/20.
+        # At this temperature every token, including the end token, has a probability of about 1/20.
         result = engine.generate(same_prompt([2, 9, 4], 256), SamplingConfig(max_new_tokens=20, temperature=30))
     finally:
         hook.remove()
     new_B = result.lengths - 3
     assert rows_per_call[0] == 1
-    # Call k computes the logits of new token k; its rows are those that have no end among their first k tokens, and
-    # at most a fifteenth of idle ones.
+    # Call k computes the logits of new token k. Its rows are the unfinished ones, and at most one fifteenth of finished
+    # ones.
     for k, rows in enumerate(rows_per_call[1:], start=1):
         unfinished = int((new_B > k).sum())
         assert unfinished <= rows <= unfinished * 16 / 15
@@ -268,7 +269,7 @@ def test_finished_rows_leave_the_batch_and_equal_prompts_share_a_prefill(engine:
 
 
 def test_completions_can_be_trained_on(tied_model: Path, engine: HFRolloutEngine) -> None:
-    # What is made in inference mode could not be saved for a backward pass.
+    # Tensors created in inference mode could not be saved for a backward pass.
     result = engine.generate(some_prompts(), SamplingConfig(max_new_tokens=4))
     logprob_N = token_logprobs(load_policy(tied_model), result).logprob_N
     (logprob_N * result["rollout_logprob"]).sum().backward()
@@ -311,7 +312,7 @@ def test_a_tied_matrix_may_be_sent_under_both_names(tied_model: Path, other_tied
 
 
 def refused(engine: HFRolloutEngine, weights: dict[str, Tensor], directory: Path) -> str:
-    """The message with which the engine refuses; checks that its own weights are untouched."""
+    """Return the message with which the engine rejects weights, after a check that its own weights are unchanged."""
     before = {name: parameter.clone() for name, parameter in engine.model.named_parameters()}
     with pytest.raises(ValueError, match="version 1") as error:
         engine.receive(WeightPublisher(directory).publish(1, weights.items()))
@@ -382,10 +383,10 @@ def test_a_sleeping_engine_raises_an_error_until_it_is_woken(tied_model: Path) -
 def test_a_sleeping_engine_holds_no_memory_and_needs_dropped_weights_again(
     tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: int
 ) -> None:
-    monkeypatch.setattr(HFRolloutEngine, "_can_free", staticmethod(lambda: True))  # here of the CPU's memory
+    monkeypatch.setattr(HFRolloutEngine, "_can_free", staticmethod(lambda: True))  # on a CPU this is host memory
     engine = HFRolloutEngine(tied_model)
     for parameter in engine.model.parameters():
-        parameter.data = parameter.data.clone()  # not the file, mapped, which cannot be freed
+        parameter.data = parameter.data.clone()  # not the memory-mapped file, which cannot be freed
     weights = [(name, parameter.detach().clone()) for name, parameter in engine.model.named_parameters()]
     published = WeightPublisher(tmp_path / "w").publish(1, weights)
     expected = engine.generate(some_prompts(), SamplingConfig(max_new_tokens=4))

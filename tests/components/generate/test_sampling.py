@@ -8,7 +8,7 @@ WORD = 2**64
 
 
 def splitmix64(state: int) -> int:
-    """One output of the published generator, in Python's unbounded integers."""
+    """Return one output of the published generator, computed with Python integers."""
     z = (state + 0x9E3779B97F4A7C15) % WORD
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % WORD
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % WORD
@@ -54,7 +54,8 @@ def test_numbers_of_neighbouring_ids_are_uniform_and_uncorrelated() -> None:
     draw_B = uniform(42, 0, prompt_id_B, sample_id_B, 6)
     assert draw_B.min() >= 0.0
     assert draw_B.max() < 1.0
-    # 100,000 draws: the mean's standard error is 0.0009, a bin of 100 holds 1000 +- 31.5, a correlation 0 +- 0.003.
+    # With 100,000 samples the mean has a standard error of 0.0009, a bin of 100 has 1000 +- 31.5, a correlation 0 +-
+    # 0.003.
     assert abs(draw_B.mean() - 0.5) < 0.005
     assert np.abs(np.histogram(draw_B, bins=100, range=(0, 1))[0] - 1000).max() < 160
     assert abs(np.corrcoef(draw_B[:-1], draw_B[1:])[0, 1]) < 0.015

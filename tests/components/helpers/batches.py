@@ -1,4 +1,4 @@
-"""Batches that tell where each of their tokens was, and the batch as plain Python."""
+"""Batches whose tokens identify their position, and batches as plain Python values."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ ragged_lengths = st.lists(st.integers(0, 6), max_size=9)
 
 
 def batch_of(lengths: Sequence[int]) -> Batch:
-    """Sequence i holds the tokens 100 i, 100 i + 1, ...; so every token tells where it was."""
+    """Return a batch whose sequence i has the tokens 100 i, 100 i + 1, ... Every token identifies its position."""
     return Batch.from_rows(
         {"tokens": [list(range(100 * i, 100 * i + n)) for i, n in enumerate(lengths)]},
         {"reward": torch.arange(len(lengths)) / 2},
@@ -21,7 +21,7 @@ def batch_of(lengths: Sequence[int]) -> Batch:
 
 
 def rows_of(batch: Batch) -> list[tuple[Any, ...]]:
-    """The batch as plain Python, one tuple per sequence."""
+    """Return the batch as plain Python values, one tuple per sequence."""
     return [
         (
             batch.row(i, "tokens").tolist(),
@@ -34,14 +34,14 @@ def rows_of(batch: Batch) -> list[tuple[Any, ...]]:
 
 
 def with_everything() -> Batch:
-    """Three sequences, one of them empty, and columns of all kinds."""
+    """Return three sequences, one of them empty, with columns of all kinds."""
     return batch_of([2, 0, 3]).with_sequences(
         matrix=torch.arange(12).view(3, 2, 2), half=torch.tensor([0.5, 1.0, 1.5], dtype=torch.bfloat16)
     )
 
 
 def assert_alike(actual: Batch, expected: Batch) -> None:
-    """The same columns in the same order, with the same numbers."""
+    """Check that two batches have the same columns in the same order, with equal numbers."""
     assert actual.names == expected.names
     assert (list(actual.per_token), list(actual.per_sequence)) == (
         list(expected.per_token),
@@ -53,5 +53,5 @@ def assert_alike(actual: Batch, expected: Batch) -> None:
         if isinstance(right, torch.Tensor):
             assert (left.dtype, left.shape) == (right.dtype, right.shape)
             left, right = left.tolist(), right.tolist()
-        # As text, where NaN is NaN, -0.0 is not 0.0, and 1 is neither 1.0 nor True.
+        # Compared as text: NaN equals NaN, -0.0 differs from 0.0, and 1 differs from 1.0 and True.
         assert repr(left) == repr(right)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def closed_port() -> Iterator[int]:
-    """A port that nobody listens at, and that nobody else can take meanwhile."""
+    """Yield a port on which no process listens, and which no other process can bind meanwhile."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield taken.getsockname()[1]

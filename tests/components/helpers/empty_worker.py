@@ -53,7 +53,7 @@ def bytes_read() -> int:
 
 
 def reading(folder: str) -> tuple[int, int]:
-    """Bytes that a rank reads of a model's files to have its part, and bytes of that part."""
+    """Return the bytes that a rank reads from a model's files for its shard, and the bytes of that shard."""
     model = load_policy(folder, empty=True)
     before = bytes_read()
     engine = open_engine(model, config(**CASES["fsdp-2"]))
@@ -61,12 +61,12 @@ def reading(folder: str) -> tuple[int, int]:
 
 
 def both_ways(folder: str) -> dict[str, dict[bool, Any]]:
-    """By case, for models loaded whole (False) and made empty (True)."""
-    # Little at a time, so that a matrix takes several goes.
+    """Return the results by case, for models loaded completely (False) and created empty (True)."""
+    # A small buffer, so that a matrix is read in several parts.
     weight_files.READ_BYTES = 5000
     record: dict[str, dict[bool, Any]] = {
         case: {empty: trained(case, folder, empty) for empty in (False, True)} for case in CASES
     }
-    # At last, when all that this needs is imported.
+    # Measured last, after all imports.
     record["read"] = {True: reading(folder)}
     return record

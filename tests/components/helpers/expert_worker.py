@@ -1,4 +1,4 @@
-"""GRPO's update on ranks that share the experts of a mixture: what a rank does for test_experts.py."""
+"""GRPO updates with expert parallelism: the work of a rank in test_experts.py."""
 
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,8 @@ RESUMED: dict[str, Any] = {"model": "qwen3_moe", "zero_stage": 3}
 
 
 def write_models(folder: Path) -> None:
-    """A Qwen3-MoE and a Mixtral of 6 experts, of which a token has 2; the first has a dense layer
-    too. And what has experts that two ranks cannot share, or none.
+    """Write a Qwen3-MoE and a Mixtral with 6 experts, 2 of them per token. The first also has a dense layer. Also write
+    models with experts that two ranks cannot divide, and one without experts.
     """
     torch.manual_seed(6)
     heads: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -65,7 +65,7 @@ def trained(folder: str, expert: int, chosen: list[str]) -> dict[str, Any]:
 
 
 def alone(folder: str, state: str, again: str) -> dict[str, Any]:
-    """One process: the cases; and what it makes of a state of ranks that shared experts, which it saves again."""
+    """Work of one process: train the cases, and load and save the states of expert-parallel ranks."""
     records = trained(folder, 1, list(CASES))
     engine = open_case(folder, RESUMED, alone=True)
     records["remarks"] = load_state(engine, state)
@@ -77,7 +77,9 @@ def alone(folder: str, state: str, again: str) -> dict[str, Any]:
 
 
 def pair(folder: str, state: str) -> dict[str, Any]:
-    """Two ranks: the cases, the balancing loss with and without the axis, memory, and a state that is saved."""
+    """Work of two ranks: train the cases, compare the balancing loss with and without the axis, measure memory, save a
+    state.
+    """
     records = trained(folder, 2, list(CASES))
     for name, expert in (("balanced", 1), ("balanced-2", 2)):
         engine = open_case(folder, BALANCED | {"expert": expert}, alone=False)
@@ -97,7 +99,7 @@ def pair(folder: str, state: str) -> dict[str, Any]:
 
 
 def four(folder: str, state: str) -> dict[str, Any]:
-    """Four ranks, two for the same experts: some cases, and the next step after a state of one process."""
+    """Work of four ranks, two per group of experts: train some cases, and continue from a state of one process."""
     records = trained(folder, 2, ["packed-2", "context"])
     engine = open_case(folder, RESUMED | {"expert": 2}, alone=False)
     load_state(engine, state)
@@ -119,8 +121,8 @@ def refusals(folder: str) -> dict[str, str]:
 
 
 def _held(folder: str, expert: int) -> dict[str, int]:
-    """Bytes of this rank's parameters and moments between two steps; and of what it has whole after a forward pass,
-    where a step lets go of nothing.
+    """Return the bytes of this rank's parameters and moments between two steps, and of its gathered tensors after a
+    forward pass without resharding.
     """
     engine = open_case(folder, BALANCED | {"expert": expert, "router_aux_loss_coef": 0.0}, alone=False)
     seen = list[int]()

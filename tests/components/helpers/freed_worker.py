@@ -1,4 +1,4 @@
-"""Memory that a process keeps when tensors are freed: what test_freed_memory.py lets a process of its own measure."""
+"""Memory that a process keeps when tensors are freed: measurements in a separate process for test_freed_memory.py."""
 
 import resource
 from pathlib import Path
@@ -9,8 +9,8 @@ from components.models.freed_memory import keep_freed_memory
 
 
 def kept_when_freed() -> list[int]:
-    """Bytes that stay with this process when two blocks of 64 MiB are freed: with a large model, and with a small
-    one.
+    """Return the bytes that stay with this process after two blocks of 64 MiB are freed, with a large and with a small
+    model.
     """
     with torch.device("meta"):
         models = [torch.nn.Linear(2**13, 2**13), torch.nn.Linear(100, 100)]
@@ -25,5 +25,5 @@ def kept_when_freed() -> list[int]:
 
 
 def resident() -> int:
-    """Bytes of memory that this process has."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

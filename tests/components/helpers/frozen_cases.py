@@ -1,4 +1,4 @@
-"""Log-probabilities before the first update, of policy and reference: what a rank does for test_frozen_engine.py."""
+"""Log-probabilities of policy and reference before the first update: the work of a rank in test_frozen.py."""
 
 import gc
 from typing import Any
@@ -25,7 +25,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "fsdp-3": {"engine": "fsdp", "zero_stage": 3},
 }
 LORA = {"zero-0": "fp32", "zero-3": "bf16_autocast", "fsdp-3": "bf16"}
-"""Which engine has adapters in which precision."""
+"""Engine -> precisions in which it has adapters."""
 PRECISIONS = ("fp32", "bf16", "bf16_autocast")
 LAYOUTS = ("whole", "sharded", "offloaded")
 LIMITS = PassLimits(max_tokens=20)
@@ -40,7 +40,7 @@ def frozen(folder: str, precision: str, layout: str, values: bool = False) -> Fr
 def own_part() -> Batch:
     """Return this rank's part of the first mini-batch.
 
-    One rank gets all 7 sequences. Two ranks get 6 and 1, and so make different numbers of passes.
+    One rank gets all 7 sequences. Two ranks get 6 and 1, so their numbers of passes differ.
     """
     batch = cases.minibatches()[0]
     return batch if dist.get_world_size() == 1 else batch.select([slice(0, 6), slice(6, 7)][dist.get_rank()])
@@ -55,7 +55,7 @@ def reference(folder: str, precision: str, layout: str) -> dict[str, Any]:
 
 
 def before_the_update(folder: str, engine: str, precision: str, lora_rank: int = 0) -> dict[str, Any]:
-    """The policy's log-probabilities, the logarithm of the ratio in the first update, and the adapters' reference."""
+    """Return the policy's log-probabilities, the log-ratio in the first update, and the reference without adapters."""
     gc.freeze()  # see state_engine in train_worker.py
     changes = ENGINES[engine] | {"precision": precision, "packing": True, "lora_rank": lora_rank}
     trained = open_engine(load_policy(folder, packing=True), cases.config(**changes))

@@ -1,4 +1,4 @@
-"""One rank of test_weight_gather.py."""
+"""The work of a rank in test_gather.py."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from components.weights.gather import gathered, part_of
 
 BUCKET_BYTES = 80 * 2**20
 LARGE, COUNT = 40 * 2**20, 6
-"""Bytes of a large weight, and how many there are. Blocks below 32 MiB would stay with the process when freed."""
+"""Size in bytes and number of the large weights. The allocator keeps freed blocks below 32 MiB."""
 CPU = torch.device("cpu")
 
 
 def wholes() -> dict[str, Tensor]:
-    """Rows that divide by the ranks, that do not, and fewer rows than ranks."""
+    """Numbers of rows: divisible by the number of ranks, not divisible, and smaller than the number of ranks."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"even": (8, 3), "uneven": (7, 5), "vector": (13,), "one row": (1, 6), "none": (0, 2)}
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
 def every_layout(bucket_bytes: int, everywhere: bool) -> dict[str, Tensor]:
-    """Each weight by rows, whole on each rank, by columns, and over a mesh of two dimensions; plain ones too."""
+    """Return weights sharded by rows, replicated, sharded by columns, and sharded over a two-dimensional mesh, as well
+    as plain ones.
+    """
     init_process_group()
     ranks = dist.get_world_size()
     line, grid = init_device_mesh("cpu", (ranks,)), init_device_mesh("cpu", (ranks // 2, 2))
@@ -45,7 +47,7 @@ def every_layout(bucket_bytes: int, everywhere: bool) -> dict[str, Tensor]:
             placed["grid"] = distribute_tensor(whole, grid, [Shard(0), Shard(1)])
         placed["plain"] = whole
         for layout, tensor in placed.items():
-            # As master weights and what passes use, in turn.
+            # The dtypes of master weights and of passes alternate.
             dtype = torch.bfloat16 if len(parts) % 2 else torch.float32
             parts.append((f"{name}, {layout}, {dtype}", tensor, dtype))
     lazily = ((name, part_of(tensor, dtype, CPU)) for name, tensor, dtype in parts)
@@ -53,12 +55,12 @@ def every_layout(bucket_bytes: int, everywhere: bool) -> dict[str, Tensor]:
 
 
 def grows_by() -> int:
-    """By how many bytes this rank's memory grew at most while the large weights were gathered."""
+    """Return the peak growth of this rank's memory in bytes while the large weights are gathered."""
     init_process_group()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     weights = [distribute_tensor(torch.ones(LARGE // 256, 64), mesh, [Shard(0)]) for _ in range(COUNT)]
     most = 0
-    # Connections and threads are made the first time.
+    # The first gather creates connections and threads.
     for _ in range(2):
         dist.barrier()
         before, most = resident_bytes(), 0

@@ -1,4 +1,4 @@
-"""Work of a rank in the tests of groups: training on pairs in several ways. The tests read the record.
+"""Work of a rank in the tests of groups: training on pairs in several ways. Tests read the records.
 
 P pairs; B = 2P sequences, chosen and rejected in turn.
 """
@@ -41,7 +41,7 @@ def minibatches() -> list[Batch]:
 
 
 def trained(model_folder: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """Train, then pass part of a pair. Return the weights and the pairs of each pass."""
+    """Train, then pass an incomplete pair. Return the weights and the pairs of each pass."""
     model = load_value_model(model_folder, packing=changes.get("packing", False))
     engine = open_engine(model, config(**changes))
     passes: list[list[int]] = []

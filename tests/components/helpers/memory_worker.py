@@ -1,4 +1,4 @@
-"""One rank of test_held_memory.py: by how much its memory grows in each phase of a model."""
+"""Work of a rank in test_held_memory.py: the growth of its memory in each phase of a model."""
 
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,12 @@ BUCKET_BYTES = 8 * 2**20
 LAYERS = 12
 ROOT = Path(__file__).resolve().parents[3]
 bench: Any = load_file(ROOT / "scripts" / "bench_memory.py")
-# Nearly all of it is layers, of which each is small.
+# A model of many small layers, which are nearly all of it.
 bench.VOCABULARY, bench.HIDDEN, bench.INTERMEDIATE = 1000, 512, 2048
 
 
 def growth(folder: str, kind: str, work: str) -> dict[str, Any]:
-    """Bytes by phase; and the digest of the state."""
+    """Return the bytes by phase, and the digest of the state."""
     partitioned_model.BUCKET_BYTES = {"cpu": BUCKET_BYTES}
     record = bench.measured(Path(folder), kind, work)
     grown = {name: peak - record["starts"][name] for name, peak in record["peaks"].items()}

@@ -1,4 +1,4 @@
-"""GRPO's update on meshes of ranks: what a rank does for test_axes.py.
+"""GRPO updates on meshes of ranks: the work of a rank in test_axes.py.
 
 Legend: `N` all tokens of a batch end to end.
 """
@@ -70,8 +70,8 @@ RESUMED = "llama-tensor-3"
 
 
 def write_models(folder: Path) -> None:
-    """A Qwen2 with 4 heads and 2 key heads, tied; and a Llama with 6 heads and 3 key heads, which 2 does not divide;
-    one with 3 heads; and a small one with many positions.
+    """Write a tied Qwen2 with 4 heads and 2 key heads, a Llama with 6 heads and 3 key heads, which 2 does not divide,
+    one with 3 heads, and a small one with many positions.
     """
     torch.manual_seed(5)
     qwen2: dict[str, Any] = {
@@ -108,7 +108,7 @@ def experience(step: int) -> Batch:
 
 
 def update(model: nn.Module, micro: Batch, totals: Totals) -> LossOutput:
-    """PPO's clipped surrogate with an entropy bonus, as a mean over the tokens of the step."""
+    """Return PPO's clipped surrogate with an entropy bonus, as a mean over the tokens of the step."""
     output = token_logprobs(model, micro, TEMPERATURE, with_entropy=True)
     assert output.entropy_N is not None
     mask_N = micro["loss_mask"]
@@ -145,7 +145,7 @@ def activations(folder: str, *meshes: dict[str, int]) -> list[int]:
 
 
 def refusals(folder: str) -> dict[str, str]:
-    """Return the error messages for settings with which two ranks cannot share the rows of a model."""
+    """Return the error messages for settings with which two ranks cannot divide the rows of a model."""
     messages = dict[str, str]()
     meshes = {
         "odd": ("odd", True, {"context": 2}),
@@ -163,12 +163,12 @@ def refusals(folder: str) -> dict[str, str]:
 
 
 def open_case(folder: str, case: dict[str, Any], *, alone: bool) -> TrainEngine:
-    """The engine of a case; alone without other axes than data."""
+    """Return the engine of a case. It is alone if the only axis is that of the data."""
     settings = dict(case)
     path, values = f"{folder}/{settings.pop('model')}", settings.pop("values", False)
     loading = {"gradient_checkpointing": settings.pop("checkpointing", False), "packing": settings.get("packing", True)}
     reads_logits = settings.pop("logits", False)
-    # Few rows at a time, so that a micro-batch takes several goes.
+    # Few rows per chunk, so that a micro-batch takes several chunks.
     small = settings.pop("chunks", False)
     head_logprobs._CHUNK = {"cpu": (1, 7)} if small else {}
     logprobs._CHUNK_ELEMENTS = {"cpu": 30} if small else {}
@@ -181,7 +181,7 @@ def open_case(folder: str, case: dict[str, Any], *, alone: bool) -> TrainEngine:
 
 
 def trained(engine: TrainEngine, values: bool) -> dict[str, Any]:
-    """Five optimizer steps, and what the model says before and after them of a rank's own sequences."""
+    """Train five optimizer steps. Return the model's outputs for the rank's own sequences before and after them."""
 
     def compute(model: nn.Module, batch: Batch) -> torch.Tensor:
         return token_values(model, batch) if values else token_logprobs(model, batch, TEMPERATURE).logprob_N
@@ -203,7 +203,7 @@ def kept_bytes(engine: TrainEngine) -> int:
 
 
 def resumed(folder: str, states: list[str], alone: bool) -> dict[str, Any]:
-    """By state that was saved: the weights that it has, one more optimizer step from it, and what is exported."""
+    """Return, for each saved state, its weights, the result of one more optimizer step, and the export."""
     records = dict[str, Any]()
     for state in states:
         engine = open_case(folder, TENSOR[RESUMED], alone=alone)

@@ -1,4 +1,4 @@
-"""Adapters, automatic casting and sleep: what a rank does for test_train_options.py."""
+"""Adapters, autocast and sleep: the work of a rank in test_config.py."""
 
 import gc
 from pathlib import Path
@@ -36,7 +36,7 @@ RESUMED = {
     "fsdp-3": {"engine": "fsdp", "zero_stage": 3, "ema_beta": 0.5},
 }
 CROSSED = [("zero-3", "fsdp-3"), ("fsdp-3", "zero-0"), ("zero-0", "zero-3"), ("bf16-3", "fsdp-3")]
-"""As what a state was saved by two ranks, and as what one rank loads it."""
+"""Cases saved by two ranks -> case in which one rank loads the state."""
 CAST: dict[str, dict[str, Any]] = {
     "zero-0": {},
     "zero-3": {"zero_stage": 3},
@@ -177,7 +177,7 @@ def asleep(model_folder: str) -> dict[str, Any]:
 
 
 def movable_engine(model_folder: str, **changes: Any) -> TrainEngine:
-    """One whose weights are not the file, mapped, as on a CPU, which cannot be freed."""
+    """A weight that is not the memory-mapped file of a CPU model, because that cannot be freed."""
     model = load_policy(model_folder)
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
@@ -185,9 +185,9 @@ def movable_engine(model_folder: str, **changes: Any) -> TrainEngine:
 
 
 def move_and_return(engine: TrainEngine, before: dict[int, int], records: dict[str, Any]) -> dict[str, int]:
-    """Do with CPU memory what `sleep` does with GPU memory.
+    """Simulate on CPU memory the effect of `sleep` on GPU memory.
 
-    Return the bytes that it frees, and the bytes left in the tensors that this process has made since `before`.
+    Return the bytes that it frees, and the bytes left in the tensors that this process has created since `before`.
     Tensors of the test's records are not counted.
     """
     copies = HostCopies(engine._tensors(), engine._scratch(), "cpu")
@@ -199,11 +199,11 @@ def move_and_return(engine: TrainEngine, before: dict[int, int], records: dict[s
 
 
 def held_in_memory() -> dict[int, int]:
-    """Bytes of every tensor of this process, by its place in memory."""
+    """Return the bytes of every tensor of this process, by its address."""
     gc.collect()
     held: dict[int, int] = {}
     for thing in gc.get_objects():
-        # A mesh keeps the numbers of its ranks in host memory, on GPUs too.
+        # A mesh keeps the numbers of its ranks in host memory, also with GPUs.
         if type(thing) in (Tensor, torch.nn.Parameter, DTensor) and thing.dtype != torch.int32:
             storage = getattr(thing, "_local_tensor", thing).untyped_storage()
             held[storage.data_ptr()] = storage.nbytes()

@@ -1,4 +1,4 @@
-"""The runs of option_cases.py, of which several tests read what they recorded."""
+"""Records of the runs of option_cases.py, shared by several tests."""
 
 from collections.abc import Callable
 from pathlib import Path

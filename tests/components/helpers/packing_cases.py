@@ -1,6 +1,6 @@
-"""Packed sequences and states read in chunks, by each engine: what a rank does for test_packing.py.
+"""Packed sequences and chunked logits with each engine: the work of a rank in test_packed_model.py.
 
-Each case trains beside a plain one, which pads its sequences and computes all logits at once.
+Each case is trained next to a plain one with padding and complete logits.
 """
 
 from collections.abc import Iterator

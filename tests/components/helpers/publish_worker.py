@@ -1,6 +1,4 @@
-"""One rank of every training engine in turn; what each has learnt is published, with the responses that it would
-give.
-"""
+"""One rank of every training engine in turn: publishes its weights, with the responses that they give."""
 
 from __future__ import annotations
 
@@ -23,16 +21,16 @@ from tests.components.helpers.vllm_models import uneven_prompts
 ENGINES = (("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3), ("fsdp", 3))
 PROMPTS, NEW_TOKENS = 6, 6
 Published = tuple[str, str, WeightHandle, list[list[int]]]
-"""Name of the model, engine and stage, handle, and greedy responses of a version."""
+"""Model, engine and stage, handle, and greedy responses of a published version."""
 
 
 def nll(model: nn.Module, batch: Batch, totals: Totals) -> LossOutput:
-    """Learn the batch by heart."""
+    """Train until the batch is memorised."""
     return LossOutput(-token_logprobs(model, batch).logprob_N.sum() / totals.tokens, {})
 
 
 def next_tokens(model: nn.Module, batch: Batch) -> Tensor:
-    """[N] the likeliest token after each one."""
+    """Return the most likely token [N] after each token."""
     likeliest_BT = model(input_ids=batch.padded("tokens", 0), use_cache=False).logits.argmax(-1)
     return batch.unpad(likeliest_BT, batch.lengths).float()
 
@@ -49,7 +47,7 @@ def greedy(engine: TrainEngine) -> list[list[int]]:
 
 
 def publish(models: Path, name_of_all: str) -> list[Published]:
-    """Train, publish, response.
+    """Train, publish the weights and record the responses.
 
     Args:
         models: has the folders `tied` and `untied`.
@@ -57,7 +55,7 @@ def publish(models: Path, name_of_all: str) -> list[Published]:
     """
     published = []
     partitioned_model.BUCKET_BYTES = {"cpu": 2**16}
-    # Every combination learns something else, so that no two have the same weights.
+    # Every combination trains on other data, so that no two have the same weights.
     for number, (name, (library, stage)) in enumerate((name, e) for e in ENGINES for name in ("tied", "untied")):
         config = TrainConfig(engine=library, zero_stage=stage, learning_rate=0.02)
         engine = open_engine(load_policy(models / name), config)

@@ -1,4 +1,4 @@
-"""The ranks of the tests of training, each a process forked from one that has imported torch and transformers."""
+"""Ranks of the training tests: processes forked from one that has imported torch and transformers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import torch
 
 WORLD_SIZES = [1, pytest.param(2, marks=pytest.mark.full)]
 NIGHTLY_ON_TWO = [1, pytest.param(2, marks=pytest.mark.nightly)]
-"""World sizes of tests whose code for several ranks has other tests on two ranks in the full tier."""
+"""World sizes of tests whose two-rank case is covered by other tests of the full tier."""
 PARTS = ("train_worker", "group_worker", "publish_worker", "mesh_worker", "expert_worker")
 MAY_TAKE_S = 540
-"""Against a hang, far from what any run takes on a busy machine."""
+"""Timeout against a hang, far above the duration of any run on a busy machine."""
 
-# Importing takes longer than most of what the ranks do.
+# Imports take longer than most of the work of the ranks.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([f"tests.components.helpers.{part}" for part in PARTS])
 
@@ -70,7 +70,7 @@ def _run_rank(
     if rendezvous:
         os.environ["RANK"] = str(rank)
         os.environ.update({name: str(value) for name, value in rendezvous.items()})
-    # No compiler can be found, and nothing compiled earlier either.
+    # Hide all compilers and all compiled extensions.
     os.environ["PATH"] = str(folder)
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder / "extensions")
     with (folder / f"log{rank}.txt").open("wb") as log:
@@ -78,8 +78,8 @@ def _run_rank(
         os.dup2(log.fileno(), 2)
     torch.set_num_threads(1)
     torch.save(work(*arguments), folder / f"rank{rank}.pt")
-    # Rank 0 has the store: were it gone while another rank still asks it for something, that one would print a warning.
+    # Rank 0 has the store. If it ended while another rank used it, that rank would print a warning.
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
-    # As init_process_group advises a rank to end.
+    # As the documentation of init_process_group advises.
     os._exit(0)

@@ -1,4 +1,4 @@
-"""A rollout engine of each model that receives what is published, one version after the other, and says what is wrong.
+"""A rollout engine of each model that receives published versions one after the other and reports faults.
 
     receive_worker.py MODELS KIND PUBLISHED
 
@@ -28,7 +28,7 @@ KINDS: dict[str, RolloutConfig] = {
 
 
 def cut(response: list[int]) -> list[int]:
-    """Up to its first end token, as an engine stops there."""
+    """Only up to the first end token, where an engine stops."""
     return response[: response.index(1) + 1] if 1 in response else response
 
 

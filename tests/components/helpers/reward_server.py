@@ -13,7 +13,9 @@ Answer = tuple[int, Any, dict[str, str]]
 
 
 class RewardServer(ThreadingHTTPServer):
-    """A real server on a free port; `response(request, number)` says what the number-th request is answered."""
+    """A real server on a free port. `response(request, number)` returns its response to the request with that
+    number.
+    """
 
     daemon_threads = True
 
@@ -25,7 +27,7 @@ class RewardServer(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of clients that have gone, which is what some tests are about."""
+        """Do not report disconnected clients, because some tests disconnect on purpose."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -53,8 +55,8 @@ class Handler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(body)
         except ConnectionError:
-            # The client has given up waiting, which is what some tests are about.
+            # The client has disconnected, which some tests do on purpose.
             self.close_connection = True
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""

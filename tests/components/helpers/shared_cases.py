@@ -1,4 +1,4 @@
-"""Groups of sequences that begin alike, trained on two ranks: what a rank does for test_shared_prompts.py."""
+"""Groups of sequences with common prefixes on two ranks: the work of a rank in test_shared_prompts.py."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def groups(seed: int, prompts: int, samples: int, prompt: int = 20) -> Batch:
-    """Prompts, each with responses of 1 to 8 tokens, which alone are trained on; shuffled."""
+    """Shuffled prompts, each with responses of 1 to 8 tokens. Only the responses are trained on."""
     generator = torch.Generator().manual_seed(seed)
     rows = list[list[int]]()
     for _ in range(prompts):

@@ -18,13 +18,13 @@ LEARNING_RATE = 0.01
 WEIGHT_DECAY = 0.1
 MAX_NORM = 1.0
 BETAS = (0.9, 0.95)
-# Large, or Adam would turn the rounding of gradients that are almost 0 into whole steps.
+# A large epsilon. Otherwise Adam would scale rounding errors of gradients near 0 to complete steps.
 EPS = 1e-3
 STEPS = 3
 
 
 def ragged(seed: int, count: int) -> Batch:
-    """Sequences of 2 to 9 tokens, of which about half are trained on."""
+    """Sequences of 2 to 9 tokens. About half of the tokens are trained on."""
     generator = torch.Generator().manual_seed(seed)
     lengths_B = torch.randint(2, 10, (count,), generator=generator)
     size = int(lengths_B.sum())
@@ -43,7 +43,7 @@ def minibatches() -> list[Batch]:
 
 
 def evaluated() -> list[Batch]:
-    """Return the evaluated batches in the parts that two ranks get: 6 sequences and 1."""
+    """Return the rows of each rank in the evaluated batch: two ranks get 6 sequences and 1."""
     whole = ragged(4, 7)
     return [whole.select(slice(0, 6)), whole.select(slice(6, 7))]
 
@@ -85,7 +85,7 @@ def nan_in_the_longest(model: nn.Module, batch: Batch, totals: Totals) -> LossOu
 
 
 def infinite_gradient(model: nn.Module, batch: Batch, totals: Totals) -> LossOutput:
-    # The root's slope at 0 is infinite.
+    # The derivative of the square root at 0 is infinite.
     return LossOutput(loss=(nll(model, batch, totals).loss * 0.0).abs().sqrt(), metrics={})
 
 
@@ -94,7 +94,7 @@ def logprobs(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def weights(engine: TrainEngine) -> dict[str, Tensor]:
-    # Little at a time, so that zero_stage 3 gathers in several goes.
+    # A small limit, so that ZeRO 3 gathers in several parts.
     partitioned_model.BUCKET_BYTES = {"cpu": 40_000}
     return {name: tensor.clone() for name, tensor in engine.gathered_parameters()}
 
@@ -115,7 +115,7 @@ def train(engine: TrainEngine, loss_fn: Callable[..., LossOutput] = nll) -> dict
 
 
 def failure(engine: TrainEngine, loss_fn: Callable[..., LossOutput]) -> dict[str, Any]:
-    # After a good step, whose norm is not to be taken for that of the bad one.
+    # After a good step, whose norm must not be reported for the bad one.
     engine.train_step(minibatches()[1], nll)
     before, message = weights(engine), "no error"
     try:
@@ -131,7 +131,7 @@ def failure(engine: TrainEngine, loss_fn: Callable[..., LossOutput]) -> dict[str
 
 
 def counted_forwards(engine: TrainEngine) -> dict[str, list[int]]:
-    """Sequences of each micro-batch, without gradients and with them."""
+    """Number of sequences of each micro-batch, without gradients and with them."""
     sizes: dict[str, list[int]] = {"forward": [], "training": []}
 
     def compute(model: nn.Module, batch: Batch) -> Tensor:

@@ -1,6 +1,6 @@
-"""Work of a rank in the training tests: everything that needs an engine and other ranks. The tests read the record.
+"""Work of a rank in the training tests: all cases that need an engine and other ranks. Tests read the records.
 
-Of the folder `states`, states/1 and states/2 are for the states that so many ranks saved.
+In the folder `states`, states/1 and states/2 are for the states saved by one and by two ranks.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ STATES: dict[str, dict[str, Any]] = {
 }
 """Cases saved by one process and loaded by another. The odd cases have dropout, buffers and frozen parameters."""
 IN_ONE_GO = ("fp32-0", "bf16-2", "odd-3", "fsdp-2")
-"""Cases that an engine also trains without saving."""
+"""Cases that are also trained by an engine that never saves, for comparison."""
 FRESH = ("fp32-0", "bf16-1", "fp32-3", "fsdp-2")
 """Cases whose state is also saved before the first step."""
 CROSSED = [
@@ -87,9 +87,9 @@ CROSSED = [
     ("fp32-1", "fsdp-2"),
     ("odd-3", "odd-fsdp-3"),
 ]
-"""As what a state was saved by another number of ranks, and as what it is loaded."""
+"""Case saved by another number of ranks -> case in which it is loaded."""
 HALF = 2
-# Several buckets of gradients, and several groups of a rank's parameters, as large models have.
+# Small limits give several buckets of gradients and several groups of parameters, as large models have.
 deepspeed_engine.ZERO_NUMBERS = {"cpu": 1000}
 
 
@@ -113,14 +113,14 @@ def state_engine(case: str, model_folder: str) -> TrainEngine:
         attentions: list[Any] = [module for module in model.modules() if hasattr(module, "attention_dropout")]
         for attention in attentions:
             attention.attention_dropout = 0.4
-        # Counts what its rank has seen.
+        # A module that counts the tokens of its rank.
         model.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         model.register_buffer("scale", torch.full((2, 3), 0.1))
         model.register_buffer("scratch", torch.zeros(1), persistent=False)
         for name, parameter in model.named_parameters():
             if "layers.0.mlp" in name or "layers.0.input_layernorm" in name:
                 parameter.requires_grad_(False)
-    # DeepSpeed collects garbage several times for each engine, and looks at all that was ever imported.
+    # DeepSpeed runs the garbage collector several times per engine, which visits all imported modules.
     gc.freeze()
     return open_engine(model, config(max_tokens=40, **STATES[case]))
 
@@ -156,7 +156,7 @@ def public_moments(engine: TrainEngine) -> dict[str, Tensor | None]:
 
 
 def save_states(model_folder: str, states: Path) -> dict[str, Any]:
-    # A matrix of 64 times 64 takes three goes, none of which ends with a row.
+    # A matrix of 64 times 64 is read in three parts. None of them ends at the end of a row.
     engine_state.PIECE = 1500
     record: dict[str, Any] = {}
     for case in STATES:
@@ -212,7 +212,7 @@ def load_states(model_folder: str, states: Path, output: Path) -> dict[str, Any]
 
 @contextlib.contextmanager
 def small_files(limit: int) -> Iterator[None]:
-    """No file of this process gets larger, as on a disk that is full."""
+    """Limit the size of files of this process, which fails like a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
@@ -227,7 +227,7 @@ def state_errors(model_folder: str, states: Path, output: Path) -> dict[str, Any
     last = f"rank_{engine.world_size - 1}.safetensors"
 
     def damaged(name: str, damage: Callable[[Path], object]) -> Path:
-        """A copy of a state; each rank makes its own, and the last one damages it."""
+        """Each rank copies the state. The last rank damages its copy."""
         folder = output / f"{name}{engine.rank}"
         shutil.copytree(states / "fp32-2", folder)
         if engine.rank == engine.world_size - 1:
@@ -284,7 +284,7 @@ def averaged_minibatches() -> list[Batch]:
 
 def averaging_engine(case: str, model_folder: str, **changes: Any) -> TrainEngine:
     gc.freeze()
-    # Small steps, most of which bfloat16 cannot show.
+    # Small steps. Most of them are below the resolution of bfloat16.
     settings = {"learning_rate": 1e-3, "lr_scheduler": "constant", "max_tokens": 40, "ema_beta": EMA_BETA}
     return open_engine(load_policy(model_folder), config(**(settings | AVERAGED[case] | changes)))
 
@@ -294,7 +294,7 @@ def average(engine: TrainEngine) -> dict[str, Tensor]:
 
 
 def masters(engine: TrainEngine) -> dict[str, Tensor]:
-    """In float32, as DeepSpeed itself says where it has others than the weights, or torch of its DTensors."""
+    """In float32, as DeepSpeed's functions return the weights, or torch for its DTensors."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     if engine.config.precision == "fp32":
@@ -317,7 +317,7 @@ def averaged_steps(engine: TrainEngine, batches: list[Batch]) -> list[dict[str, 
 def averaged_case(
     case: str, model_folder: str, states: Path, output: Path
 ) -> tuple[dict[str, dict[str, Any]], TrainEngine]:
-    """5 steps with an average, in one go and resumed; what was recorded, and the engine that was resumed."""
+    """Run 5 steps with an average, at once and resumed. Return the record and the resumed engine."""
     engine = averaging_engine(case, model_folder)
     batches = averaged_minibatches()
     record: dict[str, Any] = {"start": {"masters": masters(engine), "average": average(engine)}}
@@ -406,14 +406,14 @@ def beats_of(engine: TrainEngine, output: Path) -> dict[str, int]:
 
 
 def trained_in_many_ways(model_folder: str, output: Path) -> dict[str, Any]:
-    """Every engine, at every stage and precision, with what stops it."""
+    """Check every engine, stage and precision with faults that stop it."""
 
     def engine(**changes: Any) -> TrainEngine:
         gc.freeze()  # see state_engine
         return open_engine(load_policy(model_folder), config(**changes))
 
     record: dict[str, Any] = {}
-    # bf16 trains with zero_stage 1 where 0 is asked for, so that one of the two is enough.
+    # bf16 trains with ZeRO 1 if 0 is configured, so one of the two suffices.
     for stage in (0, 2, 3):
         record[f"bf16-{stage}"] = train(engine(zero_stage=stage, precision="bf16"))
     for stage in (0, 1, 2, 3):
@@ -423,9 +423,9 @@ def trained_in_many_ways(model_folder: str, output: Path) -> dict[str, Any]:
     published = trained.gathered_parameters()
     if trained.rank == 0:
         record["handle"] = WeightPublisher(output / "weights").publish(1, published)
-    assert not list(published)  # exhausts it on the other ranks, since gathering is collective
+    assert not list(published)  # exhausts the generator on the other ranks, because gathering is collective
     record["large_micro_batches"] = train(engine(max_tokens=10**6))
-    # Training cuts 7, 5 and 1 sequences by two, evaluation takes one at a time.
+    # Training has 7, 5 and 1 sequences in micro-batches of two, evaluation has micro-batches of one.
     record["few_sequences"] = train(engine(zero_stage=3, max_sequences=2, forward_max_sequences=1))
     record["beats"] = beats_of(engine(zero_stage=3, max_sequences=2, forward_max_sequences=1), output)
     record["forward_tokens"] = counted_forwards(engine(forward_max_tokens=1, max_sequences=2))

@@ -1,4 +1,4 @@
-"""Models and prompts that vLLM's CPU kernels take: heads of 32 numbers, in a vocabulary of 20 tokens."""
+"""Models and prompts for vLLM's CPU kernels: heads of dimension 32, and a vocabulary of 20 tokens."""
 
 from pathlib import Path
 
@@ -9,12 +9,12 @@ POSITIONS = 128
 
 
 def write_vllm_model(folder: Path, seed: int, tied: bool) -> Path:
-    """A random model with heads of 32 numbers."""
+    """Write a random model with heads of dimension 32."""
     return write_model(folder, seed, tied, hidden=128, positions=POSITIONS, spread=0.12)
 
 
 def prompts_of(rows: list[list[int]]) -> Batch:
-    """Prompts with ids of their own."""
+    """Return prompts with separate ids."""
     return Batch.from_rows({"tokens": rows}, {"prompt_id": list(range(len(rows))), "sample_id": [0] * len(rows)})
 
 
@@ -24,5 +24,5 @@ def uneven_prompts(count: int) -> Batch:
 
 
 def answers_of(batch: Batch) -> list[list[int]]:
-    """The tokens that were drawn."""
+    """Return the sampled tokens."""
     return [batch.row(i, "tokens")[batch.row(i, "action_mask")].tolist() for i in range(len(batch))]

@@ -17,13 +17,13 @@ NUM_WEIGHTS = 16
 
 
 def large_weights() -> Iterator[tuple[str, Tensor]]:
-    """16 of 4 MiB each, so that each is a bucket; number i is full of i."""
+    """16 tensors of 4 MiB each. Each one fills a bucket. Tensor i is filled with the value i."""
     for number in range(NUM_WEIGHTS):
         yield f"weight{number}", torch.full((2**20,), float(number))
 
 
 def publish(folder: Path) -> None:
-    """Publish once, write the handle beside, and stay until killed."""
+    """Publish once, write the handle to a file, and run until killed."""
     publisher = WeightPublisher(folder / "w", bucket_bytes=BUCKET_BYTES, serve=True)
     (folder / "handle.partial").write_bytes(pickle.dumps(publisher.publish(1, large_weights())))
     (folder / "handle.partial").rename(folder / "handle")
@@ -31,11 +31,11 @@ def publish(folder: Path) -> None:
 
 
 def read(handle_file: Path) -> None:
-    """Read all, print by how many KiB the memory grew at most, read again and die in the middle."""
+    """Read everything, print the peak growth of memory in KiB, read again and die in the middle."""
     handle = pickle.loads(handle_file.read_bytes())
     sums = torch.zeros(NUM_WEIGHTS)
     torch.ones(2**20).sum()
-    # What was needed to start up is given back, or it would hide what the reading needs.
+    # Memory of the start-up is returned first. Otherwise it would hide the memory that reading needs.
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     most = 0
     for number, (_, tensor) in enumerate(read_weights(handle)):

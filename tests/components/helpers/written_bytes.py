@@ -1,4 +1,4 @@
-"""Counts of the bytes that torch's operations write."""
+"""Counter of the bytes that torch operations write."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class WrittenBytes(TorchDispatchMode):
-    """Inside, count the bytes that operations of this thread write: into their arguments, or into new memory.
+    """Context manager that counts the bytes written by operations of this thread, into arguments or new memory.
 
-    Views, uninitialised memory (`empty`) and a change of a tensor's storage (`set_`) count nothing.
+    Views, uninitialised memory (`empty`) and changes of a tensor's storage (`set_`) count 0.
     """
 
     def __init__(self) -> None:
@@ -43,6 +43,6 @@ def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result:
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-    # A return without alias information is a new tensor, not a view or an argument.
+    # A result without alias information is a new tensor, not a view or an argument.
     if all(each.alias_info is None for each in schema.returns):
         yield from (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
